@@ -19,7 +19,7 @@ from morph.contract.profile import Timing
 from morph.cutting import CutModel
 from morph.cutting.trials.trial import run_users_code
 from morph.job import Job
-from morph.runtime.state.accumulators import Accumulator
+from morph.runtime.state.accumulators import Accumulator, change_of
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.state.update_rules import update_rules
 
@@ -68,10 +68,12 @@ def _measure(state: UnitState, job: Job, device: torch.device, sampling: Samplin
 
     generator = torch.Generator().manual_seed(0)
     gradients = {
-        name: (torch.randn(parameter.shape, generator=generator) * _MOCK_GRADIENT).to(state.device)
+        name: (torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * _MOCK_GRADIENT).to(
+            state.device
+        )
         for name, parameter in state.parameters.items()
     }
-    gradients |= {name: torch.zeros(buffer.shape, device=state.device) for name, buffer in state.buffers.items()}
+    gradients |= {name: change_of(buffer, buffer) for name, buffer in state.buffers.items()}
     samples_s: list[float] = []
     with no_garbage_collection():
         sums = state.new_accumulator()

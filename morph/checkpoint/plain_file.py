@@ -56,6 +56,12 @@ def write_plain_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
         with partial.open("rb") as written:
             os.fsync(written.fileno())
         partial.replace(path)
+    except KeyError as error:  # a type that safetensors does not know
+        wrong = next((name for name, tensor in tensors.items() if tensor.dtype in error.args), None)
+        allowed = "types that safetensors can store"
+        raise InputError(
+            "cannot be written", source=str(path), field=wrong, value=error.args[0], allowed=allowed
+        ) from error
     except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
         raise InputError(f"cannot be written: {error}", source=str(path)) from error

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import safetensors.torch
 import torch
 import xxhash
 from torch import Tensor
@@ -38,6 +37,8 @@ DTYPES = {
 }
 """By the names that safetensors gives them."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+AS_REALS = "complex"
+"""In the metadata: names of complex tensors of a type that safetensors lacks, written with a last dimension of 2."""
 
 
 def layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
@@ -49,9 +50,15 @@ def layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
     header: dict[str, Any] = {}
     end = 0
     names = sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNMENT != 0, name))
+    as_reals = [name for name in names if tensors[name].is_complex() and tensors[name].dtype not in NAMES]
+    if as_reals:
+        header["__metadata__"] = {AS_REALS: json.dumps(as_reals)}
     for name in names:
         tensor, begin, end = tensors[name], end, end + tensors[name].nbytes
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        dtype, shape = (
+            (tensor.dtype.to_real(), (*tensor.shape, 2)) if name in as_reals else (tensor.dtype, tensor.shape)
+        )
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8), names
 
@@ -76,7 +83,7 @@ def from_payload(payload: bytes | memoryview) -> dict[str, Tensor]:
     """
     data = memoryview(payload)
     if data.readonly:
-        return safetensors.torch.load(bytes(data))
+        data = memoryview(bytearray(data))
     begin = 8 + int.from_bytes(data[:8], "little")
     if begin > len(data):
         raise ValueError("a unit's state has no whole header")
@@ -86,9 +93,15 @@ def from_payload(payload: bytes | memoryview) -> dict[str, Tensor]:
 
 def views(header: bytes) -> tuple[list[tuple[int, int]], Callable[[Tensor], dict[str, Tensor]]]:
     """Read a header: beginning and end of each tensor behind it, and what makes tensors of the bytes there."""
-    entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+    entries = json.loads(header)
+    as_reals = json.loads(entries.pop("__metadata__", {}).get(AS_REALS, "[]"))
     offsets = sorted((int(first), int(end)) for entry in entries.values() for first, end in (entry["data_offsets"],))
-    return offsets, lambda body: {name: _view(body, name, entry) for name, entry in entries.items()}
+
+    def made(body: Tensor) -> dict[str, Tensor]:
+        tensors = {name: _view(body, name, entry) for name, entry in entries.items()}
+        return tensors | {name: torch.view_as_complex(tensors[name].clone()) for name in as_reals}
+
+    return offsets, made
 
 
 def _view(body: Tensor, name: str, entry: Mapping[str, Any]) -> Tensor:

@@ -49,6 +49,16 @@ def test_every_type_comes_back(name: str) -> None:
     assert all(found[key].dtype == tensors[key].dtype for key in tensors)
 
 
+def test_complex_numbers_that_the_library_has_no_type_for_are_pairs_of_reals_to_it() -> None:
+    wide = torch.complex128
+    tensors = {"x": torch.tensor([[1 + 2j, 3 - 4j]], dtype=wide), "y": torch.ones(3), "z": torch.tensor(5j, dtype=wide)}
+    payload = to_payload(tensors)
+    for given in (payload, memoryview(bytearray(payload))):
+        assert same(from_payload(given), tensors)
+    assert safetensors.torch.load(payload)["x"].tolist() == [[[1.0, 2.0], [3.0, -4.0]]]
+    assert from_payload(payload)["x"].data_ptr() % wide.itemsize == 0
+
+
 def test_tensors_are_views_of_memory_that_may_be_written_to() -> None:
     payload = bytearray(to_payload(TENSORS))
     found = from_payload(memoryview(payload))

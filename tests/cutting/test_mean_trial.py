@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from morph.contract.errors import JobError
-from morph.cutting.trials.mean_trial import loss_warnings
+from morph.cutting.trials.mean_trial import LossTrial, loss_warnings, mean_warnings
 from tests.cutting.zoo import ZOO, padded_texts
 
 ITEMS = [
@@ -111,14 +113,13 @@ class TakesPairs(nn.Module):
         return self.norm(self.linear(x[:, 0]))
 
 
-def test_samples_that_cannot_stand_alone_are_taken_in_halves(tools: Any) -> None:
+def test_samples_that_cannot_stand_alone_are_taken_twice(tools: Any) -> None:
     assert loss_warnings(tools.make_job(TakesPairs, mean_loss, ITEMS)) == ()
     (sentence,) = loss_warnings(
         tools.make_job(TakesPairs, lambda model, batch: model(batch["x"]).square().mean(1).sum(), ITEMS)
     )
     assert "is a sum over the samples" in sentence
-    assert "4 samples together" in sentence
-    assert "in halves" in sentence
+    assert re.search(r"\(samples \d and \d together, each twice: ", sentence)
 
 
 @pytest.mark.slow
@@ -133,7 +134,7 @@ def test_a_model_given_padded_labels_is_told_of(tools: Any) -> None:
         for item in padded_texts()
     ]
     (sentence,) = loss_warnings(tools.make_job(ZOO["gpt2"][0], lambda model, batch: model(**batch).loss, items))
-    assert "by their number of entries of 'labels' other than -100 (5 and 10)" in sentence
+    assert "by their number of entries of 'labels' other than -100 (" in sentence
 
 
 def test_a_loss_that_fails_on_numbers_is_told_with_its_line(tools: Any) -> None:
@@ -149,3 +150,232 @@ def test_an_operation_that_this_device_lacks_is_not_held_against_the_job(tools: 
         raise NotImplementedError("Could not run 'mine::attention' with arguments from the 'CPU' backend")
 
     assert loss_warnings(tools.make_job(Noisy, elsewhere, ITEMS)) == ()
+
+
+def rare_items() -> list[dict[str, Tensor]]:
+    """5 % of class 1, at the end; bags of words, most of which are empty."""
+    generator = torch.Generator().manual_seed(3)
+    words = torch.randint(0, 4, (400, 12), generator=generator).float()
+    words *= torch.rand(400, 12, generator=generator) < torch.rand(400, 1, generator=generator)
+    return [{"words": row, "y": torch.tensor(int(index >= 380))} for index, row in enumerate(words)]
+
+
+class Classifier(nn.Module):
+    """Begins with the same loss for every sample: its last layer is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(12, 8), nn.Linear(8, 2)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.out(torch.relu(self.first(words)))
+
+
+def by_class(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch["words"]), batch["y"], weight=torch.tensor([0.05, 0.95]))
+
+
+def one_class_alone(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch["words"]), batch["y"], ignore_index=1)
+
+
+def class_times_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    own = functional.cross_entropy(model(batch["words"]), batch["y"], reduction="none")
+    return (own * torch.tensor([0.05, 0.95])[batch["y"]]).mean()
+
+
+def test_class_weights_are_told_of_however_rare_the_class_and_sparse_the_features(tools: Any) -> None:
+    (sentence,) = loss_warnings(tools.make_job(Classifier, by_class, rare_items()))
+    assert sentence.startswith("the loss weighs samples by class, as cross_entropy(weight=...) does: a sample whose ")
+    assert "'y' is 1 counts 19 times as much as one whose 'y' is 0 (samples " in sentence
+    assert loss_warnings(tools.make_job(Classifier, class_times_loss, rare_items())) == ()
+
+
+def test_a_sample_that_counts_nothing_is_named_although_its_own_loss_is_no_number(tools: Any) -> None:
+    told, left_out = loss_warnings(tools.make_job(Classifier, one_class_alone, rare_items()))
+    assert told.startswith("the loss weighs samples by their number of entries of 'y' other than 1 (1 and 0)")
+    assert "is nan: left out of the check whether the loss is a mean over samples" in left_out
+    numbers = re.findall(r"\d+", left_out)
+    assert numbers
+    assert all(int(number) >= 380 for number in numbers)
+
+
+def with_an_infinite_sample(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    own = model(batch["x"]).square().mean((1, 2))
+    return torch.where((batch["mask"].sum(1) == 1), torch.inf, own).sum() / (1 if OF_ALL else len(own))
+
+
+OF_ALL = False
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_a_sample_that_cannot_be_judged_is_left_out_and_the_others_are_judged(
+    tools: Any, summed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "OF_ALL", summed)
+    *told, left_out = loss_warnings(tools.make_job(Noisy, with_an_infinite_sample, ITEMS))
+    assert [sentence.startswith("the loss is a sum over the samples") for sentence in told] == [True] * summed
+    assert left_out.startswith("the loss of sample 0 alone is inf: left out of the check")
+
+
+def nowhere_finite(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["x"]).mean() * torch.nan
+
+
+def test_a_loss_that_is_no_number_anywhere_is_not_passed_over(tools: Any) -> None:
+    (sentence,) = loss_warnings(tools.make_job(Noisy, nowhere_finite, ITEMS))
+    assert sentence.startswith("the loss is nan for all samples tried")
+
+
+def over_weights(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return (model(batch["x"]).square().mean((1, 2)) * batch["w"]).sum() / batch["w"].sum()
+
+
+def over_hidden_weights(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    weights = batch["x"].abs().sum((1, 2))
+    return (model(batch["x"]).square().mean((1, 2)) * weights).sum() / weights.sum()
+
+
+def over_tokens_by_class(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits, labels = model(batch["x"]).flatten(0, 1), batch["x"].argmax(2).flatten()
+    return functional.cross_entropy(logits, labels, weight=torch.arange(1.0, 7.0))
+
+
+def hard_ones_of_many(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Leaves the smallest tenth out: of two samples, none."""
+    own = model(batch["x"]).square().mean((1, 2))
+    return own.topk(len(own) - len(own) // 8).values.mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"),
+    [
+        (over_weights, "the loss weighs samples by their entry 'w' ("),
+        (over_hidden_weights, "the loss of samples that come together is not the mean of their own (samples "),
+        (over_tokens_by_class, "the loss of samples that come together is not the mean of their own (samples "),
+        (hard_ones_of_many, "the loss of samples that come together is not the mean of their own (8 samples together:"),
+    ],
+)
+def test_weights_and_choices_among_samples_are_told_of(tools: Any, loss: Any, what: str) -> None:
+    items = [{"x": item["x"], "w": torch.tensor(1.0 + index)} for index, item in enumerate(ITEMS)]
+    (sentence,) = loss_warnings(tools.make_job(Noisy, loss, items))
+    assert sentence.startswith(what)
+
+
+class Draws(nn.Module):
+    """Runs ``between`` among its layers."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Tensor], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6, dtype=dtype), nn.Linear(6, 6, dtype=dtype)
+        self.normed = torch.nn.utils.spectral_norm(nn.Linear(6, 6)) if between is through_spectral_norm else None
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("average", torch.zeros(6, 6))
+        self.between, self.dtype = between, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self, self.first(x.to(self.dtype)))).float()
+
+
+def through_rrelu(self: Any, x: Tensor) -> Tensor:
+    return functional.rrelu(functional.rrelu(x, training=True), 0.1, 0.9, training=True, inplace=True)
+
+
+def of_a_multinomial(self: Any, x: Tensor) -> Tensor:
+    rows = x.softmax(-1).flatten(0, 1)
+    chosen = torch.cat([torch.multinomial(rows, 2), torch.multinomial(rows, 3, replacement=True)], 1)
+    return x * functional.one_hot(chosen, 6).sum(1).view_as(x)
+
+
+def of_described_distributions(self: Any, x: Tensor) -> Tensor:
+    positive = x.exp()
+    drawn = torch.poisson(positive) + torch.binomial(torch.full_like(x, 9.0), x.sigmoid()) + torch.normal(x, 0.5)
+    return x + drawn + torch._standard_gamma(positive) + torch._sample_dirichlet(positive)
+
+
+def of_fixed_distributions(self: Any, x: Tensor) -> Tensor:
+    shaped = torch.empty_like(x)
+    drawn = shaped.geometric_(0.5) + x.new_empty(x.shape).uniform_(1, 2) + x.new_empty(x.shape).exponential_()
+    return x + drawn + functional.gumbel_softmax(x, hard=True) + functional.alpha_dropout(x, 0.3, training=True)
+
+
+def counts_its_steps(self: Any, x: Tensor) -> Tensor:
+    self.steps += 1
+    return x * (1 + self.steps)
+
+
+def through_spectral_norm(self: Any, x: Tensor) -> Tensor:
+    return self.normed(x)
+
+
+def averages_its_weights(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        self.average = self.average * 0.9 + self.first.weight * 0.1
+        self.average.data.mul_(0.99)
+    return x @ self.average + x
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm`:FutureWarning")
+@pytest.mark.parametrize(
+    "between",
+    [
+        through_rrelu,
+        of_a_multinomial,
+        of_described_distributions,
+        of_fixed_distributions,
+        counts_its_steps,
+        through_spectral_norm,
+        averages_its_weights,
+    ],
+)
+def test_samples_do_not_meet_in_draws_or_in_what_a_forward_leaves_to_the_next(tools: Any, between: Any) -> None:
+    assert loss_warnings(tools.make_job(lambda: Draws(between), mean_loss, ITEMS)) == ()
+    assert len(loss_warnings(tools.make_job(lambda: Draws(between), summed, ITEMS))) == 1
+
+
+def under_autocast(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(batch["x"]).float().square().mean()
+
+
+@pytest.mark.parametrize("loss", [mean_loss, under_autocast])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_to_few_bits_is_not_taken_for_weights(tools: Any, loss: Any, dtype: torch.dtype) -> None:
+    assert loss_warnings(tools.make_job(lambda: Draws(lambda _, x: x.tanh(), dtype), loss, ITEMS)) == ()
+
+
+def test_a_loop_of_ones_own_is_tried_with_its_own_samples_and_batches() -> None:
+    torch.manual_seed(0)
+    model = Draws(counts_its_steps)
+    samples = [(item["x"], item["labels"].tolist().count(-100)) for item in ITEMS]
+
+    def over_all(batch: Any) -> Tensor:
+        return (model(batch[0]).square().mean((1, 2)) * batch[1]).sum() / batch[1].sum()
+
+    def trial(loss: Callable[[Any], Tensor]) -> LossTrial:
+        read = lambda indices: [samples[index] for index in indices]  # noqa: E731
+        return LossTrial(loss, model, len(samples), read, torch.utils.data.default_collate, "share", "share_size")
+
+    state = torch.get_rng_state()
+    told, left_out = mean_warnings(trial(over_all))
+    assert told.startswith("the loss weighs samples by their entry 1 (")
+    assert "Morph averages shares" in told
+    assert "the result changes with share_size" in told
+    assert left_out.startswith("the loss of sample 4 alone is nan")
+    assert mean_warnings(trial(lambda batch: model(batch[0]).square().mean())) == ()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert int(model.steps) == 0
+
+
+def test_a_costly_loss_is_tried_on_one_pair_alone() -> None:
+    sizes: list[int] = []
+
+    def costly(batch: Tensor) -> Tensor:
+        sizes.append(len(batch))
+        return batch.mean()
+
+    read = lambda indices: [torch.tensor(float(index)) for index in indices]  # noqa: E731
+    assert mean_warnings(LossTrial(costly, nn.Linear(1, 1), 100, read, torch.stack), running_s=0) == ()
+    assert sizes == [1, 1, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -89,12 +90,22 @@ class AssignsExtreme(Layers):
         return self.end(x)
 
 
+class AssignsExtremeWithoutGradient(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.begin(x)
+        with torch.no_grad():
+            new = 0.5 * torch.maximum(self.kept, x.amax(0))  # here
+        self.kept = new
+        return self.end(x)
+
+
 REFUSED = [
     (Extreme, "buffer kept in a way that depends on how the batch is divided"),
     (Queue, "buffer kept in a way that depends on how the batch is divided"),
     (CountsSamples, "buffer count in a way that depends on how the batch is divided"),
     (CountsHits, "buffer count in a way that depends on how the batch is divided"),
     (Ratio, "buffer kept in a way that depends on how the batch is divided"),
+    (AssignsExtremeWithoutGradient, "buffer kept in a way that depends on how the batch is divided"),
     (AssignsExtreme, "buffer kept in a way that depends on how the batch is divided"),
 ]
 
@@ -211,6 +222,62 @@ def test_a_forward_in_sections_writes_what_the_model_writes(tools: Any, num_sect
     written = written_by_sections(cut_model, exported.initial_state, batch)
     assert written.keys() == changed == set(cut_model.buffer_specs)
     assert all(torch.equal(written[name], model.get_buffer(name)) for name in changed)
+
+
+def assigned_alone(model: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        model.kept = 0.9 * model.kept + 0.1 * x.mean(0)
+
+
+def assigned_outside(model: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        new = 0.9 * model.kept + 0.1 * x.mean(0)
+    model.kept = new
+
+
+def copied_outside(model: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        new = 0.9 * model.kept + 0.1 * x.mean(0)
+    model.kept.copy_(new)
+
+
+@torch.no_grad()
+def in_a_function(model: Any, x: Tensor) -> None:
+    model.kept = torch.lerp(model.kept, x.mean(0), 0.1)
+
+
+def one_within_another(model: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        statistic = x.mean(0)
+    with torch.no_grad():
+        old = model.kept * 0.9
+        with torch.inference_mode(False), torch.no_grad():
+            model.kept = old + 0.1 * statistic
+
+
+class Averages(Layers):
+    def __init__(self, write: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.write = write
+
+    def change(self, x: Tensor) -> Tensor:
+        self.write(self, x)
+        return x - self.kept
+
+
+@pytest.mark.parametrize("write", [assigned_alone, assigned_outside, copied_outside, in_a_function, one_within_another])
+def test_an_average_is_one_however_it_is_written_down_without_gradients(tools: Any, write: Any) -> None:
+    job = tools.make_job(lambda: Averages(write), mean_loss, ITEMS)
+    exported = export_job(job)
+    cut_model = cut(exported, num_sections=2, micro_batch_size=4)
+    batch = tools.stack(ITEMS, 4)
+    expected_loss, expected = tools.run_whole(job, exported.initial_state, batch)
+    loss, gradients = tools.run_sections(cut_model, exported.initial_state, batch)
+    assert torch.equal(loss, expected_loss)
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+    model = tools.build_whole(job, exported.initial_state)
+    model(batch["x"])
+    assert torch.equal(written_by_sections(cut_model, exported.initial_state, batch)["kept"], model.kept)
 
 
 def test_initial_buffers_are_those_of_the_constructor_although_the_model_was_tried(tools: Any) -> None:

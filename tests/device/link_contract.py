@@ -36,6 +36,7 @@ _KINDS = [
     torch.arange(5, dtype=torch.int64),
     torch.ones(3, dtype=torch.bfloat16),
     torch.arange(70_000, dtype=torch.float64),
+    torch.complex(torch.ones(3), torch.arange(3.0)),
 ]
 
 
@@ -153,6 +154,19 @@ class LinkContract:
             values, scalar = arrival.take()
             assert ends.read(values).tolist() == [float(number)] * 4
             assert int(ends.read(scalar)) == number
+        ends.check()
+
+    def test_what_travels_beside_messages_arrives_with_each_of_them(self, ends: Ends) -> None:
+        told = [torch.zeros(2, dtype=torch.uint8) for _ in range(7)]
+        arrivals = [ends.links["b"].receive([Spec((3000,)), Spec((4,))], beside=[into]) for into in told]
+        for number in range(7):
+            message = [torch.full((3000,), float(number)), torch.ones(4)]
+            beside = torch.tensor([number, 1], dtype=torch.uint8)
+            ends.links["a"].send([ends.place(tensor) for tensor in message], beside=[beside])
+        for number, (arrival, into) in enumerate(zip(arrivals, told, strict=True)):
+            ends.await_done("b", arrival)
+            assert into.tolist() == [number, 1]
+            assert ends.read(arrival.take()[0]).tolist() == [float(number)] * 3000
         ends.check()
 
     def test_a_sender_may_change_its_tensor_at_once(self, ends: Ends) -> None:

@@ -206,7 +206,75 @@ def test_the_fast_accumulator_keeps_double_precision_for_double_parameters() -> 
     assert float(gradient[0]) == 1.0 + 2.0**-40
 
 
+@pytest.mark.parametrize("kind", ["exact", "fast"])
+def test_complex_gradients_are_summed_as_their_real_and_imaginary_parts_are(kind: str) -> None:
+    like = {
+        "w": torch.zeros(2, 3, dtype=torch.complex64),
+        "b": torch.zeros(1),
+        "n": torch.zeros((), dtype=torch.cfloat),
+    }
+    parts = {f"{name}{part}": torch.zeros(one.shape) for name, one in like.items() for part in ("re", "im")}
+    generator = torch.Generator().manual_seed(8)
+
+    def made(some: dict[str, Tensor]) -> ExactAccumulator | FastAccumulator:
+        return FastAccumulator(some) if kind == "fast" else ExactAccumulator(some, dict.fromkeys(some, 40), NUM)
+
+    whole, other, split = made(like), made(like), made(parts)
+    for name, one in [*like.items()] * NUM:
+        gradient = torch.randn(one.shape, generator=generator, dtype=one.dtype)
+        gradient = gradient.conj() if one.is_complex() else gradient  # as autograd leaves many: not carried out yet
+        whole.add(name, gradient)
+        split.add(f"{name}re", gradient.real if one.is_complex() else gradient)
+        split.add(f"{name}im", gradient.imag if one.is_complex() else torch.zeros(one.shape))
+    partial = whole.partial()
+    assert partial is not None
+    other.merge(partial)
+    found, taken, expected = (one.finish(NUM, step=0).gradients for one in (whole, other, split))
+    for name, one in like.items():
+        assert (found[name].dtype, found[name].shape) == (one.dtype, one.shape)
+        assert torch.equal(found[name], taken[name])
+        real = found[name].real if one.is_complex() else found[name]
+        assert torch.equal(real, expected[f"{name}re"])
+        assert not one.is_complex() or torch.equal(found[name].imag, expected[f"{name}im"])
+
+
+@pytest.mark.parametrize("kind", ["exact", "fast"])
+def test_a_complex_gradient_with_an_infinite_imaginary_part_is_named(kind: str) -> None:
+    like = {"w": torch.zeros(2, dtype=torch.complex64), "c": torch.zeros(2, dtype=torch.complex64)}
+    accumulator = FastAccumulator(like) if kind == "fast" else ExactAccumulator(like, dict.fromkeys(like, 40), NUM)
+    accumulator.add("w", torch.ones(2, dtype=torch.complex64))
+    accumulator.add("c", torch.tensor([1.0, complex(0.0, float("inf"))]))
+    with pytest.raises(NonFiniteGradient, match=r"step 9.*of c "):
+        accumulator.finish(NUM, step=9)
+
+
+@pytest.mark.parametrize("kind", ["exact", "fast"])
+def test_what_nothing_was_added_to_has_no_gradient_but_what_zeros_were_added_to_has_one(kind: str) -> None:
+    like = {**parameters(), "empty": torch.zeros(0), "none": torch.zeros(2), "buffer": torch.zeros(2)}
+    exponents, changes = dict.fromkeys(like, 31), frozenset({"buffer"})
+
+    def made() -> ExactAccumulator | FastAccumulator:
+        if kind == "fast":
+            return FastAccumulator(like, changes=changes)
+        return ExactAccumulator(like, exponents, NUM, changes=changes)
+
+    one, other = made(), made()
+    assert one.partial() is not None  # asking for the sums so far adds nothing
+    one.add("weight", torch.zeros(3, 4))
+    one.add("empty", torch.zeros(0))
+    other.add("bias", torch.ones(5))
+    partial = other.partial()
+    assert partial is not None
+    one.merge(partial)
+    found = one.finish(NUM, step=0)
+    assert set(found.gradients) == {"weight", "bias", "empty", "buffer"}
+    assert not found.gradients["weight"].any()
+    assert not found.gradients["buffer"].any()
+    assert not found.overflowed
+    assert kind == "fast" or found.exponents["none"] == exponents["none"]
+
+
 def test_adding_to_one_accumulator_leaves_a_fresh_one_alone() -> None:
     used, fresh = exact(), exact()
     add_all(used, contributions(seed=6))
-    assert not any(gradient.any() for gradient in fresh.finish(NUM, step=0).gradients.values())
+    assert not fresh.finish(NUM, step=0).gradients

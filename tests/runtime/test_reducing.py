@@ -138,6 +138,7 @@ def in_threads(works: dict[str, Callable[[], None]]) -> None:
 
 def made(kind: str, size: int, num: int) -> Accumulator:
     like = {"w": torch.zeros(size), "b": torch.zeros(3), "d": torch.zeros(2, dtype=torch.float64)}
+    like |= {"c": torch.zeros(3, dtype=torch.complex64), "of one": torch.zeros(2), "of none": torch.zeros(2)}
     if kind == "fast":
         return FastAccumulator(like)
     return ExactAccumulator(like, dict.fromkeys(like, first_exponent(num)), num)
@@ -168,9 +169,10 @@ def test_every_member_gets_the_mean_of_all_and_can_hand_it_on(
     units = 3
     own = {name: [made(kind, size, num_members) for _ in range(units)] for name in names}
     alone = [made(kind, size, num_members) for _ in range(units)]
+    types = {"w": torch.float32, "b": torch.float32, "d": torch.float64, "c": torch.complex64}
     for unit, name in itertools.product(range(units), names):
-        for tensor, count in (("w", size), ("b", 3), ("d", 2)):
-            gradient = torch.randn(count, generator=generator).to(torch.float64 if tensor == "d" else torch.float32)
+        for tensor, count in (("w", size), ("b", 3), ("d", 2), ("c", 3), *[("of one", 2)] * (name == names[-1])):
+            gradient = torch.randn(count, generator=generator, dtype=types.get(tensor, torch.float32))
             own[name][unit].add(tensor, gradient)
             alone[unit].add(tensor, gradient)
     kept = {name: [[part.sums.clone() for part in one.parts] for one in own[name]] for name in names}
@@ -196,6 +198,7 @@ def test_every_member_gets_the_mean_of_all_and_can_hand_it_on(
     expected = [accumulator.finish(num_members, 0) for accumulator in alone]
     for name, unit in itertools.product(names, range(units)):
         assert found[name][unit].exponents == expected[unit].exponents
+        assert set(found[name][unit].gradients) == set(again[name][unit].gradients) == {*types, "of one"}
         for tensor, want in expected[unit].gradients.items():
             have = found[name][unit].gradients[tensor]
             assert torch.equal(have, found[names[0]][unit].gradients[tensor])

@@ -9,7 +9,9 @@ from torch.nn import Parameter
 from torch.optim.lr_scheduler import StepLR
 
 from morph.checkpoint.unit_files import from_payload, to_payload
+from morph.contract.decided import Decided
 from morph.cutting.cuts.cut_model import ParameterUnit
+from morph.runtime.pre_copy.wire import apply_update, copy_of_update
 from morph.runtime.state import unit_state
 from morph.runtime.state.fixed_point import first_exponent
 from morph.runtime.state.unit_state import MakeOptimizer, UnitState
@@ -200,6 +202,53 @@ def test_loading_drops_gradients_that_were_held() -> None:
     state.reduced = accumulator.finish(NUM_MICRO_BATCHES, step=0)
     state.load(saved.tensors())
     assert state.reduced is None
+
+
+def decaying(parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+@pytest.mark.parametrize("optimizer", [adam, decaying])
+def test_complex_parameters_and_those_without_a_gradient_are_updated_as_by_a_plain_loop(
+    optimizer: MakeOptimizer, exact: bool
+) -> None:
+    """A follower that takes the reduced gradients, and a state that is saved and loaded, get the same."""
+    generator = torch.Generator().manual_seed(0)
+    values = {"tok.weight": torch.randn(3, 4, generator=generator), "bias": torch.randn(5, generator=generator)}
+    values["bias"] = torch.complex(values["bias"], values["bias"].flip(0))
+
+    def begun() -> UnitState:
+        rules = UpdateRules(clip_grad_norm=1.0)
+        return UnitState(UNIT, values, optimizer, num_micro_batches=2, exact=exact, rules=rules)
+
+    state, follower, reference = begun(), begun(), {name: Parameter(value.clone()) for name, value in values.items()}
+    reference_optimizer = optimizer(reference.items())
+    for given in (["bias"], ["bias", "tok.weight"], ["tok.weight"], [], ["bias"]):
+        accumulator = state.new_accumulator()
+        for name in given:
+            gradient = torch.randn(values[name].shape, generator=generator, dtype=values[name].dtype)
+            reference[name].grad = gradient / 2
+            accumulator.add(name, gradient)
+        state.reduced = accumulator.finish(2, step=state.version)
+        norm_sq = state.norm_sq()
+        norm = torch.nn.utils.clip_grad_norm_(list(reference.values()), 1.0)
+        assert norm_sq is not None
+        assert norm_sq**0.5 == pytest.approx(float(norm), rel=1e-6)
+        reference_optimizer.step()
+        reference_optimizer.zero_grad()
+        decided = Decided(version=state.version + 1, gradient_norm=norm_sq**0.5)
+        apply_update(follower, *copy_of_update(state, decided))
+        state.apply(decided)
+        loaded = begun()
+        loaded.load(from_payload(to_payload(state.tensors())))
+        state = loaded
+    assert same(state.tensors(), follower.tensors())
+    for name, parameter in state.parameters.items():
+        assert torch.allclose(parameter, reference[name], rtol=1e-5, atol=1e-6)
+        kept, expected = state.optimizer.state[parameter], reference_optimizer.state[reference[name]]
+        assert kept.keys() == expected.keys()
+        assert kept.get("step") == expected.get("step")
 
 
 def half(parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:

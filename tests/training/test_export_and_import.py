@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 
 from manager.run_dir import RunDir, RunFacts, read_facts
 from morph.checkpoint.manifest import read_manifest, version_url, write_manifest
+from morph.checkpoint.plain_file import write_plain_file
 from morph.checkpoint.unit_files import read_unit
 from morph.cli.main import app
+from morph.contract.errors import InputError
 from morph.cutting.kept.cut_job import load_and_cut
 from morph.job_files import imported_once
 from morph.runtime.process.single import run_single
@@ -312,6 +314,12 @@ def test_what_cannot_be_exported_is_one_line(run_dir: Path, tmp_path: Path) -> N
     code, said = morph("export", run_dir, out, "--job", spec_of("wider"))
     assert (code, "is not the model that was trained" in said) == (2, True)
     assert not out.exists()
+
+
+def test_a_type_that_safetensors_lacks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"m\.safetensors: z: cannot be written \(got torch\.complex128\)"):
+        write_plain_file(tmp_path / "m.safetensors", {"w": torch.ones(2), "z": torch.zeros(2, dtype=torch.complex128)})
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from morph import Job, LossScaling
+from morph import CutPoint, Job, LossScaling
 
 WIDTH = 8
 NUM_SAMPLES = 40
@@ -286,3 +286,192 @@ masters = replace(plain, model=narrow_net, loss=narrow_loss, optimizer=sgd, clip
 
 
 compiled = replace(clipped, compile=True)
+
+
+def decaying(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """SGD that moves a parameter whose gradient is zero: by momentum and weight decay."""
+    return torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+class ComplexNet(nn.Module):
+    """Complex layers, one result conjugated, a complex moving average, and a real layer behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, dtype=torch.cfloat)
+        self.second = nn.Linear(WIDTH, WIDTH, dtype=torch.cfloat)
+        self.third = nn.Linear(WIDTH, WIDTH, dtype=torch.cfloat)
+        self.last = nn.Linear(2 * WIDTH, WIDTH)
+        self.register_buffer("centre", torch.zeros(WIDTH, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [samples, width] to the same shape."""
+        z = self.first(torch.complex(x, x.roll(1, 1)))
+        z = self.second(z / (1 + z.abs())).conj()
+        with torch.no_grad():
+            self.centre.copy_(0.9 * self.centre + 0.1 * torch.complex(z.real.mean(0), z.imag.mean(0)))
+        z = self.third(z - self.centre)
+        out: Tensor = self.last(torch.cat([z.real, z.imag], 1))
+        return out
+
+
+class Experts(nn.Module):
+    """Layers of which a micro-batch goes through those alone that its samples name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, expert: Tensor) -> Tensor:
+        """Map [samples, width] to the same shape; ``expert`` [samples] are numbers of layers."""
+        out = torch.zeros_like(x)
+        for number, layer in enumerate(self.layers):
+            rows = (expert == number)[:, None]
+            if rows.any():
+                out = out + rows * layer(x)
+        return x + torch.tanh(out)
+
+
+class Ends(nn.Module):
+    """Either goes on with what it is given, or begins anew: what is in front has no gradient then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual = nn.Linear(WIDTH, WIDTH)
+        self.anew = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, start: Tensor, goes_on: Tensor) -> Tensor:
+        """Map [samples, width] to the same shape."""
+        out: Tensor = self.usual(x) if goes_on.any() else self.anew(start)
+        return out
+
+
+class Choosing(nn.Module):
+    """A network that chooses by its samples, cut at marks; a weight is shared, and a head is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.third = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.third.weight = self.first.weight
+        self.experts, self.ends, self.unused = Experts(), Ends(), nn.Linear(WIDTH, 1)
+        self.cut = CutPoint()
+
+    def forward(self, start: Tensor, expert: Tensor, goes_on: Tensor) -> Tensor:
+        """Map [samples, width] to the same shape."""
+        x = self.cut(torch.tanh(self.first(start)))
+        x = self.cut(self.experts(x, expert))
+        x = self.cut(torch.tanh(self.third(x)))
+        out: Tensor = self.ends(x, start, goes_on)
+        return out
+
+
+class Choices(Points):
+    """An expert is seldom named, and few samples want to go on: there are steps without."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return ``x`` and ``y``, each [width], and what each sample chooses."""
+        expert = 2 if index % 20 == 8 else index % 2
+        return {
+            **super().__getitem__(index),
+            "expert": torch.tensor(expert),
+            "goes_on": torch.tensor(index % 20 in (3, 8)),
+        }
+
+
+def choosing_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean squared error."""
+    return functional.mse_loss(model(batch["x"], batch["expert"], batch["goes_on"]), batch["y"])
+
+
+complex_numbers = replace(
+    plain,
+    model=ComplexNet,
+    optimizer=decaying,
+    clip_grad_norm=0.5,
+    loss_scaling=LossScaling(initial=16.0, growth_steps=2),
+)
+complex_fast = replace(complex_numbers, accumulation="fast", optimizer=adamw)
+choosing = replace(plain, model=Choosing, loss=choosing_loss, dataset=Choices, optimizer=decaying, clip_grad_norm=0.5)
+choosing_adam = replace(choosing, optimizer=adamw)
+choosing_fast = replace(choosing, accumulation="fast")
+
+
+def by_part(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, list[nn.Parameter]]]:
+    """Two groups: the head, and the body, whose learning rate a schedule moves; one may be empty in a unit."""
+    groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+    for name, parameter in parameters:
+        groups[name.startswith(("first", "second"))].append(parameter)
+    return [{"params": group} for group in groups.values()]
+
+
+class SkippingAdamW(torch.optim.AdamW):
+    """Leaves out groups whose learning rate is 0, as if their parameters were frozen."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the other groups."""
+        for group in self.param_groups:
+            if group["lr"] == 0:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        super().step(closure)
+
+
+def body_until_3(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Train the body in the first three steps alone."""
+    return LambdaLR(optimizer, [lambda _step: 1.0, lambda step: float(step < 3)])
+
+
+def body_from_3(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Train the body from the fourth step on."""
+    return LambdaLR(optimizer, [lambda _step: 1.0, lambda step: float(step >= 3)])
+
+
+frozen_later = replace(
+    plain,
+    optimizer=lambda named: torch.optim.SGD(by_part(named), lr=0.1, momentum=0.9, weight_decay=0.1),
+    lr_scheduler=body_until_3,
+)
+frozen_later_adam = replace(frozen_later, optimizer=lambda named: torch.optim.AdamW(by_part(named), lr=0.01))
+thawed_plain_sgd = replace(
+    plain,
+    optimizer=lambda named: torch.optim.SGD(by_part(named), lr=0.1, weight_decay=0.1),
+    lr_scheduler=body_from_3,
+)
+thawed = replace(plain, optimizer=lambda named: SkippingAdamW(by_part(named), lr=0.01), lr_scheduler=body_from_3)
+frozen_wrongly = replace(
+    plain,
+    optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1),
+    lr_scheduler=lambda optimizer: LambdaLR(
+        optimizer,
+        lambda step: 1.0 if step < 2 else optimizer.param_groups[0]["params"][0].requires_grad_(False) is None,
+    ),
+)
+
+
+class OneSided(torch.autograd.Function):
+    """A sum whose second part gets no gradient."""
+
+    @staticmethod
+    def forward(_ctx: object, one: Tensor, other: Tensor) -> Tensor:
+        """Add them."""
+        return one + other
+
+    @staticmethod
+    def backward(_ctx: object, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Give it to the first one alone."""
+        return gradient, None
+
+
+class CutOff(Net):
+    """The first layer is read, but a backward of the user's own gives it nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [samples, width] to the same shape."""
+        aside = torch.tanh(self.second(x))
+        x = torch.tanh(self.third(x))
+        x = torch.tanh(self.first(x))
+        out: Tensor = self.last(OneSided.apply(x, aside))
+        return out
+
+
+cut_off = replace(plain, model=CutOff, optimizer=decaying)

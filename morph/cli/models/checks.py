@@ -213,10 +213,11 @@ def _look_at(loaded: LoadedJob, profile: Profile, job_path: str) -> _Findings:
     settings = check_training(job, model)
     check_data(job)
     notes = list(_warnings_of_loss(job, num_elements(model), TRIED_BEFORE_RUNS))
+    of_dependencies = refuse_dependencies(job, exported, job_path, profile.num_sections, profile.micro_batch_sizes[0])
     compared = compare_once(job, exported, model)
-    if compared.how != "whole":
+    if compared.how != "whole" or not compared.num_steps:
         notes.append(f"note: {agreement_note(compared)}")
-    notes += refuse_dependencies(job, exported, job_path, profile.num_sections, profile.micro_batch_sizes[0])
+    notes += of_dependencies
     loaded.keep_for_workers(exported, model, profile.micro_batch_sizes, handed_on(os.environ))
     return _Findings(tuple(notes), settings, compared.how != "none")
 

@@ -58,7 +58,7 @@ def make_functional(program: ExportedProgram) -> Functional:
         ExportError: an operation that changes its argument cannot be replaced.
     """
     graph_module: GraphModule = program.graph_module
-    _write_out_regions(graph_module, only_changing=True)
+    _write_out_regions(graph_module, only_of_buffers=True)
     for node in list(_in_place_nodes(graph_module)):
         if updated_statistics(node):
             return_statistics(node)
@@ -81,7 +81,7 @@ def make_functional(program: ExportedProgram) -> Functional:
 def _functionalised(program: ExportedProgram, buffers: Sequence[Node], num_results: int) -> Functional:
     """Have torch do the rest: what was replaced already is written back into the buffers at the end."""
     graph_module: GraphModule = program.graph_module
-    _write_out_regions(graph_module, only_changing=False)  # torch would drop them
+    _write_out_regions(graph_module, only_of_buffers=False)  # torch would drop them
     found = results_of(graph_module)
     output = graph_module.graph.output_node()
     for buffer, value in zip(buffers, found[num_results:], strict=True):
@@ -159,14 +159,17 @@ def _set_results(graph_module: GraphModule, results: Sequence[Node]) -> None:
     graph_module.graph.output_node().args = (tuple(results),)
 
 
-def _write_out_regions(graph_module: GraphModule, *, only_changing: bool) -> None:
-    """Write out regions without gradients: all of them, or those that change a tensor from outside."""
+def _write_out_regions(graph_module: GraphModule, *, only_of_buffers: bool) -> None:
+    """Write out regions without gradients: all of them, or those that change a tensor from outside or compute a change.
+
+    How a buffer changes must be visible: a region is one operation to whoever looks at it.
+    """
     again = True
     while again:
         again = False
         for region, inner in list(regions(graph_module)):
             changed = _changed_placeholders(inner)
-            if only_changing and not changed:
+            if only_of_buffers and not changed and region not in _between_buffers(graph_module):
                 continue
             given = dict(zip(inner.graph.find_nodes(op="placeholder"), region.args[2:], strict=True))
             for placeholder, node in changed.items():
@@ -180,6 +183,21 @@ def _write_out_regions(graph_module: GraphModule, *, only_changing: bool) -> Non
             write_out(graph_module, region, inner, set(changed))
             again = True
     graph_module.recompile()
+
+
+def _between_buffers(graph_module: GraphModule) -> set[Node]:
+    """Return what follows from a placeholder and goes into what the graph writes into one."""
+    order = list(graph_module.graph.nodes)
+    written = {node: _base(argument) for node in order for argument in _written_arguments(node)}
+    writes = {node: base for node, base in written.items() if base.op == "placeholder"}
+    follows, needed = set(writes.values()), set(writes)
+    for node in order:
+        if follows.intersection(node.all_input_nodes):
+            follows.add(node)
+    for node in reversed(order):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return follows & needed
 
 
 def _changed_placeholders(inner: GraphModule) -> dict[Node, Node]:

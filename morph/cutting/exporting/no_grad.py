@@ -70,7 +70,9 @@ def write_out(graph_module: GraphModule, region: Node, inner: GraphModule, chang
 
 def _detached(operand: object, region: Node) -> object:
     value = operand.meta.get("val") if isinstance(operand, Node) else None
-    if not isinstance(operand, Node) or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+    if not isinstance(operand, Node) or not isinstance(value, torch.Tensor):
+        return operand
+    if not (value.is_floating_point() or value.is_complex()):
         return operand
     detached = operand.graph.call_function(torch.ops.aten.detach.default, (operand,))
     detached.meta = {**region.meta, "val": value}

@@ -122,7 +122,9 @@ class UserFunction:
         found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         excluded = {id(tensor) for tensor in context.non_differentiable}
         self.results = tuple(_Given(True, 0) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        self.differentiable = tuple(tensor.is_floating_point() and id(tensor) not in excluded for tensor in found)
+        self.differentiable = tuple(
+            (tensor.is_floating_point() or tensor.is_complex()) and id(tensor) not in excluded for tensor in found
+        )
         self.flops = watch.flops
         return [tensor.new_empty_strided(tensor.shape, tensor.stride()) for tensor in found]
 

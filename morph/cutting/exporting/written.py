@@ -86,7 +86,7 @@ def _not_averaged(graph: Graph, end: Node, starts: Iterable[Node], varying: set[
     On the way from a buffer to its new value, what differs between micro-batches may only be added, with fixed factors.
     """
     value: torch.Tensor = end.meta["val"]
-    if not value.is_floating_point():
+    if not (value.is_floating_point() or value.is_complex()):
         return end
     follows = set(starts)
     node: Node

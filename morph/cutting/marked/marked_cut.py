@@ -17,6 +17,7 @@ from morph.cutting.marked.marked_run import Call, Mark, MarkedCode, Trial, named
 from morph.cutting.sections.cut_point import CutPoint
 from morph.cutting.sections.positions import Position, choose_positions
 from morph.cutting.sections.section import BoundaryTensor, CutModel, Section, units_of
+from morph.cutting.source.refusal import changes_requires_grad
 from morph.cutting.trials.repeatable import Forward, require_repeatable
 
 _PREFIX = "model."
@@ -81,6 +82,9 @@ def _run_in_one_piece(exported: MarkedJob, parameters: Mapping[str, Tensor], bat
             counter.get_total_flops,
         )
         total = counter.get_total_flops()
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            raise changes_requires_grad(name, exported.model_line)
     changed = [name for name, buffer in exported.whole.named_buffers() if not torch.equal(buffer, buffers[name])]
     if changed:
         raise JobError(
@@ -166,6 +170,8 @@ def _codes(
     exported: MarkedJob, marks: Sequence[Mark], reference: _Reference, names: tuple[str, ...], keys: tuple[str, ...]
 ) -> list[MarkedCode]:
     borders = [None, *marks, None]
+    every = ((name.removeprefix(_PREFIX), parameter) for name, parameter in exported.whole.named_parameters())
+    frozen = tuple((name, parameter) for name, parameter in every if name not in names)
     return [
         MarkedCode(
             whole=exported.whole,
@@ -175,6 +181,7 @@ def _codes(
             end=(end := borders[index + 1]),
             returned=reference.trial.returned,
             needs_gradient=end is None or bool(end.value.requires_grad),
+            frozen=frozen,
             seeded={mark.call: number for number, mark in enumerate(reference.trial.marks, 1)},
         )
         for index in range(len(marks) + 1)
@@ -220,15 +227,16 @@ def _backward(
     """Return, for each section, the parameters that got a gradient there; their sum is that of the whole."""
     total: dict[str, Tensor] = {}
     read: list[set[str]] = []
-    gradient: tuple[Tensor | None, ...] = (None,)
-    for inputs, outputs in reversed(runs):
+    gradient: Tensor | None = torch.ones_like(runs[-1][1][0])
+    for inputs, (output, *_) in reversed(runs):
         leaves = [tensor for tensor in inputs if tensor.requires_grad]
         wanted = [*leaves, *parameters.values()]
-        found = _gradients(outputs[0], wanted, gradient[0]) if outputs[0].requires_grad else (None,) * len(wanted)
-        gradient = found[: len(leaves)] or (None,)
+        given = torch.ones_like(output) if gradient is None else gradient  # a later branch may not use the border
+        found = _gradients(output, wanted, given) if output.requires_grad else (None,) * len(wanted)
         section = {n: g for n, g in zip(parameters, found[len(leaves) :], strict=True) if g is not None}
-        for name, part in section.items():
+        for name, part in section.items() if gradient is not None else ():
             total[name] = part if name not in total else total[name] + part
+        gradient = found[0] if leaves and gradient is not None else None
         read.append(set(section))
     for name, expected in reference.gradients.items():
         if expected is not None and (name not in total or not _equal(total[name], expected)):

@@ -43,14 +43,17 @@ class Arrival(Transfer, Protocol):
 class Link(Protocol):
     """One direction between two workers: messages of one or more tensors, in order."""
 
-    def send(self, tensors: Sequence[Tensor], *, lent: bool = False) -> Transfer:
+    def send(self, tensors: Sequence[Tensor], *, lent: bool = False, beside: Sequence[Tensor] = ()) -> Transfer:
         """Start sending; returns at once.
 
-        ``lent``: the caller does not change them until they have left. Without it they are copied first.
+        Args:
+            tensors: On the link's device.
+            lent: The caller does not change them until they have left. Without it they are copied first.
+            beside: Small tensors in host memory that travel with them, which nobody changes.
         """
 
-    def receive(self, specs: Sequence[TensorSpec]) -> Arrival:
-        """Start receiving one message; returns at once."""
+    def receive(self, specs: Sequence[TensorSpec], *, beside: Sequence[Tensor] = ()) -> Arrival:
+        """Start receiving one message; returns at once. ``beside``: where to put what travels in host memory."""
 
 
 class HostLink:
@@ -59,15 +62,15 @@ class HostLink:
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
 
-    def send(self, tensors: Sequence[Tensor], *, lent: bool = False) -> Transfer:
+    def send(self, tensors: Sequence[Tensor], *, lent: bool = False, beside: Sequence[Tensor] = ()) -> Transfer:
         """See ``Link.send``."""
         own = [tensor.detach() if lent else tensor.detach().to("cpu", copy=True) for tensor in tensors]
-        return Several([self._carrier.transfer(tensor.contiguous()) for tensor in own])
+        return Several([self._carrier.transfer(tensor.contiguous()) for tensor in (*beside, *own)])
 
-    def receive(self, specs: Sequence[TensorSpec]) -> Arrival:
+    def receive(self, specs: Sequence[TensorSpec], *, beside: Sequence[Tensor] = ()) -> Arrival:
         """See ``Link.receive``."""
         tensors = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in specs)
-        return HostArrival(tensors, [self._carrier.transfer(tensor) for tensor in tensors])
+        return HostArrival(tensors, [self._carrier.transfer(tensor) for tensor in (*beside, *tensors)])
 
 
 class Several:
@@ -110,14 +113,15 @@ class StagedLink:
     def __init__(self, carrier: Carrier, staging: Staging, interrupt: Interrupt) -> None:
         self._carrier, self._staging, self._interrupt = carrier, staging, interrupt
 
-    def send(self, tensors: Sequence[Tensor], *, lent: bool = False) -> Transfer:
+    def send(self, tensors: Sequence[Tensor], *, lent: bool = False, beside: Sequence[Tensor] = ()) -> Transfer:
         """See ``Link.send``. The copy is within the device, so that what computes next waits for no host."""
-        return Leaving(own_of(tensors, lent=lent), self._staging, self._carrier.transfer, self._interrupt)
+        own = own_of(tensors, lent=lent)
+        return Leaving(own, self._staging, self._carrier.transfer, self._interrupt, beside)
 
-    def receive(self, specs: Sequence[TensorSpec]) -> Arrival:
+    def receive(self, specs: Sequence[TensorSpec], *, beside: Sequence[Tensor] = ()) -> Arrival:
         """See ``Link.receive``."""
         hosts = [self._staging.device.pinned(spec.shape, spec.dtype) for spec in specs]
-        return StagedArrival(hosts, [self._carrier.transfer(host) for host in hosts], self._staging)
+        return StagedArrival(hosts, [self._carrier.transfer(host) for host in (*beside, *hosts)], self._staging)
 
 
 def own_of(tensors: Sequence[Tensor], *, lent: bool) -> list[Tensor]:
@@ -162,7 +166,10 @@ class Begun:
 
 
 class Leaving(Begun):
-    """Device tensors that are copied to the host, and whatever begins there with each copy, in this order."""
+    """Device tensors that are copied to the host, and whatever begins there with each copy, in this order.
+
+    First of all it begins with what travels ``beside`` them, which is on the host.
+    """
 
     def __init__(
         self,
@@ -170,14 +177,15 @@ class Leaving(Begun):
         staging: Staging,
         carry: Callable[[Tensor], Transfer],
         interrupt: Interrupt,
+        beside: Sequence[Tensor] = (),
     ) -> None:
         super().__init__(interrupt)
-        self._carry = carry
+        self._carry, self._beside = carry, tuple(beside)
         staging.to_host(tensors, self._start, self.fail)
 
     def _start(self, hosts: Sequence[Tensor]) -> None:
         if not self._interrupt.over:
-            self.begin([self._carry(host) for host in hosts])
+            self.begin([self._carry(host) for host in (*self._beside, *hosts)])
 
 
 class StagedArrival(Several):

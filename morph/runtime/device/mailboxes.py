@@ -2,9 +2,10 @@
 
 The sender copies a piece of a message into a free slot, waits for that copy's event, and tells the receiver its number
 over the carrier. The receiver copies the piece to where it is used, waits for that copy's event, and tells its number
-back, which frees the slot. So each end waits for its own device alone, and no device waits for another process: a peer
-that is killed leaves nothing on a stream. Nobody writes into another process's memory, so what comes too late, from an
-aborted generation, writes into no memory that is used for something else.
+back, which frees the slot. What travels beside a message goes over the carrier, before its first piece. So each end
+waits for its own device alone, and no device waits for another process: a peer that is killed leaves nothing on a
+stream. Nobody writes into another process's memory, so what comes too late, from an aborted generation, writes into no
+memory that is used for something else.
 
 The two directions share the carrier's group, so both ends begin the same transfers in one order: piece n, then the
 answer to piece n - ``num_slots`` + 1. At rest nothing is under way.
@@ -104,11 +105,22 @@ class LinkEnd(ABC, Generic[AskedT]):
         interrupt.at_end(self.close)
         threading.Thread(target=self._follow, name="morph-mailbox", daemon=True).start()
 
-    def send(self, tensors: Sequence[Tensor], *, lent: bool = False) -> Transfer:  # noqa: ARG002 (the other end's)
+    def send(
+        self,
+        tensors: Sequence[Tensor],  # noqa: ARG002 (the other end's)
+        *,
+        lent: bool = False,  # noqa: ARG002
+        beside: Sequence[Tensor] = (),  # noqa: ARG002
+    ) -> Transfer:
         """See ``Link.send``; of the end that sends."""
         raise AssertionError("this end receives")
 
-    def receive(self, specs: Sequence[TensorSpec]) -> Arrival:  # noqa: ARG002 (the other end's)
+    def receive(
+        self,
+        specs: Sequence[TensorSpec],  # noqa: ARG002 (the other end's)
+        *,
+        beside: Sequence[Tensor] = (),  # noqa: ARG002
+    ) -> Arrival:
         """See ``Link.receive``; of the end that receives."""
         raise AssertionError("this end sends")
 
@@ -153,9 +165,9 @@ def _pieces(tensors: Sequence[Tensor], slot_bytes: int) -> Iterator[Tensor]:
 class _Message(Begun):
     """A message that is to leave: its tensors, once the device has come to ``ready``."""
 
-    def __init__(self, tensors: Sequence[Tensor], ready: Event, interrupt: Interrupt) -> None:
+    def __init__(self, tensors: Sequence[Tensor], beside: Sequence[Tensor], ready: Event, interrupt: Interrupt) -> None:
         super().__init__(interrupt)
-        self.tensors, self.ready = tensors, ready
+        self.tensors, self.beside, self.ready = tensors, beside, ready
 
 
 class SendingEnd(LinkEnd[_Message]):
@@ -167,14 +179,15 @@ class SendingEnd(LinkEnd[_Message]):
         box.take(interrupt.generation, self)
         super().__init__(forth, back, interrupt)
 
-    def send(self, tensors: Sequence[Tensor], *, lent: bool = False) -> Transfer:
+    def send(self, tensors: Sequence[Tensor], *, lent: bool = False, beside: Sequence[Tensor] = ()) -> Transfer:
         """See ``Link.send``."""
-        message = _Message(own_of(tensors, lent=lent), self._box.device.current.record(), self._interrupt)
+        own = own_of(tensors, lent=lent)
+        message = _Message(own, beside, self._box.device.current.record(), self._interrupt)
         self._asked.put(message)
         return message
 
     def _carry(self, asked: _Message) -> None:
-        told = []
+        told = [self._forth.transfer(one) for one in asked.beside]
         for piece in _pieces(asked.tensors, self._box.slot_bytes):
             self._await_slot()
             self._interrupt.check()
@@ -200,9 +213,11 @@ class SendingEnd(LinkEnd[_Message]):
 class _Read(Begun):
     """See ``Arrival``: tensors that are read from a peer's mailbox."""
 
-    def __init__(self, specs: Sequence[TensorSpec], device: Device, interrupt: Interrupt) -> None:
+    def __init__(
+        self, specs: Sequence[TensorSpec], beside: Sequence[Tensor], device: Device, interrupt: Interrupt
+    ) -> None:
         super().__init__(interrupt)
-        self.specs, self._device = specs, device
+        self.specs, self.beside, self._device = specs, beside, device
         self._read: tuple[tuple[Tensor, ...], Event] | None = None
 
     def arrive(self, tensors: tuple[Tensor, ...], event: Event, told: Sequence[Transfer]) -> None:
@@ -236,16 +251,16 @@ class ReceivingEnd(LinkEnd[_Read]):
         """The event behind each copy out of a slot, and the slot."""
         super().__init__(forth, back, interrupt)
 
-    def receive(self, specs: Sequence[TensorSpec]) -> Arrival:
+    def receive(self, specs: Sequence[TensorSpec], *, beside: Sequence[Tensor] = ()) -> Arrival:
         """See ``Link.receive``."""
-        arrival = _Read(specs, self._device, self._interrupt)
+        arrival = _Read(specs, beside, self._device, self._interrupt)
         self._asked.put(arrival)
         return arrival
 
     def _carry(self, asked: _Read) -> None:
         assert self._slots is not None
         tensors = tuple(self._stream.empty(spec.shape, spec.dtype) for spec in asked.specs)
-        told = []
+        told = [self._forth.transfer(one) for one in asked.beside]
         for piece in _pieces(tensors, self._slot_bytes):
             self._answer()
             number = torch.zeros(1, dtype=torch.int64)

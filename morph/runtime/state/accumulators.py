@@ -4,6 +4,9 @@ Two kinds behind one interface: ``ExactAccumulator`` (64-bit fixed point) and ``
 (ordinary floating point). Sums lie on the device of the gradients, and nothing waits for it before ``finish``. A step
 uses a fresh accumulator, so that a reduction left behind by an aborted generation cannot write into one that is in use.
 A micro-batch's change to a buffer is a number that is summed as gradients are.
+
+Complex numbers are summed as two real ones each. A parameter that no micro-batch of the whole mini-batch gave a
+gradient has none in the end, as in plain PyTorch, whose optimizers leave it out: zeros would decay and move it.
 """
 
 from __future__ import annotations
@@ -19,18 +22,22 @@ from torch import Tensor
 from morph.contract.decided import LossScale
 from morph.contract.errors import JobError, NonFiniteGradient
 from morph.runtime.state.fixed_point import add_fixed, fits, from_fixed, next_exponent, to_fixed
-from morph.runtime.state.parts import Memory, Part
+from morph.runtime.state.parts import Memory, Part, from_reals, reals
 
 IN_CACHE = 1 << 16
 """Elements that go through several passes on a processor, one block after the other."""
+
+_NOTHING = -1.0
+"""In place of the largest magnitude of a parameter to whose sum nothing was added."""
 
 
 @dataclass(frozen=True)
 class Reduced:
     """Mean gradients of one unit over the whole mini-batch, and mean changes of its buffers, held until the commit.
 
-    ``exponents`` are the scales that the next step uses; ``overflowed`` asks for a redo with them.
-    ``non_finite``: there are no gradients, for one is NaN or infinite; the step is to be skipped.
+    ``gradients`` lacks parameters that got none in the whole mini-batch. ``exponents`` are the scales that the next
+    step uses; ``overflowed`` asks for a redo with them. ``non_finite``: there are no gradients, for one is NaN or
+    infinite; the step is to be skipped.
     """
 
     gradients: Mapping[str, Tensor]
@@ -46,8 +53,12 @@ class Accumulator(ABC):
         like: What each mean is like, in shape, type and device, by name.
         memory: From which the sums are taken, on the gradients' device.
         loss_scale: What gradients are multiplied by; the means are without.
-        changes: Names what is no gradient, but the change of a buffer: it has no loss scale.
+        changes: Names what is no gradient, but the change of a buffer: it has no loss scale, and is zero where nothing
+            was added.
     """
+
+    marks_non_finite = False
+    """Whether ``mean`` makes the first mean of a tensor's range NaN where any mean of that range is not finite."""
 
     def __init__(
         self,
@@ -66,6 +77,8 @@ class Accumulator(ABC):
             by_dtype.setdefault(tensor.dtype, []).append(name)
         self.parts = tuple(Part(tuple(names), like, self._type(dtype), memory) for dtype, names in by_dtype.items())
         self._part_of = {name: part for part in self.parts for name in part.names}
+        self._largest = torch.full((len(like),), _NOTHING, dtype=torch.float64, device=self.device)
+        self._largest_of = {name: self._largest[place : place + 1] for place, name in enumerate(like)}
         self._reduced_by: int | None = None
         self._largest_of_all: Tensor | None = None
 
@@ -78,9 +91,17 @@ class Accumulator(ABC):
         """Add one contribution (of one micro-batch and one section) to a parameter's sum."""
 
     @property
-    @abstractmethod
-    def largest(self) -> Tensor | None:
-        """Magnitudes (float64) of which members of a ring must know the largest of them all; None: of nothing."""
+    def largest(self) -> Tensor:
+        """Magnitudes (float64) of which members of a ring must know the largest of them all.
+
+        Negative where nothing was added; fast sums tell no more than whether something was.
+        """
+        return self._largest
+
+    @property
+    def _known_largest(self) -> Tensor:
+        """Of all members, where a ring has told them."""
+        return self._largest if self._largest_of_all is None else self._largest_of_all
 
     @abstractmethod
     def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
@@ -115,7 +136,7 @@ class Accumulator(ABC):
 
         None where it holds a gradient that does not fit.
         """
-        found = {}
+        found = {"largest": self._known_largest}
         for number, part in enumerate(self.parts):
             sums = part.sums
             if self._reduced_by is not None:
@@ -132,6 +153,7 @@ class Accumulator(ABC):
         """Add a sum of other contributions to the same unit in the same step."""
         for number, part in enumerate(self.parts):
             part.sums.add_(partial[f"sums{number}"].to(part.sums.device))
+        torch.maximum(self._largest, partial["largest"].to(self._largest.device), out=self._largest)
 
     def finish(self, num_micro_batches: int, step: int) -> Reduced:
         """Hand out mean gradients: those that a ring has made of all members' sums, else those of this worker's own.
@@ -145,7 +167,11 @@ class Accumulator(ABC):
                 part.means = part.sums.new_empty(part.size, dtype=part.mean_dtype)
                 self.mean(part, part.sums.unsqueeze(0), 0, num_micro_batches, part.means)
             means |= zip(part.names, torch.split(part.means[: part.size], part.sizes), strict=True)
-        gradients = {name: means[name].view(like.shape).to(like.device) for name, like in self._like.items()}
+        gradients = {
+            name: from_reals(means[name], like).to(like.device)
+            for (name, like), largest in zip(self._like.items(), self._known_largest.tolist(), strict=True)
+            if largest != _NOTHING or name in self._changes
+        }
         return self._finished(gradients, step)
 
     @abstractmethod
@@ -181,8 +207,6 @@ class ExactAccumulator(Accumulator):
         self._num_contributions = num_contributions
         loss_exponent = 0 if loss_scale is None else loss_scale.exponent
         self._loss_exponents = {name: 0 if name in changes else loss_exponent for name in like}
-        self._largest = torch.zeros(len(like), dtype=torch.float64, device=self.device)
-        self._largest_of = {name: self._largest[place : place + 1] for place, name in enumerate(like)}
 
     def _type(self, mean_dtype: torch.dtype) -> torch.dtype:  # noqa: ARG002
         return torch.int64
@@ -191,14 +215,11 @@ class ExactAccumulator(Accumulator):
         """See ``Accumulator.add``."""
         exponent = self._exponents[name] - self._loss_exponents[name]
         into, is_first = self._part_of[name].sum_of(name)
+        values = reals(gradient)
+        assert len(values) == len(into), f"a gradient of {len(values)} numbers for {len(into)} of {name}"
         if is_first:
             into.zero_()
-        add_fixed(into, gradient, exponent, self._largest_of[name])
-
-    @property
-    def largest(self) -> Tensor | None:
-        """See ``Accumulator.largest``."""
-        return self._largest
+        add_fixed(into, values, exponent, self._largest_of[name])
 
     def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
         """See ``Accumulator.mean``."""
@@ -214,7 +235,6 @@ class ExactAccumulator(Accumulator):
         return sums
 
     def _fits(self, partial: dict[str, Tensor]) -> bool:
-        partial["largest"] = self._known_largest
         partial["exponents"] = torch.tensor(list(self._exponents.values()), dtype=torch.int64)
         sizes = self._sizes()
         return all(fits(self._exponents[name], size, self._num_contributions) for name, size in sizes.items())
@@ -223,17 +243,13 @@ class ExactAccumulator(Accumulator):
         """See ``Accumulator.merge``."""
         assert partial["exponents"].tolist() == list(self._exponents.values()), "summed at other scales"
         super().merge(partial)
-        torch.maximum(self._largest, partial["largest"].to(self._largest.device), out=self._largest)
-
-    @property
-    def _known_largest(self) -> Tensor:
-        """Of all members, where a ring has told them."""
-        return self._largest if self._largest_of_all is None else self._largest_of_all
 
     def _sizes(self) -> dict[str, float]:
         """The largest magnitude of each tensor's gradients, without the loss scale; NaN or infinite if one is."""
         found = zip(self._exponents, self._known_largest.tolist(), strict=True)
-        return {name: math.ldexp(size, -self._loss_exponents[name]) for name, size in found}
+        return {
+            name: math.ldexp(0.0 if size == _NOTHING else size, -self._loss_exponents[name]) for name, size in found
+        }
 
     def _finished(self, gradients: dict[str, Tensor], step: int) -> Reduced:
         exponents, overflowed = {}, False
@@ -248,6 +264,8 @@ class ExactAccumulator(Accumulator):
 class FastAccumulator(Accumulator):
     """Floating-point sums in float32 (float64 for means of that type); see ``Accumulator``."""
 
+    marks_non_finite = True
+
     def __init__(
         self,
         like: Mapping[str, Tensor],
@@ -256,6 +274,7 @@ class FastAccumulator(Accumulator):
         memory: Memory | None = None,
     ) -> None:
         super().__init__(like, loss_scale, changes, memory)
+        self._added: set[str] = set()
 
     def _type(self, mean_dtype: torch.dtype) -> torch.dtype:
         return torch.float64 if mean_dtype == torch.float64 else torch.float32
@@ -263,13 +282,11 @@ class FastAccumulator(Accumulator):
     def add(self, name: str, gradient: Tensor) -> None:
         """See ``Accumulator.add``."""
         into, is_first = self._part_of[name].sum_of(name)
-        values = gradient.detach().reshape(-1)
+        values = reals(gradient)
         into.copy_(values) if is_first else into.add_(values)
-
-    @property
-    def largest(self) -> Tensor | None:
-        """See ``Accumulator.largest``."""
-        return None
+        if name not in self._added:
+            self._added.add(name)
+            self._largest_of[name].zero_()
 
     def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
         """See ``Accumulator.mean``: members' sums are added in their order.
@@ -318,7 +335,8 @@ class FastAccumulator(Accumulator):
         for part in self.parts:
             assert part.means is not None
             if not (math.isfinite(part.sum_of_means) or _is_finite(part.means[: part.size])):
-                name = next(name for name in part.names if not _is_finite(gradients[name]))
+                ranges = part.tensors_between(0, part.size)
+                name = next(name for name, begin, end in ranges if not _is_finite(part.means[begin:end]))
                 return self._broken(name, step, {})
         return Reduced(gradients=gradients, exponents={}, overflowed=False)
 
@@ -333,7 +351,9 @@ _EXACT_IN_FLOAT64 = 2**52
 
 
 def change_of(old: Tensor, new: Tensor) -> Tensor:
-    """Return by how much one micro-batch changes a buffer, in float64."""
+    """Return by how much one micro-batch changes a buffer, in float64; flat, as ``reals`` are, if it is complex."""
+    if old.is_complex():
+        old, new = reals(old), reals(new)
     if not old.is_floating_point():
         return (new.to(torch.int64) - old.to(torch.int64)).to(torch.float64)
     # what stays infinite does not change
@@ -342,7 +362,8 @@ def change_of(old: Tensor, new: Tensor) -> Tensor:
 
 def change_like(buffer: Tensor, *, exact: bool) -> Tensor:
     """Return a tensor, without memory, of the shape, type and device of the mean change."""
-    dtype = torch.float64 if exact or buffer.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if exact or buffer.dtype.to_real() == torch.float64 else torch.float32
+    dtype = dtype.to_complex() if buffer.is_complex() else dtype
     return torch.empty((), dtype=dtype, device=buffer.device).expand(buffer.shape)
 
 
@@ -353,8 +374,8 @@ def apply_change(name: str, buffer: Tensor, change: Tensor) -> None:
         JobError: an integer changes by more than float64 holds exactly.
     """
     with torch.no_grad():
-        if buffer.is_floating_point():
-            buffer.copy_(buffer.to(torch.float64) + change)
+        if buffer.is_floating_point() or buffer.is_complex():
+            buffer.copy_(buffer.to(torch.complex128 if buffer.is_complex() else torch.float64) + change)
             return
         if bool((change.abs() > _EXACT_IN_FLOAT64).any()):
             raise JobError(

@@ -77,10 +77,12 @@ def add_fixed(total: Tensor, gradient: Tensor, exponent: int, largest: Tensor) -
         total: Flat int64 sums, as many as the gradient has elements, on its device.
         gradient: Of any floating type.
         exponent: The scale's.
-        largest: A float64 of shape (1,), on the same device; grows to the largest magnitude, NaN if one is NaN.
+        largest: A float64 of shape (1,), on the same device; grows to the largest magnitude, NaN if one is NaN. A
+            negative one says that nothing was added before.
     """
     values = gradient.detach().reshape(-1)
     if values.numel() == 0:
+        largest.clamp_(min=0.0)
         return
     fused = _fused(values.device)
     if fused is not None:

@@ -15,6 +15,22 @@ SLACK = 64
 _HOST = torch.device("cpu")
 
 
+def reals(tensor: Tensor) -> Tensor:
+    """Return a tensor's numbers flat; of each complex one its real part, then its imaginary part."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return (torch.view_as_real(plain) if plain.is_complex() else plain).reshape(-1)
+
+
+def from_reals(flat: Tensor, like: Tensor) -> Tensor:
+    """Return what ``reals`` made flat, as a view in the shape of a tensor, and complex if that is."""
+    return (torch.view_as_complex(flat.view(-1, 2)) if like.is_complex() else flat).view(like.shape)
+
+
+def num_reals(tensor: Tensor) -> int:
+    """Return how many numbers ``reals`` makes of a tensor."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
 class Memory:
     """Flat memory of one step, with what a step before it has left: new pages cost as much as passes over them do.
 
@@ -44,7 +60,7 @@ class Memory:
 
 
 class Part:
-    """Tensors of one unit whose means have one type: their sums lie one behind the other.
+    """Tensors of one unit whose means have one type: their sums, of ``reals``, lie one behind the other.
 
     Args:
         names: Of the tensors.
@@ -55,8 +71,8 @@ class Part:
 
     def __init__(self, names: tuple[str, ...], like: Mapping[str, Tensor], dtype: torch.dtype, memory: Memory) -> None:
         self.names = names
-        self.mean_dtype = like[names[0]].dtype
-        self.sizes = [like[name].numel() for name in names]
+        self.mean_dtype = like[names[0]].dtype.to_real()
+        self.sizes = [num_reals(like[name]) for name in names]
         self.size = sum(self.sizes)
         self._memory = memory.take(self.size + SLACK, dtype)
         self._memory[self.size :].zero_()

@@ -57,22 +57,20 @@ class _Unit:
 
     @property
     def given(self) -> list[Tensor]:
-        """What is reduced: the largest magnitudes, if there are any, and each part's sums, flat, in equal shares."""
-        sums = [part.shares(self.ring.size).view(-1) for part in self.parts]
-        return sums if self.accumulator.largest is None else [self.accumulator.largest, *sums]
+        """What is reduced: the largest magnitudes, and each part's sums, flat, in equal shares."""
+        return [self.accumulator.largest, *(part.shares(self.ring.size).view(-1) for part in self.parts)]
 
     def pieces(self, given: Sequence[Tensor]) -> list[_Piece]:
         """``given``, now where the ring takes it, in pieces; the largest magnitudes go with the first."""
-        largest, sums = (None, given) if self.accumulator.largest is None else (given[0], given[1:])
+        largest, *sums = given
         num = self.ring.size
         pieces = []
         for part, flat in zip(self.parts, sums, strict=True):
             length = max(PIECE_BYTES, num * SHARE_BYTES) // flat.element_size() // num * num
             for first in range(0, len(flat), length):
                 pieces.append(_Piece(self, part, first, len(flat), flat[first : first + length].view(num, -1)))
-        if largest is not None:
-            pieces = pieces or [_Piece(self, None, 0, 0, None)]
-            pieces[0].largest = largest
+        pieces = pieces or [_Piece(self, None, 0, 0, None)]
+        pieces[0].largest = largest
         return pieces
 
     def take(self, num_micro_batches: int) -> None:
@@ -158,7 +156,7 @@ class _Piece:
     def wait_for_means(self) -> None:
         """Block until they are there, and look at those of floating-point sums that tell of the others."""
         self.wait()
-        if self.part is not None and self.means is not None and self.unit.accumulator.largest is None:
+        if self.part is not None and self.means is not None and self.unit.accumulator.marks_non_finite:
             if self.means.device.type == "cpu" and not isinstance(self.ring, DeviceRing):
                 length = len(self.means) // self.ring.size
                 shares = range(self.first, self.first + len(self.means), length)

@@ -35,7 +35,7 @@ from morph.runtime.state.optimizer_state import (
     says_otherwise,
     scheduler_numbers,
 )
-from morph.runtime.state.parts import Memory
+from morph.runtime.state.parts import Memory, reals
 from morph.runtime.state.state_copy import StateCopy, to_host
 from morph.runtime.state.update_rules import UpdateRules
 
@@ -188,7 +188,7 @@ class UnitState:
         reduced = self.reduced
         if self._rules.clip_grad_norm is None or reduced is None or reduced.non_finite or reduced.overflowed:
             return None
-        norm_sq = squared_norm(reduced.gradients[name] for name in self._updated)
+        norm_sq = squared_norm(reduced.gradients[name] for name in self._updated if name in reduced.gradients)
         if not math.isfinite(norm_sq):
             raise NonFiniteGradient(f"step {self.version}: the gradient of unit {self.unit.id} has no finite norm")
         return norm_sq
@@ -219,8 +219,8 @@ class UnitState:
     def _update(self, reduced: Reduced, decided: Decided | None) -> None:
         shrink = self._shrink(decided)
         for name, parameter in self._updated.items():
-            gradient = reduced.gradients[name]
-            parameter.grad = gradient if shrink == 1.0 else gradient.mul_(shrink)
+            gradient = reduced.gradients.get(name)
+            parameter.grad = gradient if gradient is None or shrink == 1.0 else gradient.mul_(shrink)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
@@ -325,8 +325,8 @@ class UnitState:
 
 def _updated(parameter: Parameter, rules: UpdateRules) -> Parameter:
     found: Tensor = parameter
-    if rules.master_weights and found.is_floating_point() and found.dtype.itemsize < torch.float32.itemsize:
-        found = found.detach().to(torch.float32)
+    if rules.master_weights and found.dtype.to_real().itemsize < torch.float32.itemsize:
+        found = found.detach().to(torch.promote_types(found.dtype, torch.float32))
     if rules.optimizer_in_host_memory:
         found = to_host(found)
     return parameter if found is parameter else Parameter(found)
@@ -357,7 +357,7 @@ def squared_norm(tensors: Iterable[Tensor]) -> float:
     folded = [
         _folded(chunk.to(torch.float64).square())
         for tensor in tensors
-        for chunk in torch.split(tensor.detach().reshape(-1), _CHUNK)
+        for chunk in torch.split(reals(tensor), _CHUNK)
         if chunk.numel()
     ]
     return math.fsum(torch.cat(folded).tolist()) if folded else 0.0

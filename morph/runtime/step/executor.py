@@ -34,7 +34,7 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class StageWork:
-    """What one stage has to do in one step."""
+    """What one stage has to do in one step; ``gradients_may_lack``: of tensors that cross its borders."""
 
     micro_batches: Sequence[int]
     order: str
@@ -43,6 +43,7 @@ class StageWork:
     inputs: tuple[BoundaryTensor, ...]
     outputs: tuple[BoundaryTensor, ...]
     metric_names: tuple[str, ...] = ()
+    gradients_may_lack: bool = False
     record_timeline: bool = False
 
 
@@ -69,15 +70,19 @@ class Executor:
         self._follower = ScheduleFollower(work.order, work.window, opportunistic=work.opportunistic)
         self._activations_in = self._receiver(neighbours.activations_in, work.inputs, count)
         self._gradient_specs = tuple(spec for spec in work.outputs if spec.requires_grad)
-        self._gradients_in = self._receiver(neighbours.gradients_in, self._gradient_specs, count)
+        lack = work.gradients_may_lack
+        self._gradients_in = self._receiver(neighbours.gradients_in, self._gradient_specs, count, may_lack=lack)
         self._activations_out = Sender(neighbours.activations_out) if neighbours.activations_out else None
-        self._gradients_out = Sender(neighbours.gradients_out) if neighbours.gradients_out else None
+        lacking = [spec for spec in work.inputs if spec.requires_grad] if lack else []
+        self._gradients_out = Sender(neighbours.gradients_out, lacking, device) if neighbours.gradients_out else None
         self._loss_scale = 1.0
         self.stopwatch = Stopwatch(clock or clock_of(device), recording=work.record_timeline)
         self._peak_in_flight = self._peak_live = 0
 
-    def _receiver(self, link: Link | None, specs: Sequence[BoundaryTensor], count: int) -> Receiver | None:
-        return Receiver(link, specs, count) if link else None
+    def _receiver(
+        self, link: Link | None, specs: Sequence[BoundaryTensor], count: int, *, may_lack: bool = False
+    ) -> Receiver | None:
+        return Receiver(link, specs, count, may_lack=may_lack) if link else None
 
     def run(self, sums: StepSums, loss_scale: float = 1.0) -> None:
         """Run every task; gradients and losses go to the sums. Raises as ``Interrupt.wait_for``.
@@ -181,12 +186,13 @@ class Executor:
             seed = torch.full((), self._loss_scale, device=self._device, dtype=self._work.outputs[0].dtype)
             gradients = (seed, *(None for _ in self._work.metric_names))
         else:
-            arrived = iter(self._gradients_in.take())
+            arrived = iter(self._gradients_in.take_there())
             gradients = tuple(next(arrived) if spec.requires_grad else None for spec in self._work.outputs)
         found = self._stage.backward(micro_batch, gradients, sums.of(micro_batch))
         sums.count(micro_batch)
         if self._gradients_out:
-            self._gradients_out.send([gradient for gradient in found if gradient is not None])
+            pairs = zip(found, self._work.inputs, strict=True)
+            self._gradients_out.send([gradient for gradient, spec in pairs if spec.requires_grad])
 
 
 def finish_reduction(sums: StepSums, stopwatch: Stopwatch) -> None:

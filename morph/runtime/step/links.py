@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from morph.cutting.sections.section import BoundaryTensor
@@ -32,20 +33,33 @@ class Sender:
 
     ``peak`` is the most micro-batches that were handed over and had not left; ``history`` has one interval for
     each that has left, seen by the last ``send`` or ``flush``.
+
+    Args:
+        link: To the neighbour.
+        lacking: What tensors that may lack are like; each message says which of them are there. Empty: none may lack.
+        device: Of these tensors; None: the host.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, lacking: Sequence[BoundaryTensor] = (), device: torch.device | None = None) -> None:
         self._link = link
+        self._lacking, self._device = tuple(lacking), device
         self._pending: deque[tuple[float, Transfer]] = deque()
         self.peak = 0
         self.history: list[Interval] = []
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        """Start sending one micro-batch's tensors; returns at once."""
+    def send(self, tensors: Sequence[Tensor | None]) -> None:
+        """Start sending one micro-batch's tensors, zeros where one is lacking; returns at once."""
         while self._pending and self._pending[0][1].done:
             self._let_go()
+        beside = _are_there(tensors) if self._lacking else ()
+        filled = [
+            torch.zeros(self._lacking[place].shape, dtype=self._lacking[place].dtype, device=self._device)
+            if tensor is None
+            else tensor
+            for place, tensor in enumerate(tensors)
+        ]
         # not lent: a result may be a view of something that is written again
-        self._pending.append((time.perf_counter(), self._link.send(tensors)))
+        self._pending.append((time.perf_counter(), self._link.send(filled, beside=beside)))
         self.peak = max(self.peak, len(self._pending))
 
     def flush(self) -> None:
@@ -62,14 +76,15 @@ class Receiver:
     """Receives the tensors of one boundary, ``count`` micro-batches in order.
 
     ``peak`` is the most micro-batches that had arrived and were not taken; ``history`` has one interval, from
-    posting to arrival, for each that was taken.
+    posting to arrival, for each that was taken. ``may_lack``: messages say which of their tensors are there.
     """
 
-    def __init__(self, link: Link, specs: Sequence[BoundaryTensor], count: int) -> None:
+    def __init__(self, link: Link, specs: Sequence[BoundaryTensor], count: int, *, may_lack: bool = False) -> None:
         self._link = link
         self._specs = tuple(specs)
+        self._may_lack = may_lack and bool(specs)
         self._to_post = count
-        self._posted: deque[tuple[float, Arrival]] = deque()
+        self._posted: deque[tuple[float, Arrival, tuple[Tensor, ...]]] = deque()
         self._taken = 0
         self.peak = 0
         self.history: list[Interval] = []
@@ -78,7 +93,7 @@ class Receiver:
     def arrived(self) -> int:
         """How many micro-batches have arrived so far, those already taken included."""
         untaken = 0
-        for _, arrival in self._posted:
+        for _, arrival, _ in self._posted:
             if not arrival.done:
                 break
             untaken += 1
@@ -87,14 +102,29 @@ class Receiver:
 
     def take(self) -> tuple[Tensor, ...]:
         """The next micro-batch's tensors; it must have arrived."""
-        posted_s, arrival = self._posted.popleft()
+        return self._take()[0]
+
+    def take_there(self) -> tuple[Tensor | None, ...]:
+        """The same; None where one is lacking."""
+        tensors, beside = self._take()
+        there = beside[0].tolist() if beside else [True] * len(tensors)
+        return tuple(tensor if is_there else None for tensor, is_there in zip(tensors, there, strict=True))
+
+    def _take(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        posted_s, arrival, beside = self._posted.popleft()
         self._taken += 1
         tensors = arrival.take()
         self.history.append(_interval(posted_s, arrival))
         self._post()
-        return tensors
+        return tensors, beside
 
     def _post(self) -> None:
         while self._to_post and len(self._posted) < POSTED_AHEAD:
-            self._posted.append((time.perf_counter(), self._link.receive(self._specs)))
+            beside = _are_there(self._specs) if self._may_lack else ()
+            self._posted.append((time.perf_counter(), self._link.receive(self._specs, beside=beside), beside))
             self._to_post -= 1
+
+
+def _are_there(tensors: Sequence[object | None]) -> tuple[Tensor]:
+    """What travels beside tensors that may lack."""
+    return (torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8),)

@@ -14,16 +14,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import GraphModule
 
-from morph.cutting.sections.section import Section
+from morph.cutting.exporting.user_functions import UserFunction
+from morph.cutting.sections.section import CutModel, Section
+from morph.cutting.source.refusal import changes_requires_grad
 from morph.job import Precision
 from morph.runtime.state.accumulators import change_of
 from morph.runtime.step.kernels import kernels_refused
 
+_TORCHS_OWN = {"aten", "prims"}
+"""Namespaces of operations."""
 AddGradient = Callable[[str, Tensor], None]
 
 
@@ -55,9 +62,12 @@ def run_section(
 ) -> SectionRun:
     """Run a section's forward with a fresh autograd graph. The caller seeds the generators.
 
-    Outputs have the types of the cut model in every precision, so that what is sent, and what the next section of
-    the same stage takes, is the same. Where a job has narrower ones cross its cuts, the section widens its inputs, so
-    that their gradients are narrow too.
+    Outputs have the types of the cut model in every precision, and conjugates are carried out, so that what is sent,
+    and what the next section of the same stage takes, is the same. Where a job has narrower ones cross its cuts, the
+    section widens its inputs, so that their gradients are narrow too.
+
+    Raises:
+        JobError: the user's code has frozen a parameter.
     """
     leaves = tuple(
         tensor.detach().requires_grad_(spec.requires_grad) for tensor, spec in zip(inputs, section.inputs, strict=True)
@@ -68,7 +78,12 @@ def run_section(
             given = tuple(leaf.to(spec.computed_dtype) for leaf, spec in zip(leaves, section.inputs, strict=True))
             results = section(given, batch, parameters)
         outputs, written = results[: len(section.outputs)], results[len(section.outputs) :]
-        outputs = tuple(output.to(spec.dtype) for output, spec in zip(outputs, section.outputs, strict=True))
+        outputs = tuple(
+            _carried_out(output.to(spec.dtype)) for output, spec in zip(outputs, section.outputs, strict=True)
+        )
+    for name in section.parameters:
+        if not parameters[name].requires_grad:
+            raise changes_requires_grad(name, section.source)
     return SectionRun(inputs=leaves, outputs=outputs, written=written)
 
 
@@ -81,8 +96,10 @@ def section_backward(
 ) -> tuple[Tensor | None, ...]:
     """Run a section's backward; parameter gradients go, dense, to ``add``, input gradients are returned.
 
-    ``output_gradients`` aligns with the outputs; None where an output needs no gradient. Changes of buffers go to
-    ``add`` too: a micro-batch has one backward, however often its forward ran.
+    ``output_gradients`` aligns with the outputs; None where an output needs no gradient, or has none because what is
+    behind does not use it. Inputs and parameters that lead to no output with a gradient have none either, as in an
+    undivided model. Changes of buffers go to ``add`` too: a micro-batch has one backward, however often its forward
+    ran.
     """
     for name, new in zip(section.writes, run.written, strict=True):
         add(name, change_of(parameters[name], new))
@@ -93,7 +110,7 @@ def section_backward(
     ]
     wanted_inputs = [tensor for tensor in run.inputs if tensor.requires_grad]
     wanted = [*wanted_inputs, *(parameters[name] for name in section.parameters)]
-    if not wanted:  # frozen sections at the model's beginning: autograd refuses an empty question
+    if not wanted or not pairs:  # frozen sections at the model's beginning, or nothing behind uses this one
         return (None,) * len(run.inputs)
     with kernels_refused(section.source):
         found = iter(
@@ -101,16 +118,40 @@ def section_backward(
                 [output for output, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True
             )
         )
-    # an unused input gets zeros, not None: across a stage border something must travel, so it does within a stage too
-    input_gradients = tuple(_or_zeros(next(found), tensor) if tensor.requires_grad else None for tensor in run.inputs)
+    input_gradients = tuple(_maybe(next(found)) if tensor.requires_grad else None for tensor in run.inputs)
     for name, gradient in zip(section.parameters, found, strict=True):
         if gradient is not None:
             add(name, gradient.to_dense() if gradient.is_sparse else gradient)
     return input_gradients
 
 
-def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if gradient is None else gradient
+@lru_cache(maxsize=4)
+def borders_may_lack_gradients(model: CutModel) -> bool:
+    """Whether it may depend on a micro-batch if a border tensor that carries a gradient gets one.
+
+    So it is where sections are the user's code, which may branch, or run a backward of the user's own, which may return
+    None. Other graphs are cut so that a border that carries a gradient always gets one.
+    """
+    codes = [section.code for section in model.sections]
+    return any(not isinstance(code, GraphModule) or _has_backward_of_users(code) for code in codes)
+
+
+def _has_backward_of_users(code: GraphModule) -> bool:
+    graphs = [module.graph for module in code.modules() if isinstance(module, GraphModule)]
+    targets = [node.target for graph in graphs for node in graph.nodes]
+    return any(
+        isinstance(target, UserFunction) or (isinstance(target, OpOverload) and target.namespace not in _TORCHS_OWN)
+        for target in targets
+    )
+
+
+def _maybe(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else _carried_out(gradient)
+
+
+def _carried_out(tensor: Tensor) -> Tensor:
+    """Conjugate and negate in memory where torch only notes that: kernels that read the note may round otherwise."""
+    return tensor.resolve_conj().resolve_neg()
 
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from morph.cutting.sections.section import CutModel, Section
 from morph.job import Precision
-from morph.runtime.step.section_run import GradientSink, SectionRun, run_section, section_backward
+from morph.runtime.step.section_run import (
+    GradientSink,
+    SectionRun,
+    borders_may_lack_gradients,
+    run_section,
+    section_backward,
+)
 
 LoadBatch = Callable[[int, Sequence[str]], Mapping[str, Tensor]]
 
@@ -79,6 +85,7 @@ class Stage:
         self._seed = seed
         self._step = step
         self._precision = precision
+        self._may_lack = borders_may_lack_gradients(model)
         self._stored: dict[int, list[tuple[Tensor, ...]]] = {}
         self._behind: dict[int, list[tuple[Tensor, ...]]] = {}
         """Of micro-batches whose last group was run again: the inputs of the groups before."""
@@ -124,6 +131,8 @@ class Stage:
             for section in reversed(group):
                 run, add_here = runs.pop(), partial(sink.add, section.index)
                 gradients = section_backward(section, run, gradients, self._parameters, add_here)
+                if not self._may_lack:
+                    gradients = _filled(gradients, run.inputs)
                 sink.done(section.index)
                 del run  # its graph, before another group's is made
         return gradients
@@ -141,6 +150,14 @@ class Stage:
         batch = self._load_batch(micro_batch, section.batch_keys) if section.batch_keys else {}
         seed_section(self._seed, self._step, micro_batch, section.index)
         return run_section(section, values, batch, self._parameters, self._precision)
+
+
+def _filled(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Zeros for inputs without a gradient: within a stage as between stages of a model whose messages lack none."""
+    return tuple(
+        torch.zeros_like(tensor) if gradient is None and tensor.requires_grad else gradient
+        for gradient, tensor in zip(gradients, inputs, strict=True)
+    )
 
 
 def _detached(run: SectionRun) -> tuple[Tensor, ...]:

@@ -213,7 +213,7 @@ class JobWorkload:
 
     def _made(self, spec: BoundaryTensor) -> Tensor:
         """Something of the kind that crosses a cut-point; small, so that no sum overflows."""
-        if not spec.dtype.is_floating_point:
+        if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
             return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
         numbers = torch.linspace(-_PROBE_SIZE, _PROBE_SIZE, max(1, math.prod(spec.shape)), device=self._device)
         return numbers.reshape(spec.shape).to(spec.dtype)

@@ -1,0 +1,114 @@
+"""Which samples to try a loss on: pairs that are as unlike as the samples of a data set are."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORED = (-100, 0, -1, 1)
+"""Values of elements that losses take for none."""
+_VALUE = "value"
+_FEWEST_PAIRS, _MOST_PAIRS = 4, 32
+_MOST_LABELS = 64
+_MOST_COUNTED = 1 << 20
+
+
+@dataclass(frozen=True)
+class Look:
+    """What of a sample helps to choose pairs.
+
+    Attributes:
+        index: Its number.
+        amounts: For each entry: how many elements are filled, by the value that they then are not; the value of an
+            entry of one element.
+        labels: Of each entry that holds few different values: these.
+    """
+
+    index: int
+    amounts: Mapping[str, Mapping[object, float]]
+    labels: Mapping[str, frozenset[float]]
+
+
+def look(index: int, sample: Any) -> Look:
+    """Look at one sample."""
+    amounts: dict[str, dict[object, float]] = {}
+    labels: dict[str, frozenset[float]] = {}
+    for key, entry in entries(sample).items():
+        if entry.numel() == 1 and not entry.is_complex():
+            amounts[key] = {_VALUE: float(entry)}
+            labels[key] = frozenset(amounts[key].values())
+            continue
+        amounts[key] = {ignored: num_other(entry, ignored) for ignored in IGNORED}
+        if not (entry.is_floating_point() or entry.is_complex()) and entry.numel() <= _MOST_COUNTED:
+            labels[key] = frozenset(map(float, torch.unique(entry).tolist()))
+    return Look(index, amounts, labels)
+
+
+def entries(sample: Any) -> dict[str, Tensor]:
+    """Tensors and numbers of a sample by the keys, or places, under which it holds them."""
+    if isinstance(sample, Tensor):
+        return {"samples": sample}
+    found: Iterable[tuple[object, Any]] = sample.items() if isinstance(sample, Mapping) else enumerate(sample)
+    kinds = (Tensor, np.ndarray, np.generic, int, float)
+    return {repr(key): torch.as_tensor(value) for key, value in found if isinstance(value, kinds)}
+
+
+def num_other(entry: Tensor, ignored: int) -> int:
+    """Count the elements that are filled."""
+    return int((entry != ignored).sum())
+
+
+def unlike_pairs(looks: Sequence[Look]) -> list[tuple[int, int]]:
+    """Return pairs of unlike samples, the most telling ones first; each entry in turn, so that none hides another."""
+    keys = sorted(looks[0].amounts, key=lambda key: _VALUE not in looks[0].amounts[key])
+    queues = [[*_extremes(looks, key), *_contrasts(looks, key)] for key in keys]
+    found = dict.fromkeys(pair for row in itertools.zip_longest(*queues) for pair in row if pair is not None)
+    spare = [(one.index, other.index) for one, other in zip(looks[::2], looks[1::2], strict=False)]
+    spare = spare or [(looks[0].index, looks[0].index)]
+    return [*list(found)[:_MOST_PAIRS], *spare[: max(0, _FEWEST_PAIRS - len(found))]]
+
+
+def _extremes(looks: Sequence[Look], key: str) -> Iterator[tuple[int, int]]:
+    """The samples of which one has the most of something in this entry and one the least."""
+    largest, pair = 0.0, None
+    for what in looks[0].amounts[key]:
+        known = [look for look in looks if math.isfinite(look.amounts.get(key, {}).get(what, math.nan))]
+        if known:
+            low, high = (function(known, key=lambda look: look.amounts[key][what]) for function in (min, max))
+            least, most = low.amounts[key][what], high.amounts[key][what]
+            spread = (most - least) / max(abs(least), abs(most), 1e-30)
+            if spread > largest:
+                largest, pair = spread, (low.index, high.index)
+    if pair is not None:
+        yield pair
+
+
+def _contrasts(looks: Sequence[Look], key: str) -> Iterator[tuple[int, int]]:
+    """Samples that show each label: the rarest beside the commonest, then the next rarest, and so on."""
+    shown = Counter(label for look in looks for label in look.labels.get(key, ()))
+    if not 1 < len(shown) <= _MOST_LABELS:
+        return
+    order = sorted(shown, key=lambda label: (shown[label], label))
+    used: set[int] = set()
+
+    def first(label: float, without: float) -> Look:
+        having = [look for look in looks if label in look.labels.get(key, ())]
+        alone = [look for look in having if without not in look.labels[key]] or having
+        return next((look for look in alone if look.index not in used), alone[0])
+
+    for place in range((len(order) + 1) // 2):
+        rare, common = order[place], order[-1 - place] if order[-1 - place] != order[place] else order[-1]
+        one = first(rare, common)
+        used.add(one.index)
+        other = first(common, rare)
+        used.add(other.index)
+        if one.index != other.index:
+            yield one.index, other.index
