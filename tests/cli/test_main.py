@@ -68,8 +68,17 @@ def test_ctrl_c_while_the_process_ends_shows_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
-def test_importing_morph_loads_no_torch() -> None:
-    assert run_python("import sys, morph; print([n for n in ('torch', 'ray') if n in sys.modules])").strip() == "[]"
+def test_importing_morph_and_listing_its_names_loads_no_torch() -> None:
+    code = "import sys, morph; names = dir(morph); print([n for n in ('torch', 'ray') if n in sys.modules], *names)"
+    loaded, *names = run_python(code).split()
+    assert loaded == "[]"
+    assert {"CutPoint", "Job", "LossScaling", "elastic", "spot", "__version__"} <= set(names)
+
+
+def test_every_name_that_morph_lists_can_be_fetched() -> None:
+    import morph
+
+    assert [name for name in dir(morph) if not hasattr(morph, name)] == []
 
 
 def test_help_lists_every_command() -> None:
