@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -12,7 +15,9 @@ from typer.testing import CliRunner
 
 from manager.simulation.replay import POLICIES
 from morph.cli.main import app
+from morph.cli.plans import replay_shown
 from morph.contract.trace import write_trace
+from morph.pictures import picture
 from simulator import spot_model, synthetic_profile
 
 RUNNER = CliRunner()
@@ -29,7 +34,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-def test_policies_are_compared_on_a_trace(files: tuple[str, str], tmp_path: Path) -> None:
+def test_policies_are_compared_on_a_trace(
+    files: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+
+    @contextmanager
+    def kept(*args: Any, **panels: Any) -> Iterator[tuple[Any, Any]]:
+        with picture(*args, **panels) as (figure, axes):
+            drawn.extend(axes)
+            yield figure, axes
+
+    monkeypatch.setattr(replay_shown, "picture", kept)
     csv, png = tmp_path / "out.csv", tmp_path / "out.png"
     prices = ["--price", "1", "--on-demand-price", "3.5"]
     done = RUNNER.invoke(app, ["replay", files[0], "--trace", files[1], *prices, "--csv", str(csv), "--png", str(png)])
@@ -39,6 +55,10 @@ def test_policies_are_compared_on_a_trace(files: tuple[str, str], tmp_path: Path
     assert len(table) == len(POLICIES)
     assert table.set_index("policy").loc["ideal", "steps"] >= table["steps"].drop(table.index[-2]).max()
     assert png.read_bytes().startswith(b"\x89PNG")
+    assert [label.get_text() for label in drawn[0].get_yticklabels()] == list(reversed(POLICIES))
+    lines = drawn[2].get_lines()
+    assert [line.get_label() for line in lines] == list(POLICIES)
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(POLICIES)
 
 
 def test_parquet_holds_the_rows_of_the_csv(files: tuple[str, str], tmp_path: Path) -> None:
