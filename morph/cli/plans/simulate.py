@@ -91,6 +91,7 @@ def simulate_command(
     from morph.contract.profile import load_profile
     from simulator import simulate
     from simulator.given.node_types import of_node_type
+    from simulator.search.planner import advice
 
     if png is not None:
         check_output(png, PlanError)
@@ -104,6 +105,7 @@ def simulate_command(
     with from_options(context, profile):
         measured = of_node_type(load_profile(profile), node_type)
         simulation = simulate(measured, request, num_stages=pipeline_depth, window_slope=window_slope)
+        simulation = simulation.with_note(advice(measured, request, simulation))
     if png is not None:
         from simulator.shown.timeline import draw_timeline
 
