@@ -88,6 +88,28 @@ def test_the_users_model_loads_what_was_exported(run_dir: Path, tmp_path: Path) 
     assert not torch.equal(model.first.weight, before)
 
 
+@pytest.mark.parametrize("name", ["out.pt", "out.pth", "pytorch_model.bin", "OUT.PT"])
+def test_a_file_named_for_torch_is_read_by_torch_load_and_has_the_same_tensors(
+    run_dir: Path, tmp_path: Path, name: str
+) -> None:
+    assert morph("export", run_dir, tmp_path / "out.safetensors")[0] == 0
+    assert morph("export", run_dir, tmp_path / name)[0] == 0
+    state = torch.load(tmp_path / name, weights_only=True)
+    others = safetensors.torch.load_file(str(tmp_path / "out.safetensors"))
+    assert {type(value) for value in state.values()} == {Tensor}
+    assert state.keys() == others.keys()
+    assert all(torch.equal(state[key], others[key]) for key in others)
+    Net().load_state_dict(state, strict=True)
+
+
+@pytest.mark.parametrize("name", ["out", "out.ckpt", "out.safetensors.zip"])
+def test_a_name_that_says_no_format_is_refused(run_dir: Path, tmp_path: Path, name: str) -> None:
+    code, said = morph("export", run_dir, tmp_path / name)
+    assert code == 2
+    assert "does not say by its name which format is wanted; allowed: a name that ends in .safetensors, or" in said
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_tied_weights_are_in_the_file_under_each_name(run_dir: Path, tmp_path: Path) -> None:
     morph("export", run_dir, tmp_path / "out.safetensors")
     state = safetensors.torch.load_file(str(tmp_path / "out.safetensors"))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def export_command(
     source: StoredArgument,
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="File to write, such as out.safetensors.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="File to write: .safetensors, .pt, .pth or .bin.")],
     version: Annotated[
         int | None, typer.Option(min=0, help="Steps applied; default: of the newest checkpoint that is whole.")
     ] = None,
@@ -32,8 +32,10 @@ def export_command(
 ) -> None:
     """Write a run's weights under your model's own names: parameters, tied names, buffers.
 
-    The file is a safetensors state_dict: model.load_state_dict and transformers' from_pretrained take it. Without
-    --version, a damaged checkpoint is passed over, with a sentence, for the newest that is whole.
+    The file holds a plain state_dict for model.load_state_dict: in the format of safetensors, which transformers'
+    from_pretrained takes too, or, where its name ends in .pt, .pth or .bin, of torch.save, as torch.load reads it with
+    weights_only=True. Without --version, damaged checkpoints are skipped, each with a sentence, for the newest that is
+    whole.
 
     \b
     Example:
@@ -41,11 +43,12 @@ def export_command(
       morph export az://container/run tiny.safetensors --job my_job.py:job
     """
     from morph.checkpoint.manifest import complete_versions, read_manifest
-    from morph.checkpoint.plain_file import write_plain_file
+    from morph.checkpoint.plain_file import check_plain_name, write_plain_file
     from morph.contract.errors import InputError
     from morph.runtime.state.model_state import export_state
 
     stored = stored_at(source)
+    check_plain_name(output)
     if output.exists() and not overwrite:
         raise InputError("exists already", source=str(output), allowed="a new file, or --overwrite")
     known = complete_versions(stored.url)
