@@ -13,6 +13,7 @@ import typer
 from manager.controller.state.actions import Finish
 from manager.dashboard.server import serving
 from manager.engine.loop.driver import Observer
+from manager.machine.signals import STOPPED_BY_COMMAND
 from manager.report.live import LiveRun
 from manager.report.picture import draw_run
 from manager.report.summary import summarise
@@ -22,7 +23,7 @@ from manager.run.managed import managed_run
 from manager.run.request import IfChanged, RunRequest
 from manager.run_dir import as_its_folder
 from morph.cli.models.checks import check_job
-from morph.cli.reading.errors import EXIT_INTERRUPTED, places
+from morph.cli.reading.errors import EXIT_GOES_ON, EXIT_INTERRUPTED, places
 from morph.cli.runs.prepare import prepare
 from morph.cli.views.run_view import run_view
 from morph.contract.errors import TrainingStopped
@@ -66,7 +67,13 @@ def carry_out(request: RunRequest, run_dir: Path | None, shown: Shown, if_change
     if finish.outcome == "failed":
         print(finish.traceback, end="", file=sys.stderr)
         raise TrainingStopped(finish.sentence)
-    raise typer.Exit(EXIT_INTERRUPTED if finish.outcome == "stopped" else 0)
+    raise typer.Exit(_exit_code(finish))
+
+
+def _exit_code(finish: Finish) -> int:
+    if finish.outcome != "stopped":
+        return 0
+    return EXIT_GOES_ON if finish.sentence.startswith(STOPPED_BY_COMMAND) else EXIT_INTERRUPTED
 
 
 def _conclude(finish: Finish, report: RunReport, run_dir: Path) -> None:
