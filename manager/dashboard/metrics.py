@@ -22,7 +22,11 @@ class _Figures(Collector):
             ("morph_generation", "Memberships formed so far.", known["generation"]),
             ("morph_saved_version", "Of the newest complete checkpoint.", known["saved_version"]),
             ("morph_loss", "Of the last decided step.", known["loss"]),
-            ("morph_learning_rate", "The highest, of the last decided step.", (known["learning_rates"] or (0, None))[1]),
+            (
+                "morph_learning_rate",
+                "The highest, of the last decided step.",
+                (known["learning_rates"] or (0, None))[1],
+            ),
             ("morph_examples_per_second", "Over the last decided steps.", known["examples_per_s"]),
             ("morph_workers", "With a place in the present shape.", sum(len(row) for row in known["grid"])),
         ):

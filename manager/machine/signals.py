@@ -1,4 +1,4 @@
-"""What signals mean to a run: SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal was closed) and ``ASKED`` end it, saved."""
+"""Signals that end a run, saved: SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal was closed) and ``ASKED``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, ASKED)
 
 @contextmanager
 def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
-    """While the block runs: the first signal asks for a stop at the next boundary, and says why: by its name, or ``ASKED``
-    as ``STOPPED_BY_COMMAND``.
+    """While the block runs: the first signal asks for a stop at the next boundary, with its name as the reason.
 
-    A hang-up that was ignored before stays so, as nohup wants it; after one, what would be shown in the terminal that
+    That of ``ASKED`` is ``STOPPED_BY_COMMAND``. A hang-up that was ignored before stays so, as nohup wants it; after one, what would be shown in the terminal that
     is gone is dropped. Outside the main thread this changes nothing.
 
     Raises:

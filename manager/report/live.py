@@ -70,8 +70,8 @@ class LiveRun:
 
     ``num_steps``: None when open-ended. ``start_s``: of the first decision. ``version``: the one that the run goes on
     from; ``saved_version``: the newest that is a complete checkpoint. ``metrics`` and ``learning_rates``: of the last
-    decided step. ``ledger``: what was booked before; ``takes_over``: and by a manager whose nodes live on. ``shapes``: since
-    when which one; None: none. ``counts``: how many nodes there are, whenever that changes.
+    decided step. ``ledger``: what was booked before; ``takes_over``: and by a manager whose nodes live on. ``shapes``:
+    since when which one; None: none. ``counts``: how many nodes there are, whenever that changes.
     """
 
     job: str

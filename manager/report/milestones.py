@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from manager.controller.state.actions import RequestNodes
+from manager.controller.state.actions import Finish, RequestNodes
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import CheckpointFound, Event, WorkerAnswered
 from manager.controller.state.reasons import ReasonCode
@@ -97,7 +97,8 @@ class Milestones:
         code = record.reason.code
         saved_again = code is ReasonCode.CHECKPOINT_COMPLETE and self._storage_refused
         if code in AS_SAID or saved_again:
-            told.append(Milestone(code.value, record.reason.sentence))
+            ends = [action.sentence for action in record.actions if isinstance(action, Finish)]
+            told.append(Milestone(code.value, "; ".join(ends) or record.reason.sentence))
         if code in (ReasonCode.CHECKPOINT_ABANDONED, ReasonCode.CHECKPOINT_COMPLETE):
             self._storage_refused = code is ReasonCode.CHECKPOINT_ABANDONED
         return tuple(told)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import base64
-import io
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from manager.report.account import Part
-from manager.report.picture import run_figure, training_figure
+from manager.report.picture import png_of, run_figure, training_figure
 from manager.report.spent import Prices
 from manager.report.values import RunReport, rates_text
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MOST_EVALUATIONS = 100
 PARTS = {
@@ -53,10 +49,8 @@ def report_page(report: RunReport, prices: Prices | None = None) -> str:
     )
 
 
-def _png(figure: Figure) -> str:
-    held = io.BytesIO()
-    figure.savefig(held, format="png")
-    return base64.b64encode(held.getvalue()).decode("ascii")
+def _png(figure: Any) -> str:
+    return base64.b64encode(png_of(figure)).decode("ascii")
 
 
 def _clock(time_s: float) -> str:

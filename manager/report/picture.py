@@ -34,10 +34,16 @@ def draw_run(report: RunReport, path: Path, expected_label: str = "expected by t
     """
     from manager.run_dir import as_its_folder
 
-    drawn = io.BytesIO()
-    run_figure(report, expected_label).savefig(drawn, format="png")
+    drawn = png_of(run_figure(report, expected_label))
     with as_its_folder(path):
-        write_whole(path, drawn.getvalue())
+        write_whole(path, drawn)
+
+
+def png_of(figure: Figure) -> bytes:
+    """Return a figure as a PNG file's content."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    return drawn.getvalue()
 
 
 def run_figure(report: RunReport, expected_label: str = "expected by the planner") -> Figure:
@@ -75,7 +81,8 @@ def training_figure(report: RunReport) -> Figure | None:
     from matplotlib.figure import Figure
 
     steps = [record for record in report.steps if not record.redone_later]
-    names = list(dict.fromkeys(name for record in (*steps, *report.evaluations) for name in record.metrics))
+    metrics = [*(record.metrics for record in steps), *(record.metrics for record in report.evaluations)]
+    names = list(dict.fromkeys(name for known in metrics for name in known))
     rates = [(record, record.learning_rates) for record in steps if record.learning_rates is not None]
     num_panels = bool(rates) + min(len(names), MOST_METRICS)
     if not num_panels:
@@ -83,7 +90,9 @@ def training_figure(report: RunReport) -> Figure | None:
     with rc_context({"font.size": 11, "axes.edgecolor": QUIET, "xtick.color": INK, "ytick.color": INK}):
         figure = Figure(figsize=(WIDTH_PX / DOTS_PER_INCH, 0.6 + 1.9 * num_panels), dpi=DOTS_PER_INCH)
         panels = list(figure.subplots(num_panels, 1, sharex=True, squeeze=False, gridspec_kw={"hspace": 0.3})[:, 0])
-        figure.subplots_adjust(left=0.065, right=0.985, top=1 - 0.3 / (0.6 + 1.9 * num_panels), bottom=0.4 / num_panels / 2)
+        figure.subplots_adjust(
+            left=0.065, right=0.985, top=1 - 0.3 / (0.6 + 1.9 * num_panels), bottom=0.4 / num_panels / 2
+        )
         panels[0].set_xlim(0, max(report.end_s - report.start_s, 1e-3))
         panels[-1].set_xlabel("seconds since the start")
         for panel, name in zip(panels, [*(["learning rate"] if rates else []), *names[:MOST_METRICS]], strict=True):

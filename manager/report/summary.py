@@ -78,7 +78,7 @@ def _account_lines(account: Account) -> list[str]:
 
 
 def _training_lines(report: RunReport) -> list[str]:
-    """Metrics, gradient norm and learning rate of the last step, skipped steps, the last evaluation: what there is of them."""
+    """What there is of the last step's metrics, norm and learning rate, of skipped steps, of the last evaluation."""
     lines = []
     counted = [record for record in report.steps if not record.redone_later]
     if counted:

@@ -20,6 +20,7 @@ from morph.contract.errors import InputError
 
 SAFETENSORS, TORCH = ".safetensors", (".pt", ".pth", ".bin")
 
+
 class PlainFile:
     """An opened file; entries are read when they are asked for. Nothing in it is executed.
 

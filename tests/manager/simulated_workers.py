@@ -20,10 +20,10 @@ from manager.controller.state.actions import SendCommit, SendReshape, SendStep
 from manager.controller.state.events import CheckpointFailed, Event, UnitsWritten, WorkerAnswered, WorkerLost
 from manager.simulation.spot.sums import StepStart, WorkerSums
 from morph.contract.messages import (
-    Evaluation,
     Aborted,
     Answer,
     Committed,
+    Evaluation,
     Failed,
     MicroBatchLoss,
     Prepared,

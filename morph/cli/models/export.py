@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from morph.cli.reading.progress import doing
 from morph.cli.reading.stored import Stored, StoredArgument, no_checkpoint, stored_at, unknown_version, with_newest
 
 if TYPE_CHECKING:
@@ -42,20 +43,23 @@ def export_command(
       morph export runs/tiny tiny.safetensors
       morph export az://container/run tiny.safetensors --job my_job.py:job
     """
-    from morph.checkpoint.manifest import complete_versions, read_manifest
-    from morph.checkpoint.plain_file import check_plain_name, write_plain_file
     from morph.contract.errors import InputError
-    from morph.runtime.state.model_state import export_state
 
     stored = stored_at(source)
-    check_plain_name(output)
     if output.exists() and not overwrite:
         raise InputError("exists already", source=str(output), allowed="a new file, or --overwrite")
+    doing(f"loading PyTorch and what is saved in {source}")
+    from morph.checkpoint.manifest import complete_versions, read_manifest
+    from morph.checkpoint.plain_file import check_plain_name, write_plain_file
+    from morph.runtime.state.model_state import export_state
+
+    check_plain_name(output)
     known = complete_versions(stored.url)
     if not known:
         raise no_checkpoint(stored)
     if version is not None and version not in known:
         raise unknown_version(stored, "--version", version, known)
+    doing("tracing the model")
     loaded = _loaded(stored, job)
 
     def exported(manifest: Manifest) -> dict[str, Tensor]:
