@@ -20,8 +20,8 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, ASKED)
 def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
     """While the block runs: the first signal asks for a stop at the next boundary, with its name as the reason.
 
-    That of ``ASKED`` is ``STOPPED_BY_COMMAND``. A hang-up that was ignored before stays so, as nohup wants it; after one, what would be shown in the terminal that
-    is gone is dropped. Outside the main thread this changes nothing.
+    That of ``ASKED`` is ``STOPPED_BY_COMMAND``. A hang-up that was ignored before stays so, as nohup wants it; after
+    one, what would be shown in the terminal that is gone is dropped. Outside the main thread this changes nothing.
 
     Raises:
         KeyboardInterrupt: on a second signal.

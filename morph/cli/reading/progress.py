@@ -49,12 +49,12 @@ def progress(*, remaining: bool = False) -> Iterator[Told]:
     """
     file = sys.stderr  # as it is now: while a job's code runs, what it prints there is held back
     if not file.isatty():
-        yield _Lines(file, remaining)
+        yield Lines(file, remaining)
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (BarColumn(), TimeElapsedColumn(), *([_rest_column()] if remaining else []))
+    columns = (BarColumn(), TimeElapsedColumn(), *([rest_column()] if remaining else []))
     console = Console(file=file)
     with Progress(
         *columns, TextColumn("{task.description}"), console=console, transient=True, redirect_stderr=False
@@ -63,16 +63,17 @@ def progress(*, remaining: bool = False) -> Iterator[Told]:
         yield lambda what, share: bar.update(task, description=what, completed=share)
 
 
-class _Lines:
+class Lines:
     """Phases as lines; how long the rest will take is told again whenever twice as much time has passed."""
 
-    def __init__(self, file: TextIO, remaining: bool) -> None:
+    def __init__(self, file: TextIO, remaining: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._file, self._what = file, ""
-        self._begun_s = time.monotonic()
+        self._clock, self._begun_s = clock, clock()
         self._told_after_s = FIRST_TOLD_AFTER_S if remaining else float("inf")
 
     def __call__(self, what: str, share: float) -> None:
-        elapsed_s = time.monotonic() - self._begun_s
+        """Say what is new."""
+        elapsed_s = self._clock() - self._begun_s
         if what != self._what and share < 1:
             self._what = what
             doing(what, self._file)
@@ -87,7 +88,8 @@ def rest_text(elapsed_s: float, share: float) -> str:
     return f"about {rest_s} s to go" if rest_s < 120 else f"about {round(rest_s / 60)} min to go"
 
 
-def _rest_column() -> ProgressColumn:
+def rest_column() -> ProgressColumn:
+    """How long the rest takes, as a part of a bar."""
     from rich.progress import ProgressColumn
     from rich.text import Text
 
