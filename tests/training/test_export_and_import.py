@@ -19,6 +19,7 @@ from morph.cli.main import app
 from morph.cutting.kept.cut_job import load_and_cut
 from morph.job_files import imported_once
 from morph.runtime.process.single import run_single
+from tests.cli.given import without_phases
 from tests.training.shapes_crew import spec_of
 from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, Net
 
@@ -28,11 +29,11 @@ NUM_STEPS = 2
 
 
 def morph(*arguments: object) -> tuple[int, str]:
-    """Run the command line; exit code and what it printed."""
+    """Run the command line; exit code and what it printed, but for what goes on."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return result.exit_code, result.output
+    return result.exit_code, "".join(f"{line}\n" for line in without_phases(result.output))
 
 
 def trained_run(job: str, path: Path, num_sections: int = NUM_SECTIONS) -> Path:
