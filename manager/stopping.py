@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-import signal
 import time
 from pathlib import Path
 
+from manager.machine.signals import ASKED
 from morph.contract.errors import RunDirError, WaitTimeout
 
 POLL_S = 0.1
@@ -52,14 +52,14 @@ def living_holder_of(run_dir: Path) -> int:
 
 
 def ask_to_stop(run_dir: Path) -> int:
-    """Send the manager the signal that a first Ctrl-C is; returns its process id.
+    """Send the manager the signal that asks for a saved end; returns its process id.
 
     Raises:
         RunDirError: nobody manages the run, or the process is not ours to ask.
     """
     holder = living_holder_of(run_dir)
     try:
-        os.kill(holder, signal.SIGTERM)
+        os.kill(holder, ASKED)
     except ProcessLookupError as error:
         raise NotRunning("is not running: its manager just ended", source=str(run_dir)) from error
     except PermissionError as error:

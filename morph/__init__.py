@@ -14,19 +14,24 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["CutPoint", "Job", "LossScaling", "__version__"]
+_LAZY = {
+    "CutPoint": "morph.cutting.sections.cut_point",
+    "Job": "morph.job",
+    "LossScaling": "morph.job",
+    "elastic": None,
+    "spot": None,
+}
+"""Where what loads torch is; None: a module of this name."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Job", "LossScaling"):
-        from morph import job
+    if name not in _LAZY:
+        raise AttributeError(f"module 'morph' has no attribute {name!r}")
+    import importlib
 
-        return getattr(job, name)
-    if name == "CutPoint":
-        from morph.cutting.sections.cut_point import CutPoint
+    place = _LAZY[name]
+    return importlib.import_module(f"morph.{name}") if place is None else getattr(importlib.import_module(place), name)
 
-        return CutPoint
-    if name in ("elastic", "spot"):
-        import importlib
 
-        return importlib.import_module(f"morph.{name}")
-    raise AttributeError(f"module 'morph' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

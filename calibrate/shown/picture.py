@@ -44,7 +44,7 @@ def _draw_compute(
     if len(sizes) == 1:
         _draw_bars(axes, named, sizes[0])
     else:
-        for (name, times), colour in zip(named.items(), _COLOURS, strict=False):
+        for (name, times), colour in zip(named.items(), _COLOURS[: len(named)], strict=True):
             _draw_line(axes, sizes, [times[m] for m in sizes], {"color": colour, "label": name}, per_sample=True)
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(m) for m in sizes])

@@ -20,12 +20,26 @@ class _Figures(Collector):
         for name, text, value in (
             ("morph_version", "Decided steps; falls when a step was lost.", known["version"]),
             ("morph_generation", "Memberships formed so far.", known["generation"]),
+            ("morph_saved_version", "Of the newest complete checkpoint.", known["saved_version"]),
             ("morph_loss", "Of the last decided step.", known["loss"]),
+            (
+                "morph_learning_rate",
+                "The highest, of the last decided step.",
+                (known["learning_rates"] or (0, None))[1],
+            ),
             ("morph_examples_per_second", "Over the last decided steps.", known["examples_per_s"]),
             ("morph_workers", "With a place in the present shape.", sum(len(row) for row in known["grid"])),
         ):
             if value is not None:
                 yield GaugeMetricFamily(name, text, value=value)
+        metrics = GaugeMetricFamily("morph_metric", "The job's own, of the last decided step.", labels=["name"])
+        evaluated = GaugeMetricFamily("morph_evaluation", "Loss and metrics, of the newest.", labels=["name"])
+        newest = known["evaluations"][-1] if known["evaluations"] else {"metrics": {}, "loss": None}
+        for family, values in ((metrics, known["metrics"]), (evaluated, {"loss": newest["loss"], **newest["metrics"]})):
+            for name, value in values.items():
+                if value is not None:
+                    family.add_metric([name], value)
+            yield family
         others = GaugeMetricFamily("morph_other_nodes", "Nodes without a place.", labels=["state"])
         for state in sorted({node["state"] for node in known["others"]}):
             others.add_metric([state], sum(node["state"] == state for node in known["others"]))

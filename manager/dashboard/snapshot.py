@@ -7,6 +7,8 @@ from typing import Any
 from manager.report.account import Part
 from manager.report.live import LiveRun
 
+MOST_EVALUATIONS = 20
+
 
 def snapshot(run: LiveRun) -> dict[str, Any]:
     """Return a run as plain JSON values. Times are seconds since the epoch; ``grid``: by replica, then by stage."""
@@ -20,7 +22,11 @@ def snapshot(run: LiveRun) -> dict[str, Any]:
             "generation": run.generation,
             "version": run.version,
             "num_steps": run.num_steps,
+            "saved_version": run.saved_version,
             "loss": run.loss,
+            "metrics": dict(run.metrics),
+            "learning_rates": run.learning_rates,
+            "evaluations": [one.model_dump() for one in run.milestones.evaluations.all()[-MOST_EVALUATIONS:]],
             "examples_per_s": run.examples_per_s,
             "start_s": run.start_s,
             "time_s": run.time_s,
@@ -30,6 +36,8 @@ def snapshot(run: LiveRun) -> dict[str, Any]:
             "counts": [list(point) for point in run.counts.points],
             "losses": [list(point) for point in run.losses.points],
             "speeds": [list(point) for point in run.speeds.points],
+            "rates": [list(point) for point in run.rates.points],
+            "metric_points": {name: [list(p) for p in series.points] for name, series in run.metric_series.items()},
             "events": [{"time_s": e.time_s, "code": e.code, "sentence": e.sentence} for e in run.recent],
             "next_save": None if run.next_save is None else run.next_save.model_dump(),
             "node_seconds": {part.value: account.part_s(part) for part in Part},

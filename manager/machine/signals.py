@@ -1,4 +1,4 @@
-"""What signals mean to a run: SIGINT (Ctrl-C), SIGTERM and SIGHUP (the terminal was closed) end it, saved."""
+"""Signals that end a run, saved: SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal was closed) and ``ASKED``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ASKED = signal.SIGUSR1
+"""What ``morph stop`` sends."""
+STOPPED_BY_COMMAND = "stopped by morph stop"
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, ASKED)
 
 
 @contextmanager
 def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
-    """While the block runs: the first signal asks for a stop at the next boundary, by its name.
+    """While the block runs: the first signal asks for a stop at the next boundary, with its name as the reason.
 
-    A hang-up that was ignored before stays so, as nohup wants it; after one, what would be shown in the terminal that
-    is gone is dropped. Outside the main thread this changes nothing.
+    That of ``ASKED`` is ``STOPPED_BY_COMMAND``. A hang-up that was ignored before stays so, as nohup wants it; after
+    one, what would be shown in the terminal that is gone is dropped. Outside the main thread this changes nothing.
 
     Raises:
         KeyboardInterrupt: on a second signal.
@@ -36,7 +39,7 @@ def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
         if asked:
             raise KeyboardInterrupt
         asked = True
-        request_stop(signal.Signals(number).name)
+        request_stop(STOPPED_BY_COMMAND if number == ASKED else signal.Signals(number).name)
 
     with _handling(stop):
         yield

@@ -13,7 +13,7 @@ from manager.controller.state.saves import NextSave
 from manager.controller.state.state import ControllerState, Decision
 from manager.journal.records import DecisionRecord
 from manager.report.accounting import Ledger
-from manager.report.means import Series, mean_loss
+from manager.report.means import Series, extreme_rates, mean_loss, mean_metrics
 from manager.report.milestones import AS_SAID, Milestones
 from manager.report.spent import Prices
 from morph.contract.messages import Prepared
@@ -69,8 +69,9 @@ class LiveRun:
     """See the module's docstring. Times are seconds as the shell stamped them.
 
     ``num_steps``: None when open-ended. ``start_s``: of the first decision. ``version``: the one that the run goes on
-    from. ``ledger``: what was booked before; ``takes_over``: and by a manager whose nodes live on. ``shapes``: since
-    when which one; None: none. ``counts``: how many nodes there are, whenever that changes.
+    from; ``saved_version``: the newest that is a complete checkpoint. ``metrics`` and ``learning_rates``: of the last
+    decided step. ``ledger``: what was booked before; ``takes_over``: and by a manager whose nodes live on. ``shapes``:
+    since when which one; None: none. ``counts``: how many nodes there are, whenever that changes.
     """
 
     job: str
@@ -83,7 +84,10 @@ class LiveRun:
     shape: str | None = None
     generation: int = 0
     version: int = 0
+    saved_version: int | None = None
     loss: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    learning_rates: tuple[float, float] | None = None
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
     nodes: dict[str, str] = field(default_factory=dict)
     decided_s: deque[float] = field(default_factory=lambda: deque(maxlen=SPEED_WINDOW + 1))
@@ -92,6 +96,8 @@ class LiveRun:
     counts: Series = field(default_factory=Series)
     losses: Series = field(default_factory=Series)
     speeds: Series = field(default_factory=Series)
+    rates: Series = field(default_factory=Series)
+    metric_series: dict[str, Series] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     milestones: Milestones = field(default_factory=Milestones)
     takes_over: bool = False
@@ -166,13 +172,15 @@ class LiveRun:
 
     @property
     def headline(self) -> str:
-        """One line: phase, shape, step, speed, loss, dollars."""
+        """One line: phase, shape, step, speed, loss, newest checkpoint, dollars."""
         parts = [self.phase, *([self.shape] if self.shape else [])]
         parts.append(f"step {self.version}" + (f"/{self.num_steps}" if self.num_steps else ""))
         if self.examples_per_s:
             parts.append(f"{self.examples_per_s:.1f} examples/s")
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4f}")
+        if self.saved_version is not None:
+            parts.append(f"saved at {self.saved_version}")
         dollars, on_demand = self.dollars, self.dollars_on_demand
         if dollars is not None:
             parts.append(f"${dollars:.4f}" + (f" (on demand ${on_demand:.4f})" if on_demand is not None else ""))
@@ -187,14 +195,20 @@ class LiveRun:
 
     def _decided(self, answers: tuple[Prepared, ...], time_s: float) -> None:
         self.decided_s.append(time_s)
-        self.loss = mean_loss([loss for answer in answers for loss in answer.losses])
+        losses = [loss for answer in answers for loss in answer.losses]
+        self.loss, self.metrics, self.learning_rates = mean_loss(losses), mean_metrics(losses), extreme_rates(answers)
         if self.loss is not None:
             self.losses.add(time_s, self.loss)
+        if self.learning_rates is not None:
+            self.rates.add(time_s, self.learning_rates[1])
+        for name, value in self.metrics.items():
+            self.metric_series.setdefault(name, Series()).add(time_s, value)
         if self.examples_per_s is not None:
             self.speeds.add(time_s, self.examples_per_s)
 
     def _stand(self, state: ControllerState) -> None:
         self.version, self.phase, self.generation = state.version, state.phase.value, state.generation
+        self.saved_version = state.saving.checkpoint.version if state.saving.checkpoint else None
         shape = state.plan.shape if state.plan and state.slots else None
         if shape != self.shape:
             self.shapes.append((self.time_s, shape))

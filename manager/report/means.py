@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from manager.report.values import EvaluationRecord
-from morph.contract.messages import Evaluation, MicroBatchLoss
+from morph.contract.messages import Evaluation, MicroBatchLoss, Prepared
 
 
 def mean_loss(losses: Sequence[MicroBatchLoss]) -> float | None:
@@ -23,6 +23,12 @@ def mean_metrics(losses: Sequence[MicroBatchLoss]) -> dict[str, float]:
     return {name: mean for name, mean in means.items() if mean is not None}
 
 
+def extreme_rates(answers: Iterable[Prepared]) -> tuple[float, float] | None:
+    """Return the lowest and the highest learning rate of a step; None where nobody said one."""
+    known = [answer.learning_rates for answer in answers if answer.learning_rates is not None]
+    return (min(low for low, _ in known), max(high for _, high in known)) if known else None
+
+
 def _each_once(losses: Iterable[MicroBatchLoss]) -> list[MicroBatchLoss]:
     return list({entry.micro_batch: entry for entry in losses}.values())
 
@@ -36,29 +42,27 @@ def _mean(numbers: Iterable[float]) -> float | None:
 
 @dataclass
 class EvaluationReader:
-    """Puts evaluations together from the shares of the last stages; the newest share of a micro-batch counts."""
+    """Puts evaluations together from the shares of the last stages; of one that is run again the newest counts."""
 
     _entries: dict[int, dict[int, MicroBatchLoss]] = field(default_factory=dict)
-    _sizes: dict[int, int] = field(default_factory=dict)
+    _complete: dict[int, EvaluationRecord] = field(default_factory=dict)
 
-    def take(self, share: Evaluation | None) -> None:
-        """Take one worker's share, if it reports one."""
-        if share is not None:
-            self._sizes[share.version] = share.num_micro_batches
-            entries = self._entries.setdefault(share.version, {})
-            entries.update({entry.micro_batch: entry for entry in share.losses})
+    def take(self, share: Evaluation | None) -> EvaluationRecord | None:
+        """Take one worker's share, if it reports one; returns the evaluation that it completes."""
+        if share is None:
+            return None
+        entries = self._entries.setdefault(share.version, {})
+        entries.update({entry.micro_batch: entry for entry in share.losses})
+        if len(entries) < share.num_micro_batches:
+            return None
+        losses = list(self._entries.pop(share.version).values())
+        record = EvaluationRecord(version=share.version, loss=mean_loss(losses), metrics=mean_metrics(losses))
+        self._complete[share.version] = record
+        return record
 
     def all(self) -> tuple[EvaluationRecord, ...]:
         """Return the evaluations of which every micro-batch is there, by version."""
-        complete = [version for version, entries in self._entries.items() if len(entries) == self._sizes[version]]
-        return tuple(
-            EvaluationRecord(
-                version=version,
-                loss=mean_loss(list(self._entries[version].values())),
-                metrics=mean_metrics(list(self._entries[version].values())),
-            )
-            for version in sorted(complete)
-        )
+        return tuple(self._complete[version] for version in sorted(self._complete))
 
 
 MOST_POINTS = 512

@@ -6,14 +6,16 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from manager.controller.state.actions import RequestNodes
+from manager.controller.state.actions import Finish, RequestNodes
 from manager.controller.state.config import ControllerConfig
-from manager.controller.state.events import CheckpointFound, Event
+from manager.controller.state.events import CheckpointFound, Event, WorkerAnswered
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, Phase
 from manager.journal.records import DecisionRecord
+from manager.report.means import EvaluationReader
 from manager.report.morphs import MorphReader, lost_by
 from manager.report.values import MorphRecord
+from morph.contract.messages import Committed, Prepared
 from morph.contract.vm_names import vm_of
 from morph.words import counted
 
@@ -28,18 +30,17 @@ AS_SAID = frozenset(
         ReasonCode.MANAGER_RESUMED,
         ReasonCode.RESTING,
         ReasonCode.CHECKPOINT_ABANDONED,
-        ReasonCode.CHECKPOINT_COMPLETE,
         ReasonCode.STOP_NOTED,
         ReasonCode.FINISHED,
         ReasonCode.STOPPED,
         ReasonCode.FAILED,
     }
 )
-"""Decisions that a user reads as they are."""
+"""Decisions that a user reads as they are. A save is one only after storage refused some."""
 
 
 class Milestone(NamedTuple):
-    """One line. ``code``: a reason's, or one of shape, morph, lost, waiting, requested."""
+    """One line. ``code``: a reason's, or one of shape, morph, lost, waiting, requested, evaluation."""
 
     code: str
     sentence: str
@@ -50,6 +51,9 @@ class Milestones:
     """Tells the milestones of a run from its decisions, in their order."""
 
     morphs: MorphReader = field(default_factory=MorphReader)
+    evaluations: EvaluationReader = field(default_factory=EvaluationReader)
+    _evaluated: int = -1
+    _storage_refused: bool = False
 
     def begin_session(self, version: int) -> None:
         """A manager starts from a version, with no shape."""
@@ -89,9 +93,24 @@ class Milestones:
         for action in record.actions:
             if isinstance(action, RequestNodes):
                 told.append(Milestone("requested", f"{action.count} more requested from the provider"))
-        if record.reason.code in AS_SAID:
-            told.append(Milestone(record.reason.code.value, record.reason.sentence))
+        told += self._evaluation(event)
+        code = record.reason.code
+        saved_again = code is ReasonCode.CHECKPOINT_COMPLETE and self._storage_refused
+        if code in AS_SAID or saved_again:
+            ends = [action.sentence for action in record.actions if isinstance(action, Finish)]
+            told.append(Milestone(code.value, "; ".join(ends) or record.reason.sentence))
+        if code in (ReasonCode.CHECKPOINT_ABANDONED, ReasonCode.CHECKPOINT_COMPLETE):
+            self._storage_refused = code is ReasonCode.CHECKPOINT_ABANDONED
         return tuple(told)
+
+    def _evaluation(self, event: Event) -> list[Milestone]:
+        """An evaluation that is complete with this answer; one that is run again after a loss has been told."""
+        answer = event.answer if isinstance(event, WorkerAnswered) else None
+        found = self.evaluations.take(answer.evaluation) if isinstance(answer, Prepared | Committed) else None
+        if found is None or found.version <= self._evaluated:
+            return []
+        self._evaluated = found.version
+        return [Milestone("evaluation", f"evaluation at version {found.version}: {found.text}")]
 
 
 def morph_line(morph: MorphRecord) -> str:

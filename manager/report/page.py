@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import base64
-import io
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from manager.report.account import Part
-from manager.report.picture import run_figure
+from manager.report.picture import png_of, run_figure, training_figure
 from manager.report.spent import Prices
-from manager.report.values import RunReport
+from manager.report.values import RunReport, rates_text
 
+MOST_EVALUATIONS = 100
 PARTS = {
     Part.COMPUTE: ("#2f6db3", "forward, recompute and backward of steps that count"),
     Part.BUBBLE: ("#9cc3e6", "the rest of those steps: messages, reductions, the manager's round"),
@@ -29,8 +30,7 @@ PARTS = {
 
 def report_page(report: RunReport, prices: Prices | None = None) -> str:
     """Return the page."""
-    held = io.BytesIO()
-    run_figure(report).savefig(held, format="png")
+    training = training_figure(report)
     pages = Environment(loader=PackageLoader("manager.report", "pages"), autoescape=True, undefined=StrictUndefined)
     return pages.get_template("report.html.j2").render(
         report=report,
@@ -41,8 +41,16 @@ def report_page(report: RunReport, prices: Prices | None = None) -> str:
         began=_clock(report.start_s),
         ended=_clock(report.end_s),
         duration=str(timedelta(seconds=round(report.end_s - report.start_s))),
-        picture=base64.b64encode(held.getvalue()).decode("ascii"),
+        picture=_png(run_figure(report)),
+        training=None if training is None else _png(training),
+        steps=[record for record in report.steps if not record.redone_later],
+        evaluations=report.evaluations[-MOST_EVALUATIONS:],
+        rates_text=rates_text,
     )
+
+
+def _png(figure: Any) -> str:
+    return base64.b64encode(png_of(figure)).decode("ascii")
 
 
 def _clock(time_s: float) -> str:

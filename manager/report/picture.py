@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ MEASURED, EXPECTED, LOSS, VMS = "#2f6db3", "#e08a1e", "#6a4c9c", "#9cc3e6"
 # Soft colours that carry dark text; a shape keeps its colour wherever it returns.
 SHAPES = ("#a6cee3", "#b2df8a", "#fdcf8e", "#d4bfe6", "#f7b6b2", "#9fd9cf", "#e6d98f", "#cfd6dd", "#f3bfe0", "#b9c7f0")
 LABEL_ROWS = 3
+MOST_METRICS = 12
 LABEL_WIDTH_PX = 66
 
 
@@ -33,10 +34,16 @@ def draw_run(report: RunReport, path: Path, expected_label: str = "expected by t
     """
     from manager.run_dir import as_its_folder
 
-    drawn = io.BytesIO()
-    run_figure(report, expected_label).savefig(drawn, format="png")
+    drawn = png_of(run_figure(report, expected_label))
     with as_its_folder(path):
-        write_whole(path, drawn.getvalue())
+        write_whole(path, drawn)
+
+
+def png_of(figure: Figure) -> bytes:
+    """Return a figure as a PNG file's content."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    return drawn.getvalue()
 
 
 def run_figure(report: RunReport, expected_label: str = "expected by the planner") -> Figure:
@@ -66,6 +73,55 @@ def run_figure(report: RunReport, expected_label: str = "expected by the planner
         figure.text(0.065, 0.938, _subtitle(report), fontsize=11.5, color="#55626e")
         figure.align_ylabels(panels)
     return figure
+
+
+def training_figure(report: RunReport) -> Figure | None:
+    """Return the learning rate and the metrics over time, a panel each; None where there are none."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    steps = [record for record in report.steps if not record.redone_later]
+    metrics = [*(record.metrics for record in steps), *(record.metrics for record in report.evaluations)]
+    names = list(dict.fromkeys(name for known in metrics for name in known))
+    rates = [(record, record.learning_rates) for record in steps if record.learning_rates is not None]
+    num_panels = bool(rates) + min(len(names), MOST_METRICS)
+    if not num_panels:
+        return None
+    with rc_context({"font.size": 11, "axes.edgecolor": QUIET, "xtick.color": INK, "ytick.color": INK}):
+        figure = Figure(figsize=(WIDTH_PX / DOTS_PER_INCH, 0.6 + 1.9 * num_panels), dpi=DOTS_PER_INCH)
+        panels = list(figure.subplots(num_panels, 1, sharex=True, squeeze=False, gridspec_kw={"hspace": 0.3})[:, 0])
+        figure.subplots_adjust(
+            left=0.065, right=0.985, top=1 - 0.3 / (0.6 + 1.9 * num_panels), bottom=0.4 / num_panels / 2
+        )
+        panels[0].set_xlim(0, max(report.end_s - report.start_s, 1e-3))
+        panels[-1].set_xlabel("seconds since the start")
+        for panel, name in zip(panels, [*(["learning rate"] if rates else []), *names[:MOST_METRICS]], strict=True):
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.grid(axis="y", color="#e4e8ec", linewidth=0.8)
+            panel.set_title(name, loc="left", fontsize=11.5, color=INK)
+        if rates:
+            times_s = [record.decided_at_s - report.start_s for record, _ in rates]
+            for place, label in enumerate(("lowest", "highest")):
+                panels[0].plot(times_s, [both[place] for _, both in rates], color=(QUIET, MEASURED)[place], label=label)
+            if any(low != high for _, (low, high) in rates):
+                _legend_or_note(panels[0], "")
+        for panel, name in zip(panels[bool(rates) :], names[:MOST_METRICS], strict=True):
+            known = [(record.decided_at_s - report.start_s, record.metrics.get(name)) for record in steps]
+            points = [(time_s, value) for time_s, value in known if value is not None]
+            if points:
+                panel.plot(*zip(*points, strict=True), color=MEASURED, linewidth=1.6, label="of each step")
+            _draw_evaluations(panel, report, {one.version: one.metrics.get(name) for one in report.evaluations})
+            if report.evaluations:
+                _legend_or_note(panel, "")
+    return figure
+
+
+def _draw_evaluations(panel: Axes, report: RunReport, values: Mapping[int, float | None]) -> None:
+    """Mark what an evaluation found, by version, at the time at which that version was decided."""
+    decided_s = {record.step + 1: record.decided_at_s - report.start_s for record in report.steps}
+    points = [(decided_s.get(version, 0.0), value) for version, value in values.items() if value is not None]
+    if points:
+        panel.plot(*zip(*points, strict=True), "D", color=EXPECTED, markersize=5, label="evaluation")
 
 
 def _title(report: RunReport) -> str:
@@ -174,6 +230,7 @@ def _draw_loss(panel: Axes, report: RunReport) -> None:
     lost = [(time_s, loss) for time_s, loss, redone in points if redone]
     if kept:
         panel.plot(*zip(*kept, strict=True), color=LOSS, linewidth=1.6, label="loss of each step")
+    _draw_evaluations(panel, report, {one.version: one.loss for one in report.evaluations})
     if lost:
         panel.plot(*zip(*lost, strict=True), "o", mfc="none", color=UNPLANNED, ms=6, label="lost, and run again")
     panel.set_ylabel("loss")

@@ -23,7 +23,7 @@ from manager.controller.state.saves import NextSave
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import OUTLIVES, SESSION_OVER, TOOK_OVER, DecisionRecord, Entry, Fact
 from manager.report.accounting import Ledger
-from manager.report.means import EvaluationReader, mean_loss, mean_metrics
+from manager.report.means import EvaluationReader, extreme_rates, mean_loss, mean_metrics
 from manager.report.morphs import MorphReader
 from manager.report.spent import NS_PER_S
 from manager.report.values import RunReport, ShapeSpan, StepRecord, VmCount
@@ -283,6 +283,7 @@ class _Reader:
                 compute_s=max(answer.times.step_s for answer in answers),
                 loss=mean_loss(losses),
                 metrics=mean_metrics(losses),
+                learning_rates=extreme_rates(answers),
                 gradient_norm=facts.gradient_norm if facts else None,
                 skipped=facts.skipped if facts else False,
                 loss_scale=self.loss_scale.factor if self.loss_scale else None,

@@ -7,7 +7,7 @@ import statistics
 
 from manager.report.account import Account, Part
 from manager.report.milestones import morph_line
-from manager.report.values import RunReport
+from manager.report.values import RunReport, numbers_text, rates_text
 
 CAME_FROM = {
     "keep": "kept",
@@ -78,7 +78,7 @@ def _account_lines(account: Account) -> list[str]:
 
 
 def _training_lines(report: RunReport) -> list[str]:
-    """Metrics and gradient norm of the last step, skipped steps, the last evaluation: what there is of them."""
+    """What there is of the last step's metrics, norm and learning rate, of skipped steps, of the last evaluation."""
     lines = []
     counted = [record for record in report.steps if not record.redone_later]
     if counted:
@@ -86,18 +86,15 @@ def _training_lines(report: RunReport) -> list[str]:
         numbers = dict(last.metrics)
         if last.gradient_norm is not None:
             numbers["gradient norm"] = last.gradient_norm
-        if numbers:
-            lines.append(f"at step {last.step}: {_numbers_text(numbers)}")
+        told = [numbers_text(numbers)] if numbers else []
+        if last.learning_rates is not None:
+            told.append(f"learning rate {rates_text(last.learning_rates)}")
+        if told:
+            lines.append(f"at step {last.step}: {', '.join(told)}")
         skipped = sum(record.skipped for record in counted)
         if last.loss_scale is not None:
             lines.append(f"loss scale: 2**{math.frexp(last.loss_scale)[1] - 1}; steps skipped: {skipped}")
     if report.evaluations:
         newest = report.evaluations[-1]
-        loss = "loss is not a number" if newest.loss is None else f"loss {newest.loss:.4f}"
-        metrics = f", {_numbers_text(newest.metrics)}" if newest.metrics else ""
-        lines.append(f"evaluation at version {newest.version}: {loss}{metrics}")
+        lines.append(f"evaluation at version {newest.version}: {newest.text}")
     return lines
-
-
-def _numbers_text(numbers: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field
@@ -15,6 +16,16 @@ from morph.contract.messages import WorkerId
 SourceKind = Literal["keep", "peer", "ahead", "checkpoint", "initial"]
 
 
+def numbers_text(numbers: Mapping[str, float]) -> str:
+    """Metrics and the like in one line."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+
+
+def rates_text(rates: tuple[float, float]) -> str:
+    """The learning rate, or the lowest and the highest."""
+    return " to ".join(dict.fromkeys(f"{rate:.4g}" for rate in rates))
+
+
 class StepRecord(Value):
     """One decided step. ``redone_later``: its state was lost afterwards, and the step run again."""
 
@@ -25,6 +36,7 @@ class StepRecord(Value):
     compute_s: float = Field(description="longest step_s that a member reported")
     loss: float | None = Field(description="mean over micro-batches, in their order; None: none that is a number")
     metrics: dict[str, float] = Field(default_factory=dict, description="means likewise; those that are numbers")
+    learning_rates: tuple[float, float] | None = Field(default=None, description="lowest and highest; None: unknown")
     gradient_norm: float | None = Field(default=None, description="before clipping; None: the job does not ask for it")
     skipped: bool = Field(default=False, description="a gradient was not finite: the weights stayed as they were")
     loss_scale: float | None = Field(default=None, description="of this step; None: the job has none")
@@ -38,6 +50,12 @@ class EvaluationRecord(Value):
     version: int
     loss: float | None = Field(description="None: it is not a number")
     metrics: dict[str, float]
+
+    @property
+    def text(self) -> str:
+        """Loss and metrics in one line."""
+        loss = "loss is not a number" if self.loss is None else f"loss {self.loss:.4f}"
+        return f"{loss}, {numbers_text(self.metrics)}" if self.metrics else loss
 
 
 class ShapeSpan(Value):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -70,6 +70,10 @@ POLICIES: Mapping[str, tuple[Play, str]] = {
     "on-demand": (play_on_demand, "as many VMs as there are on average, never taken, at their price"),
     "ideal": (play_ideal, "changes of shape are free and instant, and nothing is ever lost: the bound"),
 }
+COMPARED = tuple(name for name in POLICIES if not name.startswith("morph-"))
+"""Without those that tell what a part of Morph is worth."""
+_QUICK = 0.02
+"""What a policy without the controller takes, of what one with it takes."""
 BOUND = "ideal"
 OTHER_BATCHES = ("drop", "bamboo", "bamboo-lflb")
 """They train with smaller batches while pipelines are missing: not what was asked for, however fast."""
@@ -86,30 +90,46 @@ class Replay:
     until: Until
     prices: SpotPrices | None
 
-    def run(self, num_processes: int, done: Callable[[], None] = lambda: None) -> list[Outcome]:
-        """Play everything; ``done`` is called after each. Outcomes are in order of policies, then traces."""
-        cases = [(policy, case) for policy in self.policies for case in self.traces]
-        if num_processes == 1:
-            return list(self._one_by_one(cases, done))
+    def run(self, num_processes: int, told: Callable[[float], None] = lambda _share: None) -> list[Outcome]:
+        """Play everything; ``told`` takes in the share of the work that is done, which grows with time.
+
+        All policies are played on one trace after the other. Outcomes are in order of policies, then traces.
+        """
+        cases = [(policy, case) for case in self.traces for policy in self.policies]
+        weights = [1.0 if by_controller(policy) else _QUICK for policy, _ in cases]
         found: dict[int, Outcome] = {}
-        with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-            asked = {pool.submit(self.play, policy, *case): place for place, (policy, case) in enumerate(cases)}
-            for future in as_completed(asked):
-                found[asked[future]] = future.result()
-                done()
-        return [found[place] for place in range(len(cases))]
+        if num_processes == 1:
+            whole = sum(weights)
+            for place, (policy, case) in enumerate(cases):
+                share = partial(_share_of, sum(weights[:place]) / whole, weights[place] / whole, told)
+                found[place] = self.play(policy, *case, told=share)
+                share(1.0)
+        else:
+            with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+                asked = {pool.submit(self.play, policy, *case): place for place, (policy, case) in enumerate(cases)}
+                for future in as_completed(asked):
+                    found[asked[future]] = future.result()
+                    told(sum(weights[place] for place in found) / sum(weights))
+        num = len(self.policies)
+        return [found[trace * num + policy] for policy in range(num) for trace in range(len(self.traces))]
 
-    def _one_by_one(
-        self, cases: Sequence[tuple[str, tuple[str, int, Trace]]], done: Callable[[], None]
-    ) -> Iterator[Outcome]:
-        for policy, case in cases:
-            yield self.play(policy, *case)
-            done()
-
-    def play(self, policy: str, name: str, seed: int, trace: Trace) -> Outcome:
-        """Play one policy on one trace."""
+    def play(
+        self, policy: str, name: str, seed: int, trace: Trace, told: Callable[[float], None] | None = None
+    ) -> Outcome:
+        """Play one policy on one trace; ``told``: takes in which share of it is played."""
         job = self.job if isinstance(self.job, SpotJob) else self.job.drawn(seed)
-        return play_of(policy)(job, trace, until=self.until, seed=seed, prices=self.prices, name=name)
+        more: dict[str, Any] = {"told": told} if told is not None and by_controller(policy) else {}
+        return play_of(policy)(job, trace, until=self.until, seed=seed, prices=self.prices, name=name, **more)
+
+
+def _share_of(before: float, part: float, told: Callable[[float], None], share: float) -> None:
+    """Tell the share of all work, of which a part is under way."""
+    told(before + part * share)
+
+
+def by_controller(policy: str) -> bool:
+    """Whether the controller of real runs decides, event by event, which takes nearly all of the time."""
+    return policy.split("-")[0] in ("morph", "mix")
 
 
 def play_of(policy: str) -> Play:
@@ -129,17 +149,18 @@ def play_of(policy: str) -> Play:
 
 
 def policies_of(text: str) -> tuple[str, ...]:
-    """Read names with commas, or "all".
+    """Read names with commas, "compared" or "all".
 
     Raises:
         ConfigError: naming one that there is not.
     """
-    names = tuple(POLICIES) if text == "all" else tuple(name.strip() for name in text.split(","))
+    groups = {"all": tuple(POLICIES), "compared": COMPARED}
+    names = groups.get(text) or tuple(name.strip() for name in text.split(","))
     for name in names:
         try:
             play_of(name)
         except KeyError:
-            allowed = f"all, or of {', '.join(POLICIES)}; restart-N for N steps, mix-N for N % on demand"
+            allowed = f"compared, all, or of {', '.join(POLICIES)}; restart-N for N steps, mix-N for N % on demand"
             raise ConfigError("is no policy", field="--policy", value=name, allowed=allowed) from None
     return tuple(dict.fromkeys(names))
 

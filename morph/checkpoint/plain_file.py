@@ -1,4 +1,7 @@
-"""A model's plain state_dict as one safetensors file: read entry by entry, written whole or not at all."""
+"""A model's plain state_dict as one file: safetensors, or torch's own; written whole or not at all.
+
+Only safetensors files are read, entry by entry: nothing is unpickled.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from morph.contract.errors import InputError
+
+SAFETENSORS, TORCH = ".safetensors", (".pt", ".pth", ".bin")
 
 
 class PlainFile:
@@ -43,25 +49,43 @@ class PlainFile:
         return tensor
 
 
-def write_plain_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a state_dict so that ``load_state_dict`` and transformers' ``from_pretrained`` take it.
+def check_plain_name(path: Path) -> None:
+    """Refuse a file whose name does not say what is in it.
 
     Raises:
-        InputError: the file cannot be written.
+        InputError: the name ends otherwise than those of safetensors and torch.
     """
+    if path.suffix.lower() not in (SAFETENSORS, *TORCH):
+        allowed = f"a name that ends in {SAFETENSORS}, or in {', '.join(TORCH)} for a file of torch.save"
+        raise InputError("does not say by its name which format is wanted", source=str(path), allowed=allowed)
+
+
+def write_plain_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a state_dict, in the format that the file's name says.
+
+    ``load_state_dict`` takes either, read by ``safetensors.torch.load_file`` or ``torch.load(weights_only=True)``.
+
+    Raises:
+        InputError: the name says no format, or the file cannot be written.
+    """
+    check_plain_name(path)
+    plain = {name: tensor.detach() for name, tensor in tensors.items()}
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        safetensors.torch.save_file(dict(tensors), str(partial), metadata={"format": "pt"})
+        if path.suffix.lower() == SAFETENSORS:
+            safetensors.torch.save_file(plain, str(partial), metadata={"format": "pt"})
+        else:
+            torch.save(plain, str(partial))
         with partial.open("rb") as written:
             os.fsync(written.fileno())
         partial.replace(path)
     except KeyError as error:  # a type that safetensors does not know
         wrong = next((name for name, tensor in tensors.items() if tensor.dtype in error.args), None)
-        allowed = "types that safetensors can store"
+        allowed = f"types that safetensors can store, or a name that ends in {TORCH[0]}"
         raise InputError(
             "cannot be written", source=str(path), field=wrong, value=error.args[0], allowed=allowed
         ) from error
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch's, of a full disk
         partial.unlink(missing_ok=True)
         raise InputError(f"cannot be written: {error}", source=str(path)) from error

@@ -278,7 +278,8 @@ class Prepared(Value):
     be run again, with scales that fit. ``unit_norms_sq``: squared 2-norm of the mean gradient of each unit that
     this worker holds, in float64 and a fixed order, so that all holders report equal bits; empty unless the job
     asks for the norm. ``non_finite``: a gradient is NaN or infinite, and the job's loss scale allows to skip the step.
-    ``followed``: the follower of this worker's units has them, and these gradients.
+    ``followed``: the follower of this worker's units has them, and these gradients. ``learning_rates``: lowest and
+    highest of the parameter groups of its units in this step; None: their optimizers have none.
     """
 
     kind: Literal["prepared"] = "prepared"
@@ -291,6 +292,7 @@ class Prepared(Value):
     non_finite: bool = False
     followed: bool = False
     losses: tuple[MicroBatchLoss, ...] = ()
+    learning_rates: tuple[float, float] | None = None
     evaluation: Evaluation | None = None
     times: ComputeTimes
     timeline: StepTimeline | None = None

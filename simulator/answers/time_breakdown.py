@@ -9,26 +9,22 @@ from simulator.answers.bounds import lower_bound_ns, pipes_of, total_ns
 from simulator.answers.outcome import Outcome
 from simulator.given.conditions import Conditions
 
-_SENTENCES = {
-    "imbalance": "uneven stages or replicas: the slowest worker sets the pace; more cut-points or another P may help",
-    "fill_and_drain": (
-        "filling and draining the pipeline: {n} micro-batches per replica are few for {p} stages; "
-        "a smaller micro-batch, a shallower pipeline or a larger batch would help"
-    ),
-    "latency": "network latency and the in-flight windows; steeper windows (more memory) or fewer stages would help",
-    "bandwidth": (
-        "network bandwidth: messages between two stages take longer than these compute; "
-        "other cuts, or neighbouring stages on one node, would help"
-    ),
-    "schedule": "waiting that the {schedule} schedule adds to the bound for these stages; steeper windows may help",
-    "all_reduce": "the gradient all-reduce over {d} replicas; a deeper pipeline with fewer replicas would reduce less",
-    "commit_and_optimizer": "the commit barrier and the optimizer step, which no shape avoids",
-    "shared_cores": "the cores that the workers share; more workers cannot make it faster",
-    "shared_links": "messages that share the nodes' links; neighbouring stages on one node would help",
+_CAUSES = {
+    "imbalance": "uneven stages or replicas: the slowest worker sets the pace",
+    "fill_and_drain": "filling and draining the pipeline: {n} micro-batches per replica are few for {p} stages",
+    "latency": "network latency and the in-flight windows",
+    "bandwidth": "network bandwidth: messages between two stages take longer than these compute",
+    "schedule": "waiting that the {schedule} schedule adds to the bound for these stages",
+    "all_reduce": "the gradient all-reduce over {d} replicas",
+    "commit_and_optimizer": "the commit barrier and the optimizer step",
+    "shared_cores": "the cores that the workers share",
+    "shared_links": "messages that share the nodes' links",
     "redundant": "computing for the next stage too (redundant computation), as far as waits do not hide it",
-    "slow_workers": "slow workers, for whom everybody waits; running without them would help",
-    "jitter": "task and message times that vary; steeper windows (more memory) would help",
+    "slow_workers": "slow workers, for whom everybody waits",
+    "jitter": "task and message times that vary",
 }
+"""What takes the time, without advice: what would help is simulated (:func:`simulator.search.planner.advice`)."""
+_TIED = "summing the gradients of weights that several stages share"
 
 
 def breakdown_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:
@@ -85,7 +81,8 @@ def explain(steps_s: dict[str, float], plan: Plan) -> str:
     share = steps_s["work"] / total
     if lost < 0.02 * total:
         return f"{share:.0%} of the mini-batch is work; nothing else takes more than 2 %."
-    cause = _SENTENCES[name].format(
+    cause = _TIED if name == "all_reduce" and plan.num_replicas == 1 else _CAUSES[name]
+    cause = cause.format(
         n=max(plan.micro_batches_per_replica),
         p=plan.pipeline_depth,
         d=plan.num_replicas,

@@ -46,7 +46,7 @@ def timeline_frame(
 
 
 def _redundant_rows(spans: Ints, replica: int, stage: int) -> Iterator[_Row]:
-    for task, of_kind in zip(REDUNDANT_NAMES, spans.tolist(), strict=False):
+    for task, of_kind in zip(REDUNDANT_NAMES[: len(spans)], spans.tolist(), strict=True):
         for number, (begin, end) in enumerate(of_kind):
             yield replica, stage, task, number, begin / 1e9, end / 1e9
 

@@ -177,7 +177,9 @@ def _merged(shares: Iterable[tuple[tuple[int, ...], Played]], num_stages: int, n
         if played.redone_ns is not None:
             redone[:, list(company)], eager = played.redone_ns, True
         for name, found in by_replica.items():
-            found.update(zip(company, getattr(played, name), strict=False))
+            of_company = getattr(played, name)
+            if of_company:  # else nobody asked for it
+                found.update(zip(company, of_company, strict=True))
     kept = {name: tuple(found[d] for d in sorted(found)) for name, found in by_replica.items()}
     return Played(ended, redone_ns=redone if eager else None, **kept)
 

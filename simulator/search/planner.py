@@ -13,12 +13,14 @@ from morph.contract import ranges
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
+from morph.words import counted, time_text
 from simulator.answers.answer import Simulation, describe
 from simulator.answers.outcome import Outcome
 from simulator.given.placement import node_sizes
 from simulator.given.request import ObjectiveName, PlanRequest
 from simulator.search.aims import objective_for
 from simulator.search.memory import memory_sentence
+from simulator.search.mini_batch import simulate
 from simulator.search.objectives import Shape, usd_per_h_of
 from simulator.search.sweep import Sweep
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NUM_RUNNERS_UP = 5
+_WORTH_SAYING = 0.01
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,36 @@ def plan(
         num_gpus=gpus,
         num_shapes=sum(count for _, count in shapes) if fastest else len(shapes),
     )
+
+
+def advice(profile: Profile, request: PlanRequest, simulation: Simulation) -> str:
+    """Say which other shape of as many workers would be faster, and by how much: P and D alone differ.
+
+    The shape is the planner's, the time that of :func:`simulate` with the same request. Empty where slow workers or
+    redundant computation are asked for: they belong to the shape that was simulated.
+
+    Args:
+        profile: What calibration measured.
+        request: What the shape was simulated with.
+        simulation: The shape.
+    """
+    if request.slow or request.redundant_computation != "off":
+        return ""
+    shape = simulation.plan
+    fixed: dict[str, Any] = {"micro_batch_size": shape.micro_batch_size, "schedule": shape.schedule}
+    fixed |= {"recompute": request.recompute is not False, "objective": "examples_per_s"}
+    free = replace(request, pipeline_depth=None, num_replicas=None, **fixed)
+    workers = counted(shape.num_workers, "worker")
+    try:
+        best = plan(profile, free, num_gpus=shape.num_workers, num_runners_up=0).best
+        other = simulate(profile, free, num_stages=best.pipeline_depth, num_replicas=best.num_replicas)
+    except PlanError:
+        return ""  # no shape of so many workers fits into memory
+    less = 1 - other.expected.mini_batch_s / simulation.expected.mini_batch_s
+    if less < _WORTH_SAYING:
+        return f"The planner finds no faster shape for {workers}."
+    took = time_text(other.expected.mini_batch_s)
+    return f"With {workers}, -P {best.pipeline_depth} -D {best.num_replicas} would take {took}, {less:.0%} less."
 
 
 def plan_table(

@@ -180,7 +180,7 @@ _STEPS = {
     "shared_links": "node links shared by messages",
     "slow_workers": "slow workers",
     "redundant": "computing for the next stage too",
-    "all_reduce": "gradient all-reduce, as far as exposed",
+    "all_reduce": "all-reduce over replicas and tied weights, as far as exposed",
     "commit_and_optimizer": "commit barrier and optimizer step",
     "jitter": "times that vary",
 }

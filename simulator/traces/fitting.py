@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 
@@ -45,7 +46,7 @@ def fit(trace: Trace, *, window_s: float = WINDOW_S, start_hour: float = 0.0) ->
     )
     gaps = [
         later.time_s - price.time_s
-        for price, later in zip(trace.prices, trace.prices[1:], strict=False)
+        for price, later in pairwise(trace.prices)
         if later.zone == price.zone and later.time_s > price.time_s
     ]
     return TraceModel(

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from morph import __version__
 from morph.cli.main import app
+from tests.cli.given import Given
 
 COMMANDS = ("calibrate", "plan", "simulate", "run", "resume", "status", "demo", "trace-deps", "elastic")
 HEAVY = (
@@ -68,8 +69,17 @@ def test_ctrl_c_while_the_process_ends_shows_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
-def test_importing_morph_loads_no_torch() -> None:
-    assert run_python("import sys, morph; print([n for n in ('torch', 'ray') if n in sys.modules])").strip() == "[]"
+def test_importing_morph_and_listing_its_names_loads_no_torch() -> None:
+    code = "import sys, morph; names = dir(morph); print([n for n in ('torch', 'ray') if n in sys.modules], *names)"
+    loaded, *names = run_python(code).split()
+    assert loaded == "[]"
+    assert {"CutPoint", "Job", "LossScaling", "elastic", "spot", "__version__"} <= set(names)
+
+
+def test_every_name_that_morph_lists_can_be_fetched() -> None:
+    import morph
+
+    assert [name for name in dir(morph) if not hasattr(morph, name)] == []
 
 
 def test_help_lists_every_command() -> None:
@@ -97,3 +107,43 @@ def test_an_unknown_command_is_a_usage_error() -> None:
     result = CliRunner().invoke(app, ["evaporate"])
     assert result.exit_code == 2
     assert "evaporate" in result.output
+
+
+UP_TO_AN_IMPORT = """
+import os, sys
+
+class Watch:
+    awaited = sys.argv.pop(1)
+
+    def find_spec(self, name, path=None, target=None):
+        if name == self.awaited:
+            sys.stderr.flush()
+            os._exit(42)
+
+sys.meta_path.insert(0, Watch())
+from morph.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["cut", "jobs.py:good"], "loading PyTorch and jobs.py:good ...\n"),
+        (["calibrate", "jobs.py:good"], "loading PyTorch and jobs.py:good ...\n"),
+        (["rehearse", "profile.json", "-P", "2", "-D", "1"], "planning 2 x 1 ...\n"),
+        (["demo"], "loading PyTorch and the simulator ...\n"),
+        (
+            ["run", "jobs.py:good", "--profile", "profile.json", "--cluster", "cluster.yaml", "--log-format", "json"],
+            "checking the job: loading PyTorch, cutting the model, comparing it with the plain one ...\n",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_command_says_what_it_does_before_it_loads_what_is_slow(given: Given, command: list[str], said: str) -> None:
+    slow = "numba" if command[0] == "rehearse" else "torch"
+    code = [sys.executable, "-c", UP_TO_AN_IMPORT, slow]
+    done = subprocess.run([*code, *command], cwd=given.folder, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 42, done.stderr
+    lines = [line for line in done.stderr.splitlines(keepends=True) if not line.startswith("reading")]  # if it was long
+    assert ("".join(lines), done.stdout) == (said, "")

@@ -13,6 +13,7 @@ from manager.engine.local_vms.namespaces import check_permitted
 from morph.cli.main import app
 from morph.contract.errors import ConfigError
 from simulator import synthetic_profile
+from tests.cli.given import without_phases
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_a_mistake_is_one_line_that_names_it(profile: Path, arguments: list[str]
     before = set(profile.parent.iterdir())
     done = CliRunner().invoke(app, ["rehearse", str(profile), *arguments, "--run-dir", str(profile.parent / "run")])
     assert done.exit_code == 2, done.output
-    (line,) = done.stderr.strip().splitlines()
+    (line,) = without_phases(done.stderr)
     assert line.startswith("error: ")
     for part in parts:
         assert part in line

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
+from rich.progress import Progress
 from typer.testing import CliRunner
 
-from manager.simulation.replay import POLICIES
+from manager.simulation.replay import POLICIES, Replay, policies_of
+from manager.simulation.spot.job import job_from_profile
+from manager.simulation.spot.until import Until
 from morph.cli.main import app
-from morph.contract.trace import write_trace
-from simulator import spot_model, synthetic_profile
+from morph.cli.plans import replay_shown
+from morph.cli.reading.progress import Lines, rest_column
+from morph.contract.profile import load_profile
+from morph.contract.trace import load_trace, write_trace
+from morph.pictures import picture
+from simulator import PlanRequest, spot_model, synthetic_profile
 
 RUNNER = CliRunner()
 
@@ -29,16 +40,33 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-def test_policies_are_compared_on_a_trace(files: tuple[str, str], tmp_path: Path) -> None:
+def test_policies_are_compared_on_a_trace(
+    files: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+
+    @contextmanager
+    def kept(*args: Any, **panels: Any) -> Iterator[tuple[Any, Any]]:
+        with picture(*args, **panels) as (figure, axes):
+            drawn.extend(axes)
+            yield figure, axes
+
+    monkeypatch.setattr(replay_shown, "picture", kept)
     csv, png = tmp_path / "out.csv", tmp_path / "out.png"
     prices = ["--price", "1", "--on-demand-price", "3.5"]
-    done = RUNNER.invoke(app, ["replay", files[0], "--trace", files[1], *prices, "--csv", str(csv), "--png", str(png)])
+    done = RUNNER.invoke(
+        app, ["replay", files[0], "--trace", files[1], *prices, "--csv", str(csv), "--png", str(png), "--policy", "all"]
+    )
     assert done.exit_code == 0, done.output
     assert "Take morph" in done.stdout
     table = pd.read_csv(csv)
     assert len(table) == len(POLICIES)
     assert table.set_index("policy").loc["ideal", "steps"] >= table["steps"].drop(table.index[-2]).max()
     assert png.read_bytes().startswith(b"\x89PNG")
+    assert [label.get_text() for label in drawn[0].get_yticklabels()] == list(reversed(POLICIES))
+    lines = drawn[2].get_lines()
+    assert [line.get_label() for line in lines] == list(POLICIES)
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(POLICIES)
 
 
 def test_parquet_holds_the_rows_of_the_csv(files: tuple[str, str], tmp_path: Path) -> None:
@@ -204,3 +232,50 @@ def test_the_advice_goes_by_what_is_wanted(files: tuple[str, str]) -> None:
     unpriced = RUNNER.invoke(app, ["replay", files[0], "--trace", files[1], "--objective", "dollars"])
     assert unpriced.exit_code == 2
     assert "--objective: needs prices" in " ".join(unpriced.output.split())
+
+
+# ---- how long it takes ----
+
+
+def test_how_long_the_rest_takes_is_told_as_soon_as_it_is_known_and_again() -> None:
+    now_s, out = [100.0], io.StringIO()
+    told = Lines(out, remaining=True, clock=lambda: now_s[0])
+    for elapsed_s in range(0, 101):
+        now_s[0] = 100.0 + elapsed_s
+        told("simulating", elapsed_s / 100)
+    assert out.getvalue().splitlines() == [
+        "simulating ...",
+        *(f"about {rest_s} s to go" for rest_s in (97, 94, 88, 76, 52, 4)),
+    ]
+
+
+def test_the_rest_that_a_bar_tells_grows_while_nothing_happens() -> None:
+    now_s = [0.0]
+    bar = Progress(rest_column(), get_time=lambda: now_s[0])
+    bar.add_task("simulating", total=1.0)
+    (task,) = bar.tasks
+    shown = []
+    for elapsed_s, share in ((1.0, 0.1), (10.0, 0.1), (20.0, 0.1), (20.0, 0.5), (600.0, 0.5)):
+        now_s[0] = elapsed_s
+        bar.update(task.id, completed=share)
+        shown.append(str(bar.columns[0].render(task)))  # type: ignore[union-attr]
+    assert shown == ["", "about 90 s to go", "about 3 min to go", "about 20 s to go", "about 10 min to go"]
+
+
+def test_the_share_that_is_done_grows_within_a_trace_too_and_outcomes_are_in_order(files: tuple[str, str]) -> None:
+    traces = tuple((name, seed, load_trace(Path(files[1]))) for name, seed in (("a", 0), ("b", 1)))
+    job = job_from_profile(load_profile(Path(files[0])), traces[0][2].max_nodes, PlanRequest())
+    replay = Replay(job, ("restart", "morph"), traces, Until(kind="hours", amount=2.0), None)
+    shares: list[float] = []
+    outcomes = replay.run(1, shares.append)
+    assert [(one.policy, one.trace) for one in outcomes] == [
+        (policy, trace) for policy in ("restart", "morph") for trace in ("a", "b")
+    ]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert sum(0.05 < share < 0.45 for share in shares) > 3, "one trace goes on for long"
+
+
+def test_by_default_the_variants_of_morph_are_left_out() -> None:
+    assert set(POLICIES) - set(policies_of("compared")) == {"morph-salvage", "morph-state", "morph-off"}
+    assert policies_of("all") == tuple(POLICIES)

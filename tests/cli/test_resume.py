@@ -11,6 +11,7 @@ from manager.run.request import FILE_NAME, RunRequest, keep_request, kept_reques
 from manager.run_dir import RunDir, RunFacts
 from morph.cli.main import app
 from morph.contract.errors import InputError, RunDirError
+from tests.cli.given import without_phases
 
 FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=2)
 
@@ -112,5 +113,5 @@ def test_a_file_that_is_broken_is_refused(kept: Kept, text: str) -> None:
 def test_what_is_no_run_is_refused_in_one_line(kept: Kept, name: str, problem: str) -> None:
     result = CliRunner().invoke(app, ["resume", str(kept.run_dir.parent / name)], prog_name="morph")
     assert result.exit_code == 2
-    (line,) = result.stderr.splitlines()
+    (line,) = without_phases(result.stderr)
     assert problem in line

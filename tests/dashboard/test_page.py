@@ -50,7 +50,11 @@ def test_the_page_draws_the_run(tmp_path: Path) -> None:
     assert len(re.findall(r'<td class="ready">n\d+</td>', document)) == 4
     assert "stage 1" in document
     assert "replica 1" in document
-    assert document.count("<polyline") == 3  # nodes, examples per second, loss
+    assert document.count("<polyline") == 5  # nodes, examples per second, loss, learning rate, the job's metric
+    assert re.findall(r"<div><h2>([^<]*)</h2><div class=\"plot\" id=\"training", document) == ["learning rate", "right"]
+    assert "<b>0.0001667 to 0.001</b><span>learning rate</span>" in document
+    assert "<b>0.25</b><span>right</span>" in document
+    assert "<tr><td>4</td><td>0.5</td><td>0.5</td></tr>" in document
     assert re.search(r"<b>2x2</b>", document)
     assert re.findall(r'<div title="(\dx\d) from', document) == ["3x2", "2x2"]
     assert "compute " in document

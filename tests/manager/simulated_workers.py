@@ -23,6 +23,7 @@ from morph.contract.messages import (
     Aborted,
     Answer,
     Committed,
+    Evaluation,
     Failed,
     MicroBatchLoss,
     Prepared,
@@ -35,6 +36,13 @@ from morph.contract.salvage import Salvage, counted_in, mask_of
 from morph.contract.timeline import ComputeTimes
 
 TIMES = ComputeTimes(forward_s=0.1, recompute_s=0.1, backward_s=0.2, reduce_s=0.1, wait_s=0.0, step_s=0.5)
+EVALUATED_EVERY = 4
+
+
+def evaluation_of(version: int) -> Evaluation:
+    """Return what every last stage reports of the evaluation of a version."""
+    losses = tuple(MicroBatchLoss(micro_batch=index, loss=2 / version, metrics={"right": 0.5}) for index in range(2))
+    return Evaluation(version=version, num_micro_batches=2, losses=losses)
 
 
 def runs_what_is_missing(salvage: Salvage, units: Mapping[str, Sequence[int]], num_micro_batches: int) -> bool:
@@ -354,6 +362,8 @@ class SimulatedWorkers:
                 MicroBatchLoss(micro_batch=index, loss=1 / (1 + order.step), metrics={"right": index / 2})
                 for index in range(2)
             ),
+            learning_rates=(0.001 / (1 + order.step), 0.001),
+            evaluation=None if order.step % EVALUATED_EVERY or not order.step else evaluation_of(order.step),
             times=TIMES,
         )
 

@@ -201,12 +201,16 @@ def test_a_report_has_metrics_norms_skipped_steps_and_the_loss_scale(tmp_path: P
         assert (record.gradient_norm, record.skipped) == (facts.gradient_norm, facts.skipped)
         assert record.loss_scale == scale_of(record.step, faults.non_finite).factor
         assert record.metrics == {"right": 0.25}
+        assert record.learning_rates == (0.001 / (1 + record.step), 0.001)
     num_skipped = sum(record.skipped for record in steps)
     assert 0 < num_skipped < len(steps)
     assert f"loss scale: 2**{scale_of(11, faults.non_finite).exponent}; steps skipped: {num_skipped}" in summarise(
         report
     )
-    assert "at step 11: right 0.25" in summarise(report)
+    told = summarise(report)
+    assert "at step 11: right 0.25, learning rate 8.333e-05 to 0.001" in told  # skipped: it has no norm
+    assert "evaluation at version 8: loss 0.2500, right 0.5" in told
+    assert [(one.version, one.loss) for one in report.evaluations] == [(4, 0.5), (8, 0.25)]
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from manager.journal.journal import FILE_NAME
 from manager.report.account import Account, Part
 from manager.report.page import report_page
+from manager.report.picture import training_figure
 from manager.report.reading import read_report
 from manager.report.spent import NOTHING, Prices
 from manager.report.summary import summarise
@@ -77,6 +78,34 @@ def test_the_page_needs_nothing_from_outside_and_its_parts_add_up(run_dir: Path,
     assert sum(seconds) == pytest.approx(float(rows["all"][3]), abs=0.5)
     assert float(rows["all"][5]) == pytest.approx(read_report(run_dir).account.total_s / 1000, rel=1e-3)
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_the_page_shows_metrics_learning_rate_and_evaluations(run_dir: Path, tmp_path: Path) -> None:
+    report = read_report(run_dir)
+    text = report_page(report)
+    page = Page(text)
+    facts = {row[0]: row[1] for row in page.rows if len(row) == 2}
+    assert facts["right"] == "0.25 at step 0, 0.25 at step 11"
+    assert facts["learning rate"] == "0.001 at step 0, 8.333e-05 to 0.001 at step 11"
+    assert facts["newest evaluation"] == "loss 0.2500, right 0.5 at version 8"
+    assert ["version", "loss", "right"] in page.rows
+    assert ["4", "0.5000", "0.5000"] in page.rows
+    assert ["8", "0.2500", "0.5000"] in page.rows
+    assert len(page.addresses) == 2  # the run, and learning rate and metrics
+    figure = training_figure(report)
+    assert figure is not None
+    assert [panel.get_title(loc="left") for panel in figure.axes] == ["learning rate", "right"]
+    rates, metric = ([list(line.get_ydata()) for line in panel.get_lines()] for panel in figure.axes)
+    assert rates == [[0.001 / (1 + step) for step in range(12)], [0.001] * 12]
+    assert metric == [[0.25] * 12, [0.5, 0.5]]
+    bare = report.model_copy(
+        update={
+            "evaluations": (),
+            "steps": tuple(one.model_copy(update={"metrics": {}, "learning_rates": None}) for one in report.steps),
+        }
+    )
+    assert training_figure(bare) is None
+    assert "learning rate" not in report_page(bare).lower()
 
 
 def test_without_a_price_each_vm_costs_what_its_grant_said_and_parts_add_up(tmp_path: Path) -> None:

@@ -19,12 +19,13 @@ FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_si
 MANAGER = """
 import signal, sys
 from pathlib import Path
+from manager.machine.signals import ASKED
 from manager.run_dir import RunDir, RunFacts
 facts = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=6)
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+signal.pthread_sigmask(signal.SIG_BLOCK, [ASKED])
 with RunDir(Path(sys.argv[1]), facts):
     print("held", flush=True)
-    signal.sigwait([signal.SIGTERM])
+    signal.sigwait([ASKED])
     print("asked", flush=True)
 """
 

@@ -1,3 +1,4 @@
+import re
 from typing import Any
 
 import numpy as np
@@ -6,6 +7,7 @@ import pytest
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
 from simulator import PlanRequest, Simulation, plan, simulate, simulate_plan, synthetic_profile
+from simulator.search.planner import advice
 
 SHAPES = [(1, 1), (1, 3), (2, 2), (3, 2), (4, 1), (8, 3)]
 
@@ -204,3 +206,48 @@ def test_with_a_core_for_each_worker_reductions_are_beside_the_backward() -> Non
     profile = synthetic_profile(parameter_bytes=400_000_000)
     own, enough, few = (simulate(profile, num_stages=1, num_replicas=4, compute_slots=slots) for slots in (None, 4, 3))
     assert enough.expected.mini_batch_s == own.expected.mini_batch_s < few.expected.mini_batch_s
+
+
+# ---- what it says ----
+
+
+def test_with_one_replica_nothing_is_said_of_replicas_that_reduce() -> None:
+    profile = synthetic_profile(tied=True, batch_size=40, micro_batch_size=2, parameter_bytes=400_000_000)
+    alone, two = (simulate(profile, num_stages=4, num_replicas=count) for count in (1, 2))
+    assert max(alone.breakdown_s, key=lambda step: alone.breakdown_s[step]) == "all_reduce"
+    assert "weights that several stages share" in alone.explanation
+    assert "replica" not in alone.explanation
+    assert "all-reduce over 2 replicas" in two.explanation
+
+
+@pytest.mark.parametrize(("num_stages", "num_replicas"), [*SHAPES, (8, 1), (1, 8), (5, 2), (2, 4)])
+@pytest.mark.parametrize("parameter_bytes", [1_000, 400_000_000])
+@pytest.mark.parametrize("latency_s", [0.0, 0.02])
+def test_following_the_advice_helps_by_what_it_says_and_without_advice_no_shape_does(
+    num_stages: int, num_replicas: int, parameter_bytes: int, latency_s: float
+) -> None:
+    profile = synthetic_profile(
+        tied=True, batch_size=40, micro_batch_size=2, latency_s=latency_s, parameter_bytes=parameter_bytes
+    )
+    request = PlanRequest(num_replicas=num_replicas)
+    here = simulate(profile, request, num_stages=num_stages)
+    said = advice(profile, request, here)
+    found = re.fullmatch(r"With (\d+) workers?, -P (\d+) -D (\d+) would take .*, (\d+)% less\.", said)
+    if found:
+        count, depth, replicas, percent = map(int, found.groups())
+        followed = simulate(profile, num_stages=depth, num_replicas=replicas)
+        assert depth * replicas <= count == num_stages * num_replicas
+        assert round(100 * (1 - followed.expected.mini_batch_s / here.expected.mini_batch_s)) == percent >= 1
+    else:
+        assert said.startswith("The planner finds no faster shape for ")
+        workers = num_stages * num_replicas
+        shapes = [(p, d) for p in range(1, min(8, workers) + 1) for d in range(1, min(20, workers // p) + 1)]
+        others_s = [simulate(profile, num_stages=p, num_replicas=d).expected.mini_batch_s for p, d in shapes]
+        assert min(others_s) > 0.98 * here.expected.mini_batch_s
+
+
+def test_what_belongs_to_one_shape_is_not_compared_with_others() -> None:
+    profile = synthetic_profile(batch_size=40, micro_batch_size=2)
+    for more in ({"slow": {0: 2.0}}, {"redundant_computation": "eflb"}):
+        request = PlanRequest(**more)
+        assert advice(profile, request, simulate(profile, request, num_stages=3)) == ""

@@ -29,7 +29,7 @@ def profile(tmp_path: Path) -> Path:
 def _run(*arguments: object) -> str:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 def test_plan_prints_the_best_shape_and_runners_up_and_writes_the_plan(profile: Path, tmp_path: Path) -> None:

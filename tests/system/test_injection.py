@@ -34,7 +34,7 @@ def test_a_run_whose_vms_are_taken_by_lifetimes_and_by_name_ends_with_the_weight
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
     cluster.write_text(CLUSTER, encoding="utf-8")
     command = ("run", sleeping.path, "--profile", calibrated, "--cluster", cluster, "--steps", MANY_STEPS)
-    with RunningMorph(*command, "--run-dir", run_dir, "--plain", "-P", 2) as run:  # each of two VMs is needed
+    with RunningMorph(*command, "--run-dir", run_dir, "--verbose", "-P", 2) as run:  # each of two VMs is needed
         run.wait_for_line("the checkpoint of version")
         with RunningMorph("inject", run_dir, "--mttp", "30d") as patient:
             vm = "tiny-gpt-1-0"
@@ -44,8 +44,10 @@ def test_a_run_whose_vms_are_taken_by_lifetimes_and_by_name_ends_with_the_weight
             _, *taken, last = by_lifetimes.splitlines()
             assert last == "2 VMs were taken"
             patient.wait_for_line("VMs that may be taken now: ")
-            run.press_ctrl_c()
-            assert run.wait_for_end() == 130, run.output
+            assert "the run has ended" in morph("stop", run_dir)
+            assert run.wait_for_end() == 75, run.output
+            assert "stopped by morph stop; version " in run.output
+            assert "SIGTERM" not in run.output
             patient.wait_for_line("the run has ended")
             assert patient.wait_for_exit() == 0
     noticed = {line.split()[2] for line in taken}

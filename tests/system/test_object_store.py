@@ -17,6 +17,7 @@ from morph.contract.profile import load_profile
 from morph.contract.rules import CheckpointRules
 from tests.checkpoint.fake_blobs import CONTAINER, BlobService, blob_service
 from tests.checkpoint.fake_buckets import BucketService, bucket_service
+from tests.cli.given import without_phases
 from tests.system.commands import COMMAND, ROOT, RunningMorph, environment_of_commands
 from tests.system.exposure import files_below, files_with, shown_by
 from tests.system.harness import uninterrupted
@@ -81,13 +82,13 @@ def test_a_run_bears_a_failing_store_is_stopped_resumed_and_pruned_there_and_end
     cluster.write_text(f"vms: {vms}\npolicy: {{checkpoint_every_steps: 5, order_timeout_s: 500}}\n", encoding="utf-8")
     arguments = (
         *("run", job.path, "--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir, "--steps", STEPS),
-        *("--checkpoint-url", place.url, "--plain", "--no-page"),
+        *("--checkpoint-url", place.url, "--verbose", "--no-page"),
     )
     refused = subprocess.run(
         [*COMMAND, *map(str, arguments)],
         cwd=ROOT, env=environment_of_commands() | place.wrong, capture_output=True, text=True, timeout=BOUND_S,
     )  # fmt: skip
-    (line,) = refused.stderr.strip().splitlines()
+    (line,) = without_phases(refused.stderr)
     assert f"{place.url}: cannot be read: " in line
     assert refused.returncode == 1
     with RunningMorph(*arguments) as run:

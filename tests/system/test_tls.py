@@ -30,7 +30,7 @@ def test_a_run_with_tls_has_the_same_weights_and_refuses_whoever_has_no_certific
     cluster.write_text(
         "vms: {num_vms: 1, tls: true}\npolicy: {checkpoint_every_steps: 4, order_timeout_s: 500}\n", encoding="utf-8"
     )
-    arguments = ("--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir, "--steps", STEPS, "--plain")
+    arguments = ("--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir, "--steps", STEPS, "--verbose")
     (tmp_path / "other").mkdir()
     job = HeldJob(tmp_path / "code", tmp_path / "gate", 6)
     other = make_certificates(tmp_path / "other", Tls())

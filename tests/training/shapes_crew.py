@@ -14,7 +14,7 @@ from typing import Any
 from manager.controller.shape.placement import choose_sources, place, share_units
 from manager.controller.state.config import units_by_stage
 from manager.engine.run.job_code import collect, pack
-from manager.report.means import EvaluationReader
+from manager.report.means import EvaluationReader, extreme_rates
 from morph.checkpoint.manifest import write_manifest
 from morph.checkpoint.unit_files import from_payload
 from morph.contract.checkpoint import Manifest, UnitFile
@@ -92,6 +92,11 @@ class Trained:
     def digests(self) -> dict[str, str]:
         """Of every unit."""
         return {entry.unit: entry.sha256 for entry in self.manifest.units}
+
+    @property
+    def learning_rates(self) -> dict[int, tuple[float, float] | None]:
+        """Lowest and highest by step, as a report has them."""
+        return {answers[0].step: extreme_rates(answers) for answers in self.answers}
 
     @property
     def losses(self) -> list[str]:

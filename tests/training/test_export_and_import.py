@@ -21,6 +21,7 @@ from morph.contract.errors import InputError
 from morph.cutting.kept.cut_job import load_and_cut
 from morph.job_files import imported_once
 from morph.runtime.process.single import run_single
+from tests.cli.given import without_phases
 from tests.training.shapes_crew import spec_of
 from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, Net
 
@@ -30,11 +31,11 @@ NUM_STEPS = 2
 
 
 def morph(*arguments: object) -> tuple[int, str]:
-    """Run the command line; exit code and what it printed."""
+    """Run the command line; exit code and what it printed, but for what goes on."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return result.exit_code, result.output
+    return result.exit_code, "".join(f"{line}\n" for line in without_phases(result.output))
 
 
 def trained_run(job: str, path: Path, num_sections: int = NUM_SECTIONS) -> Path:
@@ -88,6 +89,28 @@ def test_the_users_model_loads_what_was_exported(run_dir: Path, tmp_path: Path) 
     assert torch.equal(model.shift, torch.full_like(model.shift, 0.25))
     assert model.last.weight is model.first.weight
     assert not torch.equal(model.first.weight, before)
+
+
+@pytest.mark.parametrize("name", ["out.pt", "out.pth", "pytorch_model.bin", "OUT.PT"])
+def test_a_file_named_for_torch_is_read_by_torch_load_and_has_the_same_tensors(
+    run_dir: Path, tmp_path: Path, name: str
+) -> None:
+    assert morph("export", run_dir, tmp_path / "out.safetensors")[0] == 0
+    assert morph("export", run_dir, tmp_path / name)[0] == 0
+    state = torch.load(tmp_path / name, weights_only=True)
+    others = safetensors.torch.load_file(str(tmp_path / "out.safetensors"))
+    assert {type(value) for value in state.values()} == {Tensor}
+    assert state.keys() == others.keys()
+    assert all(torch.equal(state[key], others[key]) for key in others)
+    Net().load_state_dict(state, strict=True)
+
+
+@pytest.mark.parametrize("name", ["out", "out.ckpt", "out.safetensors.zip"])
+def test_a_name_that_says_no_format_is_refused(run_dir: Path, tmp_path: Path, name: str) -> None:
+    code, said = morph("export", run_dir, tmp_path / name)
+    assert code == 2
+    assert "does not say by its name which format is wanted; allowed: a name that ends in .safetensors, or" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tied_weights_are_in_the_file_under_each_name(run_dir: Path, tmp_path: Path) -> None:

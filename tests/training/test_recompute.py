@@ -62,7 +62,7 @@ def test_the_commands_can_switch_it_off(command: tuple[str, ...], tmp_path: Path
     name, *rest = command
     result = CliRunner().invoke(app, [name, str(path), *rest, "--m", "2", "--json", "--no-recompute"])
     assert result.exit_code == 0, result.output
-    answer = json.loads(result.output)
+    answer = json.loads(result.stdout)
     found = answer["best"] if name == "plan" else answer["plan"]
     assert not any(stage["recompute"] for stage in found["stages"])
 

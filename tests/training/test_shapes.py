@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -60,6 +61,16 @@ def test_a_feature_gives_the_same_bytes_in_every_shape_and_after_losses(
     assert trained.scales == reference.scales
     assert trained.losses == reference.losses
     assert trained.evaluations == reference.evaluations
+    assert trained.learning_rates == reference.learning_rates
+
+
+def test_workers_say_with_which_learning_rate_each_step_is_made(
+    reference_of: Callable[[str], Trained], crew: ShapesCrew, tmp_path: Path
+) -> None:
+    told = crew.train("scheduled", [("2x2", 2), ("4x1", NUM_STEPS)], tmp_path).learning_rates
+    factors = [1 / 3, 2 / 3, 1.0, *(1 / math.sqrt(step) for step in range(3, NUM_STEPS))]
+    assert told == {step: (pytest.approx(0.01 * factor),) * 2 for step, factor in enumerate(factors)}
+    assert told == reference_of("scheduled").learning_rates
 
 
 def test_the_step_that_breaks_in_one_stage_is_skipped_everywhere(crew: ShapesCrew, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ function figure(name, value) {
 }
 
 const number = (value, digits) => (value === null ? "-" : value.toFixed(digits));
+const short = (value) => `${Number(value.toPrecision(4))}`;
 
 function showFigures(run) {
   const steps = run.num_steps === null ? `${run.version}` : `${run.version} / ${run.num_steps}`;
@@ -40,6 +41,12 @@ function showFigures(run) {
     figure("examples/s", number(run.examples_per_s, 1)), figure("loss", number(run.loss, 4)),
     figure("generation", `${run.generation}`),
   ];
+  if (run.learning_rates !== null) {
+    const rates = [...new Set(run.learning_rates.map(short))];
+    figures.push(figure("learning rate", rates.join(" to ")));
+  }
+  for (const [name, value] of Object.entries(run.metrics)) figures.push(figure(name, short(value)));
+  if (run.saved_version !== null) figures.push(figure("saved at step", `${run.saved_version}`));
   if (run.next_save !== null) {
     const next = figure("next checkpoint", `in ${duration(Math.max(0, run.next_save.due_s - run.time_s))}`);
     next.title = run.next_save.why;
@@ -91,19 +98,48 @@ function showShapes(run) {
   at("clock").replaceChildren(element("span", "0 s"), element("span", duration(run.time_s - run.start_s)));
 }
 
-// Points (time, value) between two times; values start at zero where that is asked for.
+// Points (time, value) between two times; values start at zero where that is asked for. Digits: null for four in all.
 function showSeries(id, points, from, to, digits, fromZero) {
   if (points.length < 2) {
     at(id).replaceChildren(element("span", "nothing yet"));
     return;
   }
   const values = points.map((point) => point[1]), span = Math.max(to - from, 1e-9);
-  const low = fromZero ? 0 : Math.min(...values), high = Math.max(...values), range = Math.max(high - low, 1e-9);
+  const low = fromZero ? 0 : Math.min(...values), high = Math.max(...values), range = high - low || 1;
   const path = points.map(([time, value]) =>
     `${((time - from) / span * 500).toFixed(1)},${(146 - (value - low) / range * 142).toFixed(1)}`).join(" ");
   const plot = drawn("svg", { viewBox: "0 0 500 150", preserveAspectRatio: "none" });
   plot.append(drawn("polyline", { points: path, fill: "none", stroke: "#2f6db3", "stroke-width": 1.8, "vector-effect": "non-scaling-stroke" }));
-  at(id).replaceChildren(element("span", high.toFixed(digits), "high"), element("span", low.toFixed(digits), "low"), plot);
+  const label = (value) => (digits === null ? short(value) : value.toFixed(digits));
+  at(id).replaceChildren(element("span", label(high), "high"), element("span", label(low), "low"), plot);
+}
+
+// Learning rate and metrics: as many plots as there are, made when they first come.
+function showTraining(run) {
+  const series = Object.entries({ ...(run.rates.length ? { "learning rate": run.rates } : {}), ...run.metric_points });
+  if (at("training").childElementCount !== series.length) {
+    at("training").replaceChildren(...series.map(([name], place) => {
+      const box = element("div"), plot = element("div", undefined, "plot");
+      plot.id = `training-${place}`;
+      box.append(element("h2", name), plot);
+      return box;
+    }));
+  }
+  series.forEach(([, points], place) => showSeries(`training-${place}`, points, run.start_s, run.time_s, null, false));
+}
+
+function showEvaluations(run) {
+  const names = [...new Set(run.evaluations.flatMap((one) => Object.keys(one.metrics)))];
+  const head = element("tr");
+  head.append(...["version", "loss", ...names].map((name) => element("th", name)));
+  const rows = [...run.evaluations].reverse().map((one) => {
+    const row = element("tr");
+    const values = [one.loss, ...names.map((name) => one.metrics[name] ?? null)];
+    row.append(element("td", `${one.version}`), ...values.map((value) => element("td", value === null ? "-" : short(value))));
+    return row;
+  });
+  at("evaluated").hidden = !rows.length;
+  at("evaluations").replaceChildren(head, ...rows);
 }
 
 // The same points as steps, the last one drawn on until now.
@@ -145,6 +181,8 @@ function show(run) {
   showSeries("counts", steps(run.counts, run.time_s), run.start_s, run.time_s, 0, true);
   showSeries("speeds", run.speeds, run.start_s, run.time_s, 1, true);
   showSeries("losses", run.losses, run.start_s, run.time_s, 3, false);
+  showTraining(run);
+  showEvaluations(run);
   showParts(run);
   showEvents(run);
   document.body.dataset.version = run.version;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -17,7 +18,7 @@ from morph.contract.trace import Trace, TraceEvent
 
 MANY_STEPS = 10**12
 LOOK_EVERY_S = 600.0
-"""How often it is looked whether the dollars are spent."""
+"""How often it is looked whether the dollars are spent, and told how far the trace is played."""
 
 
 def play_morph(
@@ -29,10 +30,12 @@ def play_morph(
     prices: SpotPrices | None = None,
     name: str = "",
     redundancy: str | None = None,
+    told: Callable[[float], None] = lambda _share: None,
 ) -> Outcome:
     """Play the real controller's decisions on these VMs.
 
     Those whose events' source is ``ON_DEMAND`` cost what VMs on demand do. ``redundancy``: other than the job's.
+    ``told``: called again and again with the share of the time, or of the steps, that is over.
     """
     if redundancy is not None:
         policy = job.policy.model_copy(update={"redundancy": redundancy})
@@ -63,13 +66,16 @@ def play_morph(
     for at_s, event in trace.notices:
         cluster.agenda.put(at_s, partial(notice, event, event.time_s - at_s))
     end_s = end_of(until, trace)
-    if until.kind == "usd":
-        while cluster.finish is None and cluster.now_s < end_s:
-            cluster.play(min(end_s, cluster.now_s + LOOK_EVERY_S))
-            if _usd(cluster) >= until.amount:
-                break
-    else:
-        cluster.play(end_s)
+    while cluster.finish is None and cluster.now_s < end_s:
+        cluster.play(min(end_s, cluster.now_s + LOOK_EVERY_S))
+        done = [cluster.now_s / end_s]
+        if until.kind == "usd":
+            done.append(_usd(cluster) / until.amount)
+        elif until.num_steps:
+            done.append(cluster.state.version / until.num_steps)
+        told(min(1.0, max(done)))
+        if until.kind == "usd" and done[-1] >= 1:
+            break
     account = cluster.account
     changes = sum(before.shape != after.shape for before, after in pairwise(cluster.moments))
     return Outcome(
@@ -100,6 +106,7 @@ def play_mix(
     prices: SpotPrices | None = None,
     name: str = "",
     on_demand_share: float,
+    told: Callable[[float], None] = lambda _share: None,
 ) -> Outcome:
     """Play Morph on as many VMs, of which this share is on demand and never taken; the others are the trace's."""
     num = round(on_demand_share * trace.max_nodes)
@@ -117,7 +124,7 @@ def play_mix(
             kept.remove(event.node_id)
             events.append(event)
     mixed = trace.model_copy(update={"events": tuple(events)})
-    outcome = play_morph(job, mixed, until=until, seed=seed, prices=prices, name=name)
+    outcome = play_morph(job, mixed, until=until, seed=seed, prices=prices, name=name, told=told)
     return replace(outcome, policy=f"mix-{round(100 * on_demand_share)}")
 
 

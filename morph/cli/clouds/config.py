@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from morph.cli.reading.progress import doing
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -41,6 +43,7 @@ def check_command(file: FileArgument) -> None:
 
     config = load_config(file)
     if isinstance(config, JobFile):
+        doing("loading PyTorch and the job, and checking that its profile and VMs fit it")
         print(f"{file}: a job file; {check_job_file(file, config)}")
     else:
         print(f"{file}: a cluster file; every key is known and every value in range")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from morph.cli.reading.options import JobArgument, JsonOption
+from morph.cli.reading.progress import doing
 from morph.contract.errors import JobError
 from morph.contract.files import check_output
 from morph.words import kind_name, short_source
@@ -63,6 +66,8 @@ def cut_command(
 
 def _find(job_path: str, num_sections: int | None, m: int | None) -> tuple[CutReport, str]:
     """Return the cuts, and how they compare with the plain model."""
+    doing(f"loading PyTorch and {job_path}")
+    say = partial(doing, file=sys.stderr)  # as it is now: what the job's code prints there is held back
     from morph.cli.models.checks import TRIED_ONCE, users_code, warn_of_loss
     from morph.cli.models.plain_check import agreement_note, compare_once
     from morph.cutting import cut, export_job
@@ -72,6 +77,7 @@ def _find(job_path: str, num_sections: int | None, m: int | None) -> tuple[CutRe
 
     with users_code(job_path):
         job = load_job(job_path)
+        say("tracing the model")
         exported = export_job(job)
         check_data(job)
         model = cut(
@@ -80,6 +86,7 @@ def _find(job_path: str, num_sections: int | None, m: int | None) -> tuple[CutRe
             micro_batch_size=m or job.micro_batch_size or 1,
         )
         report = report_cuts(exported, model)
+        say("comparing the cut model with the plain one")
         compared = compare_once(job, exported, model, quick=True)
         warn_of_loss(job, report.num_parameters, TRIED_ONCE)
         return report, agreement_note(compared)

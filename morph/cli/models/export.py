@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from morph.cli.reading.progress import doing
 from morph.cli.reading.stored import Stored, StoredArgument, no_checkpoint, stored_at, unknown_version, with_newest
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def export_command(
     source: StoredArgument,
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="File to write, such as out.safetensors.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="File to write: .safetensors, .pt, .pth or .bin.")],
     version: Annotated[
         int | None, typer.Option(min=0, help="Steps applied; default: of the newest checkpoint that is whole.")
     ] = None,
@@ -32,27 +33,33 @@ def export_command(
 ) -> None:
     """Write a run's weights under your model's own names: parameters, tied names, buffers.
 
-    The file is a safetensors state_dict: model.load_state_dict and transformers' from_pretrained take it. Without
-    --version, a damaged checkpoint is passed over, with a sentence, for the newest that is whole.
+    The file holds a plain state_dict for model.load_state_dict: in the format of safetensors, which transformers'
+    from_pretrained takes too, or, where its name ends in .pt, .pth or .bin, of torch.save, as torch.load reads it with
+    weights_only=True. Without --version, damaged checkpoints are skipped, each with a sentence, for the newest that is
+    whole.
 
     \b
     Example:
       morph export runs/tiny tiny.safetensors
       morph export az://container/run tiny.safetensors --job my_job.py:job
     """
-    from morph.checkpoint.manifest import complete_versions, read_manifest
-    from morph.checkpoint.plain_file import write_plain_file
     from morph.contract.errors import InputError
-    from morph.runtime.state.model_state import export_state
 
     stored = stored_at(source)
     if output.exists() and not overwrite:
         raise InputError("exists already", source=str(output), allowed="a new file, or --overwrite")
+    doing(f"loading PyTorch and what is saved in {source}")
+    from morph.checkpoint.manifest import complete_versions, read_manifest
+    from morph.checkpoint.plain_file import check_plain_name, write_plain_file
+    from morph.runtime.state.model_state import export_state
+
+    check_plain_name(output)
     known = complete_versions(stored.url)
     if not known:
         raise no_checkpoint(stored)
     if version is not None and version not in known:
         raise unknown_version(stored, "--version", version, known)
+    doing("tracing the model")
     loaded = _loaded(stored, job)
 
     def exported(manifest: Manifest) -> dict[str, Tensor]:

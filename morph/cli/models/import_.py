@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from morph.cli.reading.options import JobArgument
+from morph.cli.reading.progress import doing
 
 if TYPE_CHECKING:
     from morph.job import Job
@@ -32,6 +33,7 @@ def import_command(
       morph import my_job.py:job pretrained.safetensors runs/tuned
       morph run my_job.py:job --profile profile.json --cluster cluster.yaml --run-dir runs/tuned
     """
+    doing(f"loading PyTorch and {job}")
     from manager.run_dir import RunDir, RunFacts
     from morph.checkpoint.plain_file import PlainFile
     from morph.contract.errors import JobError, RunDirError
@@ -49,6 +51,7 @@ def import_command(
     if micro_batch_size is None or micro_batch_size not in _possible(loaded):
         allowed = ", ".join(map(str, _possible(loaded)))
         raise JobError("the run needs a micro-batch size", source=job, field="--m", value=m, allowed=allowed)
+    doing("tracing the model")
     exported = export_job(loaded)
     model = cut(exported, num_sections=loaded.num_sections, micro_batch_size=micro_batch_size)
     parameters = ImportedParameters(loaded, model, file, exported.initial_buffers)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from morph.cli.reading.options import JobArgument
+from morph.cli.reading.progress import doing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,6 +39,8 @@ def trace_deps_command(
       morph trace-deps configs/jobs/tiny_gpt.py:job
       morph trace-deps configs/jobs/tiny_gpt.py:job -k 4 --json
     """
+    doing(f"loading PyTorch and {job}")
+    say = partial(doing, file=sys.stderr)  # as it is now: what the job's code prints there is held back
     import torch
 
     from morph.cli.models.checks import users_code
@@ -48,10 +53,12 @@ def trace_deps_command(
     torch.set_num_threads(1)
     with users_code(job):
         loaded = load_job(job)
+        say("tracing the model, and a step of training")
         exported = export_job(loaded)
         check_data(loaded)
         report = check_dependencies(loaded, num_sections=num_sections, micro_batch_size=m, exported=exported)
         model = cut(exported, num_sections=report.num_sections, micro_batch_size=report.micro_batch_size)
+        say("comparing the cut model with the plain one")
         compared = compare_once(loaded, exported, model, quick=True, steps=not report.violations)
     if as_json:
         print(json.dumps(report.to_json()))

@@ -29,6 +29,7 @@ from morph.cli.reading.options import (
     RecomputeOption,
     SlotsOption,
 )
+from morph.cli.reading.progress import COMPILED_ONCE, doing_if_long
 from morph.contract.errors import PlanError
 from morph.contract.files import check_output, write_output
 
@@ -130,7 +131,7 @@ def plan_command(
     with from_options(context, profile):
         measured = of_node_type(load_profile(profile), node_type)
     request = request_of(context)
-    with from_options(context, profile):
+    with from_options(context, profile), doing_if_long(f"simulating shapes ({COMPILED_ONCE})"):
         if numbers is not None and len(numbers) > 1:
             from simulator.shown.curve import show_curve
 

@@ -25,7 +25,8 @@ from morph.cli.reading.options import (
     SlowOption,
     StagesOption,
 )
-from morph.words import time_text
+from morph.cli.reading.progress import doing
+from morph.words import counted, time_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -92,6 +93,7 @@ def rehearse_command(
       morph rehearse configs/profiles/gpt2-8.3b.json -P 9 -D 4 --hosts 36 --batch-size 256
       morph rehearse profile.json -P 4 -D 2 --slow 2:1.3 --jitter-seed 1
     """
+    doing(f"planning {pipeline_depth} x {num_replicas}")
     from manager.rehearsal import RehearsalSpec, plan_rehearsal, rehearse, run_facts
     from manager.report.live import LiveRun
     from manager.run_dir import RunDir
@@ -134,6 +136,7 @@ def rehearse_command(
             )
         )
     print(_headline(planned), flush=True)
+    doing(f"starting {counted(planned.spec.num_workers, 'worker')}")
     with _directory(run_dir) as directory, RunDir(directory, run_facts(planned)) as opened:
         job = planned.profile.job
         with run_view(LiveRun(job.name, steps + 1, job.batch_size), plain=plain) as observer:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 from datetime import datetime
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,8 +27,10 @@ from morph.cli.plans.trace_options import (
 )
 from morph.cli.reading.cluster_file import load_cluster, load_yaml
 from morph.cli.reading.options import JsonOption
+from morph.cli.reading.progress import COMPILED_ONCE, doing_if_long, progress
 from morph.contract.errors import ConfigError
 from morph.contract.files import check_output, write_output
+from morph.words import counted
 
 if TYPE_CHECKING:
     from morph.contract.trace import Trace
@@ -65,12 +68,17 @@ def replay_command(
     notices: NoticesOption = None,
     like: LikeOption = None,
     model: ModelOption = None,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, max=_MOST_SEEDS, help="Traces to draw.")] = 10,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, max=_MOST_SEEDS, help="Traces to draw.")] = 5,
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Of the first drawn trace.")] = 0,
     cluster: Annotated[
         Path | None, typer.Option("--cluster", help="Cluster file (YAML): its policy, VMs, prices and limits.")
     ] = None,
-    policy: Annotated[str, typer.Option("--policy", help="Which to compare: all, or names with commas.")] = "all",
+    policy: Annotated[
+        str,
+        typer.Option(
+            "--policy", help="Which to compare: names with commas; all; compared: all but Morph with parts left out."
+        ),
+    ] = "compared",
     objective: Annotated[
         AimName | None,
         typer.Option("--objective", help="What the advice goes by. Default: dollars, where everything has a price."),
@@ -161,8 +169,9 @@ def replay_command(
         durations = Durations(setup_s=setup_s, restart_s=restart_s)
         most = max(trace.max_nodes for _, _, trace in cases)
         request = PlanRequest(memory_bytes=memory_bytes, redundancy=decides.redundancy)
-        job = job_from_profile(measured, most, request, durations=durations, policy=decides)
-        job = with_redundant_costs(job, measured, most)
+        with doing_if_long(f"planning for 1 to {most} VMs ({COMPILED_ONCE})"):
+            job = job_from_profile(measured, most, request, durations=durations, policy=decides)
+            job = with_redundant_costs(job, measured, most)
     longest = hours if not traces else min(trace.duration_s for _, _, trace in cases) / 3600
     if bound is not None and bound.kind == "hours" and bound.amount > longest:
         raise ConfigError("is after a trace's end", field="--until", value=until, allowed=f"at most {longest:.4g}h")
@@ -173,17 +182,15 @@ def replay_command(
         until=bound or Until(kind="hours", amount=longest),
         prices=SpotPrices(spot_usd_per_h=price, on_demand_usd_per_h=on_demand_price),
     )
+    what = f"simulating {counted(len(names), 'policy', 'policies')} on {counted(len(cases), 'trace')}"
+    with progress(remaining=True) as told:
+        told(what, 0.0)
+        outcomes = replay.run(jobs, partial(told, what))
     if as_json:
-        outcomes = replay.run(jobs)
         print(json.dumps(json.loads(frame_of(outcomes).to_json(orient="records"))))
     else:
-        from rich.progress import Progress
-
         from morph.cli.plans.replay_shown import show
 
-        with Progress(transient=True) as progress:
-            task = progress.add_task("simulating", total=len(names) * len(cases))
-            outcomes = replay.run(jobs, lambda: progress.advance(task))
         show(job.name, outcomes)
         print(advice(outcomes, None if objective is None else objective.value))
     if csv is not None:

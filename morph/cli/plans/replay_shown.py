@@ -26,6 +26,7 @@ COLORS = {
     Part.UNMANAGED: "#000000",
 }
 LINES = ("#1d6fa5", "#c1443c", "#ef8354", "#7a5195", "#4d4d4d", "#2a9d8f")
+STYLES = ("-", "--", ":", "-.")
 
 
 def by_policy(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
@@ -76,7 +77,7 @@ def _spread(values: Sequence[float], form: str) -> str:
 def draw(name: str, outcomes: Sequence[Outcome], path: Path) -> None:
     """Draw what the VMs' time went into by policy; below, the first trace: VMs, and examples per second by policy."""
     policies = by_policy(outcomes)
-    size = (10.0, 8.5)
+    size = (10.0, 7.0 + 0.25 * len(policies))
     with picture(path, ConfigError, size, nrows=3, height_ratios=[1.3, 1, 1.2]) as (_, (above, middle, below)):
         for place, ones in enumerate(reversed(policies.values())):
             left, whole = 0.0, sum(one.vm_s for one in ones)
@@ -104,11 +105,12 @@ def draw(name: str, outcomes: Sequence[Outcome], path: Path) -> None:
         middle.set(ylabel="VMs", xlim=(0, longest), ylim=(0, None))
         middle.set_title(f"on {first.trace or 'the trace'}", loc="left", fontsize=11)
         plain_axes(middle, grid="y")
-        for color, one in zip(LINES, same, strict=False):
+        for place, one in enumerate(same):
             hours, done = _progress(one)
-            below.plot(hours, done, color=color, label=one.policy, linewidth=1.6)
+            color, style = LINES[place % len(LINES)], STYLES[place // len(LINES) % len(STYLES)]
+            below.plot(hours, done, color=color, linestyle=style, label=one.policy, linewidth=1.6)
         below.set(xlabel="hours", ylabel="examples trained", xlim=(0, longest), ylim=(0, None))
-        below.legend(frameon=False, loc="upper left")
+        below.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
         plain_axes(below, grid="y")
 
 

@@ -27,6 +27,7 @@ from morph.cli.reading.options import (
     SlowOption,
     StagesOption,
 )
+from morph.cli.reading.progress import COMPILED_ONCE, doing_if_long
 from morph.contract.errors import PlanError
 from morph.contract.files import check_output
 
@@ -91,6 +92,7 @@ def simulate_command(
     from morph.contract.profile import load_profile
     from simulator import simulate
     from simulator.given.node_types import of_node_type
+    from simulator.search.planner import advice
 
     if png is not None:
         check_output(png, PlanError)
@@ -101,9 +103,10 @@ def simulate_command(
     refuse_together(given, "--slope", ["--schedule"], f"the windows of {schedule} are fixed")
     require(given, "--draws", "--jitter-seed")
     request = replace(request_of(context), recompute=not no_recompute)
-    with from_options(context, profile):
+    with from_options(context, profile), doing_if_long(f"simulating ({COMPILED_ONCE})"):
         measured = of_node_type(load_profile(profile), node_type)
         simulation = simulate(measured, request, num_stages=pipeline_depth, window_slope=window_slope)
+        simulation = simulation.with_note(advice(measured, request, simulation))
     if png is not None:
         from simulator.shown.timeline import draw_timeline
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,10 +13,9 @@ import typer
 
 from morph.cli.profiles.calibrate_peer import TOKEN_HELP
 from morph.cli.reading.options import JobArgument
+from morph.cli.reading.progress import Told, doing, progress
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from calibrate.computing.subject import Subject
     from calibrate.links.two_nodes import PeerAddress
     from morph.contract.profile import Profile
@@ -84,8 +83,6 @@ def calibrate_command(
     ] = None,
 ) -> None:
     """Its help is CALIBRATE_HELP."""
-    from rich.console import Console
-
     from morph.cli.models.checks import TRIED_ONCE, users_code, warn_of_loss
     from morph.cli.reading.errors import places
     from morph.contract.errors import ProfileError
@@ -107,11 +104,11 @@ def calibrate_command(
     busy = _busy_note()
     begun_s = time.monotonic()
 
-    def measure(progress: Callable[[str, float], None]) -> Profile:
+    def measure(told: Told) -> Profile:
         from calibrate import add_node_type, calibrate
 
         if known is not None and node_type is not None:
-            return add_node_type(known, job, node_type, num_samples=samples, device=device, progress=progress)
+            return add_node_type(known, job, node_type, num_samples=samples, device=device, progress=told)
         sizes = tuple(micro_batch) if micro_batch else None
         found = calibrate(
             job,
@@ -120,13 +117,14 @@ def calibrate_command(
             device=device,
             checkpoint_url=checkpoint_url,
             peer=other_node,
-            progress=progress,
+            progress=told,
             check=_look_at,
         )
         return _with_commit_round(found, samples) if commit_round else found
 
-    with users_code(job), places(_PLACES):
-        found = _with_bar(measure, Console(file=sys.stderr))
+    doing(f"loading PyTorch and {job}")
+    with progress() as told, users_code(job), places(_PLACES):
+        found = measure(told)
         if node_type is None:
             warn_of_loss(load_job(job), sum(unit.parameter_bytes for unit in found.units) // 4, TRIED_ONCE)
     write_profile(found, path, as_read=known is not None)
@@ -199,17 +197,6 @@ def _with_commit_round(profile: Profile, num_samples: int) -> Profile:
     commit = timing(measure_commit_round(num_samples))
     sources = {field: source for field, source in profile.sources.items() if field != "commit"}
     return profile.model_copy(update={"commit": commit, "sources": sources})
-
-
-def _with_bar(measure: Callable[[Callable[[str, float], None]], Profile], terminal: Console) -> Profile:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(
-        *columns, console=terminal, transient=True, redirect_stderr=False, disable=not terminal.is_terminal
-    ) as bar:
-        task = bar.add_task("starting", total=1.0)
-        return measure(lambda what, share: bar.update(task, description=what, completed=share))
 
 
 def _show(profile: Profile, node_type: str | None) -> None:

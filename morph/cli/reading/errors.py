@@ -27,6 +27,8 @@ from morph.contract.files import NO_ROOM
 
 EXIT_STOPPED = 1
 EXIT_INPUT = 2
+EXIT_GOES_ON = 75
+"""``morph stop`` ended the run before its last step: it is saved, and the same command goes on with it."""
 EXIT_INTERRUPTED = 130
 
 

@@ -13,6 +13,7 @@ import typer
 from manager.controller.state.actions import Finish
 from manager.dashboard.server import serving
 from manager.engine.loop.driver import Observer
+from manager.machine.signals import STOPPED_BY_COMMAND
 from manager.report.live import LiveRun
 from manager.report.picture import draw_run
 from manager.report.summary import summarise
@@ -22,10 +23,13 @@ from manager.run.managed import managed_run
 from manager.run.request import IfChanged, RunRequest
 from manager.run_dir import as_its_folder
 from morph.cli.models.checks import check_job
-from morph.cli.reading.errors import EXIT_INTERRUPTED, places
+from morph.cli.reading.errors import EXIT_GOES_ON, EXIT_INTERRUPTED, places
+from morph.cli.reading.progress import doing, doing_if_long
 from morph.cli.runs.prepare import prepare
 from morph.cli.views.run_view import run_view
 from morph.contract.errors import TrainingStopped
+from morph.contract.job_file import JobFacts
+from morph.contract.profile import Profile
 from morph.runtime.step.timeline import write_trace
 
 
@@ -41,6 +45,7 @@ class Shown:
     @contextmanager
     def view(self, live: LiveRun, run_dir: Path) -> Iterator[Observer]:
         """Show it while the block runs; yields the driver's observer."""
+        doing("taking over the run's workers" if live.takes_over else "starting workers")
         page = serving(live, run_dir) if self.page else nullcontext()
         with page, run_view(live, plain=self.plain, as_json=self.as_json, verbose=self.verbose) as observer:
             yield observer
@@ -48,11 +53,12 @@ class Shown:
 
 def carry_out(request: RunRequest, run_dir: Path | None, shown: Shown, if_changed: IfChanged) -> None:
     """Do what ``morph run`` was asked for; ``run_dir``: instead of the job's own. Ends in the command's exit code."""
-    run = prepare(request, run_dir)
+    with doing_if_long("reading the job's files"):
+        run = prepare(request, run_dir)
     directory = run.run_dir
     try:
         with places(run.places):
-            finish, report = managed_run(run, check_job, lambda live: shown.view(live, directory), if_changed)
+            finish, report = managed_run(run, _checked, lambda live: shown.view(live, directory), if_changed)
     except KeyboardInterrupt:
         print(
             f"the same command goes on from the newest checkpoint, and so does morph resume {directory}",
@@ -66,7 +72,20 @@ def carry_out(request: RunRequest, run_dir: Path | None, shown: Shown, if_change
     if finish.outcome == "failed":
         print(finish.traceback, end="", file=sys.stderr)
         raise TrainingStopped(finish.sentence)
-    raise typer.Exit(EXIT_INTERRUPTED if finish.outcome == "stopped" else 0)
+    raise typer.Exit(_exit_code(finish))
+
+
+def _checked(job_path: str, profile: Profile) -> JobFacts:
+    doing("checking the job: loading PyTorch, cutting the model, comparing it with the plain one")
+    facts = check_job(job_path, profile)
+    doing("planning shapes")
+    return facts
+
+
+def _exit_code(finish: Finish) -> int:
+    if finish.outcome != "stopped":
+        return 0
+    return EXIT_GOES_ON if finish.sentence.startswith(STOPPED_BY_COMMAND) else EXIT_INTERRUPTED
 
 
 def _conclude(finish: Finish, report: RunReport, run_dir: Path) -> None:

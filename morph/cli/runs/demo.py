@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from morph.cli.reading.progress import doing, progress
+
 if TYPE_CHECKING:
     from manager.report.values import RunReport
     from morph.contract.checkpoint import Manifest
@@ -46,6 +48,7 @@ def demo_command(
       morph demo
       morph demo --seed 386 --out out/another
     """
+    doing("loading PyTorch and the simulator")
     from calibrate import calibrate
     from manager.engine.run.job_code import collect
     from manager.preparation import memory_of
@@ -82,7 +85,8 @@ def demo_command(
     started_s = time.monotonic()
 
     print(f"[1/5] calibrate {job}", flush=True)
-    profile = calibrate(job)
+    with progress() as told:
+        profile = calibrate(job, progress=told)
     (out / "profile.json").write_text(profile.model_dump_json(indent=2), encoding="utf-8")
     took_s = time.monotonic() - started_s
     print(f"      {profile.num_sections} sections measured in {took_s:.0f} s -> {out / 'profile.json'}")

@@ -17,6 +17,7 @@ from morph.cli.reading.options import (
     PriceOption,
     RecomputeOption,
 )
+from morph.cli.reading.progress import doing_if_long
 from morph.contract import ranges
 from morph.contract.errors import ConfigError
 
@@ -103,8 +104,6 @@ def run_command(
           --cluster configs/clusters/local.yaml --steps 200 --run-dir runs/tiny
       morph run configs/runs/tiny_gpt.yaml
     """
-    from morph.cli.runs.carry_out import Shown, carry_out
-
     for name in _IN_A_JOB_FILE if is_job_file(job) else ():
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -119,6 +118,8 @@ def run_command(
         if value is not None:
             allowed.check(option, value)
     request = RunRequest.model_validate({name: context.params[name] for name in RunRequest.model_fields})
+    with doing_if_long(f"reading {job} and what it is run with"):
+        from morph.cli.runs.carry_out import Shown, carry_out
     carry_out(request, run_dir, Shown(plain, verbose, log_format is LogFormat.JSON, page), if_changed)
 
 
@@ -159,8 +160,9 @@ def resume_command(
       morph resume runs/tiny
       morph resume az://container/tiny --job my_job.py:job --run-dir runs/tiny
     """
-    from morph.cli.runs.carry_out import Shown, carry_out
-    from morph.cli.runs.recover import is_stored, recovered
+    with doing_if_long(f"reading what was kept in {source}"):
+        from morph.cli.runs.carry_out import Shown, carry_out
+        from morph.cli.runs.recover import is_stored, recovered
 
     shown = Shown(plain, verbose, log_format is LogFormat.JSON, page)
     if is_stored(source):

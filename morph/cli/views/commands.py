@@ -155,6 +155,8 @@ def stop_command(
 ) -> None:
     """Ask a run to end at its next step boundary, with a checkpoint, and wait until it has.
 
+    Its `morph run` ends with code 75 then, if a step is left: the same command goes on with it.
+
     \b
     Example:
       morph stop runs/tiny

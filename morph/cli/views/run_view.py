@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 PLAIN_EVERY_S = 5.0
 RECENT = 6
 JSON_FIELDS = (
-    *("time_s", "phase", "shape", "generation", "version", "loss", "examples_per_s"),
+    *("time_s", "phase", "shape", "generation", "version", "saved_version", "examples_per_s"),
+    *("loss", "metrics", "learning_rates"),
     *("dollars", "part_dollars", "dollars_on_demand"),
 )
 

@@ -147,8 +147,9 @@ class MarkedCode:
         """Run from mark to mark."""
         num_inputs = 0 if self.entry is None else 1
         border = given[:num_inputs]
-        batch = dict(zip(self.keys, given[num_inputs:], strict=False))
-        parameters = dict(zip(self.names, given[num_inputs + len(self.keys) :], strict=True))
+        num_others = num_inputs + len(self.keys)
+        batch = dict(zip(self.keys, given[num_inputs:num_others], strict=True))
+        parameters = dict(zip(self.names, given[num_others:], strict=True))
         device = given[0].device if given else torch.device("cpu")
         _move(self.whole, device)
         walk = _Walk(self, border, device)

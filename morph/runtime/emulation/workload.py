@@ -229,7 +229,7 @@ def task_times(device: EmulatedDevice, groups: Sequence[range], luck: Luck, micr
         luck.times_s("recompute", {section: forward[section] for section in group}, micro_batches) for group in groups
     ]
     backward_s = luck.section_times_s("backward", backward, micro_batches)
-    for group, group_s in zip(groups[:-1], again_s, strict=False):
+    for group, group_s in zip(groups[:-1], again_s[:-1], strict=True):
         backward_s[group[-1] - groups[0][0]] += group_s
     return TaskTimes(
         forward_s=luck.times_s("forward", forward, micro_batches), recompute_s=again_s[-1], backward_s=backward_s

@@ -354,6 +354,7 @@ class Worker:
         for name, state in units.items():
             state.reduced = sums.accumulators[name].finish(current.plan.num_micro_batches, order.step)
         norms_sq = {name: state.norm_sq() for name, state in units.items()}
+        rates = [rate for state in units.values() for rate in state.learning_rates]
         followed = self._following.share(units, current.interrupt)
         self._faults.reach("before_commit")
         answer = Prepared(
@@ -366,6 +367,7 @@ class Worker:
             non_finite=any(state.reduced.non_finite for state in units.values() if state.reduced),
             followed=followed,
             losses=tuple(sums.losses.values()),
+            learning_rates=(min(rates), max(rates)) if rates else None,
             times=executor.stopwatch.times(),
             timeline=current.timeline(order.step, executor) if order.record_timeline else None,
         )

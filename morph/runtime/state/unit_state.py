@@ -124,6 +124,13 @@ class UnitState:
             if updated.dtype != self.parameters[name].dtype
         )
 
+    @property
+    def learning_rates(self) -> list[float]:
+        """Of the groups in which it has parameters, those that are numbers."""
+        rates = [group.get("lr") for group in self.optimizer.param_groups if group["params"] and self.unit.parameters]
+        numbers = [float(rate) for rate in rates if isinstance(rate, int | float | Tensor)]
+        return [number for number in numbers if math.isfinite(number)]
+
     def new_accumulator(self) -> Accumulator:
         """A fresh accumulator at the current scales."""
         changes = frozenset(self.buffers)

@@ -1,0 +1,103 @@
+"""What a command says on standard error before it has an answer: what it does, and how long that will take.
+
+Standard output has only the answer. In a terminal a bar shows what goes on; elsewhere each phase is one line.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import ProgressColumn, Task
+
+FIRST_TOLD_AFTER_S = 3.0
+"""By then a share of the work is done by which the rest can be told."""
+LONG_S = 0.5
+COMPILED_ONCE = "on a new machine the simulator is compiled first"
+Told = Callable[[str, float], None]
+"""Takes in what is done now, and the share of all work that is done, 0 to 1."""
+
+
+def doing(what: str, file: TextIO | None = None) -> None:
+    """Say what takes the next seconds, at once."""
+    print(f"{what} ...", file=file or sys.stderr, flush=True)
+
+
+@contextmanager
+def doing_if_long(what: str) -> Iterator[None]:
+    """Say what the block does if it takes longer than ``LONG_S``."""
+    timer = threading.Timer(LONG_S, doing, (what, sys.stderr))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def progress(*, remaining: bool = False) -> Iterator[Told]:
+    """Show how far the block is.
+
+    Args:
+        remaining: Shares are of its time, so that they tell how long the rest will take.
+    """
+    file = sys.stderr  # as it is now: while a job's code runs, what it prints there is held back
+    if not file.isatty():
+        yield Lines(file, remaining)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), TimeElapsedColumn(), *([rest_column()] if remaining else []))
+    console = Console(file=file)
+    with Progress(
+        *columns, TextColumn("{task.description}"), console=console, transient=True, redirect_stderr=False
+    ) as bar:
+        task = bar.add_task("starting", total=1.0)
+        yield lambda what, share: bar.update(task, description=what, completed=share)
+
+
+class Lines:
+    """Phases as lines; how long the rest will take is told again whenever twice as much time has passed."""
+
+    def __init__(self, file: TextIO, remaining: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file, self._what = file, ""
+        self._clock, self._begun_s = clock, clock()
+        self._told_after_s = FIRST_TOLD_AFTER_S if remaining else float("inf")
+
+    def __call__(self, what: str, share: float) -> None:
+        """Say what is new."""
+        elapsed_s = self._clock() - self._begun_s
+        if what != self._what and share < 1:
+            self._what = what
+            doing(what, self._file)
+        if 0 < share < 1 and elapsed_s >= self._told_after_s:
+            self._told_after_s = 2 * elapsed_s
+            print(rest_text(elapsed_s, share), file=self._file, flush=True)
+
+
+def rest_text(elapsed_s: float, share: float) -> str:
+    """How long the rest takes if it goes on as so far."""
+    rest_s = round(elapsed_s * (1 - share) / share)
+    return f"about {rest_s} s to go" if rest_s < 120 else f"about {round(rest_s / 60)} min to go"
+
+
+def rest_column() -> ProgressColumn:
+    """How long the rest takes, as a part of a bar."""
+    from rich.progress import ProgressColumn
+    from rich.text import Text
+
+    class Rest(ProgressColumn):
+        """By the clock as it is when drawn, so that it does not stand still between two updates."""
+
+        def render(self, task: Task) -> Text:
+            known = task.elapsed is not None and task.elapsed >= FIRST_TOLD_AFTER_S and 0 < task.completed < 1
+            return Text(rest_text(task.elapsed or 0.0, task.completed) if known else "")
+
+    return Rest()
