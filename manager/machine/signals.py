@@ -17,8 +17,9 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
     """While the block runs: the first signal asks for a stop at the next boundary, by its name.
 
-    A hang-up that was ignored before stays so, as nohup wants it; after one, what would be shown in the terminal that
-    is gone is dropped. Outside the main thread this changes nothing.
+    A hang-up or Ctrl-C that was ignored before stays so, as under nohup, and in what a script's shell starts in the
+    background; SIGTERM, which ``morph stop`` sends, is always heard. After a hang-up, what would be shown in the
+    terminal that is gone is dropped. Outside the main thread this changes nothing.
 
     Raises:
         KeyboardInterrupt: on a second signal.
@@ -62,9 +63,11 @@ def _let_go(terminals: list[int]) -> None:
 
 @contextmanager
 def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    numbers = [number for number in STOPPING if not (number is signal.SIGHUP and ignored)]
-    previous = {number: signal.signal(number, handler) for number in numbers}
+    previous = {
+        number: signal.signal(number, handler)
+        for number in STOPPING
+        if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield
     finally:
