@@ -24,6 +24,7 @@ from morph.link.home import Home
 
 log = logging.getLogger(__name__)
 
+HOST = "manager.engine.on_processes.process_host"
 START_TIMEOUT_S = 90.0
 FORK_TIMEOUT_S = 20.0
 STORE_TIMEOUT_S = 30.0
@@ -78,7 +79,7 @@ class ProcessVms:
         order, self._order = os.pipe()
         try:
             self._line = HostLine.start(
-                "manager.engine.on_processes.process_host",
+                HOST,
                 self.control_socket,
                 self._patience_s,
                 self._log_path,
