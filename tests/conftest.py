@@ -23,8 +23,6 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Inductor takes the processor at its word: else it first compiles programs that try its vector instructions, for 6 s.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in the background; what tests start inherits it
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 if "MORPH_CACHE_DIR" not in os.environ:  # a developer's cache is not read; processes of pytest-xdist share one
     os.environ["MORPH_CACHE_DIR"] = tempfile.mkdtemp(prefix="morph-tests-")
     atexit.register(shutil.rmtree, os.environ["MORPH_CACHE_DIR"], ignore_errors=True)
@@ -43,6 +41,25 @@ settings.register_profile("shared-machine", deadline=None, suppress_health_check
 settings.load_profile("shared-machine")
 
 MOST_WORKERS = 4
+
+
+def hear_signals() -> None:
+    """Let what is started from now on hear signals that are ignored here: by nohup, or by a shell's ``&``.
+
+    A program begins with the default where there was a handler, but goes on ignoring what is ignored. This process
+    itself ignores a hang-up as before.
+    """
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda _number, _frame: None)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def heard_signals() -> None:
+    """Only where tests run: the processes of pytest-xdist are to survive the hang-up that their parent survives."""
+    hear_signals()
 
 
 @pytest.hookimpl(optionalhook=True)

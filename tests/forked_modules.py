@@ -63,8 +63,8 @@ class ForkedModule:
             elif stream == subprocess.DEVNULL:
                 theirs.append(os.open(os.devnull, os.O_RDWR))
             else:
-                assert not isinstance(stream, int)
-                theirs.append(os.dup(number if stream is None else stream.fileno()))
+                file = number if stream is None else stream
+                theirs.append(os.dup(file if isinstance(file, int) else file.fileno()))
         passed = Descriptors(*theirs, *pass_fds)
         arguments = (command[1:], (0, 1, 2, *pass_fds), passed, dict(env or os.environ), cwd, start_new_session)
         self._process = FORKS.Process(target=_run, args=arguments, daemon=True)

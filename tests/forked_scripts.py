@@ -328,7 +328,7 @@ class ForkedHosts:
             options = {"stdin": stdin, "stdout": stdout, "stderr": stderr, "pass_fds": pass_fds, "env": env}
             return subprocess.Popen(command, **options, start_new_session=start_new_session)
         with Path(os.devnull).open("rb") as nothing:
-            streams = {0: nothing.fileno(), 1: stdout.fileno(), 2: stderr.fileno()}
+            streams = {0: nothing.fileno() if stdin == self.DEVNULL else stdin, 1: stdout.fileno(), 2: stderr.fileno()}
             return self._nursery.popen(command, env=env, files={**streams, **{fd: fd for fd in pass_fds}})
 
 

@@ -20,8 +20,9 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, ASKED)
 def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
     """While the block runs: the first signal asks for a stop at the next boundary, with its name as the reason.
 
-    That of ``ASKED`` is ``STOPPED_BY_COMMAND``. A hang-up that was ignored before stays so, as nohup wants it; after
-    one, what would be shown in the terminal that is gone is dropped. Outside the main thread this changes nothing.
+    That of ``ASKED`` is ``STOPPED_BY_COMMAND``. A hang-up or Ctrl-C that was ignored before stays so, as under nohup,
+    and in what a script's shell starts in the background; SIGTERM and ``ASKED`` are always heard. After a hang-up,
+    what would be shown in the terminal that is gone is dropped. Outside the main thread this changes nothing.
 
     Raises:
         KeyboardInterrupt: on a second signal.
@@ -65,9 +66,11 @@ def _let_go(terminals: list[int]) -> None:
 
 @contextmanager
 def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    numbers = [number for number in STOPPING if not (number is signal.SIGHUP and ignored)]
-    previous = {number: signal.signal(number, handler) for number in numbers}
+    previous = {
+        number: signal.signal(number, handler)
+        for number in STOPPING
+        if number in (signal.SIGTERM, ASKED) or signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield
     finally:

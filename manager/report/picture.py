@@ -26,7 +26,7 @@ MOST_METRICS = 12
 LABEL_WIDTH_PX = 66
 
 
-def draw_run(report: RunReport, path: Path, expected_label: str = "expected by the planner") -> None:
+def draw_run(report: RunReport, path: Path) -> None:
     """Write the picture as a PNG, 1600 x 1000 pixels; an existing file is replaced atomically.
 
     Raises:
@@ -34,7 +34,7 @@ def draw_run(report: RunReport, path: Path, expected_label: str = "expected by t
     """
     from manager.run_dir import as_its_folder
 
-    drawn = png_of(run_figure(report, expected_label))
+    drawn = png_of(run_figure(report))
     with as_its_folder(path):
         write_whole(path, drawn)
 
@@ -46,7 +46,7 @@ def png_of(figure: Figure) -> bytes:
     return drawn.getvalue()
 
 
-def run_figure(report: RunReport, expected_label: str = "expected by the planner") -> Figure:
+def run_figure(report: RunReport) -> Figure:
     """Return the figure: four panels from top to bottom, in seconds since the run's start."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -66,7 +66,7 @@ def run_figure(report: RunReport, expected_label: str = "expected by the planner
         panels[3].set_xlabel("seconds since the start")
         _draw_vms(panels[0], report)
         _draw_shapes(panels[1], report)
-        _draw_throughput(panels[2], report, expected_label)
+        _draw_throughput(panels[2], report)
         _draw_loss(panels[3], report)
         _mark_morphs(panels, report)
         figure.text(0.065, 0.965, _title(report), fontsize=15, color=INK, fontweight="bold")
@@ -197,7 +197,7 @@ def _bands(report: RunReport) -> list[tuple[float, float, str]]:
     return bands
 
 
-def _draw_throughput(panel: Axes, report: RunReport, expected_label: str) -> None:
+def _draw_throughput(panel: Axes, report: RunReport) -> None:
     top = 0.0
     for number, span in enumerate(span for span in report.shapes if span.num_steps):
         steps = [record for record in report.steps if record.generation == span.generation and record.duration_s > 0]
@@ -211,7 +211,7 @@ def _draw_throughput(panel: Axes, report: RunReport, expected_label: str) -> Non
             expected = span.batch_size / span.expected_here_s
             panel.plot(
                 [span.start_s - report.start_s, end_s], [expected, expected], "--", color=EXPECTED, linewidth=1.8,
-                label="" if number else expected_label,
+                label="" if number else "expected by the planner",
             )  # fmt: skip
             top = max(top, expected)
         top = max([top, *smooth])

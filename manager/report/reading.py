@@ -10,7 +10,6 @@ from manager.controller.state.actions import EndWorker, Finish, NoteCorrection, 
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import (
     EVENT,
-    ComputeTimesSeen,
     Event,
     ManagerResumed,
     ManifestWritten,
@@ -18,7 +17,7 @@ from manager.controller.state.events import (
     WorkerAnswered,
     WorkerLost,
 )
-from manager.controller.state.learned import Correction, StageRatios, correction_of, with_times
+from manager.controller.state.learned import Correction
 from manager.controller.state.saves import NextSave
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import OUTLIVES, SESSION_OVER, TOOK_OVER, DecisionRecord, Entry, Fact
@@ -29,7 +28,7 @@ from manager.report.spent import NS_PER_S
 from manager.report.values import RunReport, ShapeSpan, StepRecord, VmCount
 from morph.contract.decided import Decided, LossScale
 from morph.contract.errors import RunDirError
-from morph.contract.messages import Committed, Prepared, ReshapeOrder
+from morph.contract.messages import Committed, Prepared
 
 
 def read_report(run_dir: Path) -> RunReport:
@@ -112,8 +111,6 @@ class _Reader:
     morphs: MorphReader = field(default_factory=MorphReader)
     ledger: Ledger = field(default_factory=Ledger)
     correction: Correction | None = None
-    order: ReshapeOrder | None = None
-    stage_ratios: dict[str, tuple[StageRatios, ...]] = field(default_factory=dict)
     next_save: NextSave | None = None
 
     def take(self, entry: Entry) -> None:
@@ -172,11 +169,6 @@ class _Reader:
             account=self.ledger.account(),
             vms=tuple(self.vms),
             correction=self.correction,
-            corrections={
-                shape: correction_of(seen, self.config.section_compute_s)
-                for shape, seen in self.stage_ratios.items()
-                if seen
-            },
             next_save=None if self.finish else self.next_save,
         )
 
@@ -205,8 +197,6 @@ class _Reader:
                 self.living.difference_update(event.workers)
             case ManagerResumed(living=living):
                 self.living &= self.ledger.warming.union(living)
-            case ComputeTimesSeen():
-                self._times_seen(config, event)
             case ManifestWritten(version=version):
                 self.checkpoint_version = max(version, self.checkpoint_version or 0)
         for action in record.actions:
@@ -230,23 +220,9 @@ class _Reader:
         self._set_back(record.version)
         self._orders(config, record, time_s)
 
-    def _times_seen(self, config: ControllerConfig, event: ComputeTimesSeen) -> None:
-        order, profiled_s = self.order, config.section_compute_s
-        if order is None or not profiled_s or not all(profiled_s):
-            return
-        stage_of = {slot.worker: slot.stage for slot in order.slots}
-        samples_s: dict[int, list[float]] = {}
-        for times in event.times:
-            if times.generation == order.generation and times.worker in stage_of:
-                samples_s.setdefault(stage_of[times.worker], []).extend(times.device_s or times.compute_s)
-        sections = {stage: order.plan.stages[stage].sections for stage in samples_s}
-        seen = self.stage_ratios.get(order.plan.shape, ())
-        self.stage_ratios[order.plan.shape] = with_times(seen, sections, samples_s, profiled_s)
-
     def _orders(self, config: ControllerConfig, record: DecisionRecord, time_s: float) -> None:
         order = record.reshape
         if order is not None:
-            self.order = order
             self._close_shape(time_s)
             plan = order.plan
             self.shapes.append(

@@ -158,9 +158,6 @@ class RunReport(Value):
     account: Account
     vms: tuple[VmCount, ...]
     correction: Correction | None = Field(default=None, description="of the profile, as learned in the last session")
-    corrections: dict[str, Correction] = Field(
-        default_factory=dict, description="by shape: the same by what workers told in this shape alone"
-    )
     next_save: NextSave | None = Field(default=None, description="as last told; None: the run is over, or none is due")
 
     @property

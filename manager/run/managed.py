@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 
@@ -13,6 +13,8 @@ from manager.controller.state.config import ControllerConfig
 from manager.engine.loop.driver import Observed, Observer
 from manager.engine.run import attachment, session
 from manager.engine.run.again import Again, until_it_ends
+from manager.engine.run.machines import OpenMachines, Processes
+from manager.engine.run.vm_sources import machines_of
 from manager.history.run_history import RunHistory
 from manager.journal.patience import LIMIT_S, patiently
 from manager.machine.handed_on import variables
@@ -29,6 +31,7 @@ from manager.run_dir import RunDir, check_free, is_run
 from morph.checkpoint.newest import find_whole, newest_whole
 from morph.checkpoint.storage import bounded
 from morph.contract.checkpoint import Manifest
+from morph.contract.cluster import LocalVms
 from morph.contract.errors import CheckpointDamaged, CheckpointError, ClusterLost, RunDirError
 from morph.contract.messages import JobCode
 from morph.words import counted
@@ -56,12 +59,20 @@ def managed_run(
         CheckpointError: the same, where storage has no answer for a run that is about to begin.
         TrainingStopped: when the cluster or training fails.
     """
+    with ExitStack() as ending:
+        return _managed_run(run, check_job, show, if_changed, ending)
+
+
+def _managed_run(
+    run: PreparedRun, check_job: CheckJob, show: Show, if_changed: IfChanged, ending: ExitStack
+) -> tuple[Finish, RunReport]:
     check_free(run.run_dir)
     wait = partial(patiently, limit_s=LIMIT_S if is_run(run.run_dir) else 0.0)  # for its disk, where the run goes on
     steps, profile, cloud, prices = run.request.steps, run.profile, run.cloud, run.prices()
     trained = RunCode(run.request.job, profile, run.job_files, if_changed, check_job, unpack=cloud is not None)
     if not is_run(run.run_dir) and run.request.checkpoint_url is not None:
         find_whole(run.request.checkpoint_url)  # first: the job takes longer, and what a wrong key leaves is in the way
+    begun = [] if is_run(run.run_dir) else _begin_machines(run, ending)
     if not is_run(run.run_dir) or not profile.units:  # a job that cannot run leaves nothing behind
         trained.check()
     planned = cache(run.config)  # once, for many VMs take their time, and not where a run is taken over
@@ -84,6 +95,7 @@ def managed_run(
             patient_trace=run.stop_with_trace,
             providing=providing,
             code=code,
+            machines=begun.pop() if begun else None,
             facts=trained.facts(code),
             command=command(code),
             variables=variables(run.cluster.vms.pass_variables),
@@ -177,6 +189,20 @@ def managed_run(
             return until_it_ends(one_session, again, _tell), read_report(opened.path)
         finally:
             history.take_in(opened.path)
+
+
+def _begin_machines(run: PreparedRun, ending: ExitStack) -> list[OpenMachines]:
+    """Let the process that local workers are forked from import what they need, while the job is checked."""
+    vms = run.cluster.vms
+    if not isinstance(vms, LocalVms) or vms.under_ray:
+        return []
+    machines = machines_of(vms, None, None, run.run_dir, run.identity["JOB"])
+    assert isinstance(machines, Processes)
+    with suppress(OSError):  # the session says what is wrong
+        begun = machines.begin(run.cluster.policy.takeover_patience_s)
+        ending.callback(begun.close)
+        return [replace(machines, begun=begun)]
+    return []
 
 
 def _leave_recovery(run: PreparedRun, opened: RunDir, trained: RunCode) -> None:

@@ -121,8 +121,6 @@ def test_helpers_have_the_environment_of_the_process_that_measures(
 
 def test_no_helper_outlives_a_process_that_is_interrupted(helper: str, tmp_path: Path) -> None:
     script = (
-        "import signal\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "from calibrate.helpers.crew import Crew\n"
         f"with Crew({helper!r}, 2, 'testing') as crew:\n"
         "    crew.gather(range(2), 'answers', 1e6)\n"

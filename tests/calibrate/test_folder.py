@@ -12,7 +12,6 @@ from tests.waiting import ANSWER_S, poll_until
 
 
 def hold(line: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
     with temporary_folder() as folder:
         (folder / "state").write_bytes(b"x" * 1000)
         line.send(folder)

@@ -97,7 +97,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
 def test_a_second_signal_ends_workers_that_take_their_time_and_leaves_none(
     start: Callable[..., Started], number: signal.Signals
 ) -> None:
-    job = start(begun_with=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    job = start()
     job.process.send_signal(number)
     job.until(lambda: len(list(job.folder.glob("told-*"))) == 2, "both were asked to end")
     assert len(job.left) == 2

@@ -35,8 +35,7 @@ SLOW_FROM, SLOW_STEPS = (int(part) for part in os.environ.get("SLOW", "0,0").spl
 """Steps whose compute takes ``SLOW_S`` longer."""
 JOINED_FROM = int(os.environ.get("JOINED_FROM", "1000000"))
 """From this step on, rank 0 ends as soon as there are three workers."""
-met_joined: list[bool] = []
-SLOW_S, JOIN_SLOW_S = 1.0, 0.5
+SLOW_S, JOIN_SLOW_S = 1.0, 0.2
 
 
 class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -125,12 +124,11 @@ def meet_faults(optimizer: morph.elastic.Optimizer, first_rank: int, met: set[in
         die_in_the_middle_of_a_model()
     if SLOW_FROM <= step < SLOW_FROM + SLOW_STEPS:
         time.sleep(SLOW_S)
-    if step >= JOINED_FROM and optimizer.num_workers < 3 and not any(met_joined):
+    if step >= JOINED_FROM and optimizer.num_workers == 3 and first_rank == 0:
+        (FOLDER / "came-in").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step >= JOINED_FROM and optimizer.num_workers < 3 and not (FOLDER / "came-in").exists():
         time.sleep(JOIN_SLOW_S)  # there are steps left when it comes in
-    elif step >= JOINED_FROM and optimizer.num_workers == 3:
-        met_joined.append(True)
-        if first_rank == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
     if "await" in faults:
         until_s = time.monotonic() + WAIT_S
         while not (FOLDER / "joiner").exists():

@@ -62,7 +62,8 @@ def first(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("manager.engine.local_vms.host_line.subprocess", SUBPROCESS)
     patience_s = getattr(request, "param", BOUND_S)
     manager = Manager(tmp_path / "log", Entrance(listen("127.0.0.1"), new_secret()), patience_s=patience_s)
-    manager.vms.start(manager.entrance.listening)
+    manager.vms.begin(manager.entrance.listening)
+    manager.vms.start()
     manager.open()
     manager.vms.add_vm("vm0")
     assert manager.told.next() == ("came", "vm0")
@@ -115,20 +116,36 @@ def test_when_no_other_manager_comes_everything_ends(first: Manager) -> None:
 @pytest.mark.parametrize("starts", ["pass", "threading.Thread(target=threading.Event().wait, daemon=True).start()"])
 def test_a_job_is_imported_before_the_first_fork_unless_it_starts_a_thread(tmp_path: Path, starts: str) -> None:
     job, log_path = tmp_path / "job.py", tmp_path / "log"
-    job.write_text(f"import threading\n{starts}\njob = None\n")
+    told = f"open({str(tmp_path / 'who')!r}, 'a').write(f'{{os.getpid()}} ')"
+    job.write_text(f"import os, threading\n{told}\n{starts}\njob = None\n")
     manager = Manager(log_path, Entrance(listen("127.0.0.1"), new_secret()), f"{job}:job")
     try:
-        manager.vms.start(manager.entrance.listening)
+        manager.vms.begin(manager.entrance.listening)
+        assert not (tmp_path / "who").exists()
+        assert not log_path.exists()
+        manager.vms.start()
         manager.open()
         manager.vms.add_vm("vm0")
         assert manager.told.next() == ("came", "vm0")
         manager.ask("vm0")
         assert psutil.Process(manager.vms.pid).num_threads() == 1
-        begun_anew = "" in psutil.Process(manager.vms.pid).cmdline()
-        assert begun_anew == (starts != "pass")
+        assert (tmp_path / "who").read_text() == f"{manager.vms.pid} "
     finally:
         manager.vms.close()
         manager.server.close()
+
+
+def test_a_host_whose_manager_ends_before_it_is_needed_ends_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manager.engine.local_vms.host_line.subprocess", SUBPROCESS)
+    manager = Manager(tmp_path / "log", Entrance(listen("127.0.0.1"), new_secret()))
+    with manager.entrance.listening as listening:
+        manager.vms.begin(listening)
+        pid, directory = manager.vms.pid, manager.vms.control_socket.parent
+        manager.vms._tell(None)  # what the kernel does for a manager that is killed
+        wait_until_gone(pid, directory)
+        manager.vms.close()
 
 
 def test_that_a_process_ended_is_known_whether_it_called_or_not(first: Manager) -> None:

@@ -1,9 +1,10 @@
-"""A first signal asks for a saved end, a second ends at once; a hang-up that was ignored stays so."""
+"""A first signal asks for a saved end, a second ends at once; one that was ignored stays so."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,17 +12,16 @@ from collections.abc import Iterator
 import pytest
 
 from manager.machine.signals import ASKED, STOPPED_BY_COMMAND, STOPPING, deaf_to_signals, stopping_on_signals
+from tests.conftest import hear_signals
 
 
 @pytest.fixture(autouse=True)
 def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "__stdout__", None)  # a terminal of pytest's own would be let go
     monkeypatch.setattr(sys, "__stderr__", None)
-    of_the_tests = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored, where they were started with nohup
     before = {number: signal.getsignal(number) for number in STOPPING}
     yield
     assert {number: signal.getsignal(number) for number in STOPPING} == before
-    signal.signal(signal.SIGHUP, of_the_tests)
 
 
 @pytest.mark.parametrize("number", STOPPING)
@@ -35,18 +35,32 @@ def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals) -> No
     assert len(asked) == 1
 
 
-def test_a_hang_up_that_was_ignored_stays_so() -> None:
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_was_ignored_stays_so(number: signal.Signals) -> None:
     asked: list[str] = []
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    before = signal.signal(number, signal.SIG_IGN)  # as nohup does, or a shell in whose script this is a background job
     try:
+        with stopping_on_signals(asked.append), deaf_to_signals():
+            signal.raise_signal(number)
         with stopping_on_signals(asked.append):
-            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(number)
             assert asked == []
             signal.raise_signal(signal.SIGTERM)
         assert asked == ["SIGTERM"]
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
+
+
+def test_sigterm_is_heard_where_it_was_ignored_too() -> None:
+    asked: list[str] = []
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with stopping_on_signals(asked.append):
+            signal.raise_signal(signal.SIGTERM)
+        assert asked == ["SIGTERM"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("number", STOPPING)
@@ -80,3 +94,18 @@ def test_outside_the_main_thread_nothing_is_changed() -> None:
     thread.start()
     thread.join(20)
     assert seen == [signal.getsignal(number) for number in STOPPING]
+
+
+def test_what_tests_start_hears_signals_that_the_tests_were_started_to_ignore() -> None:
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
+    try:
+        hear_signals()
+        signal.raise_signal(signal.SIGHUP)
+        script = (
+            f"import signal; print([signal.getsignal(number) is signal.SIG_IGN for number in {[*map(int, STOPPING)]}])"
+        )
+        told = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60)
+        assert told.stdout == "[False, False, False]\n"
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -185,21 +185,3 @@ def test_a_journal_with_corrections_is_replayed_to_the_same_state_and_tells_them
     report = read_report(tmp_path)
     assert report.correction == script.state.measured.correction
     assert "times of sections against the profile: 0-2 x" in summarise(report)
-
-
-def test_a_report_tells_the_times_of_each_shape_apart(tmp_path: Path) -> None:
-    with Journal.open(tmp_path / FILE_NAME) as journal:
-        script = trained(partial(JournalledScript, journal))
-        tell_times(script, 1.0, 20)
-        before = script.state.generation
-        script.tell(WorkerLost(worker=script.members[-1], cause="revoked"))
-        while script.state.generation == before or script.state.phase is not Phase.TRAINING:
-            script.aborted() if script.state.phase is Phase.ABORTING else script.reshaped()
-        tell_times(script, 3.0, 20)
-        stale = WorkerTimes(worker=script.members[0], generation=before, compute_s=(99.0,))
-        script.tell(ComputeTimesSeen(times=(stale,)))
-        shapes = "2x2", script.state.plan.shape if script.state.plan else ""
-    found = read_report(tmp_path).corrections
-    assert tuple(found) == shapes
-    assert found[shapes[0]].factors[5] == pytest.approx(1.0, abs=0.02)
-    assert found[shapes[1]].factors[5] > 1.5

@@ -92,10 +92,10 @@ def best(profile: Profile, shape: str) -> Plan:
     ).best
 
 
-def emulated(case: Case, log_path: Path) -> tuple[RunSpec, RunFacts]:
+def emulated(case: Case, log_path: Path, profile: Profile = PROFILE) -> tuple[RunSpec, RunFacts]:
     """The case on emulated devices that take the profile's times."""
-    plans = {count: best(PROFILE, shape) for count, shape in case.shapes.items()}
-    spec, facts = emulated_run(PROFILE, plans, case.num_vms, case.steps, EmulationOptions())
+    plans = {count: best(profile, shape) for count, shape in case.shapes.items()}
+    spec, facts = emulated_run(profile, plans, case.num_vms, case.steps, EmulationOptions())
     spec = replace(
         spec,
         config=spec.config.model_copy(update={"policy": case.policy}),

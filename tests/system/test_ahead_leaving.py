@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from manager.controller.state.state import Phase
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop import driver
 from manager.engine.loop.driver import Observed, Observer
+from manager.rehearsal.device import stretched
 from morph.contract.faults import SlowSpell
 from morph.contract.rules import PreCopyRules, StutterRules
 from tests.system.ahead_runs import PROFILE, Case, Ran, best, emulated, real, run
@@ -64,12 +66,13 @@ def leaving(victim: str, num_vms: int, *, noticed: bool = False) -> Callable[[Vm
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    """The weights of one worker that did so many steps."""
+    """The weights of one worker that did so many steps, in a hundredth of the time: none depends on that."""
     known: dict[int, dict[str, str]] = {}
+    quickly = partial(emulated, profile=stretched(PROFILE, 0.01))
 
     def weights(version: int) -> dict[str, str]:
         if version not in known:
-            known[version] = run(tmp_path_factory.mktemp("alone"), emulated, Case({1: "1x1"}, 1, version)).weights
+            known[version] = run(tmp_path_factory.mktemp("alone"), quickly, Case({1: "1x1"}, 1, version)).weights
         return known[version]
 
     return weights

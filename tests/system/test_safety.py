@@ -93,7 +93,7 @@ def seen(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         }
         outputs = {
             "the same command again": _told_again(*arguments),
-            "status": _told("status", run_dir),
+            "status": _told("status", run_dir, "--png", run_dir / "run.png"),
             "events": _told("events", run_dir),
             "status as JSON": _told("status", run_dir, "--json"),
         }

@@ -45,7 +45,7 @@ def test_a_run_with_tls_has_the_same_weights_and_refuses_whoever_has_no_certific
         assert command.process_runs, command.output
         assert let_in == {"a member"}
         job.let_go()
-        command.wait_for("picture:")
+        command.wait_for("to draw this run:")
         assert command.wait_for_end() == 0, command.output
         assert not member.key.exists()
     manifest = read_manifest(str(run_dir / "checkpoints"), STEPS)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,20 +60,24 @@ class HostLine:
         arguments: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         workers: socket.socket | None = None,
+        stdin: int | None = None,
     ) -> HostLine:
         """Start a host: ``python -m MODULE FD PATIENCE_S ARGUMENTS``, FD being the socket at which it listens.
 
         ``workers``: the listening socket at which workers call, which one of the arguments names. The host keeps it,
         and lets nobody in: so each manager listens where the one before did, and nobody else can meanwhile.
+        ``stdin``: where the host reads what else it is to do. It opens the log itself then, once it has read that, and
+        writes to this process's standard error before.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, log_path.open("ab") as errors:
+        output = log_path.open("ab") if stdin is None else nullcontext(sys.__stderr__)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, output as errors:
             listener.bind(str(control_socket))
             listener.listen(1)
             connection.connect(str(control_socket))
             process = subprocess.Popen(
                 [sys.executable, "-m", module, str(listener.fileno()), str(patience_s), *arguments],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if stdin is None else stdin,
                 stdout=errors,
                 stderr=errors,
                 pass_fds=[listener.fileno(), *([workers.fileno()] if workers else ()), *holding(control_socket)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import shutil
 import signal
@@ -11,7 +12,8 @@ import socket
 import sys
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from manager.engine.local_vms.control_socket import ControlSocket, hear, tell
 from manager.engine.local_vms.namespaces import enter, remove_all
@@ -119,17 +121,43 @@ def _attend(manager: socket.socket, children: _Children) -> bool:
     return False
 
 
+def _ordered() -> dict[str, str] | None:
+    """Read what the first manager orders, and write to the log from then on; None: it has ended."""
+    with open(0, "rb", closefd=False) as stdin:
+        line = stdin.readline()
+    if not line:
+        return None
+    order: dict[str, str] = json.loads(line)
+    with Path(order["log"]).open("ab") as log, Path(os.devnull).open("rb") as nothing:
+        for number, file in enumerate((nothing, log, log)):
+            os.dup2(file.fileno(), number)
+    return order
+
+
+def _begin_anew(order: dict[str, str]) -> NoReturn:
+    """Be a new process, which reads this order."""
+    read, write = os.pipe()
+    os.write(write, json.dumps(order).encode() + b"\n")
+    os.dup2(read, 0)
+    os.execv(sys.executable, [sys.executable, "-m", HOST, *sys.argv[1:]])
+
+
 def main() -> None:
     """Serve managers until one asks for the end, or none comes any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    first_manager = os.getppid()
-    if sys.argv[4] and not imported_for_forks(sys.argv[4]):  # begin anew without it
-        os.execv(sys.executable, [sys.executable, "-m", HOST, *sys.argv[1:4], "", *sys.argv[5:]])
+    first_manager, directories = os.getppid(), sys.argv[4:]
+    prepare()
+    prepare_torch()
+    order = _ordered()
+    if order is None:
+        for directory in directories:
+            shutil.rmtree(directory, ignore_errors=True)
+        return
+    if order["job"] and not imported_for_forks(order["job"]):
+        _begin_anew({**order, "job": ""})
     control_socket = ControlSocket(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]))
     calls = socket.socket(fileno=int(sys.argv[3]))
     calls.set_inheritable(False)
-    prepare()
-    prepare_torch()
     children = _Children(control_socket, calls)
     asked_to_end = False
     assert not has_threads(), "a process with threads cannot be forked safely"
@@ -145,5 +173,5 @@ def main() -> None:
         children.end()
         if not asked_to_end:
             remove_all(first_manager)
-            for directory in sys.argv[5:]:
+            for directory in directories:
                 shutil.rmtree(directory, ignore_errors=True)

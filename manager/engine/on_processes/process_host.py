@@ -1,10 +1,11 @@
 """The process that workers are forked from.
 
-``python -m manager.engine.on_processes.process_host FD PATIENCE_S WORKERS_FD JOB [DIRECTORY..]`` starts it; JOB is
-path/to/file.py:name, or empty.
+``python -m manager.engine.on_processes.process_host FD PATIENCE_S WORKERS_FD [DIRECTORY..]`` starts it. It imports
+everything that a worker needs, then reads one line from standard input, ``{"job": "path/to/file.py:name", "log":
+"workers.log"}``, and imports what the job does, if one is named. Without such a line it ends.
 
-It has imported everything that a worker needs, and that the job does, once, and has no thread and no device of its own:
-a fork of it is a worker in milliseconds, where a fresh process would need seconds for its imports.
+It imports all this once, and has no thread and no device of its own: a fork of it is a worker in milliseconds, where a
+fresh process would need seconds for its imports.
 Managers come to it as to a ``ControlSocket``. Requests:
 
 ``{"worker": "vm0", "namespace": null, "home": "{..}"}``, the home being where the worker calls,

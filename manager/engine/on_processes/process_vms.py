@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -23,6 +24,7 @@ from morph.link.home import Home
 
 log = logging.getLogger(__name__)
 
+HOST = "manager.engine.on_processes.process_host"
 START_TIMEOUT_S = 90.0
 FORK_TIMEOUT_S = 20.0
 STORE_TIMEOUT_S = 30.0
@@ -62,27 +64,42 @@ class ProcessVms:
         self._home = home
         self._directory: Path | None = None
         self._line: HostLine | None = None
+        self._order: int | None = None
         self._lock, self._asking = threading.Lock(), threading.Lock()
         self._pids: dict[str, int] = {}
 
-    def start(self, workers: socket.socket) -> None:
-        """Start the process that is forked from, which keeps the socket at which workers call: some seconds.
+    def begin(self, workers: socket.socket) -> None:
+        """Start the process that is forked from, which keeps the socket at which workers call.
 
-        Raises:
-            ClusterError: when it does not come up within ``START_TIMEOUT_S``.
+        It imports what every worker needs, in seconds, and does nothing else until ``start``.
         """
         self._directory = make_folder()
         removed = [str(path) for path in (self._directory, self._remove_if_killed) if path is not None]
         environment = {**handed_on(os.environ), **_ENVIRONMENT}
-        self._line = HostLine.start(
-            "manager.engine.on_processes.process_host",
-            self.control_socket,
-            self._patience_s,
-            self._log_path,
-            [str(workers.fileno()), self._job_path, *removed],
-            environment,
-            workers,
-        )
+        order, self._order = os.pipe()
+        try:
+            self._line = HostLine.start(
+                HOST,
+                self.control_socket,
+                self._patience_s,
+                self._log_path,
+                [str(workers.fileno()), *removed],
+                environment,
+                workers,
+                order,
+            )
+        finally:
+            os.close(order)
+
+    def start(self) -> None:
+        """Let the process that was begun import what the job does, and wait until it is ready: some seconds.
+
+        Raises:
+            ClusterError: when it does not come up within ``START_TIMEOUT_S``.
+        """
+        assert self._line is not None, "the host is not begun"
+        self._log_path.touch()
+        self._tell({"job": self._job_path, "log": str(self._log_path.absolute())})
         self._line.greeting(START_TIMEOUT_S)
 
     def take_over(self, line: HostLine, control_socket: Path, vms: dict[str, int]) -> None:
@@ -181,11 +198,19 @@ class ProcessVms:
     def close(self) -> None:
         """End every process. Safe to call twice."""
         line, self._line = self._line, None
+        self._tell(None)
         if line is not None and not line.end():
             self.prepare_kill(list(self._pids))()
             line.kill()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _tell(self, order: dict[str, str] | None) -> None:
+        """Give the host that was begun its order, or none; once."""
+        pipe, self._order = self._order, None
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError), open(pipe, "wb") as stdin:  # noqa: PTH123 (a descriptor)
+                stdin.write(json.dumps(order).encode() + b"\n" if order else b"")
 
     def _ask(self, request: dict[str, Any], ends: Sequence[socket.socket] = ()) -> int:
         line = self._line

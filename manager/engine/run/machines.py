@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from manager.engine.joining.link_server import Entrance, LinkServer, listen
 from manager.engine.joining.notice_server import NoticeServer
@@ -23,6 +23,9 @@ from manager.providers.interface.provider import Provider
 from morph.contract.errors import ClusterError
 from morph.contract.messages import WorkerSetup
 from morph.link.proof import new_secret
+
+if TYPE_CHECKING:
+    from manager.engine.on_processes.process_vms import ProcessVms
 
 MakeSetup = Callable[[str], WorkerSetup]
 
@@ -117,6 +120,19 @@ def open_pool(opening: Opening, entrance: Entrance, launcher: Launcher, *checks:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """The process that workers are forked from, which imports what they need, and where workers will call."""
+
+    entrance: Entrance
+    vms: ProcessVms
+
+    def close(self) -> None:
+        """End it, and all that was forked from it. Safe to call twice."""
+        self.vms.close()
+        self.entrance.listening.close()
+
+
+@dataclass(frozen=True)
 class Processes:
     """VMs as processes of this machine, all of them on Linux. With a network of their own they end with the manager.
 
@@ -126,6 +142,7 @@ class Processes:
         network: Hosts with a network of their own; None: all share the loopback.
         host_of: The host (numbered from 0) of a VM; asked only where there is a network.
         job_path: What this job imports, no worker has to; empty: each imports it by itself.
+        begun: What ``begin`` started, for one session; None: it starts with the rest.
     """
 
     log_path: Path
@@ -133,6 +150,23 @@ class Processes:
     network: HostNetwork | None = None
     host_of: Callable[[str], int] = lambda _vm: 0
     job_path: str = ""
+    begun: Begun | None = None
+
+    def begin(self, patience_s: float) -> Begun:
+        """Start the first process; see ``Opening`` for how long it outlives this one. The caller closes it."""
+        from manager.engine.on_processes.process_vms import ProcessVms
+
+        entrance = self._entrance()
+        vms = ProcessVms(
+            self.log_path, entrance.home, self._namespace_of, self.remove_if_killed, patience_s, self.job_path
+        )
+        begun = Begun(entrance, vms)
+        try:
+            vms.begin(entrance.listening)
+        except BaseException:
+            begun.close()
+            raise
+        return begun
 
     def __call__(self, opening: Opening) -> Machines:
         """Bring them up; see ``OpenMachines``.
@@ -147,14 +181,11 @@ class Processes:
             ending.callback(network.close)
             network.open()
         patience_s = opening.patience_s if network is None else 0.0  # namespaces are named after this process
-        entrance = self._entrance(found)
-        ending.callback(entrance.listening.close)
-        vms = ProcessVms(
-            self.log_path, entrance.home, self._namespace_of, self.remove_if_killed, patience_s, self.job_path
-        )
-        ending.callback(vms.close)
         if found is None:
-            vms.start(entrance.listening)
+            begun = self.begun or self.begin(patience_s)
+            ending.callback(begun.close)
+            entrance, vms = begun.entrance, begun.vms
+            vms.start()
             store_host, namespace = (LOOPBACK, None) if network is None else (network.hub_address, network.hub)
             store = StartedStore(partial(vms.start_store, namespace=namespace), store_host)
             store.start()
@@ -167,6 +198,10 @@ class Processes:
             )
         else:
             attachment = found.attachment
+            entrance = Entrance(found.line.workers, attachment.own_secret)
+            ending.callback(entrance.listening.close)
+            vms = ProcessVms(self.log_path, entrance.home, self._namespace_of, self.remove_if_killed, patience_s)
+            ending.callback(vms.close)
             vms.take_over(found.line, attachment.control_socket, found.greeting["vms"])
             known = found.greeting["store"]
             store = StartedStore(vms.start_store, attachment.store_host, attachment.store_port, known)
@@ -175,10 +210,8 @@ class Processes:
         pool = open_pool(opening, entrance, vms, vms.check, watch.check)
         return Machines(vms, pool, self._address_of, attachment, lambda: found.vms if found else ())
 
-    def _entrance(self, found: Found | None) -> Entrance:
+    def _entrance(self) -> Entrance:
         network = self.network
-        if found is not None:
-            return Entrance(found.line.workers, found.attachment.own_secret)
         if network is None:
             return Entrance(listen(LOOPBACK), new_secret())
         return Entrance(opened_in(network.hub, partial(listen, network.hub_address)), new_secret())

@@ -15,7 +15,6 @@ from manager.dashboard.server import serving
 from manager.engine.loop.driver import Observer
 from manager.machine.signals import STOPPED_BY_COMMAND
 from manager.report.live import LiveRun
-from manager.report.picture import draw_run
 from manager.report.summary import summarise
 from manager.report.timelines import read_timelines
 from manager.report.values import RunReport
@@ -91,12 +90,7 @@ def _exit_code(finish: Finish) -> int:
 def _conclude(finish: Finish, report: RunReport, run_dir: Path) -> None:
     print(summarise(report))
     if report.steps:
-        picture = run_dir / "run.png"
-        try:
-            draw_run(report, picture)
-            print(f"picture: {picture}")
-        except OSError as error:  # the run is over all the same, and what it has to say follows
-            print(f"note: {picture} cannot be written: {error.strerror}", file=sys.stderr)
+        print(f"to draw this run: morph status {run_dir} --png {run_dir / 'run.png'}")
     if finish.outcome == "stopped":
         version = report.checkpoint_version or 0
         print(f"stopped; the same command goes on from version {version}; or: morph resume {run_dir}")

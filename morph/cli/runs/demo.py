@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,8 +22,7 @@ if TYPE_CHECKING:
     from morph.contract.trace import Trace
 
 MANY_STEPS = 100_000
-TOLD_EVERY_S = 5.0
-MATERIAL_SHARE = 0.05
+TOLD_EVERY_S, LOOK_EVERY_S = 5.0, 0.5
 MIN_SHAPES = 4
 SEED, SECONDS = 221133, 22.0
 """A trace with revocations of two and of three VMs at once, in which the group shrinks and grows again.
@@ -59,15 +61,7 @@ def demo_command(
     from manager.run_dir import read_facts
     from morph.cli.models.checks import check_job
     from morph.cli.reading.cluster_file import load_cluster
-    from morph.cli.runs.demo_tables import (
-        corrected,
-        print_expectations,
-        print_morphs,
-        print_plans,
-        print_shapes,
-        shared_expectations,
-        with_expectations,
-    )
+    from morph.cli.runs.demo_tables import print_expectations, print_morphs, print_plans, print_shapes
     from morph.cli.views.run_view import run_view
     from morph.contract.cluster import LocalVms
     from morph.contract.errors import ConfigError
@@ -106,11 +100,10 @@ def demo_command(
     print(f"[3/5] run on {vms.num_vms} VMs through {_describe(trace)}", flush=True)
     request = RunRequest(job=job, steps=MANY_STEPS)
     run = PreparedRun(request, profile, known_cluster, out / "run", collect(job), trace=trace, stop_with_trace=True)
-    before = _processor_times_s()
-    finish, report = managed_run(run, check_job, lambda live: run_view(live, plain=plain))
+    with OtherProcesses() as others:
+        finish, report = managed_run(run, check_job, lambda live: run_view(live, plain=plain))
     if finish.outcome == "failed":
         raise typer.Exit(1)
-    lasted_s, busy_s, own_s = (now - then for now, then in zip(_processor_times_s(), before, strict=True))
 
     print(f"[4/5] the same {report.version} steps on one worker, uninterrupted", flush=True)
     reference = _reference(job, profile, read_facts(out / "run").micro_batch_size, report.version, out / "reference")
@@ -118,17 +111,10 @@ def demo_command(
     print("[5/5] results")
     print_shapes(report)
     print_morphs(report)
-    num_cores = os.cpu_count() or 1
     if report.correction is not None:
         print(report.correction.sentence)
-    shared_s = shared_expectations(report, lambda _shape: profile, plans, num_cores)
-    corrected_s = shared_expectations(report, lambda shape: corrected(profile, report, shape), plans, num_cores)
-    beside = (busy_s - own_s) / (lasted_s * num_cores)
-    corrected_s = {shape: expected_s / min(1.0, 1.0 - beside) for shape, expected_s in corrected_s.items()}
-    if beside > MATERIAL_SHARE:
-        print(f"note: other programs took {beside:.0%} of this machine during the run; corrected times use the rest")
-    print_expectations(report, shared_s, corrected_s, num_cores)
-    draw_run(with_expectations(report, corrected_s), out / "run" / "run.png", f"expected on {num_cores} shared cores")
+    print_expectations(report, others.share, os.cpu_count() or 1)
+    draw_run(report, out / "run" / "run.png")
     ok = _judge(report, out, reference, promised=(seed, seconds) == (SEED, SECONDS))
     print(f"picture: {out / 'run' / 'run.png'}   journal: {out / 'run' / 'journal.sqlite'}")
     print(f"whole demo: {time.monotonic() - started_s:.0f} s")
@@ -140,13 +126,46 @@ def _ending_at_once(cluster: ClusterConfig) -> ClusterConfig:
     return cluster.model_copy(update={"policy": cluster.policy.model_copy(update={"takeover_patience_s": 0.0})})
 
 
-def _processor_times_s() -> tuple[float, float, float]:
-    """Seconds by the clock, those that this machine's cores were busy, and those of this process and what it ended."""
-    import psutil
+class OtherProcesses:
+    """Measures which share of the cores processes take that neither are this one nor come from it, while it is open."""
 
-    machine = psutil.cpu_times()
-    busy_s = sum(getattr(machine, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
-    return time.monotonic(), busy_s, sum(os.times()[:4])
+    def __init__(self) -> None:
+        self.looks: list[tuple[float, float]] = []  # time of day, and seconds that others had computed until then
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> OtherProcesses:
+        self._look()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._look()
+
+    def share(self, spans_s: Sequence[tuple[float, float]]) -> float:
+        """The share of all cores that they took in these spans of time (begin and end, time of day)."""
+        import numpy as np
+
+        times_s, computed_s = zip(*self.looks, strict=True)
+        took_s = sum(float(np.diff(np.interp(span_s, times_s, computed_s))[0]) for span_s in spans_s)
+        lasted_s = sum(end_s - begin_s for begin_s, end_s in spans_s)
+        return max(0.0, took_s / lasted_s / (os.cpu_count() or 1))
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK_EVERY_S):
+            self._look()
+
+    def _look(self) -> None:
+        import psutil
+
+        machine, own_s, this = psutil.cpu_times(), 0.0, psutil.Process()
+        busy_s = sum(getattr(machine, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+        for process in (this, *this.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                own_s += sum(process.cpu_times()[:4])  # its own, and those of its children that were waited for
+        self.looks.append((time.time(), busy_s - own_s))
 
 
 def _clear(out: Path) -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from simulator import simulate_plan
-
 if TYPE_CHECKING:
-    from manager.report.values import MorphRecord, RunReport
+    from manager.report.values import MorphRecord, RunReport, StepRecord
     from morph.contract.plan import Plan
-    from morph.contract.profile import Profile
 
 WIDTH = 132
 UNSTEADY_STEPS = 1
@@ -81,71 +78,44 @@ def _sources(morph: MorphRecord) -> str:
     return ", ".join(f"{total.count} {kind}" for kind, total in morph.sources.items()) or "-"
 
 
-def shared_expectations(
-    report: RunReport, profile_of: Callable[[str], Profile], plans: Mapping[int, Plan], num_cores: int
-) -> dict[str, float]:
-    """Expected mini-batch seconds of each shape of a run, by its profile, when all VMs share this machine's cores."""
-    by_shape = {plan.shape: plan for plan in plans.values()}
-    return {
-        shape: simulate_plan(profile_of(shape), by_shape[shape], compute_slots=num_cores).expected.mini_batch_s
-        for shape in dict.fromkeys(span.shape for span in report.shapes if span.num_steps)
-        if shape in by_shape
-    }
-
-
-def corrected(profile: Profile, report: RunReport, shape: str) -> Profile:
-    """The profile with the section times that the run measured: in this shape, or else in all of them."""
-    correction = report.corrections.get(shape, report.correction)
-    if correction is None:
-        return profile
-    return profile.corrected(correction.factors).model_copy(update={"contention": ()})  # it is in what was measured
-
-
-def with_expectations(report: RunReport, expected_s: dict[str, float]) -> RunReport:
-    """The same report with other expected mini-batch times."""
-    spans = [
-        span.model_copy(update={"shared_mini_batch_s": expected_s.get(span.shape, span.shared_mini_batch_s)})
-        for span in report.shapes
-    ]
-    return report.model_copy(update={"shapes": tuple(spans)})
-
-
-def steady_s(report: RunReport, generations: Collection[int]) -> list[float]:
-    """Seconds of each step of these generations but the first ones of each."""
-    begun = dict.fromkeys(generations, 0)
-    durations_s = []
+def _steady_steps(report: RunReport, shape: str) -> list[StepRecord]:
+    """Steps of a shape but the first ones of each of its generations."""
+    begun = {span.generation: 0 for span in report.shapes if span.shape == shape}
+    steady = []
     for step in report.steps:
         if step.generation in begun:
             begun[step.generation] += 1
             if begun[step.generation] > UNSTEADY_STEPS:
-                durations_s.append(step.duration_s)
-    return durations_s
+                steady.append(step)
+    return steady
 
 
 def print_expectations(
-    report: RunReport, shared_s: Mapping[str, float], corrected_s: Mapping[str, float], num_cores: int
+    report: RunReport, share_of_others: Callable[[Sequence[tuple[float, float]]], float], num_cores: int
 ) -> None:
-    """Expected against measured mini-batch time of the steady part of each shape; all workers share these cores.
+    """Expected and measured mini-batch time of the steady part of each shape; all workers share these cores.
 
-    ``corrected_s``: expected with the section times that the run measured in each shape, on what others left of them.
+    ``share_of_others``: the share of the cores that other processes took during some spans of time (begin and end).
     """
     table = Table(title=f"mini-batch time, ms, after a shape's first step; all VMs share {num_cores} cores")
-    for column in ("P x D", "steps", "own devices", f"on {num_cores} cores", "corrected", "measured (median)", "error"):
+    for column in ("P x D", "steps", "own devices", f"on {num_cores} cores", "measured (median)", "others took"):
         table.add_column(column, justify="right")
-    for shape, expected_s in shared_s.items():
-        spans = {span.generation: span for span in report.shapes if span.shape == shape}
-        durations_s = steady_s(report, spans)
-        if not durations_s:
+    for shape in dict.fromkeys(span.shape for span in report.shapes):
+        steps = _steady_steps(report, shape)
+        if not steps:
             continue
-        measured_s = statistics.median(durations_s)
-        own_s = next(iter(spans.values())).expected_mini_batch_s
+        span = next(span for span in report.shapes if span.shape == shape)
+        spans_s = [(step.decided_at_s - step.duration_s, step.decided_at_s) for step in steps]
         table.add_row(
             shape,
-            str(len(durations_s)),
-            f"{own_s * 1e3:.0f}",
-            f"{expected_s * 1e3:.0f}",
-            f"{corrected_s[shape] * 1e3:.0f}",
-            f"{measured_s * 1e3:.0f}",
-            f"{(corrected_s[shape] / measured_s - 1) * 100:+.0f} %",
+            str(len(steps)),
+            f"{span.expected_mini_batch_s * 1e3:.0f}",
+            f"{span.expected_here_s * 1e3:.0f}",
+            f"{statistics.median(step.duration_s for step in steps) * 1e3:.0f}",
+            f"{share_of_others(spans_s):.0%}",
         )
     _print(table)
+    print(
+        f"The time on {num_cores} cores is expected of cores that nothing else uses. Others took this share of them "
+        "during the measured steps:\ncompare the two times only where that is next to nothing."
+    )

@@ -59,7 +59,7 @@ def run_command(
     cluster: Annotated[Path | None, typer.Option(help="Cluster file (YAML).", show_default=False)] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the whole run.")] = 100,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Journal, checkpoints and pictures go here; default: runs/NAME of the job.")
+        Path | None, typer.Option(help="Journal and checkpoints go here; default: runs/NAME of the job.")
     ] = None,
     checkpoint_url: Annotated[
         str | None,
