@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.optim.lr_scheduler import LRScheduler
 
-from morph.contract.errors import GenerationAborted, InputError, PeerLost
+from morph.contract.errors import GenerationAborted, InputError, JobError, PeerLost
 from morph.data.seeding import own_generators, seed_of
 from morph.elastic.invitation import Invitation
 from morph.elastic.membership import Place
-from morph.elastic.mini_batches import Batch
+from morph.elastic.mini_batches import Batch, loss_warnings
 from morph.elastic.replicas import Sum, Union, as_vector, move_to
 from morph.elastic.session import Session
-from morph.elastic.state import TrainingState
+from morph.elastic.state import Settings, TrainingState
 from morph.elastic.strategy import (
     AD_PSGD,
     PULL,
@@ -32,10 +35,23 @@ from morph.elastic.strategy import (
     partner,
     shares_of,
 )
-from morph.elastic.sums import JOINING, LOSS, Accumulation, Kind, Signals, StepSums, buckets_of
+from morph.elastic.sums import (
+    JOINING,
+    LOSS,
+    Accumulation,
+    Digest,
+    Kind,
+    SettingsDiffer,
+    Signals,
+    StepSums,
+    buckets_of,
+    exchanged,
+)
 from morph.runtime.groups.channels import Ring
 from morph.runtime.state.accumulators import Reduced, apply_change
+from morph.runtime.state.optimizer_state import MakeScheduler, build_scheduler
 from morph.runtime.state.parts import Memory
+from morph.runtime.state.unit_state import squared_norm
 
 log = logging.getLogger("morph.elastic")
 
@@ -44,6 +60,9 @@ MOST_WORKERS = 4096
 
 KEPT_BYTES = 31 * 2**20
 """glibc returns what is freed to the system above twice the largest block so far that it mapped, of at most 32 MiB."""
+
+CLIP_EPSILON = 1e-6
+"""As in ``torch.nn.utils.clip_grad_norm_``."""
 
 MODEL = "model"
 """Under this name a replica of ad-psgd lies ready for others."""
@@ -76,15 +95,20 @@ class Optimizer:
     """Wraps a ``torch.optim`` optimizer; ``step`` runs the loss, sums gradients over all workers and applies them.
 
     The optimizer's gradients lie in memory that the next step uses again: what is to be kept of them must be copied.
+    Parameters may be frozen and thawed between two steps (``requires_grad``), and added to the optimizer, in the same
+    way at all workers.
 
     Args:
-        optimizer: Of all parameters that are trained; its ``step`` takes no closure.
+        optimizer: Of parameters of the model; its ``step`` takes no closure.
         model: The model, whole, on its device.
         accumulation: ``exact``: with ``morph.elastic.batches`` the weights are bit for bit those of a run that nothing
             disturbs, with any number of workers. ``fast``: ordinary floating point.
         sync: ``s-sgd``: gradients are averaged over all workers at each step. ``sma``: each worker applies its own
             gradients, and moves towards the mean of all models. ``ad-psgd``: each worker averages its model with one
             other worker's, and waits for nobody. ``auto``: s-sgd, and ad-psgd while the network is the bottleneck.
+        lr_scheduler: The optimizer's schedule, or a function that makes it of the optimizer. It is stepped after each
+            step, not by the loop, and its state is part of what workers share.
+        clip_grad_norm: Largest 2-norm of all gradients together, as they are applied; ``math.inf``: only measured.
 
     Raises:
         InputError: an argument is not what it should be.
@@ -98,23 +122,39 @@ class Optimizer:
         *,
         accumulation: Accumulation = "exact",
         sync: str = "s-sgd",
+        lr_scheduler: LRScheduler | MakeScheduler | None = None,
+        clip_grad_norm: float | None = None,
     ) -> None:
         if accumulation not in ("exact", "fast"):
             raise InputError("is no kind of sum", field="accumulation", value=accumulation, allowed="exact or fast")
         if sync not in SYNCS:
             raise InputError("is no way to synchronise", field="sync", value=sync, allowed=" or ".join(SYNCS))
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            allowed = "one of dense gradients, such as torch.optim.Adam: workers sum sparse ones as dense ones"
+            raise InputError("wants sparse gradients", field="optimizer", value="SparseAdam", allowed=allowed)
+        if clip_grad_norm is not None and (isinstance(clip_grad_norm, bool) or not clip_grad_norm > 0):
+            allowed = "a number above 0, or None"
+            raise InputError("is no bound of a norm", field="clip_grad_norm", value=clip_grad_norm, allowed=allowed)
         if sync != S_SGD:
             log.warning("sync=%s: workers' models may differ until the end, so results are not exact", sync)
-        self._optimizer, self._accumulation = optimizer, accumulation
-        self._state = TrainingState(model, optimizer, pace=begun(sync))
-        self._parameters = self._state.parameters()
+        self._optimizer, self._accumulation, self._clip_grad_norm = optimizer, accumulation, clip_grad_norm
+        scheduler = None if lr_scheduler is None else _schedule_of(optimizer, lr_scheduler)
+        agreed = {"accumulation": accumulation, "sync": sync, "clip_grad_norm": clip_grad_norm}
+        self._state = TrainingState(model, optimizer, pace=begun(sync), scheduler=scheduler, agreed=agreed)
+        self._parameters = self._state.named
         devices = {str(parameter.device): parameter.device for parameter in self._parameters.values()}
         if len(devices) > 1:
             found = " and ".join(sorted(devices))
             raise InputError("lies on several devices", field="model", value=found, allowed="one device for all of it")
         self._device = next(iter(devices.values()), torch.device("cpu"))
-        self._buckets = buckets_of(self._parameters)
+        self._buckets: tuple[str, list[list[str]]] = ("", [])
+        self._settings: Settings = {}
+        self._groups_text, self._digest = "", Digest("")
         self._sums: StepSums | None = None
+        self._is_in_backward = False
+        self._strayed: str | None = None
+        self.gradient_norm: float | None = None
+        """The 2-norm of all gradients of the last step, before they were clipped; None without ``clip_grad_norm``."""
         self._left: list[Tensor] = []
         torch.empty(KEPT_BYTES, dtype=torch.uint8)  # freed at once, so that gradients come to pages that are there
         self._batch: Batch | None = None
@@ -122,8 +162,7 @@ class Optimizer:
         self._rate: float | None = None
         self._num_shares = 0
         for name, parameter in self._parameters.items():
-            hook: Any = partial(self._take_gradient, name)
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call] # as backward
+            self._listen(name, parameter)
         self._session = Session(self._state, Invitation.of_environment(), self._become_one)
         _optimizers.append(self)
 
@@ -156,6 +195,7 @@ class Optimizer:
     def settled_steps(self) -> int:
         """Return how many steps the model has, once this worker is in a ring and has its state."""
         self._session.settle()
+        self._state.pass_boundary()
         return self._state.num_steps
 
     def use(self, batch: Batch) -> None:
@@ -180,12 +220,17 @@ class Optimizer:
             The mean loss, the same at every worker; under ``ad-psgd`` this worker's own.
 
         Raises:
+            InputError: gradients were computed outside of this; or the settings are not those of the oldest worker.
             NonFiniteGradient: a gradient is NaN or infinite.
             TrainingStopped: this worker trains no more; says why.
         """
+        self._check_gradients()
         batch, self._batch = self._batch, None
         wanted, self._overflow = self._state.num_steps, None
         ways = {S_SGD: self._step_s_sgd, SMA: self._step_sma, AD_PSGD: self._step_ad_psgd}
+        if batch is not None and wanted == 0 and self.rank == 0:
+            for sentence in loss_warnings(batch.batches, self._state.model, loss_of):
+                log.warning("%s", sentence)
         num_tries = 0
         while self._state.num_steps == wanted:  # it may come with the state of somebody who has this step
             begin_s = time.monotonic()
@@ -201,6 +246,9 @@ class Optimizer:
                 ways[sync](_Try(place, batch, loss_of))
             except (GenerationAborted, PeerLost):
                 self._session.leave(place)
+                continue
+            except SettingsDiffer:
+                self._compare(place)
                 continue
             finally:
                 self._sums = None
@@ -219,11 +267,8 @@ class Optimizer:
             self._overflow = (place, exponents)
             return
         if self._is_agreed(place):
-            step: tuple[Tensor, ...] = ()
-            if self._session.journal.is_open:
-                gradients = {name: one for part in reduced[:-1] for name, one in part.gradients.items()}
-                step = (self._state.pack_gradients(gradients),)
-            self._apply(reduced, exponents)
+            step = self._apply(reduced, exponents, is_kept=self._session.journal.is_open)
+            self._state.summed = self._settings["trained"]
             is_joined = float(reduced[-1].gradients[JOINING]) > 0
             self._cross(place, None if told is None else told[1], is_joined, step)
 
@@ -237,7 +282,7 @@ class Optimizer:
         if self._is_agreed(place):
             move_to(weights, mean, PULL)
             self._apply(reduced, exponents)
-            self._state.loss, self._state.differs = loss, True
+            self._state.loss, self._state.differs, self._state.summed = loss, True, self._settings["trained"]
             self._cross(place, rate, is_joined)
 
     def _step_ad_psgd(self, given: _Try) -> None:
@@ -263,13 +308,17 @@ class Optimizer:
         place = self._session.settle()
         if not self._is_meeting_due():
             return
+        self._look_at_settings()
         try:
             told = self._signals(self._state.loss).reduce(self._session.ring, len(place.ring.members))
         except (GenerationAborted, PeerLost):
             self._session.leave(place)
             return
+        except SettingsDiffer:
+            self._compare(place)
+            return
         if self._is_agreed(place):
-            self._state.met_at = self._state.num_steps
+            self._state.met_at, self._state.summed = self._state.num_steps, self._settings["trained"]
             self._cross(place, *told[1:])
 
     def _become_one(self) -> None:
@@ -289,7 +338,8 @@ class Optimizer:
                 self._session.membership.shelf.drop(MODEL)
 
     def _signals(self, loss: float = 0.0) -> Signals:
-        return Signals(loss, self._rate, has_joiners=self._session.membership.has_ready_joiners)
+        has_joiners = self._session.membership.has_ready_joiners
+        return Signals(loss, self._rate, self._digest, has_joiners=has_joiners)
 
     def _is_agreed(self, place: Place) -> bool:
         """Whether what was reduced counts; if so, all who go on will have it."""
@@ -304,7 +354,6 @@ class Optimizer:
             self._state.pace, reason = observed(self._state.pace, rate, len(place.ring.members))
             if reason is not None:
                 log.info("step %d: %s from now on: %s", self._state.num_steps, self._state.pace.sync, reason)
-        step = (self._state.pack_applied(), *step) if step else ()
         is_wanted = self._session.membership.has_joiners
         self._session.journal.boundary(self._state, step, is_wanted=is_wanted, is_apart=self._state.differs)
         if is_joined:
@@ -312,11 +361,12 @@ class Optimizer:
 
     def _computed(self, given: _Try, ring: Ring | None) -> tuple[list[Reduced], dict[str, int]]:
         """Run this worker's shares; return gradients summed over the ring, or its own alone, and the next scales."""
+        self._look_at_settings()
         is_shared = self._state.pace.sync == S_SGD
         place, batch = given.place, given.batch
         rank, size = place.ring.members.index(self._session.membership.me), len(place.ring.members)
         num_shares = MOST_WORKERS if batch is None else batch.num_shares
-        kind = Kind(self._accumulation, num_shares + 1, self._parameters, self._state.buffers(), self._buckets)
+        kind = self._kind(num_shares + 1, self._state.summed if is_shared else self._settings["trained"])
         mine = [rank] if batch is None else shares_of(rank, size, num_shares, is_shared=is_shared)
         num_summed = len(mine) if not is_shared else size if batch is None else num_shares
         # Whoever left a ring may not know that a sum overflowed there: all begin with the scales before it.
@@ -330,6 +380,8 @@ class Optimizer:
                 self._sums = StepSums(kind, scales, ring, place.interrupt, num_summed, memory)
                 if is_shared and self._session.membership.has_ready_joiners:
                     self._sums.add_joining()
+                if is_shared:
+                    self._sums.add_digest(self._digest)
                 for index in mine:
                     if is_shared:
                         place.interrupt.check()
@@ -359,23 +411,104 @@ class Optimizer:
     def _run(self, loss: Tensor) -> None:
         assert self._sums is not None
         self._sums.add_loss(float(loss.detach()))
-        loss.backward()  # type: ignore[no-untyped-call] # torch ships no types for it
+        self._is_in_backward = True
+        try:
+            loss.backward()  # type: ignore[no-untyped-call] # torch ships no types for it
+        finally:
+            self._is_in_backward = False
+
+    def _listen(self, name: str, parameter: Parameter) -> None:
+        """Take the parameter's gradients whenever it is trained, be it frozen now."""
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            return
+        is_trained = parameter.requires_grad
+        parameter.requires_grad_(True)  # else it takes no hook
+        hook: Any = partial(self._take_gradient, name)
+        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call] # as backward
+        parameter.requires_grad_(is_trained)
 
     def _take_gradient(self, name: str, parameter: Parameter) -> None:
-        if self._sums is not None:
+        if self._sums is None:
+            self._strayed = name
+        elif self._is_in_backward:
             self._sums.add_gradient(name, parameter)
+        else:
+            allowed = "a function that returns the loss: step() runs its backward, and clip_grad_norm= clips gradients"
+            raise InputError("runs backward itself", field="loss_of", allowed=allowed)
+
+    def _check_gradients(self) -> None:
+        """Refuse what a step would ignore: gradients that a backward of the loop's own has left."""
+        name, self._strayed = self._strayed, None
+        if name is not None and self._parameters[name].grad is not None:
+            raise InputError(
+                "has a gradient before step(), which would ignore it: step() runs the backward of the loss that its "
+                "function returns, and sums gradients over all workers",
+                field=name,
+                allowed="no backward() or clip_grad_norm_() of your own before it (clip_grad_norm= of "
+                "morph.elastic.Optimizer clips), or zero_grad() after it",
+            )
 
     def _restore(self, buffers: dict[str, Tensor]) -> None:
         with torch.no_grad():
             for name, one in self._state.buffers().items():
                 one.copy_(buffers[name])
 
-    def _apply(self, reduced: list[Reduced], exponents: dict[str, int]) -> None:
-        for part in reduced[:-1]:
-            for name, gradient in part.gradients.items():
-                self._parameters[name].grad = gradient
+    def _look_at_settings(self) -> None:
+        self._state.check_parameters()
+        settings = self._state.settings()
+        self._state.check_schedule(settings)
+        if settings["groups"] is not self._settings.get("groups"):
+            self._groups_text = json.dumps(settings["groups"])
+        self._settings = settings
+        self._digest = Digest(self._groups_text + json.dumps({**self._settings, "groups": None}))
+
+    def _kind(self, num_contributions: int, summed: str) -> Kind:
+        """How this step is summed: parameters that were not ``summed`` in the last one come late."""
+        late = "".join("01"[now > before] for now, before in zip(self._settings["trained"], summed, strict=True))
+        if self._buckets[0] != summed:
+            self._buckets = (summed, buckets_of(self._state.parameters(summed)))
+        return Kind(
+            self._accumulation,
+            num_contributions,
+            self._parameters,
+            self._state.buffers(),
+            self._buckets[1],
+            buckets_of(self._state.parameters(late)) if "1" in late else (),
+        )
+
+    def _compare(self, place: Place) -> None:
+        """Settings differ: end here, unless they are the oldest worker's; then the step begins again with who is left.
+
+        Raises:
+            InputError: they are not.
+        """
+        try:
+            oldest = exchanged(self._session.ring, self._settings)[0]
+        except (GenerationAborted, PeerLost):
+            oldest = self._settings
+        if oldest != json.loads(json.dumps(self._settings)):
+            self._session.close()
+            raise difference(self._settings, oldest, list(self._parameters), self._state.num_steps) from None
+        self._session.leave(place)
+
+    def _clip(self, gradients: Mapping[str, Tensor]) -> None:
+        """Shrink gradients to the wanted norm; with the same bits in any ring, as means of exact sums have."""
+        if self._clip_grad_norm is not None:
+            self.gradient_norm = math.sqrt(squared_norm(gradients.values()))
+            shrink = min(1.0, self._clip_grad_norm / (self.gradient_norm + CLIP_EPSILON))
+            for gradient in gradients.values():
+                gradient.mul_(shrink)
+
+    def _apply(self, reduced: list[Reduced], exponents: dict[str, int], *, is_kept: bool = False) -> tuple[Tensor, ...]:
+        """Apply a step; return it as joiners need it, if it is to be kept for them."""
+        gradients = {name: one for part in reduced[:-1] for name, one in part.gradients.items()}
+        self._clip(gradients)
+        packed = self._state.pack_gradients(gradients) if is_kept else None
+        for name, parameter in self._parameters.items():
+            parameter.grad = gradients.get(name)
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters.values():
+            parameter.grad = None
         assert self._sums is not None
         self._left = list(self._sums.memory.used.values())
         aside = reduced[-1].gradients
@@ -384,3 +517,47 @@ class Optimizer:
         self._state.exponents = exponents
         self._state.loss = float(aside[LOSS])
         self._state.num_steps += 1
+        step = () if packed is None else (self._state.pack_applied(self._settings), packed)
+        self._state.advance_schedule()
+        return step
+
+
+def _schedule_of(optimizer: torch.optim.Optimizer, given: LRScheduler | MakeScheduler) -> LRScheduler:
+    """Return the schedule that was given, or that a function makes.
+
+    Raises:
+        InputError: it is none of this optimizer, or none that can be stepped without a value, or saved.
+    """
+    try:
+        scheduler = build_scheduler((lambda _: given) if isinstance(given, LRScheduler) else given, optimizer)
+    except JobError as error:
+        raise InputError(error.message, field=error.field, value=error.value, allowed=error.allowed) from error
+    if scheduler.optimizer is not optimizer:
+        allowed = "a schedule of the optimizer that is given beside it"
+        raise InputError("is of another optimizer", field="lr_scheduler", allowed=allowed)
+    return scheduler
+
+
+def difference(mine: Settings, oldest: Settings, names: list[str], num_steps: int) -> InputError:
+    """Say where a worker's settings first differ from the oldest worker's."""
+    message = f"is not the oldest worker's in step {num_steps}"
+    for name, here, there in zip(names, mine["trained"], oldest["trained"], strict=True):
+        if here != there:
+            allowed = f"{there == '1'}, as there; set it by optimizer.num_steps before each step, alike at all workers"
+            return InputError(message, field=f"{name}.requires_grad", value=here == "1", allowed=allowed)
+    for index, (here, there) in enumerate(zip(mine["groups"], oldest["groups"], strict=False)):
+        for key, value in there["values"].items():
+            if here["values"].get(key) != value:
+                allowed = (
+                    f"{value!r}, as there; give the scheduler to morph.elastic.Optimizer(lr_scheduler=...), so that "
+                    "joiners get its state, or set the value by optimizer.num_steps before each step"
+                )
+                return InputError(
+                    message, field=f"param_groups[{index}][{key!r}]", value=here["values"].get(key), allowed=allowed
+                )
+    allowed = "the same groups of the same parameters, and the same schedule, at all workers"
+    return InputError(
+        f"has parameter groups or a schedule that are not the oldest worker's in step {num_steps}",
+        field="optimizer",
+        allowed=allowed,
+    )
