@@ -7,22 +7,22 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.optim.lr_scheduler import LRScheduler
 
-from morph.contract.errors import GenerationAborted, InputError, JobError, PeerLost
-from morph.data.seeding import own_generators, seed_of
+from morph.contract.errors import GenerationAborted, InputError, PeerLost
+from morph.elastic.gradients import Gradients, Try
 from morph.elastic.invitation import Invitation
 from morph.elastic.membership import Place
 from morph.elastic.mini_batches import Batch, loss_warnings
 from morph.elastic.replicas import Sum, Union, as_vector, move_to
 from morph.elastic.session import Session
-from morph.elastic.state import Settings, TrainingState
+from morph.elastic.settings import SettingsDiffer, difference, exchanged, schedule_of
+from morph.elastic.state import TrainingState
 from morph.elastic.strategy import (
     AD_PSGD,
     PULL,
@@ -33,33 +33,13 @@ from morph.elastic.strategy import (
     is_meeting,
     observed,
     partner,
-    shares_of,
 )
-from morph.elastic.sums import (
-    JOINING,
-    LOSS,
-    Accumulation,
-    Digest,
-    Kind,
-    SettingsDiffer,
-    Signals,
-    StepSums,
-    buckets_of,
-    exchanged,
-)
-from morph.runtime.groups.channels import Ring
+from morph.elastic.sums import JOINING, LOSS, Accumulation, Signals
 from morph.runtime.state.accumulators import Reduced, apply_change
-from morph.runtime.state.optimizer_state import MakeScheduler, build_scheduler
-from morph.runtime.state.parts import Memory
+from morph.runtime.state.optimizer_state import MakeScheduler
 from morph.runtime.state.unit_state import squared_norm
 
 log = logging.getLogger("morph.elastic")
-
-MOST_WORKERS = 4096
-"""With a loop's own batches each worker contributes once: exact sums leave room for so many."""
-
-KEPT_BYTES = 31 * 2**20
-"""glibc returns what is freed to the system above twice the largest block so far that it mapped, of at most 32 MiB."""
 
 CLIP_EPSILON = 1e-6
 """As in ``torch.nn.utils.clip_grad_norm_``."""
@@ -81,14 +61,6 @@ def the_optimizer() -> Optimizer:
             "there is no optimizer yet", field="batches", allowed="morph.elastic.Optimizer(...) before the loop"
         )
     return _optimizers[-1]
-
-
-class _Try(NamedTuple):
-    """One try of a step."""
-
-    place: Place
-    batch: Batch | None
-    loss_of: Callable[[Any], Tensor]
 
 
 class Optimizer:
@@ -137,32 +109,16 @@ class Optimizer:
             raise InputError("is no bound of a norm", field="clip_grad_norm", value=clip_grad_norm, allowed=allowed)
         if sync != S_SGD:
             log.warning("sync=%s: workers' models may differ until the end, so results are not exact", sync)
-        self._optimizer, self._accumulation, self._clip_grad_norm = optimizer, accumulation, clip_grad_norm
-        scheduler = None if lr_scheduler is None else _schedule_of(optimizer, lr_scheduler)
+        self._optimizer, self._clip_grad_norm = optimizer, clip_grad_norm
+        scheduler = None if lr_scheduler is None else schedule_of(optimizer, lr_scheduler)
         agreed = {"accumulation": accumulation, "sync": sync, "clip_grad_norm": clip_grad_norm}
         self._state = TrainingState(model, optimizer, pace=begun(sync), scheduler=scheduler, agreed=agreed)
         self._parameters = self._state.named
-        devices = {str(parameter.device): parameter.device for parameter in self._parameters.values()}
-        if len(devices) > 1:
-            found = " and ".join(sorted(devices))
-            raise InputError("lies on several devices", field="model", value=found, allowed="one device for all of it")
-        self._device = next(iter(devices.values()), torch.device("cpu"))
-        self._buckets: tuple[str, list[list[str]]] = ("", [])
-        self._settings: Settings = {}
-        self._groups_text, self._digest = "", Digest("")
-        self._sums: StepSums | None = None
-        self._is_in_backward = False
-        self._strayed: str | None = None
+        self._gradients = Gradients(self._state, accumulation)
         self.gradient_norm: float | None = None
         """The 2-norm of all gradients of the last step, before they were clipped; None without ``clip_grad_norm``."""
-        self._left: list[Tensor] = []
-        torch.empty(KEPT_BYTES, dtype=torch.uint8)  # freed at once, so that gradients come to pages that are there
         self._batch: Batch | None = None
-        self._overflow: tuple[Place, dict[str, int]] | None = None
         self._rate: float | None = None
-        self._num_shares = 0
-        for name, parameter in self._parameters.items():
-            self._listen(name, parameter)
         self._session = Session(self._state, Invitation.of_environment(), self._become_one)
         _optimizers.append(self)
 
@@ -224,9 +180,9 @@ class Optimizer:
             NonFiniteGradient: a gradient is NaN or infinite.
             TrainingStopped: this worker trains no more; says why.
         """
-        self._check_gradients()
+        self._gradients.check()
         batch, self._batch = self._batch, None
-        wanted, self._overflow = self._state.num_steps, None
+        wanted, self._gradients.overflow = self._state.num_steps, None
         ways = {S_SGD: self._step_s_sgd, SMA: self._step_sma, AD_PSGD: self._step_ad_psgd}
         if batch is not None and wanted == 0 and self.rank == 0:
             for sentence in loss_warnings(batch.batches, self._state.model, loss_of):
@@ -243,7 +199,7 @@ class Optimizer:
                 continue
             num_tries += 1
             try:
-                ways[sync](_Try(place, batch, loss_of))
+                ways[sync](Try(place, batch, loss_of))
             except (GenerationAborted, PeerLost):
                 self._session.leave(place)
                 continue
@@ -251,46 +207,46 @@ class Optimizer:
                 self._compare(place)
                 continue
             finally:
-                self._sums = None
+                self._gradients.drop()
             seconds = time.monotonic() - begin_s
-            self._rate = self._num_shares / seconds if num_tries == 1 else None
+            self._rate = self._gradients.num_shares / seconds if num_tries == 1 else None
         while self._is_meeting_due():
             self._meet()
         return self._state.loss
 
-    def _step_s_sgd(self, given: _Try) -> None:
+    def _step_s_sgd(self, given: Try) -> None:
         place = given.place
         signals = self._signals() if self._state.pace.is_auto else None
-        reduced, exponents = self._computed(given, self._session.ring)
+        reduced, exponents = self._gradients.compute(given, self._session.ring, self._session.membership)
         told = None if signals is None else signals.reduce(self._session.ring, len(place.ring.members))
         if any(part.overflowed for part in reduced):
-            self._overflow = (place, exponents)
+            self._gradients.overflow = (place, exponents)
             return
         if self._is_agreed(place):
             step = self._apply(reduced, exponents, is_kept=self._session.journal.is_open)
-            self._state.summed = self._settings["trained"]
+            self._state.summed = self._gradients.settings["trained"]
             is_joined = float(reduced[-1].gradients[JOINING]) > 0
             self._cross(place, None if told is None else told[1], is_joined, step)
 
-    def _step_sma(self, given: _Try) -> None:
+    def _step_sma(self, given: Try) -> None:
         place, weights = given.place, self._state.weights()
         total = Sum(as_vector(weights), self._session.ring)  # of what the step begins with, while it computes
-        reduced, exponents = self._computed(given, None)
+        reduced, exponents = self._gradients.compute(given, None, self._session.membership)
         signals = self._signals(float(reduced[-1].gradients[LOSS]))
         mean = total.wait("the sum of all replicas") / len(place.ring.members)
         loss, rate, is_joined = signals.reduce(self._session.ring, len(place.ring.members))
         if self._is_agreed(place):
             move_to(weights, mean, PULL)
             self._apply(reduced, exponents)
-            self._state.loss, self._state.differs, self._state.summed = loss, True, self._settings["trained"]
+            self._state.loss, self._state.differs, self._state.summed = loss, True, self._gradients.settings["trained"]
             self._cross(place, rate, is_joined)
 
-    def _step_ad_psgd(self, given: _Try) -> None:
+    def _step_ad_psgd(self, given: Try) -> None:
         """Needs nobody: the partner may be lost, and the ring."""
         members, weights, membership = given.place.ring.members, self._state.weights(), self._session.membership
         other = partner(members, membership.me, self._state.num_steps)
         fetch = None if other is None else self._session.fetch(other, MODEL, given.place.interrupt)
-        reduced, exponents = self._computed(given, None)
+        reduced, exponents = self._gradients.compute(given, None, self._session.membership)
         found = None if fetch is None else fetch.wait()
         mine = as_vector(weights)
         if found is not None and len(found) == mine.nbytes:
@@ -308,7 +264,7 @@ class Optimizer:
         place = self._session.settle()
         if not self._is_meeting_due():
             return
-        self._look_at_settings()
+        self._gradients.look_at_settings()
         try:
             told = self._signals(self._state.loss).reduce(self._session.ring, len(place.ring.members))
         except (GenerationAborted, PeerLost):
@@ -318,7 +274,7 @@ class Optimizer:
             self._compare(place)
             return
         if self._is_agreed(place):
-            self._state.met_at, self._state.summed = self._state.num_steps, self._settings["trained"]
+            self._state.met_at, self._state.summed = self._state.num_steps, self._gradients.settings["trained"]
             self._cross(place, *told[1:])
 
     def _become_one(self) -> None:
@@ -339,7 +295,7 @@ class Optimizer:
 
     def _signals(self, loss: float = 0.0) -> Signals:
         has_joiners = self._session.membership.has_ready_joiners
-        return Signals(loss, self._rate, self._digest, has_joiners=has_joiners)
+        return Signals(loss, self._rate, self._gradients.digest, has_joiners=has_joiners)
 
     def _is_agreed(self, place: Place) -> bool:
         """Whether what was reduced counts; if so, all who go on will have it."""
@@ -359,123 +315,6 @@ class Optimizer:
         if is_joined:
             self._session.cross_boundary(place)
 
-    def _computed(self, given: _Try, ring: Ring | None) -> tuple[list[Reduced], dict[str, int]]:
-        """Run this worker's shares; return gradients summed over the ring, or its own alone, and the next scales."""
-        self._look_at_settings()
-        is_shared = self._state.pace.sync == S_SGD
-        place, batch = given.place, given.batch
-        rank, size = place.ring.members.index(self._session.membership.me), len(place.ring.members)
-        num_shares = MOST_WORKERS if batch is None else batch.num_shares
-        kind = self._kind(num_shares + 1, self._state.summed if is_shared else self._settings["trained"])
-        mine = [rank] if batch is None else shares_of(rank, size, num_shares, is_shared=is_shared)
-        num_summed = len(mine) if not is_shared else size if batch is None else num_shares
-        # Whoever left a ring may not know that a sum overflowed there: all begin with the scales before it.
-        scales = self._overflow[1] if self._overflow and self._overflow[0] is place else self._state.exponents
-        self._num_shares = len(mine)
-        buffers = {name: one.clone() for name, one in self._state.buffers().items()}
-        try:
-            while True:
-                # Of a step that was given up nothing is left: an operation of its ring may still write into it.
-                memory, self._left = Memory(self._device, self._left), []
-                self._sums = StepSums(kind, scales, ring, place.interrupt, num_summed, memory)
-                if is_shared and self._session.membership.has_ready_joiners:
-                    self._sums.add_joining()
-                if is_shared:
-                    self._sums.add_digest(self._digest)
-                for index in mine:
-                    if is_shared:
-                        place.interrupt.check()
-                    self._sums.is_last_share = index == mine[-1]
-                    self._run_share(given, index)
-                    if buffers:
-                        self._sums.add_changes(buffers)
-                        self._restore(buffers)
-                reduced = self._sums.reduced(self._state.num_steps)
-                scales = {name: one for part in reduced for name, one in part.exponents.items()}
-                if is_shared or not any(part.overflowed for part in reduced):
-                    return reduced, scales
-        finally:
-            self._restore(buffers)
-
-    def _run_share(self, given: _Try, index: int) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        if given.batch is None:
-            self._run(given.loss_of(None))
-            return
-        share = given.batch.share(index)
-        with own_generators() as seed_all:
-            seed_all(seed_of(given.batch.seed, "share", given.batch.step, index))
-            self._run(given.loss_of(share))
-
-    def _run(self, loss: Tensor) -> None:
-        assert self._sums is not None
-        self._sums.add_loss(float(loss.detach()))
-        self._is_in_backward = True
-        try:
-            loss.backward()  # type: ignore[no-untyped-call] # torch ships no types for it
-        finally:
-            self._is_in_backward = False
-
-    def _listen(self, name: str, parameter: Parameter) -> None:
-        """Take the parameter's gradients whenever it is trained, be it frozen now."""
-        if not (parameter.is_floating_point() or parameter.is_complex()):
-            return
-        is_trained = parameter.requires_grad
-        parameter.requires_grad_(True)  # else it takes no hook
-        hook: Any = partial(self._take_gradient, name)
-        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call] # as backward
-        parameter.requires_grad_(is_trained)
-
-    def _take_gradient(self, name: str, parameter: Parameter) -> None:
-        if self._sums is None:
-            self._strayed = name
-        elif self._is_in_backward:
-            self._sums.add_gradient(name, parameter)
-        else:
-            allowed = "a function that returns the loss: step() runs its backward, and clip_grad_norm= clips gradients"
-            raise InputError("runs backward itself", field="loss_of", allowed=allowed)
-
-    def _check_gradients(self) -> None:
-        """Refuse what a step would ignore: gradients that a backward of the loop's own has left."""
-        name, self._strayed = self._strayed, None
-        if name is not None and self._parameters[name].grad is not None:
-            raise InputError(
-                "has a gradient before step(), which would ignore it: step() runs the backward of the loss that its "
-                "function returns, and sums gradients over all workers",
-                field=name,
-                allowed="no backward() or clip_grad_norm_() of your own before it (clip_grad_norm= of "
-                "morph.elastic.Optimizer clips), or zero_grad() after it",
-            )
-
-    def _restore(self, buffers: dict[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, one in self._state.buffers().items():
-                one.copy_(buffers[name])
-
-    def _look_at_settings(self) -> None:
-        self._state.check_parameters()
-        settings = self._state.settings()
-        self._state.check_schedule(settings)
-        if settings["groups"] is not self._settings.get("groups"):
-            self._groups_text = json.dumps(settings["groups"])
-        self._settings = settings
-        self._digest = Digest(self._groups_text + json.dumps({**self._settings, "groups": None}))
-
-    def _kind(self, num_contributions: int, summed: str) -> Kind:
-        """How this step is summed: parameters that were not ``summed`` in the last one come late."""
-        late = "".join("01"[now > before] for now, before in zip(self._settings["trained"], summed, strict=True))
-        if self._buckets[0] != summed:
-            self._buckets = (summed, buckets_of(self._state.parameters(summed)))
-        return Kind(
-            self._accumulation,
-            num_contributions,
-            self._parameters,
-            self._state.buffers(),
-            self._buckets[1],
-            buckets_of(self._state.parameters(late)) if "1" in late else (),
-        )
-
     def _compare(self, place: Place) -> None:
         """Settings differ: end here, unless they are the oldest worker's; then the step begins again with who is left.
 
@@ -483,12 +322,12 @@ class Optimizer:
             InputError: they are not.
         """
         try:
-            oldest = exchanged(self._session.ring, self._settings)[0]
+            oldest = exchanged(self._session.ring, self._gradients.settings)[0]
         except (GenerationAborted, PeerLost):
-            oldest = self._settings
-        if oldest != json.loads(json.dumps(self._settings)):
+            oldest = self._gradients.settings
+        if oldest != json.loads(json.dumps(self._gradients.settings)):
             self._session.close()
-            raise difference(self._settings, oldest, list(self._parameters), self._state.num_steps) from None
+            raise difference(self._gradients.settings, oldest, list(self._parameters), self._state.num_steps) from None
         self._session.leave(place)
 
     def _clip(self, gradients: Mapping[str, Tensor]) -> None:
@@ -509,55 +348,13 @@ class Optimizer:
         self._optimizer.step()
         for parameter in self._parameters.values():
             parameter.grad = None
-        assert self._sums is not None
-        self._left = list(self._sums.memory.used.values())
+        self._gradients.release()
         aside = reduced[-1].gradients
         for name, buffer in self._state.buffers().items():
             apply_change(name, buffer, aside[name])
         self._state.exponents = exponents
         self._state.loss = float(aside[LOSS])
         self._state.num_steps += 1
-        step = () if packed is None else (self._state.pack_applied(self._settings), packed)
+        step = () if packed is None else (self._state.pack_applied(self._gradients.settings), packed)
         self._state.advance_schedule()
         return step
-
-
-def _schedule_of(optimizer: torch.optim.Optimizer, given: LRScheduler | MakeScheduler) -> LRScheduler:
-    """Return the schedule that was given, or that a function makes.
-
-    Raises:
-        InputError: it is none of this optimizer, or none that can be stepped without a value, or saved.
-    """
-    try:
-        scheduler = build_scheduler((lambda _: given) if isinstance(given, LRScheduler) else given, optimizer)
-    except JobError as error:
-        raise InputError(error.message, field=error.field, value=error.value, allowed=error.allowed) from error
-    if scheduler.optimizer is not optimizer:
-        allowed = "a schedule of the optimizer that is given beside it"
-        raise InputError("is of another optimizer", field="lr_scheduler", allowed=allowed)
-    return scheduler
-
-
-def difference(mine: Settings, oldest: Settings, names: list[str], num_steps: int) -> InputError:
-    """Say where a worker's settings first differ from the oldest worker's."""
-    message = f"is not the oldest worker's in step {num_steps}"
-    for name, here, there in zip(names, mine["trained"], oldest["trained"], strict=True):
-        if here != there:
-            allowed = f"{there == '1'}, as there; set it by optimizer.num_steps before each step, alike at all workers"
-            return InputError(message, field=f"{name}.requires_grad", value=here == "1", allowed=allowed)
-    for index, (here, there) in enumerate(zip(mine["groups"], oldest["groups"], strict=False)):
-        for key, value in there["values"].items():
-            if here["values"].get(key) != value:
-                allowed = (
-                    f"{value!r}, as there; give the scheduler to morph.elastic.Optimizer(lr_scheduler=...), so that "
-                    "joiners get its state, or set the value by optimizer.num_steps before each step"
-                )
-                return InputError(
-                    message, field=f"param_groups[{index}][{key!r}]", value=here["values"].get(key), allowed=allowed
-                )
-    allowed = "the same groups of the same parameters, and the same schedule, at all workers"
-    return InputError(
-        f"has parameter groups or a schedule that are not the oldest worker's in step {num_steps}",
-        field="optimizer",
-        allowed=allowed,
-    )

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from morph.elastic.settings import exchanged
 from morph.elastic.state import TrainingState, as_real, is_averaged
-from morph.elastic.sums import exchanged
 from morph.runtime.groups.channels import Ring, Transfer
 
 

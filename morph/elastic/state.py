@@ -18,6 +18,7 @@ from torch.nn import Module, Parameter
 from torch.optim.lr_scheduler import LRScheduler
 
 from morph.contract.errors import InputError, JobError
+from morph.elastic.settings import Settings
 from morph.elastic.strategy import S_SGD, Pace
 from morph.runtime.state.optimizer_state import (
     from_plain,
@@ -26,8 +27,6 @@ from morph.runtime.state.optimizer_state import (
     load_scheduler,
     scheduler_numbers,
 )
-
-Settings = dict[str, Any]
 
 
 @dataclass

@@ -6,17 +6,16 @@ is applied before all of them are complete.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from morph.contract.errors import InputError
+from morph.elastic.settings import DIGEST_BYTES, Digest
 from morph.runtime.groups.channels import Ring
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.accumulators import (
@@ -35,46 +34,6 @@ Accumulation = Literal["exact", "fast"]
 BUCKET_BYTES = 25 * 2**20
 LOSS, JOINING, DIGEST = "/loss", "/joining", "/digest"
 """Names of what is summed beside gradients and buffers; a parameter's cannot begin so."""
-DIGEST_BYTES = 8
-
-
-class SettingsDiffer(Exception):
-    """Found by all members of a ring in the same step: not all of them have the same settings."""
-
-
-class Digest:
-    """Of settings, as numbers whose sum over the members of a ring says whether all have the same."""
-
-    def __init__(self, text: str) -> None:
-        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest(), "little")
-        bits = [digest >> place & 1 for place in range(8 * DIGEST_BYTES)]
-        self.numbers = torch.tensor(bits, dtype=torch.float64) - 0.5
-
-    def check(self, total: Tensor, num_members: int) -> None:
-        """Compare with the sum of all members' numbers: only of equal ones does it have this magnitude.
-
-        Raises:
-            SettingsDiffer: they are not equal.
-        """
-        if float(total.abs().min()) < 0.5 * num_members - 0.25:
-            raise SettingsDiffer
-
-
-def exchanged(ring: Ring | None, told: Any) -> list[Any]:
-    """Return what each member of a ring tells, by rank, through JSON.
-
-    Raises:
-        GenerationAborted, PeerLost: the ring is no more.
-    """
-    text = json.dumps(told).encode()
-    if ring is None:
-        return [json.loads(text)]
-    size = torch.tensor([len(text)], dtype=torch.int64)
-    ring.reduce(size, torch.distributed.ReduceOp.MAX).wait("the size of what others tell")
-    own = torch.frombuffer(bytearray(text.ljust(int(size))), dtype=torch.uint8)
-    gathered = torch.empty(ring.size * len(own), dtype=torch.uint8)
-    ring.gather(gathered, own).wait("what others tell")
-    return [json.loads(one.numpy().tobytes()) for one in gathered.view(ring.size, -1)]
 
 
 def buckets_of(parameters: Mapping[str, Parameter]) -> list[list[str]]:

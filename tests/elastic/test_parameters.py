@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, S
 from morph.contract.errors import InputError
 from morph.data.order import sample_indices
 from morph.elastic.mini_batches import batches, loss_warnings
-from morph.elastic.optimizer import Optimizer, difference
+from morph.elastic.optimizer import Optimizer
+from morph.elastic.settings import difference
 from morph.elastic.state import TrainingState
 from morph.elastic.sums import Accumulation
 
