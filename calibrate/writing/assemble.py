@@ -78,7 +78,10 @@ def assemble_profile(
             fingerprint=model.fingerprint,
             batch_size=job.batch_size,
             micro_batch_size=job.micro_batch_size,
-            num_parameters=sum(prod(shape) for shape, _ in model.parameter_specs.values()),
+            num_parameters=sum(
+                prod(shape) * (2 if dtype.is_complex else 1)  # as many numbers are summed
+                for shape, dtype in model.parameter_specs.values()
+            ),
         ),
         environment=environment,
         sections=tuple(_section_profile(job, compute, section) for section in model.sections),

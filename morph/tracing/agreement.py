@@ -1,9 +1,12 @@
-"""Before a job trains: is what its sections compute what the plain model computes, loss and every gradient?
+"""Before a job trains: is what its sections compute what the plain model computes, loss, gradients and next weights?
 
 Both are given the same weights and samples, and the same draws: torch's generator is seeded once, and the sections
 draw on from each other as the parts of the whole do. Attention uses its plain kernel on both sides, because a trace
 masks by an ``attention_mask`` that hides nothing, and other kernels round and draw differently. What is left are other
 orders of the same sums: see ``_check``.
+
+The sections' gradients then go the way of a run's, through the accumulators and the optimizers of the parameter units:
+see ``step_agreement``.
 """
 
 from __future__ import annotations
@@ -25,11 +28,13 @@ from morph.cutting.cuts.analysis import REFERENCE_SAMPLES, analyse
 from morph.cutting.exporting.exported import GraphJob, MarkedJob
 from morph.cutting.source.locate import user_line
 from morph.cutting.source.refusal import OR_MARK, first_line
+from morph.cutting.trials.trial import move_weights, rms
 from morph.data import MicroBatchLoader, data_of
 from morph.data.loader import read_samples
 from morph.job import Job
-from morph.runtime.step.section_run import SectionRun, run_section, section_backward
+from morph.runtime.step.section_run import AddGradient, SectionRun, run_section, section_backward
 from morph.tracing.plain_model import plain_model, shortened
+from morph.tracing.step_agreement import NUM_STEPS, StepTrial
 
 NUM_SEEDS = 3
 NUM_SAMPLES = 2
@@ -38,14 +43,16 @@ QUICK_FLOPS = 1e12
 PATIENT_FLOPS = 1e13
 """One or two minutes of one core."""
 _SHARE_OF_MEMORY = 0.6
+_COPIES, _COPIES_OF_A_STEP = 3, 11
+"""Of all weights: with gradients of both sides; with sums, the optimizers' states and weights of their own as well."""
+_FLOPS_OF_A_STEP = 1e4
+"""For each weight, as long as both sides' steps take."""
 _RUNS = 6.0
 """Forward and backward, of both sides, in forwards."""
 _RELATIVE = 1e-3
 _BESIDE_THE_LARGEST = 1e-6
 _ROUNDINGS = 8.0
 """Of weights in fewer bits than 32."""
-_NOISE = 0.1
-_NOISE_OF_ZEROS = 0.01
 _SHOWN = 5
 _LACKING = re.compile(r"cuda|nvidia|triton|backend|not enough memory|out of memory", re.IGNORECASE)
 
@@ -59,12 +66,14 @@ class Limits:
         flops: Of all runs together; see ``QUICK_FLOPS`` and ``PATIENT_FLOPS``.
         device: Where it runs.
         shorten: Whether a model that is too large may be compared with fewer of its equal blocks.
+        steps: Whether the weights after the optimizer's steps are compared too.
     """
 
     available_bytes: int
     flops: float
     device: torch.device
     shorten: bool = True
+    steps: bool = True
 
 
 @dataclass(frozen=True)
@@ -75,21 +84,33 @@ class Agreement:
         how: ``whole``; ``shortened``: with two of each kind of its equal blocks; ``none``.
         num_seeds: How many times, each with other samples and draws.
         num_samples: In each.
-        largest: The largest difference of a gradient, as a share of that gradient; see ``_check``.
+        num_steps: After how many of them weights were compared; 0: they were not.
+        largest: The largest difference of a gradient, or of a step, as a share of it; see ``_check``.
         reason: Why the whole, or anything, was not compared.
+        no_steps: Why weights were not.
     """
 
     how: str
-    num_seeds: int = 0
-    num_samples: int = 0
+    num_seeds: int
+    num_samples: int
+    num_steps: int
     largest: float = 0.0
     reason: str | None = None
+    no_steps: str | None = None
 
 
 @dataclass(frozen=True)
 class _Size:
+    """``no_steps``: why weights are not compared."""
+
     num_seeds: int
     num_samples: int
+    no_steps: str | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Of the optimizer."""
+        return 0 if self.no_steps else NUM_STEPS
 
 
 @dataclass(frozen=True)
@@ -116,10 +137,10 @@ def compare_with_plain(job: Job, exported: ExportedJob, num_sections: int | None
         try:
             largest = _compare(job, exported, num_sections, size, limits.device)
         except _DoesNotRun as error:
-            return Agreement("none", reason=str(error))
-        return Agreement("whole", size.num_seeds, size.num_samples, largest)
+            return _nothing(str(error))
+        return _found("whole", size, largest)
     if not limits.shorten:
-        return Agreement("none", reason=size)
+        return _nothing(size)
     return _compare_shortened(job, size, limits)
 
 
@@ -129,28 +150,39 @@ def _compare_shortened(job: Job, reason: str, limits: Limits) -> Agreement:
         exported = export_job(twin)
         size = _size(exported, limits, job.batch_size)
     except MorphError as error:
-        return Agreement("none", reason=f"{reason}, and it cannot be shortened: {first_line(error)}")
+        return _nothing(f"{reason}, and it cannot be shortened: {first_line(error)}")
     if not isinstance(size, _Size):
-        return Agreement("none", reason=f"with fewer blocks, {size}")
+        return _nothing(f"with fewer blocks, {size}")
     try:
         largest = _compare(twin, exported, None, size, limits.device)
     except (_DoesNotRun, JobError) as error:
-        return Agreement("none", reason=f"{reason}, and with fewer blocks it does not run: {error}")
-    return Agreement("shortened", size.num_seeds, size.num_samples, largest, reason)
+        return _nothing(f"{reason}, and with fewer blocks it does not run: {error}")
+    return _found("shortened", size, largest, reason)
+
+
+def _nothing(reason: str) -> Agreement:
+    return Agreement("none", 0, 0, 0, reason=reason)
+
+
+def _found(how: str, size: _Size, largest: float, reason: str | None = None) -> Agreement:
+    return Agreement(how, size.num_seeds, size.num_samples, size.num_steps, largest, reason, size.no_steps)
 
 
 def _size(exported: ExportedJob, limits: Limits, batch_size: int) -> _Size | str:
     """Return how much to compare, or why nothing can be."""
     largest = min(NUM_SAMPLES, batch_size)
+    specs = exported.initial_parameters.specs.values()
+    parameters = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
+    no_steps = _no_steps(parameters, sum(math.prod(shape) for shape, _ in specs), limits)
     if not isinstance(exported, GraphJob):  # its cut runs the whole model anyway, and no size is known of it
-        return _Size(NUM_SEEDS, largest)
+        return _Size(NUM_SEEDS, largest, no_steps)
     analysis = analyse(exported)
     flops = _RUNS * analysis.total_cost / REFERENCE_SAMPLES
-    parameters = sum(math.prod(shape) * dtype.itemsize for shape, dtype in exported.initial_parameters.specs.values())
     activations = sum(analysis.bytes_of(node) for node in analysis.sequence) / REFERENCE_SAMPLES
     reason = ""
-    for size in (_Size(NUM_SEEDS, largest), _Size(NUM_SEEDS - 1, largest), _Size(1, 1)):
-        needed = 3 * parameters + 2 * size.num_samples * activations
+    for num_seeds, num_samples in ((NUM_SEEDS, largest), (NUM_SEEDS - 1, largest), (1, 1)):
+        size = _Size(num_seeds, num_samples, no_steps)
+        needed = _COPIES * parameters + 2 * size.num_samples * activations
         if needed > _SHARE_OF_MEMORY * limits.available_bytes:
             reason = f"it may take {needed / 2**30:.1f} GiB, and {limits.available_bytes / 2**30:.1f} GiB are free"
         elif size.num_seeds * size.num_samples * flops > limits.flops:
@@ -160,11 +192,24 @@ def _size(exported: ExportedJob, limits: Limits, batch_size: int) -> _Size | str
     return reason
 
 
+def _no_steps(num_bytes: int, num_weights: int, limits: Limits) -> str | None:
+    """Why the weights after a step are not compared; None if they are."""
+    if not limits.steps:
+        return "one optimizer for all of them is another than one for each parameter unit"
+    needed = _COPIES_OF_A_STEP * num_bytes
+    if needed > _SHARE_OF_MEMORY * limits.available_bytes:
+        return f"that may take {needed / 2**30:.1f} GiB, and {limits.available_bytes / 2**30:.1f} GiB are free"
+    if num_weights * _FLOPS_OF_A_STEP > limits.flops:
+        return f"there are {num_weights / 1e6:.0f} million"
+    return None
+
+
 def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _Size, device: torch.device) -> float:
-    """Return the largest difference of a gradient.
+    """Return the largest difference of a gradient or a step.
 
     Raises:
         ExportError: a difference that rounding does not explain.
+        JobError: the plain model fails, or its optimizer is another one for each unit alone.
         _DoesNotRun: there is nothing to compare with.
     """
     exported = replace(exported, boundary="same")  # its rounding is the job's wish, and hides what is compared
@@ -173,25 +218,84 @@ def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _S
     keys = sorted(read_samples(dataset, job.seed, [(0, 0)])[0])
     loader = MicroBatchLoader(dataset, job.seed, job.batch_size, size.num_samples)
     generators = [device] if device.type == "cuda" else []
-    largest: list[float] = []
     with torch.random.fork_rng(devices=generators), warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
         warnings.simplefilter("ignore")
         plain = _plain_model(job, exported, device)
-        buffers = {name: buffer.clone() for name, buffer in plain.named_buffers()}
+        trial = StepTrial.of(job, model, plain, device, size.num_seeds) if size.num_steps else None
+        both = _Sides(job, model, plain, trial, exported.model_line)
         for seed in range(size.num_seeds):
-            batch = {key: entry.to(device) for key, entry in loader.load(seed, 0, keys).items()}
-            torch.manual_seed(seed)
-            expected = _run_plain(job, plain, batch)
-            if not expected.loss.isfinite():
-                continue
-            for name, buffer in plain.named_buffers():
-                buffer.data.copy_(buffers[name])
-            torch.manual_seed(seed)
-            found = _run_sections(model, dict(plain.named_parameters()), dict(plain.named_buffers()), batch)
-            largest.append(_check(expected, found, exported.model_line, f"{size.num_samples} samples, seed {seed}"))
-    if not largest:
-        raise _DoesNotRun("its loss is not a finite number")
-    return max(largest)
+            both.compare(seed, {key: entry.to(device) for key, entry in loader.load(seed, 0, keys).items()})
+        return both.largest()
+
+
+class _Sides:
+    """The plain model and the sections, with the same weights, given one micro-batch after the other.
+
+    ``trial``: what a run makes of the sections' gradients, where that is compared too.
+    """
+
+    def __init__(self, job: Job, model: CutModel, plain: nn.Module, trial: StepTrial | None, source: str) -> None:
+        self._job, self._model, self._plain, self._trial, self._source = job, model, plain, trial, source
+        self._buffers = {name: buffer.clone() for name, buffer in plain.named_buffers()}
+        self._sums = trial.new_sums() if trial is not None else None
+        self._total: dict[str, Tensor] = {}
+        self._batches: dict[int, Mapping[str, Tensor]] = {}
+        self._largest = 0.0
+
+    def compare(self, seed: int, batch: Mapping[str, Tensor]) -> None:
+        """Compare loss and gradients of a micro-batch; one whose loss is not finite is left out.
+
+        Raises:
+            ExportError: they differ.
+            JobError: the plain model fails.
+        """
+        torch.manual_seed(seed)
+        expected = _run_plain(self._job, self._plain, batch)
+        for name, buffer in self._plain.named_buffers():
+            buffer.data.copy_(self._buffers[name])
+        if not expected.loss.isfinite():
+            return
+        self._batches[seed] = batch
+        found = self._run_sections(seed)
+        which = f"{len(next(iter(batch.values())))} samples, seed {seed}"
+        self._largest = max(self._largest, _check(expected, found, self._source, which))
+        for name, gradient in expected.gradients.items():
+            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            self._total[name] = self._total[name] + wide if name in self._total else wide
+
+    def largest(self) -> float:
+        """Compare what a run makes of the gradients too, and return the largest difference.
+
+        Raises:
+            ExportError: means or next weights differ.
+            JobError: the optimizer fails, or is another one for each unit alone.
+            _DoesNotRun: no loss was finite.
+        """
+        if not self._batches:
+            raise _DoesNotRun("its loss is not a finite number")
+        if self._trial is None or self._sums is None:
+            return self._largest
+        while (means := self._sums.reduce(len(self._batches))) is None:  # at scales that fit from now on
+            self._sums = self._trial.new_sums()
+            for seed in self._batches:
+                self._run_sections(seed)
+        self._sums = None
+        loss = torch.zeros(())
+        weights = dict(self._plain.named_parameters())
+        expected = {name: (total / len(self._batches)).to(weights[name].dtype) for name, total in self._total.items()}
+        which = f"the mean of {len(self._batches)} micro-batches, accumulation {self._job.accumulation!r}"
+        _check(_Step(loss, expected), _Step(loss, means), self._source, which)
+        return max(self._largest, self._trial.largest_difference(expected, self._source))
+
+    def _run_sections(self, seed: int) -> _Step:
+        torch.manual_seed(seed)
+        given = {**dict(self._plain.named_buffers()), **dict(self._plain.named_parameters())}
+        add = self._sums.add if self._sums is not None else _leave
+        return _run_sections(self._model, given, self._batches[seed], add)
+
+
+def _leave(_name: str, _gradient: Tensor) -> None:
+    """Nothing is made of gradients."""
 
 
 def _plain_model(job: Job, exported: ExportedJob, device: torch.device) -> nn.Module:
@@ -204,10 +308,7 @@ def _plain_model(job: Job, exported: ExportedJob, device: torch.device) -> nn.Mo
             for name, value in model.state_dict(keep_vars=True).items():
                 if not value.requires_grad:
                     value.copy_(held[name])
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                size = _rms(parameter)
-                parameter.add_(torch.randn_like(parameter), alpha=_NOISE * size if size > 0 else _NOISE_OF_ZEROS)
+    move_weights(model)
     return model
 
 
@@ -230,9 +331,9 @@ def _run_plain(job: Job, model: nn.Module, batch: Mapping[str, Tensor]) -> _Step
 
 
 def _run_sections(
-    model: CutModel, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Mapping[str, Tensor]
+    model: CutModel, given: Mapping[str, Tensor], batch: Mapping[str, Tensor], more: AddGradient
 ) -> _Step:
-    given = {**buffers, **parameters}
+    """``more`` takes what a run takes: contributions of sections, and changes of buffers."""
     runs: list[SectionRun] = []
     values: tuple[Tensor, ...] = ()
     for section in model.sections:
@@ -241,7 +342,8 @@ def _run_sections(
     gradients: dict[str, Tensor] = {}
 
     def add(name: str, gradient: Tensor) -> None:
-        if name in parameters:
+        more(name, gradient)
+        if name in model.parameter_specs:
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
 
     following: tuple[Tensor | None, ...] = (torch.ones_like(values[0]), *(None for _ in values[1:]))
@@ -256,16 +358,16 @@ def _check(expected: _Step, found: _Step, source: str, which: str) -> float:
     A gradient may differ by a thousandth of its own norm; beside that by a millionth of the largest gradient of any
     weight, for where a gradient is nearly zero (a bias in front of a softmax), nothing but rounding is left of it.
     """
-    largest_rms = max((_rms(gradient) for gradient in expected.gradients.values()), default=0.0)
+    largest_rms = max((rms(gradient) for gradient in expected.gradients.values()), default=0.0)
     differences = {}
     for name in expected.gradients.keys() | found.gradients.keys():
         plain, ours = expected.gradients.get(name), found.gradients.get(name)
-        difference = _rms(ours if plain is None else plain if ours is None else plain - ours)  # type: ignore[arg-type]
-        of = (_rms(plain) if plain is not None else 0.0) + _BESIDE_THE_LARGEST / _RELATIVE * largest_rms
+        difference = rms(ours if plain is None else plain if ours is None else plain - ours)  # type: ignore[arg-type]
+        of = (rms(plain) if plain is not None else 0.0) + _BESIDE_THE_LARGEST / _RELATIVE * largest_rms
         differences[name] = difference / of if difference else 0.0
     worst = sorted(differences, key=lambda name: -differences[name])
     apart = abs(float(found.loss - expected.loss)) / max(abs(float(expected.loss)), _RELATIVE)
-    types = {gradient.dtype for gradient in expected.gradients.values()}
+    types = {gradient.dtype for side in (expected, found) for gradient in side.gradients.values()}
     allowed = max((_RELATIVE, *(_ROUNDINGS * torch.finfo(dtype).eps for dtype in types)))
     wrong = [name for name in worst if not differences[name] <= allowed]
     if apart <= allowed and not wrong:
@@ -280,8 +382,3 @@ def _check(expected: _Step, found: _Step, source: str, which: str) -> float:
         allowed="operations that torch.export writes down: no state kept in Python, no hooks; a backward of its own in "
         "a torch.autograd.Function" + OR_MARK,
     )
-
-
-def _rms(tensor: Tensor) -> float:
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return float(real.double().square().mean().sqrt())

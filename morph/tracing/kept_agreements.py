@@ -8,7 +8,7 @@ import hashlib
 import json
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,16 @@ from morph.user_cache import keep, read_kept
 _FOLDER = "agreements"
 
 
-def agreement_key(job: Job, exported: ExportedJob, fingerprint: str, device: torch.device) -> str:
-    """Return what stands for the cut model, the code behind it, and what runs it.
+def agreement_key(
+    job: Job, exported: ExportedJob, fingerprint: str, device: torch.device, settings: Mapping[str, str]
+) -> str:
+    """Return what stands for the cut model, the settings it trains with, the code behind it, and what runs it.
 
     Code is the files of the classes and functions that make up job and model, and whatever else is loaded from the
     job's folder.
     """
     lines = [fingerprint, torch.__version__, morph.__version__, platform.python_version(), device.type]
+    lines += sorted(f"{name} {value}" for name, value in settings.items())
     names = set(_module_names(job, exported))
     packages = {name.partition(".")[0] for name in names}
     lines += sorted(f"{name} {getattr(sys.modules.get(name), '__version__', None)}" for name in packages)

@@ -24,7 +24,7 @@ from tests.cli.given import JOBS
 SUMMED = JOBS.replace("functional.mse_loss(model(", 'functional.mse_loss(reduction="sum", input=model(').replace(
     ', batch["y"])', ', target=batch["y"])'
 )
-WARNING = "warning: the loss is a sum over the samples, not their mean (2 samples together: "
+WARNING = "warning: the loss is a sum over the samples, not their mean (samples "
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from morph.contract.errors import ExportError, JobError
 from morph.cutting import CutModel, cut, export_job
 from morph.cutting.cuts.report import report_cuts
 from morph.cutting.exporting.exported import GraphJob, MarkedJob
+from morph.runtime.step.section_run import run_section
 from tests.cutting.zoo import ZOO
 
 pytestmark = pytest.mark.slow
@@ -356,6 +357,70 @@ def test_a_border_whose_shape_depends_on_the_data_is_refused_when_it_is_another(
     with pytest.raises(JobError, match=r"in front of cut with a tensor of shape \[2, 4, 6\].*\[2, 2, 6\]") as caught:
         run_in_sections(exported, model, tools.stack(SEQUENCES[2:], 2))
     assert caught.value.source == place_of("# cut here")
+
+
+class Perhaps(nn.Module):
+    """A layer that is left out unless some samples are late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, late: Tensor) -> Tensor:
+        return self.linear(x) if late.any() else x
+
+
+class Begins(nn.Module):
+    """What crosses the first mark depends on a parameter with ``late`` samples alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.cut = Perhaps(), nn.Linear(6, 6), morph.CutPoint()
+
+    def forward(self, x: Tensor, late: Tensor) -> Tensor:
+        return self.last(self.cut(self.first(x, late)))  # begins
+
+
+class Freezes(Begins):
+    """With ``late`` samples a parameter is thawed, and one frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.linear.requires_grad_(False)
+
+    def forward(self, x: Tensor, late: Tensor) -> Tensor:
+        self.first.linear.weight.requires_grad_(bool(late[0]))
+        self.last.weight.requires_grad_(not late[1])
+        return super().forward(x, late)
+
+
+def late_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["x"], batch["late"]).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "late", "problem"),
+    [
+        (Begins, [True, True], "in front of cut with a tensor that depends on a parameter"),
+        (Freezes, [True, False], r"requires_grad of first\.linear\.weight changes while training"),
+        (Freezes, [False, True], r"requires_grad of last\.weight changes while training"),
+    ],
+)
+def test_what_the_first_samples_do_not_show_of_gradients_is_refused_when_it_comes(
+    tools: Any, make: type[nn.Module], late: list[bool], problem: str
+) -> None:
+    exported = export_job(tools.make_job(make, late_loss, LATE))
+    model = cut(exported, num_sections=None, micro_batch_size=2)
+    parameters = {name: exported.initial_parameters[name].requires_grad_() for name in model.parameter_specs}
+
+    def run(batch: dict[str, Tensor]) -> None:
+        values: tuple[Tensor, ...] = ()
+        for section in model.sections:
+            values = run_section(section, values, batch, parameters).outputs
+
+    run(tools.stack(LATE, 2))
+    with pytest.raises(JobError, match=problem):
+        run({"x": torch.ones(2, 6), "late": torch.tensor(late)})
 
 
 class Chooses(nn.Module):

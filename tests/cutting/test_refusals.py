@@ -60,6 +60,54 @@ class Deciding(nn.Module):
         return y * 2 if y.sum().item() > 1e9 else y  # decides
 
 
+class Freezes(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.requires_grad_(False)  # freezes
+        return self.second(self.first(x))
+
+
+class Thaws(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.second.weight.requires_grad = True  # thaws
+        return self.second(self.first(x))
+
+
+class FreezesForAWhile(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.second.weight.requires_grad_(False)  # for a while
+        x = self.second(self.first(x))
+        self.second.weight.requires_grad_()
+        return self.second(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "place", "name"),
+    [
+        (Freezes, "# freezes", "first.weight"),
+        (Thaws, "# thaws", "second.weight"),
+        (FreezesForAWhile, "# for a while", "second.weight"),
+    ],
+)
+def test_a_forward_that_freezes_or_thaws_is_refused_at_its_line(
+    tools: Any, model: type[nn.Module], place: str, name: str
+) -> None:
+    found = refusal(tools, model)
+    assert found.message == f"requires_grad of {name} changes while training"
+    assert found.source == place_of(place)
+
+
+def test_a_complex_loss_is_refused(tools: Any) -> None:
+    def complex_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return torch.view_as_complex(model(batch["x"]).view(-1, 3, 2)).mean()
+
+    with pytest.raises(JobError, match=r"Job: loss: is complex \(got 'torch.complex64'\); allowed: a real number"):
+        export_job(tools.make_job(lambda: nn.Linear(6, 6), complex_loss, ITEMS))
+
+
 def unflattened() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Unflatten(0, (3, 1)), nn.Flatten())
 

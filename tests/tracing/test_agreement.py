@@ -19,6 +19,7 @@ from morph.cutting import ExportedJob, cut, export_job
 from morph.cutting.cuts.analysis import REFERENCE_SAMPLES, analyse
 from morph.cutting.exporting.exported import GraphJob
 from morph.job import Job, load_job
+from morph.runtime.state.accumulators import ExactAccumulator, Reduced
 from morph.tracing.agreement import QUICK_FLOPS, Agreement, Limits, compare_with_plain
 from morph.tracing.kept_agreements import agreement_key, keep_agreement, kept_agreement
 from morph.user_cache import cache_folder
@@ -110,8 +111,10 @@ def test_sections_with_dropout_and_a_tied_weight_have_the_loss_and_the_gradients
     good: tuple[Job, ExportedJob],
 ) -> None:
     found = compare_with_plain(*good, 3, ROOMY)
-    assert found == Agreement("whole", num_seeds=3, num_samples=2, largest=0.0)
-    assert agreement_note(found) == ("loss and every gradient are equal to the plain model's (3 x 2 samples)")
+    assert found == Agreement("whole", num_seeds=3, num_samples=2, num_steps=2, largest=0.0)
+    assert agreement_note(found) == (
+        "loss, every gradient and the weights after 2 steps are equal to the plain model's (3 x 2 samples)"
+    )
 
 
 def test_a_backward_that_the_trace_lost_is_refused_and_the_parameters_are_named(wrong: tuple[Job, ExportedJob]) -> None:
@@ -141,7 +144,7 @@ def test_a_costly_model_is_compared_fewer_times(good: tuple[Job, ExportedJob]) -
         ("none", 0, 0),
     ]
     assert agreement_note(found[2]) == (
-        "loss and gradients were not compared with the plain model: one sample takes 0.0 TFLOP"
+        "loss, gradients and weights were not compared with the plain model: one sample takes 0.0 TFLOP"
     )
 
 
@@ -191,7 +194,7 @@ def test_cut_at_marks_the_comparison_is_made_too() -> None:
             return self.last(x) if float(x.detach().abs().max()) < 1e9 else x
 
     job = replace(job_of(Marked), cut_points=("blocks.1", "blocks.2"), num_sections=None)
-    assert compare_with_plain(job, export_job(job), None, ROOMY) == Agreement("whole", 3, 2, 0.0)
+    assert compare_with_plain(job, export_job(job), None, ROOMY) == Agreement("whole", 3, 2, 2, 0.0)
 
 
 class Normed(nn.Module):
@@ -214,11 +217,135 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("frozen", [False, True])
 def test_what_the_forward_writes_into_buffers_is_the_same_on_both_sides(frozen: bool) -> None:
     job = job_of(lambda: Normed(frozen))
-    assert compare_with_plain(job, export_job(job), 2, ROOMY) == Agreement("whole", 3, 2, 0.0)
+    assert compare_with_plain(job, export_job(job), 2, ROOMY) == Agreement("whole", 3, 2, 2, 0.0)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.last = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+        self.turn = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((self.embed(x).to(torch.complex64) @ self.turn).abs())
+
+
+class Sometimes(Texts):
+    """The second block never has a gradient: what it makes is not used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) + self.places
+        for number, block in enumerate(self.blocks):
+            x = x + 0 * block(x).detach() if number == 1 else block(x)
+        return self.last(x)
+
+
+def adamw(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([parameter for _, parameter in parameters], lr=0.01, weight_decay=0.3)
+
+
+def warm_up(made: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(made, lambda step: min(1.0, step / 2))
+
+
+def loud(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return loss(model, batch)[0] * 1e6
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"accumulation": "fast", "clip_grad_norm": 0.01, "lr_scheduler": warm_up},
+        {"optimizer": adamw, "loss": loud, "clip_grad_norm": 1.0},
+        {"optimizer": adamw, "model": lambda: Texts().bfloat16(), "master_weights": True},
+        {"optimizer": adamw, "model": lambda: Texts().bfloat16(), "precision": "fp16"},
+        {"optimizer": adamw, "model": Complex},
+        {"optimizer": adamw, "model": Sometimes, "cut_points": ("blocks.1", "blocks.2"), "num_sections": None},
+    ],
+    ids=["clipped", "overflowing", "master weights", "narrow", "complex", "without a gradient"],
+)
+def test_the_weights_after_two_steps_are_those_of_a_plain_loop(fields: dict[str, Any]) -> None:
+    job = replace(job_of(Texts), **fields)
+    found = compare_with_plain(job, export_job(job), job.num_sections, ROOMY)
+    assert (found.how, found.num_steps) == ("whole", 2)
+    assert found.largest < 1e-5
+
+
+class LosesImaginaryParts(ExactAccumulator):
+    def add(self, name: str, gradient: Tensor) -> None:
+        super().add(name, gradient.real.to(gradient.dtype) if gradient.is_complex() else gradient)
+
+
+class ForgetsAMicroBatch(ExactAccumulator):
+    def mean(self, part: Any, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
+        super().mean(part, sums, first, num_micro_batches + 1, into)
+
+
+class GivesZerosForNothing(ExactAccumulator):
+    def finish(self, num_micro_batches: int, step: int) -> Reduced:
+        found = super().finish(num_micro_batches, step)
+        zeros = {name: torch.zeros(like.shape) for name, like in self._like.items()}
+        return replace(found, gradients={**zeros, **found.gradients})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "model", "what"),
+    [
+        (LosesImaginaryParts, Complex, r"the mean of 3 micro-batches, accumulation 'exact'.*1 of 4 gradients: turn by"),
+        (ForgetsAMicroBatch, Complex, r"the mean of 3 micro-batches, accumulation 'exact'.*4 of 4 gradients"),
+        (GivesZerosForNothing, Sometimes, r"the weights after 2 steps differ, 2 of 9: blocks\.1\.inner\.weight, "),
+    ],
+)
+def test_what_a_run_would_make_wrong_of_right_gradients_is_refused(
+    wrong: type[ExactAccumulator], model: Callable[[], nn.Module], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks = {"cut_points": ("blocks.1", "blocks.2"), "num_sections": None} if model is Sometimes else {}
+    job = replace(job_of(model), optimizer=adamw, **marks)
+    exported = export_job(job)
+    monkeypatch.setattr("morph.runtime.state.unit_state.ExactAccumulator", wrong)
+    with pytest.raises(ExportError, match=what):
+        compare_with_plain(job, exported, job.num_sections, ROOMY)
+
+
+class OneStepSize(torch.optim.SGD):
+    """Its step is of one length over all parameters that it has."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.div_(norm)
+        return super().step(closure)
+
+
+def of_one_length(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return OneStepSize([parameter for _, parameter in parameters], lr=0.1)
+
+
+def test_an_optimizer_that_is_another_for_each_unit_is_refused_unless_the_job_allows_it(
+    good: tuple[Job, ExportedJob],
+) -> None:
+    job = replace(good[0], optimizer=of_one_length)
+    with pytest.raises(JobError, match=r"each parameter unit has its own optimizer, .*`morph trace-deps` looks for"):
+        compare_with_plain(job, good[1], 3, ROOMY)
+    allowed = replace(job, allowed_dependencies=("mixing:stack@test_agreement.py:step",))
+    assert compare_with_plain(allowed, good[1], 3, ROOMY).num_steps == 2
+
+
+def test_what_was_not_compared_is_said(good: tuple[Job, ExportedJob]) -> None:
+    weights = sum(torch.Size(shape).numel() for shape, _ in good[1].initial_parameters.specs.values())
+    little = compare_with_plain(*good, 3, replace(ROOMY, available_bytes=weights * 4 * 15))
+    assert (little.how, little.num_steps) == ("whole", 0)
+    said = " samples); weights after steps were not compared: that may take 0.0 GiB, and 0.0 GiB are free"
+    assert agreement_note(little).startswith("loss and every gradient are equal to the plain model's (")
+    assert agreement_note(little).endswith(said)
+    mixing = compare_with_plain(*good, 3, replace(ROOMY, steps=False))
+    assert mixing.num_steps == 0
+    assert "one optimizer for all" in agreement_note(mixing)
 
 
 def test_what_was_found_is_kept_for_this_user_alone_and_a_damaged_file_is_as_none(tmp_path: Path) -> None:
-    found = Agreement("whole", 3, 2, 1e-7)
+    found = Agreement("whole", 3, 2, 2, 1e-7)
     assert kept_agreement(tmp_path, "key") is None
     keep_agreement(tmp_path, "key", found)
     assert kept_agreement(tmp_path, "key") == found
@@ -279,7 +406,10 @@ def test_a_command_compares_once_and_says_so(command: str, job_file: Path, monke
 
     first = run()
     assert first.exit_code == 0, first.output
-    assert "loss and every gradient are equal to the plain model's (3 x 2 samples)" in first.stdout
+    assert (
+        "loss, every gradient and the weights after 2 steps are equal to the plain model's (3 x 2 samples)"
+        in first.stdout
+    )
     monkeypatch.setattr("morph.tracing.agreement.compare_with_plain", None)
     assert "are equal to the plain model's (3 x 2 samples)" in run().stdout
 
@@ -296,14 +426,16 @@ def test_a_command_refuses_a_job_that_would_train_as_something_else(command: str
 def test_another_line_of_code_of_the_jobs_folder_is_compared_anew(job_file: Path) -> None:
     import sys
 
-    def key() -> str:
+    def key(**settings: str) -> str:
         sys.modules.pop("helper", None)
         job = load_job(f"{job_file}:job")
         exported = export_job(job)
-        return agreement_key(job, exported, cut(exported, num_sections=2, micro_batch_size=1).fingerprint, CPU)
+        return agreement_key(
+            job, exported, cut(exported, num_sections=2, micro_batch_size=1).fingerprint, CPU, settings
+        )
 
     before = key()
-    assert key() == before
+    assert key() == before != key(accumulation="fast")
     (job_file.parent / "helper.py").write_text("SIGN = False  # now\n")
     assert key() != before
 

@@ -33,7 +33,7 @@ HISTORIES = {
 JOBS = (
     *("clipped", "scheduled", "bf16", "fp16", "scaled", "evaluated", "evaluated_in_part"),
     *("normed", "normed_fp16", "averaged", "narrow", "masters"),
-    *("complex_numbers", "choosing", "choosing_adam"),
+    *("complex_numbers", "choosing", "choosing_adam", "thawed"),
 )
 
 

@@ -394,3 +394,84 @@ complex_fast = replace(complex_numbers, accumulation="fast", optimizer=adamw)
 choosing = replace(plain, model=Choosing, loss=choosing_loss, dataset=Choices, optimizer=decaying, clip_grad_norm=0.5)
 choosing_adam = replace(choosing, optimizer=adamw)
 choosing_fast = replace(choosing, accumulation="fast")
+
+
+def by_part(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, list[nn.Parameter]]]:
+    """Two groups: the head, and the body, whose learning rate a schedule moves; one may be empty in a unit."""
+    groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+    for name, parameter in parameters:
+        groups[name.startswith(("first", "second"))].append(parameter)
+    return [{"params": group} for group in groups.values()]
+
+
+class SkippingAdamW(torch.optim.AdamW):
+    """Leaves out groups whose learning rate is 0, as if their parameters were frozen."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the other groups."""
+        for group in self.param_groups:
+            if group["lr"] == 0:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        super().step(closure)
+
+
+def body_until_3(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Train the body in the first three steps alone."""
+    return LambdaLR(optimizer, [lambda _step: 1.0, lambda step: float(step < 3)])
+
+
+def body_from_3(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Train the body from the fourth step on."""
+    return LambdaLR(optimizer, [lambda _step: 1.0, lambda step: float(step >= 3)])
+
+
+frozen_later = replace(
+    plain,
+    optimizer=lambda named: torch.optim.SGD(by_part(named), lr=0.1, momentum=0.9, weight_decay=0.1),
+    lr_scheduler=body_until_3,
+)
+frozen_later_adam = replace(frozen_later, optimizer=lambda named: torch.optim.AdamW(by_part(named), lr=0.01))
+thawed_plain_sgd = replace(
+    plain,
+    optimizer=lambda named: torch.optim.SGD(by_part(named), lr=0.1, weight_decay=0.1),
+    lr_scheduler=body_from_3,
+)
+thawed = replace(plain, optimizer=lambda named: SkippingAdamW(by_part(named), lr=0.01), lr_scheduler=body_from_3)
+frozen_wrongly = replace(
+    plain,
+    optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1),
+    lr_scheduler=lambda optimizer: LambdaLR(
+        optimizer,
+        lambda step: 1.0 if step < 2 else optimizer.param_groups[0]["params"][0].requires_grad_(False) is None,
+    ),
+)
+
+
+class OneSided(torch.autograd.Function):
+    """A sum whose second part gets no gradient."""
+
+    @staticmethod
+    def forward(_ctx: object, one: Tensor, other: Tensor) -> Tensor:
+        """Add them."""
+        return one + other
+
+    @staticmethod
+    def backward(_ctx: object, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Give it to the first one alone."""
+        return gradient, None
+
+
+class CutOff(Net):
+    """The first layer is read, but a backward of the user's own gives it nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [samples, width] to the same shape."""
+        aside = torch.tanh(self.second(x))
+        x = torch.tanh(self.third(x))
+        x = torch.tanh(self.first(x))
+        out: Tensor = self.last(OneSided.apply(x, aside))
+        return out
+
+
+cut_off = replace(plain, model=CutOff, optimizer=decaying)

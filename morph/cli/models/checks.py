@@ -213,10 +213,11 @@ def _look_at(loaded: LoadedJob, profile: Profile, job_path: str) -> _Findings:
     settings = check_training(job, model)
     check_data(job)
     notes = list(_warnings_of_loss(job, num_elements(model), TRIED_BEFORE_RUNS))
+    of_dependencies = _check_dependencies(job, exported, profile, job_path)
     compared = compare_once(job, exported, model)
-    if compared.how != "whole":
+    if compared.how != "whole" or not compared.num_steps:
         notes.append(f"note: {agreement_note(compared)}")
-    notes += _check_dependencies(job, exported, profile, job_path)
+    notes += of_dependencies
     loaded.keep_for_workers(exported, model, profile.micro_batch_sizes, handed_on(os.environ))
     return _Findings(tuple(notes), settings, compared.how != "none")
 

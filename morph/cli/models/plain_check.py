@@ -18,6 +18,7 @@ def compare_once(
     model: CutModel,
     *,
     quick: bool = False,
+    steps: bool = True,
     device: torch.device | None = None,
 ) -> Agreement:
     """Compare, unless this user did already; see ``morph.tracing.agreement``.
@@ -27,27 +28,32 @@ def compare_once(
         exported: The exported job.
         model: The job as it is cut.
         quick: Leave alone what takes more than some seconds.
+        steps: Compare weights after the optimizer's steps too.
         device: Where to run; None: this machine's processor.
 
     Raises:
         ExportError: the sections do not compute what the plain model does.
-        JobError: the plain model fails on real samples.
+        JobError: the plain model fails on real samples; or the optimizer fails, or is another one for each unit alone.
     """
     import torch
 
+    from morph.runtime.workloads.job_checks import settings
     from morph.tracing.agreement import PATIENT_FLOPS, QUICK_FLOPS, Limits, compare_with_plain
     from morph.tracing.kept_agreements import agreement_key, keep_agreement, kept_agreement
     from morph.user_cache import cache_folder
 
     place = device or torch.device("cpu")
     folder = cache_folder()
-    key = agreement_key(job, exported, model.fingerprint, place)
+    key = agreement_key(job, exported, model.fingerprint, place, settings(job, model))
     kept = kept_agreement(folder, key)
     if kept is not None:
         return kept
-    limits = Limits(_available_bytes(place), QUICK_FLOPS if quick else PATIENT_FLOPS, place, shorten=not quick)
+    flops = QUICK_FLOPS if quick else PATIENT_FLOPS
+    limits = Limits(_available_bytes(place), flops, place, shorten=not quick, steps=steps)
     found = compare_with_plain(job, exported, len(model.sections), limits)
-    if found.how != "none":
+    if found.how != "none" and (
+        found.num_steps or (steps and not quick)
+    ):  # what another command may do better is not kept
         keep_agreement(folder, key, found)
     return found
 
@@ -55,11 +61,13 @@ def compare_once(
 def agreement_note(found: Agreement) -> str:
     """Say in one sentence what was compared."""
     if found.how == "none":
-        return f"loss and gradients were not compared with the plain model: {found.reason}"
+        return f"loss, gradients and weights were not compared with the plain model: {found.reason}"
     what = "the plain model's" if found.how == "whole" else "the plain model's, both with fewer equal blocks"
     apart = "are equal to" if found.largest == 0 else f"are within {found.largest:.0e} of"
-    text = f"loss and every gradient {apart} {what} ({found.num_seeds} x {found.num_samples} samples)"
-    return text if found.reason is None else f"{text}: {found.reason}"
+    compared = f"loss, every gradient and the weights after {found.num_steps} steps"
+    text = f"{compared if found.num_steps else 'loss and every gradient'} {apart} {what}"
+    text += f" ({found.num_seeds} x {found.num_samples} samples)" + (f": {found.reason}" if found.reason else "")
+    return text if found.num_steps else f"{text}; weights after steps were not compared: {found.no_steps}"
 
 
 def _available_bytes(device: torch.device) -> int:

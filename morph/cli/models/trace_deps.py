@@ -52,7 +52,7 @@ def trace_deps_command(
         check_data(loaded)
         report = check_dependencies(loaded, num_sections=num_sections, micro_batch_size=m, exported=exported)
         model = cut(exported, num_sections=report.num_sections, micro_batch_size=report.micro_batch_size)
-        compared = compare_once(loaded, exported, model, quick=True)
+        compared = compare_once(loaded, exported, model, quick=True, steps=not report.violations)
     if as_json:
         print(json.dumps(report.to_json()))
     else:

@@ -17,6 +17,7 @@ from morph.cutting.marked.marked_run import Call, Mark, MarkedCode, Trial, named
 from morph.cutting.sections.cut_point import CutPoint
 from morph.cutting.sections.positions import Position, choose_positions
 from morph.cutting.sections.section import BoundaryTensor, CutModel, Section, units_of
+from morph.cutting.source.refusal import changes_requires_grad
 from morph.cutting.trials.repeatable import Forward, require_repeatable
 
 _PREFIX = "model."
@@ -81,6 +82,9 @@ def _run_in_one_piece(exported: MarkedJob, parameters: Mapping[str, Tensor], bat
             counter.get_total_flops,
         )
         total = counter.get_total_flops()
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            raise changes_requires_grad(name, exported.model_line)
     changed = [name for name, buffer in exported.whole.named_buffers() if not torch.equal(buffer, buffers[name])]
     if changed:
         raise JobError(
@@ -166,6 +170,8 @@ def _codes(
     exported: MarkedJob, marks: Sequence[Mark], reference: _Reference, names: tuple[str, ...], keys: tuple[str, ...]
 ) -> list[MarkedCode]:
     borders = [None, *marks, None]
+    every = ((name.removeprefix(_PREFIX), parameter) for name, parameter in exported.whole.named_parameters())
+    frozen = tuple((name, parameter) for name, parameter in every if name not in names)
     return [
         MarkedCode(
             whole=exported.whole,
@@ -175,6 +181,7 @@ def _codes(
             end=(end := borders[index + 1]),
             returned=reference.trial.returned,
             needs_gradient=end is None or bool(end.value.requires_grad),
+            frozen=frozen,
             seeded={mark.call: number for number, mark in enumerate(reference.trial.marks, 1)},
         )
         for index in range(len(marks) + 1)

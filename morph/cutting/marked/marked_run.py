@@ -23,6 +23,7 @@ from morph.cutting.exporting.gradient_hooks import plain_checkpoints
 from morph.cutting.marked.draws import Choices
 from morph.cutting.marked.stand_ins import fill, remember
 from morph.cutting.source.guards import line_in_loss
+from morph.cutting.source.refusal import changes_requires_grad
 
 Call = tuple[str, int]
 """Name of a module, and which of its calls it is."""
@@ -113,6 +114,7 @@ class MarkedCode:
         end: Where it ends; None for the last.
         returned: What each call returned in the trial.
         needs_gradient: Whether the tensor at the end carries one.
+        frozen: Parameters that no section trains, by name.
     """
 
     whole: nn.Module
@@ -122,6 +124,7 @@ class MarkedCode:
     end: Mark | None
     returned: Mapping[Call, Any]
     needs_gradient: bool
+    frozen: tuple[tuple[str, nn.Parameter], ...]
     called: list[str] = field(default_factory=list)
     """Modules that the latest run called, outermost first, those left out that a border runs through."""
     seeded: Mapping[Call, int] = field(default_factory=dict)
@@ -152,7 +155,9 @@ class MarkedCode:
         with _calls_go_to(walk.run, self.whole):
             try:
                 result = functional_call(self.whole, named(parameters), (batch,))
+                self._refuse_thawed()
             except _Reached as reached:
+                self._refuse_thawed()
                 value: Tensor = reached.value
                 if self._border_shape not in {None, tuple(value.shape)}:
                     raise self.otherwise(self.end, f"with a tensor of shape {list(value.shape)}") from None
@@ -162,6 +167,11 @@ class MarkedCode:
         if self.end is not None or not walk.inside:
             raise self.otherwise(self.end or self.entry, "not at all")
         return _as_tuple(result)
+
+    def _refuse_thawed(self) -> None:
+        for name, parameter in self.frozen:
+            if parameter.requires_grad:
+                raise changes_requires_grad(name, None if self.entry is None else self.entry.source)
 
     def otherwise(self, mark: Mark | None, how: str) -> JobError:
         """Say that a run is unlike the trial, at a mark."""

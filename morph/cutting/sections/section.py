@@ -6,15 +6,12 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-
-from morph.cutting.exporting.user_functions import UserFunction
 
 SectionCode = Callable[..., tuple[Tensor, ...]]
 Finish = Callable[[SectionCode, torch.device], SectionCode]
@@ -170,21 +167,6 @@ class CutModel:
     def specs(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of everything that changes while training."""
         return {**self.parameter_specs, **self.buffer_specs}
-
-    @cached_property
-    def borders_may_lack_gradients(self) -> bool:
-        """Whether it may depend on a micro-batch if a border tensor that carries a gradient gets one.
-
-        So it is where sections are the user's code, which may branch, or run a backward of the user's own.
-        """
-        return any(
-            not isinstance(section.code, GraphModule) or _has_user_function(section.code) for section in self.sections
-        )
-
-
-def _has_user_function(code: GraphModule) -> bool:
-    graphs = [module.graph for module in code.modules() if isinstance(module, GraphModule)]
-    return any(isinstance(node.target, UserFunction) for graph in graphs for node in graph.nodes)
 
 
 def narrowed(model: CutModel, dtype: torch.dtype) -> CutModel:

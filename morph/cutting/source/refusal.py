@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from morph.contract.errors import JobError
 from morph.cutting.source.guards import Guard
 
 OR_MARK = (
@@ -48,3 +49,14 @@ def _reason_and_advice(error: Exception, guard: Guard | None) -> tuple[str, str]
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text that says something."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+
+
+def changes_requires_grad(name: str, line: str | None) -> JobError:
+    """Say that a parameter is frozen or thawed while training."""
+    return JobError(
+        f"requires_grad of {name} changes while training",
+        source=line,
+        field="model",
+        allowed="what Job.model sets it to, for the whole run; a schedule that sets the learning rate of a parameter "
+        'group to 0 freezes it (docs/training.md, "Freezing by step")',
+    )

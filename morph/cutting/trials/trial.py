@@ -9,13 +9,14 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from morph.contract.errors import JobError, MorphError
 from morph.cutting.making.construct import BuiltModel, build_model, build_really, training_mode
 from morph.cutting.making.recordable import quiet_fakes
-from morph.cutting.source.locate import definition_line, user_line
+from morph.cutting.source.locate import calling_line, definition_line, user_line
 from morph.cutting.source.reads import of_data
-from morph.cutting.source.refusal import first_line
+from morph.cutting.source.refusal import changes_requires_grad, first_line
 from morph.cutting.trials.repeatable import Forward, require_repeatable
 from morph.data.loader import check_map_style, data_of, read_samples, stack_entry
 from morph.job import Job
@@ -25,6 +26,7 @@ _MAX_REAL_BYTES = 2 << 30
 _MAX_SAMPLES_TRIED = 64
 _NOISE = 0.1
 _NOISE_OF_ZEROS = 0.01
+_SETTERS = (Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__)
 ResultT = TypeVar("ResultT")
 
 
@@ -92,7 +94,8 @@ def try_loss(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:
     with torch.random.fork_rng(devices=[]):
         try:
             with built.running(), quiet_fakes(), _as_when_exported(built):
-                loss = run()
+                with _NobodyFreezes(built.model):
+                    loss = run()
                 parameters = dict(built.model.named_parameters())
                 again = run if built.tape is not None else _with_the_same_buffers(built.model, run)
                 require_repeatable(Forward(job, built.model, parameters, entries, again, built.tape))
@@ -103,6 +106,23 @@ def try_loss(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:
                 raise _loss_error(error, job, built.model) from error
             return
     check_loss(loss)
+
+
+class _NobodyFreezes(TorchFunctionMode):
+    """Refuses a forward that freezes or thaws parameters: which of them are trained is settled when a model is cut."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Carry out ``func``, unless it changes what a parameter requires."""
+        kwargs = kwargs or {}
+        if func in _SETTERS and id(args[0]) in self._names:
+            wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+            if wanted != args[0].requires_grad:
+                raise changes_requires_grad(self._names[id(args[0])], calling_line())
+        return func(*args, **kwargs)
 
 
 def _with_the_same_buffers(model: nn.Module, run: Callable[[], object]) -> Callable[[], object]:

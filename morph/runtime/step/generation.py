@@ -18,6 +18,7 @@ from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.topology import Topology, edge_name, worker_at
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.step.executor import Executor, Neighbours, StageWork
+from morph.runtime.step.section_run import borders_may_lack_gradients
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Generation:
             micro_batches, model.sections[stage.first_section].inputs, model.sections[stage.end_section - 1].outputs
         )
         names = model.metric_names if stage.end_section == len(model.sections) else ()
-        return replace(work, metric_names=names, gradients_may_lack=model.borders_may_lack_gradients)
+        return replace(work, metric_names=names, gradients_may_lack=borders_may_lack_gradients(model))
 
     def work_between(
         self, micro_batches: Sequence[int], inputs: tuple[BoundaryTensor, ...], outputs: tuple[BoundaryTensor, ...]

@@ -14,16 +14,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import GraphModule
 
-from morph.cutting.sections.section import Section
+from morph.cutting.exporting.user_functions import UserFunction
+from morph.cutting.sections.section import CutModel, Section
+from morph.cutting.source.refusal import changes_requires_grad
 from morph.job import Precision
 from morph.runtime.state.accumulators import change_of
 from morph.runtime.step.kernels import kernels_refused
 
+_TORCHS_OWN = {"aten", "prims"}
+"""Namespaces of operations."""
 AddGradient = Callable[[str, Tensor], None]
 
 
@@ -58,6 +65,9 @@ def run_section(
     Outputs have the types of the cut model in every precision, and conjugates are carried out, so that what is sent,
     and what the next section of the same stage takes, is the same. Where a job has narrower ones cross its cuts, the
     section widens its inputs, so that their gradients are narrow too.
+
+    Raises:
+        JobError: the user's code has frozen a parameter.
     """
     leaves = tuple(
         tensor.detach().requires_grad_(spec.requires_grad) for tensor, spec in zip(inputs, section.inputs, strict=True)
@@ -71,6 +81,9 @@ def run_section(
         outputs = tuple(
             _carried_out(output.to(spec.dtype)) for output, spec in zip(outputs, section.outputs, strict=True)
         )
+    for name in section.parameters:
+        if not parameters[name].requires_grad:
+            raise changes_requires_grad(name, section.source)
     return SectionRun(inputs=leaves, outputs=outputs, written=written)
 
 
@@ -110,6 +123,26 @@ def section_backward(
         if gradient is not None:
             add(name, gradient.to_dense() if gradient.is_sparse else gradient)
     return input_gradients
+
+
+@lru_cache(maxsize=4)
+def borders_may_lack_gradients(model: CutModel) -> bool:
+    """Whether it may depend on a micro-batch if a border tensor that carries a gradient gets one.
+
+    So it is where sections are the user's code, which may branch, or run a backward of the user's own, which may return
+    None. Other graphs are cut so that a border that carries a gradient always gets one.
+    """
+    codes = [section.code for section in model.sections]
+    return any(not isinstance(code, GraphModule) or _has_backward_of_users(code) for code in codes)
+
+
+def _has_backward_of_users(code: GraphModule) -> bool:
+    graphs = [module.graph for module in code.modules() if isinstance(module, GraphModule)]
+    targets = [node.target for graph in graphs for node in graph.nodes]
+    return any(
+        isinstance(target, UserFunction) or (isinstance(target, OpOverload) and target.namespace not in _TORCHS_OWN)
+        for target in targets
+    )
 
 
 def _maybe(gradient: Tensor | None) -> Tensor | None:

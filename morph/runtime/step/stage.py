@@ -14,7 +14,13 @@ from torch import Tensor
 
 from morph.cutting.sections.section import CutModel, Section
 from morph.job import Precision
-from morph.runtime.step.section_run import GradientSink, SectionRun, run_section, section_backward
+from morph.runtime.step.section_run import (
+    GradientSink,
+    SectionRun,
+    borders_may_lack_gradients,
+    run_section,
+    section_backward,
+)
 
 LoadBatch = Callable[[int, Sequence[str]], Mapping[str, Tensor]]
 
@@ -79,7 +85,7 @@ class Stage:
         self._seed = seed
         self._step = step
         self._precision = precision
-        self._may_lack = model.borders_may_lack_gradients
+        self._may_lack = borders_may_lack_gradients(model)
         self._stored: dict[int, list[tuple[Tensor, ...]]] = {}
         self._behind: dict[int, list[tuple[Tensor, ...]]] = {}
         """Of micro-batches whose last group was run again: the inputs of the groups before."""
