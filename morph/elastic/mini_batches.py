@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from morph.contract.errors import InputError
@@ -13,6 +14,8 @@ from morph.data.order import sample_indices
 from morph.data.seeding import own_generators, seed_of
 
 MOST_SHARES = 32
+TRIAL_S = 1.0
+"""Processor time for which the loss is tried."""
 
 
 class Batch:
@@ -21,24 +24,20 @@ class Batch:
     def __init__(self, batches: Batches, step: int) -> None:
         self.step = step
         self.seed, self.num_shares = batches.seed, batches.num_shares
-        self._batches = batches
+        self.batches = batches
 
     def share(self, index: int) -> Any:
         """Load a share's samples, collated as by a ``DataLoader``.
 
         What a sample draws from the global generators depends on (seed, epoch, sample) alone.
         """
-        given = self._batches
+        given = self.batches
         size = len(given.dataset)
         first = index * given.share_size
         indices = sample_indices(self.seed, self.step, given.global_batch, size)[first : first + given.share_size]
-        samples = []
-        with own_generators() as seed_all:
-            for offset, sample in enumerate(indices):
-                epoch = (self.step * given.global_batch + first + offset) // size
-                seed_all(seed_of(self.seed, "sample", epoch, int(sample)))
-                samples.append(given.dataset[int(sample)])
-        return default_collate(samples)
+        begin = self.step * given.global_batch + first
+        places = [((begin + offset) // size, int(sample)) for offset, sample in enumerate(indices)]
+        return default_collate(given.read(places))
 
 
 class Batches:
@@ -65,6 +64,15 @@ class Batches:
 
     def __len__(self) -> int:
         return self.num_steps
+
+    def read(self, places: Iterable[tuple[int, int]]) -> list[Any]:
+        """Read samples, by epoch and number: what one draws from the global generators depends on these alone."""
+        samples = []
+        with own_generators() as seed_all:
+            for epoch, index in places:
+                seed_all(seed_of(self.seed, "sample", epoch, index))
+                samples.append(self.dataset[index])
+        return samples
 
     def __iter__(self) -> Iterator[Batch]:
         from morph.elastic.optimizer import the_optimizer
@@ -99,3 +107,25 @@ def batches(
         InputError: naming what is wrong.
     """
     return Batches(dataset, global_batch, seed, share_size, num_steps)
+
+
+def loss_warnings(batches: Batches, model: nn.Module, loss_of: Callable[[Any], Tensor]) -> tuple[str, ...]:
+    """Say how the loss is something else than the mean over samples that Morph takes it for, as ``morph run`` does.
+
+    Calls it some times without gradients, with samples of the data set that differ. Says nothing where that fails, or
+    where it cannot tell samples apart: if something is wrong, the step, which calls it next, says so.
+    """
+    from morph.cutting.trials.mean_trial import LossTrial, mean_warnings  # not before it is needed
+
+    def read(indices: Sequence[int]) -> list[Any]:
+        return batches.read([(0, index) for index in indices])
+
+    def collate(samples: Sequence[Any]) -> Any:
+        return default_collate(list(samples))
+
+    size = len(batches.dataset)
+    trial = LossTrial(loss_of, model, size, read, collate, part="share", setting="share_size")
+    try:
+        return mean_warnings(trial, running_s=TRIAL_S)
+    except Exception:  # the loss and the data set are the user's, who may do anything with samples of any kind
+        return ()

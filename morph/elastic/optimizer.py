@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
+from torch.optim.lr_scheduler import LRScheduler
 
 from morph.contract.errors import GenerationAborted, InputError, PeerLost
-from morph.data.seeding import own_generators, seed_of
+from morph.elastic.gradients import Gradients, Try
 from morph.elastic.invitation import Invitation
 from morph.elastic.membership import Place
-from morph.elastic.mini_batches import Batch
+from morph.elastic.mini_batches import Batch, loss_warnings
 from morph.elastic.replicas import Sum, Union, as_vector, move_to
 from morph.elastic.session import Session
+from morph.elastic.settings import SettingsDiffer, difference, exchanged, schedule_of
 from morph.elastic.state import TrainingState
 from morph.elastic.strategy import (
     AD_PSGD,
@@ -30,20 +33,16 @@ from morph.elastic.strategy import (
     is_meeting,
     observed,
     partner,
-    shares_of,
 )
-from morph.elastic.sums import JOINING, LOSS, Accumulation, Kind, Signals, StepSums, buckets_of
-from morph.runtime.groups.channels import Ring
+from morph.elastic.sums import JOINING, LOSS, Accumulation, Signals
 from morph.runtime.state.accumulators import Reduced, apply_change
-from morph.runtime.state.parts import Memory
+from morph.runtime.state.optimizer_state import MakeScheduler
+from morph.runtime.state.unit_state import squared_norm
 
 log = logging.getLogger("morph.elastic")
 
-MOST_WORKERS = 4096
-"""With a loop's own batches each worker contributes once: exact sums leave room for so many."""
-
-KEPT_BYTES = 31 * 2**20
-"""glibc returns what is freed to the system above twice the largest block so far that it mapped, of at most 32 MiB."""
+CLIP_EPSILON = 1e-6
+"""As in ``torch.nn.utils.clip_grad_norm_``."""
 
 MODEL = "model"
 """Under this name a replica of ad-psgd lies ready for others."""
@@ -64,27 +63,24 @@ def the_optimizer() -> Optimizer:
     return _optimizers[-1]
 
 
-class _Try(NamedTuple):
-    """One try of a step."""
-
-    place: Place
-    batch: Batch | None
-    loss_of: Callable[[Any], Tensor]
-
-
 class Optimizer:
     """Wraps a ``torch.optim`` optimizer; ``step`` runs the loss, sums gradients over all workers and applies them.
 
     The optimizer's gradients lie in memory that the next step uses again: what is to be kept of them must be copied.
+    Parameters may be frozen and thawed between two steps (``requires_grad``), and added to the optimizer, in the same
+    way at all workers.
 
     Args:
-        optimizer: Of all parameters that are trained; its ``step`` takes no closure.
+        optimizer: Of parameters of the model; its ``step`` takes no closure.
         model: The model, whole, on its device.
         accumulation: ``exact``: with ``morph.elastic.batches`` the weights are bit for bit those of a run that nothing
             disturbs, with any number of workers. ``fast``: ordinary floating point.
         sync: ``s-sgd``: gradients are averaged over all workers at each step. ``sma``: each worker applies its own
             gradients, and moves towards the mean of all models. ``ad-psgd``: each worker averages its model with one
             other worker's, and waits for nobody. ``auto``: s-sgd, and ad-psgd while the network is the bottleneck.
+        lr_scheduler: The optimizer's schedule, or a function that makes it of the optimizer. It is stepped after each
+            step, not by the loop, and its state is part of what workers share.
+        clip_grad_norm: Largest 2-norm of all gradients together, as they are applied; ``math.inf``: only measured.
 
     Raises:
         InputError: an argument is not what it should be.
@@ -98,32 +94,31 @@ class Optimizer:
         *,
         accumulation: Accumulation = "exact",
         sync: str = "s-sgd",
+        lr_scheduler: LRScheduler | MakeScheduler | None = None,
+        clip_grad_norm: float | None = None,
     ) -> None:
         if accumulation not in ("exact", "fast"):
             raise InputError("is no kind of sum", field="accumulation", value=accumulation, allowed="exact or fast")
         if sync not in SYNCS:
             raise InputError("is no way to synchronise", field="sync", value=sync, allowed=" or ".join(SYNCS))
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            allowed = "one of dense gradients, such as torch.optim.Adam: workers sum sparse ones as dense ones"
+            raise InputError("wants sparse gradients", field="optimizer", value="SparseAdam", allowed=allowed)
+        if clip_grad_norm is not None and (isinstance(clip_grad_norm, bool) or not clip_grad_norm > 0):
+            allowed = "a number above 0, or None"
+            raise InputError("is no bound of a norm", field="clip_grad_norm", value=clip_grad_norm, allowed=allowed)
         if sync != S_SGD:
             log.warning("sync=%s: workers' models may differ until the end, so results are not exact", sync)
-        self._optimizer, self._accumulation = optimizer, accumulation
-        self._state = TrainingState(model, optimizer, pace=begun(sync))
-        self._parameters = self._state.parameters()
-        devices = {str(parameter.device): parameter.device for parameter in self._parameters.values()}
-        if len(devices) > 1:
-            found = " and ".join(sorted(devices))
-            raise InputError("lies on several devices", field="model", value=found, allowed="one device for all of it")
-        self._device = next(iter(devices.values()), torch.device("cpu"))
-        self._buckets = buckets_of(self._parameters)
-        self._sums: StepSums | None = None
-        self._left: list[Tensor] = []
-        torch.empty(KEPT_BYTES, dtype=torch.uint8)  # freed at once, so that gradients come to pages that are there
+        self._optimizer, self._clip_grad_norm = optimizer, clip_grad_norm
+        scheduler = None if lr_scheduler is None else schedule_of(optimizer, lr_scheduler)
+        agreed = {"accumulation": accumulation, "sync": sync, "clip_grad_norm": clip_grad_norm}
+        self._state = TrainingState(model, optimizer, pace=begun(sync), scheduler=scheduler, agreed=agreed)
+        self._parameters = self._state.named
+        self._gradients = Gradients(self._state, accumulation)
+        self.gradient_norm: float | None = None
+        """The 2-norm of all gradients of the last step, before they were clipped; None without ``clip_grad_norm``."""
         self._batch: Batch | None = None
-        self._overflow: tuple[Place, dict[str, int]] | None = None
         self._rate: float | None = None
-        self._num_shares = 0
-        for name, parameter in self._parameters.items():
-            hook: Any = partial(self._take_gradient, name)
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call] # as backward
         self._session = Session(self._state, Invitation.of_environment(), self._become_one)
         _optimizers.append(self)
 
@@ -156,6 +151,7 @@ class Optimizer:
     def settled_steps(self) -> int:
         """Return how many steps the model has, once this worker is in a ring and has its state."""
         self._session.settle()
+        self._state.pass_boundary()
         return self._state.num_steps
 
     def use(self, batch: Batch) -> None:
@@ -180,12 +176,17 @@ class Optimizer:
             The mean loss, the same at every worker; under ``ad-psgd`` this worker's own.
 
         Raises:
+            InputError: gradients were computed outside of this; or the settings are not those of the oldest worker.
             NonFiniteGradient: a gradient is NaN or infinite.
             TrainingStopped: this worker trains no more; says why.
         """
+        self._gradients.check()
         batch, self._batch = self._batch, None
-        wanted, self._overflow = self._state.num_steps, None
+        wanted, self._gradients.overflow = self._state.num_steps, None
         ways = {S_SGD: self._step_s_sgd, SMA: self._step_sma, AD_PSGD: self._step_ad_psgd}
+        if batch is not None and wanted == 0 and self.rank == 0:
+            for sentence in loss_warnings(batch.batches, self._state.model, loss_of):
+                log.warning("%s", sentence)
         num_tries = 0
         while self._state.num_steps == wanted:  # it may come with the state of somebody who has this step
             begin_s = time.monotonic()
@@ -198,54 +199,54 @@ class Optimizer:
                 continue
             num_tries += 1
             try:
-                ways[sync](_Try(place, batch, loss_of))
+                ways[sync](Try(place, batch, loss_of))
             except (GenerationAborted, PeerLost):
                 self._session.leave(place)
                 continue
+            except SettingsDiffer:
+                self._compare(place)
+                continue
             finally:
-                self._sums = None
+                self._gradients.drop()
             seconds = time.monotonic() - begin_s
-            self._rate = self._num_shares / seconds if num_tries == 1 else None
+            self._rate = self._gradients.num_shares / seconds if num_tries == 1 else None
         while self._is_meeting_due():
             self._meet()
         return self._state.loss
 
-    def _step_s_sgd(self, given: _Try) -> None:
+    def _step_s_sgd(self, given: Try) -> None:
         place = given.place
         signals = self._signals() if self._state.pace.is_auto else None
-        reduced, exponents = self._computed(given, self._session.ring)
+        reduced, exponents = self._gradients.compute(given, self._session.ring, self._session.membership)
         told = None if signals is None else signals.reduce(self._session.ring, len(place.ring.members))
         if any(part.overflowed for part in reduced):
-            self._overflow = (place, exponents)
+            self._gradients.overflow = (place, exponents)
             return
         if self._is_agreed(place):
-            step: tuple[Tensor, ...] = ()
-            if self._session.journal.is_open:
-                gradients = {name: one for part in reduced[:-1] for name, one in part.gradients.items()}
-                step = (self._state.pack_gradients(gradients),)
-            self._apply(reduced, exponents)
+            step = self._apply(reduced, exponents, is_kept=self._session.journal.is_open)
+            self._state.summed = self._gradients.settings["trained"]
             is_joined = float(reduced[-1].gradients[JOINING]) > 0
             self._cross(place, None if told is None else told[1], is_joined, step)
 
-    def _step_sma(self, given: _Try) -> None:
+    def _step_sma(self, given: Try) -> None:
         place, weights = given.place, self._state.weights()
         total = Sum(as_vector(weights), self._session.ring)  # of what the step begins with, while it computes
-        reduced, exponents = self._computed(given, None)
+        reduced, exponents = self._gradients.compute(given, None, self._session.membership)
         signals = self._signals(float(reduced[-1].gradients[LOSS]))
         mean = total.wait("the sum of all replicas") / len(place.ring.members)
         loss, rate, is_joined = signals.reduce(self._session.ring, len(place.ring.members))
         if self._is_agreed(place):
             move_to(weights, mean, PULL)
             self._apply(reduced, exponents)
-            self._state.loss, self._state.differs = loss, True
+            self._state.loss, self._state.differs, self._state.summed = loss, True, self._gradients.settings["trained"]
             self._cross(place, rate, is_joined)
 
-    def _step_ad_psgd(self, given: _Try) -> None:
+    def _step_ad_psgd(self, given: Try) -> None:
         """Needs nobody: the partner may be lost, and the ring."""
         members, weights, membership = given.place.ring.members, self._state.weights(), self._session.membership
         other = partner(members, membership.me, self._state.num_steps)
         fetch = None if other is None else self._session.fetch(other, MODEL, given.place.interrupt)
-        reduced, exponents = self._computed(given, None)
+        reduced, exponents = self._gradients.compute(given, None, self._session.membership)
         found = None if fetch is None else fetch.wait()
         mine = as_vector(weights)
         if found is not None and len(found) == mine.nbytes:
@@ -263,13 +264,17 @@ class Optimizer:
         place = self._session.settle()
         if not self._is_meeting_due():
             return
+        self._gradients.look_at_settings()
         try:
             told = self._signals(self._state.loss).reduce(self._session.ring, len(place.ring.members))
         except (GenerationAborted, PeerLost):
             self._session.leave(place)
             return
+        except SettingsDiffer:
+            self._compare(place)
+            return
         if self._is_agreed(place):
-            self._state.met_at = self._state.num_steps
+            self._state.met_at, self._state.summed = self._state.num_steps, self._gradients.settings["trained"]
             self._cross(place, *told[1:])
 
     def _become_one(self) -> None:
@@ -289,7 +294,8 @@ class Optimizer:
                 self._session.membership.shelf.drop(MODEL)
 
     def _signals(self, loss: float = 0.0) -> Signals:
-        return Signals(loss, self._rate, has_joiners=self._session.membership.has_ready_joiners)
+        has_joiners = self._session.membership.has_ready_joiners
+        return Signals(loss, self._rate, self._gradients.digest, has_joiners=has_joiners)
 
     def _is_agreed(self, place: Place) -> bool:
         """Whether what was reduced counts; if so, all who go on will have it."""
@@ -304,83 +310,51 @@ class Optimizer:
             self._state.pace, reason = observed(self._state.pace, rate, len(place.ring.members))
             if reason is not None:
                 log.info("step %d: %s from now on: %s", self._state.num_steps, self._state.pace.sync, reason)
-        step = (self._state.pack_applied(), *step) if step else ()
         is_wanted = self._session.membership.has_joiners
         self._session.journal.boundary(self._state, step, is_wanted=is_wanted, is_apart=self._state.differs)
         if is_joined:
             self._session.cross_boundary(place)
 
-    def _computed(self, given: _Try, ring: Ring | None) -> tuple[list[Reduced], dict[str, int]]:
-        """Run this worker's shares; return gradients summed over the ring, or its own alone, and the next scales."""
-        is_shared = self._state.pace.sync == S_SGD
-        place, batch = given.place, given.batch
-        rank, size = place.ring.members.index(self._session.membership.me), len(place.ring.members)
-        num_shares = MOST_WORKERS if batch is None else batch.num_shares
-        kind = Kind(self._accumulation, num_shares + 1, self._parameters, self._state.buffers(), self._buckets)
-        mine = [rank] if batch is None else shares_of(rank, size, num_shares, is_shared=is_shared)
-        num_summed = len(mine) if not is_shared else size if batch is None else num_shares
-        # Whoever left a ring may not know that a sum overflowed there: all begin with the scales before it.
-        scales = self._overflow[1] if self._overflow and self._overflow[0] is place else self._state.exponents
-        self._num_shares = len(mine)
-        buffers = {name: one.clone() for name, one in self._state.buffers().items()}
-        try:
-            while True:
-                # Of a step that was given up nothing is left: an operation of its ring may still write into it.
-                memory, self._left = Memory(self._device, self._left), []
-                self._sums = StepSums(kind, scales, ring, place.interrupt, num_summed, memory)
-                if is_shared and self._session.membership.has_ready_joiners:
-                    self._sums.add_joining()
-                for index in mine:
-                    if is_shared:
-                        place.interrupt.check()
-                    self._sums.is_last_share = index == mine[-1]
-                    self._run_share(given, index)
-                    if buffers:
-                        self._sums.add_changes(buffers)
-                        self._restore(buffers)
-                reduced = self._sums.reduced(self._state.num_steps)
-                scales = {name: one for part in reduced for name, one in part.exponents.items()}
-                if is_shared or not any(part.overflowed for part in reduced):
-                    return reduced, scales
-        finally:
-            self._restore(buffers)
+    def _compare(self, place: Place) -> None:
+        """Settings differ: end here, unless they are the oldest worker's; then the step begins again with who is left.
 
-    def _run_share(self, given: _Try, index: int) -> None:
+        Raises:
+            InputError: they are not.
+        """
+        try:
+            oldest = exchanged(self._session.ring, self._gradients.settings)[0]
+        except (GenerationAborted, PeerLost):
+            oldest = self._gradients.settings
+        if oldest != json.loads(json.dumps(self._gradients.settings)):
+            self._session.close()
+            raise difference(self._gradients.settings, oldest, list(self._parameters), self._state.num_steps) from None
+        self._session.leave(place)
+
+    def _clip(self, gradients: Mapping[str, Tensor]) -> None:
+        """Shrink gradients to the wanted norm; with the same bits in any ring, as means of exact sums have."""
+        if self._clip_grad_norm is not None:
+            self.gradient_norm = math.sqrt(squared_norm(gradients.values()))
+            shrink = min(1.0, self._clip_grad_norm / (self.gradient_norm + CLIP_EPSILON))
+            for gradient in gradients.values():
+                gradient.mul_(shrink)
+
+    def _apply(self, reduced: list[Reduced], exponents: dict[str, int], *, is_kept: bool = False) -> tuple[Tensor, ...]:
+        """Apply a step; return it as joiners need it, if it is to be kept for them."""
+        gradients = {name: one for part in reduced[:-1] for name, one in part.gradients.items()}
+        self._clip(gradients)
+        packed = self._state.pack_gradients(gradients) if is_kept else None
+        for name, parameter in self._parameters.items():
+            parameter.grad = gradients.get(name)
+        self._optimizer.step()
         for parameter in self._parameters.values():
             parameter.grad = None
-        if given.batch is None:
-            self._run(given.loss_of(None))
-            return
-        share = given.batch.share(index)
-        with own_generators() as seed_all:
-            seed_all(seed_of(given.batch.seed, "share", given.batch.step, index))
-            self._run(given.loss_of(share))
-
-    def _run(self, loss: Tensor) -> None:
-        assert self._sums is not None
-        self._sums.add_loss(float(loss.detach()))
-        loss.backward()  # type: ignore[no-untyped-call] # torch ships no types for it
-
-    def _take_gradient(self, name: str, parameter: Parameter) -> None:
-        if self._sums is not None:
-            self._sums.add_gradient(name, parameter)
-
-    def _restore(self, buffers: dict[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, one in self._state.buffers().items():
-                one.copy_(buffers[name])
-
-    def _apply(self, reduced: list[Reduced], exponents: dict[str, int]) -> None:
-        for part in reduced[:-1]:
-            for name, gradient in part.gradients.items():
-                self._parameters[name].grad = gradient
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        assert self._sums is not None
-        self._left = list(self._sums.memory.used.values())
+        self._gradients.release()
         aside = reduced[-1].gradients
         for name, buffer in self._state.buffers().items():
             apply_change(name, buffer, aside[name])
         self._state.exponents = exponents
         self._state.loss = float(aside[LOSS])
         self._state.num_steps += 1
+        step = () if packed is None else (self._state.pack_applied(self._gradients.settings), packed)
+        self._state.advance_schedule()
+        return step

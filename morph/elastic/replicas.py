@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from morph.elastic.state import TrainingState
+from morph.elastic.settings import exchanged
+from morph.elastic.state import TrainingState, as_real, is_averaged
 from morph.runtime.groups.channels import Ring, Transfer
 
 
@@ -28,7 +30,7 @@ def move_to(tensors: Sequence[Tensor], vector: Tensor, part: float) -> None:
             if part == 1.0:
                 one.copy_(goal)
             else:
-                one.copy_((1.0 - part) * one + part * goal)
+                one.lerp_(goal, part)  # a value that is there already stays as it is
 
 
 class Sum:
@@ -51,16 +53,46 @@ class Sum:
         return self.vector
 
 
+class _Value(NamedTuple):
+    """One tensor of a replica's state, and the ranks of those who have it; others have zeros for now."""
+
+    tensor: Tensor
+    holders: Sequence[int]
+
+
 class Union:
-    """Replicas on their way to become one: the mean of floating-point values, the first one's integers."""
+    """Replicas on their way to become one: the mean of floating-point values, the first one's integers.
+
+    What only some optimizers keep, as for a parameter that got no gradient elsewhere, is the mean of theirs.
+
+    Raises:
+        GenerationAborted, PeerLost: the ring is no more.
+    """
 
     def __init__(self, state: TrainingState, ring: Ring | None, rank: int, num_workers: int) -> None:
-        self._state, self._num_workers = state, num_workers
-        tensors = state.tensors()
-        self._floats = [one for one in tensors if one.is_floating_point()]
-        self._others = [one for one in tensors if not one.is_floating_point()]
-        chosen = as_vector(self._others, torch.int64)
-        self._sums = [Sum(as_vector(self._floats), ring), Sum(chosen if rank == 0 else torch.zeros_like(chosen), ring)]
+        self._state, self._parameters = state, state.optimized()
+        kept: list[dict[str, Any]] = [state.optimizer.state.get(one, {}) for one in self._parameters]
+        told = exchanged(ring, state.layout())
+        holders: dict[tuple[int, str], list[int]] = {}
+        self._new: dict[tuple[int, str], Any] = {}
+        for member, layout in enumerate(told):
+            for index, key, value in layout["numbers"]:
+                if key not in kept[index]:
+                    self._new.setdefault((index, key), value)
+            for index, key, dtype, shape in layout["tensors"]:
+                holders.setdefault((index, key), []).append(member)
+                if key not in kept[index] and (index, key) not in self._new:
+                    device = self._parameters[index].device if shape else "cpu"
+                    self._new[index, key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+        values = [_Value(one, range(num_workers)) for one in state.model_tensors().values()]
+        for (index, key), members in holders.items():
+            values.append(_Value(kept[index][key] if key in kept[index] else self._new[index, key], members))
+        self._means = [_Value(as_real(one), members) for one, members in values if is_averaged(one)]
+        others = [one for one in values if not is_averaged(one.tensor)]
+        self._others = [one.tensor for one in others]
+        chosen = [one if members[0] == rank else torch.zeros_like(one) for one, members in others]
+        means = as_vector([one.tensor for one in self._means])
+        self._sums = [Sum(means, ring), Sum(as_vector(chosen, torch.int64), ring)]
 
     def wait(self) -> None:
         """Wait for all values; nothing is changed yet.
@@ -73,8 +105,13 @@ class Union:
 
     def apply(self) -> None:
         """Become what was waited for."""
-        floats, chosen = self._sums
-        move_to(self._floats, floats.vector / self._num_workers, 1.0)
-        move_to(self._others, chosen.vector, 1.0)
+        floats, chosen = (one.vector for one in self._sums)
+        sizes = [one.tensor.numel() for one in self._means]
+        for part, one in zip(torch.split(floats, sizes), self._means, strict=True):
+            part /= len(one.holders)
+        move_to([one.tensor for one in self._means], floats, 1.0)
+        move_to(self._others, chosen, 1.0)
+        for (index, key), value in self._new.items():
+            self._state.optimizer.state[self._parameters[index]][key] = value
         self._state.exponents = {}
         self._state.differs = False

@@ -27,7 +27,6 @@ from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.reaper import Reaper
 
 FINISH_TIMEOUT_S = 60.0
-GOAL_BYTES = 8
 FOLLOW_EVERY_S = 0.02
 NUM_TRIES_TO_JOIN = 20
 
@@ -228,10 +227,9 @@ class Session:
         self.ring = groups.ring(ring.name)
 
     def _hold_for_fresh(self, fresh: tuple[int, ...], name: str) -> None:
-        """Hold ready what those who are new in a ring begin with: the whole state, or to which step they must come."""
+        """Hold ready what those who are new in a ring begin with: the whole state, or what completes their own."""
         follow = self.journal.covers(self._state.num_steps) and self._membership.all_follow(fresh)
-        goal = torch.tensor([self._state.num_steps], dtype=torch.int64).view(torch.uint8)
-        self._membership.shelf.put(name, goal if follow else self._state.pack())
+        self._membership.shelf.put(name, self._state.pack_facts() if follow else self._state.pack())
         self._held = name
 
     def _begin_fresh(self, place: Place, name: str) -> None:
@@ -239,8 +237,8 @@ class Session:
         place.interrupt.check()
         if told is None:
             raise PeerLost("nothing came to begin with")
-        is_whole = len(told) > GOAL_BYTES
-        while not is_whole and self._state.num_steps < int(told.view(torch.int64)):
+        goal, is_whole = self._state.read(told)
+        while not is_whole and self._state.num_steps < goal:
             if not self._take_step(place.source, place.interrupt):
                 place.interrupt.check()
                 raise PeerLost("a step did not come")
@@ -248,6 +246,8 @@ class Session:
             raise GenerationAborted("the ring whose state came is no more")
         if is_whole:
             self._state.unpack(told)
+        else:
+            self._state.unpack_facts(told)
 
     def _copied(self, channel: Channel, *, is_source: bool) -> Tensor:
         packed = self._state.pack() if is_source else torch.empty(0, dtype=torch.uint8)

@@ -1,8 +1,13 @@
-"""What a member needs to train like the others, as bytes. Nothing is unpickled."""
+"""What a member needs to train like the others, as bytes. Nothing is unpickled.
+
+Settings are what a loop's own code may change from step to step: hyperparameters of parameter groups, parameters that
+are added to the optimizer, which parameters are trained (``requires_grad``), and the state of a schedule.
+"""
 
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,8 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.optim.lr_scheduler import LRScheduler
 
+from morph.contract.errors import InputError, JobError
+from morph.elastic.settings import Settings
 from morph.elastic.strategy import S_SGD, Pace
+from morph.runtime.state.optimizer_state import (
+    from_plain,
+    group_numbers,
+    load_groups,
+    load_scheduler,
+    scheduler_numbers,
+)
 
 
 @dataclass
@@ -19,6 +34,11 @@ class TrainingState:
     """One member's. ``num_steps``: how many steps it has. ``exponents``: scales of exact sums, by name.
 
     ``differs``: the others' replicas may not be equal to this one. ``met_at``: steps that it had at the last meeting.
+    ``scheduler``: stepped with each step. ``summed``: which parameters were trained in the last step that all members
+    had together, as ``trained`` says it. ``agreed``: what must be the same at all members for good, by name.
+
+    Raises:
+        InputError: the optimizer has parameters that are not the model's, or hyperparameters that are not plain.
     """
 
     model: Module
@@ -29,29 +49,114 @@ class TrainingState:
     pace: Pace = field(default_factory=lambda: Pace(S_SGD))
     differs: bool = False
     met_at: int = 0
+    scheduler: LRScheduler | None = None
+    summed: str = ""
+    agreed: dict[str, Any] = field(default_factory=dict)
 
-    def parameters(self) -> dict[str, Parameter]:
-        """The parameters that are trained, by name; tied ones once."""
-        return {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+    def __post_init__(self) -> None:
+        self.named = dict(self.model.named_parameters())
+        """All parameters of the model by name; tied ones once."""
+        self._places = {id(one): place for place, one in enumerate(self.named.values())}
+        self._passed: tuple[int, Settings] | None = None
+        self._read_groups: list[dict[str, Any]] = []
+        self._groups: list[Any] = []
+        self.summed = self.summed or self.trained()
+        self._schedule = self.settings()["scheduler"]
+
+    def trained(self) -> str:
+        """For each parameter of the model, 1 if its gradients are wanted now, else 0."""
+        return "".join("01"[one.requires_grad] for one in self.named.values())
+
+    def parameters(self, trained: str | None = None) -> dict[str, Parameter]:
+        """The parameters that are trained, or that ``trained`` says, by name."""
+        flags = trained or self.trained()
+        return {name: one for flag, (name, one) in zip(flags, self.named.items(), strict=True) if flag == "1"}
+
+    def settings(self) -> Settings:
+        """Return the settings as they are now, as JSON can hold them; ``groups`` is the same object while they are.
+
+        Raises:
+            InputError: see the class.
+        """
+        try:
+            if not self._are_groups_as_read():
+                numbers = group_numbers(self.optimizer)
+                groups = zip(self.optimizer.param_groups, numbers, strict=True)
+                self._groups = [
+                    {"parameters": [self._places[id(one)] for one in group["params"]], "values": values}
+                    for group, values in groups
+                ]
+                self._read_groups = [
+                    {**group, "params": list(group["params"])} for group in self.optimizer.param_groups
+                ]
+            schedule = None if self.scheduler is None else scheduler_numbers(self.scheduler)
+        except JobError as error:
+            raise InputError(error.message, field=error.field, value=error.value, allowed=error.allowed) from error
+        except KeyError as error:
+            allowed = "an optimizer of parameters of the model"
+            raise InputError("has a parameter that is not the model's", field="optimizer", allowed=allowed) from error
+        return {"groups": self._groups, "trained": self.trained(), "scheduler": schedule}
+
+    def _are_groups_as_read(self) -> bool:
+        """Whether no group has changed since it was read last, as far as that can be seen without reading it anew."""
+        groups = self.optimizer.param_groups
+        return len(groups) == len(self._read_groups) and all(
+            len(group) == len(read) and all(_is_same(value, read.get(key)) for key, value in group.items())
+            for group, read in zip(groups, self._read_groups, strict=True)
+        )
+
+    def check_parameters(self) -> None:
+        """Compare the model's parameters with those that it had at first.
+
+        Raises:
+            InputError: they are others.
+        """
+        if [id(one) for one in self.model.parameters()] != list(self._places):
+            allowed = "the parameters that it had when morph.elastic.Optimizer was made"
+            raise InputError("has other parameters than before", field="model", allowed=allowed)
+
+    def check_schedule(self, settings: Settings) -> None:
+        """Compare the schedule's state with that after its last step.
+
+        Raises:
+            InputError: it was stepped since.
+        """
+        if settings["scheduler"] != self._schedule:
+            allowed = "no scheduler.step() of your own: morph.elastic.Optimizer steps it after each step"
+            raise InputError("was stepped by the loop", field="lr_scheduler", allowed=allowed)
+
+    def pass_boundary(self) -> None:
+        """The loop's own code for the next step comes now: who gets this state before that step runs it too."""
+        self._passed = (self.num_steps, self.settings())
+
+    def advance_schedule(self) -> None:
+        """Step the schedule, after each step that is applied."""
+        if self.scheduler is not None:
+            self.scheduler.step()
+            self._schedule = self.settings()["scheduler"]
 
     def pack(self) -> Tensor:
         """Return everything as uint8 [bytes]."""
-        tensors, numbers = self._model_tensors(), list[dict[str, Any]]()
-        for index, parameter in enumerate(self._optimized()):
+        tensors, numbers = self.model_tensors(), list[dict[str, Any]]()
+        for index, parameter in enumerate(self.optimized()):
             values = self.optimizer.state.get(parameter, {})
             numbers.append({key: value for key, value in values.items() if not isinstance(value, Tensor)})
             for key, value in sorted(values.items()):
                 if isinstance(value, Tensor):
                     tensors[f"optimizer/{index}/{key}"] = value
-        return _packed(tensors, {**self._facts(), "numbers": numbers})
+        return _packed(tensors, {**self._facts(), **self._settings_to_tell(), "numbers": numbers})
+
+    def pack_facts(self) -> Tensor:
+        """Return what there is beside tensors as uint8 [bytes]."""
+        return _packed({}, {**self._facts(), **self._settings_to_tell()})
 
     def pack_gradients(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the mean gradients of a step, before it is applied, as uint8 [bytes]."""
         return _packed(gradients, {})
 
-    def pack_applied(self) -> Tensor:
-        """Return what else the step is that was applied last, as uint8 [bytes]."""
-        return _packed(self.buffers(), self._facts())
+    def pack_applied(self, settings: Settings) -> Tensor:
+        """Return what else the step is that was applied last, as uint8 [bytes]; ``settings``: before it."""
+        return _packed(self.buffers(), {**self._facts(), **settings})
 
     def unpack_step(self, packed: Tensor) -> None:
         """Apply the step that another member packed, first what it applied and then gradients, to the state before it.
@@ -59,22 +164,35 @@ class TrainingState:
         The result is its state, bit for bit.
 
         Raises:
-            ValueError, KeyError, RuntimeError: it is of another model or optimizer.
+            InputError, ValueError, KeyError, RuntimeError: it is of another model or optimizer.
         """
         size = _size_of(packed)
         buffers, facts = _unpacked(packed[:size])
         gradients, _ = _unpacked(packed[size:].clone() if size % 8 else packed[size:])
         self._take_facts(facts)
-        for name, parameter in self.parameters().items():
-            parameter.grad = gradients[name].to(parameter.device)
+        self._take_settings(facts)
+        for name, parameter in self.named.items():
+            parameter.grad = gradients[name].to(parameter.device) if name in gradients else None
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             for name, one in self.buffers().items():
                 one.copy_(buffers[name])
+        self.advance_schedule()
+
+    @staticmethod
+    def read(packed: Tensor) -> tuple[int, bool]:
+        """Return how many steps a packed state has, and whether its tensors are there too."""
+        tensors, facts = _unpacked(packed)
+        return int(facts["num_steps"]), len(tensors) > 0
+
+    def unpack_facts(self, packed: Tensor) -> None:
+        """Become what another member packed, whose tensors this one has."""
+        _, facts = _unpacked(packed)
+        self._take_facts(facts)
+        self._take_settings(facts)
 
     def _facts(self) -> dict[str, Any]:
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         return {
             "num_steps": self.num_steps,
             "loss": self.loss,
@@ -82,28 +200,62 @@ class TrainingState:
             "pace": asdict(self.pace),
             "differs": self.differs,
             "met_at": self.met_at,
-            "groups": [{k: float(v) if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups],
+            "summed": self.summed,
+            "agreed": self.agreed,
         }
 
     def _take_facts(self, facts: Mapping[str, Any]) -> None:
-        for group, given in zip(self.optimizer.param_groups, facts["groups"], strict=True):
-            for key, value in given.items():
-                group[key] = type(group[key])(value) if isinstance(group.get(key), tuple) else value
         self.num_steps, self.loss, self.exponents = facts["num_steps"], facts["loss"], facts["exponents"]
         self.pace = Pace(**{**facts["pace"], "rates": tuple(facts["pace"]["rates"])})
-        self.differs, self.met_at = facts["differs"], facts["met_at"]
+        self.differs, self.met_at, self.summed = facts["differs"], facts["met_at"], facts["summed"]
+
+    def _settings_to_tell(self) -> Settings:
+        """Those before the loop's own code for the next step, if it may have changed them."""
+        has_passed = self._passed is not None and self._passed[0] == self.num_steps
+        return self._passed[1] if self._passed is not None and has_passed else self.settings()
+
+    def _take_settings(self, facts: Mapping[str, Any]) -> None:
+        for name, value in self.agreed.items():
+            if facts["agreed"].get(name) != value:
+                allowed = f"{facts['agreed'].get(name)!r}, as the other workers have it"
+                raise InputError("must be the same at all workers", field=name, value=value, allowed=allowed)
+        self._take_groups(facts["groups"])
+        for flag, one in zip(facts["trained"], self.named.values(), strict=True):
+            one.requires_grad_(flag == "1")
+        if (self.scheduler is None) != (facts["scheduler"] is None):
+            given = "not given" if self.scheduler is None else "given"
+            allowed = "what the other workers' scripts give"
+            raise InputError(f"is {given} at this worker alone", field="lr_scheduler", allowed=allowed)
+        if self.scheduler is not None:
+            load_scheduler(self.scheduler, facts["scheduler"])
+        self._schedule = facts["scheduler"]
+
+    def _take_groups(self, told: list[Any]) -> None:
+        named = list(self.named.items())
+        for group in told[len(self.optimizer.param_groups) :]:
+            has_names = "param_names" in self.optimizer.param_groups[0]
+            members = [named[place] if has_names else named[place][1] for place in group["parameters"]]
+            values = {key: from_plain(value) for key, value in group["values"].items()}
+            self.optimizer.add_param_group({"params": members, **values})
+        mine = [group["parameters"] for group in self.settings()["groups"]]
+        if mine != [group["parameters"] for group in told]:
+            allowed = "an optimizer of the same parameters, in the same groups, at all workers"
+            raise InputError("is not the one that the others train with", field="optimizer", allowed=allowed)
+        load_groups(self.optimizer, [group["values"] for group in told])
 
     def unpack(self, packed: Tensor) -> None:
-        """Become what another member packed.
+        """Become what another member packed, but keep the settings of a step whose own code the loop has run here.
 
         Raises:
-            ValueError, KeyError, RuntimeError: it is of another model or optimizer.
+            InputError, ValueError, KeyError, RuntimeError: it is of another model or optimizer.
         """
         tensors, facts = _unpacked(packed)
         with torch.no_grad():
-            for name, one in self._model_tensors().items():
+            for name, one in self.model_tensors().items():
                 one.copy_(tensors[name])
-        parameters = self._optimized()
+        if self._passed is None or self._passed[0] != facts["num_steps"]:
+            self._take_settings(facts)
+        parameters = self.optimized()
         found: dict[int, dict[str, Any]] = {index: dict(facts["numbers"][index]) for index in range(len(parameters))}
         for name, value in tensors.items():
             kind, _, rest = name.partition("/")
@@ -122,27 +274,63 @@ class TrainingState:
         return dict(self.model.named_buffers())
 
     def weights(self) -> list[Tensor]:
-        """What is averaged while replicas differ: parameters and floating-point buffers."""
-        return [one for one in self._model_tensors().values() if one.is_floating_point()]
+        """What is averaged while replicas differ: parameters and buffers but integers, complex ones as reals."""
+        return [as_real(one) for one in self.model_tensors().values() if is_averaged(one)]
 
-    def tensors(self) -> list[Tensor]:
-        """All of the model and the optimizer, in the same order at every member."""
-        values = [self.optimizer.state.get(parameter, {}) for parameter in self._optimized()]
-        of_optimizer = [value[key] for value in values for key in sorted(value) if isinstance(value[key], Tensor)]
-        return [*self._model_tensors().values(), *of_optimizer]
+    def layout(self) -> dict[str, Any]:
+        """Say what the optimizer keeps: (parameter, key, type, shape) of tensors, (parameter, key, value) of others.
 
-    def _model_tensors(self) -> dict[str, Tensor]:
+        Members whose replicas differ may keep different things, for a parameter without a gradient has no state.
+        """
+        kept = [
+            (index, key, value)
+            for index, parameter in enumerate(self.optimized())
+            for key, value in sorted(self.optimizer.state.get(parameter, {}).items())
+        ]
+        tensors = [(index, key, value) for index, key, value in kept if isinstance(value, Tensor)]
+        return {
+            "tensors": [(index, key, str(one.dtype).partition(".")[2], list(one.shape)) for index, key, one in tensors],
+            "numbers": [one for one in kept if not isinstance(one[2], Tensor)],
+        }
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """The model's parameters and buffers, in the same order at every member."""
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
         return {f"model/{name}": one for name, one in named}
 
-    def _optimized(self) -> list[Parameter]:
+    def optimized(self) -> list[Parameter]:
+        """The optimizer's parameters, in its order."""
         return [one for group in self.optimizer.param_groups for one in group["params"]]
+
+
+_IMMUTABLE = (bool, int, float, str, type(None))
+
+
+def _is_same(value: Any, read: Any) -> bool:
+    """Whether a group's value is the one that was read: what may be changed in place is not known to be."""
+    if type(value) is list:  # its parameters
+        return type(read) is list and len(value) == len(read) and all(map(operator.is_, value, read))
+    if type(value) is tuple:
+        return value is read and all(isinstance(one, _IMMUTABLE) for one in value)
+    return value is read and isinstance(value, _IMMUTABLE)
+
+
+def is_averaged(tensor: Tensor) -> bool:
+    """Whether replicas' values have a mean."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """View complex numbers as two real ones each."""
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
 
 def _packed(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Tensor:
     """Return a safetensors file; made here, for the library would copy each byte three times."""
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # so that each lies aligned
-    header: dict[str, Any] = {"__metadata__": {"facts": json.dumps(facts)}}
+    wide = [name for name, one in tensors.items() if one.dtype == torch.complex128]  # no type of safetensors
+    tensors = {name: as_real(one) if name in wide else one for name, one in tensors.items()}
+    header: dict[str, Any] = {"__metadata__": {"facts": json.dumps(facts), "complex": json.dumps(wide)}}
     end = 0
     for name, one in tensors.items():
         first, end = end, end + one.numel() * one.element_size()
@@ -173,12 +361,13 @@ def _size_of(packed: Tensor) -> int:
 def _unpacked(packed: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return tensors, which lie in ``packed``, and facts."""
     first, header = _header(packed)
+    told = {key: json.loads(text) for key, text in header.pop("__metadata__").items()}
     tensors = {}
     for name, one in header.items():
-        if name != "__metadata__":
-            begin, end = one["data_offsets"]
-            tensors[name] = packed[first + begin : first + end].view(_DTYPES[one["dtype"]]).view(one["shape"])
-    return tensors, json.loads(header["__metadata__"]["facts"])
+        begin, end = one["data_offsets"]
+        tensor = packed[first + begin : first + end].view(_DTYPES[one["dtype"]]).view(one["shape"])
+        tensors[name] = torch.complex(*tensor.unbind(-1)) if name in told["complex"] else tensor
+    return tensors, told["facts"]
 
 
 _TYPES = {

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from morph.contract.errors import InputError
+from morph.elastic.settings import DIGEST_BYTES, Digest
 from morph.runtime.groups.channels import Ring
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.accumulators import (
@@ -30,7 +32,7 @@ from morph.runtime.state.reducing import Reduction
 
 Accumulation = Literal["exact", "fast"]
 BUCKET_BYTES = 25 * 2**20
-LOSS, JOINING = "/loss", "/joining"
+LOSS, JOINING, DIGEST = "/loss", "/joining", "/digest"
 """Names of what is summed beside gradients and buffers; a parameter's cannot begin so."""
 
 
@@ -38,8 +40,7 @@ def buckets_of(parameters: Mapping[str, Parameter]) -> list[list[str]]:
     """Names by bucket, in the order in which a backward usually meets them: the last first."""
     buckets: list[list[str]] = []
     size = BUCKET_BYTES
-    for name in reversed(list(parameters)):
-        one = parameters[name]
+    for name, one in reversed(list(parameters.items())):
         if size >= BUCKET_BYTES:
             buckets.append([])
             size = 0
@@ -50,30 +51,40 @@ def buckets_of(parameters: Mapping[str, Parameter]) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Kind:
-    """How sums are made: the same in every step and for every member."""
+    """How sums are made: the same for every member.
+
+    ``buckets``: of parameters that were trained in the step before. ``late``: of those that are not among them, but are
+    trained now. A member cannot know whether the others train them too before it has their digests, so these are
+    reduced behind everything else, this once.
+    """
 
     accumulation: Accumulation
     num_contributions: int
     parameters: Mapping[str, Parameter]
     buffers: Mapping[str, Tensor]
     buckets: Sequence[Sequence[str]]
+    late: Sequence[Sequence[str]] = ()
 
 
 class Signals:
     """Numbers beside the sums that all workers must know, summed over the ring."""
 
-    def __init__(self, loss: float, rate: float | None, *, has_joiners: bool) -> None:
-        self._told = torch.tensor([loss, rate or 0.0, rate is not None, has_joiners], dtype=torch.float64)
+    def __init__(self, loss: float, rate: float | None, digest: Digest, *, has_joiners: bool) -> None:
+        told = torch.tensor([loss, rate or 0.0, rate is not None, has_joiners], dtype=torch.float64)
+        self._told = torch.cat((told, digest.numbers))
+        self._digest = digest
 
     def reduce(self, ring: Ring | None, num_workers: int) -> tuple[float, float | None, bool]:
         """Return the mean loss, the mean throughput of those who know theirs, and whether anybody is to be let in.
 
         Raises:
             GenerationAborted, PeerLost: the ring is no more.
+            SettingsDiffer: not all have the same settings.
         """
         if ring is not None:
             ring.reduce(self._told, torch.distributed.ReduceOp.SUM).wait("the others to meet")
-        loss, rate, num_rates, joining = self._told.tolist()
+        self._digest.check(self._told[4:], num_workers)
+        loss, rate, num_rates, joining = self._told[:4].tolist()
         return loss / num_workers, rate / num_rates if num_rates else None, joining > 0
 
 
@@ -99,19 +110,26 @@ class StepSums:
         memory: Memory,
     ) -> None:
         self._kind, self._ring, self._divisor, self.memory = kind, ring, divisor, memory
-        self._reduction = Reduction(interrupt, divisor, memory)
+        self._interrupt, self._reduction = interrupt, Reduction(interrupt, divisor, memory)
         first = first_exponent(kind.num_contributions)
         is_exact = kind.accumulation == "exact"
         self._aside = {name: change_like(buffer, exact=is_exact) for name, buffer in kind.buffers.items()}
         self._aside |= {name: torch.zeros((), dtype=torch.float64) for name in (LOSS, JOINING)}
+        self._aside[DIGEST] = torch.zeros(8 * DIGEST_BYTES, dtype=torch.float64)
         self._accumulators: list[Accumulator] = []
-        for names in kind.buckets:
+        for names in (*kind.buckets, *kind.late):
             named = {name: kind.parameters[name] for name in names}
             self._accumulators.append(self._made(named, exponents, first, frozenset(), memory))
+        self._accumulator_of = {
+            name: one
+            for names, one in zip((*kind.buckets, *kind.late), self._accumulators, strict=True)
+            for name in names
+        }
         self._accumulators.append(self._made(self._aside, exponents, first, frozenset(self._aside), Memory()))
         self._bucket_of = {name: index for index, names in enumerate(kind.buckets) for name in names}
-        self._missing = [set(names) for names in kind.buckets]
+        self._missing = [{name for name in names if kind.parameters[name].requires_grad} for names in kind.buckets]
         self._num_started = 0
+        self._digest: Digest | None = None
         self.is_last_share = False
 
     def _made(
@@ -128,13 +146,22 @@ class StepSums:
         return ExactAccumulator(named, scales, self._kind.num_contributions, changes=changes, memory=memory)
 
     def add_gradient(self, name: str, parameter: Parameter) -> None:
-        """Take a parameter's gradient of one share; with the last share's, its bucket may be complete."""
-        index = self._bucket_of[name]
-        assert parameter.grad is not None
-        self._accumulators[index].add(name, parameter.grad)
+        """Take a parameter's gradient of one share; with the last share's, its bucket may be complete.
+
+        Raises:
+            InputError: it was not trained when the step began.
+        """
+        if name not in self._accumulator_of:
+            allowed = "such changes between two steps, not in the function that returns the loss"
+            raise InputError("requires_grad was set within a step", field=name, allowed=allowed)
+        gradient = parameter.grad
+        assert gradient is not None
+        # an embedding's with sparse=True: sums are dense
+        gradient = gradient if gradient.layout == torch.strided else gradient.to_dense()
+        self._accumulator_of[name].add(name, gradient)
         parameter.grad = None
-        if self.is_last_share:
-            self._missing[index].discard(name)
+        if self.is_last_share and name in self._bucket_of:
+            self._missing[self._bucket_of[name]].discard(name)
             while self._num_started < len(self._missing) and not self._missing[self._num_started]:
                 self._start_next()
 
@@ -151,18 +178,35 @@ class StepSums:
         """Say that somebody waits to be let in."""
         self._accumulators[-1].add(JOINING, torch.ones((), dtype=torch.float64))
 
+    def add_digest(self, digest: Digest) -> None:
+        """Compare this one's settings with those of the ring's other members."""
+        self._digest = digest
+        self._accumulators[-1].add(DIGEST, digest.numbers)
+
     def _start_next(self) -> None:
         self._reduction.put(self._accumulators[self._num_started], self._ring)
         self._num_started += 1
 
     def reduced(self, step: int) -> list[Reduced]:
-        """Reduce what is left, and wait for all. ``step``: for messages.
+        """Reduce what is left, and wait for all. ``step``: for messages. What is no gradient comes last.
 
         Raises:
             GenerationAborted, PeerLost: the ring is no more.
             NonFiniteGradient: a gradient is NaN or infinite.
+            SettingsDiffer: not all members have the same settings.
         """
-        while self._num_started < len(self._accumulators):
+        while self._num_started < len(self._kind.buckets):
             self._start_next()
+        num_buckets = len(self._kind.buckets)
+        *gradients, aside = self._accumulators
+        self._reduction.put(aside, self._ring)
         self._reduction.finish()
-        return [accumulator.finish(self._divisor, step) for accumulator in self._accumulators]
+        found = [accumulator.finish(self._divisor, step) for accumulator in gradients[:num_buckets]]
+        told = aside.finish(self._divisor, step)
+        if self._digest is not None and self._ring is not None:
+            self._digest.check(told.gradients[DIGEST] * self._divisor, self._ring.size)
+        late = Reduction(self._interrupt, self._divisor, self.memory)
+        for accumulator in gradients[num_buckets:]:
+            late.put(accumulator, self._ring)
+        late.finish()
+        return [*found, *(accumulator.finish(self._divisor, step) for accumulator in gradients[num_buckets:]), told]

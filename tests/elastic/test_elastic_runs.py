@@ -108,27 +108,64 @@ def test_after_losses_the_weights_are_those_of_a_quiet_run(start: Callable[..., 
     assert job.ends() == [quiet, quiet]
 
 
-@pytest.mark.parametrize("sync", ["s-sgd", "ad-psgd"])
-def test_a_joiner_comes_in_and_stands_in_for_whoever_is_lost(
-    start: Callable[..., Job], tmp_path_factory: pytest.TempPathFactory, sync: str
-) -> None:
-    """With s-sgd it follows the others' steps before it is let in; where models differ it gets one with that."""
-    faults = {"FAULTS": json.dumps({"3": {"await": []}}), "JOINED_FROM": "4", "NUM_STEPS": "80", "SYNC": sync}
+def two_and_a_joiner(start: Callable[..., Job], **environment: str) -> tuple[Job, Job]:
+    """Start two workers and one that joins them; the first ends itself then."""
+    faults = {"FAULTS": json.dumps({"3": {"await": []}}), "JOINED_FROM": "4", **environment}
     secret = {"MORPH_ELASTIC_SECRET": "a secret of this test", **faults}
     job = start("--workers", "2", **secret)
     job.until(lambda: len(list(job.folder.glob("begun-*"))) == 2, "its founders have begun: this one is none of them")
     where = re.search(r"workers can join at (\S+)", job.log)
     assert where is not None
-    joiner = start("--join", where[1], IS_JOINER="1", **{**secret, "INIT_SEED": "6"})
+    return job, start("--join", where[1], IS_JOINER="1", **{**secret, "INIT_SEED": "6"})
+
+
+@pytest.mark.parametrize(("sync", "changes"), [("s-sgd", ""), ("s-sgd", "all"), ("ad-psgd", "all")])
+def test_a_joiner_comes_in_and_stands_in_for_whoever_is_lost(
+    start: Callable[..., Job], tmp_path_factory: pytest.TempPathFactory, sync: str, changes: str
+) -> None:
+    """With s-sgd it follows the others' steps before it is let in; where models differ it gets one with that.
+
+    ``changes``: the founders' loops froze, thawed and added parameters, and a schedule went on, before it was there.
+    """
+    job, joiner = two_and_a_joiner(start, NUM_STEPS="80", SYNC=sync, CHANGES=changes)
     assert (job.wait(), joiner.wait()) == (0, 0), job.log + joiner.log
     assert job.log.count("was ended by SIGKILL") == 1
     one, other = job.ends()
     assert (one["weights"], one["steps"]) == (other["weights"], 80)
     if sync == "s-sgd":
-        alone = Job(tmp_path_factory.mktemp("alone"), NUM_STEPS="80")
+        alone = Job(tmp_path_factory.mktemp("alone"), NUM_STEPS="80", CHANGES=changes)
         assert alone.wait() == 0, alone.log
         assert alone.ends() == [one]
         alone.close()
+
+
+def test_a_joiner_whose_own_schedule_begins_anew_ends_with_a_sentence(start: Callable[..., Job]) -> None:
+    job, joiner = two_and_a_joiner(start, NUM_STEPS="40", OWN_SCHEDULE="1")
+    assert (job.wait(), joiner.wait()) == (0, 1), job.log + joiner.log
+    said = re.search(r"InputError: param_groups\[0\]\['lr'\]: is not the oldest worker's in step \d+ (.*)", joiner.log)
+    assert said is not None, joiner.log
+    assert "give the scheduler to morph.elastic.Optimizer(lr_scheduler=...)" in said[1]
+    assert [end["steps"] for end in job.ends()] == [40]
+
+
+def test_parameters_that_are_frozen_thawed_and_added_are_the_same_with_any_number_of_workers(
+    start: Callable[..., Job], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A thawed one's first step is among those in which a worker is lost."""
+    job = start("--workers", "3", CHANGES="all", FAULTS=json.dumps({"2": {"kill": [2]}, "7": {"kill": [1]}}))
+    assert job.wait() == 0, job.log
+    assert job.log.count("was ended by SIGKILL") == 2
+    alone = Job(tmp_path_factory.mktemp("alone"), CHANGES="all")
+    assert alone.wait() == 0, alone.log
+    assert alone.ends() == job.ends()
+    alone.close()
+
+
+def test_floating_point_sums_of_such_parameters_are_equal_at_all_workers(start: Callable[..., Job]) -> None:
+    job = start("--workers", "2", CHANGES="all", ACCUMULATION="fast")
+    assert job.wait() == 0, job.log
+    one, other = job.ends()
+    assert one == other
 
 
 def test_a_script_that_gives_up_after_a_loss_has_not_come_to_the_end(start: Callable[..., Job]) -> None:

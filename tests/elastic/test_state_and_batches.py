@@ -66,11 +66,14 @@ def step_of(state: TrainingState) -> Any:
     """Do a step, and pack it as the member that lets in does."""
     state.optimizer.zero_grad()
     state.model(torch.randn(6, 4)).square().mean().backward()
-    packed = state.pack_gradients({name: one.grad for name, one in state.parameters().items() if one.grad is not None})
     state.optimizer.param_groups[0]["lr"] *= 0.5
+    settings = state.settings()
+    packed = state.pack_gradients({name: one.grad for name, one in state.parameters().items() if one.grad is not None})
     state.optimizer.step()
     state.num_steps += 1
-    return state.pack_applied(), packed
+    applied = state.pack_applied(settings)
+    state.advance_schedule()
+    return applied, packed
 
 
 def test_who_follows_a_member_s_steps_has_its_state_bit_for_bit() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -140,25 +142,42 @@ def test_a_replica_moves_part_of_the_way() -> None:
     assert as_vector(tensors).dtype == torch.float64
 
 
-class Sums:
-    """A ring whose other members give what they are told to."""
+class Pair:
+    """A ring of two, of which the other member has a replica too, and gives what that would."""
 
-    def __init__(self, *others: torch.Tensor) -> None:
-        self._others = list(others)
+    size = 2
 
-    def reduce(self, tensor: torch.Tensor, _: object) -> Sums:
-        tensor += self._others.pop(0).to(tensor.dtype)
+    def __init__(self, rank: int, other: TrainingState, floats: torch.Tensor, integers: torch.Tensor) -> None:
+        text = json.dumps(other.layout()).encode()
+        self._rank, self._text = rank, text
+        self._others = [torch.tensor([len(text)]), floats, integers]
+
+    def reduce(self, tensor: torch.Tensor, operation: object) -> Pair:
+        other = self._others.pop(0).to(tensor.dtype)
+        tensor.copy_(torch.maximum(tensor, other) if operation == torch.distributed.ReduceOp.MAX else tensor + other)
+        return self
+
+    def gather(self, gathered: torch.Tensor, own: torch.Tensor) -> Pair:
+        other = torch.frombuffer(bytearray(self._text.ljust(len(own))), dtype=torch.uint8)
+        gathered.copy_(torch.cat([own, other] if self._rank == 0 else [other, own]))
         return self
 
     def wait(self, _: str) -> None:
         pass
 
 
-def test_replicas_become_their_mean_and_integers_those_of_the_first() -> None:
+def norm_state(**given: Any) -> TrainingState:
     model = nn.BatchNorm1d(2)
-    state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), exponents={"weight": 3}, differs=True)
+    return TrainingState(model, torch.optim.Adam(model.parameters(), lr=0.1), **given)
+
+
+def test_replicas_become_their_mean_and_integers_those_of_the_first() -> None:
+    state = norm_state(exponents={"weight": 3}, differs=True)
+    model = state.model
+    assert isinstance(model, nn.BatchNorm1d)
+    assert model.num_batches_tracked is not None
     model.num_batches_tracked.fill_(7)
-    ring = Sums(torch.full((8,), 3.0), torch.tensor([40]))
+    ring = Pair(1, norm_state(), torch.full((8,), 3.0), torch.tensor([40]))
     union = Union(state, ring, rank=1, num_workers=2)  # type: ignore[arg-type]
     union.wait()
     assert model.weight.tolist() == [1.0, 1.0]
@@ -168,6 +187,37 @@ def test_replicas_become_their_mean_and_integers_those_of_the_first() -> None:
     assert model.running_mean.tolist() == [1.5, 1.5]
     assert int(model.num_batches_tracked) == 40
     assert (state.differs, state.exponents) == (False, {})
+
+
+def test_state_that_only_one_replica_s_optimizer_keeps_is_had_by_all() -> None:
+    """A parameter without a gradient in any of its steps has none."""
+    state, other = norm_state(differs=True), norm_state()
+    for one in state.optimized():
+        one.grad = torch.ones_like(one)
+    other.optimized()[1].grad = torch.ones(2)
+    for each in (state, other):
+        each.optimizer.step()
+    expected = state.optimizer.state[state.optimized()[0]]["exp_avg"].clone()
+    kept = other.optimizer.state[other.optimized()[1]]
+    zeros = torch.zeros(5)  # for exp_avg, exp_avg_sq and step of the weight, which the other member does not have
+    floats = torch.cat(
+        [one.detach().flatten() for one in (*other.model.parameters(), *list(other.model.buffers())[:2])]
+    )
+    floats = torch.cat([floats, zeros, *(kept[key].flatten() for key in sorted(kept))])
+    union = Union(state, Pair(0, other, floats, torch.tensor([0])), rank=0, num_workers=2)  # type: ignore[arg-type]
+    union.wait()
+    union.apply()
+    assert torch.equal(state.optimizer.state[state.optimized()[0]]["exp_avg"], expected)
+    assert torch.equal(state.optimizer.state[state.optimized()[1]]["exp_avg"], kept["exp_avg"])
+
+
+def test_complex_weights_are_averaged_as_pairs_of_reals() -> None:
+    model = nn.ParameterDict({"w": nn.Parameter(torch.tensor([1 + 2j])), "r": nn.Parameter(torch.tensor([3.0]))})
+    state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    vector = as_vector(state.weights())
+    assert sorted(vector.tolist()) == [1.0, 2.0, 3.0]
+    move_to(state.weights(), vector + 2.0, 0.5)
+    assert model["w"].tolist() == [2 + 3j]
 
 
 @pytest.fixture

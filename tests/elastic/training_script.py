@@ -68,6 +68,38 @@ def text_model() -> nn.Module:
     return nn.Sequential(*parts)
 
 
+class Changing(nn.Module):
+    """Its expert is used by some shares only; ``change`` freezes, thaws and adds parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.expert, self.late = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.phase = nn.Parameter(torch.randn(9, dtype=torch.complex64))
+        self.head = nn.Linear(16, 3)
+        self.late.requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.fft.irfft(torch.fft.rfft(self.body(inputs).relu()) * self.phase, n=16)
+        if float(inputs[:, 0].max()) > 1.2:
+            hidden = hidden + self.expert(hidden)
+        logits: Tensor = self.head(hidden + self.late(hidden))
+        return logits
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        early = [one for name, one in self.named_parameters() if not name.startswith("late")]
+        return torch.optim.AdamW(early, lr=0.01, weight_decay=0.1)
+
+    def change(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Before a step: most of it is not done again by who comes in later."""
+        if step == 2:
+            optimizer.add_param_group({"params": list(self.late.parameters()), "lr": 0.02})
+            self.late.requires_grad_(True)
+        if step in (3, 7):
+            self.body.requires_grad_(step == 7)
+        if step == 5:
+            optimizer.param_groups[0]["weight_decay"] *= 2.0
+
+
 def hash_of(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(one.numpy().tobytes() for one in model.state_dict().values())).hexdigest()
 
@@ -142,7 +174,17 @@ def main() -> None:
     is_text, sync = bool(os.environ.get("TEXT")), os.environ.get("SYNC", "s-sgd")
     parts = [nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 3)]
     model = text_model() if is_text else nn.Sequential(*parts)
-    optimizer = morph.elastic.Optimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model, sync=sync)
+    inner, options = torch.optim.AdamW(model.parameters(), lr=0.01), dict[str, Any]()
+    if os.environ.get("CHANGES"):
+        model = Changing()
+        inner = model.optimizer()
+        schedule = torch.optim.lr_scheduler.StepLR(inner, 6, 0.7)  # one that takes added groups along
+        options = {"lr_scheduler": schedule, "clip_grad_norm": 0.5}
+    options["accumulation"] = os.environ.get("ACCUMULATION", "exact")
+    optimizer = morph.elastic.Optimizer(inner, model, sync=sync, **options)
+    own_schedule = None
+    if os.environ.get("OWN_SCHEDULE"):
+        own_schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1.0 / (1 + step))
     if os.environ.get("IS_JOINER"):
         (FOLDER / "joiner").touch()
     first_rank = optimizer.rank
@@ -165,7 +207,11 @@ def main() -> None:
         data: Any = Text() if is_text else Samples()
         sizes = {"global_batch": 192, "share_size": 24} if is_text else {"global_batch": 24, "share_size": 4}
         for _ in morph.elastic.batches(data, seed=3, num_steps=NUM_STEPS, **sizes):
+            if isinstance(model, Changing):
+                model.change(inner, optimizer.num_steps)
             mean = optimizer.step(loss)
+            if own_schedule is not None:
+                own_schedule.step()
             syncs.append(optimizer.sync)
             if sync != "s-sgd":
                 hashes.append(hash_of(model))
