@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from manager.engine.local_vms.host_line import HostLine
-from manager.machine.folders import hold, make_folder
+from manager.machine.folders import OWN_SOCKET, hold, make_folder
 from manager.machine.gone import runs
 from manager.machine.handed_on import handed_on
 from morph.contract.errors import ClusterError, ClusterLost
@@ -71,7 +71,7 @@ class ProcessVms:
         Raises:
             ClusterError: when it does not come up within ``START_TIMEOUT_S``.
         """
-        self._directory = make_folder()
+        self._directory = make_folder(OWN_SOCKET)
         removed = [str(path) for path in (self._directory, self._remove_if_killed) if path is not None]
         environment = {**handed_on(os.environ), **_ENVIRONMENT}
         self._line = HostLine.start(
@@ -94,7 +94,7 @@ class ProcessVms:
     def control_socket(self) -> Path:
         """Where another manager finds the host."""
         assert self._directory is not None, "the host is not started"
-        return self._directory / "control_socket"
+        return self._directory / OWN_SOCKET
 
     def settle(self) -> None:
         """From now on another manager would find it."""
