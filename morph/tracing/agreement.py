@@ -187,7 +187,18 @@ def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _S
             for name, buffer in plain.named_buffers():
                 buffer.data.copy_(buffers[name])
             torch.manual_seed(seed)
-            found = _run_sections(model, dict(plain.named_parameters()), dict(plain.named_buffers()), batch)
+            try:
+                found = _run_sections(model, dict(plain.named_parameters()), dict(plain.named_buffers()), batch)
+            except MorphError:
+                raise
+            except Exception as error:
+                _raise_if_lacking(error)
+                raise ExportError(
+                    f"what was traced fails on real samples: {type(error).__name__}: {first_line(error)}",
+                    source=exported.model_line,
+                    field="model",
+                    allowed="operations that torch.export writes down" + OR_MARK,
+                ) from error
             largest.append(_check(expected, found, exported.model_line, f"{size.num_samples} samples, seed {seed}"))
     if not largest:
         raise _DoesNotRun("its loss is not a finite number")
@@ -217,9 +228,7 @@ def _run_plain(job: Job, model: nn.Module, batch: Mapping[str, Tensor]) -> _Step
         loss = result[0] if isinstance(result, tuple) else result
         loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
     except Exception as error:
-        lacking = isinstance(error, NotImplementedError | MemoryError) or _LACKING.search(str(error)) is not None
-        if lacking:
-            raise _DoesNotRun(f"this machine cannot run it: {first_line(error)}") from error
+        _raise_if_lacking(error)
         line = user_line(error, job, model)
         raise JobError(
             f"loss failed on real samples: {type(error).__name__}: {first_line(error)}", source=line
@@ -227,6 +236,11 @@ def _run_plain(job: Job, model: nn.Module, batch: Mapping[str, Tensor]) -> _Step
     gradients = {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return _Step(loss.detach(), gradients)
+
+
+def _raise_if_lacking(error: Exception) -> None:
+    if isinstance(error, NotImplementedError | MemoryError) or _LACKING.search(str(error)) is not None:
+        raise _DoesNotRun(f"this machine cannot run it: {first_line(error)}") from error
 
 
 def _run_sections(

@@ -69,6 +69,7 @@ def _find(job_path: str, num_sections: int | None, m: int | None) -> tuple[CutRe
     from morph.cutting.cuts.report import report_cuts
     from morph.cutting.trials.data_trial import check_data
     from morph.job import load_job
+    from morph.runtime.workloads.job_checks import check_training
 
     with users_code(job_path):
         job = load_job(job_path)
@@ -79,6 +80,7 @@ def _find(job_path: str, num_sections: int | None, m: int | None) -> tuple[CutRe
             num_sections=num_sections if num_sections is not None else job.num_sections,
             micro_batch_size=m or job.micro_batch_size or 1,
         )
+        check_training(job, model)
         report = report_cuts(exported, model)
         compared = compare_once(job, exported, model, quick=True)
         warn_of_loss(job, report.num_parameters, TRIED_ONCE)

@@ -56,7 +56,7 @@ def build_scheduler(make_scheduler: MakeScheduler, optimizer: Optimizer) -> LRSc
         allowed = "a torch.optim.lr_scheduler.LRScheduler"
         raise _wrong("lr_scheduler", "does not return a scheduler", scheduler, allowed)
     if _needs_argument(scheduler):
-        allowed = "schedules that are a function of the number of steps"
+        allowed = "schedules that are a function of the number of steps alone, not of a loss"
         raise _wrong("lr_scheduler", "returns a scheduler whose step needs a value", scheduler, allowed)
     scheduler_numbers(scheduler)
     return scheduler
