@@ -148,7 +148,8 @@ def _notes(report: CutReport) -> list[str]:
         only = "one section only, so no pipeline" if len(shares) == 1 else "sections are uneven"
         lines.append(f"{only}: {report.bound_by}")
     if report.refusal is not None:
-        lines.append(f"cut at the user's marks, and run as it is written; torch.export says: {report.refusal}")
+        how = "cut at the user's marks" if report.cuts else "not cut"
+        lines.append(f"{how}, and run as it is written; torch.export says: {report.refusal}")
     if report.written_buffers:
         lines.append(f"buffers that the forward writes, as part of the state: {', '.join(report.written_buffers)}")
     if report.metrics:

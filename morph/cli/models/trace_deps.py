@@ -52,7 +52,8 @@ def trace_deps_command(
         exported = export_job(loaded)
         check_data(loaded)
         wanted = num_sections if num_sections is not None else loaded.num_sections
-        check_training(loaded, cut(exported, num_sections=wanted, micro_batch_size=1))
+        size = m or loaded.micro_batch_size or 1
+        check_training(loaded, cut(exported, num_sections=wanted, micro_batch_size=size))
         report = check_dependencies(loaded, num_sections=num_sections, micro_batch_size=m, exported=exported)
         model = cut(exported, num_sections=report.num_sections, micro_batch_size=report.micro_batch_size)
         compared = compare_once(loaded, exported, model, quick=True)

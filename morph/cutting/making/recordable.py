@@ -50,7 +50,7 @@ def quiet_fakes() -> Iterator[None]:
 
 @contextmanager
 def unvalidated_distributions() -> Iterator[None]:
-    """While a model is traced: torch.distributions looks at no values, which a trace has none of. It changes none."""
+    """While a model is traced, without values: torch.distributions does not look at any. Results are the same."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:

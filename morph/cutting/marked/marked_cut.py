@@ -1,4 +1,4 @@
-"""Cut a model that torch.export refuses at the user's marks, and check that its sections do what the whole does."""
+"""Cut a model that torch.export refuses at the user's marks, if at all, and check that its sections do as the whole."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -121,7 +121,7 @@ def try_loss(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:
 
     with torch.random.fork_rng(devices=[]):
         try:
-            with built.running(), quiet_fakes(), _as_when_exported(built), unvalidated_distributions():
+            with built.running(), quiet_fakes(), _as_when_exported(built):
                 loss = run()
                 parameters = dict(built.model.named_parameters())
                 again = run if built.tape is not None else _with_the_same_buffers(built.model, run)
@@ -158,6 +158,7 @@ def _as_when_exported(built: BuiltModel) -> Iterator[None]:
     with (
         mock.patch.object(torch.compiler, "_is_compiling_flag", fake),
         mock.patch.object(torch.compiler, "_is_exporting_flag", fake),
+        unvalidated_distributions() if fake else nullcontext(),
     ):
         yield
 

@@ -61,7 +61,8 @@ def settings(job: Job, model: CutModel) -> dict[str, str]:
         make = partial(build_optimizer, job.optimizer, parameters)
         optimizer = run_users_code(make, job, None, "optimizer")
         found[f"optimizer({unit.id})"] = type(optimizer).__name__
-        for index, group in enumerate(group_numbers(optimizer)):
+        groups = run_users_code(partial(group_numbers, optimizer), job, None, "optimizer")
+        for index, group in enumerate(groups):
             found |= {f"optimizer({unit.id})[{index}][{key!r}]": repr(value) for key, value in group.items()}
         if job.lr_scheduler is not None:
             schedule = partial(build_scheduler, job.lr_scheduler, optimizer)
