@@ -121,7 +121,7 @@ def calibrate_command(
             checkpoint_url=checkpoint_url,
             peer=other_node,
             progress=progress,
-            check=_compare_with_plain,
+            check=_check_job,
         )
         return _with_commit_round(found, samples) if commit_round else found
 
@@ -139,10 +139,12 @@ def calibrate_command(
 calibrate_command.__doc__ = CALIBRATE_HELP
 
 
-def _compare_with_plain(subject: Subject) -> None:
+def _check_job(subject: Subject) -> None:
     from morph.cli.models.plain_check import agreement_note, compare_once
+    from morph.runtime.workloads.job_checks import check_training
 
     model = subject.cut(subject.job.micro_batch_size or 1)
+    check_training(subject.job, model)
     found = compare_once(subject.job, subject.exported, model, device=subject.device)
     print(agreement_note(found), file=sys.stderr)
 
