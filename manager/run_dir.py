@@ -128,6 +128,8 @@ class RunDir:
     def __init__(self, path: Path, facts: RunFacts) -> None:
         self.path = path.resolve()
         self.facts = facts
+        self.other_job: str | None = None
+        """The job that it was begun with, where that has another file's name than ours, or another name in it."""
         self._lock_file: IO[str] | None = None
         self._held = ExitStack()
 
@@ -205,16 +207,36 @@ class RunDir:
             self._lock_file.close()
             self._lock_file = None
 
+    def _of_another(self, path: str, field: str, ours: object, theirs: object) -> RunDirError:
+        if self.other_job is not None:
+            return self.belongs_to_another()
+        is_hash = field == "fingerprint"
+        return RunDirError(
+            "belongs to another job or profile",
+            source=path,
+            field=field,
+            value=None if is_hash else theirs,
+            allowed=f"{'the model that the run began with' if is_hash else repr(ours)}, or another --run-dir",
+        )
+
+    def belongs_to_another(self, allowed: str = "") -> RunDirError:
+        """Say whose run it is. ``allowed``: what else can be done than to take another directory."""
+        return RunDirError(
+            f"belongs to the job {self.other_job}",
+            source=str(self.path),
+            value=self.facts.job,
+            allowed=f"that job, or another --run-dir{allowed}",
+        )
+
     def _claim(self) -> None:
         path = self.path / "run.json"
         if not path.exists():
             self.begin_with(self.facts)
             return
         known = read_facts(self.path)
+        self.other_job = None if Path(known.job).name == Path(self.facts.job).name else known.job
         for field in ("fingerprint", "micro_batch_size", "batch_size", "num_sections", "checkpoint_url"):
             ours, theirs = getattr(self.facts, field), getattr(known, field)
             if ours != theirs:
-                raise RunDirError(
-                    "belongs to another job or profile", source=str(path), field=field, value=theirs, allowed=repr(ours)
-                )
+                raise self._of_another(str(path), field, ours, theirs)
         self.facts = self.facts.model_copy(update={"code_sha256": known.code_sha256, "known_by": known.known_by})

@@ -5,6 +5,7 @@ Importing this module loads no torch; the job file itself does.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import sys
@@ -32,6 +33,16 @@ Precision = Literal["fp32", "bf16", "fp16"]
 OptimizerDevice = Literal["same", "cpu"]
 Boundary = Literal["same", "bf16"]
 MOST_DATA_WORKERS = 64
+_MOST_TRIED, _MOST_SHOWN = 100_000, 40
+_CALLED = {
+    "model": (0, "lambda: MyModel(), that builds a new one"),
+    "loss": (2, "loss(model, batch), that calls the model"),
+    "dataset": (0, "lambda: MyDataset(), that builds it"),
+    "optimizer": (1, "lambda parameters: torch.optim.SGD([p for _, p in parameters], lr=0.1)"),
+    "lr_scheduler": (1, "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10), or None"),
+    "eval_data": (0, "lambda: MyDataset(), that builds it, or None"),
+}
+"""Fields that are functions: with how many arguments they are called, and an example."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -140,8 +151,9 @@ class Job:
         return LossScaling() if self.loss_scaling is None and self.precision == "fp16" else self.loss_scaling
 
     def __post_init__(self) -> None:
-        for field in ("model", "loss", "dataset", "optimizer"):
-            _require(callable(getattr(self, field)), field, getattr(self, field), "a function")
+        for field, called in _CALLED.items():
+            if getattr(self, field) is not None or field not in ("lr_scheduler", "eval_data"):
+                _require_function(field, getattr(self, field), *called)
         _require(
             isinstance(self.name, str) and _NAME.fullmatch(self.name) is not None,
             "name",
@@ -158,12 +170,11 @@ class Job:
         _require(self.accumulation in get_args(Accumulation), "accumulation", self.accumulation, "'exact' or 'fast'")
         if self.micro_batch_size is not None:
             _require_count("micro_batch_size", self.micro_batch_size)
-            divisors = [m for m in range(1, self.batch_size + 1) if self.batch_size % m == 0]
             _require(
-                self.micro_batch_size in divisors,
+                self.batch_size % self.micro_batch_size == 0,
                 "micro_batch_size",
                 self.micro_batch_size,
-                f"a divisor of batch_size {self.batch_size}: {', '.join(map(str, divisors))}",
+                f"a divisor of batch_size {self.batch_size}: {_divisors(self.batch_size)}",
             )
         self._check_training()
         self._check_evaluation()
@@ -172,8 +183,7 @@ class Job:
         _require(texts, "allowed_dependencies", allowed, "a tuple of ids that `morph trace-deps` prints")
 
     def _check_training(self) -> None:
-        scheduler, norm, scaling = self.lr_scheduler, self.clip_grad_norm, self.loss_scaling
-        _require(scheduler is None or callable(scheduler), "lr_scheduler", scheduler, "a function, or None")
+        norm, scaling = self.clip_grad_norm, self.loss_scaling
         if norm is not None:
             is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
             _require(is_number and norm > 0, "clip_grad_norm", norm, "a number above 0, or None")
@@ -190,7 +200,6 @@ class Job:
 
     def _check_evaluation(self) -> None:
         data, every, samples = self.eval_data, self.eval_every_steps, self.eval_samples
-        _require(data is None or callable(data), "eval_data", data, "a function, or None")
         if every is not None:
             _require_count("eval_every_steps", every)
         _require((data is None) == (every is None), "eval_every_steps", every, "to be given together with eval_data")
@@ -250,9 +259,9 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except JobError:
+    except JobError as error:
         sys.modules.pop(module_name, None)
-        raise
+        raise _placed(error, path) from error
     except Exception as error:
         sys.modules.pop(module_name, None)
         raise JobError(
@@ -264,14 +273,22 @@ def _import_file(path: Path) -> ModuleType:
 def _call(function: Callable[..., Any], path: Path, attribute: str) -> Any:
     try:
         return function()
-    except JobError:
-        raise
+    except JobError as error:
+        raise _placed(error, path) from error
     except Exception as error:
         raise JobError(
             f"calling it failed: {type(error).__name__}: {error}",
             source=f"{path}:{_line_in(error, path.resolve())}",
             field=attribute,
         ) from error
+
+
+def _placed(error: JobError, path: Path) -> JobError:
+    """Name the line of the job's file in an error that only says which field of a Job is wrong."""
+    if error.source != "Job":
+        return error
+    source = f"{path}:{_line_in(error, path.resolve())}"
+    return JobError(error.message, source=source, field=error.field, value=error.value, allowed=error.allowed)
 
 
 def _line_in(error: BaseException, path: Path) -> int:
@@ -288,6 +305,44 @@ def _line_in(error: BaseException, path: Path) -> int:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _divisors(number: int) -> str:
+    small = [m for m in range(1, min(math.isqrt(number), _MOST_TRIED) + 1) if number % m == 0]
+    found = sorted({*small, *(number // m for m in small)})
+    return (
+        ", ".join(map(str, found)) if len(found) <= _MOST_SHOWN else f"{', '.join(map(str, found[:_MOST_SHOWN]))} ..."
+    )
+
+
+def _require_function(field: str, value: Any, num_given: int, hint: str) -> None:
+    """See that a field is a function that takes what it is called with, and not what it ought to return."""
+    torch = sys.modules.get("torch")
+    is_module = torch is not None and isinstance(value, torch.nn.Module)
+    of_torch = str(getattr(value, "__module__", "")).startswith("torch.nn.")  # a loss of outputs and targets
+    if not callable(value) or (is_module and field == "model") or (of_torch and field == "loss"):
+        raise JobError(
+            "is not a function of the job's own" if callable(value) and field == "loss" else "is not a function",
+            source="Job",
+            field=field,
+            value=value if isinstance(value, int | float | str) else getattr(value, "__name__", type(value).__name__),
+            allowed=f"a function, such as {hint}",
+        )
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # of C code
+        return
+    try:
+        signature.bind(*[None] * num_given)
+    except TypeError as error:
+        name = getattr(value, "__name__", type(value).__name__)
+        raise JobError(
+            f"cannot be called as it is: {error}",
+            source="Job",
+            field=field,
+            value=name,
+            allowed=f"a function, such as {hint}",
+        ) from error
 
 
 def _require(holds: bool, field: str, value: object, allowed: str) -> None:

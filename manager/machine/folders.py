@@ -1,5 +1,8 @@
 """Folders for a run's sockets and secrets, below the folder for temporary files.
 
+A socket's path has 107 characters at most. Where the folder for temporary files has too long a name for what lies below
+one, as batch systems give it, another that every machine has takes its place.
+
 Each is held, by a shared lock on a file in it, by the manager and by the process that owns its VMs. Whoever of them
 lives longest removes it. One that nobody holds is what processes left that were killed together: the next command of
 the same user removes it, once nobody has a file of it open. Ray's agents, which outlive a killed node by minutes while
@@ -17,19 +20,33 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
-from morph.contract.errors import ClusterError
+from morph.contract.errors import ClusterError, ConfigError
 
 PREFIX = "morph-"
 LOCK = "held"
+OWN_SOCKET = "control_socket"
+"""The longest name of a socket of Morph's own in a folder."""
+RAYS_SOCKET = "ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.10000"
+"""The same of Ray's: its session is named by time and process."""
+_SOCKET_BYTES = 107
+_SHORT = ("/tmp", "/var/tmp")
 _held: dict[Path, int] = {}
 
 
-def make_folder() -> Path:
-    """Make one that only this user can enter, held until this process ends."""
+def make_folder(longest_socket: str = "") -> Path:
+    """Make one that only this user can enter, held until this process ends.
+
+    Args:
+        longest_socket: The longest path of a socket below it.
+
+    Raises:
+        ConfigError: no folder for temporary files has a name that is short enough.
+    """
     sweep()
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # short: sockets lie below it
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_place_for(longest_socket)))
     being_made = folder / f"{LOCK}.new"
     _held[folder] = _lock(being_made, fcntl.LOCK_SH, create=True)
     being_made.rename(folder / LOCK)  # whoever sweeps finds no lock, or a held one
@@ -55,7 +72,7 @@ def holding(path: Path) -> tuple[int, ...]:
 
 def sweep() -> None:
     """Remove folders of this user's that nobody holds any more; whatever else lies there is left alone."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for folder in chain.from_iterable(Path(place).glob(f"{PREFIX}*") for place in _places()):
         with suppress(OSError):  # another user's, none of ours, held, or just gone
             found = folder.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and (folder / LOCK).is_file():
@@ -81,6 +98,26 @@ def remove_at_exit(folder: Path) -> None:
     """When this process exits in order, remove its folder and whatever else is left by then."""
     atexit.register(sweep)  # called last
     atexit.register(remove, folder)
+
+
+def _places() -> tuple[str, ...]:
+    """Where folders may lie, the one that the user wants first."""
+    return tuple(dict.fromkeys((tempfile.gettempdir(), *_SHORT)))
+
+
+def _place_for(longest_socket: str) -> str:
+    if not longest_socket:
+        return tempfile.gettempdir()
+    longest = _SOCKET_BYTES - len(f"/{PREFIX}12345678/{longest_socket}")
+    for place in _places():
+        if len(os.fsencode(place)) <= longest and os.access(place, os.W_OK | os.X_OK):
+            return place
+    raise ConfigError(
+        "sockets cannot lie below it, because its path is too long",
+        source="TMPDIR",
+        value=tempfile.gettempdir(),
+        allowed=f"a folder whose path has at most {longest} bytes, or a /tmp that can be written",
+    )
 
 
 def _users(folder: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from morph.contract.profile import Profile
 from morph.job_files import JobFiles
 from morph.runtime.process.job_code import files_of
 
+SAME_JOB = "; for the same job under another name: --if-changed accept"
 CheckJob = Callable[[str, Profile], JobFacts]
 """Loads the job, path/to/file.py:name, and holds it against a profile; by what the job is known. Raises InputError."""
 
@@ -82,6 +83,8 @@ class RunCode:
         code = kept(run_dir.path, sha256, self._job_path, unpack=self._unpack)
         began = JobFiles(self._files.folder, files_of(code))
         self._changed = changed(digests(began.files), self._files)
+        if self._changed and self._if_changed is IfChanged.REFUSE and run_dir.other_job is not None:
+            raise run_dir.belongs_to_another(SAME_JOB)
         if self._changed and self._if_changed is IfChanged.REFUSE:
             raise RunDirError(
                 "was changed since the run began",
@@ -103,7 +106,7 @@ class RunCode:
         """Check the job, unless that was done, and keep what the run trains on from now on.
 
         Raises:
-            InputError: the job is not right, or its settings or data are not what the run began with.
+            InputError: the job is not right, is another one, or its settings or data are not what the run began with.
             RunDirError: the directory cannot be written.
         """
         if self._found is None:
@@ -115,6 +118,8 @@ class RunCode:
             refusal, why = change.refusal(self._job_path), change.cannot_apply
             if why is None and self._if_changed is IfChanged.ACCEPT:
                 continue
+            if self._if_changed is not IfChanged.ACCEPT and run_dir.other_job is not None:
+                raise run_dir.belongs_to_another(SAME_JOB)
             allowed = refusal.allowed if why else f"{refusal.allowed}; or --if-changed accept"
             message = why if why and self._if_changed is IfChanged.ACCEPT else refusal.message
             raise JobError(

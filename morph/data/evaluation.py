@@ -47,7 +47,8 @@ class EvaluationLoader:
             )
         if self.num_micro_batches == 0:
             allowed = f"at least one micro-batch of {micro_batch_size} samples"
-            raise JobError("is too small", source="Job", field="eval_data", value=available, allowed=allowed)
+            field, value = ("eval_data", available) if num_samples is None else ("eval_samples", num_samples)
+            raise JobError("is too small", source="Job", field=field, value=value, allowed=allowed)
         self._dataset = dataset
         self._seed = seed
         self._micro_batch_size = micro_batch_size

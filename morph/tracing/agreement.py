@@ -291,7 +291,18 @@ class _Sides:
         torch.manual_seed(seed)
         given = {**dict(self._plain.named_buffers()), **dict(self._plain.named_parameters())}
         add = self._sums.add if self._sums is not None else _leave
-        return _run_sections(self._model, given, self._batches[seed], add)
+        try:
+            return _run_sections(self._model, given, self._batches[seed], add)
+        except MorphError:
+            raise
+        except Exception as error:
+            _raise_if_lacking(error)
+            raise ExportError(
+                f"what was traced fails on real samples: {type(error).__name__}: {first_line(error)}",
+                source=self._source,
+                field="model",
+                allowed="operations that torch.export writes down" + OR_MARK,
+            ) from error
 
 
 def _leave(_name: str, _gradient: Tensor) -> None:
@@ -318,9 +329,7 @@ def _run_plain(job: Job, model: nn.Module, batch: Mapping[str, Tensor]) -> _Step
         loss = result[0] if isinstance(result, tuple) else result
         loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
     except Exception as error:
-        lacking = isinstance(error, NotImplementedError | MemoryError) or _LACKING.search(str(error)) is not None
-        if lacking:
-            raise _DoesNotRun(f"this machine cannot run it: {first_line(error)}") from error
+        _raise_if_lacking(error)
         line = user_line(error, job, model)
         raise JobError(
             f"loss failed on real samples: {type(error).__name__}: {first_line(error)}", source=line
@@ -328,6 +337,11 @@ def _run_plain(job: Job, model: nn.Module, batch: Mapping[str, Tensor]) -> _Step
     gradients = {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return _Step(loss.detach(), gradients)
+
+
+def _raise_if_lacking(error: Exception) -> None:
+    if isinstance(error, NotImplementedError | MemoryError) or _LACKING.search(str(error)) is not None:
+        raise _DoesNotRun(f"this machine cannot run it: {first_line(error)}") from error
 
 
 def _run_sections(

@@ -10,8 +10,9 @@ import torch
 
 from calibrate.computing.meter import deal, meter_of
 from calibrate.computing.optimizer import measure_units
-from calibrate.computing.sections import SectionMeasurement
+from calibrate.computing.sections import SectionMeasurement, measure_benches
 from calibrate.computing.subject import Subject, load_subject
+from calibrate.timing.clocks import clock_of
 from calibrate.timing.samples import Sampling
 from morph.cutting import CutModel
 from morph.job import LossScaling
@@ -66,6 +67,21 @@ def test_the_peak_holds_more_than_what_is_saved_for_the_backward(
         gradients = sum(math.prod(model.parameter_specs[name][0]) * 4 for name in section.parameters)
         assert 2 * entry.activation_bytes_per_sample < entry.peak_bytes
         assert entry.peak_bytes < 8 * entry.activation_bytes_per_sample + 4 * gradients
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own, when it is imported
+def test_sections_that_are_compiled_are_measured_with_the_memory_of_their_operations(
+    subject: Subject, measured: dict[str, SectionMeasurement], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    subject = replace(subject, job=replace(subject.job, compile=True))
+    model = subject.cut(2)
+    kind = model.sections[0].signature
+    benches = subject.benches(model, {kind})
+    found = measure_benches(benches, 2, clock_of(subject.device), Sampling(budget_s=0.0, most=5))
+    assert found[kind].peak_bytes == measured[kind].peak_bytes
+    assert found[kind].activation_bytes_per_sample == measured[kind].activation_bytes_per_sample
+    assert found[kind].forward.num_samples == 5
 
 
 def test_measuring_changes_no_initial_parameter(subject: Subject, model: CutModel) -> None:

@@ -20,7 +20,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     model = cut(export_job(load_job(f"{path}:good")), num_sections=2, micro_batch_size=1)
     profile = synthetic_profile(num_sections=2, batch_size=8, micro_batch_sizes=(1, 2, 3))
     units = [{"id": unit.id, "sections": unit.sections, "parameter_bytes": 80} for unit in model.units]
-    job = profile.job.model_copy(update={"fingerprint": model.fingerprint, "micro_batch_size": 2})
+    job = profile.job.model_copy(update={"name": "small", "fingerprint": model.fingerprint, "micro_batch_size": 2})
     return Profile.model_validate({**profile.model_dump(), "job": job.model_dump(), "units": units})
 
 

@@ -94,9 +94,9 @@ def sgd(parameters):
     return torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1)
 
 
-def make(model=Plain, dataset=Samples, batch_size=8, micro_batch_size=2):
-    return Job(name="small", model=model, loss=loss, dataset=dataset, optimizer=sgd, batch_size=batch_size,
-               micro_batch_size=micro_batch_size, num_sections=2)
+def make(model=Plain, dataset=Samples, batch_size=8, micro_batch_size=2, optimizer=sgd, lr_scheduler=None):
+    return Job(name="small", model=model, loss=loss, dataset=dataset, optimizer=optimizer, batch_size=batch_size,
+               micro_batch_size=micro_batch_size, num_sections=2, lr_scheduler=lr_scheduler)
 
 
 good = make()
@@ -108,6 +108,7 @@ lists = make(dataset=Lists)
 numbers = make(dataset=Numbers)
 drifting = make(dataset=Drifting)
 half = make(batch_size=4)
+plateau = make(lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 number = 3
 
 

@@ -45,9 +45,41 @@ def test_data_that_is_another_when_it_is_read_again_is_refused_by_every_command_
     assert "dataset()[0]['x']: is another value when the sample is read again; allowed: random numbers from" in line
 
 
+@pytest.mark.parametrize("command", ["run", "calibrate", "cut", "trace-deps"])
+def test_a_schedule_that_wants_the_loss_is_refused_by_every_command_with_its_line(given: Given, command: str) -> None:
+    job = f"{given.folder}/jobs.py:plateau"
+    number = next(index for index, line in enumerate(JOBS.splitlines(), 1) if line.startswith("plateau"))
+    line = given.run_refused(job=job) if command == "run" else given.refused(command, job)
+    assert f"jobs.py:{number}: lr_scheduler: returns a scheduler whose step needs a value" in line
+    assert line.endswith("schedules that are a function of the number of steps alone, not of a loss")
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ("model=Plain()", "model: is not a function (got 'Plain'); allowed: a function, such as lambda: MyModel()"),
+        ("model=nn.Linear", "model: cannot be called as it is: missing a required argument: 'in_features'"),
+        ("dataset=Samples()", "dataset: is not a function (got 'Samples'); allowed: a function, such as lambda: My"),
+        ("optimizer=torch.optim.SGD(Plain().parameters())", "optimizer: is not a function (got 'SGD'); allowed: a"),
+        ("lr_scheduler=torch.optim.lr_scheduler.StepLR", "lr_scheduler: cannot be called as it is: missing a required"),
+        ("loss=nn.MSELoss()", "loss: is not a function of the job's own (got 'MSELoss'); allowed: a function, such as"),
+        ("loss=lambda batch: 0", "loss: cannot be called as it is: too many positional arguments (got '<lambda>')"),
+    ],
+)
+def test_what_is_no_function_is_refused_with_its_line_and_what_to_write(
+    given: Given, fields: str, problem: str
+) -> None:
+    head = JOBS[: JOBS.index("def make(")]
+    right = "name='a', model=Plain, loss=loss, dataset=Samples, optimizer=sgd, batch_size=8"
+    name = fields.partition("=")[0]
+    others = ", ".join(part for part in right.split(", ") if not part.startswith(f"{name}="))
+    path = given.file("objects.py", f"{head}bad = Job({others}, {fields})\n")
+    assert f"objects.py:{head.count(chr(10)) + 1}: {problem}" in given.refused("cut", f"{path}:bad")
+
+
 def test_a_name_that_the_job_file_lacks_is_answered_with_those_it_has(given: Given) -> None:
     line = given.run_refused(job=f"{given.folder}/jobs.py:absent")
-    have = "branching, drifting, extreme, good, half, lists, normed, numbers, wide"
+    have = "branching, drifting, extreme, good, half, lists, normed, numbers, plateau, wide"
     assert line.endswith(f"jobs.py: defines no 'absent'; allowed: {have}")
 
 

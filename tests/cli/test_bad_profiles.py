@@ -12,17 +12,31 @@ from tests.cli.given import Given
 
 def test_a_profile_of_another_model_is_refused(given: Given) -> None:
     line = given.run_refused(job=f"{given.folder}/jobs.py:wide")
-    assert "jobs.py:wide: fingerprint: the profile belongs to another model; calibrate again (got" in line
+    assert (
+        "jobs.py:wide: --profile: the profile is of another model; allowed: a profile of this job, as it is now: "
+        in line
+    )
 
 
 def test_a_profile_of_another_batch_size_is_refused(given: Given) -> None:
     line = given.run_refused(job=f"{given.folder}/jobs.py:half")
-    assert line.endswith("batch_size: was made for another global batch; calibrate again (got 4); allowed: 8")
+    assert (
+        "--profile: the profile is of another batch_size (got 4); allowed: batch_size=8; or a profile of this" in line
+    )
+    assert line.endswith(f"morph calibrate {given.folder}/jobs.py:half -o FILE")
+
+
+def test_a_profile_of_another_job_is_refused_with_both_names(given: Given) -> None:
+    other = given.edited(lambda data: data["job"].update(name="other", batch_size=16))
+    line = given.run_refused(profile=other)
+    assert (
+        "jobs.py:good: --profile: the profile is of another job, 'other' (got 'small'); allowed: a profile of" in line
+    )
 
 
 def test_a_profile_without_the_models_units_is_refused(given: Given) -> None:
     line = given.run_refused(profile=given.edited(lambda data: data.update(units=[])))
-    assert "units: the profile names other parameter units than the model has; calibrate again (got 'none')" in line
+    assert "--profile: the profile is of other parameter units" in line
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from morph.checkpoint.manifest import version_url, write_manifest
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.errors import RunDirError
 from morph.contract.profile import Profile
-from tests.cli.given import Given
+from tests.cli.given import JOBS, Given
 
 
 def facts(profile: Profile, fingerprint: str | None = None) -> RunFacts:
@@ -66,7 +66,13 @@ def test_a_folder_with_other_files_is_no_run_directory(given: Given) -> None:
 def test_a_run_directory_of_another_job_is_refused(given: Given) -> None:
     with RunDir(given.run_dir, facts(given.profile, fingerprint="another")):
         pass
-    assert "run.json: fingerprint: belongs to another job or profile (got 'another')" in given.run_refused()
+    assert given.run_refused().endswith(
+        "run.json: fingerprint: belongs to another job or profile; allowed: the model that the run began with, or "
+        "another --run-dir"
+    )
+    other = given.file("other.py", JOBS)
+    said = f"{given.run_dir}: belongs to the job jobs.py:good (got '{other}:good'); allowed: that job, or another"
+    assert given.run_refused(job=f"{other}:good") == f"{said} --run-dir"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

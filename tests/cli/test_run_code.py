@@ -40,9 +40,12 @@ class Samples:""",
 )
 
 
-def facts(given: Given) -> RunFacts:
+SCALED += "faster = make(optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.2))\n"
+
+
+def facts(given: Given, job: str | None = None) -> RunFacts:
     return RunFacts(
-        job=given.job,
+        job=job or given.job,
         fingerprint=given.profile.job.fingerprint,
         micro_batch_size=2,
         batch_size=8,
@@ -50,8 +53,9 @@ def facts(given: Given) -> RunFacts:
     )
 
 
-def run_code(given: Given, if_changed: IfChanged = IfChanged.REFUSE) -> RunCode:
-    return RunCode(given.job, given.profile, collect(given.job), if_changed, check_job, unpack=False)
+def run_code(given: Given, if_changed: IfChanged = IfChanged.REFUSE, job: str | None = None) -> RunCode:
+    path = job or given.job
+    return RunCode(path, given.profile, collect(path), if_changed, check_job, unpack=False)
 
 
 @pytest.fixture
@@ -75,6 +79,17 @@ def test_what_a_run_begins_with_is_kept_and_gone_on_with(begun: Given) -> None:
         assert [fact.name for fact in again.facts(code)] == ["job_code"]
     assert code.sha256 == known.code_sha256
     assert read_facts(begun.run_dir) == known
+
+
+@pytest.mark.parametrize("name", ["other.py:good", "jobs.py:faster"])
+def test_the_run_of_another_job_is_refused_as_that_and_not_as_one_that_was_changed(begun: Given, name: str) -> None:
+    begun.file("other.py", f"{SCALED}# another\n")
+    job = f"{begun.folder}/{name}"
+    said = f"{begun.run_dir}: belongs to the job {begun.job} (got '{job}'); allowed: that job, or another --run-dir"
+    code = run_code(begun, job=job)
+    with RunDir(begun.run_dir, facts(begun, job)) as opened, pytest.raises(RunDirError) as refused:
+        _ = code.of(opened) and code.begin(opened)
+    assert str(refused.value) == f"{said}; for the same job under another name: --if-changed accept"
 
 
 def test_changed_code_is_refused_kept_out_or_accepted_as_the_user_says(begun: Given) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import grad
 from torch.utils.data import DataLoader, IterableDataset
 
 import morph
@@ -209,7 +210,7 @@ def test_what_is_no_map_style_data_set_is_refused(tools: Any, make: Callable[[],
     job = morph.Job(
         name="streamed", model=Deciding, loss=mean_loss, dataset=make, optimizer=lambda p: None, batch_size=4
     )
-    with pytest.raises(JobError, match=f"Job: dataset: {problem}"):
+    with pytest.raises(JobError, match=f": dataset: {problem}"):
         export_job(job)
 
 
@@ -264,6 +265,115 @@ def test_what_only_real_numbers_show_is_told_with_its_line_before_training(tools
         ) as caught:
             look(job)
         assert str(caught.value.source).startswith(f"{HERE}:")
+
+
+def penalty(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    x = batch["x"].clone().requires_grad_()
+    return grad(model(x).sum(), x, create_graph=True)[0].square().mean()  # takes a gradient
+
+
+def tangent(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return torch.func.jvp(model, (batch["x"],), (batch["x"],))[1].square().mean()  # transforms
+
+
+def each(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:  # maps
+    return torch.func.vmap(model)(batch["x"]).square().mean()
+
+
+def number(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    loss = mean_loss(model, batch)
+    return loss, {"loss": torch.tensor(loss.item())}  # takes a number
+
+
+def number_itself(model: nn.Module, batch: dict[str, Tensor]) -> Any:  # returns a number
+    loss = mean_loss(model, batch)
+    return loss, {"loss": float(loss)}
+
+
+def on_a_gpu(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return mean_loss(model.cuda(), batch)  # wants a GPU
+
+
+@pytest.mark.parametrize(
+    ("loss", "place", "problem"),
+    [
+        (penalty, "# takes a gradient", r"takes \(torch.autograd.grad\) is not traced; .* Job\(num_sections=1\)"),
+        (tangent, "# transforms", r"torch.func \(grad, vmap, jacrev, jvp\) in the forward or the loss is not traced"),
+        (each, "# maps", r"torch.func \(grad, vmap, jacrev, jvp\) in the forward or the loss is not traced"),
+        (
+            number,
+            "# takes a number",
+            r"taken out of a tensor \(.item\(\), float\(\), int\(\)\) is not traced; .*a metric",
+        ),
+        (number_itself, "# returns a number", r"metric 'loss' is not a scalar \(got '.*'\); .* without .item\(\)"),
+        pytest.param(
+            *(on_a_gpu, "# wants a GPU", r"asks for a CUDA device, and this machine has none; allowed: .*on the CPU"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has one"),
+        ),
+    ],
+)
+def test_what_a_trace_does_not_see_is_refused_with_its_line(tools: Any, loss: Any, place: str, problem: str) -> None:
+    model = nn.Sequential
+    with pytest.raises(InputError, match=problem) as caught:
+        export_job(tools.make_job(lambda: model(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), loss, ITEMS))
+    assert caught.value.source == place_of(place)
+
+
+class Held(Layers):
+    """With a parameter that no section can hold."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        super().__init__()
+        self.held = nn.Parameter(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) + self.held.sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        (lambda: nn.Sequential(nn.Linear(6, 6), nn.LazyLinear(6)), r"1.weight has no shape .* \(got 'LazyLinear'\)"),
+        (lambda: nn.Sequential(nn.Linear(6, 6), nn.LazyBatchNorm1d()), r"1.weight has no shape before"),
+        (lambda: Held(torch.zeros(2, device="meta")), r"held is on a device .* \(got 'meta'\); allowed: .* the CPU"),
+        (lambda: Held(torch.zeros(2).to(torch.float8_e4m3fn)), r"held is of a type .* 'torch.float8_e4m3fn'"),
+        pytest.param(
+            *(lambda: Held(torch.zeros(2, device="cuda")), r"held is on a device that it cannot be built on"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has one"),
+        ),
+    ],
+)
+def test_a_model_of_a_kind_that_no_section_can_hold_is_refused(tools: Any, model: Any, problem: str) -> None:
+    with pytest.raises(JobError, match=f"test_refusals.py:.*: model: {problem}"):
+        export_job(tools.make_job(model, mean_loss, ITEMS))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_model_that_torch_jit_compiled_is_refused(tools: Any) -> None:
+    with pytest.raises(JobError, match=r"is compiled by torch.jit \(got 'RecursiveScriptModule'\)"):
+        export_job(tools.make_job(lambda: torch.jit.script(nn.Linear(6, 6)), mean_loss, ITEMS))
+
+
+def test_a_lazy_layer_that_the_constructor_runs_once_is_traced(tools: Any) -> None:
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 6))
+        made(torch.zeros(1, 6))
+        return made
+
+    exported = export_job(tools.make_job(model, mean_loss, ITEMS))
+    assert exported.initial_parameters.specs["0.weight"] == ((6, 6), torch.float32)
+
+
+def test_an_error_whose_text_cannot_be_made_is_told_all_the_same(tools: Any) -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        raise Silent
+
+    with pytest.raises(JobError, match="loss failed: Silent: no message"):
+        export_job(tools.make_job(Layers, loss, ITEMS))
 
 
 def test_a_loss_that_runs_backward_itself_is_refused(tools: Any) -> None:

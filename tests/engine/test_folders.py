@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from manager.machine.folders import LOCK, sweep
+from manager.machine import folders
+from manager.machine.folders import LOCK, OWN_SOCKET, RAYS_SOCKET, make_folder, remove, sweep
 from manager.machine.gone import wait_gone
+from morph.contract.errors import ConfigError
 from tests.system.commands import COMMAND, ROOT
 
 MANAGER = """
@@ -59,6 +62,44 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with ExitStack() as ending:
         yield Run(tmp_path, ending)
+
+
+@pytest.fixture
+def long_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for temporary files as batch systems name it."""
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("name", [OWN_SOCKET, RAYS_SOCKET])
+def test_a_socket_can_be_made_below_a_folder_however_long_the_name_of_the_one_for_temporary_files_is(
+    long_name: Path, name: str
+) -> None:
+    folder = make_folder(name)
+    try:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+        assert list(long_name.iterdir()) == []
+        sweep()
+        assert path.exists(), "it is held"
+        os.close(folders._held.pop(folder))
+        sweep()
+        assert not folder.exists()
+    finally:
+        remove(folder)
+
+
+def test_a_name_too_long_for_sockets_is_refused_where_no_other_folder_can_be_used(
+    long_name: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert make_folder().parent == long_name
+    monkeypatch.setattr(folders, "_SHORT", ())
+    with pytest.raises(ConfigError, match=r"TMPDIR: sockets cannot lie below it.*; allowed: .* at most 77 bytes"):
+        make_folder(OWN_SOCKET)
 
 
 def test_a_folder_stays_as_long_as_the_manager_or_the_owner_of_its_vms_lives(run: Run) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
 from torch.nn import functional
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, rnn
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 16
@@ -323,6 +324,58 @@ def two_losses(model: nn.Module, batch: Batch) -> Any:
 def loss_with_metric(model: nn.Module, batch: Batch) -> Any:
     out = model(batch["x"])
     return functional.cross_entropy(out, batch["y"]), {"right": (out.argmax(-1) == batch["y"]).float().mean()}
+
+
+def elbo(model: nn.Module, batch: Batch) -> Tensor:
+    """Of a VAE whose distributions are made with torch.distributions, in its defaults."""
+    mean, spread = model(batch["x"]).chunk(2, dim=-1)
+    latent = Normal(mean, functional.softplus(spread))
+    prior = Normal(torch.zeros_like(mean), torch.ones_like(mean))
+    return (latent.rsample() - 1).square().mean() + kl_divergence(latent, prior).mean()
+
+
+def penalised(model: nn.Module, batch: Batch) -> Tensor:
+    """With a gradient penalty."""
+    x = batch["x"].clone().requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    return functional.cross_entropy(out, batch["y"]) + slope.square().mean()
+
+
+def ctc(model: nn.Module, batch: Batch) -> Tensor:
+    steps = model(batch["x"]).log_softmax(-1).expand(3, -1, -1)
+    lengths = torch.ones_like(batch["y"])
+    return functional.ctc_loss(steps, batch["y"][:, None] % 3 + 1, 3 * lengths, lengths)
+
+
+def by_sample(model: nn.Module, batch: Batch) -> Tensor:
+    return torch.func.vmap(lambda x: model(x).square().mean())(batch["x"]).mean()
+
+
+def number_as_metric(model: nn.Module, batch: Batch) -> Any:
+    out = model(batch["x"])
+    return functional.cross_entropy(out, batch["y"]), {"right": (out.argmax(-1) == batch["y"]).float().mean().item()}
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.leave = nn.GRU(1, WIDTH, batch_first=True), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = (x > 0).sum(1).clamp(min=1).cpu()
+        packed = rnn.pack_padded_sequence(x[..., None], lengths, batch_first=True, enforce_sorted=False)
+        out: Tensor = self.leave(self.inner(packed)[1][-1])
+        return out
+
+
+class OwnNoise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.draw = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn(x.shape, generator=self.draw)
 
 
 # ---- data sets ----

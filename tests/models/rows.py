@@ -13,6 +13,8 @@ from tests.models.own_code import Applied, around
 
 MEET = "of samples that come together is not the mean of their own"
 SUM = "is a sum over the samples"
+ONE = "marks, or one section"
+WHOLE: dict[str, Any] = {"num_sections": 1}
 BACKWARD = "an autograd.Function, or torch.library.custom_op with register_autograd"
 
 
@@ -126,6 +128,39 @@ STATE = (
     ),
 )
 
+GRADIENTS = (
+    _own("a VAE (torch.distributions)", loss=own_code.elbo),
+    _own("a gradient penalty", loss=own_code.penalised, outcome="refused", says="autograd.grad", instead=ONE),
+    _own("a gradient penalty, in one section", loss=own_code.penalised, fields=WHOLE),
+    _own("torch.func.vmap", loss=own_code.by_sample, outcome="refused", says="torch.func", instead=ONE),
+    _own("torch.func.vmap, in one section", loss=own_code.by_sample, fields=WHOLE),
+    _own("ctc_loss", loss=own_code.ctc, outcome="refused", says="aten._ctc_loss has a result", instead=ONE),
+    _own("ctc_loss, in one section", loss=own_code.ctc, fields=WHOLE),
+    _whole("packed sequences", own_code.Packed, outcome="refused", says="packed sequences", instead=ONE),
+    _whole("packed sequences, in one section", own_code.Packed, fields=WHOLE),
+    _own(
+        "a metric by .item()",
+        loss=own_code.number_as_metric,
+        outcome="refused",
+        says="without .item()",
+        instead="the tensor",
+    ),
+    _own(
+        "a torch.Generator of the model's own",
+        own_code.OwnNoise,
+        outcome="refused",
+        says="torch.Generator",
+        instead="torch's random functions without generator=",
+    ),
+    _whole(
+        "nn.LazyLinear",
+        lambda: around(nn.LazyLinear(own_code.WIDTH)),
+        outcome="refused",
+        says="2.weight has no shape before the first forward",
+        instead="its size, or one call of the model where it is built",
+    ),
+)
+
 SHAPES = (
     _own("LayerDrop", own_code.LayerDrop, outcome="refused", says="own_code.py", instead="a mask instead of a branch"),
     _own("a branch on values", own_code.Branch, outcome="refused", says="own_code.py", instead="torch.where, or marks"),
@@ -197,6 +232,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
     "Pictures and sound": VISION,
     "A backward of one's own": BACKWARDS,
     "State in the forward": STATE,
+    "What tracing does not see": GRADIENTS,
     "Control flow, shapes, weights": SHAPES,
     "Losses and data sets": LOSSES,
 }

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from tests.models.case import Case, check, parameters
-from tests.models.rows import BACKWARDS, LOSSES, SHAPES, STATE
+from tests.models.rows import BACKWARDS, GRADIENTS, LOSSES, SHAPES, STATE
 
 pytestmark = pytest.mark.slow
 
 
-@parameters((*BACKWARDS, *STATE, *SHAPES, *LOSSES))
+@parameters((*BACKWARDS, *STATE, *GRADIENTS, *SHAPES, *LOSSES))
 def test_a_model_gives_what_the_plain_one_does_or_is_refused_in_one_sentence(case: Case) -> None:
     check(case)

@@ -44,7 +44,7 @@ def make(**fields: Any) -> Job:
         ("accumulation", "double", "(got 'double'); allowed: 'exact' or 'fast'"),
         ("name", "a/b", "name: is not right (got 'a/b')"),
         ("name", "", "name: is not right (got '')"),
-        ("loss", 3, "loss: is not right (got 3); allowed: a function"),
+        ("loss", 3, "loss: is not a function (got 3); allowed: a function, such as loss(model, batch)"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(field: str, value: object, message: str) -> None:

@@ -24,7 +24,7 @@ from package import part
 NUMBER = 1
 
 
-def failing():
+def failing(*given):
     return 1 / 0  # the line that is run
 
 

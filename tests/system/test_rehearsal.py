@@ -125,10 +125,10 @@ def profile_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Command:
-    """``morph rehearse`` in a session of its own, with a temporary directory of its own."""
+    """``morph rehearse`` in a session of its own, with a temporary directory of its own, as batch systems name it."""
 
     def __init__(self, folder: Path, *arguments: object) -> None:
-        self.temporary = folder / "tmp"
+        self.temporary = folder / ("long" * 20)
         self.temporary.mkdir()
         self.process = subprocess.Popen(
             [*COMMAND, "rehearse", *map(str, arguments), "--plain"],

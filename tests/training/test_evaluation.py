@@ -133,7 +133,7 @@ class Keyless(Points):
         ({"eval_data": Shaped}, "eval_data()[0]['x']: differs from the others (got '(3,) torch.float32')"),
         ({"eval_data": Keyless}, "eval_data()[0]['y']: differs from the others (got 'nothing')"),
         ({"eval_data": Points, "eval_samples": 99}, "eval_samples: are more than there are (got 99); allowed: 40"),
-        ({"eval_data": Points, "eval_samples": 1}, "eval_data: is too small"),
+        ({"eval_data": Points, "eval_samples": 1}, "eval_samples: is too small (got 1)"),
         ({"optimizer": lambda named: optim.LBFGS([p for _, p in named])}, "whose step needs a closure"),
         ({"lr_scheduler": optim.lr_scheduler.ReduceLROnPlateau}, "whose step needs a value"),
         ({"lr_scheduler": lambda o: None}, "lr_scheduler: does not return a scheduler"),
@@ -174,7 +174,10 @@ def test_samples_that_fill_no_micro_batch_are_left_out() -> None:
         ({"eval_data": Points}, "eval_every_steps: is not right; allowed: to be given together with eval_data"),
         ({"eval_every_steps": 3}, "eval_every_steps: is not right (got 3); allowed: to be given together"),
         ({"eval_samples": 3}, "eval_samples: is not right (got 3); allowed: to be given together with eval_data"),
-        ({"eval_data": 3, "eval_every_steps": 1}, "eval_data: is not right (got 3); allowed: a function, or None"),
+        (
+            {"eval_data": 3, "eval_every_steps": 1},
+            "eval_data: is not a function (got 3); allowed: a function, such as lambda: MyDataset()",
+        ),
         ({"clip_grad_norm": 0}, "clip_grad_norm: is not right (got 0); allowed: a number above 0, or None"),
         ({"clip_grad_norm": float("nan")}, "clip_grad_norm: is not right (got nan)"),
         ({"precision": "fp8"}, "precision: is not right (got 'fp8'); allowed: 'fp32', 'bf16' or 'fp16'"),
@@ -183,7 +186,10 @@ def test_samples_that_fill_no_micro_batch_are_left_out() -> None:
         ({"data_workers": True}, "data_workers: is not right (got True); allowed: a whole number from 0 to 64"),
         ({"data_workers": 1.0}, "data_workers: is not right (got 1.0); allowed: a whole number from 0 to 64"),
         ({"data_workers": 65}, "data_workers: is not right (got 65); allowed: a whole number from 0 to 64"),
-        ({"lr_scheduler": 0.1}, "lr_scheduler: is not right (got 0.1); allowed: a function, or None"),
+        (
+            {"lr_scheduler": 0.1},
+            "lr_scheduler: is not a function (got 0.1); allowed: a function, such as lambda optimizer: ",
+        ),
         ({"loss_scaling": 65536.0}, "loss_scaling: is not right (got 65536.0); allowed: a morph.LossScaling, or None"),
     ],
 )

@@ -81,9 +81,12 @@ def returning(result: Any) -> Any:
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (lambda error: (error, {"a": error.item}), "metric 'a'is not a scalar"),
-        (lambda error: (error, {"a": error.expand(2)}), "metric 'a'is not a scalar (got (2,)); allowed: (loss, {name:"),
-        (lambda error: (error, {3: error}), "metric 3is not a scalar"),
+        (lambda error: (error, {"a": error.item}), "metric 'a' is not a scalar"),
+        (
+            lambda error: (error, {"a": error.expand(2)}),
+            "metric 'a' is not a scalar (got (2,)); allowed: (loss, {name:",
+        ),
+        (lambda error: (error, {3: error}), "metric 3 is not a scalar"),
         (lambda error: (error, [error]), "returns no dict of metrics (got 'list')"),
         (lambda error: (error, {}, {}), "does not return a scalar (got 'tuple')"),
         (lambda error: ({}, error), "does not return a scalar"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from manager.engine.local_vms.host_line import HostLine
-from manager.machine.folders import hold, make_folder
+from manager.machine.folders import OWN_SOCKET, hold, make_folder
 from manager.machine.gone import runs
 from manager.machine.handed_on import handed_on
 from morph.contract.errors import ClusterError, ClusterLost
@@ -73,7 +73,7 @@ class ProcessVms:
 
         It imports what every worker needs, in seconds, and does nothing else until ``start``.
         """
-        self._directory = make_folder()
+        self._directory = make_folder(OWN_SOCKET)
         removed = [str(path) for path in (self._directory, self._remove_if_killed) if path is not None]
         environment = {**handed_on(os.environ), **_ENVIRONMENT}
         order, self._order = os.pipe()
@@ -111,7 +111,7 @@ class ProcessVms:
     def control_socket(self) -> Path:
         """Where another manager finds the host."""
         assert self._directory is not None, "the host is not started"
-        return self._directory / "control_socket"
+        return self._directory / OWN_SOCKET
 
     def settle(self) -> None:
         """From now on another manager would find it."""

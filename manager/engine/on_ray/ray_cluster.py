@@ -25,6 +25,7 @@ import ray
 
 from manager.engine.local_vms.host_line import HostLine
 from manager.engine.on_ray.plain_answers import believe_no_names, take_bytes_alone
+from manager.machine.folders import OWN_SOCKET
 from manager.machine.gone import runs, session_of, wait_gone
 from manager.machine.handed_on import handed_on
 from manager.machine.ports import LOOPBACK, VM_RESOURCE
@@ -85,7 +86,7 @@ class RayCluster:
     @property
     def control_socket(self) -> Path:
         """Where another manager finds the host of the nodes."""
-        return self._directory / "control_socket"
+        return self._directory / OWN_SOCKET
 
     def start(self, workers: socket.socket) -> None:
         """Start the head node and connect to it. ``workers``: where they call, which its host keeps.

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from manager.engine.joining.certificates import Tls, certificates_of, make_certificates
-from manager.machine.folders import hold, make_folder, remove_at_exit
+from manager.machine.folders import RAYS_SOCKET, hold, make_folder, remove_at_exit
 from manager.machine.ports import RAY_SETTINGS
 from morph.contract.errors import ClusterError
 
@@ -45,7 +45,7 @@ def prepare(tls: Tls | None = None) -> Path:
             raise ClusterError("Ray reads whether to use TLS once: another process is needed to change it")
         return _prepared[0]
     _check_not_imported()
-    directory = make_folder()
+    directory = make_folder(RAYS_SOCKET)
     token = _token(directory)
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32), encoding="utf-8")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from morph.contract.cluster import ClusterConfig
+    from morph.contract.errors import ProfileError
     from morph.contract.job_file import JobFacts
     from morph.contract.profile import Profile
     from morph.cutting import ExportedJob
@@ -117,7 +118,6 @@ def check_job(job_path: str, profile: Profile) -> JobFacts:
     import torch
 
     from manager.engine.run.job_code import from_elsewhere
-    from morph.contract.errors import ProfileError
     from morph.contract.job_file import JobFacts
     from morph.cutting.kept.cut_job import LoadedJob
     from morph.data.fingerprint import data_facts
@@ -129,13 +129,8 @@ def check_job(job_path: str, profile: Profile) -> JobFacts:
         loaded = LoadedJob(job_path)
     job = loaded.job
     if job.batch_size != profile.job.batch_size:
-        raise ProfileError(
-            "was made for another global batch; calibrate again",
-            source=job_path,
-            field="batch_size",
-            value=job.batch_size,
-            allowed=str(profile.job.batch_size),
-        )
+        allowed = f"batch_size={profile.job.batch_size}"
+        raise _other_profile(job, profile, job_path, "the profile is of another batch_size", job.batch_size, allowed)
     about = _about(job, profile)
     found = _read_findings(loaded.findings(about)) if about else None
     if found is None:
@@ -147,6 +142,20 @@ def check_job(job_path: str, profile: Profile) -> JobFacts:
     for note in found.notes:
         print(note, file=sys.stderr)
     return JobFacts(data=data_facts(job), settings=found.settings)
+
+
+def _other_profile(
+    job: Job, profile: Profile, job_path: str, what: str, value: object = None, allowed: str = ""
+) -> ProfileError:
+    """Say that a profile does not fit the job, and whose it is."""
+    from morph.contract.errors import ProfileError
+
+    if profile.job.name != job.name:
+        what, value, allowed = f"the profile is of another job, {profile.job.name!r}", job.name, ""
+    again = f"a profile of this job, as it is now: morph calibrate {job_path} -o FILE"
+    return ProfileError(
+        what, source=job_path, field="--profile", value=value, allowed=f"{allowed}; or {again}" if allowed else again
+    )
 
 
 @dataclass(frozen=True)
@@ -184,7 +193,6 @@ def _read_findings(content: bytes | None) -> _Findings | None:
 def _look_at(loaded: LoadedJob, profile: Profile, job_path: str) -> _Findings:
     from manager.machine.handed_on import handed_on
     from morph.cli.models.plain_check import agreement_note, compare_once
-    from morph.contract.errors import ProfileError
     from morph.cutting import cut
     from morph.cutting.cuts.report import num_elements
     from morph.cutting.trials.data_trial import check_data
@@ -193,23 +201,12 @@ def _look_at(loaded: LoadedJob, profile: Profile, job_path: str) -> _Findings:
     job, exported = loaded.job, loaded.export()
     model = cut(exported, num_sections=profile.num_sections, micro_batch_size=profile.micro_batch_sizes[0])
     if model.fingerprint != profile.job.fingerprint:
-        raise ProfileError(
-            "the profile belongs to another model; calibrate again",
-            source=job_path,
-            field="fingerprint",
-            value=model.fingerprint[:12],
-            allowed=profile.job.fingerprint[:12],
-        )
+        raise _other_profile(job, profile, job_path, "the profile is of another model")
     units = {unit.id: unit.sections for unit in model.units}
     known = {unit.id: unit.sections for unit in profile.units}
     if units != known:
-        raise ProfileError(
-            "the profile names other parameter units than the model has; calibrate again",
-            source=job_path,
-            field="units",
-            value=", ".join(sorted(known)) or "none",
-            allowed=", ".join(sorted(units)),
-        )
+        shown, allowed = (", ".join(sorted(names)) or "none" for names in (units, known))
+        raise _other_profile(job, profile, job_path, "the profile is of other parameter units", shown, allowed)
     settings = check_training(job, model)
     check_data(job)
     notes = list(_warnings_of_loss(job, num_elements(model), TRIED_BEFORE_RUNS))

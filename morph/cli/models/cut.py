@@ -74,6 +74,7 @@ def _find(job_path: str, num_sections: int | None, m: int | None) -> tuple[CutRe
     from morph.cutting.cuts.report import report_cuts
     from morph.cutting.trials.data_trial import check_data
     from morph.job import load_job
+    from morph.runtime.workloads.job_checks import check_training
 
     with users_code(job_path):
         job = load_job(job_path)
@@ -85,6 +86,7 @@ def _find(job_path: str, num_sections: int | None, m: int | None) -> tuple[CutRe
             num_sections=num_sections if num_sections is not None else job.num_sections,
             micro_batch_size=m or job.micro_batch_size or 1,
         )
+        check_training(job, model)
         report = report_cuts(exported, model)
         say("comparing the cut model with the plain one")
         compared = compare_once(job, exported, model, quick=True)
@@ -153,7 +155,8 @@ def _notes(report: CutReport) -> list[str]:
         only = "one section only, so no pipeline" if len(shares) == 1 else "sections are uneven"
         lines.append(f"{only}: {report.bound_by}")
     if report.refusal is not None:
-        lines.append(f"cut at the user's marks, and run as it is written; torch.export says: {report.refusal}")
+        how = "cut at the user's marks" if report.cuts else "not cut"
+        lines.append(f"{how}, and run as it is written; torch.export says: {report.refusal}")
     if report.written_buffers:
         lines.append(f"buffers that the forward writes, as part of the state: {', '.join(report.written_buffers)}")
     if report.metrics:

@@ -48,6 +48,7 @@ def trace_deps_command(
     from morph.cutting import cut, export_job
     from morph.cutting.trials.data_trial import check_data
     from morph.job import load_job
+    from morph.runtime.workloads.job_checks import check_training
     from morph.tracing import check_dependencies
 
     torch.set_num_threads(1)
@@ -56,6 +57,9 @@ def trace_deps_command(
         say("tracing the model, and a step of training")
         exported = export_job(loaded)
         check_data(loaded)
+        wanted = num_sections if num_sections is not None else loaded.num_sections
+        size = m or loaded.micro_batch_size or 1
+        check_training(loaded, cut(exported, num_sections=wanted, micro_batch_size=size))
         report = check_dependencies(loaded, num_sections=num_sections, micro_batch_size=m, exported=exported)
         model = cut(exported, num_sections=report.num_sections, micro_batch_size=report.micro_batch_size)
         say("comparing the cut model with the plain one")

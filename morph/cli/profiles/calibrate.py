@@ -118,7 +118,7 @@ def calibrate_command(
             checkpoint_url=checkpoint_url,
             peer=other_node,
             progress=told,
-            check=_look_at,
+            check=_check_job,
         )
         return _with_commit_round(found, samples) if commit_round else found
 
@@ -137,12 +137,14 @@ def calibrate_command(
 calibrate_command.__doc__ = CALIBRATE_HELP
 
 
-def _look_at(subject: Subject) -> None:
-    """Compare the job with the plain model, and refuse an optimizer that mixes parameter units, as a run would."""
+def _check_job(subject: Subject) -> None:
+    """Check what a run would refuse: its settings, an optimizer that mixes parameter units, other gradients."""
     from morph.cli.models.checks import refuse_dependencies
     from morph.cli.models.plain_check import agreement_note, compare_once
+    from morph.runtime.workloads.job_checks import check_training
 
     model = subject.cut(subject.job.micro_batch_size or 1)
+    check_training(subject.job, model)
     refuse_dependencies(subject.job, subject.exported, subject.job_path, len(model.sections), model.micro_batch_size)
     found = compare_once(subject.job, subject.exported, model, device=subject.device)
     print(agreement_note(found), file=sys.stderr)

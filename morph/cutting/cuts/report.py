@@ -81,7 +81,7 @@ class CutReport:
         unused_parameters: Trainable, without influence on the loss.
         metrics: Names of what the loss returns besides.
         not_recorded: Why every worker must build the whole model; None when none does.
-        refusal: Why torch.export refused the model, which is then cut at the user's marks; None for a graph.
+        refusal: Why torch.export refused the model, which is cut at the user's marks, or not at all; None for a graph.
         bound_by: Why there are no more sections, or no more even ones, and what helps; None where blocks are even.
         curve: For each place of a graph where a cut is possible: compute share before it, bytes per sample across it.
     """

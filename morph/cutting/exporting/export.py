@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from typing import Any
@@ -21,25 +21,34 @@ from morph.cutting.exporting.attention_masks import masks_as_untraced
 from morph.cutting.exporting.exported import ExportedJob, GraphJob, MarkedJob, Source
 from morph.cutting.exporting.functional import Functional, make_functional
 from morph.cutting.exporting.gradient_hooks import (
+    gradients_refused,
     plain_checkpoints,
     refuse_module_hooks,
     refuse_parameter_hooks,
-    tensor_hooks_refused,
 )
 from morph.cutting.exporting.user_functions import kept_whole, put_back
 from morph.cutting.exporting.written import settle_writes
 from morph.cutting.making.construct import BuiltModel, LazyTensors, build_really, training_mode, write_assigned_buffers
+from morph.cutting.making.recordable import unvalidated_distributions
 from morph.cutting.making.tape import CannotRecord
 from morph.cutting.sections.cut_point import CutPoint
-from morph.cutting.source.guards import decisive, watched_guards
-from morph.cutting.source.locate import forward_line, model_line, node_line, user_line
-from morph.cutting.source.refusal import OR_MARK, explain
+from morph.cutting.source.guards import TRANSFORMS, decisive, watched_guards
+from morph.cutting.source.locate import (
+    definition_line,
+    forward_line,
+    model_line,
+    module_paths,
+    node_line,
+    user_line,
+)
+from morph.cutting.source.refusal import OR_MARK, explain, transform_refused
 from morph.cutting.trials.trial import Whole, blame_the_job, built_model, check_loss, example_batch, try_loss
 from morph.job import Job
 
 __all__ = ["ExportedJob", "GraphJob", "MarkedJob", "Source", "export_job"]
 
 _PREFIX = "model."
+_NUMBERS: set[object] = {torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default}
 _MAX_SAMPLES = 1 << 20
 
 
@@ -47,11 +56,12 @@ def export_job(job: Job) -> ExportedJob:
     """Build the model without memory for its weights and export it with its loss, in training mode.
 
     Returns:
-        A :class:`GraphJob`; a :class:`MarkedJob` where torch.export refuses a model with marks where to cut.
+        A :class:`GraphJob`; a :class:`MarkedJob` where torch.export refuses a model with marks where to cut, or one
+        that is not to be cut.
 
     Raises:
         JobError: the model, data set or loss fails by itself, or the model changes a buffer while training.
-        ExportError: torch.export refuses a model without marks; names the line and what to do.
+        ExportError: torch.export refuses a model without marks that is to be cut; names the line and what to do.
     """
     built = built_model(job)
     batch = example_batch(job)
@@ -63,7 +73,8 @@ def export_job(job: Job) -> ExportedJob:
         with _placed(forward_line(job, built.model)):
             return _graph_job(job, built, batch)
     except ExportError as refusal:
-        if not job.cut_points and not any(isinstance(module, CutPoint) for module in built.model.modules()):
+        has_marks = job.cut_points or any(isinstance(module, CutPoint) for module in built.model.modules())
+        if not has_marks and job.num_sections != 1:
             raise
         return _marked_job(job, built, batch, refusal)
 
@@ -84,7 +95,7 @@ def _refuse_cumulative_averages(job: Job, model: nn.Module) -> None:
 def _graph_job(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> GraphJob:
     refuse_module_hooks(built.model)
     with kept_whole():
-        program, metric_names = _export(job, built, batch)
+        program, metric_names, numbers = _export(job, built, batch)
         functional = make_functional(program)
         put_back(functional.graph_module)
     graph_module = functional.graph_module
@@ -92,7 +103,8 @@ def _graph_job(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> GraphJo
     sources = _sources(program, batch, canonical, _written_names(functional, program, built))
     first = next(node for node in graph_module.graph.nodes if node.op == "placeholder" and _is_batch(sources, node))
     batch_symbol = first.meta["val"].shape[0].node.expr
-    _refuse_sizes_of_data(graph_module, batch_symbol)
+    _refuse_what_is_not_traced(job, graph_module, numbers)
+    _refuse_sizes_of_data(job, graph_module, batch_symbol)
     settle_writes(functional, sources)
     written = tuple(sources[placeholder].name for placeholder in functional.written)
     return GraphJob(
@@ -140,8 +152,10 @@ def _trainable(built: BuiltModel) -> LazyTensors:
     )
 
 
-def _export(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> tuple[ExportedProgram, tuple[str, ...]]:
-    """Return the program and the names of the metrics behind its loss."""
+def _export(
+    job: Job, built: BuiltModel, batch: dict[str, Tensor]
+) -> tuple[ExportedProgram, tuple[str, ...], Mapping[str, str | None]]:
+    """Return the program, the names of the metrics behind its loss, and the lines of numbers taken out of tensors."""
     names: list[str] = []
 
     def loss(model: nn.Module, entries: dict[str, Tensor]) -> Any:
@@ -149,7 +163,7 @@ def _export(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> tuple[Expo
         result = job.loss(model, entries)
         write_assigned_buffers(model, buffers)
         if isinstance(result, tuple):
-            check_loss(result)
+            check_loss(job, result)
             names[:] = sorted(result[1])
         return result
 
@@ -162,8 +176,9 @@ def _export(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> tuple[Expo
             redirect_stderr(StringIO()),  # torch prints the graph of a model that it refuses
             built.tracing(),
             plain_checkpoints(),
-            tensor_hooks_refused(),
+            gradients_refused() as numbers,
             masks_as_untraced(),
+            unvalidated_distributions(),
             watched_guards() as guards,
         ):
             warnings.simplefilter("ignore")
@@ -178,7 +193,7 @@ def _export(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> tuple[Expo
         raise ExportError(
             f"{type(model).__name__} cannot be exported: {reason}", source=line, allowed=advice
         ) from error
-    return program, tuple(names)
+    return program, tuple(names), numbers
 
 
 def _first_names(named: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, str], dict[str, str]]:
@@ -248,7 +263,27 @@ def _held(program: ExportedProgram, target: str) -> Tensor:
     return value
 
 
-def _refuse_sizes_of_data(graph_module: GraphModule, batch_symbol: Any) -> None:
+def _refuse_what_is_not_traced(job: Job, graph_module: GraphModule, numbers: Mapping[str, str | None]) -> None:
+    """Refuse what leaves a graph that cannot be run: torch.vmap, and numbers that the code takes out of tensors."""
+    for node in graph_module.graph.nodes:
+        if str(getattr(node.target, "__module__", "")).startswith(TRANSFORMS):
+            reason, allowed = transform_refused()
+            raise ExportError(reason, source=_line_of(job, node), allowed=allowed + OR_MARK)
+        value = node.meta.get("val")
+        if node.target in _NUMBERS and not isinstance(value, torch.SymInt):
+            raise ExportError(
+                "a number that is taken out of a tensor (.item(), float(), int()) is not traced",
+                source=numbers.get(str(value)) or _line_of(job, node),
+                allowed="the tensor itself, which can be calculated with, and returned as a metric" + OR_MARK,
+            )
+
+
+def _line_of(job: Job, node: Node) -> str | None:
+    """Return a node's line, or the loss's where it stands in none of the model's modules; None in torch's own."""
+    return node_line(node) or (None if module_paths(node) else definition_line(job.loss))
+
+
+def _refuse_sizes_of_data(job: Job, graph_module: GraphModule, batch_symbol: Any) -> None:
     for node in graph_module.graph.nodes:
         value = node.meta.get("val")
         sizes = [size for tensor in tree_leaves(value) if isinstance(tensor, Tensor) for size in tensor.shape]
@@ -256,7 +291,7 @@ def _refuse_sizes_of_data(graph_module: GraphModule, batch_symbol: Any) -> None:
             if isinstance(size, torch.SymInt) and size.node.expr.free_symbols - {batch_symbol}:
                 raise ExportError(
                     "the model has a size that depends on the data",
-                    source=node_line(node),
+                    source=_line_of(job, node),
                     value=str(node.target),
                     allowed="sizes known from the shapes of the batch; pad in the data set" + OR_MARK,
                 )

@@ -1,8 +1,8 @@
-"""What else of a user's code acts on gradients: checkpoints are taken as plain calls, hooks are refused by line."""
+"""What else of a user's code acts on gradients: checkpoints are taken as plain calls, others are refused by line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -10,9 +10,11 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.nn.modules import module as modules
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from morph.contract.errors import ExportError, JobError
+from morph.cutting.source.guards import line_in_loss
 from morph.cutting.source.locate import calling_line, definition_line
 from morph.cutting.source.refusal import OR_MARK
 
@@ -78,13 +80,40 @@ def refuse_module_hooks(model: nn.Module) -> None:
             raise _refused(f"the backward hook of {name or 'the model'} would not run", definition_line(hook))
 
 
+class _Calls(TorchFunctionMode):
+    """Refuses ``torch.autograd.grad``, also where it was imported by name or is called by torch.autograd.functional.
+
+    Attributes:
+        numbers: Where numbers were taken out of tensors, by the symbols that stand for them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: dict[str, str | None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad:
+            raise ExportError(
+                "a gradient that the forward or the loss takes (torch.autograd.grad) is not traced",
+                source=calling_line(),
+                allowed="a loss of outputs alone" + OR_MARK,
+            )
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.SymInt | torch.SymFloat | torch.SymBool):
+            self.numbers.setdefault(str(result), line_in_loss())
+        return result
+
+
 @contextmanager
-def tensor_hooks_refused() -> Iterator[None]:
-    """While a model is traced: a hook that its forward puts on a tensor ends the tracing, with its line."""
-    with ExitStack() as stack:
+def gradients_refused() -> Iterator[Mapping[str, str | None]]:
+    """While a model is traced: hooks on tensors, and gradients that it takes itself, end the tracing, with their line.
+
+    Gives the lines at which numbers are taken out of tensors, by the symbols that stand for them.
+    """
+    with ExitStack() as stack, _Calls() as calls:
         for name in _REGISTER:
             stack.enter_context(mock.patch.object(torch.Tensor, name, _refuse(name)))
-        yield
+        yield calls.numbers
 
 
 def _refuse(name: str) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from morph.contract.errors import JobError
 from morph.cutting.making.recordable import recordable
@@ -109,7 +110,11 @@ class BuiltModel:
     def __post_init__(self) -> None:
         buffers = dict(self.model.named_buffers()) if isinstance(self.model, nn.Module) else {}
         # what is not fake is data, which a run really changes
-        copies = {n: value if isinstance(value, FakeTensor) else value.detach().clone() for n, value in buffers.items()}
+        copies = {
+            name: value if isinstance(value, FakeTensor) else value.detach().clone()
+            for name, value in buffers.items()
+            if not is_lazy(value)
+        }
         object.__setattr__(self, "buffers", buffers)
         object.__setattr__(self, "initial_buffers", LazyTensors(copies, self.tape))
 

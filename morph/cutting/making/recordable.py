@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributions import Distribution
 
 from morph.cutting.making.tape import Tape
 
@@ -45,6 +46,17 @@ def quiet_fakes() -> Iterator[None]:
             yield
     finally:
         torch_log.disabled = before
+
+
+@contextmanager
+def unvalidated_distributions() -> Iterator[None]:
+    """While a model is traced, without values: torch.distributions does not look at any. Results are the same."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def _as_one_operation(original: Callable[..., Tensor], tape: Tape) -> Callable[..., Tensor]:

@@ -1,24 +1,26 @@
-"""Cut a model that torch.export refuses at the user's marks, and check that its sections do what the whole does."""
+"""Cut a model that torch.export refuses at the user's marks, if at all, and check that its sections do as the whole."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.flop_counter import FlopCounterMode
 
-from morph.contract.errors import ExportError, JobError
+from morph.contract.errors import ExportError, JobError, MorphError
 from morph.cutting.exporting.exported import MarkedJob
-from morph.cutting.marked.marked_run import Call, Mark, MarkedCode, Trial, named, run_whole
+from morph.cutting.marked.marked_run import Call, Flops, Mark, MarkedCode, Trial, named, run_whole
 from morph.cutting.sections.cut_point import CutPoint
 from morph.cutting.sections.positions import Position, choose_positions
 from morph.cutting.sections.section import BoundaryTensor, CutModel, Section, units_of
-from morph.cutting.source.refusal import changes_requires_grad
+from morph.cutting.source.locate import user_line
+from morph.cutting.source.refusal import changes_requires_grad, first_line
 from morph.cutting.trials.repeatable import Forward, require_repeatable
+from morph.cutting.trials.trial import users_error
 
 _PREFIX = "model."
 
@@ -39,8 +41,8 @@ def cut_marked(exported: MarkedJob, *, num_sections: int | None, micro_batch_siz
     The model is run twice on real numbers, in one piece and in sections: this process holds all weights meanwhile.
 
     Raises:
-        JobError: a mark is not reached, or there are too few of them.
-        ExportError: the sections do not give the loss and the gradients of the whole.
+        JobError: a mark is not reached, there are too few of them, or the model fails.
+        ExportError: the sections fail, or do not give the loss and the gradients of the whole.
     """
     batch = _resized(exported.batch, micro_batch_size)
     parameters = {
@@ -73,15 +75,14 @@ def _run_in_one_piece(exported: MarkedJob, parameters: Mapping[str, Tensor], bat
     names = {_PREFIX + name for name in exported.cut_points}
     buffers = {name: buffer.clone() for name, buffer in exported.whole.named_buffers()}
     torch.manual_seed(0)
-    with FlopCounterMode(display=False) as counter:
+    with Flops() as flops, _users_errors(exported):
         results, trial = run_whole(
             exported.whole,
             parameters,
             batch,
             lambda name, module: name in names or isinstance(module, CutPoint),
-            counter.get_total_flops,
+            lambda: flops.total,
         )
-        total = counter.get_total_flops()
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
             raise changes_requires_grad(name, exported.model_line)
@@ -96,7 +97,33 @@ def _run_in_one_piece(exported: MarkedJob, parameters: Mapping[str, Tensor], bat
     _check_marks(exported, trial, names)
     _check_repeatable(exported, parameters, batch)
     found = _gradients(results[0], list(parameters.values()))
-    return _Reference(results, dict(zip(parameters, found, strict=True)), trial, total)
+    return _Reference(results, dict(zip(parameters, found, strict=True)), trial, flops.total)
+
+
+@contextmanager
+def _users_errors(exported: MarkedJob, entry: Mark | None = None) -> Iterator[None]:
+    """Around a run of the user's code: what it raises is told with its line.
+
+    Raises:
+        JobError: it failed in one piece.
+        ExportError: it failed from ``entry`` on, with a received tensor in place of what lies in front.
+    """
+    try:
+        yield
+    except MorphError:
+        raise
+    except Exception as error:
+        job, model = exported.job, exported.whole.model
+        if entry is None:
+            raise users_error(error, job, model, "loss") from error
+        name = entry.call[0].removeprefix(_PREFIX)
+        raise ExportError(
+            f"behind the cut in front of {name}, where nothing in front of it is run, the model fails: "
+            f"{type(error).__name__}: {first_line(error)}",
+            source=user_line(error, job, model) or entry.source,
+            allowed="one tensor across each cut, and gradients by torch.autograd.grad only between two cuts; or no "
+            "cut: Job(num_sections=1) trains replicas of the whole model",
+        ) from error
 
 
 def _check_repeatable(exported: MarkedJob, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
@@ -201,7 +228,8 @@ def _run_in_sections(
     runs: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
     for index, code in enumerate(codes):
         inputs = tuple(tensor.detach().requires_grad_(codes[index - 1].needs_gradient) for tensor in value)
-        value = code(*inputs, *batch.values(), *parameters.values())
+        with _users_errors(exported, code.entry):
+            value = code(*inputs, *batch.values(), *parameters.values())
         expected = marks[index].value if index < len(marks) else reference.results[0]
         if not _equal(value[0], expected):
             raise _goes_past(marks[max(index - 1, 0)] if marks else None)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from morph.contract.errors import JobError
 from morph.cutting.exporting.gradient_hooks import plain_checkpoints
@@ -71,6 +73,22 @@ class Trial:
     marks: list[Mark] = field(default_factory=list)
     returned: dict[Call, Any] = field(default_factory=dict)
     choices: list[tuple[int, Call, str | None]] = field(default_factory=list)
+
+
+class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
+    """Counts floating-point operations; torch's own counter puts hooks on modules, which ``autograd.grad`` refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Carry out ``func``."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        self.total += formula(*args, **kwargs, out_val=result) if formula is not None else 0
+        return result
 
 
 def run_whole(

@@ -15,6 +15,8 @@ from torch import nn
 
 from morph.cutting.source.locate import is_users
 
+TRANSFORMS = ("torch._functorch.eager_transforms", "torch._functorch.vmap", "torch._functorch.predispatch")
+"""Modules in which torch.func is carried out."""
 _CALLER = str(Path(__file__).parents[1] / "trials" / "trial.py")  # holds the module that calls the user's loss
 
 
@@ -27,12 +29,14 @@ class Guard:
         is_equality: It holds for one number of samples only; otherwise for a range of them.
         line: ``file:line`` of the user's code; None outside of it.
         module: Class of the innermost module that runs, if it is torch's own.
+        transformed: It comes of a transformation by torch.func.
     """
 
     text: str
     is_equality: bool
     line: str | None
     module: str | None
+    transformed: bool = False
 
 
 @contextmanager
@@ -45,7 +49,7 @@ def watched_guards() -> Iterator[list[Guard]]:
 
     def log_guard(self: Any, prefix: str, guard: Any, *args: Any, **kwargs: Any) -> None:
         equality = type(guard).__name__ == "Equality"
-        found.append(Guard(str(guard), equality, line_in_loss(), _running_module()))
+        found.append(Guard(str(guard), equality, line_in_loss(), _running_module(), _in_a_transform()))
         original(self, prefix, guard, *args, **kwargs)
 
     with mock.patch.object(ShapeEnv, "_log_guard", log_guard):
@@ -66,6 +70,13 @@ def line_in_loss() -> str | None:
             found = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return None if frame is None else found
+
+
+def _in_a_transform() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") not in TRANSFORMS:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _running_module() -> str | None:

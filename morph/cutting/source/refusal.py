@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import traceback
+
 from morph.contract.errors import JobError
-from morph.cutting.source.guards import Guard
+from morph.cutting.source.guards import TRANSFORMS, Guard
 
 OR_MARK = (
     "; or mark where to cut: call a morph.CutPoint() on the hidden tensor in the forward, "
-    "or name modules in Job(cut_points=[...])"
+    "or name modules in Job(cut_points=[...]); or do not cut: Job(num_sections=1) trains replicas of the whole model"
 )
+
+
+_PACKED = ("torch/nn/utils/rnn.py", "torch/nn/modules/rnn.py")
+
+
+def transform_refused() -> tuple[str, str]:
+    """Return (reason, what is allowed) for a use of torch.func."""
+    return (
+        "torch.func (grad, vmap, jacrev, jvp) in the forward or the loss is not traced",
+        "operations on the whole batch",
+    )
 
 
 def explain(error: Exception, guard: Guard | None = None) -> tuple[str, str]:
@@ -24,6 +37,21 @@ def explain(error: Exception, guard: Guard | None = None) -> tuple[str, str]:
 
 def _reason_and_advice(error: Exception, guard: Guard | None) -> tuple[str, str]:
     text = str(error)
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    in_transform = any(file.removesuffix(".py").replace("/", ".").endswith(TRANSFORMS) for file in files)
+    if in_transform or (guard is not None and guard.transformed):
+        return transform_refused()
+    if any(file.endswith(_PACKED) for file in files) and "FakeTensor" in text:
+        return (
+            "packed sequences have sizes that depend on the lengths in the batch",
+            "padded sequences and a mask, without pack_padded_sequence",
+        )
+    if type(error).__name__ == "DynamicOutputShapeException":
+        return (
+            f"{text.removesuffix('.Tensor').removesuffix('.default')} has a result whose size depends on values in a "
+            "tensor",
+            "operations whose sizes are known from the shapes of the batch",
+        )
     if "Constraints violated" in text:
         inside = f", in a {guard.module}" if guard is not None and guard.module else ""
         if "specialized" in text:
@@ -48,7 +76,11 @@ def _reason_and_advice(error: Exception, guard: Guard | None) -> tuple[str, str]
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text that says something."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    try:
+        text = str(error)
+    except Exception:  # a text that the user's own class makes
+        text = ""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "no message")
 
 
 def changes_requires_grad(name: str, line: str | None) -> JobError:

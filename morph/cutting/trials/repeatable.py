@@ -124,6 +124,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         self.operations.append((str(func), [self._told(leaf) for leaf in leaves]))
         self._lines.append(line)
         self.reads_fakes |= func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor)
+        if any(isinstance(leaf, torch.Generator) and leaf is not torch.default_generator for leaf in leaves):
+            self.refused.append(("the forward draws from a torch.Generator of its own", line, _DRAWS))
         if any(isinstance(leaf, Tensor) and self._is_left(leaf) for leaf in leaves):
             message = "the forward reads a tensor that another forward has made and kept"
             self.refused.append((message, line, f"{_ALONE}; {_BUFFER}"))

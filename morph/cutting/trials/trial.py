@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from morph.contract.errors import JobError, MorphError
 from morph.cutting.making.construct import BuiltModel, build_model, build_really, training_mode
-from morph.cutting.making.recordable import quiet_fakes
+from morph.cutting.making.recordable import quiet_fakes, unvalidated_distributions
 from morph.cutting.source.locate import calling_line, definition_line, user_line
 from morph.cutting.source.reads import of_data
 from morph.cutting.source.refusal import changes_requires_grad, first_line
@@ -27,6 +29,8 @@ _MAX_SAMPLES_TRIED = 64
 _NOISE = 0.1
 _NOISE_OF_ZEROS = 0.01
 _SETTERS = (Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__)
+_TRAINED = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
+_LACKS_CUDA = re.compile(r"not compiled with CUDA|not linked with support for cuda|No CUDA GPUs|no NVIDIA driver", re.I)
 ResultT = TypeVar("ResultT")
 
 
@@ -67,15 +71,43 @@ def built_model(job: Job) -> BuiltModel:
     if not isinstance(model, nn.Module):
         raise JobError(
             "does not return a module",
-            source="Job",
+            source=definition_line(job.model),
             field="model",
             value=type(model).__name__,
             allowed="torch.nn.Module",
         )
+    _refuse_kinds(job, model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise JobError("has no trainable parameter", source="Job", field="model", allowed="at least one")
+        line = definition_line(job.model)
+        raise JobError("has no trainable parameter", source=line, field="model", allowed="at least one")
     training_mode(model)
     return built
+
+
+def _refuse_kinds(job: Job, model: nn.Module) -> None:
+    """Refuse modules and tensors that no section can hold."""
+
+    def refused(what: str, value: object, allowed: str) -> JobError:
+        return JobError(what, source=definition_line(job.model), field="model", value=value, allowed=allowed)
+
+    if isinstance(model, torch.jit.ScriptModule):
+        raise refused("is compiled by torch.jit", type(model).__name__, "the module itself; Job(compile=True) compiles")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise refused(
+                f"{name} has no shape before the first forward",
+                type(model.get_submodule(name.rpartition(".")[0])).__name__,
+                "layers with their sizes, or a function that calls the model on one sample before it returns it",
+            )
+        if tensor.device.type != "cpu" and not (tensor.device.type == "cuda" and torch.cuda.is_available()):
+            raise refused(
+                f"{name} is on a device that it cannot be built on",
+                str(tensor.device),
+                "tensors on the CPU: each worker moves its sections to its own device",
+            )
+        if tensor.requires_grad and tensor.dtype not in _TRAINED:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in sorted(_TRAINED, key=str))
+            raise refused(f"{name} is of a type that cannot be trained", str(tensor.dtype), known)
 
 
 def try_loss(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:
@@ -105,7 +137,7 @@ def try_loss(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:
             if built.tape is None:
                 raise _loss_error(error, job, built.model) from error
             return
-    check_loss(loss)
+    check_loss(job, loss)
 
 
 class _NobodyFreezes(TorchFunctionMode):
@@ -148,6 +180,7 @@ def _as_when_exported(built: BuiltModel) -> Iterator[None]:
     with (
         mock.patch.object(torch.compiler, "_is_compiling_flag", fake),
         mock.patch.object(torch.compiler, "_is_exporting_flag", fake),
+        unvalidated_distributions() if fake else nullcontext(),
     ):
         yield
 
@@ -174,20 +207,35 @@ def run_users_code(function: Callable[[], ResultT], job: Job, model: nn.Module |
     """
     try:
         return function()
+    except JobError as error:
+        if error.source != "Job" or not str(error.field).startswith(field):
+            raise
+        line = definition_line(getattr(job, field))
+        raise JobError(
+            error.message, source=line, field=error.field, value=error.value, allowed=error.allowed
+        ) from error
     except MorphError:
         raise
     except Exception as error:
-        raise _users_error(error, job, model, field) from error
+        raise users_error(error, job, model, field) from error
 
 
-def _users_error(error: Exception, job: Job, model: nn.Module | None, field: str) -> JobError:
+def users_error(error: Exception, job: Job, model: nn.Module | None, field: str) -> JobError:
+    """Say that what the user gave as ``field`` failed, with its line."""
     line = user_line(error, job, model) or definition_line(getattr(job, field))
+    if _LACKS_CUDA.search(first_line(error)):
+        return JobError(
+            f"{field} asks for a CUDA device, and this machine has none",
+            source=line,
+            allowed="tensors on the CPU, without .cuda() or device='cuda': each worker moves its sections and batches "
+            "to its own device",
+        )
     return JobError(f"{field} failed: {type(error).__name__}: {first_line(error)}", source=line)
 
 
 def _loss_error(error: Exception, job: Job, model: nn.Module) -> JobError:
     """Say that the number of samples is written into the model if another number of them works."""
-    found = _users_error(error, job, model, "loss")
+    found = users_error(error, job, model, "loss")
     for num_samples in dict.fromkeys((job.micro_batch_size or 1, job.batch_size, 1, 2, 4, 8)):
         if num_samples > _MAX_SAMPLES_TRIED:
             continue
@@ -204,17 +252,18 @@ def _loss_error(error: Exception, job: Job, model: nn.Module) -> JobError:
     return found
 
 
-def check_loss(result: object) -> None:
-    """Refuse whatis not a scalar loss, or no loss with metrics.
+def check_loss(job: Job, result: object) -> None:
+    """Refuse what is not a scalar loss, or no loss with metrics.
 
     Raises:
         JobError: saying what was returned.
     """
+    line = definition_line(job.loss)
     several = result if isinstance(result, tuple | list) else ()
     if len(several) > 1 and all(isinstance(value, Tensor) and value.dim() == 0 for value in several):
         raise JobError(
             "returns several losses",
-            source="Job",
+            source=line,
             field="loss",
             value=len(several),
             allowed="one loss for one optimizer, such as their sum; what is only to be shown goes into a dict behind "
@@ -223,28 +272,28 @@ def check_loss(result: object) -> None:
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     shown = f"{tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     if not isinstance(loss, Tensor) or loss.dim() != 0:
-        raise JobError(
-            "does not return a scalar", source="Job", field="loss", value=shown, allowed="a tensor of shape ()"
-        )
+        allowed = "a tensor of shape ()"
+        raise JobError("does not return a scalar", source=line, field="loss", value=shown, allowed=allowed)
     if loss.is_complex():
         allowed = "a real number, such as its absolute value: a complex one has no direction in which it falls"
-        raise JobError("is complex", source="Job", field="loss", value=str(loss.dtype), allowed=allowed)
+        raise JobError("is complex", source=line, field="loss", value=str(loss.dtype), allowed=allowed)
     if not loss.requires_grad:
-        raise JobError("does not depend on the model's parameters", source="Job", field="loss")
-    _check_metrics(metrics)
+        raise JobError("does not depend on the model's parameters", source=line, field="loss")
+    _check_metrics(line, metrics)
 
 
-def _check_metrics(metrics: object) -> None:
+def _check_metrics(line: str, metrics: object) -> None:
     allowed = "(loss, {name: tensor of shape ()})"
     if not isinstance(metrics, Mapping):
-        raise JobError(
-            "returns no dict of metrics", source="Job", field="loss", value=type(metrics).__name__, allowed=allowed
-        )
+        kind = type(metrics).__name__
+        raise JobError("returns no dict of metrics", source=line, field="loss", value=kind, allowed=allowed)
     for name, value in metrics.items():
+        if isinstance(value, int | float | torch.SymInt | torch.SymFloat):
+            allowed += ", without .item(), float() or int()"
         is_scalar = isinstance(value, Tensor) and value.dim() == 0 and not value.dtype.is_complex
         if not isinstance(name, str) or not is_scalar:
             shown = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise JobError(f"metric {name!r}is not a scalar", source="Job", field="loss", value=shown, allowed=allowed)
+            raise JobError(f"metric {name!r} is not a scalar", source=line, field="loss", value=shown, allowed=allowed)
 
 
 def blame_the_job(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:
@@ -265,7 +314,7 @@ def run_really(job: Job, batch: dict[str, Tensor]) -> None:
             result = job.loss(model, dict(batch))
         except Exception as error:
             raise _loss_error(error, job, model) from error
-        check_loss(result)
+        check_loss(job, result)
 
 
 def move_weights(model: nn.Module) -> None:

@@ -59,7 +59,7 @@ def build_scheduler(make_scheduler: MakeScheduler, optimizer: Optimizer) -> LRSc
         allowed = "a torch.optim.lr_scheduler.LRScheduler"
         raise _wrong("lr_scheduler", "does not return a scheduler", scheduler, allowed)
     if _needs_argument(scheduler):
-        allowed = "schedules that are a function of the number of steps"
+        allowed = "schedules that are a function of the number of steps alone, not of a loss"
         raise _wrong("lr_scheduler", "returns a scheduler whose step needs a value", scheduler, allowed)
     scheduler_numbers(scheduler)
     return scheduler
@@ -190,10 +190,9 @@ def load_settings(
     """
     before = numbers.get("said")
     if before is None or not says_otherwise(numbers, said):
-        for group, values in zip(optimizer.param_groups, numbers["groups"], strict=True):
-            group.update({key: from_plain(value) for key, value in values.items()})
+        load_groups(optimizer, numbers["groups"])
         if scheduler is not None and numbers.get("scheduler"):
-            scheduler.load_state_dict(from_plain(numbers["scheduler"]))
+            load_scheduler(scheduler, numbers["scheduler"])
         return
     if scheduler is not None:
         _advance(scheduler, numbers["num_applied"])
@@ -202,6 +201,17 @@ def load_settings(
     for group, values, was, now in every:
         kept = {key for key in values if key not in scheduled and was.get(key) == now.get(key)}
         group.update({key: from_plain(values[key]) for key in kept})
+
+
+def load_groups(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> None:
+    """The inverse of ``group_numbers``."""
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
+        group.update({key: from_plain(value) for key, value in values.items()})
+
+
+def load_scheduler(scheduler: LRScheduler, saved: Any) -> None:
+    """The inverse of ``scheduler_numbers``."""
+    scheduler.load_state_dict(from_plain(saved))
 
 
 def says_otherwise(numbers: Mapping[str, Any], said: Mapping[str, Any]) -> bool:

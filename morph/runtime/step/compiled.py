@@ -54,7 +54,7 @@ def refuse_marked(model: CutModel) -> None:
         JobError: they are the user's code.
     """
     if not all(isinstance(section.code, GraphModule) for section in model.sections):
-        allowed = "False for a model that is cut at marks, because torch.export refuses it"
+        allowed = "False for a model that is cut at marks, or not cut, because torch.export refuses it"
         raise JobError("cannot be had", source="Job", field="compile", value=True, allowed=allowed)
 
 

@@ -69,7 +69,8 @@ def settings(job: Job, model: CutModel) -> dict[str, str]:
         found[f"optimizer({unit.id})"] = type(optimizer).__name__
         found[f"optimizer({unit.id}) groups"] = str(len(optimizer.param_groups))
         found[f"lr_scheduler({unit.id})"] = "None"
-        for index, group in enumerate(group_numbers(optimizer)):
+        groups = run_users_code(partial(group_numbers, optimizer), job, None, "optimizer")
+        for index, group in enumerate(groups):
             found |= {f"optimizer({unit.id})[{index}][{key!r}]": repr(value) for key, value in group.items()}
         if job.lr_scheduler is not None:
             schedule = partial(build_scheduler, job.lr_scheduler, optimizer)
