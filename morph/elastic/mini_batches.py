@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -16,6 +16,44 @@ from morph.data.seeding import own_generators, seed_of
 MOST_SHARES = 32
 TRIAL_S = 1.0
 """Processor time for which the loss is tried."""
+
+
+class BatchUser(Protocol):
+    """What takes the mini-batches of a loop, one step after the other: ``morph.elastic.Optimizer``."""
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps the model has."""
+
+    def settled_steps(self) -> int:
+        """Return how many steps the model has, once this worker is in a ring and has its state."""
+
+    def use(self, batch: Batch) -> None:
+        """The next step is of this batch."""
+
+    def finish(self) -> None:
+        """Leave in good order after the last step."""
+
+
+_users: list[BatchUser] = []
+
+
+def use_batches_with(user: BatchUser) -> None:
+    """Let loops over ``batches`` in this process belong to this optimizer from now on."""
+    _users.append(user)
+
+
+def the_optimizer() -> BatchUser:
+    """Return the process's optimizer.
+
+    Raises:
+        InputError: there is none.
+    """
+    if not _users:
+        raise InputError(
+            "there is no optimizer yet", field="batches", allowed="morph.elastic.Optimizer(...) before the loop"
+        )
+    return _users[-1]
 
 
 class Batch:
@@ -75,8 +113,6 @@ class Batches:
         return samples
 
     def __iter__(self) -> Iterator[Batch]:
-        from morph.elastic.optimizer import the_optimizer
-
         optimizer = the_optimizer()
         while (step := optimizer.settled_steps()) < self.num_steps:
             batch = Batch(self, step)

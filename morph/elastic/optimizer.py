@@ -18,7 +18,7 @@ from morph.contract.errors import GenerationAborted, InputError, PeerLost
 from morph.elastic.gradients import Gradients, Try
 from morph.elastic.invitation import Invitation
 from morph.elastic.membership import Place
-from morph.elastic.mini_batches import Batch, loss_warnings
+from morph.elastic.mini_batches import Batch, loss_warnings, use_batches_with
 from morph.elastic.replicas import Sum, Union, as_vector, move_to
 from morph.elastic.session import Session
 from morph.elastic.settings import SettingsDiffer, difference, exchanged, schedule_of
@@ -46,21 +46,6 @@ CLIP_EPSILON = 1e-6
 
 MODEL = "model"
 """Under this name a replica of ad-psgd lies ready for others."""
-
-_optimizers: list[Optimizer] = []
-
-
-def the_optimizer() -> Optimizer:
-    """Return the process's optimizer.
-
-    Raises:
-        InputError: there is none.
-    """
-    if not _optimizers:
-        raise InputError(
-            "there is no optimizer yet", field="batches", allowed="morph.elastic.Optimizer(...) before the loop"
-        )
-    return _optimizers[-1]
 
 
 class Optimizer:
@@ -120,7 +105,7 @@ class Optimizer:
         self._batch: Batch | None = None
         self._rate: float | None = None
         self._session = Session(self._state, Invitation.of_environment(), self._become_one)
-        _optimizers.append(self)
+        use_batches_with(self)
 
     @property
     def num_steps(self) -> int:
