@@ -28,7 +28,7 @@ from step_time.remote import Remote, call_all
 from morph.contract.decided import Decided
 from morph.contract.messages import Prepared, Reshaped, ReshapeOrder, Slot, Source, StepOrder, WorkerReady, WorkerSetup
 from morph.cutting import cut, export_job
-from morph.job import load_job
+from morph.jobs.job import load_job
 from morph.runtime.groups.channels import GroupSet, GroupSpec, connect_store
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.store import StoreHost
@@ -160,7 +160,7 @@ def _fast_job(directory: str) -> str:
     path = Path(directory) / "fast_job.py"
     lines = (
         "from dataclasses import replace",
-        "from morph.job import load_job",
+        "from morph.jobs.job import load_job",
         f"fast = replace(load_job({f'{GPT2_JOB}:job'!r}), accumulation='fast')",
     )
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.published.bamboo import MODELS_OF_TABLE_4, REPLICAS, STAGES, Published, profile_of
 from morph.contract.profile import Profile
 from simulator import PlanRequest, Simulation, simulate
-from simulator.answers.costs import SectionCosts
+from simulator.costs.stage_costs import SectionCosts
 from simulator.search.partition import frugal_table
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)

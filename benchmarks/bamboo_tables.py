@@ -17,7 +17,7 @@ import argparse
 import statistics
 from dataclasses import dataclass
 
-from manager.report.account import Part
+from manager.accounting.account import Part
 from manager.simulation.replay import play_of
 from manager.simulation.spot.job import PUBLISHED, SpotJob, job_from_profile
 from manager.simulation.spot.outcome import Outcome

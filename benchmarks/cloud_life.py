@@ -25,8 +25,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from manager.report.account import Part
-from manager.report.spent import NOTHING
+from manager.accounting.account import Part
+from manager.accounting.spent import NOTHING
 from manager.report.values import RunReport
 from morph.checkpoint.manifest import read_manifest
 from tests.cloud.accounts import Split, requests, splits

@@ -30,7 +30,7 @@ from morph.contract.cluster import ClusterConfig, Policy
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace, TraceEvent
 from morph.cutting import cut, export_job
-from morph.job import load_job
+from morph.jobs.job import load_job
 from simulator import plan, synthetic_profile
 
 JOB = "configs/jobs/tiny_gpt.py:job"

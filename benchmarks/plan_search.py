@@ -22,11 +22,11 @@ import numpy as np
 
 from morph.contract.profile import Profile, load_profile
 from simulator import PlanRequest, plan, simulate, synthetic_profile
-from simulator.answers.answer import deal
-from simulator.answers.costs import SectionCosts, stage_costs
-from simulator.answers.finish import finish
-from simulator.answers.outcome import Outcome
-from simulator.playing.engine import run_pipeline
+from simulator.costs.answer import deal
+from simulator.costs.finish import finish
+from simulator.costs.outcome import Outcome
+from simulator.costs.stage_costs import SectionCosts, stage_costs
+from simulator.engine.mini_batch import run_pipeline
 from simulator.search.setting import Setting
 from simulator.search.sweep import Sweep
 

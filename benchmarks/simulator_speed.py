@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from morph.contract.profile import Profile
 from simulator import plan, plan_table, synthetic_profile
-from simulator.answers.costs import SectionCosts, stage_costs
-from simulator.playing.engine import StageTimes, run_pipeline
-from simulator.playing.following import follow, lane_times
-from simulator.playing.schedules import stage_windows
+from simulator.costs.stage_costs import SectionCosts, stage_costs
+from simulator.engine.following import follow, lane_times
+from simulator.engine.mini_batch import StageTimes, run_pipeline
+from simulator.engine.schedules import stage_windows
 from simulator.search.partition import partition_table
 from tests.simulator.simpy_model import play_with_simpy
 
@@ -42,7 +42,7 @@ def best_ms(action: Callable[[], object], repeats: int = 20) -> float:
 
 
 class HeapqPipeline:
-    """The rules of ``simulator.playing.engine`` as one would write them first: a heap of instants at which to look."""
+    """The rules of ``simulator.engine`` as one would write them first: a heap of instants at which to look."""
 
     def __init__(self, times: StageTimes, count: int) -> None:
         self.count, self.last = count, times.num_stages - 1

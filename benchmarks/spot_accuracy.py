@@ -17,6 +17,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from manager.accounting.account import Part
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import EVENT, NodeAppeared, NoticeGiven, WorkerAnswered, WorkerLost
 from manager.engine.run.machines import Processes
@@ -24,7 +25,6 @@ from manager.engine.run.session import RunSpec, run_session
 from manager.journal.journal import Journal
 from manager.journal.records import VM_KILLED, DecisionRecord, Entry, Fact
 from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
-from manager.report.account import Part
 from manager.report.reading import report_of
 from manager.report.values import RunReport
 from manager.run_dir import RunDir, RunFacts

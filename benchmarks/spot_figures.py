@@ -20,7 +20,7 @@ import random
 from functools import partial
 from pathlib import Path
 
-from manager.report.account import Part
+from manager.accounting.account import Part
 from manager.simulation.policies.morph import play_morph
 from manager.simulation.replay import play_of
 from manager.simulation.spot.job import Durations, SpotJob, job_from_profile

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manager.report.account import Part
+from manager.accounting.account import Part
 from manager.simulation.replay import play_of
 from manager.simulation.spot.job import OneVmJob, SpotJob
 from manager.simulation.spot.outcome import Outcome

@@ -32,8 +32,8 @@ def start(job_path: str, num_sections: int | None) -> dict[str, float]:
 
     torch.set_num_threads(1)
     told("import torch")
-    from morph.cutting.kept.cut_job import LoadedJob
-    from morph.job_files import imported_once
+    from morph.cutting.cache.cut_job import LoadedJob
+    from morph.jobs.files import imported_once
     from morph.runtime.process.worker import Worker  # noqa: F401  # as a worker's process does
     from morph.runtime.state.deferred_compiler import prepare_torch
     from morph.runtime.workloads.job_workload import JobWorkload  # noqa: F401

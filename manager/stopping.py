@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from manager.machine.signals import ASKED
+from manager.host.signals import ASKED
 from morph.contract.errors import RunDirError, WaitTimeout
 
 POLL_S = 0.1

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from morph.cutting.sections.cut_point import CutPoint as CutPoint
-    from morph.job import Job as Job
-    from morph.job import LossScaling as LossScaling
+    from morph.jobs.job import Job as Job
+    from morph.jobs.job import LossScaling as LossScaling
 
 __version__ = "0.1.0"
 __all__ = ["CutPoint", "Job", "LossScaling", "__version__"]
 _LAZY = {
     "CutPoint": "morph.cutting.sections.cut_point",
-    "Job": "morph.job",
-    "LossScaling": "morph.job",
+    "Job": "morph.jobs.job",
+    "LossScaling": "morph.jobs.job",
     "elastic": None,
     "spot": None,
 }

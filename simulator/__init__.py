@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
-from simulator.answers.answer import Simulation
-from simulator.given.request import PlanRequest
-from simulator.given.synthetic import synthetic_profile
+from simulator.costs.answer import Simulation
+from simulator.inputs.request import PlanRequest
+from simulator.inputs.synthetic import synthetic_profile
 from simulator.search.mini_batch import simulate, simulate_plan
 from simulator.search.planner import PlanChoice, plan, plan_frame, plan_table
 from simulator.traces.model import TraceModel, spot_model

@@ -12,9 +12,9 @@ from morph.contract.cluster import LinkSetting
 from morph.contract.decided import decided_step
 from morph.contract.messages import Prepared, Reshaped, ReshapeOrder, Slot, Source, StepOrder, WorkerReady, WorkerSetup
 from morph.contract.plan import Expectation, Plan, StagePlan
-from morph.cutting.kept.cut_job import load_and_cut
+from morph.cutting.cache.cut_job import load_and_cut
 from morph.data import MicroBatchLoader
-from morph.job import load_job
+from morph.jobs.job import load_job
 from morph.runtime.groups.store import StoreHost
 from morph.runtime.process.worker import Worker
 from morph.runtime.step.kernels import kernels_for, kernels_now, prepare_cublas, set_kernels

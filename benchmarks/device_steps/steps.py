@@ -20,7 +20,7 @@ from benchmarks.device_steps.counting import Counting, Counts, Numbers
 from morph.contract.decided import Decided
 from morph.contract.messages import ReshapeOrder, Slot, Source, StepOrder, WorkerSetup
 from morph.contract.plan import Expectation, Plan, StagePlan
-from morph.cutting.kept.cut_job import load_and_cut
+from morph.cutting.cache.cut_job import load_and_cut
 from morph.runtime.device.staging import Staging
 from morph.runtime.device.task_clock import HostClock
 from morph.runtime.groups.channels import GroupSet, Ring

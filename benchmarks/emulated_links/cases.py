@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simulator.playing.engine import StageTimes, run_pipeline
-from simulator.playing.schedules import fixed_order, recomputes, stage_windows
+from simulator.engine.mini_batch import StageTimes, run_pipeline
+from simulator.engine.schedules import fixed_order, recomputes, stage_windows
 
 LOOPBACK = "127.0.0.1"
 SMALL = (1,)

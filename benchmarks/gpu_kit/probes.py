@@ -214,7 +214,7 @@ def repeated() -> None:
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    from morph.cutting.kept.cut_job import load_and_cut
+    from morph.cutting.cache.cut_job import load_and_cut
     from morph.data import MicroBatchLoader
     from morph.runtime.device.staging import placed
     from morph.runtime.step.kernels import kernels_for, kernels_now, set_kernels

@@ -19,9 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from morph.contract.decided import decided_step
 from morph.contract.messages import Prepared, ReshapeOrder, Slot, Source, StepOrder, WorkerSetup
-from morph.cutting.kept.cut_job import load_and_cut
+from morph.cutting.cache.cut_job import load_and_cut
 from morph.data import MicroBatchLoader
-from morph.job import load_job
+from morph.jobs.job import load_job
 from morph.runtime.process.single import single_plan
 from morph.runtime.process.worker import Worker
 from morph.runtime.step.kernels import kernels_for, kernels_now, prepare_cublas, set_kernels

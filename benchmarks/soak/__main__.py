@@ -37,7 +37,7 @@ from morph.checkpoint.manifest import read_manifest
 from morph.contract.cluster import ClusterConfig, LocalVms, Policy
 from morph.contract.trace import Trace, load_trace
 from morph.cutting import cut, export_job
-from morph.job import load_job
+from morph.jobs.job import load_job
 from simulator import plan_table, synthetic_profile
 
 MANY_STEPS = 10**7

@@ -34,7 +34,7 @@ from calibrate.timing.bench import Bench
 from morph.contract.plan import Plan, Schedule
 from morph.contract.profile import Profile
 from morph.cutting import cut, export_job
-from morph.job import load_job
+from morph.jobs.job import load_job
 from simulator import simulate
 
 NUM_CORES = 2

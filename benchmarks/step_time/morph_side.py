@@ -13,11 +13,11 @@ from morph.contract.messages import Prepared, Reshaped, ReshapeOrder, Slot, Sour
 from morph.contract.plan import Expectation, Plan, Schedule, StagePlan
 from morph.cutting import cut, export_job
 from morph.cutting.cuts.cut_model import CutModel
-from morph.job import load_job
+from morph.jobs.job import load_job
 from morph.runtime.groups.store import StoreHost
 from morph.runtime.process.worker import Worker
-from simulator.playing.engine import StageTimes, run_pipeline
-from simulator.playing.schedules import fixed_order, stage_windows
+from simulator.engine.mini_batch import StageTimes, run_pipeline
+from simulator.engine.schedules import fixed_order, stage_windows
 
 LOOPBACK = "127.0.0.1"
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from morph.cutting import export_job
 from morph.data import MicroBatchLoader
-from morph.job import load_job
+from morph.jobs.job import load_job
 from morph.runtime.groups.store import StoreHost
 
 LOOPBACK = "127.0.0.1"

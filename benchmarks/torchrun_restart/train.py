@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
-from morph.job import load_job
+from morph.jobs.job import load_job
 
 
 def log(path: Path, **entry: object) -> None:

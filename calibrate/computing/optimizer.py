@@ -17,8 +17,8 @@ from calibrate.timing.samples import Sampling, no_garbage_collection, timing
 from morph.contract.decided import Decided
 from morph.contract.profile import Timing
 from morph.cutting import CutModel
-from morph.cutting.trials.trial import run_users_code
-from morph.job import Job
+from morph.cutting.trial_run.trial import run_users_code
+from morph.jobs.job import Job
 from morph.runtime.state.accumulators import Accumulator, change_of
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.state.update_rules import update_rules

@@ -10,9 +10,9 @@ import torch
 from calibrate.timing.bench import Bench, make_bench, one_of_each
 from calibrate.timing.clocks import use_device
 from morph.cutting import CutModel, ExportedJob, cut, export_job
-from morph.cutting.trials.data_trial import check_data
 from morph.data import MicroBatchLoader, data_of
-from morph.job import Job, MapDataset, load_job
+from morph.jobs.job import Job, MapDataset, load_job
+from morph.preflight.data_check import check_data
 from morph.runtime.step.compiled import compiled
 from morph.runtime.step.kernels import kernels_for, kernels_now, prepare_cublas, set_kernels
 

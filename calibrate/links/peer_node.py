@@ -23,7 +23,7 @@ from calibrate.links.two_nodes import WAIT_S, Hello, own_hello
 from calibrate.timing.clocks import devices_of
 from morph.contract.base import Value, first_problem
 from morph.contract.errors import ClusterError, ConfigError, JobError, MorphError, WaitTimeout
-from morph.runtime.groups.listener import BACKLOG, Caller, Listener
+from morph.link.listener import BACKLOG, Caller, Listener
 
 Say = Callable[[str], None]
 

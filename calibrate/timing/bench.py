@@ -10,7 +10,7 @@ from torch import Tensor
 
 from morph.cutting import BoundaryTensor, CutModel, Section
 from morph.data import MicroBatchLoader
-from morph.job import Job, Precision
+from morph.jobs.job import Job, Precision
 from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator, change_like
 from morph.runtime.state.fixed_point import first_exponent
 from morph.runtime.state.parts import Memory

@@ -21,7 +21,7 @@ from morph.contract.profile import (
     UnitProfile,
 )
 from morph.cutting import CutModel, Section
-from morph.job import Job
+from morph.jobs.job import Job
 
 _ONE_MACHINE = "repeats intra_node: measured on one machine, over loopback"
 _STAND_IN = "stand-in: a barrier between {}, not the manager's round with its workers"

@@ -24,7 +24,7 @@ from calibrate.writing.storage import (
     measure_upload_speed,
 )
 from morph.contract.profile import Profile
-from morph.job import Job
+from morph.jobs.job import Job
 from morph.runtime.step.kernels import kernels_now, set_kernels
 
 MAX_SAMPLES = 100

@@ -29,7 +29,7 @@ from manager.report.live import LiveRun
 from morph.contract.base import Value, read_json
 from morph.contract.errors import ClusterError, RunDirError
 from morph.contract.files import PRIVATE, write_whole
-from morph.runtime.groups.listener import BACKLOG, HELLO_TIMEOUT_S, Strangers
+from morph.link.listener import BACKLOG, HELLO_TIMEOUT_S, Strangers
 
 LOOPBACK = "127.0.0.1"
 FILE_NAME = "page.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from manager.report.account import Part
+from manager.accounting.account import Part
 from manager.report.live import LiveRun
 
 MOST_EVALUATIONS = 20

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from manager.machine.ports import LOOPBACK
+from manager.host.ports import LOOPBACK
 from morph.contract.errors import MorphError
 
 AUTHORITY_LIFE = datetime.timedelta(days=3650)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from manager.machine.gone import wait_gone
+from manager.host.gone import wait_gone
 from manager.notices.aws import AwsInterruptions, AwsMetadata, AwsRebalance
 from manager.notices.azure import AzureNotices
 from manager.notices.call import AGENT, called

@@ -10,7 +10,7 @@ import threading
 import time
 from datetime import datetime
 
-from manager.machine.plain_http import HttpAnswer, HttpFailed, fetch
+from manager.host.plain_http import HttpAnswer, HttpFailed, fetch
 from manager.notices.source import NoticeUnavailable, Standing, checked, json_of, lead_s
 
 METADATA_URL = "http://169.254.169.254"

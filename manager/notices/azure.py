@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from manager.machine.plain_http import HttpAnswer, HttpFailed, fetch, http_date_s
+from manager.host.plain_http import HttpAnswer, HttpFailed, fetch, http_date_s
 from manager.notices.end import METADATA_URL
 from manager.notices.source import NoticeUnavailable, Standing, checked, json_of, lead_s
 

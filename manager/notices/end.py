@@ -10,7 +10,7 @@ import subprocess
 import sys
 from urllib.parse import quote
 
-from manager.machine.plain_http import HttpFailed, fetch
+from manager.host.plain_http import HttpFailed, fetch
 
 METADATA_URL = "http://169.254.169.254"
 MANAGEMENT_URL = "https://management.azure.com"

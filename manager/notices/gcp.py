@@ -5,7 +5,7 @@ https://cloud.google.com/compute/docs/instances/create-use-spot#detect-preemptio
 
 from __future__ import annotations
 
-from manager.machine.plain_http import HttpFailed, fetch
+from manager.host.plain_http import HttpFailed, fetch
 from manager.notices.source import NoticeUnavailable, Standing, checked
 
 METADATA_URL = "http://metadata.google.internal"

@@ -11,9 +11,9 @@ from typing import Any
 
 from manager.notices.call import AGENT, PURPOSE, ROLES
 from morph.contract.vm_names import MAX_DEVICES
+from morph.link.listener import HELLO_TIMEOUT_S, Caller, Listener
 from morph.link.session import Session
 from morph.link.wire import Wire
-from morph.runtime.groups.listener import HELLO_TIMEOUT_S, Caller, Listener
 
 SILENT_S = 30.0
 SEND_TIMEOUT_S = 60.0

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from pydantic import Field
 
-from manager.machine.plain_http import HttpAnswer
+from manager.host.plain_http import HttpAnswer
 from morph.contract.base import Value
 from morph.contract.errors import MorphError
 

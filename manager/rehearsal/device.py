@@ -20,10 +20,10 @@ from morph.contract.emulation import (
     Slowdown,
 )
 from morph.contract.profile import LinkProfile, Profile, SendTime, Timing, UnitProfile
-from simulator.answers.costs import LinkCosts
-from simulator.given.contention import slowdown
-from simulator.given.jitter import message_quantiles_ns
-from simulator.given.transfer import AllReduce, bandwidth_bytes_per_s
+from simulator.costs.stage_costs import LinkCosts
+from simulator.inputs.contention import slowdown
+from simulator.inputs.jitter import message_quantiles_ns
+from simulator.inputs.transfer import AllReduce, bandwidth_bytes_per_s
 
 FLOAT_BYTES = 4
 HEADER_BYTES = 8 * HEADER_NUMBERS

@@ -9,19 +9,19 @@ from manager.engine.local_vms.namespaces import HostNetwork
 from manager.engine.loop.driver import Observed, Observer
 from manager.engine.run.machines import Processes
 from manager.engine.run.session import RunSpec, run_session
-from manager.preparation import section_compute_s
 from manager.rehearsal.device import FORGIVEN_S, EmulationOptions, emulated_device, known_units
 from manager.rehearsal.figures import Rehearsed
 from manager.rehearsal.measured import WARM_UP_STEPS, Load, Measured
 from manager.rehearsal.planning import Planned, hosts_of
 from manager.rehearsal.spec import worker_name
+from manager.run.preparation import section_compute_s
 from manager.run_dir import WORKERS_LOG, RunDir, RunFacts
 from morph.contract.cluster import ClusterConfig, Policy
 from morph.contract.emulation import EmulatedDevice, Slowdown
 from morph.contract.errors import TrainingStopped
 from morph.contract.trace import Trace, TraceEvent
-from simulator.given.conditions import slow_workers
-from simulator.given.transfer import bandwidth_bytes_per_s
+from simulator.inputs.conditions import slow_workers
+from simulator.inputs.transfer import bandwidth_bytes_per_s
 
 HEARTBEAT_TIMEOUT_S = 30.0
 NEVER_STEPS = 10**9

@@ -10,7 +10,7 @@ from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
 from simulator import PlanRequest
-from simulator.given.conditions import slow_workers
+from simulator.inputs.conditions import slow_workers
 
 Network = Literal["loopback", "namespaces"]
 

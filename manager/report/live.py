@@ -6,16 +6,16 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
+from manager.accounting.ledger import Ledger
+from manager.accounting.spent import Prices
 from manager.controller.state.actions import NoteNextSave, SendStep
 from manager.controller.state.events import Event, WorkerAnswered
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.saves import NextSave
 from manager.controller.state.state import ControllerState, Decision
 from manager.journal.records import DecisionRecord
-from manager.report.accounting import Ledger
 from manager.report.means import Series, extreme_rates, mean_loss, mean_metrics
 from manager.report.milestones import AS_SAID, Milestones
-from manager.report.spent import Prices
 from morph.contract.messages import Prepared
 
 RECENT = 40

@@ -8,9 +8,9 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from manager.report.account import Part
+from manager.accounting.account import Part
+from manager.accounting.spent import Prices
 from manager.report.picture import png_of, run_figure, training_figure
-from manager.report.spent import Prices
 from manager.report.values import RunReport, rates_text
 
 MOST_EVALUATIONS = 100

@@ -6,6 +6,8 @@ import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from manager.accounting.ledger import Ledger
+from manager.accounting.spent import NS_PER_S
 from manager.controller.state.actions import EndWorker, Finish, NoteCorrection, NoteNextSave, SendCommit, SendStep
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import (
@@ -21,10 +23,8 @@ from manager.controller.state.learned import Correction
 from manager.controller.state.saves import NextSave
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import OUTLIVES, SESSION_OVER, TOOK_OVER, DecisionRecord, Entry, Fact
-from manager.report.accounting import Ledger
 from manager.report.means import EvaluationReader, extreme_rates, mean_loss, mean_metrics
 from manager.report.morphs import MorphReader
-from manager.report.spent import NS_PER_S
 from manager.report.values import RunReport, ShapeSpan, StepRecord, VmCount
 from morph.contract.decided import Decided, LossScale
 from morph.contract.errors import RunDirError

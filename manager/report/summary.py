@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
-from manager.report.account import Account, Part
+from manager.accounting.account import Account, Part
 from manager.report.milestones import morph_line
 from manager.report.values import RunReport, numbers_text, rates_text
 

@@ -11,7 +11,7 @@ from morph.contract.errors import RunDirError
 from morph.contract.timeline import StepTimeline
 from morph.runtime.step.timeline import lay_out
 from morph.words import time_text
-from simulator.shown.timeline import draw_boxes
+from simulator.render.timeline import draw_boxes
 
 
 def draw_measured(timelines: Sequence[StepTimeline], replica: int, path: Path) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from manager.engine.run.job_code import changed, digests, from_elsewhere, keep, kept, pack
 from manager.journal.records import Fact
+from manager.run.job_snapshot import changed, digests, from_elsewhere, keep, kept, pack
 from manager.run.request import IfChanged
 from manager.run_dir import RunDir
 from morph.contract.errors import JobError, RunDirError
 from morph.contract.job_file import JobFacts, changes, told
 from morph.contract.messages import JobCode
 from morph.contract.profile import Profile
-from morph.job_files import JobFiles
-from morph.runtime.process.job_code import files_of
+from morph.jobs.files import JobFiles
+from morph.jobs.packed_code import files_of
 
 SAME_JOB = "; for the same job under another name: --if-changed accept"
 CheckJob = Callable[[str, Profile], JobFacts]

@@ -16,14 +16,14 @@ from manager.engine.run.again import Again, until_it_ends
 from manager.engine.run.machines import OpenMachines, Processes
 from manager.engine.run.vm_sources import machines_of
 from manager.history.run_history import RunHistory
+from manager.host.handed_on import variables
 from manager.journal.patience import LIMIT_S, patiently
-from manager.machine.handed_on import variables
-from manager.preparation import starting_from
 from manager.providers.interface.run_name import name_of, write_name
 from manager.report.live import LiveRun
 from manager.report.reading import read_ledger, read_report
 from manager.report.values import RunReport
 from manager.run.code import CheckJob, RunCode
+from manager.run.preparation import starting_from
 from manager.run.prepared import PreparedRun
 from manager.run.recovery import recovery_of, write_recovery
 from manager.run.request import IfChanged, keep_request

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from manager.accounting.spent import Prices, no_price, prices_of
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import NodeFacts
-from manager.preparation import constant_trace, controller_config
-from manager.report.spent import Prices, no_price, prices_of
 from manager.run.cloud import Cloud
+from manager.run.preparation import constant_trace, controller_config
 from manager.run.request import RunRequest, absolute_job
 from manager.run_dir import RunFacts, is_run, read_facts
 from morph.contract.base import Value
 from morph.contract.cluster import ClusterConfig
 from morph.contract.profile import Profile
 from morph.contract.trace import Trace
-from morph.job_files import JobFiles
+from morph.jobs.files import JobFiles
 from simulator import PlanRequest
 
 

@@ -17,9 +17,9 @@ from pathlib import Path, PurePosixPath
 import fsspec
 from pydantic import Field, ValidationError, field_validator
 
-from manager.engine.run.job_code import changed, collect, digests, keep, pack
 from manager.providers.azure.spec import AzureSpec
 from manager.providers.hosts.static import Hosts
+from manager.run.job_snapshot import changed, collect, digests, keep, pack
 from manager.run.prepared import PreparedRun
 from manager.run.request import IfChanged, RunRequest, absolute_job
 from manager.run_dir import RunDir, RunFacts, check_free, is_run, not_writable, write_in_run_dir
@@ -30,7 +30,7 @@ from morph.contract.base import Value, first_problem
 from morph.contract.cluster import ClusterConfig, ProvidedVms
 from morph.contract.errors import ConfigError, JobError, RunDirError
 from morph.contract.profile import Profile
-from morph.job_files import JobFiles
+from morph.jobs.files import JobFiles
 
 FOLDER = "recovered"
 

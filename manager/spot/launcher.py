@@ -14,7 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from manager.engine.vms.spending import Spending
-from manager.machine.signals import deaf_to_signals
+from manager.host.signals import deaf_to_signals
 from manager.notices.agent import sources_of
 from manager.notices.watch import Given, NoticeWatch, Told
 from manager.providers.interface.provider import (

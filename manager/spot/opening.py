@@ -10,11 +10,11 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from manager.engine.vms.own_wheel import make_wheel, python_version, requirements
 from manager.engine.vms.spending import Spending
-from manager.machine.handed_on import variables
-from manager.machine.ports import Ports
+from manager.host.handed_on import variables
+from manager.host.ports import Ports
 from manager.providers.boot.cloud_init import NodeStart
+from manager.providers.boot.own_wheel import make_wheel, python_version, requirements
 from manager.providers.interface.run_name import name_of
 from manager.providers.local import LocalProvider
 from manager.providers.opening import ending_command

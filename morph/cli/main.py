@@ -85,7 +85,7 @@ def root(
     ] = False,
 ) -> None:
     """Give the root command its options, its help being HELP; remove what killed runs of this user left."""
-    from manager.machine.folders import sweep
+    from manager.host.folders import sweep
 
     del version  # its callback printed it
     sweep()

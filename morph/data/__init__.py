@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from morph.data.ahead import DataWorkers
 from morph.data.loader import MicroBatchLoader, data_of
 from morph.data.order import sample_indices
+from morph.data.prefetch import DataWorkers
 
 __all__ = ["DataWorkers", "MicroBatchLoader", "data_of", "sample_indices"]

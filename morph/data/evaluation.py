@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import Tensor
 
 from morph.contract.errors import JobError
-from morph.data.ahead import DataWorkers
 from morph.data.loader import check_map_style, read_samples, require_alike, stack_entry
-from morph.job import MapDataset
+from morph.data.prefetch import DataWorkers
+from morph.jobs.job import MapDataset
 
 EPOCH = -1
 """Not one of training's; every evaluation draws alike, so that they can be compared."""

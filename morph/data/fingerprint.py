@@ -9,7 +9,7 @@ from torch import Tensor
 
 from morph.contract.job_file import DataFacts, SampleFacts
 from morph.data.loader import data_of, read_samples
-from morph.job import Job, MapDataset
+from morph.jobs.job import Job, MapDataset
 
 NUM_SAMPLED = 8
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from morph.contract.errors import JobError
-from morph.data.ahead import DataWorkers
 from morph.data.order import sample_indices
+from morph.data.prefetch import DataWorkers
 from morph.data.seeding import own_generators, seed_of
-from morph.job import Job, MapDataset
+from morph.jobs.job import Job, MapDataset
 
 DataField = Literal["dataset", "eval_data"]
 _CACHED_MICRO_BATCHES = 8

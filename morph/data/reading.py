@@ -31,8 +31,8 @@ from morph.data.evaluation import EPOCH
 from morph.data.fingerprint import data_facts
 from morph.data.loader import data_of, read_samples, require_alike, stack_entry
 from morph.data.slots import Slots
-from morph.job import Job, load_job
-from morph.job_files import JobFiles
+from morph.jobs.files import JobFiles
+from morph.jobs.job import Job, load_job
 
 Message = dict[str, Any]
 

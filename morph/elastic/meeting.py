@@ -15,8 +15,8 @@ from morph.elastic.codec import Address, book_of
 from morph.elastic.invitation import Invitation
 from morph.elastic.membership import Membership
 from morph.elastic.peers import JOINER, home_at
+from morph.link.caller import Call
 from morph.runtime.groups.store import StoreHost
-from morph.runtime.process.link import Call
 
 MEET_TIMEOUT_S = 120.0
 AGAIN_S = 0.05

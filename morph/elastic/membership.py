@@ -34,8 +34,8 @@ from morph.elastic.agreement.words import (
 from morph.elastic.codec import Address, Book, decode, encode
 from morph.elastic.peers import FETCH, MEMBER, PING, PONG, Incoming, Outgoing, home_at
 from morph.elastic.shelf import Shelf
+from morph.link.listener import Caller, Listener
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.groups.listener import Caller, Listener
 
 log = logging.getLogger("morph.elastic")
 

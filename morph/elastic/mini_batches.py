@@ -151,7 +151,7 @@ def loss_warnings(batches: Batches, model: nn.Module, loss_of: Callable[[Any], T
     Calls it some times without gradients, with samples of the data set that differ. Says nothing where that fails, or
     where it cannot tell samples apart: if something is wrong, the step, which calls it next, says so.
     """
-    from morph.cutting.trials.mean_trial import LossTrial, mean_warnings  # not before it is needed
+    from morph.preflight.mean_loss import LossTrial, mean_warnings  # not before it is needed
 
     def read(indices: Sequence[int]) -> list[Any]:
         return batches.read([(0, index) for index in indices])

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from morph.elastic.codec import Address
+from morph.link.caller import PURPOSE, Call, bounded
 from morph.link.home import Home
+from morph.link.listener import Caller
 from morph.link.session import Session
 from morph.link.wire import Wire
-from morph.runtime.groups.listener import Caller
-from morph.runtime.process.link import PURPOSE, Call, bounded
 
 PING, PONG = b"ping", b"pong"
 MEMBER, JOINER, FETCH = "member", "joiner", "fetch"

@@ -1,1 +1,1 @@
-"""What both ends of a connection of a run have in common: messages, proofs and certificates. No socket is opened."""
+"""How a manager and its workers talk: messages, proofs, certificates, and the connection from either end."""

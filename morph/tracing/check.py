@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from morph.contract.errors import JobError, MorphError
 from morph.cutting import CutModel, ExportedJob, cut, export_job
 from morph.cutting.source.locate import definition_line, user_line
-from morph.cutting.trials.trial import example_batch, run_really
+from morph.cutting.trial_run.trial import example_batch, run_really
 from morph.data import MicroBatchLoader, data_of
-from morph.job import Job
+from morph.jobs.job import Job
 from morph.tracing.dry_run import ModelStep, run_model, run_optimizer, stand_ins
 from morph.tracing.findings import DependencyReport, Place
 from morph.tracing.recorder import Recorder

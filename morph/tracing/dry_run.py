@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from morph.cutting import CutModel
 from morph.cutting.source.locate import definition_line
-from morph.job import Job
+from morph.jobs.job import Job
 from morph.runtime.state.optimizer_state import build_optimizer
 from morph.runtime.step.section_run import SectionRun, run_section, section_backward
 from morph.runtime.step.stage import seed_section

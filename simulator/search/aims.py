@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from simulator.given.request import PlanRequest
+from simulator.inputs.request import PlanRequest
 from simulator.search.objectives import (
     Cheapest,
     Fastest,

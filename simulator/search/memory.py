@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from simulator.answers.outcome import Outcome
+from simulator.costs.outcome import Outcome
 from simulator.search.objectives import Objective, Shape
 from simulator.search.sweep import Sweep
 

@@ -10,13 +10,13 @@ from morph.contract import ranges
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
-from simulator.answers.answer import Simulation, deal, describe
-from simulator.answers.costs import stage_costs
-from simulator.answers.outcome import Rehearsal
-from simulator.given.conditions import check_slow
-from simulator.given.layout import lay_out, placed
-from simulator.given.placement import Placement, node_sizes
-from simulator.given.request import PlanRequest
+from simulator.costs.answer import Simulation, deal, describe
+from simulator.costs.outcome import Rehearsal
+from simulator.costs.stage_costs import stage_costs
+from simulator.inputs.conditions import check_slow
+from simulator.inputs.layout import lay_out, placed
+from simulator.inputs.placement import Placement, node_sizes
+from simulator.inputs.request import PlanRequest
 from simulator.search.micro_batch import knee_micro_batch_size, num_micro_batches
 from simulator.search.setting import Setting
 from simulator.search.windows import Trial

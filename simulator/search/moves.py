@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator.answers.costs import StageCosts, link_times
-from simulator.given.conditions import Conditions
-from simulator.playing.schedules import recomputes
-from simulator.playing.times import Ints
+from simulator.costs.stage_costs import StageCosts, link_times
+from simulator.engine.schedules import recomputes
+from simulator.engine.times import Ints
+from simulator.inputs.conditions import Conditions
 
 _NEVER = 2**62
 
@@ -29,7 +29,7 @@ def moved_bounds_ns(
 ) -> Ints:
     """What no windows that fit in memory make faster, of each of the cuts next to these stages: int64[M].
 
-    As :func:`simulator.answers.bounds.lower_bound_ns`, of many cuts at once; 2**62 where a stage does not fit.
+    As :func:`simulator.costs.bounds.lower_bound_ns`, of many cuts at once; 2**62 where a stage does not fit.
     """
     sections, layout, most = costs.sections, costs.layout, max(counts)
     end = np.concatenate([cuts[:, 1:], np.full((len(cuts), 1), sections.num_sections)], axis=1)

@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from morph.contract import ranges
 from morph.contract.errors import PlanError
-from simulator.given.request import PlanRequest, Price
+from simulator.inputs.request import PlanRequest, Price
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

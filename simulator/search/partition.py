@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from morph.contract.plan import Schedule
-from simulator.answers.costs import SectionCosts
-from simulator.answers.memory import StageMemory
-from simulator.playing.compiling import compiled
-from simulator.playing.schedules import recomputes, stage_windows
-from simulator.playing.times import Ints
+from simulator.costs.memory import StageMemory
+from simulator.costs.stage_costs import SectionCosts
+from simulator.engine.compiling import compiled
+from simulator.engine.schedules import recomputes, stage_windows
+from simulator.engine.times import Ints
 
 _NEVER = 2**62
 
@@ -62,7 +62,7 @@ def partition_table(
         costs: The sections at one m.
         schedule: Decides windows and which stages recompute.
         num_micro_batches: Of one replica.
-        slope: See :func:`simulator.playing.schedules.stage_windows`.
+        slope: See :func:`simulator.engine.schedules.stage_windows`.
         memory_bytes: Per device; None: no limit.
         single: Whether there is one replica only.
     """

@@ -14,10 +14,10 @@ from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from morph.words import counted, time_text
-from simulator.answers.answer import Simulation, describe
-from simulator.answers.outcome import Outcome
-from simulator.given.placement import node_sizes
-from simulator.given.request import ObjectiveName, PlanRequest
+from simulator.costs.answer import Simulation, describe
+from simulator.costs.outcome import Outcome
+from simulator.inputs.placement import node_sizes
+from simulator.inputs.request import ObjectiveName, PlanRequest
 from simulator.search.aims import objective_for
 from simulator.search.memory import memory_sentence
 from simulator.search.mini_batch import simulate

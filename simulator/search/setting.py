@@ -10,12 +10,12 @@ import numpy as np
 
 from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
-from simulator.answers.costs import SectionCosts, StageCosts, stage_costs
-from simulator.answers.memory import MOMENTS, spans
-from simulator.given.layout import Layout
-from simulator.given.memory_rules import MemoryRules
-from simulator.playing.schedules import recomputes, stage_windows
-from simulator.playing.times import Ints
+from simulator.costs.memory import MOMENTS, spans
+from simulator.costs.stage_costs import SectionCosts, StageCosts, stage_costs
+from simulator.engine.schedules import recomputes, stage_windows
+from simulator.engine.times import Ints
+from simulator.inputs.layout import Layout
+from simulator.inputs.memory_rules import MemoryRules
 from simulator.search.micro_batch import num_micro_batches
 from simulator.search.partition import (
     PartitionTable,
@@ -31,7 +31,7 @@ SCHEDULES: tuple[Schedule, ...] = ("varuna", "1f1b", "gpipe")
 
 
 class Rule(NamedTuple):
-    """A schedule and its windows; see :func:`simulator.playing.schedules.stage_windows` for the slope."""
+    """A schedule and its windows; see :func:`simulator.engine.schedules.stage_windows` for the slope."""
 
     schedule: Schedule
     slope: int

@@ -12,12 +12,12 @@ from typing import NamedTuple
 from morph.contract import ranges
 from morph.contract.errors import PlanError
 from morph.contract.profile import Profile
-from simulator.answers.answer import deal
-from simulator.answers.memory import NEVER
-from simulator.answers.outcome import Outcome, Rehearsal
-from simulator.given.conditions import Conditions
-from simulator.given.layout import Layout, layouts
-from simulator.given.request import PlanRequest
+from simulator.costs.answer import deal
+from simulator.costs.memory import NEVER
+from simulator.costs.outcome import Outcome, Rehearsal
+from simulator.inputs.conditions import Conditions
+from simulator.inputs.layout import Layout, layouts
+from simulator.inputs.request import PlanRequest
 from simulator.search.micro_batch import possible_micro_batch_sizes
 from simulator.search.objectives import Fastest, Objective, Shape
 from simulator.search.setting import SCHEDULES, Setting

@@ -15,12 +15,12 @@ from itertools import chain, pairwise
 import numpy as np
 
 from morph.contract.plan import Schedule
-from simulator.answers.answer import bound_ns
-from simulator.answers.costs import StageCosts
-from simulator.answers.finish import Finish
-from simulator.answers.outcome import Outcome, Rehearsal
-from simulator.given.layout import Layout
-from simulator.playing.times import Ints, StageTimes
+from simulator.costs.answer import bound_ns
+from simulator.costs.finish import Finish
+from simulator.costs.outcome import Outcome, Rehearsal
+from simulator.costs.stage_costs import StageCosts
+from simulator.engine.times import Ints, StageTimes
+from simulator.inputs.layout import Layout
 from simulator.search.moves import moved_bounds_ns, neighbours
 from simulator.search.setting import Rule, Setting
 

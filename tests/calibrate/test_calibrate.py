@@ -21,7 +21,7 @@ from morph.cli.main import app
 from morph.contract.errors import JobError, ProfileError
 from morph.contract.profile import Profile, load_profile
 from morph.cutting import cut, export_job
-from morph.job import load_job
+from morph.jobs.job import load_job
 from tests.forked_modules import SUBPROCESS
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from calibrate.helpers.crew import Crew
-from manager.machine.gone import runs
+from manager.host.gone import runs
 from morph.contract.errors import ClusterError, WaitTimeout
 from tests.calibrate.helpers import check_that_none_outlives
 

@@ -32,7 +32,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(measure, "load_subject", exported_once)
     path = tmp_path_factory.getbasetemp() / "open_job.py"
     path.write_text(
-        "from dataclasses import replace\nfrom morph.job import load_job\n"
+        "from dataclasses import replace\nfrom morph.jobs.job import load_job\n"
         f"job = replace(load_job({str(FOLDER / 'tiny_gpt.py:job')!r}), micro_batch_size=None)\n",
         encoding="utf-8",
     )

@@ -15,7 +15,7 @@ from calibrate.computing.subject import Subject, load_subject
 from calibrate.timing.clocks import clock_of
 from calibrate.timing.samples import Sampling
 from morph.cutting import CutModel
-from morph.job import LossScaling
+from morph.jobs.job import LossScaling
 from tests.forked_modules import SUBPROCESS
 
 pytestmark = pytest.mark.slow

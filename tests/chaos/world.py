@@ -18,7 +18,7 @@ from typing import Literal
 
 import psutil
 
-from manager.machine.gone import wait_gone
+from manager.host.gone import wait_gone
 from manager.report.reading import read_report
 from manager.report.values import RunReport
 from morph.checkpoint.manifest import complete_versions, read_manifest

@@ -13,7 +13,7 @@ from tests.cli.given import JOBS, Given
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     """A profile of the job ``good``, without having measured it."""
     from morph.cutting import cut, export_job
-    from morph.job import load_job
+    from morph.jobs.job import load_job
 
     path = tmp_path_factory.mktemp("jobs") / "jobs.py"
     path.write_text(JOBS, encoding="utf-8")

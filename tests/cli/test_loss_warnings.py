@@ -12,7 +12,7 @@ from calibrate.computing import compute
 from calibrate.links.network import NetworkMeasurement
 from calibrate.timing.samples import timing
 from calibrate.writing import measure
-from manager.engine.run.job_code import collect
+from manager.run.job_snapshot import collect
 from morph.cli.main import app
 from morph.cli.models import checks
 from morph.cli.models.checks import check_job

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from calibrate.shown.tables import kinds_of, places_text, spread_text
+from calibrate.render.tables import kinds_of, places_text, spread_text
 from morph.cli.main import app
 from morph.contract.profile import AllReduceTime, Contention, NodeTypeProfile, Profile, Timing
 from simulator import synthetic_profile

@@ -13,9 +13,9 @@ import pytest
 
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.state import initial_state
-from manager.engine.run.job_code import collect
 from manager.engine.run.session import RunSpec
 from manager.run.code import RunCode
+from manager.run.job_snapshot import collect
 from manager.run.managed import managed_run
 from manager.run.prepared import PreparedRun
 from manager.run.request import IfChanged, RunRequest, keep_request

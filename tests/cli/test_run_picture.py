@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from manager.report.account import Account, Part
+from manager.accounting.account import Account, Part
+from manager.accounting.spent import NOTHING
 from manager.report.picture import LABEL_WIDTH_PX, PLANNED, UNPLANNED, draw_run, label_rows, run_figure
-from manager.report.spent import NOTHING
 from manager.report.values import MorphRecord, RunReport, ShapeSpan, SourceSum, StepRecord, VmCount
 from morph.cli.runs.demo import OtherProcesses
 from morph.cli.runs.demo_tables import print_expectations

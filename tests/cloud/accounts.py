@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from manager.accounting.spent import NS_PER_S
 from manager.controller.state.actions import RequestNodes
 from manager.controller.state.events import EVENT, ManifestWritten, WorkerLost
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import DecisionRecord, Fact
 from manager.report.reading import _Reader
-from manager.report.spent import NS_PER_S
 from tests.cloud.region import Life
 
 HEARD_S = 6.5

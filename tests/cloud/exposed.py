@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from manager.machine.ports import Ports
+from manager.host.ports import Ports
 from tests.cloud.hosts import Host
 from tests.cloud.life import Life
 from tests.cloud.virtual_azure import VirtualAzure

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from manager.report.spent import NOTHING
+from manager.accounting.spent import NOTHING
 from tests.cloud.accounts import BEGIN_S, facts, requests, saved_before_loss, splits
 from tests.cloud.exposed import LOGIN, Watch
 from tests.cloud.hosts import CACHE, ROOT, Host, not_permitted

@@ -30,11 +30,10 @@ from manager.engine.joining.certificates import Tls, load_authority, make_certif
 from manager.engine.joining.enrolment_desk import EnrolmentDesk
 from manager.engine.joining.notice_server import NoticeServer
 from manager.engine.loop.event_queue import EventQueue
-from manager.engine.vms.own_wheel import make_wheel, requirements
 from manager.enrolment.authority import check_certificate
 from manager.enrolment.files import Certificates
+from manager.host.gone import lives
 from manager.journal.records import Fact
-from manager.machine.gone import lives
 from manager.providers.boot.cloud_init import (
     CODE_DIRECTORY,
     SECRET_PATH,
@@ -43,6 +42,7 @@ from manager.providers.boot.cloud_init import (
     NodeStart,
     cloud_init,
 )
+from manager.providers.boot.own_wheel import make_wheel, requirements
 from morph.contract.cluster import JOB_UID
 from tests.cloud.hosts import ROOT, Host, Hosts, not_permitted
 from tests.cloud.image import bare_python

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from morph.cutting import CutModel, Section
-from morph.cutting.making.construct import training_mode
-from morph.job import Job
+from morph.cutting.deferred_init.construct import training_mode
+from morph.jobs.job import Job
 
 Result = tuple[Tensor, dict[str, Tensor]]
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from morph.cutting import cut, export_job
-from morph.cutting.making.construct import BuiltModel, LazyTensors, build_model
-from morph.job import load_job
+from morph.cutting.deferred_init.construct import BuiltModel, LazyTensors, build_model
+from morph.jobs.job import load_job
 
 MIB = 1 << 20
 JOBS = Path(__file__).parents[2] / "configs/jobs"
@@ -149,8 +149,8 @@ from math import prod
 from torch import nn
 
 from morph.cutting import cut, export_job
-from morph.cutting.making.construct import build_model
-from morph.job import load_job
+from morph.cutting.deferred_init.construct import build_model
+from morph.jobs.job import load_job
 
 
 def peak_kib():

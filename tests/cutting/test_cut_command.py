@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from morph.cli.main import app
 from morph.cutting import cut, export_job
 from morph.cutting.cuts.report import CutReport, report_cuts
-from morph.job import load_job
+from morph.jobs.job import load_job
 from morph.words import kind_name, size_text
 
 ROOT = Path(__file__).parents[2]

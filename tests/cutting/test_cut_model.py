@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from morph.contract.errors import JobError
 from morph.cutting import ExportedJob, cut, export_job
-from morph.job import Job, load_job
+from morph.jobs.job import Job, load_job
 from tests.cutting.zoo import gpt2
 from tests.grids import cells
 from tests.models.language import DECODER, LENGTH, causal_loss, made

@@ -15,12 +15,12 @@ from torch.nn import functional
 
 from morph import Job
 from morph.contract.errors import JobError
-from morph.cutting.trials.data_trial import check_data
-from morph.cutting.trials.mean_trial import loss_warnings
-from morph.cutting.trials.trial import example_batch
+from morph.cutting.trial_run.trial import example_batch
 from morph.data import data_of
 from morph.data.fingerprint import data_facts
-from morph.job import MapDataset
+from morph.jobs.job import MapDataset
+from morph.preflight.data_check import check_data
+from morph.preflight.mean_loss import loss_warnings
 
 WIDTH = 16
 

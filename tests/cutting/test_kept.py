@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from manager.machine.handed_on import handed_on
+from manager.host.handed_on import handed_on
+from morph.cutting.cache import key
+from morph.cutting.cache.cut_job import CutJob, LoadedJob, load_and_cut
 from morph.cutting.exporting import export
 from morph.cutting.exporting.exported import ExportedJob
 from morph.cutting.exporting.functional import WRITTEN
-from morph.cutting.kept import key
-from morph.cutting.kept.cut_job import CutJob, LoadedJob, load_and_cut
-from morph.job import Job
-from morph.job_files import imported_once
+from morph.jobs.files import imported_once
+from morph.jobs.job import Job
 from morph.runtime.process.single import run_single
 from morph.user_cache import keep
 

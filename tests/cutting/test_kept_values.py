@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from morph.cutting.kept.values import CannotKeep, read_code, read_value, write_value
-from morph.cutting.making.tape import TensorRef
+from morph.cutting.cache.values import CannotKeep, read_code, read_value, write_value
+from morph.cutting.deferred_init.tape import TensorRef
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from morph.contract.errors import JobError
-from morph.cutting.trials.mean_trial import LossTrial, loss_warnings, mean_warnings
+from morph.preflight.mean_loss import LossTrial, loss_warnings, mean_warnings
 from tests.cutting.zoo import ZOO, padded_texts
 
 ITEMS = [

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from morph.cutting import ExportedJob, cut, export_job
 from morph.cutting.cuts.report import report_cuts
-from morph.job import Job
-from morph.tracing.agreement import QUICK_FLOPS, Limits, compare_with_plain
+from morph.jobs.job import Job
+from morph.preflight.plain_comparison import QUICK_FLOPS, Limits, compare_with_plain
 from tests.cutting.attentions import plainly, traced
 from tests.cutting.zoo import NUM_LAYERS, ZOO, causal_loss, phimoe, texts
 from tests.grids import cells

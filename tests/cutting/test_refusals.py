@@ -254,7 +254,7 @@ def test_gradients_of_a_sparse_embedding_come_out_dense(
 
 
 def test_what_only_real_numbers_show_is_told_with_its_line_before_training(tools: Any) -> None:
-    from morph.cutting.trials.mean_trial import loss_warnings
+    from morph.preflight.mean_loss import loss_warnings
     from morph.tracing import check_dependencies
 
     items = [{"x": item["x"].double()} for item in ITEMS]

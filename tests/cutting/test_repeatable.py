@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import morph
 from morph.contract.errors import JobError
 from morph.cutting import cut, export_job
-from morph.cutting.trials.repeatable import Forward as RepeatedForward
-from morph.cutting.trials.repeatable import _Watch
+from morph.cutting.trial_run.repeatable import Forward as RepeatedForward
+from morph.cutting.trial_run.repeatable import _Watch
 
 pytestmark = pytest.mark.slow
 

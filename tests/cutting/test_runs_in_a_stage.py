@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from morph.cutting import cut, export_job
-from morph.job import load_job
+from morph.jobs.job import load_job
 from morph.runtime.step.section_run import run_section, section_backward
 
 TINY_GPT = f"{Path(__file__).parents[2]}/configs/jobs/tiny_gpt.py:job"

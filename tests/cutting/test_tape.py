@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from morph.cutting.making import tape
-from morph.cutting.making.construct import LazyTensors, build_model
+from morph.cutting.deferred_init import tape
+from morph.cutting.deferred_init.construct import LazyTensors, build_model
 
 
 def parameters(make: Callable[[], nn.Module], seed: int) -> LazyTensors:

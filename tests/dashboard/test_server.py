@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "manager"))
 
 from live_history import played
 
+from manager.accounting.account import Part
 from manager.dashboard.server import FILE_NAME, PageAddress, read_address, serving
-from manager.report.account import Part
 from morph.contract.errors import RunDirError
 
 TIMEOUT_S = 20.0

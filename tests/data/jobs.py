@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from morph.job import Job
+from morph.jobs.job import Job
 
 
 def job_with(dataset: Callable[[], Any], seed: int = 0) -> Job:

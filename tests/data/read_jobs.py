@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from morph.contract.errors import JobError
-from morph.job import Job
+from morph.jobs.job import Job
 from tests.data.jobs import job_with
 
 BROKEN = 7

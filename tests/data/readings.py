@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from morph.data import DataWorkers, MicroBatchLoader
-from morph.job import load_job
+from morph.jobs.job import load_job
 from tests.data import read_jobs
 from tests.data.read_jobs import Drawn
 from tests.forked_modules import SUBPROCESS
@@ -56,7 +56,7 @@ class Reading:
 @contextmanager
 def reading(name: str, count: int = 2, *, is_forked: bool = True, **options: Any) -> Iterator[Reading]:
     """``is_forked``: its data workers load no torch, as they do where a user starts them."""
-    with mock.patch("morph.data.ahead.subprocess", SUBPROCESS) if is_forked else nullcontext():
+    with mock.patch("morph.data.prefetch.subprocess", SUBPROCESS) if is_forked else nullcontext():
         found = Reading(name, count, **options)
         try:
             poll_until(lambda: is_ready(found.workers), "data workers")

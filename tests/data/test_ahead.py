@@ -17,7 +17,7 @@ from torch import Tensor
 from morph.contract.errors import JobError
 from morph.data.evaluation import EvaluationLoader
 from morph.data.fingerprint import data_facts
-from morph.job import load_job
+from morph.jobs.job import load_job
 from tests.data import read_jobs
 from tests.data.read_jobs import BROKEN
 from tests.data.readings import KEYS, M, Reading, is_ready, reading, spec_of, step_of

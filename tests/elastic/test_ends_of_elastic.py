@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from manager.machine.gone import runs
+from manager.host.gone import runs
 
 pytestmark = pytest.mark.slow
 

@@ -34,8 +34,8 @@ from morph.elastic.strategy import (
     partner,
     shares_of,
 )
+from morph.link.listener import Caller, Listener
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.groups.listener import Caller, Listener
 from tests.runtime.worker_crew import poll_until
 
 

@@ -9,7 +9,7 @@ from morph.contract.emulation import Duration
 from morph.contract.profile import Profile, Timing
 from morph.runtime.emulation.draws import Luck
 from simulator import synthetic_profile
-from simulator.given.jitter import Luck as SimulatedLuck
+from simulator.inputs.jitter import Luck as SimulatedLuck
 
 NUM_SECTIONS, NUM_MICRO_BATCHES = 3, 16
 SPREAD = (0.5, 1.0, 4.0)

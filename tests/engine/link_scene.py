@@ -11,9 +11,9 @@ from contextlib import suppress
 from manager.engine.joining.link_server import Entrance, LinkServer, listen
 from manager.engine.loop.line import Line
 from manager.enrolment.files import Certificates
+from morph.link import caller as link
 from morph.link.home import Home
 from morph.link.proof import new_secret
-from morph.runtime.process import link
 
 BOUND_S = 100.0
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from manager.machine.clock import RunClock
+from manager.host.clock import RunClock
 
 
 class Machine:

@@ -15,15 +15,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from manager.machine import folders
-from manager.machine.folders import LOCK, OWN_SOCKET, RAYS_SOCKET, make_folder, remove, sweep
-from manager.machine.gone import wait_gone
+from manager.host import folders
+from manager.host.folders import LOCK, OWN_SOCKET, RAYS_SOCKET, make_folder, remove, sweep
+from manager.host.gone import wait_gone
 from morph.contract.errors import ConfigError
 from tests.system.commands import COMMAND, ROOT
 
 MANAGER = """
 import subprocess, sys
-from manager.machine.folders import holding, make_folder
+from manager.host.folders import holding, make_folder
 folder = make_folder()
 (folder / "token").write_text("secret")
 owner = subprocess.Popen([sys.executable, "-c", "input()"], stdin=0, pass_fds=holding(folder / "control_socket"))

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from manager.engine.run import job_code
-from manager.engine.run.job_code import changed, collect, digests, from_elsewhere, keep, kept, pack
+from manager.run import job_snapshot as job_code
+from manager.run.job_snapshot import changed, collect, digests, from_elsewhere, keep, kept, pack
 from morph.contract.errors import ConfigError, JobError, RunDirError
 from morph.contract.messages import Failed, JobCode, WorkerSetup
-from morph.job_files import JobFiles
-from morph.runtime.process.job_code import files_of, use
+from morph.jobs.files import JobFiles
+from morph.jobs.packed_code import files_of, use
 from tests.worker_setup import SETUP
 
 

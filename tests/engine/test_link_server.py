@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from manager.engine.joining.link_server import LinkServer
+from morph.link.caller import LIVENESS, PURPOSE, TALK, Call, Talk, keep_liveness
 from morph.link.greeting import Greeting
 from morph.link.home import Home
 from morph.link.wire import Wire
-from morph.runtime.process.link import LIVENESS, PURPOSE, TALK, Call, Talk, keep_liveness
 from tests.engine.link_scene import BOUND_S, LinkScene, wait_until
 from tests.link.pair import certificates, show
 
@@ -120,7 +120,7 @@ def test_a_message_that_was_not_sealed_ends_the_line_and_says_nothing_of_the_wor
 WORKER = """
 import sys, threading, time
 from morph.link.home import Home
-from morph.runtime.process.link import Talk, keep_liveness, called, TALK
+from morph.link.caller import Talk, keep_liveness, called, TALK
 home = Home.model_validate_json(sys.argv[1])
 held = threading.Event()
 threading.Thread(target=keep_liveness, args=(home, held.set), daemon=True).start()

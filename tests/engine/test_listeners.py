@@ -31,13 +31,13 @@ from manager.journal.records import Fact
 from manager.notices.agent import Agent
 from manager.notices.source import NoticeUnavailable
 from manager.report.live import LiveRun
-from morph.runtime.groups import listener as listener_module
+from morph.link import listener as listener_module
+from morph.link.caller import TALK, Call
+from morph.link.listener import HELLO_TIMEOUT_S, MOST_STRANGERS, Strangers
 from morph.runtime.groups.faults import FaultPlan
-from morph.runtime.groups.listener import HELLO_TIMEOUT_S, MOST_STRANGERS, Strangers
 from morph.runtime.pre_copy.incoming import Incoming
 from morph.runtime.pre_copy.meeting import Meeting
 from morph.runtime.pre_copy.wire import Frame, send_frame
-from morph.runtime.process.link import TALK, Call
 from tests.engine.link_scene import LinkScene
 
 SECRET = "s3cret-of-this-run"

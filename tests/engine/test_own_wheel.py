@@ -23,7 +23,6 @@ import yaml
 from manager.controller.state.events import WorkerLost
 from manager.engine.joining.notice_server import NoticeServer
 from manager.engine.loop.event_queue import EventQueue
-from manager.engine.vms.own_wheel import kept_wheel, make_wheel, python_version, requirements
 from manager.journal.records import Fact
 from manager.providers.boot.first_boot import (
     MODULES,
@@ -36,6 +35,7 @@ from manager.providers.boot.first_boot import (
     lacking,
     packed,
 )
+from manager.providers.boot.own_wheel import kept_wheel, make_wheel, python_version, requirements
 from morph.contract.errors import ClusterError
 from tests.cloud.image import bare_python
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 SECRET, NODE = "n0de-secret-77aa", "tiny-1-0"
 BOUND_S = 120.0
-WHEEL = "from manager.engine.vms.own_wheel import make_wheel; import sys; sys.stdout.buffer.write(make_wheel())"
+WHEEL = "from manager.providers.boot.own_wheel import make_wheel; import sys; sys.stdout.buffer.write(make_wheel())"
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def texts() -> Iterator[tuple[Path, str]]:
 
 def test_no_file_doc_or_message_has_an_index_asked_for_morph() -> None:
     named = {str(path) for path, text in texts() if re.search(r"morph[-_.]+train", text, re.IGNORECASE)}
-    assert named == {"manager/engine/vms/own_wheel.py"}  # the name of what is installed here
+    assert named == {"manager/providers/boot/own_wheel.py"}  # the name of what is installed here
     pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
     for path in (ROOT / "configs/runs").glob("*.yaml"):
         packages = yaml.safe_load(path.read_text()).get("vms", {}).get("environment", {}).get("packages", [])

@@ -18,12 +18,12 @@ from manager.engine.loop.event_queue import EventQueue
 from manager.engine.run import preempting
 from manager.engine.run.attachment import FILE_NAME, Attachment
 from manager.engine.run.preempting import SOCKET_NAME, Answered, Asked, Preempting
+from manager.host.folders import make_folder, remove
 from manager.injection import asking, injector
 from manager.injection.asking import ask
 from manager.injection.injector import Injection, inject
 from manager.injection.schedule import Lifetimes, Taking, Traced, lifetime_s
 from manager.journal.records import PREEMPTION_FAILED, PREEMPTION_INJECTED, Fact
-from manager.machine.folders import make_folder, remove
 from manager.providers.interface.provider import Misconfigured
 from manager.run_dir import RunDir, RunFacts
 from manager.stopping import NotRunning

@@ -4,14 +4,14 @@ import pytest
 
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.expected import ExpectedLosses
-from manager.machine.devices import CudaDevice
-from manager.preparation import constant_trace, controller_config, memory_of, redundancy_line, starting_from
+from manager.host.devices import CudaDevice
+from manager.run.preparation import constant_trace, controller_config, memory_of, redundancy_line, starting_from
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.cluster import LinkSetting, LocalVms, Policy, StaticVms
 from morph.contract.errors import CheckpointError, PlanError
 from morph.contract.trace import Trace, TraceEvent
 from simulator import plan, simulate_plan, synthetic_profile
-from simulator.given.request import RedundancyName
+from simulator.inputs.request import RedundancyName
 
 PROFILE = synthetic_profile(num_sections=4, batch_size=16, tied=True)
 VMS = LocalVms(num_vms=4, memory_bytes=10**12)

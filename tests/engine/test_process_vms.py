@@ -15,10 +15,10 @@ import pytest
 from manager.engine.joining.link_server import Entrance, LinkServer, listen
 from manager.engine.local_vms.host_line import HostLine
 from manager.engine.on_processes.process_vms import ProcessVms
-from manager.machine.gone import runs
+from manager.host.gone import runs
 from morph.contract.messages import Failed
+from morph.link.encoding import ANSWER, pack, parts
 from morph.link.proof import new_secret
-from morph.runtime.process.messages import ANSWER, pack, parts
 from tests.engine.link_scene import Told
 from tests.forked_modules import SUBPROCESS
 from tests.worker_setup import SETUP

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from manager.machine.signals import ASKED, STOPPED_BY_COMMAND, STOPPING, deaf_to_signals, stopping_on_signals
+from manager.host.signals import ASKED, STOPPED_BY_COMMAND, STOPPING, deaf_to_signals, stopping_on_signals
 from tests.conftest import hear_signals
 
 

@@ -20,8 +20,8 @@ from manager.journal.records import Fact
 from morph.contract.base import Value
 from morph.contract.messages import Aborted, Heartbeat, Probed, ProbeOrder, StepOrder, UnitWritten, WorkerReady
 from morph.contract.timeline import MicroBatchTimes
-from morph.runtime.process import messages
-from morph.runtime.process.messages import ANSWER, BEAT, packed, unpack
+from morph.link import encoding as messages
+from morph.link.encoding import ANSWER, BEAT, packed, unpack
 from tests.worker_setup import SETUP
 
 READY = WorkerReady(worker="vm0", pid=1, setup_s=0.0)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from simulated_cluster import Faults, SimulatedCluster
 from simulated_job import make_config
 
+from manager.accounting.spent import Prices
 from manager.controller.state.events import Event
 from manager.controller.state.state import ControllerState, Decision
 from manager.report.live import LiveRun
-from manager.report.spent import Prices
 
 
 def played(stop_at: int | None = None) -> LiveRun:

@@ -10,6 +10,9 @@ from random_history import random_faults
 from simulated_cluster import TIMES, Faults
 from simulated_job import make_config
 
+from manager.accounting.account import Account, Part
+from manager.accounting.ledger import Ledger
+from manager.accounting.spent import NOTHING, NS_PER_S, SHARES, Prices, nano_usd
 from manager.controller.decide import decide
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import (
@@ -27,10 +30,7 @@ from manager.controller.state.events import (
 )
 from manager.controller.state.state import initial_state
 from manager.journal.records import OUTLIVES, SESSION_OVER, TOOK_OVER, DecisionRecord, Entry, EntryKind, Fact
-from manager.report.account import Account, Part
-from manager.report.accounting import Ledger
 from manager.report.reading import read_report, report_of
-from manager.report.spent import NOTHING, NS_PER_S, SHARES, Prices, nano_usd
 from morph.contract.base import Value
 from morph.contract.messages import WorkerReady
 

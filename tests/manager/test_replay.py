@@ -8,7 +8,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 from simulated_job import SIZES, UNITS, make_plan
 
-from manager.report.account import Part
+from manager.accounting.account import Part
 from manager.simulation.policies.bounds import play_ideal, play_on_demand
 from manager.simulation.policies.morph import play_mix, play_morph
 from manager.simulation.policies.pipelines import play_pipelines

@@ -13,12 +13,12 @@ from journalled_history import JournalledCluster
 from simulated_cluster import Faults
 from typer.testing import CliRunner
 
+from manager.accounting.account import Account, Part
+from manager.accounting.spent import NOTHING, Prices
 from manager.journal.journal import FILE_NAME
-from manager.report.account import Account, Part
 from manager.report.page import report_page
 from manager.report.picture import training_figure
 from manager.report.reading import read_report
-from manager.report.spent import NOTHING, Prices
 from manager.report.summary import summarise
 from manager.run_dir import RunFacts
 from morph.cli.main import app

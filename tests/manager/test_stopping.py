@@ -19,7 +19,7 @@ FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_si
 MANAGER = """
 import signal, sys
 from pathlib import Path
-from manager.machine.signals import ASKED
+from manager.host.signals import ASKED
 from manager.run_dir import RunDir, RunFacts
 facts = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=6)
 signal.pthread_sigmask(signal.SIG_BLOCK, [ASKED])

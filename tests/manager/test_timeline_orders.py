@@ -6,7 +6,7 @@ import pytest
 from controller_script import Script
 
 from manager.controller.state.actions import SendStep
-from manager.preparation import constant_trace, controller_config
+from manager.run.preparation import constant_trace, controller_config
 from morph.contract.cluster import LocalVms, Policy
 from morph.contract.plan import Schedule
 from simulator import synthetic_profile

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from morph.contract.errors import InputError
 from morph.cutting import ExportedJob, cut, export_job
 from morph.cutting.exporting.exported import GraphJob
-from morph.cutting.trials.data_trial import check_data
-from morph.cutting.trials.mean_trial import loss_warnings
 from morph.data import MicroBatchLoader
-from morph.job import Job
+from morph.jobs.job import Job
+from morph.preflight.data_check import check_data
+from morph.preflight.mean_loss import loss_warnings
 from tests.cutting.conftest import Samples, build_whole, run_sections, sgd
 
 Outcome = Literal["exact", "close", "refused"]

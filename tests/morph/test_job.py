@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from morph.contract.errors import JobError
-from morph.job import Job, load_job
+from morph.jobs.job import Job, load_job
 from tests.forked_modules import run_python
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +121,7 @@ def test_a_spec_that_names_no_file_is_refused(spec: str, message: str) -> None:
 
 
 def test_importing_morph_and_its_job_module_loads_no_torch() -> None:
-    script = "import sys, morph, morph.job; morph.Job; sys.exit('torch' in sys.modules)"
+    script = "import sys, morph, morph.jobs.job; morph.Job; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
 
 
@@ -132,7 +132,7 @@ def test_the_examples_load(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_standard_library_text_is_the_same_in_every_process() -> None:
-    load = "from morph.job import load_job; import hashlib, sys; data = load_job(sys.argv[1]).dataset()"
+    load = "from morph.jobs.job import load_job; import hashlib, sys; data = load_job(sys.argv[1]).dataset()"
     script = f"{load}; print(len(data), data[7]['input_ids'].tolist(), hashlib.sha256(data.text).hexdigest())"
     job = f"{ROOT}/configs/jobs/gpt2_stdlib.py:job"
     _, other, errors = run_python("-c", script, job)

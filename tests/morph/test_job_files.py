@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from morph.contract.errors import JobError
-from morph.job import load_job
-from morph.job_files import JobFiles
+from morph.jobs.files import JobFiles
+from morph.jobs.job import load_job
 
 JOB = """
 from pathlib import Path
@@ -127,7 +127,7 @@ def test_what_is_installed_as_a_link_into_the_folder_is_the_jobs_own(
     installed.mkdir()
     (installed / "package").symlink_to(folder / "package")
     (installed / "another").mkdir()
-    monkeypatch.setattr("morph.job_files._OF_PYTHON", (f"{installed}/",))
+    monkeypatch.setattr("morph.jobs.files._OF_PYTHON", (f"{installed}/",))
     found = files(folder)
     assert found.inside(str(installed / "package" / "part.py")) == "package/part.py"
     assert found.inside(str(installed / "another" / "part.py")) is None

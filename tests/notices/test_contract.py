@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from manager.machine.plain_http import HttpAnswer, fetch
+from manager.host.plain_http import HttpAnswer, fetch
 from manager.notices.aws import ACTION_PATH, REBALANCE_PATH, AwsInterruptions, AwsMetadata, AwsRebalance
 from manager.notices.azure import EVENTS_PATH, NAME_PATH, AzureNotices
 from manager.notices.gcp import PREEMPTED_PATH, GcpNotices

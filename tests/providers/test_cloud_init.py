@@ -5,7 +5,6 @@ import shlex
 import pytest
 import yaml
 
-from manager.engine.vms.own_wheel import requirements
 from manager.providers.azure.spec import planned
 from manager.providers.boot.cloud_init import (
     AUTHORITY_PATH,
@@ -19,6 +18,7 @@ from manager.providers.boot.cloud_init import (
     ray_command,
 )
 from manager.providers.boot.first_boot import packed
+from manager.providers.boot.own_wheel import requirements
 from manager.providers.hosts.static_node import secret_of, static_node
 from tests.providers.azure_world import NODE_SECRET, RAY_TOKEN, SPEC, START
 

@@ -12,8 +12,8 @@ from manager.rehearsal.device import EmulationOptions, emulated_device, known_un
 from morph.contract.emulation import EmulatedDevice
 from morph.contract.profile import Profile, Timing
 from simulator import simulate, synthetic_profile
-from simulator.answers.costs import SectionCosts
-from simulator.given.transfer import AllReduce
+from simulator.costs.stage_costs import SectionCosts
+from simulator.inputs.transfer import AllReduce
 
 RINGS = (2, 3, 4, 6, 12)
 

@@ -11,7 +11,7 @@ from manager.rehearsal.scales import STATE_BYTES, choose_scales
 from manager.rehearsal.spec import RehearsalSpec
 from morph.contract.errors import PlanError
 from simulator import simulate, synthetic_profile
-from simulator.given.transfer import bandwidth_bytes_per_s
+from simulator.inputs.transfer import bandwidth_bytes_per_s
 
 
 def spec_of(**fields: Any) -> RehearsalSpec:

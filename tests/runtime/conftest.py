@@ -11,7 +11,7 @@ from torch import Tensor
 from morph.cutting import cut, export_job
 from morph.cutting.cuts.cut_model import CutModel
 from morph.data import MicroBatchLoader
-from morph.job import Job, load_job
+from morph.jobs.job import Job, load_job
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS
 
 settings.register_profile("unhurried", deadline=None)  # of a test's examples, on a machine that others use too

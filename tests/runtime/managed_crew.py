@@ -14,8 +14,8 @@ from manager.controller.state.events import NodeAppeared, WorkerAnswered, Worker
 from manager.controller.state.state import initial_state
 from manager.engine.loop.driver import Driver, Observer
 from manager.engine.loop.event_queue import EventQueue
-from manager.engine.run.job_code import collect, pack
 from manager.journal.journal import Journal
+from manager.run.job_snapshot import collect, pack
 from manager.run_dir import RunDir
 from morph.contract.faults import Fault
 from morph.contract.messages import CommitOrder, PreCopyOrder, ProbeOrder, ReshapeOrder, StepOrder, WorkerSetup

@@ -19,8 +19,8 @@ from calibrate.writing.storage import StorageSpeeds
 from morph.contract.profile import Profile
 from morph.cutting import CutModel
 from simulator import Simulation, simulate, simulate_plan, synthetic_profile
-from simulator.answers.costs import SectionCosts
-from simulator.given.memory_rules import MemoryRules
+from simulator.costs.stage_costs import SectionCosts
+from simulator.inputs.memory_rules import MemoryRules
 from tests.runtime.tracked_crew import TrackedCrew
 
 NUM_STEPS = 3

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 TRAIN = """
 import os, sys, threading, torch
-from morph.job_files import file_of
+from morph.jobs.files import file_of
 from morph.runtime.state.deferred_compiler import defer_compiler, prepare_torch
 
 prepare_torch()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from morph.contract.messages import WorkerSetup
-from morph.cutting.making.construct import LazyTensors
+from morph.cutting.deferred_init.construct import LazyTensors
 from morph.runtime.workloads.job_workload import JobWorkload
 from tests.runtime.conftest import CutJob
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from morph.contract.plan import Plan, Schedule
 from morph.runtime.step.schedule_follower import ScheduleFollower, Task
 from simulator import plan, synthetic_profile
-from simulator.playing.schedules import fixed_order
+from simulator.engine.schedules import fixed_order
 
 EVERYTHING = 10**6
 

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from morph.cutting.kept.cut_job import load_and_cut
-from morph.job_files import imported_once
+from morph.cutting.cache.cut_job import load_and_cut
+from morph.jobs.files import imported_once
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS
 
 EXPORTER = "torch.export._trace"
 WORKER = f"""
 import json, sys
 from morph.contract.messages import WorkerSetup
-from morph.cutting.kept.cut_job import load_and_cut
-from morph.job_files import imported_once
+from morph.cutting.cache.cut_job import load_and_cut
+from morph.jobs.files import imported_once
 from morph.runtime.process.worker import Worker
 from morph.runtime.workloads.job_workload import JobWorkload
 

@@ -12,8 +12,8 @@ import pytest
 from morph.checkpoint.manifest import write_manifest
 from morph.checkpoint.unit_files import read_unit
 from morph.contract.messages import Aborted, Failed, Prepared, Reshaped, StepOrder
-from morph.cutting.kept.cut_job import load_and_cut
-from morph.job_files import imported_once
+from morph.cutting.cache.cut_job import load_and_cut
+from morph.jobs.files import imported_once
 from tests.runtime.footprints import check_that_morphs_leave_nothing
 from tests.runtime.worker_crew import Crew, poll_until
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, load_tiny_job, uninterrupted

@@ -16,7 +16,7 @@ from morph.contract.decided import Decided, decided_step
 from morph.contract.messages import Prepared, Reshaped, ReshapeOrder, StepOrder, WorkerReady, WorkerSetup
 from morph.contract.plan import Plan
 from morph.cutting import CutModel
-from morph.job_files import imported_once
+from morph.jobs.files import imported_once
 from morph.runtime.groups.store import StoreHost
 from morph.runtime.process.worker import Worker
 from morph.runtime.state.reducing import Reduction

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from manager.controller.shape.placement import choose_sources, place, share_units
 from manager.controller.state.config import units_by_stage
-from manager.engine.run.job_code import collect, pack
+from manager.run.job_snapshot import collect, pack
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.cluster import LinkSetting, RingSetting
 from morph.contract.faults import Fault

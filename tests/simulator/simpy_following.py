@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import simpy
 from simpy.events import Event
 
-from simulator.playing.following import ShapeTimes
+from simulator.engine.following import ShapeTimes
 from tests.simulator.simpy_model import Task, Turn
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import simpy
 from simpy.events import Event, EventPriority
 
-from simulator.playing.times import StageTimes
+from simulator.engine.times import StageTimes
 
 Task = tuple[str, int]
 """(letter, start_ns)"""

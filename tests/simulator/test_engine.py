@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from simulator.playing.engine import StageTimes, run_pipeline
+from simulator.engine.mini_batch import StageTimes, run_pipeline
 from tests.seeds import each_seed
 from tests.simulator.simpy_model import play_with_simpy
 

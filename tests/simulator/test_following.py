@@ -10,9 +10,9 @@ import pytest
 
 from morph.contract.plan import Schedule
 from morph.runtime.step.schedule_follower import ScheduleFollower
-from simulator.playing.engine import StageTimes, run_pipeline
-from simulator.playing.following import ShapeTimes, follow, lane_times
-from simulator.playing.schedules import fixed_order, stage_windows
+from simulator.engine.following import ShapeTimes, follow, lane_times
+from simulator.engine.mini_batch import StageTimes, run_pipeline
+from simulator.engine.schedules import fixed_order, stage_windows
 from tests.seeds import each_seed
 from tests.simulator.simpy_following import follow_with_simpy
 

@@ -16,15 +16,15 @@ from morph.contract.profile import Profile
 from morph.runtime.emulation.draws import Luck
 from morph.runtime.emulation.workload import stage_memory, task_times
 from simulator import PlanRequest, plan, simulate, simulate_plan, synthetic_profile
-from simulator.answers.answer import bound_ns, deal
-from simulator.answers.costs import SectionCosts, stage_costs
-from simulator.given.conditions import Conditions
-from simulator.given.memory_rules import MemoryRules
-from simulator.playing.engine import run_pipeline
+from simulator.costs.answer import bound_ns, deal
+from simulator.costs.stage_costs import SectionCosts, stage_costs
+from simulator.engine.mini_batch import run_pipeline
+from simulator.inputs.conditions import Conditions
+from simulator.inputs.memory_rules import MemoryRules
+from simulator.render.tables import shape_lines
 from simulator.search.moves import moved_bounds_ns, neighbours
 from simulator.search.partition import least_bytes, partition_table
 from simulator.search.sweep import Sweep
-from simulator.shown.tables import shape_lines
 from tests.seeds import each_seed
 from tests.simulator.simpy_model import play_with_simpy
 from tests.simulator.test_memory import M, profile_of

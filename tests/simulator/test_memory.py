@@ -12,8 +12,8 @@ import pytest
 from morph.contract.errors import PlanError
 from morph.contract.profile import Environment, Profile
 from simulator import plan, simulate, synthetic_profile
-from simulator.answers.costs import SectionCosts, stage_costs
-from simulator.given.memory_rules import MemoryRules
+from simulator.costs.stage_costs import SectionCosts, stage_costs
+from simulator.inputs.memory_rules import MemoryRules
 from simulator.search.partition import least_bytes, partition_table
 
 NOTHING_MORE = MemoryRules(keeps_sums=False, copies_sums=False, changes=False, saves=False)

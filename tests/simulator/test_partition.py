@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from morph.contract.profile import Profile
-from simulator.answers.costs import SectionCosts, stage_costs
-from simulator.given.synthetic import synthetic_profile
-from simulator.playing.schedules import stage_windows
+from simulator.costs.stage_costs import SectionCosts, stage_costs
+from simulator.engine.schedules import stage_windows
+from simulator.inputs.synthetic import synthetic_profile
 from simulator.search.partition import least_bytes, partition_table
 from tests.seeds import each_seed
 

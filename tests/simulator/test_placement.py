@@ -6,7 +6,7 @@ from itertools import combinations_with_replacement
 import pytest
 
 from morph.contract.errors import PlanError
-from simulator.given.placement import node_sizes, place
+from simulator.inputs.placement import node_sizes, place
 
 
 @cache

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from morph.contract.plan import Plan
 from morph.contract.profile import Contention, Profile, load_profile
 from simulator import plan, plan_table, simulate, synthetic_profile
-from simulator.answers.answer import bound_ns, deal
-from simulator.answers.bounds import lower_bound_ns, pipe_of
-from simulator.answers.costs import SectionCosts, stage_costs
-from simulator.answers.finish import finish
-from simulator.answers.memory import spans
-from simulator.given.conditions import Conditions
-from simulator.playing.engine import run_pipeline
-from simulator.playing.schedules import fixed_order
+from simulator.costs.answer import bound_ns, deal
+from simulator.costs.bounds import lower_bound_ns, pipe_of
+from simulator.costs.finish import finish
+from simulator.costs.memory import spans
+from simulator.costs.stage_costs import SectionCosts, stage_costs
+from simulator.engine.mini_batch import run_pipeline
+from simulator.engine.schedules import fixed_order
+from simulator.inputs.conditions import Conditions
 from simulator.search.moves import moved_bounds_ns
 from simulator.search.moves import neighbours as moved_cuts
 from simulator.search.partition import bounds_ns

@@ -10,7 +10,7 @@ from morph.contract.errors import PlanError
 from morph.contract.plan import Plan, load_plan
 from morph.contract.profile import Contention
 from simulator import plan, plan_table, simulate, synthetic_profile
-from simulator.answers.costs import SectionCosts
+from simulator.costs.stage_costs import SectionCosts
 from simulator.search.partition import least_bytes
 from tests.grids import IS_LONG
 from tests.seeds import each_seed

@@ -13,7 +13,7 @@ from benchmarks.published.speeds import ANCHORS, speed_of
 from morph.contract.errors import PlanError
 from morph.contract.profile import Profile, load_profile
 from simulator import plan, simulate
-from simulator.given.transfer import AllReduce
+from simulator.inputs.transfer import AllReduce
 
 KINDS = ("Varuna", "Bamboo", "derived: ", "assumed: ", "not published", "docs/", "this table")
 

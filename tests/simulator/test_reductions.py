@@ -11,9 +11,9 @@ import simpy
 
 from morph.contract.profile import Profile
 from simulator import simulate, synthetic_profile
-from simulator.answers.answer import Simulation
-from simulator.answers.finish import Finish
-from simulator.given.jitter import Luck
+from simulator.costs.answer import Simulation
+from simulator.costs.finish import Finish
+from simulator.inputs.jitter import Luck
 from tests.seeds import each_seed
 
 

@@ -9,8 +9,8 @@ import pytest
 from morph.contract.errors import PlanError
 from morph.contract.profile import Profile
 from simulator import Simulation, plan, simulate, synthetic_profile
-from simulator.answers.redundant import mean_pause_ns
-from simulator.given.conditions import RedundantName
+from simulator.costs.redundant import mean_pause_ns
+from simulator.inputs.conditions import RedundantName
 
 MODES: tuple[RedundantName, ...] = ("lflb", "eflb", "efeb")
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from simulator.playing.engine import StageTimes
-from simulator.playing.following import ShapeTimes, follow, lane_times
+from simulator.engine.following import ShapeTimes, follow, lane_times
+from simulator.engine.mini_batch import StageTimes
 from tests.seeds import each_seed
 from tests.simulator.simpy_following import follow_with_simpy
 from tests.simulator.test_following import SCHEDULES, makers, orders_of, random_lanes, random_stages

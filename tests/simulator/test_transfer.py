@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from morph.contract.profile import AllReduceTime, Timing
-from simulator.given.synthetic import synthetic_profile
-from simulator.given.transfer import AllReduce, Curve
+from simulator.inputs.synthetic import synthetic_profile
+from simulator.inputs.transfer import AllReduce, Curve
 
 LATENCY_S, BYTES_PER_S = 0.0002, 1e9
 

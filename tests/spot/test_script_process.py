@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from manager.machine.gone import wait_gone
+from manager.host.gone import wait_gone
 
 WATCHER = """
 import sys, time

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from manager.machine.folders import sweep
-from manager.machine.gone import wait_gone
+from manager.host.folders import sweep
+from manager.host.gone import wait_gone
 from manager.providers.local import LocalProvider
 from manager.spot.launcher import Launcher, Source
 from manager.spot.local import LocalMachines

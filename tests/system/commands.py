@@ -18,8 +18,8 @@ import psutil
 import pytest
 from filelock import FileLock
 
-from manager.machine.folders import PREFIX
-from manager.machine.gone import lives, wait_gone
+from manager.host.folders import PREFIX
+from manager.host.gone import lives, wait_gone
 from tests.forked_scripts import Nursery
 from tests.system.exposure import RECORDED
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from manager.controller.state.config import ControllerConfig
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed, Observer
-from manager.engine.run.job_code import collect, pack
 from manager.engine.run.machines import OpenMachines
 from manager.engine.run.session import RunSpec, run_session
-from manager.machine.handed_on import handed_on
+from manager.host.handed_on import handed_on
+from manager.run.job_snapshot import collect, pack
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.checkpoint import Manifest
@@ -22,9 +22,9 @@ from morph.contract.faults import Fault, SlowSpell
 from morph.contract.plan import Plan
 from morph.contract.rules import Rules, StutterRules
 from morph.contract.trace import Trace, TraceEvent
+from morph.cutting.cache.cut_job import LoadedJob, load_and_cut
 from morph.cutting.cuts.cut_model import cut
-from morph.cutting.kept.cut_job import LoadedJob, load_and_cut
-from morph.job_files import imported_once
+from morph.jobs.files import imported_once
 from morph.runtime.process.single import run_single
 from simulator import plan, synthetic_profile
 

@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from manager.dashboard.server import read_address
+from manager.host.gone import lives
 from manager.journal.journal import FILE_NAME as JOURNAL
 from manager.journal.journal import Journal
-from manager.machine.gone import lives
 from manager.report.reading import read_report
 from morph.checkpoint.manifest import complete_versions
 from morph.cli.main import app

@@ -17,9 +17,9 @@ import pytest
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import EVENT, Event, NodesGranted, RequestRefused, WorkerAnswered, WorkerLost
 from manager.controller.state.state import Phase
+from manager.host.gone import runs
 from manager.journal.journal import Journal
 from manager.journal.records import DecisionRecord, Fact
-from manager.machine.gone import runs
 from manager.report.reading import read_report
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import Limits, LocalVms, Policy

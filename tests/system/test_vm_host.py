@@ -24,8 +24,8 @@ import pytest
 
 from manager.engine.joining.link_server import listen
 from manager.engine.on_ray.ray_environment import prepare, stay_on_loopback
-from manager.machine.gone import lives
-from manager.machine.ports import VM_RESOURCE
+from manager.host.gone import lives
+from manager.host.ports import VM_RESOURCE
 from morph.contract.errors import ClusterError, ClusterLost
 
 if TYPE_CHECKING:

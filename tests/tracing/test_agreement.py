@@ -18,10 +18,10 @@ from morph.contract.errors import ExportError, JobError
 from morph.cutting import ExportedJob, cut, export_job
 from morph.cutting.cuts.analysis import REFERENCE_SAMPLES, analyse
 from morph.cutting.exporting.exported import GraphJob
-from morph.job import Job, load_job
+from morph.jobs.job import Job, load_job
+from morph.preflight.comparison_cache import agreement_key, keep_agreement, kept_agreement
+from morph.preflight.plain_comparison import QUICK_FLOPS, Agreement, Limits, compare_with_plain
 from morph.runtime.state.accumulators import ExactAccumulator, Reduced
-from morph.tracing.agreement import QUICK_FLOPS, Agreement, Limits, compare_with_plain
-from morph.tracing.kept_agreements import agreement_key, keep_agreement, kept_agreement
 from morph.user_cache import cache_folder
 
 pytestmark = pytest.mark.slow
@@ -410,7 +410,7 @@ def test_a_command_compares_once_and_says_so(command: str, job_file: Path, monke
         "loss, every gradient and the weights after 2 steps are equal to the plain model's (3 x 2 samples)"
         in first.stdout
     )
-    monkeypatch.setattr("morph.tracing.agreement.compare_with_plain", None)
+    monkeypatch.setattr("morph.preflight.plain_comparison.compare_with_plain", None)
     assert "are equal to the plain model's (3 x 2 samples)" in run().stdout
 
 

@@ -140,7 +140,7 @@ def test_the_report_turns_into_json(tools: Any) -> None:
 
 
 def test_the_tiny_gpt_is_clean(tools: Any) -> None:
-    from morph.job import load_job
+    from morph.jobs.job import load_job
 
     report = tools.trace(load_job(f"{TINY_GPT}:job"))
     assert report.violations == ()

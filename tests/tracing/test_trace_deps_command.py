@@ -13,7 +13,7 @@ from morph.cli.models.checks import check_job
 from morph.contract.errors import JobError
 from morph.contract.profile import Profile, UnitProfile
 from morph.cutting import cut, export_job
-from morph.job import load_job
+from morph.jobs.job import load_job
 from simulator import synthetic_profile
 
 JOBS = """

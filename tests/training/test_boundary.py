@@ -11,9 +11,9 @@ from torch import Tensor
 from calibrate.timing.bench import make_bench
 from morph.contract.errors import JobError
 from morph.cutting import CutModel, cut, export_job
-from morph.cutting.kept.entry import read_entry, write_entry
+from morph.cutting.cache.entry import read_entry, write_entry
 from morph.data import MicroBatchLoader
-from morph.job import Job
+from morph.jobs.job import Job
 from morph.runtime.step.stage import Stage
 from morph.runtime.step.sums import MicroBatchSums
 from tests.training.training_jobs import BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SECTIONS, WIDTH, narrow, plain

@@ -18,8 +18,8 @@ from morph.checkpoint.plain_file import write_plain_file
 from morph.checkpoint.unit_files import read_unit
 from morph.cli.main import app
 from morph.contract.errors import InputError
-from morph.cutting.kept.cut_job import load_and_cut
-from morph.job_files import imported_once
+from morph.cutting.cache.cut_job import load_and_cut
+from morph.jobs.files import imported_once
 from morph.runtime.process.single import run_single
 from tests.cli.given import without_phases
 from tests.training.shapes_crew import spec_of

@@ -12,7 +12,7 @@ from torch import nn
 from morph.checkpoint.unit_files import read_unit
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import MorphError
-from morph.job import load_job
+from morph.jobs.job import load_job
 from morph.runtime.process.single import run_single
 from morph.runtime.state.model_state import export_state
 from tests.training.shapes_crew import spec_of

@@ -18,7 +18,7 @@ from morph.contract.timeline import ComputeTimes
 from morph.cutting import CutModel, cut, export_job
 from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.data import MicroBatchLoader
-from morph.job import LossScaling, Precision
+from morph.jobs.job import LossScaling, Precision
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.state.update_rules import UpdateRules, update_rules
 from morph.runtime.step.section_run import run_section

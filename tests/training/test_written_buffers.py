@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from morph.checkpoint.plain_file import PlainFile
 from morph.contract.errors import InputError
 from morph.cutting import cut, export_job
-from morph.cutting.making.construct import training_mode
+from morph.cutting.deferred_init.construct import training_mode
 from morph.data import MicroBatchLoader
-from morph.job import Job, load_job
+from morph.jobs.job import Job, load_job
 from morph.runtime.process.single import run_single
 from morph.runtime.state.initial_checkpoint import write_initial_checkpoint
 from morph.runtime.state.model_state import ImportedParameters, export_state, model_state

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manager.enrolment.files import Certificates
-from manager.machine.ports import LOOPBACK
+from manager.host.ports import LOOPBACK
 from morph.contract.errors import ClusterError, ConfigError
 from morph.contract.files import PRIVATE, write_whole
 

@@ -21,13 +21,13 @@ from typing import Protocol
 
 from manager.engine.loop.line import Line
 from manager.enrolment.files import Certificates
+from morph.link.caller import LIVENESS, PURPOSE, ROLES, TALK, bounded
 from morph.link.contexts import server_context
 from morph.link.greeting import Greeting
 from morph.link.home import Home
+from morph.link.listener import BACKLOG, HELLO_TIMEOUT_S, LOOK_EVERY_S, MOST_KNOWN, PAUSE_S, Strangers
 from morph.link.proof import new_secret, proof
 from morph.link.wire import CHUNK_BYTES, Wire
-from morph.runtime.groups.listener import BACKLOG, HELLO_TIMEOUT_S, LOOK_EVERY_S, MOST_KNOWN, PAUSE_S, Strangers
-from morph.runtime.process.link import LIVENESS, PURPOSE, ROLES, TALK, bounded
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from manager.engine.local_vms.control_socket import PACKET_BYTES
-from manager.machine.folders import holding
+from manager.host.folders import holding
 from morph.contract.errors import ClusterError
 
 log = logging.getLogger(__name__)

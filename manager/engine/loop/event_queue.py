@@ -22,8 +22,8 @@ from manager.controller.state.events import (
     WorkerProbed,
     WorkerTimes,
 )
+from manager.host.clock import RunClock
 from manager.journal.records import Fact
-from manager.machine.clock import RunClock
 from morph.contract.messages import Answer, Heartbeat, Probed, WorkerId
 from morph.contract.timeline import MicroBatchTimes
 

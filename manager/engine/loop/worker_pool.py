@@ -27,7 +27,7 @@ from morph.contract.messages import (
     StepOrder,
     WorkerSetup,
 )
-from morph.runtime.process.messages import ANSWER, BEAT, pack, parts
+from morph.link.encoding import ANSWER, BEAT, pack, parts
 
 ATTACH_TIMEOUT_S = 15.0
 CALL_TIMEOUT_S = 300.0

@@ -15,7 +15,7 @@ from manager.controller.state.events import WorkerAnswered
 from manager.engine.joining.link_server import Entrance, LinkServer, listen
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.loop.worker_pool import WorkerPool
-from manager.machine.ports import LOOPBACK
+from manager.host.ports import LOOPBACK
 from morph.contract.errors import ClusterError
 from morph.contract.messages import CommitOrder, Committed, WorkerSetup
 from morph.link.home import Home

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError
 
-from manager.machine.ports import VM_RESOURCE
+from manager.host.ports import VM_RESOURCE
 from morph.link.home import Home
 from morph.runtime.process.actor import WorkerActor
 

@@ -25,10 +25,10 @@ import ray
 
 from manager.engine.local_vms.host_line import HostLine
 from manager.engine.on_ray.plain_answers import believe_no_names, take_bytes_alone
-from manager.machine.folders import OWN_SOCKET
-from manager.machine.gone import runs, session_of, wait_gone
-from manager.machine.handed_on import handed_on
-from manager.machine.ports import LOOPBACK, VM_RESOURCE
+from manager.host.folders import OWN_SOCKET
+from manager.host.gone import runs, session_of, wait_gone
+from manager.host.handed_on import handed_on
+from manager.host.ports import LOOPBACK, VM_RESOURCE
 from morph.contract.errors import ClusterError, ClusterLost
 from morph.contract.vm_names import workers_of
 from morph.runtime.process.actor import WorkerActor

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from manager.engine.joining.certificates import Tls, certificates_of, make_certificates
-from manager.machine.folders import RAYS_SOCKET, hold, make_folder, remove_at_exit
-from manager.machine.ports import RAY_SETTINGS
+from manager.host.folders import RAYS_SOCKET, hold, make_folder, remove_at_exit
+from manager.host.ports import RAY_SETTINGS
 from morph.contract.errors import ClusterError
 
 _ENVIRONMENT = {

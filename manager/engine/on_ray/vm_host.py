@@ -41,8 +41,8 @@ from ray.cluster_utils import Cluster
 
 from manager.engine.local_vms.control_socket import ControlSocket, hear, tell
 from manager.engine.on_ray.agents import start_agents_of_ours
-from manager.machine.gone import wait_gone
-from manager.machine.ports import LOOPBACK, VM_RESOURCE, Ports
+from manager.host.gone import wait_gone
+from manager.host.ports import LOOPBACK, VM_RESOURCE, Ports
 from morph.contract.errors import ClusterError
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024

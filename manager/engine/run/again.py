@@ -10,7 +10,7 @@ from itertools import count
 from manager.controller.state.actions import Finish
 from manager.controller.steps.resting import pause_after
 from manager.engine.loop.driver import Observed
-from manager.machine.signals import stopping_on_signals
+from manager.host.signals import stopping_on_signals
 from morph.contract.errors import ClusterError, ClusterLost
 
 

@@ -18,7 +18,7 @@ from manager.engine.loop.line import Launcher
 from manager.engine.loop.worker_pool import WorkerPool
 from manager.engine.run.attachment import Attachment, Found
 from manager.engine.run.store_watch import StartedStore, StoreWatch
-from manager.machine.ports import LOOPBACK
+from manager.host.ports import LOOPBACK
 from manager.providers.interface.provider import Provider
 from morph.contract.errors import ClusterError
 from morph.contract.messages import WorkerSetup

@@ -21,9 +21,9 @@ from manager.engine.on_ray.ray_environment import leave_loopback
 from manager.engine.run.attachment import Attachment
 from manager.engine.run.machines import Machines, Opening, OpenMachines, Provided
 from manager.engine.run.ray_machines import OnRay
-from manager.engine.vms.own_wheel import kept_wheel, python_version, requirements
-from manager.machine.ports import Ports
+from manager.host.ports import Ports
 from manager.providers.boot.cloud_init import NodeStart
+from manager.providers.boot.own_wheel import kept_wheel, python_version, requirements
 from manager.providers.interface.provider import Provider
 from morph.contract.cluster import AzureVms, ProvidedVms
 from morph.contract.errors import ClusterError

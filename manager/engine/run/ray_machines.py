@@ -15,7 +15,7 @@ from manager.engine.on_ray.ray_environment import stay_on_loopback
 from manager.engine.run.attachment import Attachment
 from manager.engine.run.machines import Machines, Opening, OpenMachines, open_pool
 from manager.engine.run.store_watch import StartedStore, StoreWatch
-from manager.machine.ports import LOOPBACK
+from manager.host.ports import LOOPBACK
 from morph.contract.errors import ClusterError
 from morph.link.proof import new_secret
 

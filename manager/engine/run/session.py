@@ -22,13 +22,13 @@ from manager.engine.run.provided import Providing
 from manager.engine.run.take_over import take_over
 from manager.engine.run.vm_sources import machines_of, provisioning_of, watch_joining, write_last_facts
 from manager.engine.vms.spending import Spending, before_now
+from manager.host.clock import RunClock
+from manager.host.devices import cuda_devices, device_slots
+from manager.host.signals import deaf_to_signals, stopping_on_signals
 from manager.journal.journal import Journal
 from manager.journal.patience import patiently
 from manager.journal.records import CLUSTER_LOST, OUTLIVES, Fact, TraceMoment
 from manager.journal.replay import trace_moment
-from manager.machine.clock import RunClock
-from manager.machine.devices import cuda_devices, device_slots
-from manager.machine.signals import deaf_to_signals, stopping_on_signals
 from manager.run_dir import RunDir
 from morph.contract.cluster import ClusterConfig, LocalVms, ProvidedVms
 from morph.contract.emulation import EmulatedDevice

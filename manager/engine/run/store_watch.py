@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from manager.engine.loop.event_queue import EventQueue
+from manager.host.gone import runs
 from manager.journal.records import Fact
-from manager.machine.gone import runs
 from morph.contract.errors import ClusterError, ClusterLost
 
 LOOK_EVERY_S = 0.5

@@ -13,8 +13,8 @@ from manager.controller.state.events import NodeFacts, Paid, RequestRefused, Wor
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.vms.spending import Spending
 from manager.engine.vms.vm_registry import End, VmRegistry, facts_of, paid
+from manager.host.serial_executor import SerialExecutor
 from manager.journal.records import VM_KILLED, Fact
-from manager.machine.serial_executor import SerialExecutor
 from manager.providers.interface.provider import (
     CapacityShort,
     Provider,

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from manager.accounting.spent import NS_PER_S, SHARES, UNITS_PER_USD
 from manager.providers.interface.provider import Price, Vm
 from manager.report.reading import ledger_now
-from manager.report.spent import NS_PER_S, SHARES, UNITS_PER_USD
 from morph.contract.cluster import Limits
 from morph.contract.vm_names import vm_of
 

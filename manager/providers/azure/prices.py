@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from urllib.parse import urlencode
 
-from manager.machine.plain_http import HttpFailed, fetch
+from manager.host.plain_http import HttpFailed, fetch
 from manager.providers.azure.spec import AzureSize, AzureSpec
 
 PRICES_URL = "https://prices.azure.com/api/retail/prices"

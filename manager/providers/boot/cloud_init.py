@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import Field, SecretStr
 
-from manager.machine.ports import RAY_SETTINGS, VM_RESOURCE, Ports
+from manager.host.ports import RAY_SETTINGS, VM_RESOURCE, Ports
 from manager.providers.boot.first_boot import packed
 from morph.contract.base import Value
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from morph.link.session import Session
 
 MODULES = (
-    "manager/__init__.py", "manager/machine/__init__.py", "manager/machine/plain_http.py",
+    "manager/__init__.py", "manager/host/__init__.py", "manager/host/plain_http.py",
     "manager/notices/__init__.py", "manager/notices/call.py", "manager/notices/end.py",
     "manager/providers/__init__.py", "manager/providers/boot/__init__.py", "manager/providers/boot/first_boot.py",
     "morph/__init__.py", "morph/contract/__init__.py", "morph/contract/errors.py", "morph/link/proof.py",

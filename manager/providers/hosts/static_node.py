@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from manager.machine.ports import RAY_SETTINGS
+from manager.host.ports import RAY_SETTINGS
 from manager.providers.boot.cloud_init import (
     NodeStart,
     agent_command,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from manager.report.account import Part
+from manager.accounting.account import Part
 from manager.simulation.policies.membership import Books, end_of, intervals, nothing_paid
 from manager.simulation.spot.job import SpotJob
 from manager.simulation.spot.outcome import Outcome

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from manager.report.account import Part
+from manager.accounting.account import Part
 from manager.simulation.spot.job import SpotJob
 from manager.simulation.spot.outcome import Moment, Outcome
 from manager.simulation.spot.until import SpotPrices, Until

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
+from manager.accounting.account import Part
 from manager.controller.state.events import NodeFacts
-from manager.report.account import Part
 from manager.simulation.policies.membership import ON_DEMAND, end_of, nothing_paid, usd_of
 from manager.simulation.spot.cluster import SpotCluster
 from manager.simulation.spot.job import SpotJob

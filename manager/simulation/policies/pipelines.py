@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from manager.report.account import Part
+from manager.accounting.account import Part
 from manager.simulation.policies.membership import Books, Change, end_of, intervals, nothing_paid
 from manager.simulation.spot.job import RedundantCost, SpotJob
 from manager.simulation.spot.outcome import Outcome

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from manager.accounting.account import Account
+from manager.accounting.ledger import Ledger
 from manager.controller.deadlines import wake_at_s
 from manager.controller.decide import decide
 from manager.controller.state.actions import (
@@ -39,8 +41,6 @@ from manager.controller.state.events import (
 )
 from manager.controller.state.state import Decision, Phase, initial_state
 from manager.journal.records import DecisionRecord
-from manager.report.account import Account
-from manager.report.accounting import Ledger
 from manager.simulation.spot.agenda import Agenda
 from manager.simulation.spot.job import FINGERPRINT, SpotJob
 from manager.simulation.spot.jumping import passed, steps_alike

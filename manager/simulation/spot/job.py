@@ -14,7 +14,7 @@ from morph.contract.messages import UnitId
 from morph.contract.plan import Expectation, Plan, StagePlan
 from morph.contract.profile import Profile
 from simulator import PlanRequest, Simulation, plan_table, simulate_plan
-from simulator.given.conditions import RedundantName
+from simulator.inputs.conditions import RedundantName
 
 FINGERPRINT = "simulated"
 
@@ -44,7 +44,7 @@ class Durations(Value):
 
 
 class RedundantCost(Value):
-    """What redundant computation takes, as shares of a step without it (Bamboo; simulator/answers/redundant.py)."""
+    """What redundant computation takes, as shares of a step without it (Bamboo; simulator/costs/redundant.py)."""
 
     overhead: float = Field(ge=0, description="of every step")
     pause: float = Field(ge=0, description="when a VM is lost, on average")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from manager.report.account import Part
+from manager.accounting.account import Part
 
 
 class Moment(NamedTuple):

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from morph.contract.job_file import JobFacts
     from morph.contract.profile import Profile
     from morph.cutting import ExportedJob
-    from morph.cutting.kept.cut_job import LoadedJob
-    from morph.job import Job
+    from morph.cutting.cache.cut_job import LoadedJob
+    from morph.jobs.job import Job
 
 TRIED_ONCE = 200_000_000
 """Parameters of the largest model that is run on two samples where a job is looked at: some seconds."""
@@ -73,7 +73,7 @@ def warn_of_loss(job: Job, num_parameters: int, most_parameters: int) -> None:
 
 
 def _warnings_of_loss(job: Job, num_parameters: int, most_parameters: int) -> tuple[str, ...]:
-    from morph.cutting.trials.mean_trial import loss_warnings
+    from morph.preflight.mean_loss import loss_warnings
 
     found = loss_warnings(job) if num_parameters <= most_parameters else ()
     return tuple(f"warning: {sentence}" for sentence in found)
@@ -117,11 +117,11 @@ def check_job(job_path: str, profile: Profile) -> JobFacts:
     """
     import torch
 
-    from manager.engine.run.job_code import from_elsewhere
+    from manager.run.job_snapshot import from_elsewhere
     from morph.contract.job_file import JobFacts
-    from morph.cutting.kept.cut_job import LoadedJob
+    from morph.cutting.cache.cut_job import LoadedJob
     from morph.data.fingerprint import data_facts
-    from morph.job_files import held
+    from morph.jobs.files import held
 
     before = set(sys.modules)
     torch.set_num_threads(1)
@@ -191,11 +191,11 @@ def _read_findings(content: bytes | None) -> _Findings | None:
 
 
 def _look_at(loaded: LoadedJob, profile: Profile, job_path: str) -> _Findings:
-    from manager.machine.handed_on import handed_on
+    from manager.host.handed_on import handed_on
     from morph.cli.models.plain_check import agreement_note, compare_once
     from morph.cutting import cut
     from morph.cutting.cuts.report import num_elements
-    from morph.cutting.trials.data_trial import check_data
+    from morph.preflight.data_check import check_data
     from morph.runtime.workloads.job_checks import check_training
 
     job, exported = loaded.job, loaded.export()

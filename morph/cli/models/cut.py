@@ -72,8 +72,8 @@ def _find(job_path: str, num_sections: int | None, m: int | None) -> tuple[CutRe
     from morph.cli.models.plain_check import agreement_note, compare_once
     from morph.cutting import cut, export_job
     from morph.cutting.cuts.report import report_cuts
-    from morph.cutting.trials.data_trial import check_data
-    from morph.job import load_job
+    from morph.jobs.job import load_job
+    from morph.preflight.data_check import check_data
     from morph.runtime.workloads.job_checks import check_training
 
     with users_code(job_path):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from morph.contract.checkpoint import Manifest
-    from morph.job import Job
+    from morph.jobs.job import Job
 
 
 def export_command(
@@ -77,12 +77,12 @@ def export_command(
 
 def _loaded(stored: Stored, job: str | None) -> Job:
     """The job that is named; else the one that the run trains, whatever became of its files."""
-    from manager.engine.run.job_code import kept
+    from manager.run.job_snapshot import kept
     from manager.run_dir import read_facts
     from morph.contract.errors import InputError
-    from morph.job import load_job
-    from morph.job_files import JobFiles
-    from morph.runtime.process.job_code import files_of
+    from morph.jobs.files import JobFiles
+    from morph.jobs.job import load_job
+    from morph.jobs.packed_code import files_of
 
     if job is not None:
         return load_job(job)

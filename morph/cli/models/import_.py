@@ -13,7 +13,7 @@ from morph.cli.reading.options import JobArgument
 from morph.cli.reading.progress import doing
 
 if TYPE_CHECKING:
-    from morph.job import Job
+    from morph.jobs.job import Job
 
 
 def import_command(
@@ -38,7 +38,7 @@ def import_command(
     from morph.checkpoint.plain_file import PlainFile
     from morph.contract.errors import JobError, RunDirError
     from morph.cutting import cut, export_job
-    from morph.job import load_job
+    from morph.jobs.job import load_job
     from morph.runtime.state.initial_checkpoint import write_initial_checkpoint
     from morph.runtime.state.model_state import ImportedParameters
 

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     import torch
 
     from morph.cutting import CutModel, ExportedJob
-    from morph.job import Job
-    from morph.tracing.agreement import Agreement
+    from morph.jobs.job import Job
+    from morph.preflight.plain_comparison import Agreement
 
 
 def compare_once(
@@ -21,7 +21,7 @@ def compare_once(
     steps: bool = True,
     device: torch.device | None = None,
 ) -> Agreement:
-    """Compare, unless this user did already; see ``morph.tracing.agreement``.
+    """Compare, unless this user did already; see ``morph.preflight.plain_comparison``.
 
     Args:
         job: The job.
@@ -37,9 +37,9 @@ def compare_once(
     """
     import torch
 
+    from morph.preflight.comparison_cache import agreement_key, keep_agreement, kept_agreement
+    from morph.preflight.plain_comparison import PATIENT_FLOPS, QUICK_FLOPS, Limits, compare_with_plain
     from morph.runtime.workloads.job_checks import settings
-    from morph.tracing.agreement import PATIENT_FLOPS, QUICK_FLOPS, Limits, compare_with_plain
-    from morph.tracing.kept_agreements import agreement_key, keep_agreement, kept_agreement
     from morph.user_cache import cache_folder
 
     place = device or torch.device("cpu")

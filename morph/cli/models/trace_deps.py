@@ -46,8 +46,8 @@ def trace_deps_command(
     from morph.cli.models.checks import users_code
     from morph.cli.models.plain_check import agreement_note, compare_once
     from morph.cutting import cut, export_job
-    from morph.cutting.trials.data_trial import check_data
-    from morph.job import load_job
+    from morph.jobs.job import load_job
+    from morph.preflight.data_check import check_data
     from morph.runtime.workloads.job_checks import check_training
     from morph.tracing import check_dependencies
 

@@ -35,7 +35,7 @@ from morph.contract.files import check_output, write_output
 
 if TYPE_CHECKING:
     from simulator import PlanChoice
-    from simulator.given.request import ObjectiveName
+    from simulator.inputs.request import ObjectiveName
 
 
 class AimName(StrEnum):
@@ -122,7 +122,7 @@ def plan_command(
     """
     from morph.contract.profile import load_profile
     from simulator import plan
-    from simulator.given.node_types import of_node_type
+    from simulator.inputs.node_types import of_node_type
 
     for path in (output, csv, png):
         if path is not None:
@@ -133,7 +133,7 @@ def plan_command(
     request = request_of(context)
     with from_options(context, profile), doing_if_long(f"simulating shapes ({COMPILED_ONCE})"):
         if numbers is not None and len(numbers) > 1:
-            from simulator.shown.curve import show_curve
+            from simulator.render.curve import show_curve
 
             show_curve(measured, numbers, request, csv=csv, png=png, as_json=as_json)
             return
@@ -144,9 +144,9 @@ def plan_command(
     if as_json:
         print(json.dumps(_as_json(choice)))
         return
-    from manager.preparation import redundancy_line
+    from manager.run.preparation import redundancy_line
     from morph.tables import wide_console
-    from simulator.shown import tables
+    from simulator.render import tables
 
     console = wide_console(tables.WIDTH)
     for line in (*tables.shape_lines(measured, choice.best_simulation), tables.leftover_line(choice)):

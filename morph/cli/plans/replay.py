@@ -205,6 +205,6 @@ def replay_command(
 
 def _recorded(files: list[Path]) -> Cases:
     """Read the traces; each begins with its first event."""
-    from manager.preparation import from_its_first_event
+    from manager.run.preparation import from_its_first_event
 
     return tuple((path.stem, 0, from_its_first_event(read_traces([path]))) for path in files)

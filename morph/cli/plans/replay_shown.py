@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from manager.report.account import Part
+from manager.accounting.account import Part
 from manager.simulation.replay import interval
 from manager.simulation.spot.outcome import Outcome
 from morph.contract.errors import ConfigError

@@ -91,7 +91,7 @@ def simulate_command(
     """
     from morph.contract.profile import load_profile
     from simulator import simulate
-    from simulator.given.node_types import of_node_type
+    from simulator.inputs.node_types import of_node_type
     from simulator.search.planner import advice
 
     if png is not None:
@@ -108,7 +108,7 @@ def simulate_command(
         simulation = simulate(measured, request, num_stages=pipeline_depth, window_slope=window_slope)
         simulation = simulation.with_note(advice(measured, request, simulation))
     if png is not None:
-        from simulator.shown.timeline import draw_timeline
+        from simulator.render.timeline import draw_timeline
 
         draw_timeline(simulation, png)
     if as_json:
@@ -123,7 +123,7 @@ def simulate_command(
         print(json.dumps(answer))
         return
     from morph.tables import wide_console
-    from simulator.shown import tables
+    from simulator.render import tables
 
     console = wide_console(tables.WIDTH)
     for line in tables.shape_lines(measured, simulation):

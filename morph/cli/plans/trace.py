@@ -56,7 +56,7 @@ def stats_command(traces: FilesArgument, window_s: WindowOption = 60.0, as_json:
       morph trace stats us-east-2b_v100_1.json us-west-2a_v100_1.json
     """
     from morph.tables import wide_console
-    from simulator.shown.trace import trace_table
+    from simulator.render.trace import trace_table
     from simulator.traces.statistics import statistics_of
 
     told = statistics_of(read_traces(traces), window_s)
@@ -179,7 +179,7 @@ def plot_command(
     Example:
       morph trace plot p3.csv --fit --png p3.png
     """
-    from simulator.shown.trace import draw_trace
+    from simulator.render.trace import draw_trace
     from simulator.traces.fitting import fit as fitted
 
     check_output(png, ConfigError)

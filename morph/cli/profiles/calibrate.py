@@ -88,7 +88,7 @@ def calibrate_command(
     from morph.contract.errors import ProfileError
     from morph.contract.files import check_output
     from morph.contract.profile import load_profile, write_profile
-    from morph.job import load_job
+    from morph.jobs.job import load_job
 
     others = {
         "--micro-batch": micro_batch,
@@ -202,7 +202,7 @@ def _with_commit_round(profile: Profile, num_samples: int) -> Profile:
 
 
 def _show(profile: Profile, node_type: str | None) -> None:
-    from calibrate.shown import tables
+    from calibrate.render import tables
     from morph.tables import wide_console
 
     console = wide_console(tables.WIDTH)

@@ -37,7 +37,7 @@ def show_command(
       morph profile show profile.json
       morph profile show profile.json --png profile.png
     """
-    from calibrate.shown import tables
+    from calibrate.render import tables
     from morph.cli.reading.errors import places
     from morph.contract.errors import ProfileError
     from morph.contract.profile import load_profile
@@ -50,7 +50,7 @@ def show_command(
         with places({"node_types": (str(profile), "--node-type")}):
             shown = shown.for_node_type(node_type)
     if png is not None:
-        from calibrate.shown.picture import draw_profile
+        from calibrate.render.picture import draw_profile
 
         draw_profile(shown, png)
     console = wide_console(tables.WIDTH)

@@ -13,7 +13,7 @@ import typer
 from manager.controller.state.actions import Finish
 from manager.dashboard.server import serving
 from manager.engine.loop.driver import Observer
-from manager.machine.signals import STOPPED_BY_COMMAND
+from manager.host.signals import STOPPED_BY_COMMAND
 from manager.report.live import LiveRun
 from manager.report.summary import summarise
 from manager.report.timelines import read_timelines

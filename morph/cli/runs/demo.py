@@ -52,10 +52,10 @@ def demo_command(
     """
     doing("loading PyTorch and the simulator")
     from calibrate import calibrate
-    from manager.engine.run.job_code import collect
-    from manager.preparation import memory_of
     from manager.report.picture import draw_run
+    from manager.run.job_snapshot import collect
     from manager.run.managed import managed_run
+    from manager.run.preparation import memory_of
     from manager.run.prepared import PreparedRun
     from manager.run.request import RunRequest
     from manager.run_dir import read_facts

@@ -57,7 +57,7 @@ def inject_command(
     from manager.engine.run.preempting import Asked
     from manager.injection.injector import Injection, first_answer, inject, lines_of, planned_line
     from manager.injection.schedule import Lifetimes, Traced
-    from manager.preparation import from_its_first_event
+    from manager.run.preparation import from_its_first_event
     from manager.run_dir import read_facts
     from morph.contract.trace import load_trace
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from manager.engine.run.job_code import collect
-from manager.preparation import from_its_first_event
 from manager.providers.azure.spec import AzureSpec
 from manager.providers.hosts.static import Hosts
 from manager.run.cloud import Cloud, check_address, check_storage, check_url
+from manager.run.job_snapshot import collect
+from manager.run.preparation import from_its_first_event
 from manager.run.prepared import PreparedRun
 from manager.run.request import RunRequest, absolute_url
 from morph.cli.models.checks import check_device, check_job

@@ -28,7 +28,7 @@ def spot_run_command(
     """
     import logging
 
-    from manager.machine.folders import make_folder, remove
+    from manager.host.folders import make_folder, remove
     from manager.run.cloud import check_storage, check_url
     from manager.spot.launcher import Exponential
     from manager.spot.opening import check_provided, open_local, open_provided

@@ -110,9 +110,9 @@ def report_command(
     Example:
       morph report runs/tiny --price 0.9 --on-demand-price 3.06
     """
+    from manager.accounting.spent import no_price, prices_of
     from manager.report.page import report_page
     from manager.report.reading import read_report
-    from manager.report.spent import no_price, prices_of
     from manager.run_dir import as_its_folder, read_facts
 
     for option, given in (("--price", price), ("--on-demand-price", on_demand_price)):

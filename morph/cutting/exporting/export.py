@@ -17,6 +17,15 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 from morph.contract.errors import ExportError, InputError, JobError
+from morph.cutting.deferred_init.construct import (
+    BuiltModel,
+    LazyTensors,
+    build_really,
+    training_mode,
+    write_assigned_buffers,
+)
+from morph.cutting.deferred_init.recordable import unvalidated_distributions
+from morph.cutting.deferred_init.tape import CannotRecord
 from morph.cutting.exporting.attention_masks import masks_as_untraced
 from morph.cutting.exporting.exported import ExportedJob, GraphJob, MarkedJob, Source
 from morph.cutting.exporting.functional import Functional, make_functional
@@ -28,9 +37,6 @@ from morph.cutting.exporting.gradient_hooks import (
 )
 from morph.cutting.exporting.user_functions import kept_whole, put_back
 from morph.cutting.exporting.written import settle_writes
-from morph.cutting.making.construct import BuiltModel, LazyTensors, build_really, training_mode, write_assigned_buffers
-from morph.cutting.making.recordable import unvalidated_distributions
-from morph.cutting.making.tape import CannotRecord
 from morph.cutting.sections.cut_point import CutPoint
 from morph.cutting.source.guards import TRANSFORMS, decisive, watched_guards
 from morph.cutting.source.locate import (
@@ -42,8 +48,8 @@ from morph.cutting.source.locate import (
     user_line,
 )
 from morph.cutting.source.refusal import OR_MARK, explain, transform_refused
-from morph.cutting.trials.trial import Whole, blame_the_job, built_model, check_loss, example_batch, try_loss
-from morph.job import Job
+from morph.cutting.trial_run.trial import Whole, blame_the_job, built_model, check_loss, example_batch, try_loss
+from morph.jobs.job import Job
 
 __all__ = ["ExportedJob", "GraphJob", "MarkedJob", "Source", "export_job"]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from morph.cutting.making.construct import LazyTensors
-from morph.cutting.trials.trial import Whole
-from morph.job import Boundary, Job
+from morph.cutting.deferred_init.construct import LazyTensors
+from morph.cutting.trial_run.trial import Whole
+from morph.jobs.job import Boundary, Job
 
 
 class InitialState(Mapping[str, Tensor]):

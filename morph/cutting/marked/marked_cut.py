@@ -19,8 +19,8 @@ from morph.cutting.sections.positions import Position, choose_positions
 from morph.cutting.sections.section import BoundaryTensor, CutModel, Section, units_of
 from morph.cutting.source.locate import user_line
 from morph.cutting.source.refusal import changes_requires_grad, first_line
-from morph.cutting.trials.repeatable import Forward, require_repeatable
-from morph.cutting.trials.trial import users_error
+from morph.cutting.trial_run.repeatable import Forward, require_repeatable
+from morph.cutting.trial_run.trial import users_error
 
 _PREFIX = "model."
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from morph.job import Job
+from morph.jobs.job import Job
 
 SLICE = re.compile(r"\.?slice\([^)]*\)")  # of a list of modules that the model iterates over a part of
 _TORCH_FOLDER = str(Path(torch.__file__).parent)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from morph.job_files import JobFiles, is_installed
+from morph.jobs.files import JobFiles, is_installed
 
 _FROM_OUTSIDE = frozenset({"sqlite3.connect", "socket.connect", "subprocess.Popen", "os.posix_spawn", "os.system"})
 _SYSTEM = tuple(Path(folder) for folder in ("/proc", "/sys", "/dev"))

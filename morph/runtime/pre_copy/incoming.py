@@ -12,9 +12,9 @@ from torch._C._distributed_c10d import Store
 
 from morph.contract.errors import PeerLost
 from morph.contract.messages import DEFAULT_LIMIT_S
+from morph.link.listener import HELLO_TIMEOUT_S, Caller, Listener
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.groups.listener import HELLO_TIMEOUT_S, Caller, Listener
 from morph.runtime.pre_copy.meeting import Meeting
 from morph.runtime.pre_copy.wire import (
     GREETING_BYTES,

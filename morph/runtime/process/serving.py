@@ -16,9 +16,9 @@ from typing import Any
 
 from morph.contract.base import Value
 from morph.contract.messages import WorkerReady, WorkerSetup
+from morph.link.caller import Talk, keep_liveness
+from morph.link.encoding import ANSWER, BEAT, ORDERS, packed, unpack
 from morph.link.home import Home
-from morph.runtime.process.link import Talk, keep_liveness
-from morph.runtime.process.messages import ANSWER, BEAT, ORDERS, packed, unpack
 
 
 def serve(home: Home, worker: Any) -> None:

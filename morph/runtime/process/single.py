@@ -33,8 +33,8 @@ from morph.contract.messages import (
     WorkerSetup,
 )
 from morph.contract.plan import Expectation, Plan, StagePlan
-from morph.cutting.kept.cut_job import load_and_cut
-from morph.job_files import imported_once
+from morph.cutting.cache.cut_job import load_and_cut
+from morph.jobs.files import imported_once
 from morph.runtime.process.worker import Worker
 
 ME = "single"

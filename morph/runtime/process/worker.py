@@ -39,6 +39,7 @@ from morph.contract.messages import (
     WorkerReady,
     WorkerSetup,
 )
+from morph.jobs.packed_code import use
 from morph.runtime.device.formed import form_on_devices
 from morph.runtime.following.known_sums import KnownSums
 from morph.runtime.following.lane import FollowLane
@@ -51,7 +52,6 @@ from morph.runtime.pre_copy.lane import PreCopyLane
 from morph.runtime.pre_copy.state_moves import MoveContext, send_in_background, take_sums, take_units
 from morph.runtime.process.blame import failed
 from morph.runtime.process.device_slot import take_slot
-from morph.runtime.process.job_code import use
 from morph.runtime.process.order_memory import OrderMemory, order_key
 from morph.runtime.state.checkpoint_writer import CheckpointWriter
 from morph.runtime.state.unit_state import UnitState

@@ -13,8 +13,8 @@ from morph.checkpoint.unit_files import read_unit
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointError, InputError, JobError
 from morph.cutting import CutModel
-from morph.cutting.making.construct import LazyTensors, build_model
-from morph.job import Job
+from morph.cutting.deferred_init.construct import LazyTensors, build_model
+from morph.jobs.job import Job
 
 _SHOWN = 3
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from morph.contract.decided import LossScale
-from morph.job import Job
+from morph.jobs.job import Job
 from morph.runtime.state.optimizer_state import MakeScheduler
 
 

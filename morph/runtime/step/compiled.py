@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from morph.contract.errors import JobError, MorphError
 from morph.cutting.exporting.user_functions import UserFunction
 from morph.cutting.sections.section import BoundaryTensor, CutModel, Section, SectionCode
-from morph.job import Precision
+from morph.jobs.job import Precision
 from morph.runtime.step.section_run import run_section, section_backward
 from morph.user_cache import cache_folder
 

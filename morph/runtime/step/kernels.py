@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from morph.contract.errors import JobError
-from morph.job import Accumulation
+from morph.jobs.job import Accumulation
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")

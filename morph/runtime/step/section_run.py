@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from morph.cutting.exporting.user_functions import UserFunction
 from morph.cutting.sections.section import CutModel, Section
 from morph.cutting.source.refusal import changes_requires_grad
-from morph.job import Precision
+from morph.jobs.job import Precision
 from morph.runtime.state.accumulators import change_of
 from morph.runtime.step.kernels import kernels_refused
 

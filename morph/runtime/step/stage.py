@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from morph.cutting.sections.section import CutModel, Section
-from morph.job import Precision
+from morph.jobs.job import Precision
 from morph.runtime.step.section_run import (
     GradientSink,
     SectionRun,

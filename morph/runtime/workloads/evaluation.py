@@ -25,7 +25,7 @@ from morph.cutting.sections.statistics import PLAIN, use_statistics
 from morph.data import DataWorkers
 from morph.data.evaluation import EvaluationLoader
 from morph.data.loader import data_of, read_samples
-from morph.job import Job, Precision
+from morph.jobs.job import Job, Precision
 from morph.runtime.device.staging import placed
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.step.executor import Neighbours, StageWork

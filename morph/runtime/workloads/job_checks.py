@@ -11,8 +11,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from morph.cutting import CutModel
-from morph.cutting.trials.trial import run_users_code
-from morph.job import Job
+from morph.cutting.trial_run.trial import run_users_code
+from morph.jobs.job import Job
 from morph.runtime.state.optimizer_state import build_optimizer, build_scheduler, group_numbers, scheduler_numbers
 from morph.runtime.step.compiled import refuse_marked
 from morph.runtime.workloads.evaluation import Evaluator

@@ -13,7 +13,7 @@ from torch import Tensor
 from morph.contract.errors import ProfileError
 from morph.contract.job_file import JobFacts, require_same
 from morph.contract.messages import Evaluation, EvaluationSize, StepOrder, WorkerSetup
-from morph.cutting.kept.cut_job import load_and_cut
+from morph.cutting.cache.cut_job import load_and_cut
 from morph.cutting.sections.section import BoundaryTensor, ParameterUnit
 from morph.data import DataWorkers, MicroBatchLoader, data_of
 from morph.data.fingerprint import data_facts

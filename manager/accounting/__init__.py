@@ -1,0 +1,1 @@
+"""Where node-seconds and money of a run went."""

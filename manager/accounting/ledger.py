@@ -1,0 +1,298 @@
+"""Books every node-second of a run and its price, line of the journal by line, into an ``Account``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from manager.accounting.account import Account, Part
+from manager.accounting.spent import NOTHING, NS_PER_S, Spent, nano_usd, rate_of
+from manager.controller.state.actions import EndWorker, Finish, ReleaseNodes
+from manager.controller.state.events import (
+    AnsweredAlike,
+    Event,
+    ManagerResumed,
+    ManifestWritten,
+    NodeAppeared,
+    NodesGranted,
+    Paid,
+    Single,
+    Together,
+    WorkerAnswered,
+    WorkerLost,
+)
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import Phase
+from manager.journal.records import DecisionRecord
+from morph.contract.messages import Prepared, ReshapeOrder, WorkerId, WorkerReady
+from morph.contract.vm_names import vm_of
+
+_OF_MEMBERS = {
+    Phase.RESHAPING: Part.MORPH,
+    Phase.ABORTING: Part.MORPH,
+    Phase.COMMITTING: Part.CHECKPOINT,
+    Phase.SEALING: Part.CHECKPOINT,
+}
+_UNFORMED = (Phase.STARTING, Phase.WAITING, Phase.HOLDING, Phase.RESTING)
+
+
+@dataclass
+class Ledger:
+    """Follows a journal's lines. Call ``advance`` with each line's time before what the line says is taken in.
+
+    A clock that was set back stands until it has caught up. ``since_ns``: from when on the present rate of each node
+    that is paid for counts; ``rates``: what a nanosecond of it is; ``unheard``: those of which nobody said yet what
+    they cost; ``idle``: those that are gone while others of their VM live, which is paid whole until the last one goes;
+    ``outlives_ns``: how long nodes outlive a manager that is killed. ``given_up``: what went into attempts of the
+    present step, and ``kept``, as much of it as made what the next shape goes on with: that was computing, the rest was
+    lost.
+    """
+
+    now_ns: int = 0
+    phase: Phase = Phase.STARTING
+    members: frozenset[WorkerId] = frozenset()
+    since_ns: dict[WorkerId, int] = field(default_factory=dict)
+    rates: dict[WorkerId, Spent] = field(default_factory=dict)
+    unheard: set[WorkerId] = field(default_factory=set)
+    warming: set[WorkerId] = field(default_factory=set)
+    idle: set[WorkerId] = field(default_factory=set)
+    parts: dict[Part, Spent] = field(default_factory=lambda: dict.fromkeys(Part, NOTHING))
+    lives: Spent = NOTHING
+    open: Spent = NOTHING
+    given_up: Spent = NOTHING
+    kept: Spent = NOTHING
+    version: int = 0
+    settled: dict[int, tuple[Spent, Spent]] = field(default_factory=dict)
+    dearest: int | None = None
+    outlives_ns: int = 0
+    _all: Spent = NOTHING
+    _warming: Spent = NOTHING
+    _idle: Spent = NOTHING
+    _members: Spent = NOTHING
+
+    def account(self) -> Account:
+        """Return what is booked so far; the step under way counts as bubble until it is decided."""
+        parts = {**self.parts, Part.BUBBLE: self.parts[Part.BUBBLE] + self.open}
+        total = self.lives
+        for node, since_ns in self.since_ns.items():
+            total += self.rates[node] * (self.now_ns - since_ns)
+        return Account(parts=parts, total=total, dearest=self.dearest)
+
+    def begin_session(self, time_s: float) -> None:
+        """A manager begins with nodes of its own; those of one that was killed outlived it by their patience."""
+        self.unmanaged(min(time_s, (self.now_ns + self.outlives_ns) / NS_PER_S))
+        self.end_session()
+        self.now_ns = max(self.now_ns, _ns(time_s))
+        self.phase, self.members, self._members = Phase.STARTING, frozenset(), NOTHING
+        self.settled.clear()
+
+    def end_session(self) -> None:
+        """Every node is gone."""
+        self._give_up_step()
+        self._keep_nothing()
+        self._gone(list(self.since_ns))
+
+    def unmanaged(self, time_s: float) -> None:
+        """Book the time since the last line for nodes that had no manager."""
+        passed_ns = max(0, _ns(time_s) - self.now_ns)
+        self.now_ns += passed_ns
+        self.parts[Part.UNMANAGED] += self._all * passed_ns
+
+    def advance(self, time_s: float) -> None:
+        """Book the time since the last line."""
+        passed_ns = max(0, _ns(time_s) - self.now_ns)
+        if not passed_ns:
+            return
+        self.now_ns += passed_ns
+        formed = self.phase not in _UNFORMED
+        members = self._members if formed else NOTHING
+        self.parts[Part.WARMING] += self._warming * passed_ns
+        self.parts[Part.SPARE] += self._idle * passed_ns
+        ready = self._all - self._warming - self._idle
+        self.parts[Part.SPARE if formed else Part.WAITING] += (ready - members) * passed_ns
+        if self.phase is Phase.TRAINING:
+            self.open += members * passed_ns
+        elif members.node_ns:
+            self.parts[_OF_MEMBERS[self.phase]] += members * passed_ns
+
+    def take(self, event: Event, record: DecisionRecord, decided: Collection[Prepared] | Prepared = ()) -> None:
+        """Take in an event and what was decided.
+
+        ``decided``: every member's answer, if that decided a step; or one that is that of each of them.
+        """
+        for each in event.events if isinstance(event, Together) else (event,):
+            self._heard(each, is_open=record.reason.code is ReasonCode.NODES_GRANTED)
+        self._gone([action.worker for action in record.actions if isinstance(action, EndWorker)])
+        self._gone([node for action in record.actions if isinstance(action, ReleaseNodes) for node in action.nodes])
+        if decided:
+            self.settle(decided)
+        if record.reshape is not None:
+            self.members = frozenset(slot.worker for slot in record.reshape.slots) & (self.since_ns.keys() - self.idle)
+            self._members = sum((self.rates[node] for node in self.members), NOTHING)
+        if record.reason.code is ReasonCode.OVERFLOW_RETRY or record.phase is not Phase.TRAINING:
+            self._give_up_step()
+        if record.reason.code is ReasonCode.OVERFLOW_RETRY or record.version < self.version:
+            self._keep_nothing()
+        self._set_back(record.version)
+        self.version = record.version
+        if record.reshape is not None:
+            self._keep(record.reshape)
+        self.phase = record.phase
+        if any(isinstance(action, Finish) for action in record.actions):
+            self._keep_nothing()
+            self._gone(list(self.since_ns))
+
+    def _heard(self, event: Single | AnsweredAlike, *, is_open: bool) -> None:
+        match event:
+            case NodesGranted():
+                self._granted(event, is_open=is_open)
+            case NodeAppeared(node=node, paid=paid) if node not in self.since_ns:
+                self._begin(node, paid or Paid())
+                if paid is None:
+                    self.unheard.add(node)
+                else:
+                    self._noted(paid)
+            case NodeAppeared(node=node, paid=paid) if node in self.idle:
+                self._back(node, paid)
+            case WorkerAnswered(answer=WorkerReady()) if event.worker in self.warming:
+                self.warming.discard(event.worker)
+                self._warming -= self.rates[event.worker]
+            case WorkerLost():
+                self._gone(event.workers)
+            case ManagerResumed(living=living):  # of the others that warm up it is told apart
+                self._gone([node for node in self.since_ns if node not in self.warming and node not in living])
+            case ManifestWritten(version=version):
+                for step in [step for step in self.settled if step < version]:
+                    del self.settled[step]  # it can be lost no more
+
+    def _granted(self, event: NodesGranted, *, is_open: bool) -> None:
+        for node in event.nodes:
+            paid = event.paid.get(node, Paid())
+            self._noted(paid)
+            if node in self.unheard:
+                self._priced(node, paid)
+            elif is_open and node not in self.since_ns:
+                self._begin(node, paid)
+
+    def _noted(self, paid: Paid) -> None:
+        if paid.usd_per_h is not None:
+            self.dearest = max(self.dearest or 0, nano_usd(paid.usd_per_h))
+
+    def _begin(self, node: WorkerId, paid: Paid) -> None:
+        before_ns, rate = _ns(paid.before_s), rate_of(paid)
+        self.since_ns[node], self.rates[node] = self.now_ns - before_ns, rate
+        self.warming.add(node)
+        self.parts[Part.WARMING] += rate * before_ns
+        self._all += rate
+        self._warming += rate
+
+    def _priced(self, node: WorkerId, paid: Paid) -> None:
+        """The grant of a node is heard of after it appeared: what it was paid for until then is booked now.
+
+        What it did since its worker was ready stays without a price of its own.
+        """
+        self.unheard.discard(node)
+        appeared_ns, old, new = self.since_ns[node], self.rates[node], rate_of(paid)
+        earlier_ns = max(0, appeared_ns - (self.now_ns - _ns(paid.before_s)))
+        self.parts[Part.WARMING] += new * earlier_ns
+        if node in self.warming:
+            self.parts[Part.WARMING] += (new - old) * (self.now_ns - appeared_ns)
+            self.since_ns[node] = appeared_ns - earlier_ns
+            self._warming += new - old
+        else:
+            self.lives += old * (self.now_ns - appeared_ns) + new * earlier_ns
+            self.since_ns[node] = self.now_ns
+        if node in self.members:
+            self._members += new - old
+        if node in self.idle:
+            self._idle += new - old
+        self._all += new - old
+        self.rates[node] = new
+
+    def _back(self, node: WorkerId, paid: Paid | None) -> None:
+        """A node is there again whose VM was paid for all along: its worker is set up as that of a spare."""
+        if paid is not None and node in self.unheard:
+            self._noted(paid)
+            self._priced(node, paid)
+        self.idle.discard(node)
+        self._idle -= self.rates[node]
+
+    def _gone(self, nodes: Collection[WorkerId]) -> None:
+        """Nodes are gone, or were given up: each is paid for until the last one of its VM is."""
+        left = set(nodes) & (self.since_ns.keys() - self.idle)
+        if not left:
+            return
+        for node in left:
+            rate = self.rates[node]
+            self._idle += rate
+            if node in self.warming:
+                self._warming -= rate
+            if node in self.members:
+                self._members -= rate
+        self.warming -= left
+        self.members -= left
+        self.idle |= left
+        living = {vm_of(node) for node in self.since_ns.keys() - self.idle}
+        for node in [node for node in self.idle if vm_of(node) not in living]:
+            rate = self.rates.pop(node)
+            self.lives += rate * (self.now_ns - self.since_ns.pop(node))
+            self._all -= rate
+            self._idle -= rate
+            self.idle.discard(node)
+            self.unheard.discard(node)
+
+    def settle(self, decided: Collection[Prepared] | Prepared) -> None:
+        """A step is decided, or many like it: its time was computing, as its members say, and bubble."""
+        longest_ns = self.open.node_ns // max(1, len(self.members))
+        if isinstance(decided, Prepared):
+            step, compute = decided.step, self._members * min(longest_ns, _compute_ns(decided))
+        else:
+            step, compute = next(iter(decided)).step, NOTHING
+            for answer in decided:
+                rate = self.rates.get(answer.worker) or rate_of(Paid())
+                compute += rate * min(longest_ns, _compute_ns(answer))
+        compute = compute.at_most(self.open)
+        bubble = self.open - compute
+        self.parts[Part.COMPUTE] += compute
+        self.parts[Part.BUBBLE] += bubble
+        self.settled[step] = (compute + self.kept, bubble)
+        self.open = self.kept = self.given_up = NOTHING
+
+    def _keep(self, order: ReshapeOrder) -> None:
+        """A shape goes on with some micro-batches of the step that was given up: their time was computing."""
+        kept = NOTHING
+        if order.salvage is not None and self.given_up.node_ns:
+            total = order.plan.num_micro_batches
+            done = total - sum(end - first for first, end in order.salvage.remaining)
+            made_ns = _ns(order.plan.expected.mini_batch_s) * order.plan.num_workers * done // total
+            kept = self.given_up.part(min(made_ns, self.given_up.node_ns), self.given_up.node_ns)
+        self.parts[Part.COMPUTE] += kept - self.kept
+        self.parts[Part.LOST] += self.kept - kept
+        self.kept = kept
+
+    def _keep_nothing(self) -> None:
+        """Nobody goes on with the step that was given up: all of it was lost."""
+        self.parts[Part.COMPUTE] -= self.kept
+        self.parts[Part.LOST] += self.kept
+        self.kept = self.given_up = NOTHING
+
+    def _set_back(self, version: int) -> None:
+        """Steps from ``version`` on are lost."""
+        for step in [step for step in self.settled if step >= version]:
+            compute, bubble = self.settled.pop(step)
+            self.parts[Part.COMPUTE] -= compute
+            self.parts[Part.BUBBLE] -= bubble
+            self.parts[Part.LOST] += compute + bubble
+
+    def _give_up_step(self) -> None:
+        self.parts[Part.LOST] += self.open
+        self.given_up += self.open
+        self.open = NOTHING
+
+
+def _compute_ns(answer: Prepared) -> int:
+    return _ns(answer.times.forward_s + answer.times.recompute_s + answer.times.backward_s)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * NS_PER_S)

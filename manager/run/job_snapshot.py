@@ -1,0 +1,216 @@
+"""The job's own files: found, packed for the workers of a run, and kept in its directory."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import stat
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
+from pathlib import Path
+
+from manager.run_dir import not_writable, write_in_run_dir
+from morph.contract.errors import ConfigError, RunDirError
+from morph.contract.messages import JobCode
+from morph.jobs.files import OWN, JobFiles, file_of, is_installed
+
+MAX_BYTES = 32 * 1024 * 1024
+"""Of all files together: they travel to each worker with its setup."""
+FOLDER = "code"
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+_LEFT_OUT = {"__pycache__", ".git"}
+_SECRETS = ".env"
+_Name = tuple[str, ...]
+
+
+def collect(job_path: str, files: Sequence[str] = (), source: str = "") -> JobFiles:
+    """Gather the file that defines a job, what it imports from its folder, and what else is named.
+
+    Nothing of it is run. What it imports under names that it makes up as it goes is taken in when the job is checked.
+
+    Args:
+        job_path: path/to/file.py:name; without such a file there is nothing to gather.
+        files: Files and folders, relative to that file's folder.
+        source: The file that names them, for errors.
+
+    Raises:
+        ConfigError: one of them is missing, a link or anything else than a file or folder.
+    """
+    code = Path(job_path.rpartition(":")[0]).resolve()
+    found = JobFiles(code.parent, {}, growing=True)
+    if not code.is_file():
+        return found
+    paths = [*_imported(code, found), *(path for given in files for path in _files(code.parent, given, source))]
+    found.files.update({path.relative_to(code.parent).as_posix(): path.read_bytes() for path in paths})
+    return found
+
+
+def pack(job_path: str, found: JobFiles, *, unpack: bool = False) -> JobCode:
+    """Pack what was gathered; the same files give the same bytes.
+
+    Args:
+        job_path: path/to/file.py:name.
+        found: What ``collect`` returned.
+        unpack: Its workers do not see this machine's folders.
+
+    Raises:
+        ConfigError: all are too long together.
+    """
+    path, _, name = job_path.rpartition(":")
+    packed, num_bytes = io.BytesIO(), 0
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for inside, content in sorted(found.files.items()):
+            num_bytes += len(content)
+            if num_bytes > MAX_BYTES:
+                raise ConfigError(
+                    "the files of the job's code are too long together",
+                    source=str(found.folder),
+                    value=inside,
+                    allowed=f"at most {MAX_BYTES} bytes; data lies elsewhere",
+                )
+            archive.writestr(zipfile.ZipInfo(inside, _EPOCH), content, zipfile.ZIP_DEFLATED)
+    return JobCode(
+        job_path=f"{Path(path).name}:{name}",
+        folder=str(found.folder),
+        sha256=hashlib.sha256(packed.getvalue()).hexdigest(),
+        archive=packed.getvalue(),
+        unpack=unpack,
+    )
+
+
+def keep(run_dir: Path, code: JobCode) -> None:
+    """Store it in the run's directory under its digest, readable by the user alone; whole or not at all.
+
+    Raises:
+        RunDirError: it cannot be written.
+    """
+    path = run_dir / FOLDER / f"{code.sha256}.zip"
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise not_writable(path.parent, error) from error
+    write_in_run_dir(path, code.archive)
+
+
+def kept(run_dir: Path, sha256: str, job_path: str, *, unpack: bool = False) -> JobCode:
+    """Read what a run began with, as the code of the job at ``job_path``.
+
+    Raises:
+        RunDirError: it is gone or damaged.
+    """
+    path = run_dir / FOLDER / f"{sha256}.zip"
+    try:
+        archive = path.read_bytes()
+    except OSError as error:
+        raise RunDirError(f"cannot be read: {error.strerror}", source=str(path)) from error
+    if hashlib.sha256(archive).hexdigest() != sha256:
+        raise RunDirError("is damaged: its digest is not its name", source=str(path))
+    code, _, name = job_path.rpartition(":")
+    file = Path(code).resolve()
+    return JobCode(
+        job_path=f"{file.name}:{name}", folder=str(file.parent), sha256=sha256, archive=archive, unpack=unpack
+    )
+
+
+def digests(files: Mapping[str, bytes]) -> dict[str, str]:
+    """sha256 of each file, by its name."""
+    return {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
+
+
+def changed(began: Mapping[str, str], now: JobFiles) -> list[str]:
+    """Names of the files in which what ``collect`` found now differs from what a run began with, by their digests."""
+    names = sorted(began.keys() | now.files.keys())
+    missing = {name: now.folder / name for name in names if name not in now.files}
+    there = digests(now.files | {name: path.read_bytes() for name, path in missing.items() if path.is_file()})
+    return [name for name in names if there.get(name) != began.get(name)]
+
+
+def from_elsewhere(found: JobFiles, before: set[str]) -> list[str]:
+    """Files of packages that were imported since ``before`` and are neither installed nor among the job's files."""
+    elsewhere: dict[str, Path] = {}
+    for name, module in list(sys.modules.items()):
+        top, named = name.partition(".")[0], file_of(module)
+        if name in before or top in OWN or named is None or found.inside(named) in found.files:
+            continue
+        file = Path(named)
+        if file.is_file() and not is_installed(file, file):
+            package = sys.modules.get(top)
+            elsewhere[top] = Path((package and file_of(package)) or file)
+    return sorted(map(str, elsewhere.values()))
+
+
+def _imported(code: Path, found: JobFiles) -> set[Path]:
+    """Files of the job's folder to which its imports lead, wherever they stand in the code; none is run."""
+    elsewhere = [entry for entry in sys.path if found.inside(entry) is None]
+    files: set[Path] = {code}
+    ahead: list[tuple[Path, _Name]] = [(code, ())]
+    while ahead:
+        file, package = ahead.pop()
+        for name in {name for name in _names(file, package) if not _is_elsewhere(name[0], elsewhere)}:
+            for led_to, its_package in _leads_to(found.folder, name):
+                if led_to not in files:
+                    files.add(led_to)
+                    ahead.append((led_to, its_package))
+    return files
+
+
+def _names(file: Path, package: _Name) -> Iterator[_Name]:
+    """Full names that a file of this package imports: of modules, and of what may be one."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # told when it is imported, if it is; an extension has none
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: max(0, len(package) + 1 - node.level)] if node.level else ()
+            base += tuple(node.module.split(".")) if node.module else ()
+            yield from ((*base, alias.name) for alias in node.names)
+
+
+def _leads_to(folder: Path, name: _Name) -> Iterator[tuple[Path, _Name]]:
+    """The files that an import of this name runs, in order, each with the package it is in."""
+    for length in range(1, len(name) + 1):
+        base = folder.joinpath(*name[:length])
+        for file, package in (
+            (base / "__init__.py", name[:length]),
+            *((base.with_name(base.name + suffix), name[: length - 1]) for suffix in (".py", *EXTENSION_SUFFIXES)),
+        ):
+            if file.is_file():
+                yield file, package
+                break
+
+
+def _is_elsewhere(top: str, search: list[str]) -> bool:
+    """Whether Python finds this outside of the job's folder, which it looks through last."""
+    if top in sys.stdlib_module_names or top in OWN:
+        return True
+    spec = PathFinder.find_spec(top, search)
+    return spec is not None and spec.origin is not None
+
+
+def _files(folder: Path, given: str, source: str) -> Iterator[Path]:
+    place = folder / given
+    for part in (place, *place.parents):
+        if part == folder:
+            break
+        if part.is_symlink():
+            raise _error("is a link", given, source, "a file or folder")
+    if not place.exists():
+        raise _error("there is no such file or folder", given, source, f"what lies in {folder}")
+    for file in [place] if place.is_file() else sorted(place.rglob("*")):
+        if _LEFT_OUT.intersection(file.parts) or (file != place and file.name.startswith(_SECRETS)):
+            continue
+        mode = file.lstat().st_mode
+        if stat.S_ISREG(mode):
+            yield file
+        elif not stat.S_ISDIR(mode):
+            raise _error("holds a link, or something that is not a file", given, source, "files and folders")
+
+
+def _error(problem: str, given: str, source: str, allowed: str) -> ConfigError:
+    return ConfigError(problem, source=source, field="vms.environment.files", value=given, allowed=allowed)

@@ -1,0 +1,237 @@
+"""From a profile and a cluster file to what the controller starts with: plans and the checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+
+from manager.controller.shape.following import redundancy_of
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.expected import ExpectedLosses
+from manager.controller.state.state import initial_state
+from manager.host.devices import CudaDevice, cuda_devices, device_share_bytes
+from morph.contract import ranges
+from morph.contract.checkpoint import Manifest
+from morph.contract.cluster import LocalVms, Policy, Vms
+from morph.contract.errors import CheckpointError, PlanError
+from morph.contract.messages import Slot
+from morph.contract.plan import Plan
+from morph.contract.profile import Profile
+from morph.contract.trace import Trace, TraceEvent
+from morph.contract.vm_names import workers_of
+from simulator import PlanRequest, plan, plan_table, simulate_plan
+from simulator.inputs.request import RedundancyName
+from simulator.inputs.transfer import bandwidth_bytes_per_s
+
+_ANY_BYTES = int(ranges.MEMORY_BYTES.high)
+"""Of a host of which nothing is known."""
+
+
+def constant_trace(vms: Vms) -> Trace:
+    """A trace in which the cluster file's VMs come at the start and stay; an empty one where they are asked for."""
+    if not isinstance(vms, LocalVms) or vms.keep is not None:
+        return Trace(events=())
+    return Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(vms.num_vms)))
+
+
+def from_its_first_event(trace: Trace) -> Trace:
+    """The same trace with its first event at time 0: a run begins with it, however late a recording does."""
+    start_s = trace.events[0].time_s
+    prices = (price.model_copy(update={"time_s": max(0.0, price.time_s - start_s)}) for price in trace.prices)
+    events = (event.model_copy(update={"time_s": event.time_s - start_s}) for event in trace.events)
+    end_s = None if trace.end_s is None else trace.end_s - start_s
+    return Trace(events=tuple(events), prices=tuple(prices), end_s=end_s)
+
+
+@dataclass(frozen=True)
+class VmMemory:
+    """What one worker may take: of its device, and of the host where devices have memory of their own."""
+
+    device_bytes: int
+    host_bytes: int | None = None
+
+
+def memory_of(
+    vms: Vms,
+    profile: Profile | None = None,
+    *,
+    num_vms: int | None = None,
+    devices: Callable[[], Sequence[CudaDevice]] = cuda_devices,
+) -> VmMemory:
+    """Memory of one worker, for the planner: as the cluster file says, else a share of this machine's.
+
+    Args:
+        vms: Of the cluster file.
+        profile: Says what host memory VMs of a provider have.
+        num_vms: So many at once, at most; None: as the cluster file says.
+        devices: Lists this machine's CUDA devices, where local VMs use these.
+
+    Raises:
+        ConfigError: local VMs are to use CUDA devices, and there are none.
+    """
+    known_host = None if profile is None else profile.environment.host_memory_bytes
+    if not isinstance(vms, LocalVms):
+        return VmMemory(vms.memory_bytes, (known_host or _ANY_BYTES) if vms.device == "cuda" else None)
+    num_vms = max(num_vms or 0, vms.keep or vms.num_vms)
+    host_bytes = psutil.virtual_memory().total // num_vms
+    if vms.device == "cpu":
+        return VmMemory(vms.memory_bytes or host_bytes)
+    return VmMemory(vms.memory_bytes or device_share_bytes(devices(), num_vms), host_bytes)
+
+
+def controller_config(
+    profile: Profile,
+    vms: Vms,
+    policy: Policy,
+    trace: Trace,
+    num_steps: int,
+    request: PlanRequest = PlanRequest(),  # noqa: B008 (frozen)
+    *,
+    timeline_step: int | None = None,
+    num_beyond: int = 0,
+    devices: Callable[[], Sequence[CudaDevice]] = cuda_devices,
+    **more: Any,
+) -> ControllerConfig:
+    """Plan for every number of workers that the trace or ``vms.keep`` can bring, and gather what the controller needs.
+
+    ``request``, with ``more`` of its fields: P of every shape, with fewer workers than which the run waits; D at most,
+    fewer workers make fewer, others stand by; m of all plans, as a run that goes on has it; schedule and recompute.
+    ``num_beyond``: so many more may come, where the last VM has several devices. ``timeline_step``: of this step the
+    workers record a timeline. ``devices``: lists CUDA devices, where local VMs use these.
+
+    Raises:
+        PlanError: when not even the trace's largest number of VMs can run the job, or reach what is asked for.
+    """
+    max_nodes = max(trace.max_nodes, vms.keep or 0)
+    memory = memory_of(vms, profile, num_vms=max_nodes, devices=devices)
+    asked = replace(
+        request,
+        **more,
+        memory_bytes=memory.device_bytes,
+        host_memory_bytes=memory.host_bytes,
+        redundancy=policy.redundancy,
+        links=vms.links,
+    )
+    most, request = asked.num_replicas, replace(asked, num_replicas=None)
+    plans = plan_table(profile, max_nodes, request, most_replicas=most)
+    if not plans or most is not None:
+        # raises where no such shape can be, and says what would do
+        plan(profile, request, num_gpus=max_nodes, num_replicas=most)
+    if not plans:
+        raise PlanError("no plan fits", field="num_vms", value=max_nodes)
+    if num_beyond:
+        plans = plan_table(profile, max_nodes + num_beyond, request, most_replicas=most)
+    micro_batch_size = next(iter(plans.values())).micro_batch_size
+    return ControllerConfig(
+        **_facts_of(profile),
+        plans=plans,
+        num_steps=num_steps,
+        policy=policy,
+        expected_nodes=vms.keep or sum(event.event == "add" and event.time_s == 0 for event in trace.events) or 1,
+        target_nodes=vms.keep or 0,
+        timeline_step=timeline_step,
+        device_memory_bytes=memory.device_bytes,
+        host_memory_bytes=memory.host_bytes,
+        section_compute_s=section_compute_s(profile, micro_batch_size),
+        shared_mini_batch_s=_on_shared_cores(profile, vms, plans.values()),
+    )
+
+
+def starting_from(
+    config: ControllerConfig, checkpoint: Manifest | None, expected_losses: ExpectedLosses
+) -> ControllerConfig:
+    """The same for a session that starts from a checkpoint, if there is one; no planning is done again.
+
+    ``expected_losses``: of VMs, until the run has seen its own.
+
+    Raises:
+        CheckpointError: when the checkpoint is of another model.
+    """
+    if checkpoint is not None:
+        _check_fits(checkpoint, config)
+    version = checkpoint.version if checkpoint else 0
+    return config.model_copy(
+        update={"initial_version": version, "initial_checkpoint": checkpoint, "expected_losses": expected_losses}
+    )
+
+
+def _on_shared_cores(profile: Profile, vms: Vms, plans: Iterable[Plan]) -> dict[str, float]:
+    """What is expected of each shape's mini-batch on this machine, seconds, where it has fewer cores than workers.
+
+    Plans are made as if each VM had a device of its own, whatever plays the VMs.
+    """
+    num_cores = os.cpu_count() or 1
+    if not isinstance(vms, LocalVms) or vms.device != "cpu":
+        return {}
+    by_shape = {plan.shape: plan for plan in plans if plan.num_workers > num_cores}
+    return {
+        shape: simulate_plan(profile, plan, compute_slots=num_cores).expected.mini_batch_s
+        for shape, plan in by_shape.items()
+    }
+
+
+def _facts_of(profile: Profile) -> dict[str, Any]:
+    copies = 3 if any(section.optimizer_bytes for section in profile.sections) else 1
+    return {
+        "job": profile.job.name,
+        "fingerprint": profile.job.fingerprint,
+        "units": {unit.id: unit.sections for unit in profile.units},
+        "unit_bytes": {unit.id: unit.parameter_bytes * copies for unit in profile.units},
+        "state_copies": copies,
+        "link_bytes_per_s": bandwidth_bytes_per_s(profile.inter_node),
+    }
+
+
+def redundancy_line(
+    profile: Profile,
+    best: Plan,
+    redundancy: RedundancyName,
+    memory_bytes: int | None,
+    host_memory_bytes: int | None = None,
+) -> str:
+    """Say what a run of this plan does against losses at its beginning, and why, as its journal will.
+
+    By the losses that are expected where nothing is known of the VMs.
+    """
+    if redundancy == "off" or not profile.units:
+        return "second holders: off"
+    config = ControllerConfig(
+        **_facts_of(profile),
+        plans={best.num_workers: best},
+        num_steps=1,
+        policy=Policy(redundancy=redundancy),
+        expected_nodes=best.num_workers,
+        device_memory_bytes=memory_bytes,
+        host_memory_bytes=host_memory_bytes,
+    )
+    places = [(stage, replica) for stage in range(best.pipeline_depth) for replica in range(best.num_replicas)]
+    nodes = [best.placement[replica][stage] if best.placement else i for i, (stage, replica) in enumerate(places)]
+    names = {node: iter(workers_of(f"vm{node}", nodes.count(node))) for node in nodes}
+    slots = [
+        Slot(worker=next(names[node]), stage=stage, replica=replica)
+        for node, (stage, replica) in zip(nodes, places, strict=True)
+    ]
+    found = redundancy_of(initial_state(config), best, slots, {}, 0.0)
+    return f"second holders, {redundancy}: {found.told or 'replicas are enough'}"
+
+
+def section_compute_s(profile: Profile, micro_batch_size: int) -> tuple[float, ...]:
+    """Forward and backward of one micro-batch (seconds) on each section, as they were measured."""
+    m = micro_batch_size
+    return tuple(section.forward[m].median_s + section.backward[m].median_s for section in profile.sections)
+
+
+def _check_fits(checkpoint: Manifest, config: ControllerConfig) -> None:
+    where = f"the checkpoint of version {checkpoint.version}"
+    if checkpoint.fingerprint != config.fingerprint:
+        raise CheckpointError(
+            f"{where} belongs to another model: its fingerprint is {checkpoint.fingerprint}, "
+            f"the profile's is {config.fingerprint}"
+        )
+    saved, wanted = {entry.unit for entry in checkpoint.units}, set(config.units)
+    if saved != wanted:
+        raise CheckpointError(f"{where} has units {sorted(saved)}, the profile {sorted(wanted)}")

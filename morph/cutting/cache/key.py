@@ -1,0 +1,141 @@
+"""What stands for a job's model and everything that its export depends on."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+import morph
+from morph.cutting.trial_run.trial import example_batch
+from morph.jobs.files import OWN, JobFiles, file_of, held, is_installed
+from morph.jobs.job import Job
+
+_NOT_OF_THE_JOB = frozenset({
+    *("_", "SHLVL", "PWD", "OLDPWD", "LINES", "COLUMNS", "SPT_NOENV", "PYTHONBREAKPOINT", "TORCHINDUCTOR_CACHE_DIR"),
+    *("MORPH_CACHE_DIR", "MORPH_DATA_DIR", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG"),
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
+})  # fmt: skip
+_THAT_CUT_OR_CHECK = ("cutting", "data", "tracing", "runtime/workloads", "cli/models")
+_NOT_OF_THE_JOB_PREFIXES = ("PYTEST_", "RAY_")
+"""Variables that the terminal, Morph, Ray and torch set as they go, in workers other ones than in the manager: Python's
+readline tells of the terminal's size in every process that is started later, and not in its own ``os.environ``."""
+
+
+def job_facts(job_path: str, job: Job) -> dict[str, object] | None:
+    """Gather digests of the job's code and data, versions of packages, and settings of this process.
+
+    None where the code is not known to the byte: files that were not imported as part of the job (``JobFiles``), or a
+    package that is neither installed nor among them.
+
+    Args:
+        job_path: path/to/file.py:name.
+        job: What it names, just loaded, before anything of it is run.
+    """
+    path, _, name = job_path.rpartition(":")
+    files = held(Path(path))
+    if files is None:
+        return None
+    packages = _packages(files)
+    if packages is None:
+        return None
+    batch = {
+        key: [str(entry.dtype), list(entry.shape), _digest(entry.contiguous().flatten().view(torch.uint8).numpy())]
+        for key, entry in example_batch(job).items()
+    }
+    return {
+        "job": [str(Path(path).absolute()), name],
+        "files": {inside: _digest(content) for inside, content in sorted(files.files.items())},
+        "data": batch,
+        "packages": packages,
+        "installed": _installed(),
+        "versions": [torch.__version__, morph.__version__, sys.version, platform.machine(), _own_code()],
+        "torch": [str(torch.get_default_dtype()), str(torch.get_default_device()), torch.cuda.is_available()],
+        "folder": str(Path.cwd()),
+    }
+
+
+def job_key(facts: Mapping[str, object], environment: Mapping[str, str]) -> str:
+    """Return one digest of what was gathered and of the environment in which the job is loaded."""
+    of_the_job = {
+        name: value
+        for name, value in environment.items()
+        if name not in _NOT_OF_THE_JOB and not name.startswith(_NOT_OF_THE_JOB_PREFIXES)
+    }
+    return hashlib.sha256(json.dumps([facts, of_the_job], sort_keys=True).encode()).hexdigest()
+
+
+def loaded(files: JobFiles) -> set[str]:
+    """Modules of a job that this process has imported, by their path below the job's folder.
+
+    A folder without ``__init__.py`` that others import from is none: there is no code to it.
+    """
+    found = (files.inside(file) for module in list(sys.modules.values()) if (file := file_of(module)) is not None)
+    return {inside for inside in found if inside is not None}
+
+
+def _packages(files: JobFiles) -> dict[str, str] | None:
+    """Versions of the installed packages that a job's files import."""
+    found: dict[str, str] = {}
+    read: set[str] = set()
+    while waiting := {inside for inside in files.files if inside.endswith(".py")} - read:
+        read |= waiting  # what is found on the way joins the files
+        for name in {name for inside in waiting for name in _imported(files.files[inside])}:
+            module = sys.modules.get(name)
+            place = _file(module) if module is not None else _place(name)
+            if place is not None and files.inside(place) is None and name not in OWN:
+                if not is_installed(Path(place), Path(place)):
+                    return None
+                found[name] = str(getattr(module, "__version__", None))
+    return found
+
+
+def _imported(content: bytes) -> Iterator[str]:
+    """Yield the top packages of absolute imports."""
+    for node in ast.walk(ast.parse(content)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def _file(module: ModuleType) -> str | None:
+    """A module's file; of a package without one, its first folder."""
+    return file_of(module) or next(iter(module.__dict__.get("__path__", ())), None)
+
+
+def _place(name: str) -> str | None:
+    try:
+        spec = find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin in {"built-in", "frozen"}:
+        return None
+    return spec.origin or next(iter(spec.submodule_search_locations or ()), None)
+
+
+def _installed() -> list[list[object]]:
+    """Where packages are installed, and when one was last added, removed or brought to another version there."""
+    folders = {Path(entry) for entry in sys.path if Path(entry).name in {"site-packages", "dist-packages"}}
+    return [[str(folder), folder.stat().st_mtime_ns] for folder in sorted(folders) if folder.is_dir()]
+
+
+@cache
+def _own_code() -> str:
+    """Digest of Morph's own code of cutting and checking, which a developer changes without another version."""
+    own = Path(morph.__file__).parent
+    files = sorted(file for folder in _THAT_CUT_OR_CHECK for file in (own / folder).rglob("*.py"))
+    return _digest(b"".join(file.read_bytes() for file in (*files, own / "job.py")))
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(memoryview(content)).hexdigest()  # type: ignore[arg-type]  # bytes, or an array of numpy's

@@ -1,0 +1,232 @@
+"""Build the user's model without memory for its weights, and make single tensors of it when they are asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import copy
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from morph.contract.errors import JobError
+from morph.cutting.deferred_init.recordable import recordable
+from morph.cutting.deferred_init.tape import CannotRecord, RecordTape, Tape, TensorRef
+from morph.cutting.sections.statistics import ASSIGNED
+from morph.data.seeding import own_generators
+
+log = logging.getLogger(__name__)
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Named tensors on CPU, as they are now; one of a recorded constructor is made anew each time it is asked for.
+
+    Attributes:
+        tape: What the constructor did; None when it was really run.
+        num_operations: Of the tape: the tensors are as these left them.
+        entries: Each tensor, or where it is on the tape.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], tape: Tape | None) -> None:
+        self.tape, self.num_operations = tape, len(tape.operations) if tape is not None else 0
+        self.entries = {name: _entry(tensor, tape) for name, tensor in tensors.items()}
+        self.specs = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        """Shape and dtype of each, without making any."""
+
+    @classmethod
+    def of(
+        cls,
+        entries: Mapping[str, TensorRef | Tensor],
+        specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        tape: Tape,
+        num_operations: int,
+    ) -> LazyTensors:
+        """Put them together from what their attributes were."""
+        found = cls({}, tape)
+        found.entries, found.specs, found.num_operations = dict(entries), dict(specs), num_operations
+        return found
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self.entries[name]
+        if isinstance(entry, Tensor):
+            return entry
+        assert self.tape is not None
+        return self.tape.materialise([entry], self.num_operations)[0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def empty(self, name: str, device: torch.device) -> Tensor:
+        """Make memory for a tensor that is about to be loaded, laid out as the tensor is, and draw nothing."""
+        entry = self.entries[name]
+        if isinstance(entry, TensorRef):
+            entry = torch.empty_strided(entry.size, entry.stride, dtype=entry.dtype, device="meta")
+        return torch.empty_like(entry, device=device)
+
+    def only(self, names: Sequence[str]) -> LazyTensors:
+        """Return some of them, in this order."""
+        chosen = copy(self)
+        chosen.entries = {name: self.entries[name] for name in names}
+        chosen.specs = {name: self.specs[name] for name in names}
+        return chosen
+
+    def all_at_once(self) -> dict[str, Tensor]:
+        """Make every tensor in one replay."""
+        references = {name: entry for name, entry in self.entries.items() if isinstance(entry, TensorRef)}
+        made = self.tape.materialise(list(references.values()), self.num_operations) if self.tape is not None else []
+        found = dict(zip(references, made, strict=True))
+        return {name: entry if isinstance(entry, Tensor) else found[name] for name, entry in self.entries.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class BuiltModel:
+    """The user's model, fake where it could be recorded.
+
+    Attributes:
+        model: In training mode.
+        tape: What its constructor did; None when it was really built.
+        fake_mode: Of its tensors.
+        not_recorded: Why it was really built, in one line; None when it was recorded.
+        buffers: As the constructor left them, by their first names.
+    """
+
+    model: nn.Module
+    tape: Tape | None
+    fake_mode: FakeTensorMode | None
+    not_recorded: str | None
+    buffers: Mapping[str, Tensor] = field(init=False)
+    initial_buffers: LazyTensors = field(init=False)
+    """Their numbers, whatever running the model does to them."""
+
+    def __post_init__(self) -> None:
+        buffers = dict(self.model.named_buffers()) if isinstance(self.model, nn.Module) else {}
+        # what is not fake is data, which a run really changes
+        copies = {
+            name: value if isinstance(value, FakeTensor) else value.detach().clone()
+            for name, value in buffers.items()
+            if not is_lazy(value)
+        }
+        object.__setattr__(self, "buffers", buffers)
+        object.__setattr__(self, "initial_buffers", LazyTensors(copies, self.tape))
+
+    def drop_results_of_a_run(self) -> None:
+        """Put back the buffers in whose place a run has put something made from its batch."""
+        for name, buffer in self.buffers.items():
+            owner, _, last = name.rpartition(".")
+            found = self.model.get_buffer(name)
+            if self.tape is not None and isinstance(found, FakeTensor) and not self.tape.knows(found):
+                self.model.get_submodule(owner)._buffers[last] = buffer
+
+    def running(self) -> AbstractContextManager[object]:
+        """Return the context in which the model's code may be run: what it makes and keeps goes on the tape."""
+        if self.tape is None or self.fake_mode is None:
+            return nullcontext()
+        stack = ExitStack()
+        if self.fake_mode.shape_env is not None:  # sizes that depend on data, seen here, are not part of the export
+            stack.enter_context(self.fake_mode.shape_env.ignore_fresh_unbacked_symbols())
+        stack.enter_context(self.fake_mode)
+        stack.enter_context(RecordTape(self.tape))
+        return stack
+
+    def tracing(self) -> AbstractContextManager[object]:
+        """Return the context in which torch.export takes the model's tensors as they are."""
+        return nullcontext() if self.fake_mode is None else tracing(TracingContext(self.fake_mode))
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that the model can be called with: a fake one for a fake model."""
+        return tensor if self.fake_mode is None else self.fake_mode.from_tensor(tensor, static_shapes=True)
+
+
+def write_assigned_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Write what the forward has put in the place of buffers into them: torch.export does not see such assignments.
+
+    Raises:
+        JobError: it has another shape or type.
+    """
+    for name, buffer in before.items():
+        owner, _, last = name.rpartition(".")
+        buffers = model.get_submodule(owner)._buffers
+        found = buffers.get(last)
+        if found is buffer:
+            continue
+        if found is None or found.shape != buffer.shape or found.dtype != buffer.dtype:
+            shown = None if found is None else f"{list(found.shape)} {found.dtype}"
+            allowed = f"{list(buffer.shape)} {buffer.dtype}, as it was registered"
+            raise JobError(f"the forward replaces buffer {name}", field="model", value=shown, allowed=allowed)
+        buffer.copy_(ASSIGNED(found))
+        buffers[last] = buffer
+
+
+def training_mode(model: nn.Module) -> nn.Module:
+    """Bring a model into training mode, but for normalisation that is frozen: in evaluation mode, nothing to train."""
+    norms = [module for module in model.modules() if isinstance(module, _NormBase) and not module.training]
+    model.train()
+    for module in norms:
+        if not any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            module.eval()
+    return model
+
+
+def build_model(make: Callable[[], nn.Module], seed: int) -> BuiltModel:
+    """Record the constructor; really run it where that is not possible, which a warning says.
+
+    Raises:
+        Exception: whatever ``make`` raises when it is really run.
+    """
+    reason = "the function returns no module"
+    try:
+        built = _record(make, seed)
+        if isinstance(built.model, nn.Module):
+            LazyTensors(dict(built.model.named_parameters()), built.tape)
+            return built
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+    model = build_really(make, seed)
+    if isinstance(model, nn.Module):
+        log.warning("the model's constructor cannot be recorded, so every worker builds the whole model: %s", reason)
+    return BuiltModel(model, None, None, reason)
+
+
+def build_really(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Build the model with its weights, all random numbers drawn from the seed."""
+    with _seeded(seed):
+        return make()
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed what a constructor draws from; numpy's and Python's generators too, which no tape records."""
+    with own_generators() as seed_all:
+        seed_all(seed)
+        torch.manual_seed(seed)  # a device as well that the constructor is the first to use
+        yield
+
+
+def _record(make: Callable[[], nn.Module], seed: int) -> BuiltModel:
+    # not at the top: it loads sympy, a third of what a worker would load, which only reads what was recorded
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    tape = Tape(seed)
+    # as torch.export makes its own: it takes over a mode that it finds, and asks for these
+    shapes = ShapeEnv(tracked_fakes=[], prefer_deferred_runtime_asserts_over_guards=False, trace_asserts=True)
+    fake_mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True, export=True)
+    with _seeded(seed), recordable(tape), fake_mode, RecordTape(tape):
+        model = make()
+    return BuiltModel(model, tape, fake_mode, None)
+
+
+def _entry(tensor: Tensor, tape: Tape | None) -> TensorRef | Tensor:
+    if not isinstance(tensor, FakeTensor):
+        return tensor.detach()
+    if tape is None:
+        raise CannotRecord("a tensor comes from outside the constructor")
+    return tape.reference(tensor)

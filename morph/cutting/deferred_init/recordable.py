@@ -1,0 +1,89 @@
+"""While a constructor is recorded: the few functions of torch that do not work on fake tensors, in a form that does."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributions import Distribution
+
+from morph.cutting.deferred_init.tape import Tape
+
+TRUNCATED = "_no_grad_trunc_normal_"
+"""Of ``nn.init``: a function that a tape holds as one operation."""
+
+
+@contextmanager
+def recordable(tape: Tape) -> Iterator[None]:
+    """Patch torch for one constructor: ``trunc_normal_``, ``Module.to`` and copies of modules."""
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # deepcopy asks a tensor for its address; a fake one answers 0, which is what it is asked about
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply_by_data(nn.Module._apply)))
+        truncated = getattr(nn.init, TRUNCATED, None)
+        if truncated is not None:
+            stack.enter_context(mock.patch.object(nn.init, TRUNCATED, _as_one_operation(truncated, tape)))
+        yield
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Keep torch from logging the operations that fail on fake tensors: what comes of it is decided elsewhere."""
+    torch_log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = torch_log.disabled
+    torch_log.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch_log.disabled = before
+
+
+@contextmanager
+def unvalidated_distributions() -> Iterator[None]:
+    """While a model is traced, without values: torch.distributions does not look at any. Results are the same."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+def _as_one_operation(original: Callable[..., Tensor], tape: Tape) -> Callable[..., Tensor]:
+    """Make one operation of what draws again until no number lies outside: the loop would need the numbers."""
+
+    def write(tensor: Tensor, *numbers: float, generator: torch.Generator | None = None) -> Tensor:
+        if not tape.knows(tensor):
+            return original(tensor, *numbers, generator=generator)
+        tape.write_initialiser(original, tensor, *numbers)
+        return tensor
+
+    return write
+
+
+def _apply_by_data(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Convert fake parameters as real ones are, by giving the same parameter other data; torch would swap them."""
+
+    def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        given = [(name, value) for name, value in self._parameters.items() if value is not None]
+        fakes = {name: value for name, value in given if isinstance(value, FakeTensor)}
+        for value in fakes.values():
+            with torch.no_grad():
+                value.data = fn(value)
+        self._parameters.update(dict.fromkeys(fakes))
+        try:
+            return original(self, fn, *args, **kwargs)
+        finally:
+            self._parameters.update(fakes)
+
+    return apply

@@ -1,0 +1,320 @@
+"""Micro-batches that data workers read before the thread that computes asks for them.
+
+What is not there in time, for whatever reason, that thread reads itself: nothing here decides what a sample is, and a
+sample that fails fails again where the user sees it. Used by that thread alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import subprocess
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Pipe, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from morph.contract.job_file import DataFacts, JobFacts
+from morph.data.slots import NUM_SLOTS, Slots
+from morph.jobs.files import held
+
+log = logging.getLogger(__name__)
+
+Batch = tuple[int, int, tuple[str, ...]]
+"""Step, micro-batch, and the names of the wanted entries."""
+SamplesOf = Callable[[int, int], Sequence[tuple[int, int]]]
+"""Epoch and index of each sample of a micro-batch, by step and number."""
+PATIENCE_S = 30.0
+"""A data worker that has read no sample for so long, while one is waited for, hangs: below any bound on a step."""
+MOST_FAILURES = 8
+_LOOK_S = 0.05
+_END_S = 2.0
+
+
+class DataWorkers:
+    """The data workers of one worker; they are started at once, and read once ``begin`` said what samples look like.
+
+    Args:
+        count: How many.
+        job_path: path/to/file.py:name, which each of them loads.
+        known: What their data sets must show, by the job's fields.
+        pinned: Micro-batches go to pinned memory.
+        patience_s: See ``PATIENCE_S``.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        job_path: str,
+        *,
+        known: Mapping[str, DataFacts] | None = None,
+        pinned: bool = False,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._setup = _setup_message(job_path, known or {})
+        self._pinned, self._patience_s = pinned, patience_s
+        self._readers: list[_Reader] = []
+        self._slots: Slots | None = None
+        self._wanted: dict[Batch, SamplesOf] = {}
+        self._unasked: deque[Batch] = deque()
+        self._over: Callable[[], bool] = bool
+        self._failures_left = MOST_FAILURES
+        self.close = weakref.finalize(self, _end_all, self._readers, os.getpid())
+        for _ in range(count):
+            self._start()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of those that live."""
+        return tuple(reader.process.pid for reader in self._readers)
+
+    def begin(self, sample: Mapping[str, Tensor], micro_batch_size: int) -> None:
+        """Say what samples look like. Torch's setting of deterministic kernels becomes theirs."""
+        entries = {key: (str(value.dtype).removeprefix("torch."), tuple(value.shape)) for key, value in sample.items()}
+        self._slots = Slots(micro_batch_size, entries)
+        for reader in tuple(self._readers):
+            self._begin(reader, self._slots)
+
+    def expect(self, batches: Iterable[Batch], samples_of: SamplesOf, over: Callable[[], bool]) -> None:
+        """Read these micro-batches, in this order, and forget what was expected before.
+
+        Args:
+            batches: What will be taken.
+            samples_of: Its samples.
+            over: Says that nobody waits for anything any more.
+        """
+        self._wanted = dict.fromkeys(batches, samples_of)
+        self._over = over
+        for reader in self._readers:
+            reader.forget_but(self._wanted)
+        self._look_through()
+        self._hear(0.0)
+        self._ask()
+
+    def take(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the entries of an expected micro-batch, each [m, ...], waiting for one that is being read.
+
+        Empty: it was not read, and will not be. A wait ends with the data worker, or once that has read no sample for
+        ``patience_s``, or with ``over``.
+        """
+        if batch not in self._wanted:
+            return {}
+        self._hear(0.0)
+        reader = next((reader for reader in self._readers if batch in reader.asked), None)
+        if reader is not None:
+            self._await(reader, batch)
+        self._wanted.pop(batch, None)
+        reader = next((reader for reader in self._readers if batch in reader.read), None)
+        found = reader.take(batch, pinned=self._pinned) if reader is not None else {}
+        self._ask()
+        return found
+
+    def _start(self) -> None:
+        try:
+            reader = _Reader(self._setup)
+        except OSError as error:
+            log.warning("a data worker cannot be started: %s", error)
+            return
+        self._readers.append(reader)
+        if self._slots is not None:
+            self._begin(reader, self._slots)
+
+    def _begin(self, reader: _Reader, slots: Slots) -> None:
+        try:
+            reader.begin(slots)
+        except OSError as error:
+            log.warning("a data worker gets no memory: %s", error)
+            self._end(reader)
+
+    def _look_through(self) -> None:
+        """See what is wanted and asked of nobody."""
+        self._unasked = deque(batch for batch in self._wanted if not any(reader.has(batch) for reader in self._readers))
+
+    def _ask(self) -> None:
+        while self._unasked and (free := [reader for reader in self._readers if reader.ready and reader.free]):
+            batch = self._unasked.popleft()
+            if batch in self._wanted:
+                step, micro_batch, _ = batch
+                max(free, key=lambda reader: len(reader.free)).ask(batch, self._wanted[batch](step, micro_batch))
+
+    def _await(self, reader: _Reader, batch: Batch) -> None:
+        seen, since_s = -1, time.monotonic()
+        while batch in reader.asked and reader in self._readers and not self._over():
+            num_read = reader.num_read
+            if num_read != seen:
+                seen, since_s = num_read, time.monotonic()
+            elif time.monotonic() - since_s > self._patience_s:
+                self._failed(f"read no sample within {self._patience_s:g} s", reader)
+                return
+            self._hear(_LOOK_S)
+
+    def _hear(self, wait_s: float) -> None:
+        """Take in what there is to hear; where there is nothing, wait for it so long."""
+        while ready := wait([reader.line for reader in self._readers], wait_s):
+            for reader in [reader for reader in self._readers if reader.line in ready]:
+                if reader not in self._readers:  # ended by what another one said
+                    continue
+                try:
+                    self._take_in(reader, json.loads(reader.line.recv_bytes()))
+                except (EOFError, OSError):
+                    self._failed("has ended", reader)
+            wait_s = 0.0
+
+    def _take_in(self, reader: _Reader, said: Mapping[str, Any]) -> None:
+        if "failed" in said:  # so would another
+            log.warning("a data worker cannot be used: %s", said["failed"])
+            self._end(reader)
+        elif "ready" in said:
+            reader.ready = True
+        else:
+            batch = reader.answered(said, self._wanted)
+            if "error" in said:
+                self._wanted.pop(batch, None)
+                self._failed(f"could not read micro-batch {batch[1]} of step {batch[0]}: {said['error']}", None)
+        self._ask()
+
+    def _failed(self, what: str, reader: _Reader | None) -> None:
+        """Start another data worker in the place of ``reader``, unless that was done too often."""
+        self._failures_left -= 1
+        log.warning("a data worker %s; the worker reads that itself", what)
+        if reader is not None:
+            self._end(reader)
+            if self._failures_left > 0:
+                self._start()
+        if self._failures_left == 0:
+            log.warning("data workers failed %d times: the worker reads everything itself now", MOST_FAILURES)
+            for other in tuple(self._readers):
+                self._end(other)
+        self._look_through()
+
+    def _end(self, reader: _Reader) -> None:
+        self._readers.remove(reader)
+        reader.end()
+
+
+class _Reader:
+    """One data worker's process, as the worker that started it sees it.
+
+    Raises:
+        OSError: no process, or no descriptor, is to be had.
+    """
+
+    def __init__(self, setup: bytes) -> None:
+        self.ready = False
+        self.free = list(range(NUM_SLOTS))
+        self.asked: dict[Batch, int] = {}
+        self.read: dict[Batch, tuple[int, Mapping[str, Sequence[int]]]] = {}
+        self._slots: Slots | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        # no name and no file system: neither is anything left of it, nor is it limited by the size of /dev/shm
+        self._memory_fd = os.memfd_create("morph-data-worker")
+        self.line, theirs = Pipe()
+        command = [sys.executable, "-m", "morph.data.reading", str(theirs.fileno()), str(self._memory_fd)]
+        try:
+            with theirs, os.fdopen(os.memfd_create("morph-job"), "w+b") as given:
+                given.write(setup)
+                given.seek(0)
+                self.process = subprocess.Popen(command, stdin=given, pass_fds=(theirs.fileno(), self._memory_fd))
+        except OSError:
+            self.line.close()
+            os.close(self._memory_fd)
+            raise
+
+    @property
+    def num_read(self) -> int:
+        """How many samples it has read."""
+        return 0 if self._slots is None else int(self._slots.num_read(self._memory))
+
+    def begin(self, slots: Slots) -> None:
+        """Say how it is to lay out what it reads.
+
+        Raises:
+            OSError: there is no memory for that.
+        """
+        os.ftruncate(self._memory_fd, slots.num_bytes)
+        shared = mmap.mmap(self._memory_fd, slots.num_bytes)
+        self._slots, self._memory = slots, torch.frombuffer(shared, dtype=torch.uint8)
+        self._say(
+            {
+                "micro_batch_size": slots.micro_batch_size,
+                "entries": slots.entries,
+                "determinism": torch.get_deterministic_debug_mode(),
+            }
+        )
+
+    def has(self, batch: Batch) -> bool:
+        """Whether it reads a micro-batch, or has read it."""
+        return batch in self.asked or batch in self.read
+
+    def ask(self, batch: Batch, samples: Sequence[tuple[int, int]]) -> None:
+        """Have it read a micro-batch into a free slot."""
+        assert self._slots is not None
+        slot = self.asked[batch] = self.free.pop()
+        self._slots.samples(self._memory, slot).copy_(torch.tensor(samples))
+        self._say({"slot": slot, "keys": batch[2]})
+
+    def answered(self, said: Mapping[str, Any], wanted: Mapping[Batch, object]) -> Batch:
+        """Note what came of a slot; returns the micro-batch."""
+        slot = said["slot"]
+        batch = next(batch for batch, its_slot in self.asked.items() if its_slot == slot)
+        del self.asked[batch]
+        if "error" in said or batch not in wanted:
+            self.free.append(slot)
+        else:
+            self.read[batch] = slot, said["stride"]
+        return batch
+
+    def take(self, batch: Batch, *, pinned: bool) -> dict[str, Tensor]:
+        """Copy out a micro-batch that was read; its slot is free again."""
+        assert self._slots is not None
+        slot, stride = self.read.pop(batch)
+        found = {key: self._slots.get(self._memory, slot, key, stride[key], pinned=pinned) for key in stride}
+        self.free.append(slot)
+        return found
+
+    def forget_but(self, wanted: Mapping[Batch, object]) -> None:
+        """Free the slots of what was read and is wanted no more."""
+        for batch in self.read.keys() - wanted.keys():
+            self.free.append(self.read.pop(batch)[0])
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self.line.close()
+        os.close(self._memory_fd)
+        self.process.kill()
+        with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
+            self.process.wait(_END_S)
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        with suppress(OSError):  # it has ended, as is about to be heard
+            self.line.send_bytes(json.dumps(message).encode())
+
+
+def _end_all(readers: list[_Reader], pid: int) -> None:
+    """End them in the process that started them; in a fork of it they are not its own."""
+    while readers and os.getpid() == pid:
+        readers.pop().end()
+
+
+def _setup_message(job_path: str, known: Mapping[str, DataFacts]) -> bytes:
+    """What a data worker needs to load the job as this process did."""
+    files = held(Path(job_path.rpartition(":")[0]))
+    return json.dumps({
+        "job_path": job_path,
+        "folder": None if files is None else str(files.folder),
+        "files": {} if files is None else {name: content.decode("latin-1") for name, content in files.files.items()},
+        "growing": files is not None and files.growing,
+        "path": sys.path,
+        "num_threads": torch.get_num_threads(),
+        "known": JobFacts(data=dict(known)).model_dump(mode="json"),
+    }).encode()  # fmt: skip

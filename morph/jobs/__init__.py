@@ -1,0 +1,1 @@
+"""Jobs: what a user defines, the files that define it, and the snapshot on which a run trains."""

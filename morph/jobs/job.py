@@ -1,0 +1,354 @@
+"""What the user writes: a :class:`Job`, and reading one from ``path/to/file.py:name``.
+
+Importing this module loads no torch; the job file itself does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+from morph.contract.errors import JobError
+from morph.jobs.files import held
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    Loss = Tensor | tuple[Tensor, Mapping[str, Tensor]]
+
+Accumulation = Literal["exact", "fast"]
+Precision = Literal["fp32", "bf16", "fp16"]
+OptimizerDevice = Literal["same", "cpu"]
+Boundary = Literal["same", "bf16"]
+MOST_DATA_WORKERS = 64
+_MOST_TRIED, _MOST_SHOWN = 100_000, 40
+_CALLED = {
+    "model": (0, "lambda: MyModel(), that builds a new one"),
+    "loss": (2, "loss(model, batch), that calls the model"),
+    "dataset": (0, "lambda: MyDataset(), that builds it"),
+    "optimizer": (1, "lambda parameters: torch.optim.SGD([p for _, p in parameters], lr=0.1)"),
+    "lr_scheduler": (1, "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10), or None"),
+    "eval_data": (0, "lambda: MyDataset(), that builds it, or None"),
+}
+"""Fields that are functions: with how many arguments they are called, and an example."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class MapDataset(Protocol):
+    """A map-style data set: every item is a dict of tensors of equal keys, shapes and dtypes."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return one sample, without a batch dimension."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaling:
+    """Dynamic loss scaling, as ``torch.amp.GradScaler`` does it with factors 2 and 1/2.
+
+    Args:
+        initial: First scale, a power of two.
+        growth_steps: Good steps in a row after which the scale is doubled.
+
+    Raises:
+        JobError: naming the field, its value and what is allowed.
+    """
+
+    initial: float = 65536.0
+    growth_steps: int = 2000
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.initial, int | float) and not isinstance(self.initial, bool)
+        power = number and 1 <= self.initial <= 2.0**64 and math.frexp(self.initial)[0] == 0.5
+        _require(power, "loss_scaling.initial", self.initial, "a power of two from 1 to 2**64")
+        _require_count("loss_scaling.growth_steps", self.growth_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training job, written as for a single GPU.
+
+    Args:
+        model: Builds the model with fresh random weights.
+        loss: ``loss(model, batch)`` calls the model and returns the scalar mean loss over the samples of ``batch``
+            (every entry of which has the samples as its first dimension), or ``(loss, {"name": scalar, ...})`` with
+            metrics that are means over the samples too.
+        dataset: Builds the data set. Order and contents must be the same in every process; numbers that an item draws
+            from the global generators of torch, numpy and Python are (seeded by seed, epoch and sample).
+        optimizer: Builds the optimizer for some named parameters; it is called once per parameter unit.
+        batch_size: Global batch M: samples per optimizer step, in every shape of the job.
+        name: Short name, used in files and logs.
+        micro_batch_size: m, a divisor of M. None: the planner picks it from the profile.
+        num_sections: K. None: chosen from the model's narrow places.
+        cut_points: Names of modules, as in ``model.named_modules()``, in front of which to cut, and nowhere else.
+        seed: Seeds the weights, the sample order and all randomness of training.
+        accumulation: ``exact`` sums gradients in 64-bit fixed point, so that the result is bit-identical in every
+            shape; ``fast`` sums in floating point.
+        lr_scheduler: Builds the learning-rate schedule of one optimizer; stepped once per applied step.
+        clip_grad_norm: Largest 2-norm of the whole model's gradient; ``math.inf`` reports the norm and clips nothing.
+        precision: Type in which autocast lets suitable operations run; parameters and optimizer stay as they are.
+        boundary: Type in which wider floating-point tensors and their gradients cross cut-points; ``same``: their own.
+        master_weights: The optimizer works on fp32 copies of parameters that have fewer bits (bf16, fp16).
+        loss_scaling: Dynamic loss scaling; None: none, but for ``fp16``, which then has its defaults.
+        compile: Sections are compiled by torch.compile.
+        optimizer_device: ``cpu`` keeps the optimizer's state and its step in host memory.
+        data_workers: Processes beside each worker that read its next micro-batches while it computes: ``num_workers``
+            of torch's DataLoader; each builds the data set for itself. 0: the worker reads them between its tasks.
+        eval_data: Builds the data set to evaluate on.
+        eval_every_steps: Evaluate whenever so many steps were applied.
+        eval_samples: How many of its first samples to take; None: as many whole micro-batches as there are.
+        allowed_dependencies: Ids of findings of ``morph trace-deps`` that may stay as they are: each parameter unit is
+            then stepped by itself.
+
+    Raises:
+        JobError: naming the field, its value and what is allowed.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, dict[str, Tensor]], Loss]
+    dataset: Callable[[], MapDataset]
+    optimizer: Callable[[Iterable[tuple[str, Parameter]]], Optimizer]
+    batch_size: int
+    name: str
+    micro_batch_size: int | None = None
+    num_sections: int | None = None
+    cut_points: tuple[str, ...] = ()
+    seed: int = 0
+    accumulation: Accumulation = "exact"
+    lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    clip_grad_norm: float | None = None
+    precision: Precision = "fp32"
+    boundary: Boundary = "same"
+    master_weights: bool = False
+    loss_scaling: LossScaling | None = None
+    compile: bool = False
+    optimizer_device: OptimizerDevice = "same"
+    data_workers: int = 0
+    eval_data: Callable[[], MapDataset] | None = None
+    eval_every_steps: int | None = None
+    eval_samples: int | None = None
+    allowed_dependencies: tuple[str, ...] = ()
+
+    @property
+    def effective_loss_scaling(self) -> LossScaling | None:
+        """What is given, or what ``fp16`` has by default."""
+        return LossScaling() if self.loss_scaling is None and self.precision == "fp16" else self.loss_scaling
+
+    def __post_init__(self) -> None:
+        for field, called in _CALLED.items():
+            if getattr(self, field) is not None or field not in ("lr_scheduler", "eval_data"):
+                _require_function(field, getattr(self, field), *called)
+        _require(
+            isinstance(self.name, str) and _NAME.fullmatch(self.name) is not None,
+            "name",
+            self.name,
+            "letters, digits, '.', '_' and '-', beginning with a letter or digit",
+        )
+        _require_count("batch_size", self.batch_size)
+        if self.num_sections is not None:
+            _require_count("num_sections", self.num_sections)
+        names = isinstance(self.cut_points, tuple | list) and all(isinstance(name, str) for name in self.cut_points)
+        _require(names, "cut_points", self.cut_points, "a list of module names, such as 'transformer.h.1'")
+        object.__setattr__(self, "cut_points", tuple(self.cut_points))
+        _require(_is_int(self.seed) and 0 <= self.seed < 2**63, "seed", self.seed, "an integer from 0 to 2**63 - 1")
+        _require(self.accumulation in get_args(Accumulation), "accumulation", self.accumulation, "'exact' or 'fast'")
+        if self.micro_batch_size is not None:
+            _require_count("micro_batch_size", self.micro_batch_size)
+            _require(
+                self.batch_size % self.micro_batch_size == 0,
+                "micro_batch_size",
+                self.micro_batch_size,
+                f"a divisor of batch_size {self.batch_size}: {_divisors(self.batch_size)}",
+            )
+        self._check_training()
+        self._check_evaluation()
+        allowed = self.allowed_dependencies
+        texts = isinstance(allowed, tuple) and all(isinstance(entry, str) for entry in allowed)
+        _require(texts, "allowed_dependencies", allowed, "a tuple of ids that `morph trace-deps` prints")
+
+    def _check_training(self) -> None:
+        norm, scaling = self.clip_grad_norm, self.loss_scaling
+        if norm is not None:
+            is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
+            _require(is_number and norm > 0, "clip_grad_norm", norm, "a number above 0, or None")
+        _require(self.precision in get_args(Precision), "precision", self.precision, "'fp32', 'bf16' or 'fp16'")
+        _require(self.boundary in get_args(Boundary), "boundary", self.boundary, "'same' or 'bf16'")
+        for field in ("master_weights", "compile"):
+            _require(isinstance(getattr(self, field), bool), field, getattr(self, field), "True or False")
+        allowed = "a morph.LossScaling, or None"
+        _require(scaling is None or isinstance(scaling, LossScaling), "loss_scaling", scaling, allowed)
+        where = self.optimizer_device
+        _require(where in get_args(OptimizerDevice), "optimizer_device", where, "'same' or 'cpu'")
+        few = _is_int(self.data_workers) and 0 <= self.data_workers <= MOST_DATA_WORKERS
+        _require(few, "data_workers", self.data_workers, f"a whole number from 0 to {MOST_DATA_WORKERS}")
+
+    def _check_evaluation(self) -> None:
+        data, every, samples = self.eval_data, self.eval_every_steps, self.eval_samples
+        if every is not None:
+            _require_count("eval_every_steps", every)
+        _require((data is None) == (every is None), "eval_every_steps", every, "to be given together with eval_data")
+        if samples is not None:
+            _require(data is not None, "eval_samples", samples, "to be given together with eval_data")
+            _require_count("eval_samples", samples)
+
+
+def load_job(spec: str) -> Job:
+    """Import ``path/to/file.py:name`` and return the Job it names (or that the function it names returns).
+
+    The file's folder is put on ``sys.path``, so that the file can import its neighbours. Where ``JobFiles`` are in use
+    that hold the file, it and its neighbours come from these.
+
+    Raises:
+        JobError: in one line, when the spec, the file, its import or the named object is not right.
+    """
+    path_text, colon, attribute = spec.rpartition(":")
+    if not colon or not path_text or not attribute:
+        raise JobError("names no job", source=spec, allowed="path/to/file.py:name")
+    path = Path(path_text)
+    if not path.is_file() and held(path) is None:
+        raise JobError("no such file", source=path_text, allowed="path/to/file.py:name")
+    module = _import_file(path)
+    if not hasattr(module, attribute):
+        defined = sorted(name for name, value in vars(module).items() if isinstance(value, Job))
+        raise JobError(
+            f"defines no {attribute!r}",
+            source=path_text,
+            allowed=", ".join(defined) or "the file defines no Job at all",
+        )
+    value = getattr(module, attribute)
+    if not isinstance(value, Job) and callable(value):
+        value = _call(value, path, attribute)
+    if not isinstance(value, Job):
+        raise JobError(
+            "is not a Job",
+            source=path_text,
+            field=attribute,
+            value=type(value).__name__,
+            allowed="a morph.Job, or a function without arguments that returns one",
+        )
+    return value
+
+
+def _import_file(path: Path) -> ModuleType:
+    resolved = path.resolve()
+    folder = str(resolved.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    module_name = f"morph_job_{re.sub(r'[^A-Za-z0-9_]', '_', resolved.stem)}"
+    began = held(resolved)
+    spec = began.main(module_name, resolved) if began else spec_from_file_location(module_name, resolved)
+    if spec is None or spec.loader is None:
+        raise JobError("is not a Python file", source=str(path), allowed="path/to/file.py:name")
+    module = module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except JobError as error:
+        sys.modules.pop(module_name, None)
+        raise _placed(error, path) from error
+    except Exception as error:
+        sys.modules.pop(module_name, None)
+        raise JobError(
+            f"cannot be imported: {type(error).__name__}: {error}", source=f"{path}:{_line_in(error, resolved)}"
+        ) from error
+    return module
+
+
+def _call(function: Callable[..., Any], path: Path, attribute: str) -> Any:
+    try:
+        return function()
+    except JobError as error:
+        raise _placed(error, path) from error
+    except Exception as error:
+        raise JobError(
+            f"calling it failed: {type(error).__name__}: {error}",
+            source=f"{path}:{_line_in(error, path.resolve())}",
+            field=attribute,
+        ) from error
+
+
+def _placed(error: JobError, path: Path) -> JobError:
+    """Name the line of the job's file in an error that only says which field of a Job is wrong."""
+    if error.source != "Job":
+        return error
+    source = f"{path}:{_line_in(error, path.resolve())}"
+    return JobError(error.message, source=source, field=error.field, value=error.value, allowed=error.allowed)
+
+
+def _line_in(error: BaseException, path: Path) -> int:
+    """Return the deepest line of ``path`` in the error's traceback (a syntax error has a line of its own)."""
+    if isinstance(error, SyntaxError) and error.filename == str(path) and error.lineno is not None:
+        return error.lineno
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == str(path) and frame.lineno
+    ]
+    return lines[-1] if lines else 1
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _divisors(number: int) -> str:
+    small = [m for m in range(1, min(math.isqrt(number), _MOST_TRIED) + 1) if number % m == 0]
+    found = sorted({*small, *(number // m for m in small)})
+    return (
+        ", ".join(map(str, found)) if len(found) <= _MOST_SHOWN else f"{', '.join(map(str, found[:_MOST_SHOWN]))} ..."
+    )
+
+
+def _require_function(field: str, value: Any, num_given: int, hint: str) -> None:
+    """See that a field is a function that takes what it is called with, and not what it ought to return."""
+    torch = sys.modules.get("torch")
+    is_module = torch is not None and isinstance(value, torch.nn.Module)
+    of_torch = str(getattr(value, "__module__", "")).startswith("torch.nn.")  # a loss of outputs and targets
+    if not callable(value) or (is_module and field == "model") or (of_torch and field == "loss"):
+        raise JobError(
+            "is not a function of the job's own" if callable(value) and field == "loss" else "is not a function",
+            source="Job",
+            field=field,
+            value=value if isinstance(value, int | float | str) else getattr(value, "__name__", type(value).__name__),
+            allowed=f"a function, such as {hint}",
+        )
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # of C code
+        return
+    try:
+        signature.bind(*[None] * num_given)
+    except TypeError as error:
+        name = getattr(value, "__name__", type(value).__name__)
+        raise JobError(
+            f"cannot be called as it is: {error}",
+            source="Job",
+            field=field,
+            value=name,
+            allowed=f"a function, such as {hint}",
+        ) from error
+
+
+def _require(holds: bool, field: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise JobError("is not right", source="Job", field=field, value=value, allowed=allowed)
+
+
+def _require_count(field: str, value: int) -> None:
+    _require(_is_int(value) and value > 0, field, value, "a whole number from 1")

@@ -1,0 +1,86 @@
+"""What was found equal to its plain model is kept, in a file for each job, code and version of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import morph
+from morph.cutting import ExportedJob
+from morph.cutting.exporting.exported import GraphJob, MarkedJob
+from morph.cutting.exporting.user_functions import UserFunction
+from morph.jobs.files import file_of
+from morph.jobs.job import Job
+from morph.preflight.plain_comparison import Agreement
+from morph.user_cache import keep, read_kept
+
+_FOLDER = "agreements"
+
+
+def agreement_key(
+    job: Job, exported: ExportedJob, fingerprint: str, device: torch.device, settings: Mapping[str, str]
+) -> str:
+    """Return what stands for the cut model, the settings it trains with, the code behind it, and what runs it.
+
+    Code is the files of the classes and functions that make up job and model, and whatever else is loaded from the
+    job's folder.
+    """
+    lines = [fingerprint, torch.__version__, morph.__version__, platform.python_version(), device.type]
+    lines += sorted(f"{name} {value}" for name, value in settings.items())
+    names = set(_module_names(job, exported))
+    packages = {name.partition(".")[0] for name in names}
+    lines += sorted(f"{name} {getattr(sys.modules.get(name), '__version__', None)}" for name in packages)
+    files = {_file_of(sys.modules.get(name)) for name in names} - {None}
+    folder = _file_of(sys.modules.get(_defined(job.loss).__module__))
+    if folder is not None:
+        near = folder.parent.name  # to make a path of each of thousands of modules takes longer than all else
+        loaded = [_file_of(module) for module in list(sys.modules.values()) if near in (file_of(module) or "")]
+        files |= {file for file in loaded if file is not None and file.is_relative_to(folder.parent)}
+    digests = sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file is not None)
+    return hashlib.sha256("\n".join(lines + digests).encode()).hexdigest()
+
+
+def kept_agreement(folder: Path, key: str) -> Agreement | None:
+    """Return what was kept in the user's cache; None where nothing was, or it cannot be read."""
+    content = read_kept(folder / _FOLDER, key)
+    with contextlib.suppress(ValueError, TypeError):
+        return Agreement(**json.loads(content)) if content is not None else None
+    return None
+
+
+def keep_agreement(folder: Path, key: str, agreement: Agreement) -> None:
+    """Write one; see ``user_cache.keep``."""
+    keep(folder / _FOLDER, key, json.dumps(asdict(agreement)).encode())
+
+
+def _module_names(job: Job, exported: ExportedJob) -> Iterator[str]:
+    for thing in (job.model, job.loss, job.dataset, job.optimizer):
+        yield _defined(thing).__module__
+    if isinstance(exported, MarkedJob):
+        yield from (type(module).__module__ for module in exported.whole.modules())
+    if isinstance(exported, GraphJob):
+        for node in exported.graph_module.graph.nodes:
+            if isinstance(node.target, UserFunction):
+                yield node.target.function.__module__
+            for _, kind in (node.meta.get("nn_module_stack") or {}).values():
+                yield kind.rpartition(".")[0] if isinstance(kind, str) else kind.__module__
+
+
+def _defined(thing: Any) -> Any:
+    return _defined(thing.func) if isinstance(thing, functools.partial) else thing
+
+
+def _file_of(module: Any) -> Path | None:
+    file = getattr(module, "__file__", None)
+    path = Path(file) if isinstance(file, str) else None
+    return path if path is not None and path.is_file() else None

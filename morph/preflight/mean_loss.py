@@ -1,0 +1,459 @@
+"""Whether the loss is the mean over samples that Morph takes it for: it is run on samples together and alone.
+
+The loss itself is the judge. A mean over samples gives two samples together the mean of what it gives each of them;
+any other loss differs for most pairs. So the pairs are chosen to be unlike: for each entry of the samples those with
+the most and the fewest filled elements, and those that show its rarest and its commonest labels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from morph.contract.errors import JobError, MorphError
+from morph.cutting.deferred_init.construct import build_really, training_mode
+from morph.cutting.trial_run.trial import example_batch, move_weights, run_really
+from morph.data.loader import data_of, read_samples, stack_entry
+from morph.jobs.job import Job
+from morph.preflight.equal_draws import EqualDraws
+from morph.preflight.unlike_pairs import IGNORED, Look, entries, look, num_other, unlike_pairs
+
+_FEWEST_READ, _MOST_READ, _READ_AT_ONCE = 32, 512, 32
+_READING_S = 1.0
+_RUNNING_S = 3.0
+"""Of this thread's processor; one pair is tried however long it takes."""
+_MOST_TOGETHER = 16
+_TOLERANCE = 2e-5
+_ROUNDINGS = 4.0
+"""Of the type with the fewest bits that takes part."""
+_SURE = 10.0
+"""So many times the tolerance must a pair be off the mean to tell why it is."""
+_NOTHING = 1e-3
+"""Share of a weight that is taken for none."""
+_TIMES_WEIGHT = "multiply each sample's own loss (reduction='none') by its weight, then average over the samples"
+
+
+class LossFailed(Exception):
+    """Reading samples or the loss failed; the cause says how."""
+
+
+@dataclass(frozen=True)
+class LossTrial:
+    """A loss to be tried.
+
+    Attributes:
+        loss: Of a batch: a scalar, or (scalar, metrics by name).
+        model: What it computes with. What the loss writes into its buffers is undone.
+        num_samples: Of the data set.
+        read: Returns samples by number: dicts, tuples or lists of tensors and numbers.
+        collate: Makes a batch of samples.
+        part: What Morph divides a batch into.
+        setting: The name of the setting that says how large a part is.
+    """
+
+    loss: Callable[[Any], Any]
+    model: nn.Module
+    num_samples: int
+    read: Callable[[Sequence[int]], Sequence[Any]]
+    collate: Callable[[Sequence[Any]], Any]
+    part: str = "micro-batch"
+    setting: str = "micro_batch_size"
+
+    @property
+    def parts(self) -> str:
+        """More than one part."""
+        return f"{self.part}es" if self.part.endswith("h") else f"{self.part}s"
+
+
+def loss_warnings(job: Job) -> tuple[str, ...]:
+    """Try a job's loss; see ``mean_warnings``.
+
+    The model is really built. Its weights are moved a little from where they begin, because a last layer of zeros would
+    give all samples the same loss; weights of fewer than 32 bits are widened where the model permits that.
+
+    Returns:
+        A sentence for the loss and for each metric that is no mean; none where the trial fails.
+
+    Raises:
+        JobError: the loss fails on real numbers; fakes, on which a job is exported, do not see all that may be wrong.
+    """
+    try:
+        return _job_warnings(job)
+    except LossFailed:
+        try:
+            run_really(job, example_batch(job))
+        except JobError as error:
+            if not isinstance(error.__cause__, NotImplementedError):  # an operation that only another device has
+                raise
+        return ()
+
+
+def _job_warnings(job: Job) -> tuple[str, ...]:
+    dataset = data_of(job)
+
+    def read(indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        return read_samples(dataset, job.seed, [(0, index) for index in indices])
+
+    def tried(widen: Callable[[Tensor], Tensor]) -> tuple[str, ...]:
+        model = training_mode(build_really(job.model, job.seed))
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(job.seed)
+            move_weights(model)
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = widen(tensor.data)
+
+        def collate(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+            return {key: widen(stack_entry(samples, key)) for key in samples[0]}
+
+        return mean_warnings(LossTrial(partial(job.loss, model), model, len(dataset), read, collate))
+
+    try:
+        return tried(_widened)
+    except LossFailed:  # what the model does may be written for narrow types
+        return tried(lambda tensor: tensor)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < torch.float32.itemsize else tensor
+
+
+def mean_warnings(trial: LossTrial, *, running_s: float = _RUNNING_S) -> tuple[str, ...]:
+    """Run a loss on pairs of unlike samples together and alone, with equal draws and no gradients.
+
+    Samples whose own loss is not a finite number are left out, which a sentence says. A model that refuses one sample
+    (batch norm over one value) is given each sample twice.
+
+    Args:
+        trial: The loss.
+        running_s: Processor time after which no further pair is tried.
+
+    Returns:
+        A sentence for the loss, and for each metric, that is not a mean over samples.
+
+    Raises:
+        LossFailed: reading samples, or the loss of them, raised an error.
+    """
+    runs, looks = _Runs(trial), _look_over(trial)
+    devices = {parameter.device for parameter in trial.model.parameters() if parameter.device.type == "cuda"}
+    sets: list[tuple[int, ...]] = []
+    with torch.random.fork_rng(devices=sorted(devices, key=str)), torch.no_grad():
+        for pair in unlike_pairs(looks):
+            if sets and runs.spent_s > running_s:
+                break
+            if all(runs.is_finite(index) for index in pair):
+                sets.append(pair)
+        finite = [index for index in runs.tried if runs.is_finite(index)][:_MOST_TOGETHER]
+        if len(finite) > 2 and runs.spent_s < running_s:
+            sets.append(tuple(finite))
+        sets += [(finite[0], index) for index in runs.tried if finite and not runs.is_finite(index)]
+        names = list(runs.of((runs.tried[0],)))
+        found = [sentence for name in names if (sentence := _Judge(runs, looks, name, sets).sentence()) is not None]
+    return tuple(found + _left_out(runs))
+
+
+class _Runs:
+    """Values of the loss (named ``""``) and of metrics of samples that come together, each set computed once."""
+
+    def __init__(self, trial: LossTrial) -> None:
+        self.trial = trial
+        self.spent_s = 0.0
+        self.copies = 1
+        self.precision = 0.0
+        """The largest ``eps`` of a type that took part."""
+        self._values: dict[tuple[int, ...], Mapping[str, float]] = {}
+        self._samples: dict[int, Any] = {}
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in trial.model.buffers()]
+        self._places = [(module, dict(module._buffers)) for module in trial.model.modules() if module._buffers]
+
+    @property
+    def tried(self) -> list[int]:
+        """Samples that came alone, in their order."""
+        return [indices[0] for indices in self._values if len(indices) == 1]
+
+    def is_finite(self, index: int) -> bool:
+        """Whether a sample's own loss is a finite number."""
+        return math.isfinite(self.of((index,))[""])
+
+    def entries(self, index: int) -> dict[str, Tensor]:
+        """A sample's entries by their names in sentences."""
+        return entries(self._sample(index))
+
+    def of(self, indices: tuple[int, ...]) -> Mapping[str, float]:
+        """Compute the values of these samples together."""
+        if indices not in self._values:
+            self._values[indices] = self._run(indices) if self._values else self._first_run(indices)
+        return self._values[indices]
+
+    def _first_run(self, indices: tuple[int, ...]) -> Mapping[str, float]:
+        """Find out whether one sample can stand alone."""
+        values: Mapping[str, float] | None = None
+        try:
+            values = self._run(indices)
+            if math.isfinite(values[""]):
+                return values
+        except LossFailed:
+            self.copies = 2
+            return self._run(indices)
+        self.copies = 2  # its own statistics may be no numbers
+        twice = self._run(indices)
+        if math.isfinite(twice[""]):
+            return twice
+        self.copies = 1
+        return values
+
+    def _run(self, indices: tuple[int, ...]) -> Mapping[str, float]:
+        begun_s = time.thread_time()
+        samples = [self._sample(index) for index in indices for _ in range(self.copies)]
+        try:
+            with EqualDraws() as draws:
+                result = self.trial.loss(self.trial.collate(samples))
+            loss, metrics = result if isinstance(result, tuple) else (result, {})
+            values = {"": float(loss), **{name: float(value) for name, value in metrics.items()}}
+        except MorphError:
+            raise
+        except Exception as error:
+            raise LossFailed from error
+        finally:
+            self._restore()
+        self.precision = max(self.precision, draws.coarsest)
+        self.spent_s += time.thread_time() - begun_s
+        return values
+
+    def _sample(self, index: int) -> Any:
+        if index not in self._samples:
+            (self._samples[index],) = _read(self.trial, [index])
+        return self._samples[index]
+
+    def _restore(self) -> None:
+        """Give the model the buffers it began with: counters, running statistics and vectors of spectral norm."""
+        for buffer, value in self._buffers:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+        for module, buffers in self._places:
+            module._buffers.update(buffers)
+
+
+def _look_over(trial: LossTrial) -> list[Look]:
+    """Read samples from all over the data set: a few, and more as long as that is quick."""
+    order = random.Random(0).sample(range(trial.num_samples), min(trial.num_samples, _MOST_READ))
+    begun_s, looks = time.monotonic(), list[Look]()
+    for first in range(0, len(order), _READ_AT_ONCE):
+        if len(looks) >= _FEWEST_READ and time.monotonic() - begun_s > _READING_S:
+            break
+        indices = order[first : first + _READ_AT_ONCE]
+        looks += map(look, indices, _read(trial, indices))
+    return looks
+
+
+def _read(trial: LossTrial, indices: Sequence[int]) -> Sequence[Any]:
+    try:
+        return trial.read(indices)
+    except MorphError:
+        raise
+    except Exception as error:
+        raise LossFailed from error
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one value of samples that came together is, and their own values."""
+
+    indices: tuple[int, ...]
+    whole: float
+    parts: tuple[float, ...]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether each sample has a value of its own."""
+        return all(map(math.isfinite, self.parts))
+
+    @property
+    def off(self) -> float:
+        """How far it is from the mean."""
+        return abs(self.whole - sum(self.parts) / len(self.parts))
+
+    @property
+    def apart(self) -> float:
+        """How far the two own values of a pair are from each other."""
+        return abs(self.parts[-1] - self.parts[0])
+
+
+class _Judge:
+    """Says what one value, the loss or a metric, is if it is not a mean over samples."""
+
+    def __init__(self, runs: _Runs, looks: Sequence[Look], name: str, sets: Sequence[tuple[int, ...]]) -> None:
+        self._runs, self._looks, self._name = runs, looks, name
+        self._seen = [seen for seen in map(self._values, sets) if not name or seen.is_known]
+        sizes = (abs(value) for seen in self._seen for value in (seen.whole, *seen.parts) if math.isfinite(value))
+        self._error = max(_TOLERANCE, _ROUNDINGS * runs.precision) * max(sizes, default=0.0)
+        self._wrong = [seen for seen in self._seen if self._is_wrong(seen)]
+
+    def _values(self, indices: tuple[int, ...]) -> _Seen:
+        def value(those: tuple[int, ...]) -> float:
+            return self._runs.of(those).get(self._name, math.nan)
+
+        return _Seen(indices, value(indices), tuple(value((index,)) for index in indices))
+
+    def _is_wrong(self, seen: _Seen) -> bool:
+        """A sample without a loss of its own has none in company either, if the loss is a mean."""
+        if seen.is_known:
+            return not seen.off <= self._error
+        return math.isfinite(seen.whole)
+
+    def sentence(self) -> str | None:
+        """Return it; None for a mean."""
+        if not self._wrong:
+            return None
+        telling = max(self._wrong, key=lambda seen: (math.isfinite(seen.off), len(seen.indices) == 2, seen.off))
+        what = f"metric {self._name!r}" if self._name else "the loss"
+        part, parts, setting = self._runs.trial.part, self._runs.trial.parts, self._runs.trial.setting
+        shown = self._shown(telling)
+        if self._is_sum():
+            return (
+                f"{what} is a sum over the samples, not their mean ({shown}): Morph averages {parts}, so it comes out "
+                f"m/M of what a plain loop over M samples has, and changes with {setting}; divide by the number of "
+                "samples"
+            )
+        weighing = self._by_entry(telling) or self._by_class()
+        if weighing is not None:
+            how, instead = weighing
+            return (
+                f"{what} weighs samples {how} ({shown}): Morph averages {parts}, so samples count otherwise than in a "
+                f"plain loop, and the result changes with {setting}; {instead}"
+            )
+        return (
+            f"{what} of samples that come together is not the mean of their own ({shown}): they are weighed (by "
+            "class, by token) or meet, as in negatives of the same batch (contrastive losses), in statistics or in "
+            f"load balancing over a batch; with Morph only the m samples of a {part} come together, so the result "
+            f"changes with {setting}, though not with the shape"
+        )
+
+    def _is_sum(self) -> bool:
+        known = [seen for seen in self._seen if seen.is_known]
+        return any(seen.is_known for seen in self._wrong) and all(
+            abs(seen.whole - sum(seen.parts)) <= self._error * len(seen.parts) for seen in known
+        )
+
+    def _shown(self, seen: _Seen) -> str:
+        twice = ", each twice" if self._runs.copies > 1 else ""
+        if len(seen.indices) > 2:
+            mean = sum(seen.parts) / len(seen.parts)
+            return f"{len(seen.indices)} samples together{twice}: {seen.whole:.6g}; the mean of their own: {mean:.6g}"
+        numbers = " and ".join(map(str, seen.indices))
+        own = " and ".join(f"{value:.6g}" for value in seen.parts)
+        return f"samples {numbers} together{twice}: {seen.whole:.6g}; alone: {own}"
+
+    def _by_entry(self, telling: _Seen) -> tuple[str, str] | None:
+        """By a number that some entry of the samples holds, if all that was seen fits."""
+        tokens = "average within each sample first, then over the samples"
+        best: tuple[str, str] | None = None
+        least = math.inf
+        for key, entry in self._runs.entries(telling.indices[0]).items():
+            ways: list[tuple[str, Callable[[Mapping[str, Tensor]], float], str]] = [
+                (
+                    f"by their number of entries of {key} other than {ignored} ({{}}), as a mean over tokens does",
+                    partial(_num_filled, key, ignored, start),
+                    tokens,
+                )
+                for ignored, start in itertools.product(
+                    IGNORED, (0, 1) if entry.dim() else (0,)
+                )  # labels may be shifted
+            ]
+            if entry.numel() == 1 and not entry.is_complex():
+                ways.append((f"by their entry {key} ({{}})", partial(_value, key), _TIMES_WEIGHT))
+            for text, weigh, instead in ways:
+                off = self._off(weigh)
+                if off < least:
+                    weights = " and ".join(f"{weigh(self._runs.entries(index)):g}" for index in telling.indices[:2])
+                    best, least = (text.format(weights), instead), off
+        return best
+
+    def _off(self, weigh: Callable[[Mapping[str, Tensor]], float]) -> float:
+        """How far off values are if samples are weighed so; infinite where that is not the explanation."""
+        worst = 0.0
+        for seen in self._seen:
+            weights = [weigh(self._runs.entries(index)) for index in seen.indices]
+            if not (all(weight >= 0 for weight in weights) and 0 < sum(weights) < math.inf):
+                return math.inf
+            total = sum(weight * part for weight, part in zip(weights, seen.parts, strict=True) if weight)
+            off = abs(total / sum(weights) - seen.whole)
+            if not off <= self._error:
+                return math.inf
+            worst = max(worst, off)
+        return worst
+
+    def _by_class(self) -> tuple[str, str] | None:
+        """By a label: other samples with the two labels are weighed alike, and those with the same label equally."""
+        pairs = [seen for seen in self._wrong if len(set(seen.indices)) == 2 and seen.is_known]
+        pair = max(pairs, key=lambda seen: seen.off, default=None)
+        if pair is None or not min(pair.off, pair.apart) > _SURE * self._error:
+            return None
+        share = _share(pair)
+        if not -_NOTHING <= share <= 1 + _NOTHING:
+            return None
+        for key in self._looks[0].labels:
+            labels = [self._label(key, index) for index in pair.indices]
+            again = [self._another(key, label, index) for label, index in zip(labels, pair.indices, strict=True)]
+            if None in labels or labels[0] == labels[1] or again == list(pair.indices):
+                continue
+            second = self._values((again[0], again[1]))
+            alike = [self._values(both) for both in zip(pair.indices, again, strict=True) if both[0] != both[1]]
+            off = abs(second.whole - _mix(second, share))
+            if off <= self._error * (2 + 2 * second.apart / pair.apart) and not any(map(self._is_wrong, alike)):
+                return f"by class, as cross_entropy(weight=...) does: {_ratio(key, labels, share)}", _TIMES_WEIGHT
+        return None
+
+    def _label(self, key: str, index: int) -> float | None:
+        entry = self._runs.entries(index)[key]
+        return float(entry) if entry.numel() == 1 else None
+
+    def _another(self, key: str, label: float | None, index: int) -> int:
+        """A further sample with a label; the same where there is none."""
+        having = (look.index for look in self._looks if look.labels.get(key) == frozenset({label}))
+        return next((other for other in having if other != index), index)
+
+
+def _share(pair: _Seen) -> float:
+    return (pair.whole - pair.parts[0]) / (pair.parts[1] - pair.parts[0])
+
+
+def _mix(pair: _Seen, share: float) -> float:
+    return pair.parts[0] + (pair.parts[1] - pair.parts[0]) * share
+
+
+def _ratio(key: str, labels: Sequence[float | None], share: float) -> str:
+    """Say how much more the label that counts more counts."""
+    (light, least), (heavy, most) = sorted(zip(labels, (1 - share, share), strict=True), key=lambda entry: entry[1])
+    if least <= _NOTHING:
+        return f"a sample whose {key} is {light:g} counts nothing"
+    return f"a sample whose {key} is {heavy:g} counts {most / least:.3g} times as much as one whose {key} is {light:g}"
+
+
+def _num_filled(key: str, ignored: int, start: int, entries: Mapping[str, Tensor]) -> float:
+    return num_other(entries[key][start:] if entries[key].dim() else entries[key], ignored)
+
+
+def _value(key: str, entries: Mapping[str, Tensor]) -> float:
+    return float(entries[key])
+
+
+def _left_out(runs: _Runs) -> list[str]:
+    """Name the samples that could not be judged."""
+    lost = {index: runs.of((index,))[""] for index in runs.tried if not runs.is_finite(index)}
+    if not lost:
+        return []
+    values = " and ".join(sorted({f"{value:g}" for value in lost.values()}))
+    if len(lost) == len(runs.tried):
+        return [f"the loss is {values} for all samples tried, so whether it is a mean over samples is not known"]
+    numbers = ", ".join(map(str, sorted(lost)))
+    which = f"sample {numbers} alone" if len(lost) == 1 else f"each of the samples {numbers} alone"
+    return [f"the loss of {which} is {values}: left out of the check whether the loss is a mean over samples"]

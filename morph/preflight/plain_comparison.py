@@ -1,0 +1,398 @@
+"""Before a job trains: is what its sections compute what the plain model computes, loss, gradients and next weights?
+
+Both are given the same weights and samples, and the same draws: torch's generator is seeded once, and the sections
+draw on from each other as the parts of the whole do. Attention uses its plain kernel on both sides, because a trace
+masks by an ``attention_mask`` that hides nothing, and other kernels round and draw differently. What is left are other
+orders of the same sums: see ``_check``.
+
+The sections' gradients then go the way of a run's, through the accumulators and the optimizers of the parameter units:
+see ``step_agreement``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from morph.contract.errors import ExportError, JobError, MorphError
+from morph.cutting import CutModel, ExportedJob, cut, export_job
+from morph.cutting.cuts.analysis import REFERENCE_SAMPLES, analyse
+from morph.cutting.exporting.exported import GraphJob, MarkedJob
+from morph.cutting.source.locate import user_line
+from morph.cutting.source.refusal import OR_MARK, first_line
+from morph.cutting.trial_run.trial import move_weights, rms
+from morph.data import MicroBatchLoader, data_of
+from morph.data.loader import read_samples
+from morph.jobs.job import Job
+from morph.preflight.plain_model import plain_model, shortened
+from morph.preflight.step_comparison import NUM_STEPS, StepTrial
+from morph.runtime.step.section_run import AddGradient, SectionRun, run_section, section_backward
+
+NUM_SEEDS = 3
+NUM_SAMPLES = 2
+QUICK_FLOPS = 1e12
+"""Some ten seconds of one core."""
+PATIENT_FLOPS = 1e13
+"""One or two minutes of one core."""
+_SHARE_OF_MEMORY = 0.6
+_COPIES, _COPIES_OF_A_STEP = 3, 11
+"""Of all weights: with gradients of both sides; with sums, the optimizers' states and weights of their own as well."""
+_FLOPS_OF_A_STEP = 1e4
+"""For each weight, as long as both sides' steps take."""
+_RUNS = 6.0
+"""Forward and backward, of both sides, in forwards."""
+_RELATIVE = 1e-3
+_BESIDE_THE_LARGEST = 1e-6
+_ROUNDINGS = 8.0
+"""Of weights in fewer bits than 32."""
+_SHOWN = 5
+_LACKING = re.compile(r"cuda|nvidia|triton|backend|not enough memory|out of memory", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a comparison may take.
+
+    Attributes:
+        available_bytes: Free memory of the device.
+        flops: Of all runs together; see ``QUICK_FLOPS`` and ``PATIENT_FLOPS``.
+        device: Where it runs.
+        shorten: Whether a model that is too large may be compared with fewer of its equal blocks.
+        steps: Whether the weights after the optimizer's steps are compared too.
+    """
+
+    available_bytes: int
+    flops: float
+    device: torch.device
+    shorten: bool = True
+    steps: bool = True
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What was compared.
+
+    Attributes:
+        how: ``whole``; ``shortened``: with two of each kind of its equal blocks; ``none``.
+        num_seeds: How many times, each with other samples and draws.
+        num_samples: In each.
+        num_steps: After how many of them weights were compared; 0: they were not.
+        largest: The largest difference of a gradient, or of a step, as a share of it; see ``_check``.
+        reason: Why the whole, or anything, was not compared.
+        no_steps: Why weights were not.
+    """
+
+    how: str
+    num_seeds: int
+    num_samples: int
+    num_steps: int
+    largest: float = 0.0
+    reason: str | None = None
+    no_steps: str | None = None
+
+
+@dataclass(frozen=True)
+class _Size:
+    """``no_steps``: why weights are not compared."""
+
+    num_seeds: int
+    num_samples: int
+    no_steps: str | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Of the optimizer."""
+        return 0 if self.no_steps else NUM_STEPS
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Loss and gradients of one side; a parameter without a gradient is left out."""
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor]
+
+
+class _DoesNotRun(Exception):
+    """The plain model fails, or this machine cannot run it."""
+
+
+def compare_with_plain(job: Job, exported: ExportedJob, num_sections: int | None, limits: Limits) -> Agreement:
+    """Compare once; see the module's text.
+
+    Raises:
+        ExportError: loss or gradients differ; names the parameters that differ most, and by how much.
+        JobError: the plain model fails on real samples.
+    """
+    size = _size(exported, limits, job.batch_size)
+    if isinstance(size, _Size):
+        try:
+            largest = _compare(job, exported, num_sections, size, limits.device)
+        except _DoesNotRun as error:
+            return _nothing(str(error))
+        return _found("whole", size, largest)
+    if not limits.shorten:
+        return _nothing(size)
+    return _compare_shortened(job, size, limits)
+
+
+def _compare_shortened(job: Job, reason: str, limits: Limits) -> Agreement:
+    try:
+        twin = replace(job, model=partial(shortened, job.model), cut_points=(), num_sections=None)
+        exported = export_job(twin)
+        size = _size(exported, limits, job.batch_size)
+    except MorphError as error:
+        return _nothing(f"{reason}, and it cannot be shortened: {first_line(error)}")
+    if not isinstance(size, _Size):
+        return _nothing(f"with fewer blocks, {size}")
+    try:
+        largest = _compare(twin, exported, None, size, limits.device)
+    except (_DoesNotRun, JobError) as error:
+        return _nothing(f"{reason}, and with fewer blocks it does not run: {error}")
+    return _found("shortened", size, largest, reason)
+
+
+def _nothing(reason: str) -> Agreement:
+    return Agreement("none", 0, 0, 0, reason=reason)
+
+
+def _found(how: str, size: _Size, largest: float, reason: str | None = None) -> Agreement:
+    return Agreement(how, size.num_seeds, size.num_samples, size.num_steps, largest, reason, size.no_steps)
+
+
+def _size(exported: ExportedJob, limits: Limits, batch_size: int) -> _Size | str:
+    """Return how much to compare, or why nothing can be."""
+    largest = min(NUM_SAMPLES, batch_size)
+    specs = exported.initial_parameters.specs.values()
+    parameters = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
+    no_steps = _no_steps(parameters, sum(math.prod(shape) for shape, _ in specs), limits)
+    if not isinstance(exported, GraphJob):  # its cut runs the whole model anyway, and no size is known of it
+        return _Size(NUM_SEEDS, largest, no_steps)
+    analysis = analyse(exported)
+    flops = _RUNS * analysis.total_cost / REFERENCE_SAMPLES
+    activations = sum(analysis.bytes_of(node) for node in analysis.sequence) / REFERENCE_SAMPLES
+    reason = ""
+    for num_seeds, num_samples in ((NUM_SEEDS, largest), (NUM_SEEDS - 1, largest), (1, 1)):
+        size = _Size(num_seeds, num_samples, no_steps)
+        needed = _COPIES * parameters + 2 * size.num_samples * activations
+        if needed > _SHARE_OF_MEMORY * limits.available_bytes:
+            reason = f"it may take {needed / 2**30:.1f} GiB, and {limits.available_bytes / 2**30:.1f} GiB are free"
+        elif size.num_seeds * size.num_samples * flops > limits.flops:
+            reason = f"one sample takes {flops / 1e12:.1f} TFLOP"
+        else:
+            return size
+    return reason
+
+
+def _no_steps(num_bytes: int, num_weights: int, limits: Limits) -> str | None:
+    """Why the weights after a step are not compared; None if they are."""
+    if not limits.steps:
+        return "one optimizer for all of them is another than one for each parameter unit"
+    needed = _COPIES_OF_A_STEP * num_bytes
+    if needed > _SHARE_OF_MEMORY * limits.available_bytes:
+        return f"that may take {needed / 2**30:.1f} GiB, and {limits.available_bytes / 2**30:.1f} GiB are free"
+    if num_weights * _FLOPS_OF_A_STEP > limits.flops:
+        return f"there are {num_weights / 1e6:.0f} million"
+    return None
+
+
+def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _Size, device: torch.device) -> float:
+    """Return the largest difference of a gradient or a step.
+
+    Raises:
+        ExportError: a difference that rounding does not explain.
+        JobError: the plain model fails, or its optimizer is another one for each unit alone.
+        _DoesNotRun: there is nothing to compare with.
+    """
+    exported = replace(exported, boundary="same")  # its rounding is the job's wish, and hides what is compared
+    model = cut(exported, num_sections=num_sections, micro_batch_size=size.num_samples)
+    dataset = data_of(job)
+    keys = sorted(read_samples(dataset, job.seed, [(0, 0)])[0])
+    loader = MicroBatchLoader(dataset, job.seed, job.batch_size, size.num_samples)
+    generators = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=generators), warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
+        warnings.simplefilter("ignore")
+        plain = _plain_model(job, exported, device)
+        trial = StepTrial.of(job, model, plain, device, size.num_seeds) if size.num_steps else None
+        both = _Sides(job, model, plain, trial, exported.model_line)
+        for seed in range(size.num_seeds):
+            both.compare(seed, {key: entry.to(device) for key, entry in loader.load(seed, 0, keys).items()})
+        return both.largest()
+
+
+class _Sides:
+    """The plain model and the sections, with the same weights, given one micro-batch after the other.
+
+    ``trial``: what a run makes of the sections' gradients, where that is compared too.
+    """
+
+    def __init__(self, job: Job, model: CutModel, plain: nn.Module, trial: StepTrial | None, source: str) -> None:
+        self._job, self._model, self._plain, self._trial, self._source = job, model, plain, trial, source
+        self._buffers = {name: buffer.clone() for name, buffer in plain.named_buffers()}
+        self._sums = trial.new_sums() if trial is not None else None
+        self._total: dict[str, Tensor] = {}
+        self._batches: dict[int, Mapping[str, Tensor]] = {}
+        self._largest = 0.0
+
+    def compare(self, seed: int, batch: Mapping[str, Tensor]) -> None:
+        """Compare loss and gradients of a micro-batch; one whose loss is not finite is left out.
+
+        Raises:
+            ExportError: they differ.
+            JobError: the plain model fails.
+        """
+        torch.manual_seed(seed)
+        expected = _run_plain(self._job, self._plain, batch)
+        for name, buffer in self._plain.named_buffers():
+            buffer.data.copy_(self._buffers[name])
+        if not expected.loss.isfinite():
+            return
+        self._batches[seed] = batch
+        found = self._run_sections(seed)
+        which = f"{len(next(iter(batch.values())))} samples, seed {seed}"
+        self._largest = max(self._largest, _check(expected, found, self._source, which))
+        for name, gradient in expected.gradients.items():
+            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            self._total[name] = self._total[name] + wide if name in self._total else wide
+
+    def largest(self) -> float:
+        """Compare what a run makes of the gradients too, and return the largest difference.
+
+        Raises:
+            ExportError: means or next weights differ.
+            JobError: the optimizer fails, or is another one for each unit alone.
+            _DoesNotRun: no loss was finite.
+        """
+        if not self._batches:
+            raise _DoesNotRun("its loss is not a finite number")
+        if self._trial is None or self._sums is None:
+            return self._largest
+        while (means := self._sums.reduce(len(self._batches))) is None:  # at scales that fit from now on
+            self._sums = self._trial.new_sums()
+            for seed in self._batches:
+                self._run_sections(seed)
+        self._sums = None
+        loss = torch.zeros(())
+        weights = dict(self._plain.named_parameters())
+        expected = {name: (total / len(self._batches)).to(weights[name].dtype) for name, total in self._total.items()}
+        which = f"the mean of {len(self._batches)} micro-batches, accumulation {self._job.accumulation!r}"
+        _check(_Step(loss, expected), _Step(loss, means), self._source, which)
+        return max(self._largest, self._trial.largest_difference(expected, self._source))
+
+    def _run_sections(self, seed: int) -> _Step:
+        torch.manual_seed(seed)
+        given = {**dict(self._plain.named_buffers()), **dict(self._plain.named_parameters())}
+        add = self._sums.add if self._sums is not None else _leave
+        try:
+            return _run_sections(self._model, given, self._batches[seed], add)
+        except MorphError:
+            raise
+        except Exception as error:
+            _raise_if_lacking(error)
+            raise ExportError(
+                f"what was traced fails on real samples: {type(error).__name__}: {first_line(error)}",
+                source=self._source,
+                field="model",
+                allowed="operations that torch.export writes down" + OR_MARK,
+            ) from error
+
+
+def _leave(_name: str, _gradient: Tensor) -> None:
+    """Nothing is made of gradients."""
+
+
+def _plain_model(job: Job, exported: ExportedJob, device: torch.device) -> nn.Module:
+    """Build it, its weights a little away from where they begin: zeros at the beginning would hide gradients."""
+    model = plain_model(job, device)
+    torch.manual_seed(job.seed)
+    with torch.no_grad():
+        if isinstance(exported, MarkedJob):  # it holds constants of its own, which a run reads
+            held = exported.whole.model.state_dict(keep_vars=True)
+            for name, value in model.state_dict(keep_vars=True).items():
+                if not value.requires_grad:
+                    value.copy_(held[name])
+    move_weights(model)
+    return model
+
+
+def _run_plain(job: Job, model: nn.Module, batch: Mapping[str, Tensor]) -> _Step:
+    try:
+        result = job.loss(model, dict(batch))
+        loss = result[0] if isinstance(result, tuple) else result
+        loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    except Exception as error:
+        _raise_if_lacking(error)
+        line = user_line(error, job, model)
+        raise JobError(
+            f"loss failed on real samples: {type(error).__name__}: {first_line(error)}", source=line
+        ) from error
+    gradients = {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return _Step(loss.detach(), gradients)
+
+
+def _raise_if_lacking(error: Exception) -> None:
+    if isinstance(error, NotImplementedError | MemoryError) or _LACKING.search(str(error)) is not None:
+        raise _DoesNotRun(f"this machine cannot run it: {first_line(error)}") from error
+
+
+def _run_sections(
+    model: CutModel, given: Mapping[str, Tensor], batch: Mapping[str, Tensor], more: AddGradient
+) -> _Step:
+    """``more`` takes what a run takes: contributions of sections, and changes of buffers."""
+    runs: list[SectionRun] = []
+    values: tuple[Tensor, ...] = ()
+    for section in model.sections:
+        runs.append(run_section(section, values, batch, given))
+        values = runs[-1].outputs
+    gradients: dict[str, Tensor] = {}
+
+    def add(name: str, gradient: Tensor) -> None:
+        more(name, gradient)
+        if name in model.parameter_specs:
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+
+    following: tuple[Tensor | None, ...] = (torch.ones_like(values[0]), *(None for _ in values[1:]))
+    for section in reversed(model.sections):
+        following = section_backward(section, runs.pop(), following, given, add)
+    return _Step(values[0].detach(), {name: gradient.to_dense() for name, gradient in gradients.items()})
+
+
+def _check(expected: _Step, found: _Step, source: str, which: str) -> float:
+    """Return the largest difference.
+
+    A gradient may differ by a thousandth of its own norm; beside that by a millionth of the largest gradient of any
+    weight, for where a gradient is nearly zero (a bias in front of a softmax), nothing but rounding is left of it.
+    """
+    largest_rms = max((rms(gradient) for gradient in expected.gradients.values()), default=0.0)
+    differences = {}
+    for name in expected.gradients.keys() | found.gradients.keys():
+        plain, ours = expected.gradients.get(name), found.gradients.get(name)
+        difference = rms(ours if plain is None else plain if ours is None else plain - ours)  # type: ignore[arg-type]
+        of = (rms(plain) if plain is not None else 0.0) + _BESIDE_THE_LARGEST / _RELATIVE * largest_rms
+        differences[name] = difference / of if difference else 0.0
+    worst = sorted(differences, key=lambda name: -differences[name])
+    apart = abs(float(found.loss - expected.loss)) / max(abs(float(expected.loss)), _RELATIVE)
+    types = {gradient.dtype for side in (expected, found) for gradient in side.gradients.values()}
+    allowed = max((_RELATIVE, *(_ROUNDINGS * torch.finfo(dtype).eps for dtype in types)))
+    wrong = [name for name in worst if not differences[name] <= allowed]
+    if apart <= allowed and not wrong:
+        return differences[worst[0]] if worst else 0.0
+    shown = ", ".join(f"{name} by {differences[name]:.2%}" for name in wrong[:_SHOWN])
+    more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    raise ExportError(
+        f"sections would not train the model as it is written ({which}): the loss differs by {apart:.2%}, "
+        f"{len(wrong)} of {len(worst)} gradients" + (f": {shown}{more}" if wrong else ""),
+        source=source,
+        field="model",
+        allowed="operations that torch.export writes down: no state kept in Python, no hooks; a backward of its own in "
+        "a torch.autograd.Function" + OR_MARK,
+    )

@@ -1,0 +1,189 @@
+"""What a run makes of its sections' gradients: sums in each unit's accumulator, and steps of each unit's optimizer.
+
+The other side is what a plain loop has: one optimizer for all weights, as the job's function builds it, its schedule,
+and clipping by torch. Both are given the same mean gradients, those that came out of the accumulators; for a first step
+of Adam turns gradients that differ in rounding alone into steps in opposite directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from morph.contract.decided import decided_step
+from morph.contract.errors import ExportError, JobError
+from morph.cutting import CutModel
+from morph.cutting.trial_run.trial import rms, run_users_code
+from morph.jobs.job import Job
+from morph.runtime.state.accumulators import Reduced
+from morph.runtime.state.unit_state import UnitState
+from morph.runtime.state.update_rules import update_rules
+
+NUM_STEPS = 2
+"""A schedule that warms up may begin with a step of nothing."""
+_RELATIVE = 1e-3
+_ROUNDINGS = 2.0
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class StepTrial:
+    """The units of a cut model as a run holds them, with the weights of a plain model.
+
+    Without a loss scale: what is compared runs in the weights' own types.
+    """
+
+    job: Job
+    model: CutModel
+    plain: Mapping[str, Tensor]
+    states: Mapping[str, UnitState]
+
+    @classmethod
+    def of(cls, job: Job, model: CutModel, plain: nn.Module, device: torch.device, num_micro_batches: int) -> StepTrial:
+        """Build the units' states.
+
+        Raises:
+            JobError: an optimizer or schedule that cannot be used.
+        """
+        held = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
+        rules = replace(update_rules(job, device), loss_scale=None)
+        exact = job.accumulation == "exact"
+        build = partial(
+            UnitState,
+            tensors=held,
+            make_optimizer=job.optimizer,
+            num_micro_batches=num_micro_batches,
+            exact=exact,
+            rules=rules,
+        )
+        states = {unit.id: run_users_code(partial(build, unit), job, None, "optimizer") for unit in model.units}
+        return cls(job, model, held, states)
+
+    def new_sums(self) -> Sums:
+        """Begin a step."""
+        return Sums(self)
+
+    def largest_difference(self, mean: Mapping[str, Tensor], source: str) -> float:
+        """Make steps with the mean gradients that the states hold, and return the largest difference of a weight.
+
+        Args:
+            mean: The plain model's, by name; those that have none are left out.
+            source: The line of the model.
+
+        Returns:
+            A share of how far the steps moved the weight.
+
+        Raises:
+            ExportError: the weights differ.
+            JobError: they differ where one optimizer for all is held against one for each unit, which the job does not
+                allow; or the optimizer fails.
+        """
+        reduced = {unit: state.reduced for unit, state in self.states.items()}
+        gradients = {name: g for held in reduced.values() if held is not None for name, g in held.gradients.items()}
+        given = {name: gradients.get(name, gradient) for name, gradient in mean.items()}
+        for step in range(NUM_STEPS):
+            run_users_code(partial(self._step, reduced, step), self.job, None, "optimizer")
+        names = [name for unit in self.model.units for name in unit.parameters]
+        apart = self._apart([names], given)
+        wrong = [name for name in apart if not apart[name] <= 1.0]
+        if not wrong:
+            return _RELATIVE * max(apart.values(), default=0.0)
+        alone = self._apart([unit.parameters for unit in self.model.units if unit.parameters], given)
+        if any(not value <= 1.0 for value in alone.values()):
+            raise ExportError(
+                f"sections would not train the model as it is written: the weights after {NUM_STEPS} steps differ, "
+                f"{len(wrong)} of {len(apart)}: {_named(wrong)}",
+                source=source,
+                field="model",
+            )
+        if not self.job.allowed_dependencies:
+            raise JobError(
+                f"the weights after {NUM_STEPS} steps are others where each parameter unit has its own optimizer, "
+                f"{len(wrong)} of {len(apart)}: {_named(wrong)}; `morph trace-deps` looks for the cause",
+                source="Job",
+                field="optimizer",
+                allowed="an optimizer that computes each parameter's step from that parameter and its gradient",
+            )
+        return _RELATIVE * max(alone.values(), default=0.0)
+
+    def _step(self, reduced: Mapping[str, Reduced | None], step: int) -> None:
+        torch.manual_seed(step)
+        for unit, state in self.states.items():
+            held = reduced[unit]
+            assert held is not None
+            own = {name: gradient.clone() for name, gradient in held.gradients.items()}
+            state.take_over(replace(held, gradients=own), held.exponents)
+        norms = {unit: norm for unit, state in self.states.items() if (norm := state.norm_sq()) is not None}
+        decided = decided_step(step + 1, [norms], [], self.states)
+        for state in self.states.values():
+            state.apply(decided)
+
+    def _apart(self, groups: Sequence[Iterable[str]], gradients: Mapping[str, Tensor]) -> dict[str, float]:
+        """How far each weight is from that of a plain loop with an optimizer for each group, in what is allowed."""
+        expected = run_users_code(partial(self._plain_steps, groups, gradients), self.job, None, "optimizer")
+        found = {name: weight for state in self.states.values() for name, weight in state.parameters.items()}
+        apart = {}
+        for name, weight in found.items():
+            ours, plain = weight.detach(), expected[name].detach().to(weight.dtype)
+            difference = torch.where(ours.isnan() & plain.isnan(), torch.zeros_like(ours), ours - plain)
+            allowed = _RELATIVE * rms(plain - self.plain[name].detach())
+            allowed += _ROUNDINGS * torch.finfo(weight.dtype).eps * rms(plain)
+            size = rms(difference)
+            apart[name] = size / allowed if size else 0.0
+        return apart
+
+    def _plain_steps(self, groups: Sequence[Iterable[str]], gradients: Mapping[str, Tensor]) -> dict[str, Parameter]:
+        parameters: dict[str, Parameter] = {}
+        for name in (name for names in groups for name in names):
+            weight = self.plain[name].detach().clone()
+            wide = torch.promote_types(weight.dtype, torch.float32) if self.job.master_weights else weight.dtype
+            parameters[name] = Parameter(weight.to(wide))
+        optimizers = [self.job.optimizer([(name, parameters[name]) for name in names]) for names in groups]
+        make_schedule = self.job.lr_scheduler
+        schedules = [make_schedule(optimizer) for optimizer in optimizers] if make_schedule is not None else []
+        for step in range(NUM_STEPS):
+            torch.manual_seed(step)
+            for name, parameter in parameters.items():
+                parameter.grad = gradients[name].to(parameter.dtype, copy=True) if name in gradients else None
+            if self.job.clip_grad_norm is not None:
+                nn.utils.clip_grad_norm_(parameters.values(), self.job.clip_grad_norm)
+            for optimizer in optimizers:
+                optimizer.step()
+            for schedule in schedules:
+                schedule.step()
+        return parameters
+
+
+class Sums:
+    """Gradients of the sections' micro-batches, summed as a run sums them."""
+
+    def __init__(self, trial: StepTrial) -> None:
+        self._trial = trial
+        self._accumulators = {unit: state.new_accumulator() for unit, state in trial.states.items()}
+        self._unit_of = {name: unit.id for unit in trial.model.units for name in unit.names}
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add one contribution, or the change of a buffer."""
+        self._accumulators[self._unit_of[name]].add(name, gradient)
+
+    def reduce(self, num_micro_batches: int) -> dict[str, Tensor] | None:
+        """Give the states their means and return them; None if sums overflowed: they are to be made again."""
+        means: dict[str, Tensor] = {}
+        overflowed = False
+        for unit, accumulator in self._accumulators.items():
+            state = self._trial.states[unit]
+            state.reduced = reduced = accumulator.finish(num_micro_batches, state.version)
+            overflowed |= reduced.overflowed
+            if reduced.overflowed:
+                state.rescale(reduced)
+            means |= {name: reduced.gradients[name] for name in state.parameters if name in reduced.gradients}
+        return None if overflowed else means
+
+
+def _named(wrong: Sequence[str]) -> str:
+    return ", ".join(wrong[:_SHOWN]) + (f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")

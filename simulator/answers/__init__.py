@@ -1,1 +1,0 @@
-"""What one shape costs and why: expectation, lower bound, time breakdown, timeline."""

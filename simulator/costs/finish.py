@@ -1,0 +1,109 @@
+"""What follows the pipelines of a mini-batch: all-reduce, commit barrier, optimizer step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from simulator.costs.stage_costs import StageCosts
+from simulator.engine.times import Ints
+from simulator.inputs.conditions import Conditions
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What follows the pipelines, in ns from the start of the mini-batch.
+
+    ``ready_ns[k]`` is when what section k completes may be reduced, ``last_ready_ns[s]`` when the last of stage s may,
+    and ``reduced_ns[s]`` when what stage s holds alone is reduced. ``tied`` holds (stages, start, duration) of each
+    ring that spans stages; ``prepared_ns`` is when every worker has its gradients.
+    """
+
+    ready_ns: Ints
+    last_ready_ns: Ints
+    reduced_ns: Ints
+    tied: tuple[tuple[tuple[int, ...], int, int], ...]
+    prepared_ns: int
+    optimizer_ns: int
+    mini_batch_ns: int
+
+    @property
+    def exposed_ns(self) -> Ints:
+        """What of each stage's all-reduces nothing is left to run beside: int64[P]."""
+        total = self.reduced_ns - self.last_ready_ns
+        for stages, _, duration in self.tied:
+            total[list(stages)] += duration
+        return total
+
+
+def finish(
+    costs: StageCosts,
+    last_backward_ns: Ints,
+    to_come_ns: Ints,
+    conditions: Conditions | None = None,
+    redone_ns: int = 0,
+) -> Finish:
+    """Reduce, commit and apply once the pipelines are through.
+
+    As the executor does, a stage reduces what a section completes as soon as the last backward has passed that on every
+    replica, beside the rest of it, and one after the other (:mod:`simulator.costs.reductions`); with
+    ``all_reduce="late"`` all wait for the last backward of all. Rings that span stages follow when all their stages are
+    there. The commit barrier waits for all workers, and the slowest optimizer step ends the mini-batch.
+
+    With fewer ``compute_slots`` than workers these steps queue for the cores, and reductions are not free: the threads
+    of a ring take as many cores as it has members, which compute would have had.
+
+    Args:
+        costs: Of the stages.
+        last_backward_ns: int64 of shape [P, D].
+        to_come_ns: What of it follows each section's backward: int64 of shape [K, D], or [K, 1] for all replicas alike.
+        conditions: Slots, slow workers and when to reduce.
+        redone_ns: When the last redundant task has ended.
+    """
+    conditions = conditions or Conditions()
+    num_replicas, reduced = last_backward_ns.shape[1], costs.reduced
+    if conditions.all_reduce == "late":
+        ready = np.full(len(to_come_ns), last_backward_ns.max())
+    else:
+        ready = (last_backward_ns[reduced.stage] - to_come_ns).max(axis=1)
+    alone = reduced.latest(ready + reduced.behind_ns(num_replicas))
+    free, tied = alone.copy(), []
+    for stages, duration in reduced.tied_ns(num_replicas):
+        begin = int(free[list(stages)].max())
+        free[list(stages)] = begin + duration
+        tied.append((stages, begin, duration))
+    prepared = max(redone_ns, int(free.max()))
+    slots = conditions.compute_slots
+    if slots is not None and slots < last_backward_ns.size:
+        rings = [(num_replicas, int(duration)) for duration in reduced.latest(reduced.behind_ns(num_replicas))]
+        rings += [(num_replicas * len(stages), duration) for stages, _, duration in tied]
+        cores_ns = sum(min(members, slots) * duration for members, duration in rings)
+        prepared = max(prepared, int(last_backward_ns.max()) + cores_ns // slots)
+    optimizer = optimizer_ns(costs, num_replicas, conditions)
+    return Finish(
+        ready_ns=ready,
+        last_ready_ns=ready[reduced.begin],
+        reduced_ns=alone,
+        tied=tuple(tied),
+        prepared_ns=prepared,
+        optimizer_ns=optimizer,
+        mini_batch_ns=prepared + costs.sections.commit_ns + optimizer,
+    )
+
+
+def optimizer_ns(costs: StageCosts, num_replicas: int, conditions: Conditions) -> int:
+    """The slowest optimizer step, or all of them one after the other on the slots."""
+    steps = optimizer_steps_ns(costs, num_replicas, conditions)
+    longest = int(steps.max())
+    if conditions.compute_slots is None:
+        return longest
+    return max(longest, -(-int(steps.sum()) // conditions.compute_slots))
+
+
+def optimizer_steps_ns(costs: StageCosts, num_replicas: int, conditions: Conditions) -> Ints:
+    """[P, D]: of each worker."""
+    steps = np.repeat(costs.optimizer_ns[:, None], num_replicas, axis=1).astype(np.float64)
+    for stage, replica, factor in conditions.slow:
+        steps[stage, slice(None) if replica is None else replica] *= factor
+    return np.rint(steps).astype(np.int64)

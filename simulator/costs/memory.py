@@ -1,0 +1,380 @@
+"""What a stage holds on its device and in host memory, and when it holds most: bytes of any run of sections.
+
+Some moments of a run are looked at, each with its parts; a stage needs as much as its fullest moment:
+
+- *computing*: parameters, optimizer state, sums, stored inputs of the micro-batches in flight, their activations where
+  the stage does not recompute, and what one backward takes at most (the profile's peaks); a stage that runs its
+  sections again in groups stores the input of each group, and its backward takes what that of one group does;
+- *reducing*: parameters, optimizer state, sums, and mean gradients with what the conversion takes; with several
+  replicas also shares of two units' sums on their way, and the backward of the first section, which may still run;
+- *updating*: parameters, optimizer state, mean gradients, and what the optimizer takes while it steps;
+- *giving up*: with several replicas, the sums of a step that is given up after its reduction, and the sums of all
+  that are made again from the mean gradients, which another shape goes on with;
+- *changing*: the units of the old shape and those of the new one side by side, and sums of a step that was given up. Of
+  the old shape no more is known than that a worker holds no unit twice: twice the stage, at most the whole model.
+
+What the allocator keeps for itself and the device's context come on top (0 on a CPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from morph.contract.cluster import MAILBOX_SLOT_BYTES, MAILBOX_SLOTS
+from morph.contract.profile import Profile
+from simulator.costs.held_bytes import HeldBytes, Ints, running_sums
+from simulator.inputs.memory_rules import MemoryRules
+
+Parts = dict[str, Ints]
+NEVER = 2**62
+_MESSAGES_AT_ONCE = 3
+"""Of each border: two that are received ahead (the runtime's ``POSTED_AHEAD``), and one on its way out."""
+_UNITS_AT_ONCE = 2
+"""Of a reduction: sums of one are received while another's means are waited for."""
+_MOST_GROUP_SIZES = 24
+_VERSIONS_KEPT = 2
+"""Of checkpoints that a worker wrote, their copies in host memory."""
+MOMENTS = {
+    "computing": "a stage computes",
+    "reducing": "gradients are reduced",
+    "updating": "the optimizer steps",
+    "giving up": "a step is given up that was reduced",
+    "changing": "the shape changes",
+}
+"""In words, after "while"."""
+
+
+class StageMemory:
+    """Memory of stages at one micro-batch size.
+
+    Args:
+        profile: What calibration measured.
+        micro_batch_size: m.
+        rules: What else a run holds.
+        single: Whether there is one replica only: nothing is reduced then, and nobody else drives the same stage.
+        grouped: Whether stages that do not fit otherwise run their sections again in groups.
+
+    Arguments ``begin`` and ``end`` of its methods are first sections of stages, and ends, of shapes that go together;
+    ``live`` says of how many sections each runs again together, 0: of all (``StagePlan.live_sections``).
+    """
+
+    def __init__(
+        self, profile: Profile, micro_batch_size: int, rules: MemoryRules, *, single: bool, grouped: bool = False
+    ) -> None:
+        m, sections, environment = micro_batch_size, profile.sections, profile.environment
+        self.rules, self.single, self._environment = rules, single, environment
+        self._num_sections = len(sections)
+        self.apart = environment.host_memory_bytes is not None
+        """Whether the device has memory of its own, apart from the host's."""
+        self._optimizer_in_host = profile.optimizer_in_host_memory
+        crossing = [0, *(m * section.output_bytes_per_sample for section in sections[:-1]), 0]
+        given = [m * section.input_bytes_per_sample for section in sections]
+        self.stored: Ints = np.array([min(pair) for pair in zip(given, crossing[:-1], strict=True)], np.int64)
+        batches = [have - border for have, border in zip(given, self.stored.tolist(), strict=True)]
+        held = [m * section.activation_bytes_per_sample + own for section, own in zip(sections, batches, strict=True)]
+        self.activations = running_sums(held)
+        peaks = [
+            max(section.peak_bytes.get(m, 0) + own, kept) + behind
+            for section, own, kept, behind in zip(sections, batches, held, crossing[1:], strict=True)
+        ]
+        self._peaks: Ints = self.activations[:-1] + np.array(peaks, np.int64)
+        self._crossing: Ints = np.array(crossing, np.int64)
+        self._held = HeldBytes(profile)
+        gradients = [section.gradient_bytes for section in sections]
+        self._sums: Ints = np.array(gradients, np.int64)
+        self._finish: Ints = np.array([section.finish_bytes for section in sections], np.int64)
+        self._step: Ints = np.array([section.step_bytes for section in sections], np.int64)
+        sizes = np.geomspace(1, max(1, len(sections) - 1), _MOST_GROUP_SIZES).round().astype(int)
+        self.group_sizes: tuple[int, ...] = tuple(np.unique(sizes)[::-1].tolist()) if grouped else ()
+        """Of groups, those that are tried, largest first: all up to about ten."""
+        self._groups: dict[int, Ints] = {}
+
+    # ---- of stages ----
+
+    def device_bytes(
+        self, begin: Ints, end: Ints, window: Ints, recompute: npt.NDArray[np.bool_], live: Ints | int = 0
+    ) -> Ints:
+        """What stages take at their fullest moment, before allocator and context."""
+        more: Ints = self.base(begin, end, recompute) + window * self.each(begin, end, recompute)
+        for size in set(np.atleast_1d(live).tolist()) - {0} if np.any(live) else ():
+            taken, stored = self.group_tables(size)
+            more = np.where(live == size, taken[begin, end] + window * stored[begin, end], more)
+        return np.maximum(self.tables[2][begin, end], more)
+
+    def group_tables(self, size: int) -> tuple[Ints, Ints]:
+        """Of every run of sections, [K + 1, K + 1]: ``base`` and ``each`` where groups of so many are run again."""
+        if size not in self._groups:
+            self._groups[size] = np.zeros((2, *self.tables[0].shape), np.int64)
+            self._fill(self._groups[size], size)
+        taken, stored = self._groups[size]
+        return taken, stored
+
+    @cached_property
+    def all_group_tables(self) -> tuple[Ints, Ints]:
+        """The same of each of ``group_sizes``: [sizes, K + 1, K + 1]."""
+        tables = np.zeros((2, len(self.group_sizes), *self.tables[0].shape), np.int64)
+        for place, size in enumerate(self.group_sizes):
+            self._fill(tables[:, place], size)
+            self._groups[size] = tables[:, place]
+        return tables[0], tables[1]
+
+    def _fill(self, tables: Ints, size: int) -> None:
+        """Work out ``group_tables``, both of which are zero."""
+        taken, stored = tables
+        one = np.zeros_like(taken)
+        for end in range(1, self._num_sections + 1):
+            begin, cut = np.arange(end), max(0, end - size)
+            one[:end, end] = self._running(self._peaks, begin, np.array(end)) - self.activations[begin]
+            taken[:end, end], stored[:end, end] = one[:end, end], self.stored[:end]
+            taken[:cut, end] = np.maximum(taken[:cut, cut], one[cut, end])
+            stored[:cut, end] = stored[:cut, cut] + self.stored[cut]
+        taken += self.tables[0] - one
+
+    def fitting_sizes(
+        self, begin: Ints, end: Ints, window: Ints, recompute: npt.NDArray[np.bool_], usable: int
+    ) -> Ints:
+        """Of each stage the groups in which it takes no more; 0 where it needs none, or none are enough.
+
+        The largest, which leave most of the recompute to the wait for the gradient. On the last stage, which does not
+        wait, the smallest: its gradients are complete soonest.
+        """
+        found = np.zeros_like(begin)
+        short = np.flatnonzero(self.device_bytes(begin, end, window, recompute) > usable)
+        if len(short) and self.group_sizes:
+            first, last, sizes = begin[short], end[short], np.array(self.group_sizes)
+            taken, stored = (tables[:, first, last] for tables in self.all_group_tables)
+            fits = (last - first > sizes[:, None]) & (taken + window[short] * stored <= usable)
+            fits &= self.tables[2][first, last] <= usable
+            places = np.where(short == len(begin) - 1, len(sizes) - 1 - fits[::-1].argmax(0), fits.argmax(0))
+            found[short] = np.where(fits.any(0), sizes[places], 0)
+        return found
+
+    def base(self, begin: Ints, end: Ints, recompute: npt.NDArray[np.bool_] | bool) -> Ints:
+        """While a stage computes, without what each micro-batch in flight takes."""
+        again, kept, _ = self.tables
+        return np.where(recompute, again[begin, end], kept[begin, end])
+
+    def each(self, begin: Ints, end: Ints, recompute: npt.NDArray[np.bool_] | bool) -> Ints:
+        """What each micro-batch in flight takes."""
+        held = np.where(recompute, 0, self.activations[end] - self.activations[begin])
+        taken: Ints = self.stored[begin] + held
+        return taken
+
+    def host_bytes(self, begin: Ints, end: Ints) -> Ints:
+        """Host memory beside a device with memory of its own; 0 where the host's is the device's."""
+        parts = self.host_parts(begin, end)
+        return _total(parts) if parts else np.zeros(np.broadcast_shapes(np.shape(begin), np.shape(end)), np.int64)
+
+    def host_parts(self, begin: Ints, end: Ints) -> Parts:
+        """Parts of host memory beside a device with memory of its own; none where the host's is the device's."""
+        if not self.apart:
+            return {}
+        parts = self._always_in_host(begin, end) | self._leaving(begin, end)
+        messages = self._messages(begin, end)
+        if not self.single:
+            messages = messages + 2 * self._shares(begin, end) + self._held("gradients", begin, end)
+        parts |= {"messages": messages, "process": np.full_like(messages, self._environment.process_bytes)}
+        if self._optimizer_in_host:
+            state = self._state(begin, end) + self._held("gradients", begin, end)
+            parts["optimizer and its copies"] = state + self._running(self._step, begin, end)
+        return parts
+
+    def moments(
+        self, begin: Ints, end: Ints, window: Ints, recompute: npt.NDArray[np.bool_], live: Ints | int = 0
+    ) -> Mapping[str, Parts]:
+        """Parts by moment, of the device's memory, before allocator and context."""
+        held = np.where(recompute, 0, (window - 1) * (self.activations[end] - self.activations[begin]))
+        stored = self.stored[begin]
+        activations = held + self._running(self._peaks, begin, end) - self.activations[begin]
+        for size in set(np.atleast_1d(live).tolist()) - {0}:
+            taken, each = (table[begin, end] for table in self.group_tables(size))
+            stored = np.where(live == size, each, stored)
+            activations = np.where(live == size, taken - _total(self._computing(begin, end)), activations)
+        computing = self._computing(begin, end) | {"stored inputs": window * stored, "activations": activations}
+        return {"computing": computing, **self._other_moments(begin, end)}
+
+    def device_state(self, begin: Ints, end: Ints) -> Ints:
+        """Parameters, and the optimizer state that is on the device."""
+        held: Ints = self._held("parameters", begin, end) + self._device_optimizer(begin, end)
+        return held
+
+    def sums(self, begin: Ints, end: Ints) -> Ints:
+        """Sums of gradients."""
+        return self._held("sums", begin, end)
+
+    def crossing(self, begin: Ints) -> Ints:
+        """What of a micro-batch comes in before these sections: of the first, nothing."""
+        return self._crossing[begin]
+
+    # ---- limits ----
+
+    def fits_host(self, begin: Ints, end: Ints) -> bool:
+        """Whether host memory suffices for each of the stages."""
+        limit = self._environment.host_memory_bytes
+        return limit is None or bool((self.host_bytes(begin, end) <= limit).all())
+
+    def usable_bytes(self, device_bytes: int) -> int:
+        """Of a device's memory, what is left for tensors."""
+        left = max(0, device_bytes - self._environment.context_bytes)
+        return left * 1000 // (1000 + self._environment.allocator_permille)
+
+    def whole_bytes(self, tensors: Ints) -> Ints:
+        """A device's memory for so many bytes of tensors, with what the allocator keeps and the context."""
+        permille = self._environment.allocator_permille
+        kept = tensors // 1000 * permille - (-(tensors % 1000) * permille // 1000)
+        whole: Ints = tensors + kept + self._environment.context_bytes
+        return whole
+
+    def most_windows(
+        self, begin: Ints, end: Ints, recompute: npt.NDArray[np.bool_] | bool, usable: int, *, grouped: bool = True
+    ) -> Ints:
+        """The largest window of each stage with so many bytes of tensors; below 1 if none does, 2**62 if all do."""
+        most = _most(usable - self.base(begin, end, recompute), self.each(begin, end, recompute))
+        if grouped and self.group_sizes:
+            taken, stored = (tables[:, begin, end] for tables in self.all_group_tables)
+            most = np.maximum(most, _most(usable - taken, stored).max(0))
+        found: Ints = np.where(self.limited_tables[2][begin, end] > usable, 0, np.maximum(0, most))
+        return found
+
+    @cached_property
+    def tables(self) -> tuple[Ints, Ints, Ints]:
+        """Of every run of sections, [K + 1, K + 1]: ``base`` with recompute and without, the fullest other moment."""
+        begin, end = np.ogrid[0 : self._num_sections + 1, 0 : self._num_sections + 1]
+        begin = np.minimum(begin, self._num_sections - 1)
+        end = np.maximum(begin, end)
+        computing = (
+            _total(self._computing(begin, end)) + self._running(self._peaks, begin, end) - self.activations[begin]
+        )
+        floor = np.maximum.reduce([_total(parts) for parts in self._other_moments(begin, end).values()])
+        return computing, computing - (self.activations[end] - self.activations[begin]), floor
+
+    @cached_property
+    def limited_tables(self) -> tuple[Ints, Ints, Ints]:
+        """The same; the last is beyond all limits where host memory does not suffice."""
+        limit = self._environment.host_memory_bytes
+        if limit is None:
+            return self.tables
+        begin, end = np.ogrid[0 : self._num_sections + 1, 0 : self._num_sections + 1]
+        fits = self.host_bytes(np.minimum(begin, self._num_sections - 1), np.maximum(begin, end)) <= limit
+        again, kept, floor = self.tables
+        return again, kept, np.where(fits, floor, NEVER)
+
+    # ---- inside ----
+
+    def _computing(self, begin: Ints, end: Ints) -> Parts:
+        sums, messages = self._held("sums", begin, end), self._messages(begin, end)
+        return self._kept(begin, end) | {"sums": sums, "messages": messages}
+
+    def _other_moments(self, begin: Ints, end: Ints) -> dict[str, Parts]:
+        kept, sums = self._kept(begin, end), self._held("sums", begin, end)
+        gradients = self._held("gradients", begin, end)
+        on_device = np.zeros_like(gradients) if self._optimizer_in_host else gradients
+        reducing = kept | {"sums": sums, "mean gradients": on_device + self._running(self._finish, begin, end)}
+        if not self.single:
+            reducing["activations"] = self._peaks[begin] - self.activations[begin]
+            if not self.apart:
+                reducing["messages"] = self._shares(begin, end)
+        stepping = np.zeros_like(gradients) if self._optimizer_in_host else self._running(self._step, begin, end)
+        updating = kept | {"mean gradients": on_device, "optimizer step": stepping}
+        found = {"reducing": reducing, "updating": updating}
+        if self.rules.keeps_sums and not self.single:
+            found["giving up"] = kept | {"sums, and whole ones": 2 * sums, "mean gradients": on_device}
+        if self.rules.changes:
+            state = self.device_state(begin, end)
+            whole = self._whole("parameters") + (0 if self._optimizer_in_host else self._whole("optimizer"))
+            changing = {part: size for part, size in kept.items() if part not in ("parameters", "optimizer state")}
+            found["changing"] = changing | {"old and new units": np.minimum(whole, 2 * state)}
+            if self.rules.keeps_sums:
+                found["changing"]["sums"] = sums
+            if not self.apart:
+                found["changing"] |= self._leaving(begin, end)
+        return found
+
+    def _kept(self, begin: Ints, end: Ints) -> Parts:
+        """At every moment: the stage's state, what it follows, and copies in host memory where that is the device's."""
+        parts = {
+            "parameters": self._held("parameters", begin, end),
+            "optimizer state": self._device_optimizer(begin, end),
+        }
+        if self.rules.mailboxes and self.apart:
+            behind, before = np.asarray(begin) > 0, np.asarray(end) < self._num_sections
+            num = 2 if self.rules.changes else behind.astype(np.int64) + before  # it keeps those of an earlier place
+            parts["mailboxes"] = MAILBOX_SLOTS * MAILBOX_SLOT_BYTES * (num + np.zeros_like(parts["parameters"]))
+        if self.rules.follows and self.single:
+            followed = self.device_state(begin, end)
+            parts["state that is followed"] = self._of_others(
+                followed + self._held("gradients", begin, end), begin, end
+            )
+        return parts if self.apart else parts | self._always_in_host(begin, end)
+
+    def _always_in_host(self, begin: Ints, end: Ints) -> Parts:
+        """Copies of the newest checkpoints, and what is kept of others' sums."""
+        parts: Parts = {}
+        if self.rules.saves:
+            parts["checkpoint copies"] = _VERSIONS_KEPT * self._state(begin, end) // (1 if self.single else 2)
+        if self.rules.copies_sums:
+            parts["others' sums"] = self._of_others(self._held("sums", begin, end), begin, end)
+        return parts
+
+    def _leaving(self, begin: Ints, end: Ints) -> Parts:
+        """Units on their way to others, in host memory, when the shape changes."""
+        return {"units that leave": self._state(begin, end)} if self.rules.changes else {}
+
+    def _of_others(self, size: Ints, begin: Ints, end: Ints) -> Ints:
+        """As much of another worker's stage as of the own one; nothing where there is no other worker."""
+        return np.where((end - begin == self._num_sections) & self.single, 0, size)
+
+    def _state(self, begin: Ints, end: Ints) -> Ints:
+        state: Ints = self._held("parameters", begin, end) + self._held("optimizer", begin, end)
+        return state
+
+    def _whole(self, part: str) -> Ints:
+        return self._held(part, np.zeros(1, np.int64), np.array([self._num_sections]))
+
+    def _device_optimizer(self, begin: Ints, end: Ints) -> Ints:
+        held = self._held("optimizer", begin, end)
+        return np.zeros_like(held) if self._optimizer_in_host else held
+
+    def _messages(self, begin: Ints, end: Ints) -> Ints:
+        taken: Ints = _MESSAGES_AT_ONCE * (self._crossing[begin] + self._crossing[end])
+        return taken
+
+    def _shares(self, begin: Ints, end: Ints) -> Ints:
+        """Sums of two units, which are received by the shares of a ring's members."""
+        shares: Ints = _UNITS_AT_ONCE * self._running(self._sums, begin, end)
+        return shares
+
+    def _running(self, values: Ints, begin: Ints, end: Ints) -> Ints:
+        """The largest of some sections' values."""
+        key = id(values)
+        if key not in self._largest:
+            table = np.zeros((self._num_sections, self._num_sections + 1), np.int64)
+            for first in range(self._num_sections):
+                table[first, first + 1 :] = np.maximum.accumulate(values[first:])
+            self._largest[key] = table
+        found: Ints = self._largest[key][begin, end]
+        return found
+
+    @cached_property
+    def _largest(self) -> dict[int, Ints]:
+        return {}
+
+
+def spans(boundaries: Sequence[int], num_sections: int) -> tuple[Ints, Ints]:
+    """First sections and ends of the stages that begin at these sections."""
+    begin = np.asarray(boundaries, np.int64)
+    return begin, np.append(begin[1:], num_sections)
+
+
+def _most(room: Ints, each: Ints) -> Ints:
+    """How often each fits; below 1 where it does not, 2**62 where nothing more is taken."""
+    return np.where(each > 0, room // np.maximum(1, each), np.where(room < 0, 0, NEVER))
+
+
+def _total(parts: Parts) -> Ints:
+    total: Ints = np.add.reduce(np.broadcast_arrays(*parts.values()))
+    return total

@@ -1,0 +1,132 @@
+"""How one shape's mini-batch goes: first as planned, then under the conditions in which it will run.
+
+The orders are planned with the rules of ``playing.engine``, for workers that have a device of their own and
+links that only their own messages use. What shares links and cores, is slow or varies is then played by following
+those orders (:mod:`simulator.engine.following`), as an executor does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from morph.contract.errors import PlanError
+from simulator.costs.finish import Finish, finish
+from simulator.costs.stage_costs import StageCosts
+from simulator.costs.worker_times import is_plain, to_come_ns, worker_times
+from simulator.engine.following import follow
+from simulator.engine.mini_batch import run_pipeline
+from simulator.engine.times import Played
+from simulator.inputs.conditions import Conditions
+from simulator.inputs.jitter import Luck, Spread, has_jitter, spread_of
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One shape with one window.
+
+    ``planned``: with devices and links of one's own. ``after``: under the conditions, without jitter.
+    ``spread``: with jitter, where it was asked for.
+    """
+
+    costs: StageCosts
+    counts: tuple[int, ...]
+    planned: Finish
+    after: Finish
+    spread: Spread | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(P, D)."""
+        return self.costs.times.num_stages, len(self.counts)
+
+    @property
+    def mini_batch_ns(self) -> int:
+        """What to expect of the mini-batch: the mean under jitter, if that was drawn."""
+        return self.after.mini_batch_ns if self.spread is None else round(self.spread.mean_s * 1e9)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Plays shapes of one job under one set of conditions.
+
+    Raises:
+        PlanError: jitter is asked for and the profile has no quantiles to draw it from.
+    """
+
+    conditions: Conditions
+
+    def planned(self, costs: StageCosts, counts: tuple[int, ...]) -> Finish:
+        """As planned: devices and links of one's own."""
+        sizes = _sizes(counts)
+        played = run_pipeline(costs.times, sizes, schedule=costs.schedule)
+        replicas = [sizes.index(count) for count in counts]
+        return finish(costs, played.last_backward_ns[:, replicas], costs.to_come_ns[:, None], self.conditions)
+
+    def full(self, costs: StageCosts, counts: tuple[int, ...], planned: Finish | None = None) -> Outcome:
+        """Under the conditions."""
+        planned = planned or self.planned(costs, counts)
+        seed = self.conditions.jitter_seed
+        if is_plain(costs, counts, self.conditions):
+            after = planned
+        else:
+            alike = (
+                costs.layout.placement is None and not self.conditions.slow and self.conditions.compute_slots is None
+            )
+            sizes = _sizes(counts) if alike else counts
+            replicas = [sizes.index(count) for count in counts] if alike else list(range(len(counts)))
+            after = self.finished(costs, counts, self.played(costs, sizes).of_replicas(replicas))
+        spread = None if seed is None else self._spread(costs, counts, seed)
+        return Outcome(costs, counts, planned, after, spread)
+
+    def played(
+        self, costs: StageCosts, counts: tuple[int, ...], luck: Luck | None = None, *, keep_times: bool = False
+    ) -> Played:
+        """Follow the planned orders under the conditions."""
+        return follow(
+            worker_times(costs, counts, self.conditions, luck),
+            self.orders(costs, counts),
+            costs.times.window,
+            strict=costs.schedule != "varuna",
+            compute_slots=self.conditions.compute_slots,
+            keep_times=keep_times,
+        )
+
+    def finished(self, costs: StageCosts, counts: tuple[int, ...], played: Played, luck: Luck | None = None) -> Finish:
+        """What follows what was played under the conditions; redundant tasks are over when workers are prepared."""
+        redone_ns = 0 if played.redone_ns is None else int(played.redone_ns.max())
+        to_come = to_come_ns(costs, counts, self.conditions, luck)
+        return finish(costs, played.last_backward_ns, to_come, self.conditions, redone_ns)
+
+    def orders(self, costs: StageCosts, counts: tuple[int, ...]) -> list[tuple[str, ...]]:
+        """The planned order of each stage of each replica."""
+        sizes = _sizes(counts)
+        played = run_pipeline(costs.times, sizes, schedule=costs.schedule, keep_orders=True)
+        by_size = dict(zip(sizes, played.orders, strict=True))
+        return [by_size[count] for count in counts]
+
+    def _spread(self, costs: StageCosts, counts: tuple[int, ...], seed: int) -> Spread:
+        sections = costs.sections
+        if not has_jitter(sections.profile, sections.micro_batch_size):
+            raise PlanError(
+                "the profile has no quantiles to draw jitter from; calibrate again, or leave it out",
+                field="jitter_seed",
+                value=seed,
+            )
+        sections.mean_luck(seed, self.conditions.num_draws)  # refuses more draws than can be played
+        orders, total = self.orders(costs, counts), sum(counts)
+        draws_s = []
+        for draw in range(self.conditions.num_draws):
+            luck = Luck(sections.profile, sections.micro_batch_size, total, seed, draw)
+            played = follow(
+                worker_times(costs, counts, self.conditions, luck),
+                orders,
+                costs.times.window,
+                strict=costs.schedule != "varuna",
+                compute_slots=self.conditions.compute_slots,
+            )
+            draws_s.append(self.finished(costs, counts, played, luck).mini_batch_ns / 1e9)
+        return spread_of(draws_s)
+
+
+def _sizes(counts: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(set(counts)))

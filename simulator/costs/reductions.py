@@ -1,0 +1,129 @@
+"""What stages reduce, and how long that still takes when their last backward is through.
+
+A unit is reduced from its last gradient on: when the last micro-batch's backward has passed the first section that uses
+it, beside the backward of the sections before. A stage's link carries one unit after the other; units that other stages
+hold too come last. With C_k the bytes of the units that section k completes, and B_j the last micro-batch's backward of
+section j, a stage whose first section is f has its own units reduced no later than its backward by
+
+    E = max over its sections k of [ AR(C_f + ... + C_k) - (B_f + ... + B_(k-1)) ],
+
+what is exposed of its reduction. Each unit takes the link for what it adds to the time of those behind it, so that all
+of them together take AR of their bytes, as one all-reduce of the whole stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from morph.contract.profile import Profile
+from simulator.engine.times import Ints
+from simulator.inputs.transfer import AllReduce
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ReducedUnit:
+    """A parameter unit's gradient as it is reduced."""
+
+    sections: tuple[int, ...]
+    reduced_bytes: int
+
+
+@dataclass(frozen=True)
+class Reductions:
+    """Of the P stages of a shape.
+
+    ``begin`` [P]: their first sections. ``sum_bytes`` [K + 1]: bytes that are complete when the backward of sections 0
+    to k - 1 is, of what one stage holds alone. ``tied``: (stages, bytes) for each set of stages that share a unit.
+    """
+
+    begin: Ints
+    sum_bytes: Floats
+    tied: tuple[tuple[tuple[int, ...], float], ...]
+    all_reduce: AllReduce
+    _behind: dict[int, Ints] = field(default_factory=dict)
+    _tied_ns: dict[int, tuple[tuple[tuple[int, ...], int], ...]] = field(default_factory=dict)
+
+    @cached_property
+    def first(self) -> Ints:
+        """First section of each section's stage: int64[K]."""
+        return _unchanging(self.begin[self.stage])
+
+    @cached_property
+    def stage(self) -> Ints:
+        """Stage of each section: int64[K]."""
+        num_sections = len(self.sum_bytes) - 1
+        return _unchanging(np.repeat(np.arange(len(self.begin)), np.diff(self.begin, append=num_sections)))
+
+    def behind_ns(self, num_replicas: int) -> Ints:
+        """AR, over a ring of D, of what is still to be reduced when each section's backward ends: int64[K]."""
+        if num_replicas not in self._behind:
+            sizes = self.sum_bytes[1:] - self.sum_bytes[self.first]
+            self._behind[num_replicas] = _unchanging(self.all_reduce.times_ns(num_replicas, sizes))
+        return self._behind[num_replicas]
+
+    def tied_ns(self, num_replicas: int) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """(stages, AR) of what several stages hold, over a ring of D for each of the stages."""
+        if num_replicas not in self._tied_ns:
+            self._tied_ns[num_replicas] = tuple(
+                (stages, int(self.all_reduce.times_ns(num_replicas * len(stages), np.array([size]))[0]))
+                for stages, size in self.tied
+            )
+        return self._tied_ns[num_replicas]
+
+    def latest(self, values: Ints) -> Ints:
+        """The most of each stage: from [K, ...] to [P, ...]."""
+        found: Ints = np.maximum.reduceat(values, self.begin, axis=0)
+        return found
+
+    def exposed_ns(self, num_replicas: int, to_come_ns: Ints) -> Ints:
+        """E of each stage and, after it, its tied rings, where so much of the last backward is to come: int64[P]."""
+        exposed = self.latest(self.behind_ns(num_replicas) - to_come_ns)
+        for stages, duration in self.tied_ns(num_replicas):
+            exposed[list(stages)] += duration
+        return exposed
+
+
+def _unchanging(values: Ints) -> Ints:
+    values.setflags(write=False)
+    return values
+
+
+def reductions(
+    own_sum_bytes: Floats, shared: tuple[ReducedUnit, ...], begin: Ints, all_reduce: AllReduce
+) -> Reductions:
+    """Of stages with these first sections.
+
+    Args:
+        own_sum_bytes: [K + 1], sums over the units of one section each.
+        shared: Units that several sections use.
+        begin: First sections.
+        all_reduce: AR(D) of their rings.
+    """
+    sum_bytes = own_sum_bytes
+    tied: dict[tuple[int, ...], float] = {}
+    for unit in shared:
+        stages = tuple(int(stage) for stage in np.unique(np.searchsorted(begin, unit.sections, side="right") - 1))
+        if len(stages) == 1:
+            sum_bytes = sum_bytes + np.where(np.arange(len(sum_bytes)) > min(unit.sections), unit.reduced_bytes, 0)
+        else:
+            tied[stages] = tied.get(stages, 0.0) + unit.reduced_bytes
+    return Reductions(begin, sum_bytes, tuple(sorted(tied.items())), all_reduce)
+
+
+def reduced_units(profile: Profile) -> tuple[ReducedUnit, ...]:
+    """Bytes reduced = number of parameters times ``accumulator_bytes_per_parameter``.
+
+    A unit's number of parameters is its share of ``job.num_parameters`` (float32 if that is unknown).
+    """
+    held = [(unit.sections, unit.parameter_bytes) for unit in profile.units]
+    held = held or [((section.index,), section.parameter_bytes) for section in profile.sections]
+    total_bytes = sum(size for _, size in held)
+    per_byte = profile.job.num_parameters / total_bytes if total_bytes and profile.job.num_parameters else 0.25
+    scale = per_byte * profile.accumulator_bytes_per_parameter
+    return tuple(ReducedUnit(sections, round(size * scale)) for sections, size in held)

@@ -1,0 +1,387 @@
+"""From a profile to what one stage costs: integer nanoseconds and bytes.
+
+Symbols as in Varuna's Table 2: F_i(m), B_i(m), Act_i, Grad_i, AR_i(D) of section (cut-point) i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from morph.contract.errors import PlanError
+from morph.contract.plan import Schedule
+from morph.contract.profile import LinkProfile, Profile
+from simulator.costs.held_bytes import running_sums
+from simulator.costs.memory import StageMemory, spans
+from simulator.costs.reductions import Reductions, reduced_units, reductions
+from simulator.costs.redundant_memory import redundant_parts
+from simulator.engine.schedules import recomputes
+from simulator.engine.times import Ints, StageTimes
+from simulator.inputs.jitter import MeanLuck
+from simulator.inputs.layout import Layout, lone_workers
+from simulator.inputs.memory_rules import MemoryRules
+from simulator.inputs.transfer import AllReduce, Curve, send_curve, whole_ns
+
+Floats = npt.NDArray[np.float64]
+_MOST_MICRO_BATCHES = 2**20
+_MOST_TASKS = 3 * 10**7
+"""Of a kind, in one mini-batch or in all drawn ones: 100 sections of 300,000 micro-batches."""
+_MOST_NS = 2**54
+_MOST_BYTES = 2**59
+_LINK_TIMES = ("activation", "gradient", "activation_wire", "gradient_wire")
+
+
+class LinkCosts:
+    """What crosses the cut behind each of the K sections, over one kind of link: a lone message, in ns.
+
+    Of its time, what is beyond that of the smallest size measured is spent on the wire; the rest is latency.
+    """
+
+    def __init__(self, link: LinkProfile, sent_bytes: Floats) -> None:
+        self.activation_ns, self.activation_wire_ns = _split(send_curve(link.activation), sent_bytes)
+        self.gradient_ns, self.gradient_wire_ns = _split(send_curve(link.gradient), sent_bytes)
+
+
+class SectionCosts:
+    """A profile at one micro-batch size m; arrays over the K sections, with prefix sums of length K + 1.
+
+    Args:
+        profile: The measurements.
+        micro_batch_size: m; must have been measured.
+        recompute: Whether stages run the forward again before the backward, as the schedule has it; else none does,
+            and each keeps the activations of every micro-batch in flight.
+        grouped: Whether a stage that does not fit so runs its sections again in groups, the last stage too.
+        rules: What a run holds besides what a step needs.
+
+    Raises:
+        PlanError: m was not measured.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        micro_batch_size: int,
+        *,
+        recompute: bool = True,
+        rules: MemoryRules = MemoryRules(),  # noqa: B008 (frozen)
+        grouped: bool = False,
+    ) -> None:
+        m = micro_batch_size
+        if m not in profile.micro_batch_sizes:
+            allowed = ", ".join(map(str, profile.micro_batch_sizes))
+            raise PlanError("was not measured", field="micro_batch_size", value=m, allowed=allowed)
+        sections = profile.sections
+        self.profile = profile
+        self.micro_batch_size = m
+        self.recompute, self.grouped = recompute, grouped
+        self.num_sections = len(sections)
+        self.forward_sum_ns = running_sums(_ns([section.forward[m].median_s for section in sections]))
+        self.backward_sum_ns = running_sums(_ns([section.backward[m].median_s for section in sections]))
+        self.optimizer_sum_ns = running_sums(_ns([section.optimizer_step.median_s for section in sections]))
+        self.commit_ns = int(_ns([profile.commit.median_s])[0])
+        self.sent_bytes: Floats = np.array([m * section.output_bytes_per_sample for section in sections], np.float64)
+        self.inter_node = LinkCosts(profile.inter_node, self.sent_bytes)
+        self.intra_node = LinkCosts(profile.intra_node, self.sent_bytes)
+        self.rules = rules
+        self._memory: dict[tuple[bool, bool], StageMemory] = {}
+        units = reduced_units(profile)
+        own = np.zeros(len(sections))
+        for unit in units:
+            if len(unit.sections) == 1:
+                own[unit.sections[0]] += unit.reduced_bytes
+        self.own_reduced_sum_bytes = np.concatenate([np.zeros(1), np.cumsum(own)])
+        self.shared_units = tuple(unit for unit in units if len(unit.sections) > 1)
+        self._check_sums()
+        self._all_reduces: dict[int, AllReduce] = {}
+        self._luck: dict[tuple[int, int], MeanLuck] = {}
+
+    def _check_sums(self) -> None:
+        """Refuse what would overflow, or keep the simulator busy for hours, however sensible each number is by itself.
+
+        Raises:
+            PlanError: naming the batch, which all of it grows with.
+        """
+        total = self.profile.job.batch_size // self.micro_batch_size
+        links = (self.inter_node, self.intra_node)
+        messages_ns = sum(
+            int(np.maximum(*(getattr(link, f"{kind}_ns") for link in links)).sum()) for kind in _LINK_TIMES[:2]
+        )
+        work_ns = 2 * int(self.forward_sum_ns[-1]) + int(self.backward_sum_ns[-1]) + messages_ns
+        memory = self.memory(single=True)
+        kept_bytes = int(memory.stored.sum()) + int(memory.activations[-1])
+        for what, each, most in (
+            ("micro-batches", 1, _MOST_MICRO_BATCHES),
+            ("micro-batches times sections", self.num_sections, _MOST_TASKS),
+            ("nanoseconds one after the other", work_ns, _MOST_NS),
+            ("bytes of activations", kept_bytes, _MOST_BYTES),
+        ):
+            if total * each > most:
+                raise PlanError(
+                    f"a mini-batch of {total} micro-batches of {self.micro_batch_size} has {total * each} {what}",
+                    field="batch_size",
+                    value=self.profile.job.batch_size,
+                    allowed=f"at most {max(0, most // each) * self.micro_batch_size} with this micro-batch size",
+                )
+
+    def memory(self, *, single: bool, follows: bool = False) -> StageMemory:
+        """What stages hold, with one replica only or with several; ``follows``: whatever the rules say of that."""
+        key = single, follows
+        if key not in self._memory:
+            rules = replace(self.rules, follows=follows or self.rules.follows)
+            self._memory[key] = StageMemory(
+                self.profile, self.micro_batch_size, rules, single=single, grouped=self.grouped
+            )
+        return self._memory[key]
+
+    def all_reduce(self, in_flight: int) -> AllReduce:
+        """AR(D) when this many all-reduces share one machine's network."""
+        if in_flight not in self._all_reduces:
+            self._all_reduces[in_flight] = AllReduce(self.profile, in_flight)
+        return self._all_reduces[in_flight]
+
+    def mean_luck(self, seed: int, num_draws: int) -> MeanLuck:
+        """The mean of this many draws."""
+        if (seed, num_draws) not in self._luck:
+            total = self.profile.job.batch_size // self.micro_batch_size
+            most = _MOST_TASKS // (total * self.num_sections)
+            if num_draws > most:
+                raise PlanError(
+                    f"are too many for {total} micro-batches of {self.num_sections} sections",
+                    field="num_draws",
+                    value=num_draws,
+                    allowed=f"at most {most}",
+                )
+            self._luck[seed, num_draws] = MeanLuck(self.profile, self.micro_batch_size, total, seed, num_draws)
+        return self._luck[seed, num_draws]
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """P stages of one shape: arrays over the stages; see :func:`stage_costs`.
+
+    ``times`` are those of the slowest worker and link of each stage, by which the orders are planned; ``alone``
+    those of undisturbed workers, over the fastest link that a replica has there. ``single``: of one replica only.
+    ``live``: int64[P], of how many sections each stage runs again together, 0: of all (``StagePlan.live_sections``).
+    ``soonest``: gradients are taken to be complete as soon as in any groups: for bounds.
+    """
+
+    schedule: Schedule
+    times: StageTimes
+    alone: StageTimes
+    boundaries: tuple[int, ...]
+    optimizer_ns: Ints
+    single: bool
+    reduced: Reductions
+    sections: SectionCosts
+    layout: Layout
+    live: Ints
+    soonest: bool = False
+
+    def with_windows(self, schedule: Schedule, windows: Sequence[int]) -> StageCosts:
+        """The same stages under other windows, and a schedule under which the same ones recompute."""
+        window = np.asarray(windows, np.int64)
+        times = replace(self.times, window=window)
+        return replace(
+            self,
+            schedule=schedule,
+            times=times,
+            alone=times if self.alone is self.times else replace(self.alone, window=window),
+        )
+
+    @property
+    def memory(self) -> StageMemory:
+        """What stages hold."""
+        return self.sections.memory(single=self.single)
+
+    @cached_property
+    def memory_bytes(self) -> Ints:
+        """Of each stage's device, with what the allocator keeps and the context: int64[P]."""
+        found = self.memory.device_bytes(*self.spans, self.times.window, self.times.recompute, self.live)
+        return self.memory.whole_bytes(found + sum(self.redundant_parts.values()))
+
+    @cached_property
+    def redundant_parts(self) -> dict[str, Ints]:
+        """Of ``memory_bytes``, what redundant computation holds of the next stage: int64[P] each."""
+        return redundant_parts(self.memory, *self.spans, self.times.window, self.times.recompute)
+
+    @property
+    def followed_bytes(self) -> int:
+        """Memory of the fullest stage's device where each stage's state is kept by another worker too."""
+        memory = self.sections.memory(single=self.single, follows=True)
+        taken = memory.device_bytes(*self.spans, self.times.window, self.times.recompute, self.live)
+        return int(memory.whole_bytes(taken).max())
+
+    @cached_property
+    def host_bytes(self) -> Ints:
+        """Host memory of each stage; 0 where that is the device's: int64[P]."""
+        return self.memory.host_bytes(*self.spans)
+
+    @property
+    def spans(self) -> tuple[Ints, Ints]:
+        """First sections and ends: int64[P] each."""
+        return spans(self.boundaries, self.sections.num_sections)
+
+    def memory_parts(self, stage: int) -> tuple[str, dict[str, int]]:
+        """When a stage's device is fullest, and its parts then, largest first; they add up to ``memory_bytes``."""
+        begin, end = (where[stage : stage + 1] for where in self.spans)
+        here = slice(stage, stage + 1)
+        window, again, live = self.times.window[here], self.times.recompute[here], self.live[here]
+        found = self.memory.moments(begin, end, window, again, live)
+        moments = {moment: _sorted_parts(parts) for moment, parts in found.items()}
+        fullest = max(moments, key=lambda moment: sum(moments[moment].values()))
+        parts = moments[fullest] | _sorted_parts({name: of[stage] for name, of in self.redundant_parts.items()})
+        more = int(self.memory_bytes[stage]) - sum(parts.values())
+        return fullest, parts | ({"allocator and context": more} if more else {})
+
+    def host_parts(self, stage: int) -> dict[str, int]:
+        """Parts of a stage's host memory, largest first; none where its device has no memory of its own."""
+        begin, end = (where[stage : stage + 1] for where in self.spans)
+        return _sorted_parts(self.memory.host_parts(begin, end))
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Memory of the fullest stage."""
+        return int(self.memory_bytes.max())
+
+    def fits(self, memory_bytes: int) -> bool:
+        """Whether every stage fits on a device with so much memory, and in host memory."""
+        return self.peak_bytes <= memory_bytes and self._fits_host
+
+    @cached_property
+    def _fits_host(self) -> bool:
+        return self.memory.fits_host(*self.spans)
+
+    @cached_property
+    def to_come_ns(self) -> Ints:
+        """What of the slowest worker's backward follows that of each section: int64[K]."""
+        slowest = self.layout.slowdown.max(axis=1)[self.reduced.stage] if self.layout.hinders else None
+        sums, again = self.sections.backward_sum_ns, self.sections.forward_sum_ns
+        first, start = self.reduced.first, self.group_start
+        to_come = sums[:-1] - sums[first]
+        return scaled(to_come + again[start] - again[first] if self.in_groups else to_come, slowest)
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether any stage runs its sections again in groups, or is taken to."""
+        return self.soonest or bool(self.live.any())
+
+    @cached_property
+    def group_start(self) -> Ints:
+        """First of the sections that are run again together with each section: int64[K]."""
+        first, sections = self.reduced.first, np.arange(self.sections.num_sections)
+        if self.soonest:
+            return sections
+        if not self.in_groups:
+            return first
+        size = self.live[self.reduced.stage]
+        end = self.spans[1][self.reduced.stage]
+        behind = (end - 1 - sections) // np.maximum(1, size) + 1
+        found: Ints = np.where(size > 0, np.maximum(first, end - behind * size), first)
+        return found
+
+    @property
+    def last_group(self) -> Ints:
+        """First of the sections that the task R runs again, B runs those before again: int64[P]."""
+        return _last_group(*self.spans, self.live)
+
+
+def stage_costs(
+    costs: SectionCosts,
+    boundaries: Sequence[int],
+    windows: Sequence[int],
+    schedule: Schedule,
+    layout: Layout | None = None,
+    *,
+    single: bool = True,
+    live: Sequence[int] = (),
+) -> StageCosts:
+    """Cost of the stages that ``boundaries`` (first section of each stage) and ``windows`` describe.
+
+    Args:
+        costs: The sections at one m.
+        boundaries: First section of each stage.
+        windows: Of each stage.
+        schedule: Decides which stages recompute.
+        layout: Where the workers run; None: each on a node of its own.
+        single: Whether there is one replica only.
+        live: Of how many sections each stage runs again together; 0: as the schedule has it. None given: all so.
+    """
+    num_stages = len(boundaries)
+    layout = lone_workers(num_stages) if layout is None else layout
+    (begin, end), window = spans(boundaries, costs.num_sections), np.asarray(windows, np.int64)
+    again = np.array(recomputes(schedule, num_stages, costs.recompute), np.bool_)
+    groups = np.array(live or [0] * num_stages, np.int64)
+    again, groups = again | (groups > 0), groups * (groups < end - begin)
+    last = _last_group(begin, end, groups) if any(live) else begin
+    forward = np.maximum(1, costs.forward_sum_ns[end] - costs.forward_sum_ns[begin])
+    rerun = costs.forward_sum_ns[last] - costs.forward_sum_ns[begin]
+    backward = np.maximum(1, costs.backward_sum_ns[end] - costs.backward_sum_ns[begin] + rerun)
+
+    def stage_times(slowdown: Floats | None, *, worst: bool) -> StageTimes:
+        links = {f"{name}_ns": link_times(costs, f"{name}_ns", end - 1, layout, worst) for name in _LINK_TIMES}
+        return StageTimes(
+            forward_ns=scaled(forward, slowdown),
+            recompute_ns=scaled(np.maximum(1, forward - rerun), slowdown),
+            backward_ns=scaled(backward, slowdown),
+            window=window,
+            recompute=again,
+            **links,
+        )
+
+    slowest = layout.slowdown.max(axis=1) if layout.hinders else None
+    times = stage_times(slowest, worst=True)
+    return StageCosts(
+        schedule=schedule,
+        times=times,
+        alone=stage_times(None, worst=False) if layout.hinders or layout.has_neighbours else times,
+        boundaries=tuple(begin.tolist()),
+        optimizer_ns=scaled(costs.optimizer_sum_ns[end] - costs.optimizer_sum_ns[begin], slowest),
+        single=single,
+        reduced=reductions(
+            costs.own_reduced_sum_bytes, costs.shared_units, begin, costs.all_reduce(layout.rings_at_once)
+        ),
+        sections=costs,
+        layout=layout,
+        live=groups,
+    )
+
+
+def _last_group(begin: Ints, end: Ints, live: Ints) -> Ints:
+    last: Ints = np.where(live > 0, np.maximum(begin, end - live), begin)
+    return last
+
+
+def link_times(costs: SectionCosts, name: str, cuts: Ints, layout: Layout, worst: bool) -> Ints:
+    """Times over the links that the replicas have at these cuts: the worst or the best of both kinds."""
+    between: Ints = getattr(costs.inter_node, name)[cuts]
+    if not layout.has_neighbours:
+        return between
+    within: Ints = getattr(costs.intra_node, name)[cuts]
+    either = np.maximum(between, within) if worst else np.minimum(between, within)
+    always, ever = layout.inside.all(axis=1), layout.inside.any(axis=1)
+    return np.where(always, within, np.where(ever, either, between))
+
+
+def _sorted_parts(parts: Mapping[str, Ints]) -> dict[str, int]:
+    sizes = {part: int(np.max(size)) for part, size in parts.items()}
+    return {part: size for part, size in sorted(sizes.items(), key=lambda part: -part[1]) if size}
+
+
+def scaled(times_ns: Ints, factor: Floats | None) -> Ints:
+    """Times of workers that are slower by these factors."""
+    return times_ns if factor is None else np.rint(times_ns * factor).astype(np.int64)
+
+
+def _split(curve: Curve, sizes_bytes: Floats) -> tuple[Ints, Ints]:
+    """Time of a message, and what of it is spent on the wire."""
+    total = whole_ns(curve(sizes_bytes), "a message")
+    latency = round(float(curve(np.zeros(1))[0]))
+    return total, np.maximum(0, total - latency)
+
+
+def _ns(times_s: Sequence[float]) -> Ints:
+    return np.array([round(time_s * 1e9) for time_s in times_s], np.int64)

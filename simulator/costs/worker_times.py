@@ -1,0 +1,195 @@
+"""The times of every single worker of a shape, from its costs, its conditions and the luck of a draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from simulator.costs.redundant_memory import next_activations
+from simulator.costs.stage_costs import StageCosts
+from simulator.engine.following import ShapeTimes
+from simulator.engine.times import Ints, StageTimes
+from simulator.inputs.conditions import Conditions
+from simulator.inputs.jitter import Luck, MeanLuck
+
+Floats = npt.NDArray[np.float64]
+_TASKS = ("forward", "recompute", "backward")
+_MESSAGES = ("activation", "gradient")
+
+
+def worker_times(
+    costs: StageCosts, counts: Sequence[int], conditions: Conditions, luck: Luck | MeanLuck | None = None
+) -> ShapeTimes:
+    """Times of stage s of replica d for each.
+
+    Args:
+        costs: Of the stages.
+        counts: Micro-batches of each replica.
+        conditions: Nodes and slow workers.
+        luck: Of a draw; None: medians.
+    """
+    num_replicas = len(counts)
+    slower = _slower(costs, num_replicas, conditions)
+    tasks = _medians(costs) if luck is None else _drawn_tasks(costs, counts, luck)
+    wires = {kind: _by_worker(costs, f"{kind}_wire_ns", num_replicas) for kind in _MESSAGES}
+    if luck is None:
+        totals = {kind: _by_worker(costs, f"{kind}_ns", num_replicas)[:, :, None] for kind in _MESSAGES}
+    else:
+        totals = {kind: _drawn_messages(costs, counts, luck, kind) for kind in _MESSAGES}
+    handled = _handled_ns(totals, conditions)
+    return ShapeTimes(
+        **{
+            f"{kind}_ns": np.maximum(1, np.rint(tasks[kind] * slower + handled.get(kind, 0))).astype(np.int64)
+            for kind in _TASKS
+        },
+        **{f"{kind}_ns": np.maximum(0, totals[kind] - wires[kind][:, :, None]) for kind in _MESSAGES},
+        **{f"{kind}_wire_ns": wires[kind] for kind in _MESSAGES},
+        node=costs.layout.node(num_replicas),
+        recompute=costs.times.recompute,
+        share_links=conditions.share_links,
+        **_redundant_times(costs, tasks, slower, conditions),
+    )
+
+
+def _handled_ns(totals: Mapping[str, Ints], conditions: Conditions) -> dict[str, Floats]:
+    """What of its core a worker needs for the messages of a task, [P, D, 1 or most]: half of each at either end.
+
+    Nothing where each worker has a device of its own: a message on one machine takes its cores, which then wait for it.
+    """
+    if conditions.compute_slots is None:
+        return {}
+    halves = {kind: times / 2 for kind, times in totals.items()}
+    behind = {kind: np.zeros_like(half) for kind, half in halves.items()}
+    for kind, half in halves.items():
+        half[-1] = 0  # the last stage has no next one
+        behind[kind][1:] = half[:-1]
+    return {
+        "forward": halves["activation"] + behind["activation"],
+        "backward": halves["gradient"] + behind["gradient"],
+    }
+
+
+def _redundant_times(
+    costs: StageCosts, tasks: Mapping[str, Ints | Floats], slower: Floats, conditions: Conditions
+) -> dict[str, Ints]:
+    """Of each worker, as fast as it is, what the next stage computes; see :mod:`simulator.costs.redundant`."""
+    if not conditions.eager or costs.times.num_stages == 1:
+        return {}
+    next_stage = {kind: np.roll(times, -1, axis=0) * slower for kind, times in tasks.items()}
+    if conditions.redundant_computation == "eflb":
+        swap = swap_ns(costs)[:, None, None]
+        return {
+            "redundant_forward_ns": np.maximum(1, np.rint(np.maximum(next_stage["forward"], swap))).astype(np.int64)
+        }
+    again = np.roll(costs.times.recompute, -1)[:, None, None]
+    backward = next_stage["backward"] + again * next_stage["recompute"]
+    both = {"redundant_forward_ns": next_stage["forward"], "redundant_backward_ns": backward}
+    return {name: np.maximum(1, np.rint(times)).astype(np.int64) for name, times in both.items()}
+
+
+def swap_ns(costs: StageCosts) -> Floats:
+    """What the next stage's activations of a micro-batch take to host memory, or back: [P]. 0 where it recomputes."""
+    speed = costs.sections.profile.host_copy_bytes_per_s
+    return next_activations(costs.memory, *costs.spans, costs.times.recompute) / speed * 1e9 if speed else np.zeros(1)
+
+
+def to_come_ns(
+    costs: StageCosts, counts: Sequence[int], conditions: Conditions, luck: Luck | MeanLuck | None = None
+) -> Ints:
+    """What of each replica's last backward follows that of each section: int64[K, D]; see :func:`worker_times`.
+
+    Nothing where reductions wait for all backwards.
+    """
+    if conditions.all_reduce == "late":
+        return np.zeros((costs.sections.num_sections, len(counts)), np.int64)
+    sums: Floats | Ints = costs.sections.backward_sum_ns[:, None]
+    again: Floats | Ints = costs.sections.forward_sum_ns[:, None]
+    if luck is not None:
+        sums, again = (luck.task_sums_ns(kind)[:, np.cumsum(counts) - 1] for kind in ("backward", "recompute"))
+    slower, first = _slower(costs, len(counts), conditions)[costs.reduced.stage, :, 0], costs.reduced.first
+    behind = sums[:-1] - sums[first] + (again[costs.group_start] - again[first])
+    to_come: Ints = np.rint(behind * slower).astype(np.int64)
+    return to_come
+
+
+def _slower(costs: StageCosts, num_replicas: int, conditions: Conditions) -> Floats:
+    """[P, D, 1]: how much slower each worker is than alone and well."""
+    slower = np.empty((costs.times.num_stages, num_replicas))
+    slower[:] = costs.layout.slowdown
+    for stage, replica, factor in conditions.slow:
+        slower[stage, slice(None) if replica is None else replica] *= factor
+    return slower[:, :, None]
+
+
+def _medians(costs: StageCosts) -> dict[str, Ints]:
+    """[P, 1, 1] of each task."""
+    return {kind: getattr(costs.alone, f"{kind}_ns")[:, None, None] for kind in _TASKS}
+
+
+def _ends(costs: StageCosts) -> tuple[Ints, Ints]:
+    begin = np.asarray(costs.boundaries, np.int64)
+    return begin, np.append(begin[1:], costs.sections.num_sections)
+
+
+def _dealt(values: Floats, counts: Sequence[int]) -> Floats:
+    """From [P, N] by micro-batch of the mini-batch to [P, D, most] by that of each replica."""
+    dealt = np.zeros((len(values), len(counts), max(counts)))
+    first = 0
+    for replica, count in enumerate(counts):
+        dealt[:, replica, :count] = values[:, first : first + count]
+        first += count
+    return dealt
+
+
+def _drawn_tasks(costs: StageCosts, counts: Sequence[int], luck: Luck | MeanLuck) -> dict[str, Floats]:
+    begin, end = _ends(costs)
+    sums = {kind: luck.task_sums_ns(kind) for kind in _TASKS}
+    times = {kind: total[end] - total[begin] for kind, total in sums.items()}
+    rerun = sums["recompute"][costs.last_group] - sums["recompute"][begin]
+    times |= {"recompute": times["recompute"] - rerun, "backward": times["backward"] + rerun}
+    return {kind: _dealt(total, counts) for kind, total in times.items()}
+
+
+def _by_worker(costs: StageCosts, name: str, num_replicas: int) -> Ints:
+    """[P, D]: over the link that each worker has to its next stage."""
+    _, end = _ends(costs)
+    between: Ints = getattr(costs.sections.inter_node, name)[end - 1]
+    within: Ints = getattr(costs.sections.intra_node, name)[end - 1]
+    chosen = np.empty((len(end), num_replicas), np.int64)
+    chosen[:] = np.where(costs.layout.inside, within[:, None], between[:, None])
+    return chosen
+
+
+def _drawn_messages(costs: StageCosts, counts: Sequence[int], luck: Luck | MeanLuck, kind: str) -> Ints:
+    """[P, D, most]."""
+    _, end = _ends(costs)
+    sections = costs.sections
+    inside = np.broadcast_to(costs.layout.inside, (len(end), len(counts)))
+    by_link = []
+    for link in (sections.profile.inter_node, sections.profile.intra_node):
+        times = [luck.message_ns(kind, last, link, float(sections.sent_bytes[last])) for last in (end - 1).tolist()]
+        by_link.append(_dealt(np.stack(times), counts))
+    return np.rint(np.where(inside[:, :, None], by_link[1], by_link[0])).astype(np.int64)
+
+
+def recomputes_in_time(times: StageTimes) -> bool:
+    """Whether a recompute that begins with the backward behind it is done before the gradient comes.
+
+    Otherwise following an order is faster than the rules that made it: a worker that has nothing else to do does not
+    wait with the recompute until the next stage has begun its backward.
+    """
+    late = times.recompute_ns[:-1] > times.backward_ns[1:] + times.gradient_ns[:-1]
+    return not bool((late & times.recompute[:-1]).any())
+
+
+def is_plain(costs: StageCosts, counts: Sequence[int], conditions: Conditions) -> bool:
+    """Whether the pipelines of this shape run exactly as :func:`run_pipeline` plays them."""
+    slots = conditions.compute_slots
+    if conditions.slow or conditions.eager or (slots is not None and slots < costs.times.num_stages * len(counts)):
+        return False
+    if not costs.layout.alike or not recomputes_in_time(costs.times):
+        return False
+    shares = conditions.share_links and max(int(wire.max(initial=0)) for wire in costs.times.wires_ns) > 0
+    return not shares or bool(costs.layout.inside[:-1].all()) or costs.times.num_stages == 1

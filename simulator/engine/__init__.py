@@ -1,0 +1,1 @@
+"""Mini-batches played to the nanosecond: the compiled loops and their schedules."""

@@ -1,0 +1,217 @@
+"""The compiled loop behind ``engine``: one pipeline, each stage on a clock of its own, no event queue.
+
+A stage is played ahead as far as nothing that is still unknown can change its next decision: what a neighbour has
+not begun yet cannot arrive before that neighbour's clock and the times of its task and message have passed
+(conservative simulation: Chandy and Misra 1979). A recompute and the backward that must follow it count as one task.
+Stages take turns down the pipeline; the order of the turns does not change the result. After each round the whole
+state is compared with an earlier one, relative to stage 0's clock and micro-batch; when it comes back, whole periods
+are skipped (:mod:`simulator.engine.period`; which earlier one: Brent's algorithm).
+
+The untyped definitions are numba's dialect; :func:`play` is their typed face.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from simulator.engine.compiling import compiled, loop
+from simulator.engine.period import keep, same
+from simulator.engine.schedule_loop import play_orders
+from simulator.engine.stage_progress import ACT, EARLY, GRAD, STAGE_PROGRESS, B, F, R
+
+_NEVER = 2**62
+
+
+@loop
+def _apply_rules(rules, lanes, arrivals, letters, starts, s, last, count, only_known):  # type: ignore[no-untyped-def]
+    """Play stage s by the rules until a decision hangs on what is unknown: tasks begun.
+
+    ``only_known``: begin one task, taking what is unknown for later than all that is known.
+    """
+    # Everything is copied into local variables first: the compiler cannot know that the arrays do not overlap.
+    me, mine, mask = lanes[s], rules[s], arrivals.shape[1] - 1
+    clock, num_f, num_b, act_free, grad_free = me.clock, me.num_f, me.num_b, me.act_free, me.grad_free
+    window, again = mine.window, mine.again
+    keep_letters, keep_starts = letters.shape[1] > 0, starts.shape[1] > 0
+    is_first, is_last = s == 0, s == last
+    # What the neighbours begin next cannot arrive before these instants.
+    next_grad = next_early = next_act = np.int64(_NEVER)
+    act_known = grad_known = np.int64(0)
+    if not is_last:
+        grad_known = lanes[s + 1].num_b
+        if not only_known:
+            next_early = lanes[s + 1].clock
+            next_grad = next_early + mine.grad_after
+            next_early += mine.early_after
+    if not is_first:
+        act_known = lanes[s - 1].num_f
+        if not only_known:
+            next_act = lanes[s - 1].clock + mine.act_after
+    begun_before = num_f + num_b
+    while num_b < count:
+        # When the next recompute or backward could begin, and the gradient be there: known, or a lower bound.
+        back, grad, back_known = np.int64(_NEVER), np.int64(_NEVER), True
+        if num_b < num_f:
+            if is_last:
+                back = grad = clock
+            elif grad_known > num_b:
+                grad = arrivals[s, num_b & mask, GRAD]
+                back = max(clock, arrivals[s, num_b & mask, EARLY])
+            else:
+                back_known = False
+                grad = next_grad
+                back = max(clock, next_early)
+        fore, fore_known = np.int64(_NEVER), True
+        if num_f < count and num_f - num_b < window:
+            if is_first:
+                fore = clock
+            elif act_known > num_f:
+                fore = max(clock, arrivals[s, num_f & mask, ACT])
+            else:
+                fore_known = False
+                fore = max(clock, next_act)
+        if back < fore or (back == fore and grad <= back):
+            if back >= _NEVER:
+                break
+            if not back_known:
+                clock = back
+                break
+            if again:
+                at = num_f + 2 * num_b
+                if keep_letters:
+                    letters[s, at], letters[s, at + 1] = R, B
+                if keep_starts:
+                    starts[s, at] = back
+                back = max(back + mine.recompute, grad)
+                if keep_starts:
+                    starts[s, at + 1] = back
+            else:
+                if keep_letters:
+                    letters[s, num_f + num_b] = B
+                if keep_starts:
+                    starts[s, num_f + num_b] = back
+            clock = back + mine.backward
+            if not is_first:
+                leaves = max(clock, grad_free)
+                grad_free = leaves + mine.grad_wire
+                arrival = leaves + mine.gradient
+                arrivals[s - 1, num_b & mask, GRAD] = arrival
+                arrivals[s - 1, num_b & mask, EARLY] = max(back, arrival - mine.recompute_before)
+            num_b += 1
+        else:
+            if fore >= _NEVER:
+                break
+            if not fore_known:
+                clock = fore
+                break
+            at = num_f + num_b * (1 + again)
+            if keep_letters:
+                letters[s, at] = F
+            if keep_starts:
+                starts[s, at] = fore
+            clock = fore + mine.forward
+            if not is_last:
+                leaves = max(clock, act_free)
+                act_free = leaves + mine.act_wire
+                arrivals[s + 1, num_f & mask, ACT] = leaves + mine.activation
+            num_f += 1
+        if only_known:
+            break
+    me.clock, me.num_f, me.num_b, me.act_free, me.grad_free = clock, num_f, num_b, act_free, grad_free
+    return num_f + num_b - begun_before
+
+
+@loop
+def _first_known(rules, lanes, arrivals, last, count):  # type: ignore[no-untyped-def]
+    """The stage with the earliest task whose input is known; -1 if there is none."""
+    mask = arrivals.shape[1] - 1
+    first, found = np.int64(_NEVER), -1
+    for s in range(last, -1, -1):
+        me = lanes[s]
+        instant = np.int64(_NEVER)
+        if me.num_b < me.num_f and (s == last or lanes[s + 1].num_b > me.num_b):
+            instant = me.clock if s == last else max(me.clock, arrivals[s, me.num_b & mask, EARLY])
+        if me.num_f < count and me.num_f - me.num_b < rules[s].window and (s == 0 or lanes[s - 1].num_f > me.num_f):
+            instant = min(instant, me.clock if s == 0 else max(me.clock, arrivals[s, me.num_f & mask, ACT]))
+        if instant < first:
+            first, found = instant, s
+    return found
+
+
+@loop
+def _play_rules(rules, lanes, arrivals, old_lanes, old_arrivals, letters, starts, jump, count, skip):  # type: ignore[no-untyped-def]
+    """Play to the end: (whether it came to one, ns skipped). Allocates nothing."""
+    last, shift = len(rules) - 1, np.int64(0)
+    rounds, limit = 0, 1
+    while lanes[0].num_b < count:
+        begun = 0
+        for s in range(last + 1):
+            begun += _apply_rules(rules, lanes, arrivals, letters, starts, s, last, count, False)
+        if begun == 0:
+            s = _first_known(rules, lanes, arrivals, last, count)
+            if s < 0:
+                return False, shift
+            _apply_rules(rules, lanes, arrivals, letters, starts, s, last, count, True)
+        if not skip:
+            continue
+        rounds += 1
+        if rounds > 1 and same(lanes, arrivals, old_lanes, old_arrivals):
+            moved = lanes[0].num_b - old_lanes[0].num_b
+            repeats = max(0, (count - 1 - lanes[0].num_f) // moved)
+            count -= repeats * moved
+            shift = repeats * (lanes[0].clock - old_lanes[0].clock)
+            for s in range(last + 1):
+                me, old, letters_of_b = lanes[s], old_lanes[s], 1 + rules[s].again
+                jump[s, 0] = old.num_f + old.num_b * letters_of_b
+                jump[s, 1] = me.num_f + me.num_b * letters_of_b
+                jump[s, 2] = repeats
+            skip = False
+        elif rounds == limit:
+            keep(lanes, arrivals, old_lanes, old_arrivals)
+            limit *= 2
+    return True, shift
+
+
+@compiled
+def _play(rules, lanes, old_lanes, count, fixed, skip, keep_orders, keep_times):  # type: ignore[no-untyped-def]
+    num_stages, plain = len(rules), fixed.shape[1] == 0
+    reach = min(count, rules["window"].max()) if plain else count
+    size = 1
+    while size < reach + 1:
+        size *= 2
+    arrivals = np.empty((num_stages, size, 3), np.int64)
+    letters = np.zeros((num_stages, 3 * count if keep_orders else 0), np.uint8)
+    starts = np.zeros((num_stages, 3 * count if keep_times else 0), np.int64)
+    jump = np.zeros((num_stages, 3), np.int64)
+    if plain:
+        old_arrivals = np.empty_like(arrivals)
+        over, shift = _play_rules(rules, lanes, arrivals, old_lanes, old_arrivals, letters, starts, jump, count, skip)
+    else:
+        over, shift = play_orders(rules, lanes, arrivals, letters, starts, count, fixed)
+    ended, lengths = np.zeros(num_stages, np.int64), np.zeros(num_stages, np.int64)
+    for s in range(num_stages):
+        me = lanes[s]
+        ended[s] = me.clock + shift
+        lengths[s] = me.num_f + me.num_b * (1 + rules[s].again) if plain else me.position
+    return over, ended, letters, lengths, starts, jump
+
+
+def play(rules: Any, count: int, fixed: Any, skip: bool, keep_orders: bool, keep_times: bool) -> Any:
+    """Run the loop; see :func:`simulator.engine.mini_batch.run_pipeline`.
+
+    Args:
+        rules: Structured array of ``STAGE``, length P.
+        count: Micro-batches.
+        fixed: uint8[P, n] order letters, n = 0 to apply the rules.
+        skip: Look for periods (only under the rules, and not with ``keep_times``).
+        keep_orders: Return letters.
+        keep_times: Return starts.
+
+    Returns:
+        (whether it came to an end, last backward ends int64[P], letters uint8[P, 3n], how many of them int64[P],
+        starts int64[P, 3n], skipped periods int64[P, 3]: first letter, end, repeats).
+    """
+    lanes, old_lanes = np.zeros(len(rules), STAGE_PROGRESS), np.zeros(len(rules), STAGE_PROGRESS)
+    return _play(rules, lanes, old_lanes, count, fixed, skip, keep_orders, keep_times)

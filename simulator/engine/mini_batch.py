@@ -1,0 +1,98 @@
+"""Plays the micro-batches of one mini-batch through a pipeline in integer nanoseconds.
+
+The rules that a free stage applies (Varuna, section 3.2), in this order:
+
+1. Recomputed j: nothing but the backward of j may run next, so wait for its gradient (rule 2).
+2. The gradient of the next backward j is there: recompute j if needed, then its backward (rule 3).
+3. A forward whose activation is there, while fewer than ``window`` micro-batches are in flight.
+4. The downstream stage has begun its backward of j, so the arrival t of j's gradient is known:
+   recompute j now if that ends at t or later (rule 1); with nothing to run before, wake up at t - R.
+5. Wait.
+
+At one instant every task that ends is ended first; then stages decide, the last stage first. Hence the same
+input gives the same orders. Messages of one direction between two stages leave one after the other. These
+orders are what a plan holds and an executor follows; ``following`` plays that, on shared cores too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from morph.contract.errors import PlanError
+from morph.contract.plan import Schedule
+from simulator.engine.following import follow, lane_times
+from simulator.engine.local_loop import play
+from simulator.engine.schedules import fixed_orders
+from simulator.engine.times import Ints, Played, StageTimes
+
+__all__ = ["Ints", "Played", "StageTimes", "run_pipeline"]
+
+_NO_ORDERS = np.zeros((1, 0), np.uint8)
+
+
+def run_pipeline(
+    times: StageTimes,
+    counts: tuple[int, ...],
+    *,
+    schedule: Schedule = "varuna",
+    compute_slots: int | None = None,
+    keep_orders: bool = False,
+    keep_times: bool = False,
+    skip_periods: bool = True,
+) -> Played:
+    """Play one mini-batch.
+
+    Args:
+        times: Of the P stages.
+        counts: How many micro-batches each of the D replicas runs, at least 1 each.
+        schedule: "varuna" plays the rules above; "gpipe" and "1f1b" play their fixed orders.
+        compute_slots: Tasks that can run at once over all replicas; None: each worker has its own device. On
+            fewer slots than workers the orders of workers with own devices are followed.
+        keep_orders: Also return the order of each stage.
+        keep_times: Also return the start of each task (implies ``keep_orders``).
+        skip_periods: Jump over repeating periods. Exact: the state is compared relative to clock and index.
+
+    Raises:
+        PlanError: a fixed order that waits for itself.
+    """
+    if compute_slots is not None and compute_slots < times.num_stages * len(counts):
+        orders = run_pipeline(times, counts, schedule=schedule, keep_orders=True).orders
+        lanes = lane_times(times, len(counts))
+        strict = schedule != "varuna"
+        return follow(lanes, orders, times.window, strict=strict, compute_slots=compute_slots, keep_times=keep_times)
+    keep_orders = keep_orders or keep_times
+    by_count = {
+        count: _play_one(times, count, schedule, keep_orders, keep_times, skip_periods) for count in sorted(set(counts))
+    }
+    return Played(
+        last_backward_ns=np.stack([by_count[count][0] for count in counts], axis=1),
+        orders=tuple(by_count[count][1] for count in counts) if keep_orders else (),
+        start_ns=tuple(by_count[count][2] for count in counts) if keep_times else (),
+    )
+
+
+def _play_one(
+    times: StageTimes, count: int, schedule: Schedule, keep_orders: bool, keep_times: bool, skip_periods: bool
+) -> tuple[Ints, tuple[str, ...], tuple[Ints, ...]]:
+    """One replica: last backward ends, order strings, starts."""
+    fixed = _NO_ORDERS
+    if schedule != "varuna":
+        fixed = fixed_orders(schedule, (count,), times.recompute.tolist(), int(times.window[0]))[:, 0]
+    skip = skip_periods and not keep_times
+    finished, ended_ns, letters, lengths, starts, jump = play(times.packed, count, fixed, skip, keep_orders, keep_times)
+    if not finished:
+        raise PlanError("the task orders wait for each other forever", field="schedule", value=schedule)
+    stages = range(times.num_stages)
+    orders = tuple(_order_string(letters[s, : lengths[s]], jump[s]) for s in stages) if keep_orders else ()
+    return ended_ns, orders, tuple(starts[s, : lengths[s]].copy() for s in stages) if keep_times else ()
+
+
+def _order_string(letters: npt.NDArray[np.uint8], jump: Ints) -> str:
+    """The letters as a string, with the skipped periods put back in.
+
+    ``jump`` is (first letter of the period, one past it, how often it was skipped).
+    """
+    text = letters.tobytes().decode("ascii")
+    begin, end, repeats = (int(value) for value in jump)
+    return text[:end] + text[begin:end] * repeats + text[end:] if repeats else text

@@ -1,0 +1,94 @@
+"""What the engine is given, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from simulator.engine.stage_progress import STAGE
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """What the engine needs of P stages: int64 arrays of length P, in ns, at least 1 for tasks.
+
+    ``activation_ns[s]`` is the time of a lone message from s to s+1 and ``gradient_ns[s]`` from s+1 to s; both
+    have length P with an unused last entry. ``window[s]`` >= 1. Of a message's time, ``activation_wire_ns``
+    and ``gradient_wire_ns`` occupy the wire, so that the next message waits for them; None: none of it.
+    """
+
+    forward_ns: Ints
+    recompute_ns: Ints
+    backward_ns: Ints
+    activation_ns: Ints
+    gradient_ns: Ints
+    window: Ints
+    recompute: npt.NDArray[np.bool_]
+    activation_wire_ns: Ints | None = None
+    gradient_wire_ns: Ints | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """P."""
+        return len(self.forward_ns)
+
+    @cached_property
+    def packed(self) -> npt.NDArray[np.void]:
+        """The same as one structured array, as the compiled loop wants it."""
+        rules = np.zeros(self.num_stages, STAGE)
+        activation_wire, gradient_wire = self.wires_ns
+        rules["forward"], rules["backward"] = self.forward_ns, self.backward_ns
+        rules["window"], rules["again"] = self.window, self.recompute
+        rules["recompute"] = self.recompute_ns * self.recompute
+        rules["activation"], rules["act_wire"] = self.activation_ns, activation_wire
+        before, after = slice(None, -1), slice(1, None)
+        rules["gradient"][after], rules["grad_wire"][after] = self.gradient_ns[before], gradient_wire[before]
+        rules["recompute_before"][after] = rules["recompute"][before]
+        rules["act_after"][after] = self.forward_ns[before] + self.activation_ns[before]
+        to_gradient = self.backward_ns[after] + self.gradient_ns[before]
+        to_early = np.where(
+            self.recompute[before], np.maximum(0, to_gradient - rules["recompute"][before]), to_gradient
+        )
+        rules["grad_after"][before] = rules["recompute"][after] + to_gradient
+        rules["early_after"][before] = rules["recompute"][after] + to_early
+        return rules
+
+    @property
+    def wires_ns(self) -> tuple[Ints, Ints]:
+        """``activation_wire_ns`` and ``gradient_wire_ns``, zeros where there are none."""
+        nothing = np.zeros(self.num_stages, np.int64)
+        activation, gradient = self.activation_wire_ns, self.gradient_wire_ns
+        return nothing if activation is None else activation, nothing if gradient is None else gradient
+
+
+@dataclass(frozen=True)
+class Played:
+    """How one mini-batch went.
+
+    ``last_backward_ns[s, d]`` is when stage s of replica d has done its last backward. ``orders[d][s]`` is
+    the order string over F, R, B, empty unless asked for. ``start_ns[d][s]`` holds the start of each task of
+    that order (int64), empty unless asked for. ``redone_ns[s, d]`` is when its redundant tasks are done too,
+    None without any; ``redundant_ns[d][s]``, with ``start_ns``: int64[kinds, n, 2], when each of its redundant
+    forwards, and backwards if it has those, first began, and its end.
+    """
+
+    last_backward_ns: Ints
+    orders: tuple[tuple[str, ...], ...] = ()
+    start_ns: tuple[tuple[Ints, ...], ...] = ()
+    redone_ns: Ints | None = None
+    redundant_ns: tuple[tuple[Ints, ...], ...] = ()
+
+    def of_replicas(self, replicas: list[int]) -> Played:
+        """When these replicas, perhaps some more than once, have done their last tasks."""
+        redone = None if self.redone_ns is None else self.redone_ns[:, replicas]
+        return Played(self.last_backward_ns[:, replicas], redone_ns=redone)
+
+    @property
+    def makespan_ns(self) -> int:
+        """When the last backward of all has ended."""
+        return int(self.last_backward_ns.max())

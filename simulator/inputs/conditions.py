@@ -1,0 +1,104 @@
+"""Everything about where and how a shape runs that is not in the profile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from morph.contract import ranges
+from morph.contract.errors import PlanError
+
+AllReduceStart = Literal["overlapped", "late"]
+RedundantName = Literal["off", "lflb", "eflb", "efeb"]
+Slow = Mapping[int | tuple[int, int], float]
+NUM_DRAWS = 20
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """See the fields of the same names of :class:`simulator.inputs.request.PlanRequest`.
+
+    ``node_sizes``: GPUs of each node; None: every worker has a node of its own. ``slow`` holds (stage, replica or
+    None for all of them, factor).
+    """
+
+    compute_slots: int | None = None
+    node_sizes: tuple[int, ...] | None = None
+    share_links: bool = True
+    slow: tuple[tuple[int, int | None, float], ...] = ()
+    all_reduce: AllReduceStart = "overlapped"
+    jitter_seed: int | None = None
+    num_draws: int = NUM_DRAWS
+    redundant_computation: RedundantName = "off"
+
+    def __post_init__(self) -> None:
+        kinds = get_args(RedundantName)
+        if self.redundant_computation not in kinds:
+            name, allowed = self.redundant_computation, ", ".join(kinds)
+            raise PlanError("is unknown", field="redundant_computation", value=name, allowed=allowed)
+        if self.compute_slots is not None:
+            ranges.SLOTS.check("compute_slots", self.compute_slots)
+        if self.compute_slots is not None and self.node_sizes is not None:
+            raise PlanError(
+                "puts all workers on one machine, so there are no nodes to place them on",
+                field="compute_slots",
+                value=self.compute_slots,
+                allowed="without nodes of several GPUs",
+            )
+        if self.compute_slots is not None and self.eager:
+            raise PlanError(
+                "is for workers with a device each",
+                field="redundant_computation",
+                value=self.redundant_computation,
+                allowed="off or lflb with shared cores",
+            )
+        ranges.DRAWS.check("num_draws", self.num_draws)
+        if self.jitter_seed is not None:
+            ranges.SEED.check("jitter_seed", self.jitter_seed)
+        for stage, replica, factor in self.slow:
+            if factor not in ranges.FACTOR:
+                where = stage if replica is None else (stage, replica)
+                raise PlanError("is not a factor", field="slow", value={where: factor}, allowed=str(ranges.FACTOR))
+
+    @property
+    def eager(self) -> bool:
+        """Whether workers run redundant tasks in every mini-batch."""
+        return self.redundant_computation in ("eflb", "efeb")
+
+    @property
+    def uneven(self) -> bool:
+        """Whether windows have to be judged by the full play.
+
+        This is the case if cores or the links of several GPUs are shared, a worker is slow, times vary, or redundant
+        tasks are run.
+        """
+        crowded = self.share_links and max(self.node_sizes or (1,)) > 1
+        return (
+            crowded or self.eager or self.compute_slots is not None or bool(self.slow) or self.jitter_seed is not None
+        )
+
+
+def slow_workers(slow: Slow | None) -> tuple[tuple[int, int | None, float], ...]:
+    """From ``{stage: factor, (stage, replica): factor}``."""
+    entries: list[tuple[int, int | None, float]] = []
+    for where, factor in (slow or {}).items():
+        stage, replica = (where, None) if isinstance(where, int) else where
+        entries.append((stage, replica, factor))
+    return tuple(entries)
+
+
+def check_slow(slow: Sequence[tuple[int, int | None, float]], num_stages: int, num_replicas: int) -> None:
+    """Refuse a worker that the shape does not have.
+
+    Raises:
+        PlanError: naming it.
+    """
+    for stage, replica, _ in slow:
+        if not 0 <= stage < num_stages or not 0 <= (replica or 0) < num_replicas:
+            raise PlanError(
+                "the shape has no such worker",
+                field="slow",
+                value=stage if replica is None else (stage, replica),
+                allowed=f"stages 0 to {num_stages - 1}, replicas 0 to {num_replicas - 1}",
+            )

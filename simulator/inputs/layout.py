@@ -1,0 +1,102 @@
+"""Where the workers of one shape run, and how much they slow each other down there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from morph.contract.profile import Contention
+from simulator.inputs.conditions import Conditions
+from simulator.inputs.contention import slowdown
+from simulator.inputs.placement import Placement, place, placements
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of P x D workers, arrays [P, D].
+
+    ``slowdown``: how much slower than alone a worker's tasks are, for those that compute beside it. ``inside``:
+    whether the worker's next stage is on the same node. ``node``: its number. ``rings_at_once``: all-reduces that
+    share one node's link. A layout without nodes has arrays [P, 1]: all replicas alike.
+    """
+
+    placement: Placement | None
+    slowdown: npt.NDArray[np.float64]
+    inside: npt.NDArray[np.bool_]
+    rings_at_once: int
+    hinders: bool
+    has_neighbours: bool
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all replicas have the same times."""
+        return bool((self.slowdown == self.slowdown[:, :1]).all() and (self.inside == self.inside[:, :1]).all())
+
+    def node(self, num_replicas: int) -> npt.NDArray[np.int64]:
+        """Node numbers, [P, D]."""
+        if self.placement is not None:
+            return self.placement.array()
+        num_stages = len(self.slowdown)
+        return np.arange(num_stages * num_replicas).reshape(num_stages, num_replicas)
+
+
+@lru_cache(maxsize=1024)
+def lone_workers(num_stages: int, rings_at_once: int = 1, factor: float = 1.0) -> Layout:
+    """Each worker has a node of its own (or all share one machine, and are slower by ``factor``)."""
+    return Layout(
+        placement=None,
+        slowdown=np.full((num_stages, 1), factor),
+        inside=np.zeros((num_stages, 1), np.bool_),
+        rings_at_once=rings_at_once,
+        hinders=factor != 1.0,
+        has_neighbours=False,
+    )
+
+
+def lay_out(measured: tuple[Contention, ...], num_stages: int, num_replicas: int, conditions: Conditions) -> Layout:
+    """Place the workers of one shape, on all nodes; see :func:`layouts`."""
+    if conditions.compute_slots is None and conditions.node_sizes is not None:
+        return placed(measured, place(num_stages, num_replicas, conditions.node_sizes))
+    return layouts(measured, num_stages, num_replicas, conditions)[0]
+
+
+def layouts(
+    measured: tuple[Contention, ...], num_stages: int, num_replicas: int, conditions: Conditions
+) -> list[Layout]:
+    """Where the workers of one shape can be.
+
+    With ``compute_slots`` they share one machine: its all-reduces, one ring per stage, run at once, and as many
+    tasks compute at once as there are slots.
+
+    Raises:
+        PlanError: more workers than the nodes have GPUs.
+    """
+    if conditions.compute_slots is not None:
+        factor = slowdown(measured, min(num_stages * num_replicas, conditions.compute_slots))
+        return [lone_workers(num_stages, num_stages, factor)]
+    if conditions.node_sizes is None:
+        return [lone_workers(num_stages)]
+    found = placements(num_stages, num_replicas, conditions.node_sizes)
+    return [placed(measured, placement) for placement in found]
+
+
+def placed(measured: tuple[Contention, ...], placement: Placement) -> Layout:
+    """Workers where this says."""
+    node = placement.array()
+    inside = np.zeros(node.shape, np.bool_)
+    inside[:-1] = node[1:] == node[:-1]
+    factors = {used: slowdown(measured, used) for used in set(placement.used.values())}
+    slower = np.ones(len(placement.node_sizes))
+    for number, used in placement.used.items():
+        slower[number] = factors[used]
+    return Layout(
+        placement=placement,
+        slowdown=slower[node],
+        inside=inside,
+        rings_at_once=placement.rings_at_once,
+        hinders=any(factor != 1.0 for factor in factors.values()),
+        has_neighbours=bool(inside.any()),
+    )

@@ -1,0 +1,151 @@
+"""What the planner and the simulator are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from morph.contract import ranges
+from morph.contract.cluster import LinkSetting
+from morph.contract.errors import PlanError
+from morph.contract.plan import Schedule
+from morph.contract.profile import Profile
+from simulator.inputs.conditions import NUM_DRAWS, AllReduceStart, Conditions, RedundantName, Slow, slow_workers
+from simulator.inputs.memory_rules import MemoryRules
+from simulator.inputs.placement import node_sizes
+
+ObjectiveName = Literal["examples_per_s", "usd_per_example", "progress"]
+RedundancyName = Literal["off", "state", "salvage", "auto"]
+Price = float | Mapping[int, float]
+_NEEDS = {"examples_per_s": None, "usd_per_example": "usd_per_gpu_hour", "progress": "revocations_per_hour"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """How plans are to be looked for, and under which conditions. Who answers it may leave some of it aside.
+
+    Attributes:
+        memory_bytes: Of one device; None: as the profile says, no limit where it does not.
+        host_memory_bytes: Of the machine for each device that has memory of its own; None: as the profile says.
+        redundancy: As ``policy.redundancy`` of the run, by which it holds copies of sums and of others' state; under
+            "auto" others' state is no reason to refuse a plan, for it is held only where there is room.
+        changes: Whether the shape changes while the run goes on: old and new units are side by side then.
+        links: As ``vms.links`` of the run: all but "staged" take device memory.
+        schedule: "varuna", "gpipe" or "1f1b"; None: whichever is best.
+        micro_batch_size: m; None: fixed by the job, else whichever of those measured is best.
+        pipeline_depth: Only this P.
+        num_replicas: Only this D.
+        recompute: Whether stages run the forward again, in groups of sections where a plan needs that to fit; if not,
+            each keeps the activations in flight. None: whichever is best.
+        compute_slots: Tasks that can run at once on all workers together, which share one machine; None: one
+            device per worker.
+        num_gpus_per_node: GPUs of every node, or of each one; None: every GPU is a node of its own.
+        share_links: Messages that leave or enter one node at the same time share its bandwidth.
+        slow: How much slower the tasks of a worker are, by (stage, replica), or by stage for all its replicas.
+        all_reduce: "overlapped": a stage reduces each unit from its last gradient on, beside the rest of its last
+            backward, as the executor does; "late": everything after the last backward of all, as in Varuna's paper.
+        jitter_seed: Draw task and message times from the profile's quantiles, and judge the shapes that the medians
+            leave in the running by their mean; None: medians.
+        num_draws: How many mini-batches are drawn for each.
+        redundant_computation: Bamboo's: each worker holds the layers of the next stage too, and computes for it "lflb":
+            when it is lost; "eflb": forwards always, backwards when it is lost; "efeb": both always (see
+            :mod:`simulator.costs.redundant`). For :func:`simulate` alone.
+        objective: "examples_per_s", "usd_per_example" or "progress" (see :mod:`simulator.search.objectives`).
+        usd_per_gpu_hour: Price, one for all nodes or by GPUs per node; for "usd_per_example".
+        revocations_per_hour: How often a node is revoked; for "progress".
+        pause_s: What a morph stops training for; for "progress".
+        replacement_s: From the revocation of a node until another one has taken its place; for "progress".
+        revoked_together: How many nodes one revocation takes at once; for "progress".
+
+    Raises:
+        PlanError: an objective that is unknown, or without its figure.
+    """
+
+    memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    redundancy: RedundancyName = "auto"
+    changes: bool = True
+    links: LinkSetting = "staged"
+    schedule: Schedule | None = None
+    micro_batch_size: int | None = None
+    pipeline_depth: int | None = None
+    num_replicas: int | None = None
+    recompute: bool | None = None
+    compute_slots: int | None = None
+    num_gpus_per_node: int | Sequence[int] | None = None
+    share_links: bool = True
+    slow: Slow | None = None
+    all_reduce: AllReduceStart = "overlapped"
+    jitter_seed: int | None = None
+    num_draws: int = NUM_DRAWS
+    redundant_computation: RedundantName = "off"
+    objective: ObjectiveName = "examples_per_s"
+    usd_per_gpu_hour: Price | None = None
+    revocations_per_hour: float | None = None
+    pause_s: float = 1.0
+    replacement_s: float = 120.0
+    revoked_together: int = 1
+
+    def __post_init__(self) -> None:
+        if self.objective not in _NEEDS:
+            raise PlanError("is unknown", field="objective", value=self.objective, allowed=", ".join(_NEEDS))
+        needed = _NEEDS[self.objective]
+        if needed is not None and getattr(self, needed) is None:
+            raise PlanError(f"is missing; the objective {self.objective} needs it", field=needed, allowed="a number")
+
+    @property
+    def memory_rules(self) -> MemoryRules:
+        """What a run holds besides what a step needs."""
+        sums = self.redundancy in ("salvage", "auto")
+        return MemoryRules(
+            keeps_sums=sums,
+            copies_sums=sums,
+            follows=self.redundancy in ("state", "salvage"),
+            changes=self.changes,
+            mailboxes=self.links != "staged",
+            redundant_computation=self.redundant_computation,
+        )
+
+    def on_its_host(self, profile: Profile) -> Profile:
+        """The profile, with the host memory that is asked for.
+
+        Raises:
+            PlanError: no size.
+        """
+        if self.host_memory_bytes is None:
+            return profile
+        ranges.MEMORY_BYTES.check("host_memory_bytes", self.host_memory_bytes)
+        environment = profile.environment.model_copy(update={"host_memory_bytes": self.host_memory_bytes})
+        return profile.model_copy(update={"environment": environment})
+
+    def conditions(self, sizes: tuple[int, ...] | None) -> Conditions:
+        """Where and how shapes run; ``sizes``: GPUs of each node."""
+        return Conditions(
+            compute_slots=self.compute_slots,
+            node_sizes=sizes,
+            share_links=self.share_links,
+            slow=slow_workers(self.slow),
+            all_reduce=self.all_reduce,
+            jitter_seed=self.jitter_seed,
+            num_draws=self.num_draws,
+            redundant_computation=self.redundant_computation,
+        )
+
+    def nodes(self, num_gpus: int | None) -> tuple[int, ...] | None:
+        """GPUs of each node, if that was said.
+
+        Raises:
+            PlanError: as many nodes have another number of GPUs, or none is said.
+        """
+        if self.num_gpus_per_node is None:
+            return None
+        if num_gpus is not None:
+            sizes = node_sizes(num_gpus, self.num_gpus_per_node)
+            if sum(sizes) != num_gpus:
+                allowed = f"{sum(sizes)}, or none"
+                raise PlanError(f"the nodes have {sum(sizes)} GPUs", field="num_gpus", value=num_gpus, allowed=allowed)
+            return sizes
+        if not isinstance(self.num_gpus_per_node, Sequence):
+            raise PlanError("is missing", field="num_gpus", allowed="a number, or a list of nodes")
+        return node_sizes(0, self.num_gpus_per_node)

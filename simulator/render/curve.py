@@ -1,0 +1,112 @@
+"""``morph plan --gpus A..B``: the best shape for every number of GPUs, as a table, CSV and a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.table import Table
+
+from morph.contract.errors import PlanError
+from morph.contract.files import write_output
+from morph.contract.profile import Profile
+from morph.pictures import picture, plain_axes
+from morph.tables import table, wide_console
+from morph.words import bytes_text, time_text
+from simulator import PlanRequest, plan, plan_frame
+from simulator.render.tables import WIDTH
+
+_INK, _BEST, _EACH = "#333333", "#1d6fa5", "#ef8354"
+_MOST_LABELS = 14
+
+
+def show_curve(
+    profile: Profile, numbers: range, request: PlanRequest, *, csv: Path | None, png: Path | None, as_json: bool
+) -> None:
+    """Plan for every number of GPUs, print the answers, and write and draw them into ``csv`` and ``png``.
+
+    Raises:
+        PlanError: not even the largest number of GPUs holds the job, or a file that cannot be written.
+    """
+    frame = plan_frame(profile, numbers[-1], request, min_gpus=numbers[0])
+    if frame.empty:
+        plan(profile, request, num_gpus=numbers[-1])  # raises, and says what would do
+    if csv is not None:
+        write_output(csv, frame.to_csv(index=False, lineterminator="\n"), PlanError)
+    if png is not None:
+        _draw(profile.job.name, frame, png)
+    if as_json:
+        print(json.dumps(json.loads(frame.to_json(orient="records"))))
+        return
+    console = wide_console(WIDTH)
+    console.print(_table(profile.job.name, frame))
+    console.print(
+        f"all with micro-batches of {frame['micro_batch_size'].iloc[0]}, the same for a whole run; for one number of "
+        "GPUs alone (--gpus N) another size may be faster"
+    )
+    absent = sorted(set(numbers) - set(frame["num_gpus"].tolist()))
+    if absent:
+        console.print(f"{absent[0]} to {absent[-1]} GPUs are too few: the job does not fit in their memory.")
+    for path, done in ((csv, "Wrote"), (png, "Drew")):
+        if path is not None:
+            console.print(f"{done} {path}.")
+
+
+def _table(name: str, frame: pd.DataFrame) -> Table:
+    columns = {
+        "GPUs": frame["num_gpus"],
+        "P x D": [f"{depth} x {replicas}" for depth, replicas in _shapes(frame)],
+        "idle": frame["num_idle"],
+        "examples/s": frame["examples_per_s"].map("{:.4g}".format),
+        "per GPU": frame["examples_per_s_per_gpu"].map("{:.3g}".format),
+        "mini-batch": frame["mini_batch_s"].map(time_text),
+        "memory": frame["peak_memory_bytes"].map(bytes_text),
+    }
+    if "usd_per_1000_examples" in frame:
+        columns["$/h"] = frame["usd_per_h"].map("{:.4g}".format)
+        columns["$/1000"] = frame["usd_per_1000_examples"].map("{:.3g}".format)
+    return table(f"{name}: best shape by number of GPUs", list(columns), zip(*columns.values(), strict=True))
+
+
+def _draw(name: str, frame: pd.DataFrame, path: Path) -> None:
+    """Examples per second over GPUs with the shapes; below it those per GPU, or dollars where there is a price."""
+    priced = "usd_per_1000_examples" in frame
+    column = "usd_per_1000_examples" if priced else "examples_per_s_per_gpu"
+    with picture(path, PlanError, (10.0, 7.0), nrows=2, sharex=True, height_ratios=[2, 1]) as (_, (above, below)):
+        above.plot(frame["num_gpus"], frame["examples_per_s"], drawstyle="steps-post", color=_BEST, linewidth=1.8)
+        above.set(ylabel="examples per second")
+        above.set_title(f"{name}: best shape (P x D) by number of GPUs", loc="left", fontsize=12)
+        _label_shapes(above, frame)
+        below.plot(frame["num_gpus"], frame[column], color=_EACH, linewidth=1.6)
+        below.set(ylabel="$ per 1000 examples" if priced else "examples per second and GPU", xlabel="GPUs")
+        for axes in (above, below):
+            axes.set_ylim(bottom=0)
+            plain_axes(axes, grid="y")
+
+
+def _shapes(frame: pd.DataFrame) -> list[tuple[int, int]]:
+    return list(zip(frame["pipeline_depth"], frame["num_replicas"], strict=True))
+
+
+def _label_shapes(axes: Any, frame: pd.DataFrame) -> None:
+    """Name the shapes at evenly spaced numbers of GPUs, each where its stretch begins."""
+    shapes = _shapes(frame)
+    every = max(1, -(-len(frame) // _MOST_LABELS))
+    labelled = -every
+    for at, (depth, replicas) in enumerate(shapes):
+        if (at and shapes[at] == shapes[at - 1]) or at - labelled < every:
+            continue
+        labelled = at
+        place = frame["num_gpus"].iloc[at], frame["examples_per_s"].iloc[at]
+        axes.plot(*place, marker="o", markersize=3.5, color=_BEST)
+        axes.annotate(
+            f"{depth} x {replicas}",
+            place,
+            textcoords="offset points",
+            xytext=(-3, 6),
+            ha="right",
+            fontsize=8,
+            color=_INK,
+        )

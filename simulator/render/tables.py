@@ -1,0 +1,196 @@
+"""A simulated or planned shape as lines, tables and numbers with units."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import groupby, pairwise
+
+from rich.table import Table
+
+from morph.contract.plan import Plan
+from morph.contract.profile import Profile
+from morph.tables import table
+from morph.words import bytes_text, count_text, time_text
+from simulator import PlanChoice, Simulation
+from simulator.costs.memory import MOMENTS
+from simulator.costs.redundant import redundant_host_bytes
+from simulator.inputs.jitter import Spread
+
+_MOST_PARTS = 6
+WIDTH = 110
+
+
+def shape_lines(profile: Profile, simulation: Simulation) -> list[str]:
+    """What a person wants to know of one shape, in a few lines."""
+    plan, expected = simulation.plan, simulation.expected
+    counts = plan.micro_batches_per_replica
+    shares = f"{counts[0]}" if counts[0] == counts[-1] else f"{counts[-1]} or {counts[0]}"
+    parts = sorted(expected.parts_s.items(), key=lambda item: -item[1])
+    spent = ", ".join(
+        f"{part.replace('_', '-')} {seconds / expected.mini_batch_s:.0%}" for part, seconds in parts if seconds
+    )
+    return [
+        f"[bold]{profile.job.name}: {plan.pipeline_depth} x {plan.num_replicas}[/bold] (P x D), "
+        f"{plan.num_workers} workers, {plan.schedule} schedule",
+        f"batch {profile.job.batch_size} = {plan.num_micro_batches} micro-batches of {plan.micro_batch_size}, "
+        f"{shares} per replica",
+        f"expected: [bold]{expected.examples_per_s:.4g} examples/s[/bold], {time_text(expected.mini_batch_s)} per "
+        f"mini-batch (lower bound for these stages: {time_text(expected.lower_bound_s)})",
+        *([_jitter_line(simulation.jitter)] if simulation.jitter else []),
+        *([_node_line(plan)] if plan.placement else []),
+        f"where a worker's time goes: {spent}",
+        *([_groups_line(plan)] if any(stage.live_sections for stage in plan.stages) else []),
+        simulation.explanation,
+    ]
+
+
+def _jitter_line(spread: Spread) -> str:
+    return (
+        f"with jitter, {spread.num_draws} mini-batches drawn: mean {time_text(spread.mean_s)}, "
+        f"5 % below {time_text(spread.p5_s)}, 5 % above {time_text(spread.p95_s)}"
+    )
+
+
+def _groups_line(plan: Plan) -> str:
+    """Which stages run their sections again in groups, and in groups of how many."""
+    runs = [
+        (size, [number for number, _ in stages])
+        for size, stages in groupby(enumerate(plan.stages), lambda stage: stage[1].live_sections)
+    ]
+    texts = [
+        f"{'stages' if len(numbers) > 1 else 'stage'} {_span(numbers[0], numbers[-1])} in groups of {size}"
+        for size, numbers in runs
+        if size
+    ]
+    return f"to fit in memory, sections are run again group by group: {', '.join(texts)}"
+
+
+def _node_line(plan: Plan) -> str:
+    """How the stages lie on the nodes, where several share one."""
+    crossings = [sum(a != b for a, b in pairwise(row)) for row in plan.placement]
+    used = len({node for row in plan.placement for node in row})
+    fewest, most = min(crossings), max(crossings)
+    times = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    return (
+        f"on {used} of {len(plan.node_sizes)} nodes; a replica's messages cross between nodes at {times} of its "
+        f"{plan.pipeline_depth - 1} cuts"
+    )
+
+
+def leftover_line(choice: PlanChoice) -> str:
+    """Which GPUs have nothing to do."""
+    plan = choice.best
+    if not choice.num_idle:
+        return f"all {choice.num_gpus} GPUs at work"
+    idle = f"{choice.num_idle} {'GPU' if choice.num_idle == 1 else 'GPUs'} idle"
+    if not plan.placement:
+        return idle
+    busy = Counter(node for row in plan.placement for node in row)
+    free = {node: size - busy[node] for node, size in enumerate(plan.node_sizes) if size > busy[node]}
+    whole = Counter(plan.node_sizes[node] for node in free if not busy[node])
+    parts = [f"{number} whole {'node' if number == 1 else 'nodes'} of {size}" for size, number in sorted(whole.items())]
+    parts += [f"{left} on node {node}" for node, left in free.items() if busy[node]]
+    shown = parts if len(parts) <= _MOST_PARTS else [*parts[:_MOST_PARTS], "..."]
+    return f"{idle}: {', '.join(shown)}"
+
+
+def stage_table(profile: Profile, simulation: Simulation) -> Table:
+    """Stages with their sections, parameters, times, window and memory."""
+    times, held = simulation.costs.times, sum(section.parameter_bytes for section in profile.sections)
+    unit_bytes = sum(unit.parameter_bytes for unit in profile.units) or held
+    per_byte = profile.job.num_parameters / unit_bytes if unit_bytes else 0.0
+    rows = [
+        (
+            number,
+            _span(stage.first_section, stage.end_section - 1),
+            count_text(sum(profile.sections[section].parameter_bytes for section in stage.sections) * per_byte),
+            time_text(int(times.forward_ns[number]) / 1e9),
+            time_text(int(times.recompute_ns[number]) / 1e9) if stage.recompute else "-",
+            time_text(int(times.backward_ns[number]) / 1e9),
+            stage.window,
+            bytes_text(int(simulation.costs.memory_bytes[number])),
+        )
+        for number, stage in enumerate(simulation.plan.stages)
+    ]
+    return table("Stages", ("stage", "sections", "parameters", "F", "R", "B", "window", "memory"), rows)
+
+
+def memory_lines(simulation: Simulation) -> list[str]:
+    """What the fullest device holds, and when, and the fullest host where devices have memory of their own."""
+    costs = simulation.costs
+    stage = int(costs.memory_bytes.argmax())
+    moment, parts = costs.memory_parts(stage)
+    whole = bytes_text(int(costs.memory_bytes[stage]))
+    lines = [f"most memory: {whole} at stage {stage}, while {MOMENTS[moment]}: {_parts_text(parts)}"]
+    if costs.memory.apart:
+        stage = int(costs.host_bytes.argmax())
+        whole = bytes_text(int(costs.host_bytes[stage]))
+        lines.append(f"host memory: up to {whole} at stage {stage}: {_parts_text(costs.host_parts(stage))}")
+    return lines
+
+
+def redundant_line(simulation: Simulation) -> str:
+    """What redundant computation makes of a loss, and what it keeps for that in host memory."""
+    costs, counts = simulation.costs, simulation.plan.micro_batches_per_replica
+    kept = bytes_text(int(redundant_host_bytes(costs, max(counts)).max()))
+    return (
+        f"a lost worker pauses training for {time_text(simulation.mean_pause_s)} on average; for that, up to {kept} of "
+        "messages and activations are kept in host memory until the mini-batch is over"
+    )
+
+
+def _parts_text(parts: dict[str, int]) -> str:
+    return ", ".join(f"{part} {bytes_text(size)}" for part, size in parts.items())
+
+
+def _span(first: int, last: int) -> str:
+    return str(last) if first == last else f"{first}-{last}"
+
+
+def ranking(choice: PlanChoice) -> Table:
+    """The best shape and the runners-up."""
+    column = {"examples_per_s": [], "usd_per_example": ["$/1000"], "progress": ["progress/s"]}[choice.objective]
+    times = 1000 if choice.objective == "usd_per_example" else 1
+    best = choice.best.expected.examples_per_s
+    rows = [
+        (
+            f"{plan.pipeline_depth} x {plan.num_replicas}",
+            plan.num_workers,
+            f"{plan.expected.examples_per_s:.4g}",
+            f"{plan.expected.examples_per_s / best:.1%}",
+            time_text(plan.expected.mini_batch_s),
+            time_text(plan.expected.lower_bound_s),
+            bytes_text(plan.expected.peak_memory_bytes),
+            *([f"{worth * times:.4g}"] if column else []),
+        )
+        for plan, worth in zip((choice.best, *choice.runners_up), choice.values, strict=True)
+    ]
+    names = ("P x D", "workers", "examples/s", "of best", "mini-batch", "lower bound", "memory", *column)
+    return table(f"Best of {choice.num_shapes} shapes for {choice.num_gpus} GPUs", names, rows)
+
+
+_STEPS = {
+    "work": "all work, evenly spread over the workers",
+    "imbalance": "the slowest stage, the replica with most micro-batches",
+    "fill_and_drain": "filling and draining the pipeline",
+    "latency": "network latency and in-flight windows",
+    "bandwidth": "messages that wait for their wire",
+    "schedule": "waiting that the schedule adds",
+    "shared_cores": "cores shared by the workers",
+    "shared_links": "node links shared by messages",
+    "slow_workers": "slow workers",
+    "redundant": "computing for the next stage too",
+    "all_reduce": "all-reduce over replicas and tied weights, as far as exposed",
+    "commit_and_optimizer": "commit barrier and optimizer step",
+    "jitter": "times that vary",
+}
+
+
+def ladder_table(simulation: Simulation) -> Table:
+    """From pure work to the mini-batch, step by step."""
+    reached, rows = 0.0, []
+    for step, seconds in simulation.breakdown_s.items():
+        reached += seconds
+        if seconds:
+            rows.append((_STEPS[step], time_text(seconds), time_text(reached)))
+    return table("From pure work to the expected mini-batch", ("what adds to it", "adds", "reaches"), rows, left=1)

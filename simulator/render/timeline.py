@@ -1,0 +1,94 @@
+"""Draws the timeline of a mini-batch: one row per worker, one box per task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.patches import Patch
+
+from morph.contract.errors import InputError, PlanError
+from morph.pictures import picture, plain_axes
+from morph.words import time_text
+from simulator.costs.answer import Simulation
+
+COLOURS = {
+    "forward": "#8ecae6",
+    "recompute": "#ffd166",
+    "backward": "#7fb069",
+    "redundant_forward": "#d9ed92",
+    "redundant_backward": "#b5c99a",
+    "all_reduce": "#c77dff",
+    "commit": "#6c757d",
+    "optimizer": "#ef8354",
+}
+_UNITS = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))
+_WIDTH_INCHES, _POINTS_PER_DIGIT = 15.0, 5.0
+
+
+def draw_timeline(simulation: Simulation, path: Path, max_replicas: int = 4) -> None:
+    """Write a PNG of a simulated mini-batch.
+
+    Args:
+        simulation: What to draw.
+        path: The file.
+        max_replicas: Of more replicas only the first so many are drawn; the title says so.
+
+    Raises:
+        PlanError: naming the file, if it cannot be written.
+    """
+    plan, frame = simulation.plan, simulation.timeline
+    replicas = min(max_replicas, plan.num_replicas)
+    shown = "" if replicas == plan.num_replicas else f" (replicas 0-{replicas - 1} of {plan.num_replicas} shown)"
+    title = (
+        f"{plan.pipeline_depth} x {plan.num_replicas}, {plan.schedule}: {time_text(plan.expected.mini_batch_s)} "
+        f"per mini-batch, {plan.expected.examples_per_s:.4g} examples/s{shown}"
+    )
+    draw_boxes(frame[frame["replica"] < replicas], plan.num_replicas > 1, title, path, PlanError)
+
+
+def draw_boxes(frame: pd.DataFrame, name_replicas: bool, title: str, path: Path, error: type[InputError]) -> None:
+    """Write a PNG: a row for each replica and stage, coloured tasks with numbers where they fit.
+
+    Args:
+        frame: As ``Simulation.timeline``.
+        name_replicas: Beside the stages.
+        title: Above it.
+        path: The file.
+        error: Raised if it cannot be written, naming it.
+    """
+    end_s = float(frame["end_s"].max())
+    factor, unit = next(((f, u) for f, u in _UNITS if end_s * f >= 1), _UNITS[-1])
+    places = sorted(set(zip(frame["replica"], frame["stage"], strict=True)))
+    groups = sorted({replica for replica, _ in places})
+    row_of = {place: number + 0.4 * groups.index(place[0]) for number, place in enumerate(places)}
+    names = [f"replica {d}  stage {s}" if name_replicas else f"stage {s}" for d, s in places]
+    points_per_s = _WIDTH_INCHES * 72 * 0.9 / end_s
+    height = 1.6 + min(14.0, 0.42 * len(places) + 0.15 * len(groups))
+    with picture(path, error, (_WIDTH_INCHES, height)) as (_, axes):
+        for task, boxes in frame.groupby("task"):
+            axes.barh(
+                [row_of[place] for place in zip(boxes["replica"], boxes["stage"], strict=True)],
+                (boxes["end_s"] - boxes["start_s"]) * factor,
+                left=boxes["start_s"] * factor,
+                height=0.86,
+                color=COLOURS[str(task)],
+                edgecolor="white",
+                linewidth=0.6 if len(frame) < 1500 else 0.0,
+            )
+        columns = [frame[name].tolist() for name in ("replica", "stage", "micro_batch", "start_s", "end_s")]
+        for replica, stage, number, start_s, over_s in zip(*columns, strict=True):
+            room = (over_s - start_s) * points_per_s
+            if number >= 0 and room >= _POINTS_PER_DIGIT * len(str(number)) + 2:
+                middle, row = (start_s + over_s) / 2 * factor, row_of[replica, stage]
+                axes.text(middle, row, str(number), ha="center", va="center", fontsize=7)
+        axes.set_yticks(list(row_of.values()), names, fontsize=8)
+        axes.set(xlim=(0, end_s * factor), ylim=(max(row_of.values()) + 0.6, -0.6))
+        axes.set_xlabel(f"time since the start of the mini-batch ({unit})")
+        axes.tick_params(axis="y", length=0)
+        axes.set_title(title, loc="left", fontsize=11)
+        plain_axes(axes, without=("top", "right", "left"))
+        present = [task for task in COLOURS if task in set(frame["task"])]
+        handles = [Patch(color=COLOURS[task], label=task.replace("_", "-")) for task in present]
+        below = -0.02 - 0.9 / (1 + len(places))
+        axes.legend(handles=handles, loc="upper right", bbox_to_anchor=(1.0, below), ncols=6, frameon=False)
