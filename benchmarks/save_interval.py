@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from manager.controller.saves.timing import next_save
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.saves import SaveTimes
-from manager.controller.state.state import ControllerState, Phase, changed, initial_state
-from manager.controller.state.workers import WorkerState
+from manager.controller.state.state import ControllerState, Phase, WorkerState, changed, initial_state
 from morph.contract.messages import ReshapeOrder, Slot
 from morph.contract.plan import Expectation, Plan, StagePlan
 

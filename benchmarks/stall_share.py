@@ -12,11 +12,9 @@ from pathlib import Path
 
 from manager.controller.saves.timing import next_save
 from manager.controller.state.bounds import SAVE_COPY_BYTES_PER_S
-from manager.controller.state.config import ControllerConfig
-from manager.controller.state.expected import ExpectedLosses
+from manager.controller.state.config import ControllerConfig, ExpectedLosses
 from manager.controller.state.saves import SaveTimes
-from manager.controller.state.state import Phase, changed, initial_state
-from manager.controller.state.workers import WorkerState
+from manager.controller.state.state import Phase, WorkerState, changed, initial_state
 from manager.simulation.spot.job import SpotJob, job_from_profile
 from morph.contract.messages import ReshapeOrder, Slot
 from morph.contract.plan import Plan

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from manager.controller.state.config import ControllerConfig
-from manager.controller.state.expected import ExpectedLosses
+from manager.controller.state.config import ControllerConfig, ExpectedLosses
 from manager.engine.run.machines import Processes
 from manager.engine.run.session import RunSpec
 from manager.rehearsal.device import FLOAT_BYTES, EmulationOptions, emulated_device, known_units, stretched

@@ -20,8 +20,7 @@ from morph.cutting import CutModel
 from morph.cutting.trial_run.trial import run_users_code
 from morph.jobs.job import Job
 from morph.runtime.state.accumulators import Accumulator, change_of
-from morph.runtime.state.unit_state import UnitState
-from morph.runtime.state.update_rules import update_rules
+from morph.runtime.state.unit_state import UnitState, update_rules
 
 _WARM_UP = 2
 _MOCK_GRADIENT = 1e-3

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from calibrate.computing.compute import Compute, Progress, measure_compute
-from calibrate.computing.micro_batches import checked_sizes, growing_sizes
+from calibrate.computing.compute import Compute, Progress, checked_sizes, growing_sizes, measure_compute
 from calibrate.computing.subject import Subject, load_subject
 from calibrate.links.network import NetworkSpec, growing_in_flight, growing_rings, measure_network
 from calibrate.links.two_nodes import OtherNode, PeerAddress

@@ -19,8 +19,7 @@ from manager.controller.state.draft import Draft
 from manager.controller.state.events import WorkerAnswered
 from manager.controller.state.nodes import NodeEvent
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import Phase, mean_of
-from manager.controller.state.steps import OutstandingOrder, StepReport
+from manager.controller.state.state import OutstandingOrder, Phase, StepReport, mean_of
 from manager.controller.steps.stepping import begin, decide_step, seal_if_complete
 from morph.contract.messages import Aborted, Answer, Committed, Failed, Prepared, Reshaped, WorkerId, WorkerReady
 from morph.words import counted

@@ -15,9 +15,7 @@ from manager.controller.state.draft import Draft
 from manager.controller.state.events import NobodyHeard, Tick
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import ControllerState, Phase
-from manager.controller.state.steps import OutstandingOrder
-from manager.controller.state.workers import WorkerState
+from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, WorkerState
 from manager.controller.steps.resting import rest_over
 from manager.controller.steps.restoring import find_if_due, in_doubt, loading_workers, note_doubt
 from manager.controller.steps.saving import SAVING, save_if_due

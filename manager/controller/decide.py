@@ -10,21 +10,21 @@ from manager.controller.acknowledging import acknowledge
 from manager.controller.answering import answered, note_answers
 from manager.controller.deadlines import nobody_heard, tick, wake_at_s
 from manager.controller.failures.lost_workers import lose
-from manager.controller.requests.early import forget_kept, notice_of
 from manager.controller.requests.node_requests import (
     ask_missing,
+    forget_kept,
     lost_booting,
     nodes_granted,
     note_appeared,
+    notice_of,
     request_refused,
 )
 from manager.controller.requests.notices import notice_given, notice_withdrawn
 from manager.controller.resuming import resumed, resumed_after_the_end
 from manager.controller.saves.noting import vm_came
-from manager.controller.shape.forming import form
+from manager.controller.shape.forming import form, note_torn_vms
 from manager.controller.shape.pre_copy import ahead_reported
 from manager.controller.shape.starting import start_if_due
-from manager.controller.shape.torn_vms import note_torn_vms
 from manager.controller.state.actions import StartWorker
 from manager.controller.state.bounds import setup_bound_s
 from manager.controller.state.draft import Draft
@@ -54,8 +54,7 @@ from manager.controller.state.events import (
     WorkerProbed,
 )
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import ControllerState, Decision, Phase
-from manager.controller.state.workers import WorkerState
+from manager.controller.state.state import ControllerState, Decision, Phase, WorkerState
 from manager.controller.steps.resting import stop_while_resting
 from manager.controller.steps.restoring import checkpoint_found, checkpoint_not_found, find_whole, in_doubt
 from manager.controller.steps.saving import checkpoint_failed, manifest_written, units_written

@@ -20,8 +20,7 @@ from manager.controller.state.draft import Draft
 from manager.controller.state.events import ManagerResumed
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import ControllerState, Phase
-from manager.controller.state.steps import OutstandingOrder
+from manager.controller.state.state import ControllerState, OutstandingOrder, Phase
 from manager.controller.steps.stepping import send_again
 from manager.controller.stragglers.probing import probe_of
 from morph.words import counted

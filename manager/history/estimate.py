@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
+from manager.controller.state.config import ExpectedLosses
 from manager.controller.state.events import NodeFacts
-from manager.controller.state.expected import ExpectedLosses
 from manager.history.lives import Life
 from morph.contract.base import Value
 

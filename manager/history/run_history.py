@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from manager.controller.state.config import ExpectedLosses
 from manager.controller.state.events import NodeFacts
-from manager.controller.state.expected import ExpectedLosses
 from manager.history.database import HistoryError, history_path, keep_lives, kept_lives
 from manager.history.estimate import estimate
 from manager.history.lives import lives_of

@@ -21,8 +21,8 @@ from morph.contract.emulation import (
 )
 from morph.contract.profile import LinkProfile, Profile, SendTime, Timing, UnitProfile
 from simulator.costs.stage_costs import LinkCosts
-from simulator.inputs.contention import slowdown
 from simulator.inputs.jitter import message_quantiles_ns
+from simulator.inputs.layout import slowdown
 from simulator.inputs.transfer import AllReduce, bandwidth_bytes_per_s
 
 FLOAT_BYTES = 4

@@ -17,7 +17,7 @@ from manager.engine.run.machines import OpenMachines, Processes
 from manager.engine.run.vm_sources import machines_of
 from manager.history.run_history import RunHistory
 from manager.host.handed_on import variables
-from manager.journal.patience import LIMIT_S, patiently
+from manager.journal.journal import LIMIT_S, patiently
 from manager.providers.interface.run_name import name_of, write_name
 from manager.report.live import LiveRun
 from manager.report.reading import read_ledger, read_report

@@ -10,8 +10,7 @@ from typing import Any
 import psutil
 
 from manager.controller.shape.following import redundancy_of
-from manager.controller.state.config import ControllerConfig
-from manager.controller.state.expected import ExpectedLosses
+from manager.controller.state.config import ControllerConfig, ExpectedLosses
 from manager.controller.state.state import initial_state
 from manager.host.devices import CudaDevice, cuda_devices, device_share_bytes
 from morph.contract import ranges

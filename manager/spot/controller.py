@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from manager.controller.state.expected import ExpectedLosses
+from manager.controller.state.config import ExpectedLosses
 
 PRIOR = ExpectedLosses()
 FIRST_SAVE_S, MARGIN_S = 1.0, 1.0

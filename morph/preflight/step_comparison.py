@@ -21,8 +21,7 @@ from morph.cutting import CutModel
 from morph.cutting.trial_run.trial import rms, run_users_code
 from morph.jobs.job import Job
 from morph.runtime.state.accumulators import Reduced
-from morph.runtime.state.unit_state import UnitState
-from morph.runtime.state.update_rules import update_rules
+from morph.runtime.state.unit_state import UnitState, update_rules
 
 NUM_STEPS = 2
 """A schedule that warms up may begin with a step of nothing."""

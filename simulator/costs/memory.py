@@ -27,7 +27,7 @@ import numpy.typing as npt
 from morph.contract.cluster import MAILBOX_SLOT_BYTES, MAILBOX_SLOTS
 from morph.contract.profile import Profile
 from simulator.costs.held_bytes import HeldBytes, Ints, running_sums
-from simulator.inputs.memory_rules import MemoryRules
+from simulator.inputs.request import MemoryRules
 
 Parts = dict[str, Ints]
 NEVER = 2**62

@@ -23,7 +23,7 @@ from simulator.engine.schedules import recomputes
 from simulator.engine.times import Ints, StageTimes
 from simulator.inputs.jitter import MeanLuck
 from simulator.inputs.layout import Layout, lone_workers
-from simulator.inputs.memory_rules import MemoryRules
+from simulator.inputs.request import MemoryRules
 from simulator.inputs.transfer import AllReduce, Curve, send_curve, whole_ns
 
 Floats = npt.NDArray[np.float64]

@@ -5,7 +5,7 @@ not begun yet cannot arrive before that neighbour's clock and the times of its t
 (conservative simulation: Chandy and Misra 1979). A recompute and the backward that must follow it count as one task.
 Stages take turns down the pipeline; the order of the turns does not change the result. After each round the whole
 state is compared with an earlier one, relative to stage 0's clock and micro-batch; when it comes back, whole periods
-are skipped (:mod:`simulator.engine.period`; which earlier one: Brent's algorithm).
+are skipped (:mod:`simulator.engine.local_loop`; which earlier one: Brent's algorithm).
 
 The untyped definitions are numba's dialect; :func:`play` is their typed face.
 """
@@ -17,9 +17,109 @@ from typing import Any
 import numpy as np
 
 from simulator.engine.compiling import compiled, loop
-from simulator.engine.period import keep, same
-from simulator.engine.schedule_loop import play_orders
 from simulator.engine.stage_progress import ACT, EARLY, GRAD, STAGE_PROGRESS, B, F, R
+
+
+@loop
+def same(lanes, arrivals, old_lanes, old_arrivals):  # type: ignore[no-untyped-def]
+    """Whether this state is the old one, later and some micro-batches on: everything that the rules look at."""
+    last, mask = len(lanes) - 1, arrivals.shape[1] - 1
+    later, moved = lanes[0].clock - old_lanes[0].clock, lanes[0].num_b - old_lanes[0].num_b
+    if moved <= 0:
+        return False
+    for s in range(last + 1):
+        me, old = lanes[s], old_lanes[s]
+        if me.clock - old.clock != later or me.num_f - old.num_f != moved or me.num_b - old.num_b != moved:
+            return False
+    for s in range(last + 1):
+        me, old = lanes[s], old_lanes[s]
+        if max(me.act_free, me.clock) - max(old.act_free, old.clock) != later:
+            return False
+        if max(me.grad_free, me.clock) - max(old.grad_free, old.clock) != later:
+            return False
+        if s > 0:
+            for j in range(me.num_f, lanes[s - 1].num_f):
+                before = max(old.clock, old_arrivals[s, (j - moved) & mask, ACT])
+                if max(me.clock, arrivals[s, j & mask, ACT]) - before != later:
+                    return False
+        if s < last:
+            for j in range(me.num_b, lanes[s + 1].num_b):
+                for kind in (GRAD, EARLY):
+                    before = max(old.clock, old_arrivals[s, (j - moved) & mask, kind])
+                    if max(me.clock, arrivals[s, j & mask, kind]) - before != later:
+                        return False
+    return True
+
+
+@loop
+def keep(lanes, arrivals, old_lanes, old_arrivals):  # type: ignore[no-untyped-def]
+    """Remember this state."""
+    last, mask = len(lanes) - 1, arrivals.shape[1] - 1
+    for s in range(last + 1):
+        old_lanes[s] = lanes[s]
+        if s > 0:
+            for j in range(lanes[s].num_f, lanes[s - 1].num_f):
+                old_arrivals[s, j & mask, ACT] = arrivals[s, j & mask, ACT]
+        if s < last:
+            for j in range(lanes[s].num_b, lanes[s + 1].num_b):
+                old_arrivals[s, j & mask, GRAD] = arrivals[s, j & mask, GRAD]
+                old_arrivals[s, j & mask, EARLY] = arrivals[s, j & mask, EARLY]
+
+
+@loop
+def _follow_order(rules, lanes, arrivals, letters, starts, s, last, fixed):  # type: ignore[no-untyped-def]
+    """Play stage s in its fixed order until an input is unknown: tasks begun."""
+    me, mine, mask = lanes[s], rules[s], arrivals.shape[1] - 1
+    begun = 0
+    while me.position < fixed.shape[1] and fixed[s, me.position] != 0:
+        letter, instant = fixed[s, me.position], me.clock
+        if letter == F and s > 0:
+            if lanes[s - 1].num_f <= me.num_f:
+                break
+            instant = max(instant, arrivals[s, me.num_f & mask, ACT])
+        elif letter == B and s < last:
+            if lanes[s + 1].num_b <= me.num_b:
+                break
+            instant = max(instant, arrivals[s, me.num_b & mask, GRAD])
+        if letters.shape[1] > 0:
+            letters[s, me.position] = letter
+        if starts.shape[1] > 0:
+            starts[s, me.position] = instant
+        if letter == F:
+            me.clock = instant + mine.forward
+            if s < last:
+                leaves = max(me.clock, me.act_free)
+                me.act_free = leaves + mine.act_wire
+                arrivals[s + 1, me.num_f & mask, ACT] = leaves + mine.activation
+            me.num_f += 1
+        elif letter == R:
+            me.clock = instant + mine.recompute
+        else:
+            me.clock = instant + mine.backward
+            if s > 0:
+                leaves = max(me.clock, me.grad_free)
+                me.grad_free = leaves + mine.grad_wire
+                arrivals[s - 1, me.num_b & mask, GRAD] = leaves + mine.gradient
+            me.num_b += 1
+        me.position += 1
+        begun += 1
+    return begun
+
+
+@loop
+def play_orders(rules, lanes, arrivals, letters, starts, count, fixed):  # type: ignore[no-untyped-def]
+    """Play to the end: (whether it came to one, 0). Allocates nothing."""
+    last = len(rules) - 1
+    while lanes[0].num_b < count:
+        begun = 0
+        for s in range(last + 1):
+            begun += _follow_order(rules, lanes, arrivals, letters, starts, s, last, fixed)
+        for s in range(last - 1, 0, -1):
+            begun += _follow_order(rules, lanes, arrivals, letters, starts, s, last, fixed)
+        if begun == 0:
+            return False, np.int64(0)
+    return True, np.int64(0)
+
 
 _NEVER = 2**62
 

@@ -12,8 +12,31 @@ from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
 from simulator.inputs.conditions import NUM_DRAWS, AllReduceStart, Conditions, RedundantName, Slow, slow_workers
-from simulator.inputs.memory_rules import MemoryRules
 from simulator.inputs.placement import node_sizes
+
+
+@dataclass(frozen=True)
+class MemoryRules:
+    """What a run holds besides what a step needs.
+
+    Attributes:
+        keeps_sums: A worker's own sums are kept when a step is given up.
+        copies_sums: Copies of others' sums are kept for them.
+        follows: With one replica each stage's state is kept in step by another worker too.
+        changes: The shape changes while the run goes on.
+        saves: Checkpoints are copied to host memory and kept there.
+        mailboxes: Stages send through slots of their device's memory, which a worker keeps for as long as it lives.
+        redundant_computation: For the next stage, as in the request.
+    """
+
+    keeps_sums: bool = True
+    copies_sums: bool = True
+    follows: bool = False
+    changes: bool = True
+    saves: bool = True
+    mailboxes: bool = False
+    redundant_computation: RedundantName = "off"
+
 
 ObjectiveName = Literal["examples_per_s", "usd_per_example", "progress"]
 RedundancyName = Literal["off", "state", "salvage", "auto"]

@@ -18,7 +18,6 @@ from simulator.costs.answer import Simulation, describe
 from simulator.costs.outcome import Outcome
 from simulator.inputs.placement import node_sizes
 from simulator.inputs.request import ObjectiveName, PlanRequest
-from simulator.search.aims import objective_for
 from simulator.search.memory import memory_sentence
 from simulator.search.mini_batch import simulate
 from simulator.search.objectives import Shape, usd_per_h_of
@@ -26,6 +25,64 @@ from simulator.search.sweep import Sweep
 
 if TYPE_CHECKING:
     import pandas as pd
+from collections.abc import Callable
+
+from simulator.search.objectives import (
+    Cheapest,
+    Fastest,
+    MostProgress,
+    Objective,
+    Revocations,
+)
+
+
+def objective_for(request: PlanRequest, sweep: Sweep, num_gpus: int) -> Objective:
+    """What to make small."""
+    batch_size = sweep.profile.job.batch_size
+    if request.usd_per_gpu_hour is not None and request.objective == "usd_per_example":
+        price = request.usd_per_gpu_hour
+        return Cheapest(batch_size, lambda shape: usd_per_h_of(price, used_sizes(sweep, shape)))
+    if request.revocations_per_hour is not None and request.objective == "progress":
+        revocations = Revocations(
+            request.revocations_per_hour, request.pause_s, request.replacement_s, request.revoked_together
+        )
+        sizes = sweep.rehearsal.conditions.node_sizes
+        num_nodes = num_gpus if sizes is None else len(sizes)
+        return MostProgress(
+            batch_size,
+            revocations,
+            num_nodes,
+            lambda shape: sum(used_sizes(sweep, shape).values()),
+            _fallback(sweep, num_gpus, num_nodes),
+        )
+    return Fastest(batch_size)
+
+
+def used_sizes(sweep: Sweep, shape: Shape) -> dict[int, int]:
+    """How many nodes of each size a shape uses; without nodes each worker is one of 1 GPU."""
+    placement = sweep.layouts(shape)[0].placement
+    if placement is None:
+        return {1: shape[0] * shape[1]}
+    counts: dict[int, int] = {}
+    for node in placement.used:
+        size = placement.node_sizes[node]
+        counts[size] = counts.get(size, 0) + 1
+    return counts
+
+
+def _fallback(sweep: Sweep, num_gpus: int, num_nodes: int) -> Callable[[int], float]:
+    """Examples per second of the best shape when this many nodes of average size are missing."""
+    rates: dict[int, float] = {}
+
+    def rate(missing: int) -> float:
+        left = num_gpus - round(missing * num_gpus / num_nodes)
+        if left not in rates:
+            best = sweep.fastest(left, sweep.depths(left), 1)
+            rates[left] = sweep.profile.job.batch_size / (best[0].mini_batch_ns / 1e9) if best else 0.0
+        return rates[left]
+
+    return rate
+
 
 NUM_RUNNERS_UP = 5
 _WORTH_SAYING = 0.01

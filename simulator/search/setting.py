@@ -15,7 +15,7 @@ from simulator.costs.stage_costs import SectionCosts, StageCosts, stage_costs
 from simulator.engine.schedules import recomputes, stage_windows
 from simulator.engine.times import Ints
 from simulator.inputs.layout import Layout
-from simulator.inputs.memory_rules import MemoryRules
+from simulator.inputs.request import MemoryRules
 from simulator.search.micro_batch import num_micro_batches
 from simulator.search.partition import (
     PartitionTable,

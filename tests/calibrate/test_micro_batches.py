@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from calibrate.computing.micro_batches import checked_sizes, growing_sizes, still_improves
+from calibrate.computing.compute import checked_sizes, growing_sizes, still_improves
 from morph.contract.errors import JobError
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from morph.checkpoint import looking
-from morph.checkpoint.keeping import keep, let_go, refusal
 from morph.checkpoint.looking import Look, State, looks
 from morph.checkpoint.manifest import read_manifest, version_url, write_atomically, write_manifest
 from morph.checkpoint.newest import newest_whole
+from morph.checkpoint.retention import keep, let_go, refusal
 from morph.checkpoint.stored import delete_version
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from manager.run_dir import RunDir, RunFacts
-from morph.cli.reading.durations import seconds_of
+from morph.cli.runs.inject import seconds_of
 from morph.contract import ranges
 from morph.contract.errors import InputError
 from tests.cli.given import Given

@@ -398,7 +398,7 @@ def test_an_optimizer_or_a_schedule_that_fails_is_told_with_its_line(
 ) -> None:
     from dataclasses import replace
 
-    from morph.runtime.workloads.job_checks import check_training
+    from morph.runtime.workloads.job_workload import check_training
 
     job = replace(tools.make_job(lambda: nn.Linear(6, 6), mean_loss, ITEMS), **fields)
     with pytest.raises(JobError, match=problem) as caught:

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from morph.elastic.agreement import member
-from morph.elastic.agreement.member import MemberState
-from morph.elastic.agreement.quorum import is_majority
+from morph.elastic.agreement.member import MemberState, is_majority
 from morph.elastic.agreement.words import (
     Admit,
     Apply,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from manager.engine.joining.link_server import Entrance, LinkServer, listen
-from manager.engine.loop.line import Line
+from manager.engine.loop.worker_pool import Line
 from manager.enrolment.files import Certificates
 from morph.link import caller as link
 from morph.link.home import Home

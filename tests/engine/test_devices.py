@@ -14,8 +14,7 @@ from morph.contract.cluster import LocalVms
 from morph.contract.errors import ClusterError, ConfigError
 from morph.contract.messages import Failed
 from morph.contract.trace import Trace, TraceEvent
-from morph.runtime.process.device_slot import take_slot
-from morph.runtime.process.worker import Worker
+from morph.runtime.process.worker import Worker, take_slot
 from tests.worker_setup import SETUP
 
 TWO = "0, GPU-aa, 16384\n1, GPU-bb, 8192\n"

@@ -15,7 +15,7 @@ from manager.controller.state.state import Phase
 from manager.engine.loop import checkpoint_store
 from manager.engine.loop.driver import Observed
 from manager.journal import journal as journal_module
-from manager.journal import patience
+from manager.journal import journal as patience
 from manager.journal.journal import FILE_NAME
 from manager.journal.replay import replay
 from morph.checkpoint.manifest import complete_versions

@@ -10,7 +10,7 @@ from manager.controller.decide import decide
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import Event, NodeAppeared, NodesGranted, Tick, WorkerLost
 from manager.controller.state.state import ControllerState, initial_state
-from manager.engine.vms.inherited import inherited
+from manager.engine.vms.vm_registry import inherited
 from manager.providers.interface.provider import Vm, vm_name
 from simulator import plan_table, synthetic_profile
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from manager.controller.state.events import NoticeGiven
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.workers import WorkerState
+from manager.controller.state.state import WorkerState
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.run import preempting
 from manager.engine.run.attachment import FILE_NAME, Attachment

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from manager.controller.state.config import ControllerConfig
-from manager.controller.state.expected import ExpectedLosses
+from manager.controller.state.config import ControllerConfig, ExpectedLosses
 from manager.host.devices import CudaDevice
 from manager.run.preparation import constant_trace, controller_config, memory_of, redundancy_line, starting_from
 from morph.contract.checkpoint import Manifest, UnitFile

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from manager.controller.state.config import ControllerConfig
+from manager.controller.state.config import ControllerConfig, ExpectedLosses
 from manager.controller.state.events import NodeFacts
-from manager.controller.state.expected import ExpectedLosses
 from manager.history import database
 from manager.history.database import FILE_NAME, HistoryError, forget_lives, history_path, keep_lives, kept_lives
 from manager.history.lives import Ending, Life

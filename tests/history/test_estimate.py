@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.trace_statistics import lines, lives_of_trace
+from manager.controller.state.config import ExpectedLosses
 from manager.controller.state.events import NodeFacts
-from manager.controller.state.expected import ExpectedLosses
 from manager.history.estimate import (
     MOST_WEIGHT_VM_H,
     WEIGHT_EVENTS,

@@ -18,10 +18,17 @@ from manager.controller.state.events import (
     WorkerAnswered,
     WorkerLost,
 )
-from manager.controller.state.provisioning import Provisioning
 from manager.controller.state.saves import Saving
-from manager.controller.state.state import ControllerState, Decision, Measured, Phase, Waits, initial_state
-from manager.controller.state.steps import StepProgress
+from manager.controller.state.state import (
+    ControllerState,
+    Decision,
+    Measured,
+    Phase,
+    Provisioning,
+    StepProgress,
+    Waits,
+    initial_state,
+)
 from manager.controller.state.validate import validate
 from morph.contract.decided import LossScale
 from morph.contract.messages import Aborted, Committed, Prepared, Reshaped, UnitWritten, WorkerReady

@@ -9,8 +9,7 @@ from simulated_job import PLANS, RULES
 from manager.controller.shape.flapping import flapped, hold_s
 from manager.controller.state.draft import Draft
 from manager.controller.state.events import NodeAppeared, Tick, WorkerAnswered, WorkerLost
-from manager.controller.state.provisioning import Flaps
-from manager.controller.state.state import Phase
+from manager.controller.state.state import Flaps, Phase
 from morph.contract.messages import WorkerReady
 
 FLAPS = RULES.flaps

@@ -5,7 +5,7 @@ from __future__ import annotations
 from controller_script import Script, changed, receivers, script_in
 from simulated_job import MANIFEST, PLANS, UNITS
 
-from manager.controller.shape.torn_vms import GATHER_S
+from manager.controller.shape.forming import GATHER_S
 from manager.controller.state.actions import (
     Abort,
     EndWorker,

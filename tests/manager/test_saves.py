@@ -12,6 +12,7 @@ from simulated_job import PLANS, UNITS, make_config
 from manager.controller.saves.timing import cheapest_interval, insurance_save, next_save
 from manager.controller.shape.risk import losses_per_vm_s, mean_s_to_fatal_loss
 from manager.controller.state.actions import NoteNextSave, SendCommit, SendReshape, SendStep
+from manager.controller.state.config import ExpectedLosses
 from manager.controller.state.events import (
     CheckpointFailed,
     ManagerResumed,
@@ -23,7 +24,6 @@ from manager.controller.state.events import (
     UnitsWritten,
     WorkerLost,
 )
-from manager.controller.state.expected import ExpectedLosses
 from manager.controller.state.state import ControllerState, Phase
 from morph.contract.messages import UnitWritten
 

@@ -6,7 +6,7 @@ import pytest
 from controller_script import Script, receivers, script_in
 from simulated_job import FILES, MANIFEST, PLANS, make_config
 
-from manager.controller.shape.torn_vms import GATHER_S
+from manager.controller.shape.forming import GATHER_S
 from manager.controller.state.actions import (
     EndWorker,
     Finish,

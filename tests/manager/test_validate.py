@@ -13,10 +13,8 @@ from simulated_job import MANIFEST, UNITS
 from manager.controller.state.actions import Finish
 from manager.controller.state.draft import Draft
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.provisioning import KeptNotice, NodeRequest
-from manager.controller.state.state import ControllerState, Phase, PreCopy
+from manager.controller.state.state import ControllerState, Failing, KeptNotice, NodeRequest, Phase, PreCopy, Probation
 from manager.controller.state.validate import INVARIANTS, BrokenState, validate
-from manager.controller.state.workers import Failing, Probation
 from morph.contract.decided import Decided
 from morph.contract.messages import PreCopyMove
 

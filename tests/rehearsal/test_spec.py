@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from manager.rehearsal.planning import hosts_of, plan_rehearsal
-from manager.rehearsal.scales import STATE_BYTES, choose_scales
+from manager.rehearsal.planning import STATE_BYTES, choose_scales, hosts_of, plan_rehearsal
 from manager.rehearsal.spec import RehearsalSpec
 from morph.contract.errors import PlanError
 from simulator import simulate, synthetic_profile

@@ -20,7 +20,7 @@ from morph.contract.profile import Profile
 from morph.cutting import CutModel
 from simulator import Simulation, simulate, simulate_plan, synthetic_profile
 from simulator.costs.stage_costs import SectionCosts
-from simulator.inputs.memory_rules import MemoryRules
+from simulator.inputs.request import MemoryRules
 from tests.runtime.tracked_crew import TrackedCrew
 
 NUM_STEPS = 3

@@ -24,8 +24,7 @@ from morph.runtime.pre_copy import outgoing
 from morph.runtime.pre_copy.lane import PreCopyLane
 from morph.runtime.pre_copy.meeting import Meeting
 from morph.runtime.pre_copy.wire import Frame, send_frame
-from morph.runtime.state.unit_state import MakeOptimizer, UnitState
-from morph.runtime.state.update_rules import UpdateRules
+from morph.runtime.state.unit_state import MakeOptimizer, UnitState, UpdateRules
 from tests.manager.simulated_job import make_plan
 from tests.runtime.worker_crew import poll_until, wait_for_updates
 from tests.worker_setup import SETUP

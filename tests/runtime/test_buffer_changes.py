@@ -16,8 +16,7 @@ from morph.contract.errors import JobError, NonFiniteGradient
 from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.runtime.pre_copy.wire import apply_update, copy_of_update
 from morph.runtime.state.accumulators import change_of
-from morph.runtime.state.unit_state import UnitState
-from morph.runtime.state.update_rules import UpdateRules
+from morph.runtime.state.unit_state import UnitState, UpdateRules
 
 UNIT = ParameterUnit("s0", (0,), ("weight",), ("mean", "count", "begun", "half"))
 BUFFERS = {

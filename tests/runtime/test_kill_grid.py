@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from manager.controller.state.actions import SendReshape
-from manager.controller.state.config import ControllerConfig
+from manager.controller.state.config import ControllerConfig, ExpectedLosses
 from manager.controller.state.events import NoticeGiven, StopRequested, WorkerLost
-from manager.controller.state.expected import ExpectedLosses
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, Phase
 from manager.engine.loop.driver import Observed

@@ -14,8 +14,7 @@ from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.runtime.pre_copy.wire import apply_update, copy_of_update
 from morph.runtime.state import unit_state
 from morph.runtime.state.fixed_point import first_exponent
-from morph.runtime.state.unit_state import MakeOptimizer, UnitState
-from morph.runtime.state.update_rules import UpdateRules
+from morph.runtime.state.unit_state import MakeOptimizer, UnitState, UpdateRules
 
 UNIT = ParameterUnit("s1+s4", (1, 4), ("tok.weight", "bias"))
 NUM_MICRO_BATCHES = 6

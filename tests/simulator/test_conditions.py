@@ -10,8 +10,8 @@ import pytest
 from morph.contract.errors import PlanError
 from morph.contract.profile import Contention, NodeTypeProfile, Profile, SendTime, Timing, load_profile
 from simulator import Simulation, plan, simulate, synthetic_profile
-from simulator.inputs.contention import slowdown
 from simulator.inputs.jitter import Luck, drawn_ns, message_quantiles_ns
+from simulator.inputs.layout import slowdown
 from simulator.inputs.node_types import of_node_type
 
 MEASURED = (Contention(num_busy=2, factor=1.2), Contention(num_busy=4, factor=1.6))

@@ -20,7 +20,7 @@ from simulator.costs.answer import bound_ns, deal
 from simulator.costs.stage_costs import SectionCosts, stage_costs
 from simulator.engine.mini_batch import run_pipeline
 from simulator.inputs.conditions import Conditions
-from simulator.inputs.memory_rules import MemoryRules
+from simulator.inputs.request import MemoryRules
 from simulator.render.tables import shape_lines
 from simulator.search.moves import moved_bounds_ns, neighbours
 from simulator.search.partition import least_bytes, partition_table

@@ -13,7 +13,7 @@ from morph.contract.errors import PlanError
 from morph.contract.profile import Environment, Profile
 from simulator import plan, simulate, synthetic_profile
 from simulator.costs.stage_costs import SectionCosts, stage_costs
-from simulator.inputs.memory_rules import MemoryRules
+from simulator.inputs.request import MemoryRules
 from simulator.search.partition import least_bytes, partition_table
 
 NOTHING_MORE = MemoryRules(keeps_sums=False, copies_sums=False, changes=False, saves=False)

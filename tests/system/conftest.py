@@ -20,7 +20,7 @@ def nursery() -> Iterator[Nursery]:
     nursery = Nursery.with_modules(
         "manager.engine.on_processes.forking",
         "morph.cli.main",
-        "morph.cli.models.plain_check",
+        "morph.cli.models.checks",
         "morph.cli.runs.carry_out",
         "matplotlib.figure",
         "matplotlib.backends.backend_agg",

@@ -13,7 +13,7 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 from morph.cli.main import app
-from morph.cli.models.plain_check import agreement_note
+from morph.cli.models.checks import agreement_note
 from morph.contract.errors import ExportError, JobError
 from morph.cutting import ExportedJob, cut, export_job
 from morph.cutting.cuts.analysis import REFERENCE_SAMPLES, analyse

@@ -13,7 +13,7 @@ from morph.cutting import CutModel, cut, export_job
 from morph.data.evaluation import EvaluationLoader
 from morph.jobs.job import Job
 from morph.runtime.workloads.evaluation import EvaluationStage, evaluation_sections
-from morph.runtime.workloads.job_checks import check_training
+from morph.runtime.workloads.job_workload import check_training
 from tests.training.training_jobs import MICRO_BATCH_SIZE, WIDTH, Net, Points, plain, warm_up
 
 pytestmark = pytest.mark.slow

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from morph.contract.decided import decided_step
 from morph.cutting.cuts.cut_model import ParameterUnit
-from morph.runtime.state.unit_state import UnitState
-from morph.runtime.state.update_rules import UpdateRules
+from morph.runtime.state.unit_state import UnitState, UpdateRules
 from tests.training.training_jobs import adamw, sgd
 
 UNIT = ParameterUnit("s0", (0,), ("p", "q"))

@@ -9,8 +9,7 @@ from morph.contract.decided import Decided, decided_step
 from morph.contract.errors import TrainingStopped
 from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.runtime.state.accumulators import Reduced
-from morph.runtime.state.unit_state import UnitState, squared_norm
-from morph.runtime.state.update_rules import UpdateRules
+from morph.runtime.state.unit_state import UnitState, UpdateRules, squared_norm
 from tests.training.training_jobs import sgd
 
 

@@ -22,9 +22,8 @@ from morph.cutting import cut, export_job
 from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.runtime.state.accumulators import Reduced
 from morph.runtime.state.optimizer_state import MakeOptimizer, from_plain, to_plain
-from morph.runtime.state.unit_state import UnitState
-from morph.runtime.state.update_rules import UpdateRules, update_rules
-from morph.runtime.workloads.job_checks import check_training, settings
+from morph.runtime.state.unit_state import UnitState, UpdateRules, update_rules
+from morph.runtime.workloads.job_workload import check_training, settings
 from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, plain
 
 UNIT = ParameterUnit("s1", (1,), ("weight", "bias"))

@@ -19,8 +19,7 @@ from morph.cutting import CutModel, cut, export_job
 from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.data import MicroBatchLoader
 from morph.jobs.job import LossScaling, Precision
-from morph.runtime.state.unit_state import UnitState
-from morph.runtime.state.update_rules import UpdateRules, update_rules
+from morph.runtime.state.unit_state import UnitState, UpdateRules, update_rules
 from morph.runtime.step.section_run import run_section
 from morph.runtime.step.stage import Stage
 from morph.runtime.step.sums import MicroBatchSums

@@ -7,8 +7,7 @@ from manager.controller.shape.choosing import choose
 from manager.controller.state.actions import EndWorker
 from manager.controller.state.draft import Draft
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import ControllerState, Phase
-from manager.controller.state.workers import Failing
+from manager.controller.state.state import ControllerState, Failing, Phase
 from manager.controller.steps.restoring import note_doubt
 from morph.contract.messages import Failed, WorkerId
 

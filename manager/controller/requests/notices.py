@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from manager.controller.failures.lost_workers import dissolve
-from manager.controller.requests.early import forget_kept, keeps
-from manager.controller.requests.node_requests import gives_back
+from manager.controller.requests.node_requests import forget_kept, gives_back, keeps
 from manager.controller.saves.leaving import step_outlasts
 from manager.controller.shape.flapping import flapped, hold_s
 from manager.controller.shape.forming import form_or_hold
@@ -14,8 +13,7 @@ from manager.controller.state.draft import Draft
 from manager.controller.state.events import NoticeGiven, NoticeWithdrawn
 from manager.controller.state.nodes import NodeEvent, NodeState
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import Phase
-from manager.controller.state.workers import Pace
+from manager.controller.state.state import Pace, Phase
 from manager.controller.steps.resting import save_before_waiting
 from morph.contract.messages import WorkerId
 

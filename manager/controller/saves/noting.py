@@ -9,8 +9,7 @@ from manager.controller.state.actions import NoteNextSave
 from manager.controller.state.draft import Draft
 from manager.controller.state.events import NodeAppeared
 from manager.controller.state.saves import PendingCheckpoint
-from manager.controller.state.state import Phase, mean_of
-from manager.controller.state.workers import WorkerState
+from manager.controller.state.state import Phase, WorkerState, mean_of
 from morph.contract.checkpoint import Manifest, SaveKind
 from morph.contract.messages import WorkerId
 from morph.contract.vm_names import vm_of

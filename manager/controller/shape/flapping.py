@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from manager.controller.state.draft import Draft
-from manager.controller.state.provisioning import Flaps
+from manager.controller.state.state import Flaps
 
 
 def flapped(draft: Draft, host: str) -> None:

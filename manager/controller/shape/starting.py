@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from manager.controller.shape.choosing import chosen
-from manager.controller.shape.forming import form
-from manager.controller.shape.torn_vms import torn_until_s
+from manager.controller.shape.forming import form, torn_until_s
 from manager.controller.state.draft import Draft
 from manager.controller.state.reasons import ReasonCode
 from morph.words import counted

@@ -11,12 +11,23 @@ from manager.controller.state.actions import Abort, Action, Finish, ReleaseNodes
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import NodeFacts
 from manager.controller.state.nodes import NodeEvent
-from manager.controller.state.provisioning import Provisioning
 from manager.controller.state.reasons import Reason, ReasonCode
 from manager.controller.state.saves import SaveTimes, Saving
-from manager.controller.state.state import ControllerState, Decision, Measured, Phase, PreCopy, Waits
-from manager.controller.state.steps import OutstandingOrder, StepProgress
-from manager.controller.state.workers import Failing, Pace, Probation, WorkerState
+from manager.controller.state.state import (
+    ControllerState,
+    Decision,
+    Failing,
+    Measured,
+    OutstandingOrder,
+    Pace,
+    Phase,
+    PreCopy,
+    Probation,
+    Provisioning,
+    StepProgress,
+    Waits,
+    WorkerState,
+)
 from morph.contract.decided import Decided
 from morph.contract.messages import EvaluationSize, ReshapeOrder, UnitId, Version, WorkerId
 

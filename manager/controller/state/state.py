@@ -3,21 +3,198 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 from pydantic import Field
 
-from manager.controller.state.actions import Action, Finish
+from manager.controller.state.actions import Action, Finish, RequestId
 from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import NodeFacts
 from manager.controller.state.learned import Correction, StageRatios
-from manager.controller.state.provisioning import Provisioning
+from manager.controller.state.nodes import NodeState
 from manager.controller.state.reasons import Reason
 from manager.controller.state.saves import Saving
-from manager.controller.state.steps import StepProgress
-from manager.controller.state.workers import Failing, WorkerState
 from morph.contract.base import Value
-from morph.contract.decided import Decided
-from morph.contract.messages import EvaluationSize, PreCopyMove, ReshapeOrder, Slot, UnitId, Version, WorkerId
+from morph.contract.decided import Decided, LossScale
+from morph.contract.messages import (
+    EvaluationSize,
+    FailureCause,
+    PreCopyMove,
+    ReshapeOrder,
+    Slot,
+    UnitId,
+    Version,
+    WorkerId,
+)
 from morph.contract.plan import Plan
+from morph.contract.salvage import PartialSum
+
+
+class OutstandingOrder(Value):
+    """The order that ``StepProgress.awaited`` have not answered yet. ``version`` is the step of a step order.
+
+    It is to be answered within ``limit_s``, and once it was aborted within ``give_up_s`` (seconds).
+    """
+
+    kind: Literal["reshape", "step", "commit"]
+    generation: int
+    version: Version
+    attempt: int = 0
+    sent_s: float
+    limit_s: float
+    abort_sent_s: float | None = None
+    give_up_s: float = 0.0
+
+
+class StepReport(Value):
+    """What one member reported of the present attempt of the present step."""
+
+    overflowed: bool
+    unit_norms_sq: dict[UnitId, float]
+    non_finite: bool
+    followed: bool = False
+
+
+class StepProgress(Value):
+    """The present attempt of the present step, and the order that is outstanding."""
+
+    attempt: int = 0
+    loss_scale: LossScale | None = Field(default=None, description="of the present step, if the job has one")
+    order: OutstandingOrder | None = None
+    awaited: frozenset[WorkerId] = Field(default=frozenset(), description="who has ``order`` and has not answered")
+    reports: dict[WorkerId, StepReport] = Field(default_factory=dict)
+    kept: dict[WorkerId, tuple[PartialSum, ...]] = Field(
+        default_factory=dict, description="of the decided version's step, which was given up, while none is run"
+    )
+
+
+class NodeRequest(Value):
+    """VMs that were asked for and are not up.
+
+    ``count``: not granted yet; ``granted``: booting (name -> since when); ``facts``: what kind these are;
+    ``appeared``: who was up before its grant was heard of.
+    """
+
+    count: int
+    asked_s: float
+    num_sent: int = 1
+    granted: dict[WorkerId, float] = Field(default_factory=dict)
+    facts: dict[WorkerId, NodeFacts] = Field(default_factory=dict)
+    appeared: frozenset[WorkerId] = frozenset()
+
+
+class KeptNotice(Value):
+    """A notice of a VM that may be one of those that are asked for: its agent can be faster than the grant."""
+
+    notice: str
+    taken_s: float
+
+
+class Flaps(Value):
+    """How often a machine came back lately."""
+
+    num: int
+    last_s: float
+
+
+class Provisioning(Value):
+    """Requests for VMs, how they fared, and notices of VMs."""
+
+    requests: dict[RequestId, NodeRequest] = Field(default_factory=dict)
+    num_requests: int = 0
+    num_refused: int = Field(default=0, description="refusals since the last grant")
+    num_setups_lost: int = Field(default=0, description="VMs in a row that came to nothing before one got ready")
+    setup_lost_s: float | None = Field(default=None, description="when the last of these was")
+    num_absent: int = Field(default=0, description="times in a row that granted VMs did not appear at all")
+    ask_at_s: float | None = Field(default=None, description="no further request before that")
+    kept_notices: dict[WorkerId, KeptNotice] = Field(
+        default_factory=dict, description="of nodes that are not known: of open requests, or of VMs that came"
+    )
+    leaving: frozenset[WorkerId] = Field(
+        default=frozenset(), description="who drains by a notice that is to be acknowledged"
+    )
+    flaps: dict[str, Flaps] = Field(default_factory=dict, description="by machine")
+    nodes_wake_s: float | None = Field(default=None, description="no wait for a node runs out before that")
+
+
+class Yardstick(Value):
+    """What a healthy worker took (seconds) for a micro-batch's forward and backward on these sections.
+
+    ``usual``: how all workers compared with the profile then, where that was known.
+    """
+
+    first_section: int
+    end_section: int
+    healthy_s: float
+    usual: float | None = None
+
+
+class Pace(Value):
+    """How fast a worker computes.
+
+    ``samples_s``: micro-batches of the window that is being filled; ``median_s``: of the last full one, and
+    ``error_s`` its standard error; ``past_s``: medians of the last windows in this generation. ``streak``: windows in a
+    row in which it was slow, or, negative, well. ``slowdown``: 1 is as fast as expected. ``yardstick``: what it was
+    held against when it was last judged.
+    """
+
+    samples_s: tuple[float, ...] = ()
+    median_s: float | None = None
+    error_s: float = 0.0
+    past_s: tuple[float, ...] = ()
+    yardstick: Yardstick | None = None
+    streak: int = 0
+    slowdown: float = 1.0
+
+
+class Probation(Value):
+    """Of a slow worker that was left out. ``asked_s``: when the probe was sent that is not answered yet."""
+
+    num_asked: int = 0
+    num_passed: int = 0
+    num_failed: int = 0
+    due_s: float
+    asked_s: float | None = None
+
+
+class WorkerState(Value):
+    """One VM and its worker. ``holds``: units whose state at the decided version it certainly has.
+
+    ``ready_s``: when it was set up, None before that. ``eligible_s``: it is not taken in earlier, for its machine
+    came and went too often. ``drain_until_s``: while draining, when its notice counts as void.
+    """
+
+    appeared_s: float
+    node: NodeState = NodeState.WARMING
+    host: str = ""
+    facts: NodeFacts = NodeFacts()
+    ready_s: float | None = None
+    eligible_s: float | None = None
+    notice: str | None = None
+    drain_until_s: float | None = None
+    pace: Pace = Pace()
+    probation: Probation | None = None
+    holds: frozenset[UnitId] = frozenset()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is set up, and so can be given an order."""
+        return self.ready_s is not None
+
+
+class Failing(Value):
+    """An error inside a worker, until the step at which it came is decided.
+
+    ``final``: it came again, or nothing would mend it: what is held is saved, and the run ends.
+    """
+
+    version: Version
+    generation: int
+    worker: WorkerId
+    sentence: str
+    traceback: str = ""
+    cause: FailureCause = "run"
+    final: bool = False
 
 
 class Phase(StrEnum):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.state import ControllerState, Phase
-from manager.controller.state.workers import WorkerState
+from manager.controller.state.state import ControllerState, Phase, WorkerState
 from morph.contract.errors import MorphError
 
 ORDER_KIND = {

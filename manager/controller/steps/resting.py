@@ -8,8 +8,7 @@ from manager.controller.shape.forming import form, form_or_hold
 from manager.controller.state.bounds import commit_bound_s, retry_bound_s, why_retried_no_longer
 from manager.controller.state.draft import Draft
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import ControllerState, Phase
-from manager.controller.state.steps import OutstandingOrder
+from manager.controller.state.state import ControllerState, OutstandingOrder, Phase
 from manager.controller.steps.stepping import commit_orders
 from morph.contract.messages import UnitId, WorkerId
 

@@ -17,9 +17,7 @@ from manager.controller.state.bounds import commit_bound_s, save_bound_s, step_b
 from manager.controller.state.draft import Draft
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.saves import PendingCheckpoint
-from manager.controller.state.state import ControllerState, Phase, mean_of
-from manager.controller.state.steps import OutstandingOrder
-from manager.controller.state.workers import WorkerState
+from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, WorkerState, mean_of
 from morph.contract.checkpoint import Manifest, SaveKind, UnitFile
 from morph.contract.decided import decided_step
 from morph.contract.errors import TrainingStopped

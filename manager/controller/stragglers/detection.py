@@ -6,16 +6,41 @@ import statistics
 from collections.abc import Sequence
 
 from manager.controller.shape.flapping import flapped
+from manager.controller.state.actions import NoteCorrection
 from manager.controller.state.draft import Draft
 from manager.controller.state.events import ComputeTimesSeen
+from manager.controller.state.learned import correction_of, is_material, with_times
 from manager.controller.state.nodes import NodeEvent, NodeState
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import ControllerState
-from manager.controller.state.workers import Pace, WorkerState, Yardstick
-from manager.controller.stragglers.baselines import members_by_stage, usual_now
-from manager.controller.stragglers.learning import learn
+from manager.controller.state.state import ControllerState, Pace, WorkerState, Yardstick
 from manager.controller.stragglers.outliers import PEERS, Judgement, Usual, error_of_median, judge, spread
+from manager.controller.stragglers.probing import members_by_stage, usual_now
 from morph.contract.messages import WorkerId
+
+
+def learn(draft: Draft, event: ComputeTimesSeen) -> None:
+    """Take compute times of members that are well; tell what is known of the profile's when that changed materially."""
+    state, profiled_s = draft.state, draft.state.config.section_compute_s
+    measured = state.measured
+    if state.plan is None or not all(profiled_s) or not profiled_s:
+        return
+    stage_of = {slot.worker: slot.stage for slot in state.slots}
+    samples_s: dict[int, list[float]] = {}
+    for times in event.times:
+        entry = state.workers.get(times.worker)
+        well = entry is not None and entry.node is NodeState.READY
+        if well and times.generation == state.generation and times.worker in stage_of:
+            samples_s.setdefault(stage_of[times.worker], []).extend(times.device_s or times.compute_s)
+    sections = {stage: state.plan.stages[stage].sections for stage in samples_s}
+    seen = with_times(measured.stage_ratios, sections, samples_s, profiled_s)
+    if seen is measured.stage_ratios:
+        return
+    draft.change_measured(stage_ratios=seen)
+    found = correction_of(seen, profiled_s)
+    if is_material(measured.correction, found, seen, profiled_s):
+        draft.change_measured(correction=found)
+        draft.add(found.sentence, NoteCorrection(correction=found))
+
 
 PAST_WINDOWS = 12
 

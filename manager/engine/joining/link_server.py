@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from manager.engine.loop.line import Line
+from manager.engine.loop.worker_pool import Line
 from manager.enrolment.files import Certificates
 from morph.link.caller import LIVENESS, PURPOSE, ROLES, TALK, bounded
 from morph.link.contexts import server_context

@@ -32,8 +32,7 @@ from manager.controller.state.state import ControllerState, Decision
 from manager.engine.loop.checkpoint_store import CheckpointStore
 from manager.engine.loop.event_queue import EventQueue, Stamped
 from manager.engine.loop.silence import watch_every_s
-from manager.journal.journal import Journal
-from manager.journal.patience import patiently
+from manager.journal.journal import Journal, patiently
 from manager.journal.records import Fact
 from morph.contract.messages import CommitOrder, PreCopyOrder, ProbeOrder, ReshapeOrder, StepOrder
 from morph.contract.vm_names import vm_of

@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from manager.controller.state.events import WorkerAnswered, WorkerLost
 from manager.engine.loop.event_queue import EventQueue, read_answer
-from manager.engine.loop.line import Launcher, Line
 from manager.engine.loop.silence import Signs, Silence
 from manager.journal.records import Fact
 from morph.contract.messages import (
@@ -28,6 +28,37 @@ from morph.contract.messages import (
     WorkerSetup,
 )
 from morph.link.encoding import ANSWER, BEAT, pack, parts
+
+
+class Line(Protocol):
+    """A connection to one worker; all may be called from any thread."""
+
+    @property
+    def stuck_s(self) -> float:
+        """For how long nothing more of what is to be sent was taken; 0: nothing waits."""
+
+    def send(self, body: bytes) -> None:
+        """Send a message, or keep it until the other end takes it; on a connection that is over it is lost."""
+
+    def hang_up(self) -> None:
+        """End it."""
+
+
+class Launcher(Protocol):
+    """Starts workers, each of which calls the manager by itself, and ends them."""
+
+    def start_worker(self, worker: str, vm: str) -> None:
+        """Start a worker on its VM; returns at once. Where a VM begins with its worker there is nothing to do."""
+
+    def kill(self, worker: str) -> None:
+        """End a worker's process, if there is one."""
+
+    def has_ended(self, worker: str) -> bool:
+        """Whether the process of a worker that has not called yet is known to be gone."""
+
+    def adopt(self) -> Collection[str]:
+        """Return the workers that another manager started, and may be alive."""
+
 
 ATTACH_TIMEOUT_S = 15.0
 CALL_TIMEOUT_S = 300.0

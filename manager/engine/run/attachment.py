@@ -13,8 +13,7 @@ from pydantic import Field
 from manager.controller.state.state import ControllerState
 from manager.engine.local_vms.host_line import HostLine
 from manager.host.folders import sweep
-from manager.journal.journal import Journal
-from manager.journal.patience import patiently
+from manager.journal.journal import Journal, patiently
 from manager.journal.records import TraceMoment
 from manager.journal.replay import nodes_up, replay, trace_moment
 from manager.run_dir import RunDir, write_in_run_dir

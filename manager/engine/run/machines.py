@@ -14,8 +14,7 @@ from manager.engine.joining.notice_server import NoticeServer
 from manager.engine.local_vms.namespaces import HostNetwork, opened_in
 from manager.engine.local_vms.vm_fleet import VmHost
 from manager.engine.loop.event_queue import EventQueue
-from manager.engine.loop.line import Launcher
-from manager.engine.loop.worker_pool import WorkerPool
+from manager.engine.loop.worker_pool import Launcher, WorkerPool
 from manager.engine.run.attachment import Attachment, Found
 from manager.engine.run.store_watch import StartedStore, StoreWatch
 from manager.host.ports import LOOPBACK

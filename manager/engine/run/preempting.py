@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 
 from manager.controller.state.events import NoticeGiven
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.workers import WorkerState
+from manager.controller.state.state import WorkerState
 from manager.engine.local_vms.control_socket import hear, is_ours, tell
 from manager.engine.loop.event_queue import EventQueue
 from manager.journal.records import PREEMPTION_FAILED, PREEMPTION_INJECTED, Fact

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from manager.controller.state.actions import Finish
 from manager.controller.state.config import ControllerConfig
-from manager.controller.state.events import Tick
+from manager.controller.state.events import Event, ManagerResumed, Tick, WorkerLost
 from manager.controller.state.state import ControllerState, Phase, initial_state
 from manager.engine.local_vms.trace_replayer import TraceReplayer
 from manager.engine.local_vms.vm_fleet import VmFleet
@@ -19,15 +19,14 @@ from manager.engine.run.attachment import Found, NothingLives, forget_attachment
 from manager.engine.run.machines import Machines, Opening, OpenMachines
 from manager.engine.run.preempting import Preempting
 from manager.engine.run.provided import Providing
-from manager.engine.run.take_over import take_over
 from manager.engine.run.vm_sources import machines_of, provisioning_of, watch_joining, write_last_facts
 from manager.engine.vms.spending import Spending, before_now
+from manager.engine.vms.vm_registry import inherited
 from manager.host.clock import RunClock
 from manager.host.devices import cuda_devices, device_slots
 from manager.host.signals import deaf_to_signals, stopping_on_signals
-from manager.journal.journal import Journal
-from manager.journal.patience import patiently
-from manager.journal.records import CLUSTER_LOST, OUTLIVES, Fact, TraceMoment
+from manager.journal.journal import Journal, patiently
+from manager.journal.records import CLUSTER_LOST, OUTLIVES, TOOK_OVER, Fact, TraceMoment
 from manager.journal.replay import trace_moment
 from manager.run_dir import RunDir
 from morph.contract.cluster import ClusterConfig, LocalVms, ProvidedVms
@@ -36,6 +35,28 @@ from morph.contract.errors import ClusterError, ClusterLost
 from morph.contract.faults import Fault, SlowSpell
 from morph.contract.messages import JobCode, WorkerSetup
 from morph.contract.trace import Trace
+
+
+def take_over(found: Found, machines: Machines, replayer: TraceReplayer, driver: Driver) -> None:
+    """Reach the workers, tell the trace's replayer which VMs are up, and the controller who lives.
+
+    In this order: what the controller decides of its VMs finds them known. What is new to it waits in the event_queue.
+    What is decided is written down before it is done, as ever: should this manager be killed here too, the next one
+    takes over from the same journal, and repeats what is not answered.
+    """
+    workers, up = found.state.workers, machines.up()
+    reached = machines.pool.attach([worker for worker, entry in workers.items() if entry.ready])
+    living = tuple(worker for worker in reached if worker in found.appeared)  # of the rest the replayer tells
+    events: list[Event] = [
+        WorkerLost(worker=worker, cause="its VM was gone when the new manager took over")
+        for worker, entry in workers.items()
+        if not entry.ready and worker not in up
+    ]
+    if machines.provided is None:
+        asked = {vm.name: vm.request for vm in inherited(found.state, found.vms).vms}
+        replayer.resume(found.vms, found.appeared, asked)
+    driver.tell(Fact(name=TOOK_OVER), *events, ManagerResumed(living=living))
+
 
 STEPS_AFTER_TRACE = 3
 

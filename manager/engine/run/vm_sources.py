@@ -16,9 +16,9 @@ from manager.engine.run.attachment import Found
 from manager.engine.run.machines import Machines, OpenMachines, Processes, Provided
 from manager.engine.run.provided import Providing, open_provided
 from manager.engine.run.ray_machines import open_ray
-from manager.engine.vms.inherited import Inherited, inherited
 from manager.engine.vms.provisioning import Provisioning
 from manager.engine.vms.spending import Spending
+from manager.engine.vms.vm_registry import Inherited, inherited
 from manager.journal.journal import Journal
 from manager.journal.records import SESSION_OVER, Fact
 from manager.providers.local import LocalProvider

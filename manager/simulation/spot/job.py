@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from manager.controller.state.expected import ExpectedLosses
+from manager.controller.state.config import ExpectedLosses
 from morph.contract.base import Value
 from morph.contract.cluster import Policy
 from morph.contract.messages import UnitId

@@ -11,8 +11,7 @@ from manager.controller.deadlines import wake_at_s
 from manager.controller.saves.timing import is_due
 from manager.controller.state.bounds import save_bound_s
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.state import ControllerState, Phase, mean_of
-from manager.controller.state.steps import OutstandingOrder
+from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, mean_of
 from morph.contract.decided import Decided
 
 

@@ -12,6 +12,45 @@ from morph.cli.reading.stored import StoredArgument, no_checkpoint, stored_at, t
 if TYPE_CHECKING:
     from morph.checkpoint.looking import Look
     from morph.contract.checkpoint import Manifest
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from morph.checkpoint.looking import Look
+from morph.tables import table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+
+
+def checkpoint_table(url: str, looks: Sequence[Look], now_s: float) -> Table:
+    """One row for each version, the newest last; ages are as of ``now_s`` (epoch)."""
+    columns = ("where", "state", "version", "kind", "shape", "MiB", "age")
+    rows = [
+        (
+            look.where.rsplit("/", 1)[-1],
+            f"{look.state}, kept" if look.kept else look.state,
+            look.version,
+            look.kind or "-",
+            look.shape or "-",
+            f"{look.size_bytes / 2**20:.1f}",
+            age_text(look.saved_s, now_s),
+        )
+        for look in looks
+    ]
+    return table(f"checkpoints in {url}", columns, rows, left=2)
+
+
+def age_text(saved_s: float | None, now_s: float) -> str:
+    """How long ago, in its largest unit; a clock that was set back makes nothing younger than now."""
+    if saved_s is None:
+        return "unknown"
+    age_s = max(0.0, now_s - saved_s)
+    length_s, name = next((unit for unit in _UNITS if age_s >= unit[0]), _UNITS[-1])
+    return f"{age_s / length_s:.{1 if length_s > 1 else 0}f} {name}"
+
 
 checkpoints_app = typer.Typer(
     help="Look at stored checkpoints, verify, keep, remove and copy them.",
@@ -42,7 +81,6 @@ def ls_command(source: StoredArgument, as_json: JsonOption = False) -> None:
     import time
 
     from morph.checkpoint.looking import looks
-    from morph.cli.checkpoints.tables import checkpoint_table
     from morph.tables import wide_console
 
     stored = stored_at(source)
@@ -95,7 +133,7 @@ def keep_command(
       morph checkpoints keep runs/tiny 40
       morph checkpoints keep runs/tiny 40 --undo
     """
-    from morph.checkpoint.keeping import keep, let_go
+    from morph.checkpoint.retention import keep, let_go
     from morph.checkpoint.stored import stored_versions
 
     stored = stored_at(source)
@@ -128,8 +166,8 @@ def rm_command(
       morph checkpoints rm runs/tiny 20 40
     """
     from manager.stopping import holder_of
-    from morph.checkpoint.keeping import refusal
     from morph.checkpoint.looking import looks
+    from morph.checkpoint.retention import refusal
     from morph.checkpoint.storage import writing
     from morph.checkpoint.stored import delete_version
     from morph.contract.errors import InputError

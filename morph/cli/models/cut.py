@@ -68,13 +68,12 @@ def _find(job_path: str, num_sections: int | None, m: int | None) -> tuple[CutRe
     """Return the cuts, and how they compare with the plain model."""
     doing(f"loading PyTorch and {job_path}")
     say = partial(doing, file=sys.stderr)  # as it is now: what the job's code prints there is held back
-    from morph.cli.models.checks import TRIED_ONCE, users_code, warn_of_loss
-    from morph.cli.models.plain_check import agreement_note, compare_once
+    from morph.cli.models.checks import TRIED_ONCE, agreement_note, compare_once, users_code, warn_of_loss
     from morph.cutting import cut, export_job
     from morph.cutting.cuts.report import report_cuts
     from morph.jobs.job import load_job
     from morph.preflight.data_check import check_data
-    from morph.runtime.workloads.job_checks import check_training
+    from morph.runtime.workloads.job_workload import check_training
 
     with users_code(job_path):
         job = load_job(job_path)

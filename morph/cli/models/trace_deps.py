@@ -43,12 +43,11 @@ def trace_deps_command(
     say = partial(doing, file=sys.stderr)  # as it is now: what the job's code prints there is held back
     import torch
 
-    from morph.cli.models.checks import users_code
-    from morph.cli.models.plain_check import agreement_note, compare_once
+    from morph.cli.models.checks import agreement_note, compare_once, users_code
     from morph.cutting import cut, export_job
     from morph.jobs.job import load_job
     from morph.preflight.data_check import check_data
-    from morph.runtime.workloads.job_checks import check_training
+    from morph.runtime.workloads.job_workload import check_training
     from morph.tracing import check_dependencies
 
     torch.set_num_threads(1)

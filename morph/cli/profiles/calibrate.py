@@ -139,9 +139,8 @@ calibrate_command.__doc__ = CALIBRATE_HELP
 
 def _check_job(subject: Subject) -> None:
     """Check what a run would refuse: its settings, an optimizer that mixes parameter units, other gradients."""
-    from morph.cli.models.checks import refuse_dependencies
-    from morph.cli.models.plain_check import agreement_note, compare_once
-    from morph.runtime.workloads.job_checks import check_training
+    from morph.cli.models.checks import agreement_note, compare_once, refuse_dependencies
+    from morph.runtime.workloads.job_workload import check_training
 
     model = subject.cut(subject.job.micro_batch_size or 1)
     check_training(subject.job, model)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from morph.cli.reading.durations import seconds_of
 from morph.cli.reading.errors import EXIT_INTERRUPTED
 from morph.cli.reading.options import RunDirArgument
 from morph.contract import ranges
@@ -17,6 +16,33 @@ from morph.contract.errors import InputError
 
 if TYPE_CHECKING:
     from manager.injection.schedule import Schedule
+import re
+
+from morph.contract.ranges import Range
+
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_PART = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_WHOLE = re.compile(rf"(?:{_PART.pattern})+|\d+(?:\.\d+)?", re.ASCII)
+
+
+def seconds_of(option: str, text: str, allowed: Range) -> float:
+    """Return a duration in seconds.
+
+    Args:
+        option: That gives it, for the error.
+        text: As given.
+        allowed: In seconds.
+
+    Raises:
+        InputError: it is none, or out of range.
+    """
+    if _WHOLE.fullmatch(text) is None:
+        raise InputError("is not a duration", field=option, value=text, allowed="such as 30s, 10m, 3h or 1h30m")
+    parts = _PART.findall(text)
+    duration_s = sum(float(number) * _SECONDS[unit] for number, unit in parts) if parts else float(text)
+    if duration_s not in allowed:
+        raise InputError("is out of range", field=option, value=text, allowed=f"{allowed}, in seconds")
+    return duration_s
 
 
 def inject_command(

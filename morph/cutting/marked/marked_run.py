@@ -12,20 +12,95 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from morph.contract.errors import JobError
 from morph.cutting.exporting.gradient_hooks import plain_checkpoints
-from morph.cutting.marked.draws import Choices
-from morph.cutting.marked.stand_ins import fill, remember
 from morph.cutting.source.guards import line_in_loss
 from morph.cutting.source.refusal import changes_requires_grad
+
+PlaceT = TypeVar("PlaceT")
+_SMALL = 16
+
+
+class Choices(TorchDispatchMode, Generic[PlaceT]):  # type: ignore[no-untyped-call]  # torch does not annotate it
+    """Collects (place, ``file:line``) wherever Python reads a number that torch's generator has decided.
+
+    Only small tensors are followed from where they are drawn.
+    """
+
+    def __init__(self, place: Callable[[], PlaceT]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._place = place
+        self._drawn: dict[int, Tensor] = {}
+        self.found: list[tuple[PlaceT, str | None]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Carry out ``func``."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        by_chance = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and "dropout" not in str(func)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_drawn = [id(leaf) in self._drawn for leaf in given]
+        alone = all(drawn or not leaf.dim() for drawn, leaf in zip(is_drawn, given, strict=True))  # no activation
+        if by_chance or (any(is_drawn) and alone):
+            if func is torch.ops.aten._local_scalar_dense.default:
+                self.found.append((self._place(), line_in_loss()))
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor) and leaf.numel() <= _SMALL:
+                    self._drawn[id(leaf)] = leaf  # kept, so that its id is not another's
+        return result
+
+
+@dataclass(frozen=True)
+class _Zeros:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _PackedZeros:
+    """Of as many steps as the packed sequence that the module is given has."""
+
+    features: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _is_packed(value: object) -> bool:
+    return isinstance(value, PackedSequence)
+
+
+def remember(result: Any) -> Any:
+    """Return what to keep of a module's result."""
+    return tree_map(_remembered, result, is_leaf=_is_packed)
+
+
+def _remembered(value: Any) -> Any:
+    if isinstance(value, PackedSequence):
+        return _PackedZeros(tuple(value.data.shape[1:]), value.data.dtype)
+    return _Zeros(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+
+
+def fill(remembered: Any, args: tuple[Any, ...], device: torch.device) -> Any:
+    """Return zeros in place of what was remembered, for a call with ``args``."""
+    packed = next(filter(_is_packed, tree_leaves(args, is_leaf=_is_packed)), None)
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, _PackedZeros) and packed is not None:
+            zeros = torch.zeros((len(packed.data), *value.features), dtype=value.dtype, device=device)
+            return PackedSequence(zeros, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+        return torch.zeros(value.shape, dtype=value.dtype, device=device) if isinstance(value, _Zeros) else value
+
+    return tree_map(filled, remembered)
+
 
 Call = tuple[str, int]
 """Name of a module, and which of its calls it is."""

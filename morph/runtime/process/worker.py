@@ -10,11 +10,13 @@ orders and setups that come again, from its successor, are answered again.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +24,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from morph.contract.decided import Decided
-from morph.contract.errors import GenerationAborted, JobError, PeerLost, WaitTimeout
+from morph.contract.errors import ClusterError, GenerationAborted, JobError, PeerLost, WaitTimeout
 from morph.contract.messages import (
     Aborted,
     CommitOrder,
@@ -51,13 +53,46 @@ from morph.runtime.groups.topology import Topology, move_name, slot_of, topology
 from morph.runtime.pre_copy.lane import PreCopyLane
 from morph.runtime.pre_copy.state_moves import MoveContext, send_in_background, take_sums, take_units
 from morph.runtime.process.blame import failed
-from morph.runtime.process.device_slot import take_slot
 from morph.runtime.process.order_memory import OrderMemory, order_key
 from morph.runtime.state.checkpoint_writer import CheckpointWriter
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.step.generation import Generation
 from morph.runtime.step.pace import Pace, Prober
 from morph.runtime.workloads.workload import load_workload
+
+_WAIT_S = 30.0
+_LOOK_S = 0.1
+
+
+def take_slot(slots: Sequence[str], wait_s: float = _WAIT_S) -> FileIO | None:
+    """Lock one of these files and let this process see that device alone; the lock ends with the process.
+
+    It must not have used CUDA before. Who died a moment ago may still hold a lock: waits up to ``wait_s``.
+
+    Args:
+        slots: Files, tried in this order; each is named after its device. None: nothing is taken.
+        wait_s: For one to be free.
+
+    Raises:
+        ClusterError: none was.
+    """
+    deadline_s = time.monotonic() + wait_s
+    while slots:
+        for slot in map(Path, slots):
+            slot.parent.mkdir(parents=True, exist_ok=True)
+            file = FileIO(slot, "a")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                continue
+            os.environ["CUDA_VISIBLE_DEVICES"] = slot.name
+            return file
+        if time.monotonic() >= deadline_s:
+            raise ClusterError(f"waited {wait_s:g} s for a share of a device: all {len(slots)} are taken")
+        time.sleep(_LOOK_S)
+    return None
+
 
 log = logging.getLogger(__name__)
 AnswerT = TypeVar("AnswerT")

@@ -13,8 +13,7 @@ from morph.checkpoint.unit_files import write_unit
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.cutting import CutModel
 from morph.jobs.job import Job
-from morph.runtime.state.unit_state import UnitState
-from morph.runtime.state.update_rules import update_rules
+from morph.runtime.state.unit_state import UnitState, update_rules
 
 
 class Parameters(Protocol):

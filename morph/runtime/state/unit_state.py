@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from morph.contract.decided import Decided, LossScale
 from morph.contract.errors import NonFiniteGradient
 from morph.cutting.sections.section import ParameterUnit
+from morph.jobs.job import Job
 from morph.runtime.state.accumulators import (
     Accumulator,
     ExactAccumulator,
@@ -26,6 +27,7 @@ from morph.runtime.state.accumulators import (
 from morph.runtime.state.fixed_point import first_exponent
 from morph.runtime.state.optimizer_state import (
     MakeOptimizer,
+    MakeScheduler,
     build_both,
     group_numbers,
     is_aligned,
@@ -37,7 +39,40 @@ from morph.runtime.state.optimizer_state import (
 )
 from morph.runtime.state.parts import Memory, reals
 from morph.runtime.state.state_copy import StateCopy, to_host
-from morph.runtime.state.update_rules import UpdateRules
+
+
+@dataclass(frozen=True)
+class UpdateRules:
+    """See the fields of the same names in ``Job``.
+
+    ``loss_scale`` is the one of version 0. ``optimizer_in_host_memory``: the optimizer works on a copy of the
+    parameters in host memory, which is copied to the device after each step. ``master_weights``: likewise on fp32
+    copies of parameters that have fewer bits. ``code``: digest of the job's code.
+    """
+
+    make_scheduler: MakeScheduler | None = None
+    clip_grad_norm: float | None = None
+    loss_scale: LossScale | None = None
+    optimizer_in_host_memory: bool = False
+    master_weights: bool = False
+    code: str = ""
+
+
+def update_rules(job: Job, device: torch.device, code: str = "") -> UpdateRules:
+    """The rules of a job, with this digest of its code, on one kind of device."""
+    scaling, scale = job.effective_loss_scaling, None
+    if scaling is not None:
+        _, bits = math.frexp(scaling.initial)
+        scale = LossScale(exponent=bits - 1, growth_steps=scaling.growth_steps)
+    return UpdateRules(
+        make_scheduler=job.lr_scheduler,
+        clip_grad_norm=job.clip_grad_norm,
+        loss_scale=scale,
+        optimizer_in_host_memory=job.optimizer_device == "cpu" and device.type != "cpu",
+        master_weights=job.master_weights,
+        code=code,
+    )
+
 
 _HOST = torch.device("cpu")
 _NUMBERS = "numbers"
@@ -68,7 +103,7 @@ class UnitState:
         *,
         num_micro_batches: int,
         exact: bool,
-        rules: UpdateRules = UpdateRules(),  # noqa: B008 (frozen)
+        rules: UpdateRules = UpdateRules(),
         for_good: bool = False,
     ) -> None:
         self.unit = unit
