@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
-from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -13,8 +12,6 @@ import grimp
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-MOST_FILES_OF_A_ROOM = 18
-MOST_LINES_OF_A_FILE = 400
 PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -26,7 +23,7 @@ def test_the_layers_are_kept() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_no_folder_imports_one_that_imports_it_and_none_is_too_full_to_read() -> None:
+def test_no_folder_imports_one_that_imports_it() -> None:
     """A folder is a room: the modules in it, without those of the folders below it."""
     graph = grimp.build_graph(*PYPROJECT["tool"]["importlinter"]["root_packages"], cache_dir=None)
     rooms = {module for module in graph.modules if graph.find_children(module)}
@@ -40,18 +37,16 @@ def test_no_folder_imports_one_that_imports_it_and_none_is_too_full_to_read() ->
         list(TopologicalSorter(leads_to).static_order())
     except CycleError as error:
         pytest.fail(f"imports in a circle: {error.args[1]}")
-    sizes = Counter(room for module, room in room_of.items() if module not in rooms)
-    assert {room: size for room, size in sizes.items() if size > MOST_FILES_OF_A_ROOM} == {}
 
 
-def test_no_file_is_too_long_to_read() -> None:
-    files = [
-        path
-        for name in PYPROJECT["tool"]["importlinter"]["root_packages"]
-        for path in REPOSITORY.glob(f"{name}/**/*.py")
-    ]
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
-    assert {path: lines for path, lines in lengths.items() if lines > MOST_LINES_OF_A_FILE} == {}
+def test_no_module_imports_one_that_imports_it() -> None:
+    graph = grimp.build_graph(*PYPROJECT["tool"]["importlinter"]["root_packages"], cache_dir=None)
+    leads_to = {module: set(graph.find_modules_directly_imported_by(module)) for module in graph.modules}
+    leads_to["morph"] = set()  # what it offers is found when it is asked for: nothing is imported with it
+    try:
+        list(TopologicalSorter(leads_to).static_order())
+    except CycleError as error:
+        pytest.fail(f"imports in a circle: {error.args[1]}")
 
 
 def test_every_package_is_under_the_layer_table() -> None:

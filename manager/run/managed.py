@@ -14,6 +14,7 @@ from manager.engine.loop.driver import Observed, Observer
 from manager.engine.run import attachment, session
 from manager.engine.run.again import Again, until_it_ends
 from manager.engine.run.machines import OpenMachines, Processes
+from manager.engine.run.provided import Providing
 from manager.engine.run.vm_sources import machines_of
 from manager.history.run_history import RunHistory
 from manager.host.handed_on import variables
@@ -60,135 +61,173 @@ def managed_run(
         TrainingStopped: when the cluster or training fails.
     """
     with ExitStack() as ending:
-        return _managed_run(run, check_job, show, if_changed, ending)
+        managed = ManagedRun(run, check_job, show, if_changed)
+        managed.prepare(ending)
+        return managed.carry_out()
 
 
-def _managed_run(
-    run: PreparedRun, check_job: CheckJob, show: Show, if_changed: IfChanged, ending: ExitStack
-) -> tuple[Finish, RunReport]:
-    check_free(run.run_dir)
-    wait = partial(patiently, limit_s=LIMIT_S if is_run(run.run_dir) else 0.0)  # for its disk, where the run goes on
-    steps, profile, cloud, prices = run.request.steps, run.profile, run.cloud, run.prices()
-    trained = RunCode(run.request.job, profile, run.job_files, if_changed, check_job, unpack=cloud is not None)
-    if not is_run(run.run_dir) and run.request.checkpoint_url is not None:
-        find_whole(run.request.checkpoint_url)  # first: the job takes longer, and what a wrong key leaves is in the way
-    begun = [] if is_run(run.run_dir) else _begin_machines(run, ending)
-    if not is_run(run.run_dir) or not profile.units:  # a job that cannot run leaves nothing behind
-        trained.check()
-    planned = cache(run.config)  # once, for many VMs take their time, and not where a run is taken over
-    if not is_run(run.run_dir):
-        planned()
-    facts, providing = run.facts(planned), None
+class ManagedRun:
+    """One run under this manager, in two phases: ``prepare`` checks and plans, ``carry_out`` trains.
 
-    def command(code: JobCode) -> dict[str, str]:
-        return {**run.identity, "the job's code": code.sha256}
+    A session is what one group of VMs and workers does, from their start to their end; ``until_it_ends`` begins another
+    where the machines were lost.
 
-    def on(code: JobCode, config: ControllerConfig) -> session.RunSpec:
-        return session.RunSpec(
-            job_path=run.identity["JOB"],
-            config=config,
-            cluster=run.cluster,
-            trace=run.events,
-            num_sections=profile.num_sections,
-            micro_batch_size=facts.micro_batch_size,
-            stop_with_trace=run.stop_with_trace,
-            patient_trace=run.stop_with_trace,
-            providing=providing,
-            code=code,
-            machines=begun.pop() if begun else None,
-            facts=trained.facts(code),
-            command=command(code),
-            variables=variables(run.cluster.vms.pass_variables),
-        )
+    Args:
+        run: What to run.
+        check_job: Loads the job and holds it against the profile.
+        show: Shows the run while it goes on.
+        if_changed: What to do where the job is not what the run began with.
+    """
 
-    @contextmanager
-    def view(version: int, *, takes_over: bool = False) -> Iterator[Observer]:
-        num_steps, ledger = None if run.stop_with_trace else steps, read_ledger(opened.path)
-        live = LiveRun(profile.job.name, num_steps, profile.job.batch_size, prices)
-        live.version, live.ledger, live.takes_over = version, ledger, takes_over
-        with show(live) as shown:
+    def __init__(self, run: PreparedRun, check_job: CheckJob, show: Show, if_changed: IfChanged) -> None:
+        check_free(run.run_dir)
+        self._run, self._show = run, show
+        self._is_new = not is_run(run.run_dir)
+        self._wait = partial(patiently, limit_s=0.0 if self._is_new else LIMIT_S)  # for the disk of a run that goes on
+        unpack = run.cloud is not None
+        self._trained = RunCode(run.request.job, run.profile, run.job_files, if_changed, check_job, unpack=unpack)
+        self._planned = cache(run.config)  # once, for many VMs take their time, and not where a run is taken over
+        self._prices = run.prices()
+        self._machines: list[OpenMachines] = []
+        self._again, self._history = Again(run.cluster.policy.give_up_after_s), RunHistory(_tell)
+        self._providing: Providing | None = None
+        self._code: JobCode | None = None
 
-            def observe(observed: Observed) -> None:
-                again(observed)
-                shown(observed)
+    def prepare(self, ending: ExitStack) -> None:
+        """Check storage and the job, and plan, as far as that does not have to wait for a run that may live.
 
-            yield observe
+        Args:
+            ending: Closes what was begun beside that.
+        """
+        run = self._run
+        if self._is_new and run.request.checkpoint_url is not None:
+            find_whole(run.request.checkpoint_url)  # first: the job takes longer; what a wrong key leaves is in the way
+        if self._is_new:
+            self._machines = _begin_machines(run, ending)
+        if self._is_new or not run.profile.units:  # a job that cannot run leaves nothing behind
+            self._trained.check()
+        if self._is_new:
+            self._planned()
+        self._facts = run.facts(self._planned)
 
-    def gone_on_with() -> Finish | None:
+    def carry_out(self) -> tuple[Finish, RunReport]:
+        """Train to the run's end, in as many sessions as that takes."""
+        cloud, name = self._run.cloud, self._run.profile.job.name
+        with RunDir(self._run.run_dir, self._facts) as opened:
+            if cloud is not None:
+                known_as = name_of(opened.path, name)
+                self._wait(partial(write_name, opened.path, known_as))  # the provider marks VMs with it, to find them
+                self._providing = cloud.providing(known_as, opened.path)
+            try:
+                finish = until_it_ends(partial(self._session, opened), self._again, _tell)
+                return finish, read_report(opened.path)
+            finally:
+                self._history.take_in(opened.path)
+
+    def _session(self, opened: RunDir, number: int) -> Finish:
+        """Run one session; the first takes over what still lives."""
+        finish = None if number else self._take_over(opened)
+        return self._begin(opened, number) if finish is None else finish
+
+    def _take_over(self, opened: RunDir) -> Finish | None:
         """Take over a run whose manager was killed; None: none lives, which is said if there was one."""
-        began_with = trained.of(opened)
+        began_with = self._trained.of(opened)
         try:
-            found = attachment.find_living(opened, command(began_with))
+            found = attachment.find_living(opened, self._command(began_with))
             if found is None:
                 return None
             version, num_vms = found.state.version, len(found.vms) or len(found.state.workers)
-            history.take_in(opened.path)
+            self._history.take_in(opened.path)
             them = "it" if num_vms == 1 else "them"
             living = f"{counted(num_vms, 'VM')} of this run live{'s' * (num_vms == 1)}"
             _tell(f"{living}: going on with {them} at version {version}")
-            with view(version, takes_over=True) as observer:
-                return session.run_session(on(began_with, found.state.config), opened, observer, found=found)
+            with self._view(opened, version, takes_over=True) as observer:
+                spec = self._spec(began_with, found.state.config)
+                return session.run_session(spec, opened, observer, found=found)
         except attachment.NothingLives as error:
             _tell(f"this run cannot be taken over: {error}; going on from its newest checkpoint")
             return None
 
-    code: JobCode | None = None
+    def _begin(self, opened: RunDir, number: int) -> Finish:
+        """Begin a session from the newest checkpoint, or from the beginning."""
+        run = self._run
+        self._history.take_in(opened.path)
+        checkpoint = self._newest_checkpoint(opened)
+        version = checkpoint.version if checkpoint else 0
+        self._again.begin_at(version)
+        if not number and version >= run.request.steps:
+            where, allowed = str(run.run_dir), f"above {version}, given to morph run"
+            raise RunDirError(
+                "has reached that step already", source=where, field="--steps", value=run.request.steps, allowed=allowed
+            )
+        if self._code is None:
+            self._code = self._wait(lambda: self._trained.begin(opened))
+            if run.asked is not None:
+                self._wait(partial(keep_request, opened.path, run.asked, run.files))
+                _leave_recovery(run, opened, self._trained)
+        config = starting_from(self._planned(), checkpoint, self._history.expected(run.vm_kind))
+        spec = self._spec(self._code, config)
+        if self._again.has_run:
+            spec = session.gone_on_with_trace(spec, opened)
+        if run.cloud is not None:
+            name = name_of(opened.path, run.profile.job.name)
+            name = name.model_copy(update={"num_starts": name.num_starts + 1})
+            self._wait(partial(write_name, opened.path, name))
+            _tell(f"VMs of this run are known as {name.run} (job {name.job})")
+            spec = replace(spec, config=spec.config.model_copy(update={"requests": name.requests}))
+        with self._view(opened, version) as observer:
+            return session.run_session(spec, opened, observer)
 
-    def restored() -> Manifest | None:
+    def _newest_checkpoint(self, opened: RunDir) -> Manifest | None:
         """Find what the run goes on from by its files' sizes; a worker that loads it finds what is wrong inside."""
         try:
             manifest, passed_over = newest_whole(opened.checkpoint_url)
         except CheckpointDamaged:
             raise
         except CheckpointError as error:
-            if again.has_run:  # storage that went away may come back
+            if self._again.has_run:  # storage that went away may come back
                 raise ClusterLost(str(error)) from error
             raise
         for sentence in passed_over:
             _tell(sentence)
         return manifest
 
-    def one_session(number: int) -> Finish:
-        nonlocal code
-        finish = None if number else gone_on_with()
-        if finish is not None:
-            return finish
-        history.take_in(opened.path)
-        checkpoint = restored()
-        version = checkpoint.version if checkpoint else 0
-        again.begin_at(version)
-        if not number and version >= steps:
-            where, allowed = str(run.run_dir), f"above {version}, given to morph run"
-            raise RunDirError(
-                "has reached that step already", source=where, field="--steps", value=steps, allowed=allowed
-            )
-        if code is None:
-            code = wait(lambda: trained.begin(opened))
-            if run.asked is not None:
-                wait(partial(keep_request, opened.path, run.asked, run.files))
-                _leave_recovery(run, opened, trained)
-        begun = on(code, starting_from(planned(), checkpoint, history.expected(run.vm_kind)))
-        if again.has_run:
-            begun = session.gone_on_with_trace(begun, opened)
-        if cloud is not None:
-            name = name_of(opened.path, profile.job.name)
-            name = name.model_copy(update={"num_starts": name.num_starts + 1})
-            wait(partial(write_name, opened.path, name))
-            _tell(f"VMs of this run are known as {name.run} (job {name.job})")
-            begun = replace(begun, config=begun.config.model_copy(update={"requests": name.requests}))
-        with view(version) as observer:
-            return session.run_session(begun, opened, observer)
+    def _spec(self, code: JobCode, config: ControllerConfig) -> session.RunSpec:
+        run = self._run
+        return session.RunSpec(
+            job_path=run.identity["JOB"],
+            config=config,
+            cluster=run.cluster,
+            trace=run.events,
+            num_sections=run.profile.num_sections,
+            micro_batch_size=self._facts.micro_batch_size,
+            stop_with_trace=run.stop_with_trace,
+            patient_trace=run.stop_with_trace,
+            providing=self._providing,
+            code=code,
+            machines=self._machines.pop() if self._machines else None,
+            facts=self._trained.facts(code),
+            command=self._command(code),
+            variables=variables(run.cluster.vms.pass_variables),
+        )
 
-    again, history = Again(run.cluster.policy.give_up_after_s), RunHistory(_tell)
-    with RunDir(run.run_dir, facts) as opened:
-        if cloud is not None:
-            name = name_of(opened.path, profile.job.name)
-            wait(partial(write_name, opened.path, name))  # the provider marks VMs with it: it must find them again
-            providing = cloud.providing(name, opened.path)
-        try:
-            return until_it_ends(one_session, again, _tell), read_report(opened.path)
-        finally:
-            history.take_in(opened.path)
+    def _command(self, code: JobCode) -> dict[str, str]:
+        return {**self._run.identity, "the job's code": code.sha256}
+
+    @contextmanager
+    def _view(self, opened: RunDir, version: int, *, takes_over: bool = False) -> Iterator[Observer]:
+        """Show a session while the block runs; yields the driver's observer."""
+        run = self._run
+        num_steps = None if run.stop_with_trace else run.request.steps
+        live = LiveRun(run.profile.job.name, num_steps, run.profile.job.batch_size, self._prices)
+        live.version, live.ledger, live.takes_over = version, read_ledger(opened.path), takes_over
+        with self._show(live) as shown:
+
+            def observe(observed: Observed) -> None:
+                self._again(observed)
+                shown(observed)
+
+            yield observe
 
 
 def _begin_machines(run: PreparedRun, ending: ExitStack) -> list[OpenMachines]:

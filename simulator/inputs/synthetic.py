@@ -21,7 +21,7 @@ _REDUCE_BYTES = (1_000, 1_000_000, 100_000_000)
 _RING_SIZES = (2, 4, 8)
 
 
-def synthetic_profile(
+def synthetic_profile(  # noqa: PLR0913 (every argument has a default)
     *,
     num_sections: int = 8,
     forward_s: float | Sequence[float] = 0.002,

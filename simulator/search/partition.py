@@ -175,7 +175,7 @@ def _tabulated(
 
 
 @compiled
-def _tabulate(forward, backward, tables, stored, activations, windows, again, limit, by_memory, group_base, group_each):  # type: ignore[no-untyped-def]
+def _tabulate(forward, backward, tables, stored, activations, windows, again, limit, by_memory, group_base, group_each):  # type: ignore[no-untyped-def] # noqa: PLR0913
     """Return (best[left] from section 0, choice[left, first] = end of the first stage).
 
     A stage that does not fit is run again in groups, if there are any with which it does.

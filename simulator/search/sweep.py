@@ -232,7 +232,7 @@ class Sweep:
                     break
         return found
 
-    def _taken(
+    def _taken(  # noqa: C901 (a search whose bounds are looked at in turn)
         self, shapes: Iterable[Shape], objective: Objective | None, found: Sequence[Outcome], *, fewer: bool
     ) -> Iterator[tuple[float, int, Case]]:
         """The most promising case, its cost and how well that is known, again and again; without shapes ``found``."""

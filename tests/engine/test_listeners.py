@@ -36,7 +36,7 @@ from morph.link.caller import TALK, Call
 from morph.link.listener import HELLO_TIMEOUT_S, MOST_STRANGERS, Strangers
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.pre_copy.incoming import Incoming
-from morph.runtime.pre_copy.meeting import Meeting
+from morph.runtime.pre_copy.meeting import StreamContext
 from morph.runtime.pre_copy.wire import Frame, send_frame
 from tests.engine.link_scene import LinkScene
 
@@ -138,15 +138,16 @@ class Keys(dict[str, bytes]):
 @contextmanager
 def units_sent_ahead(_: Path) -> Iterator[Scene]:
     store: Any = Keys()
+    context = StreamContext(occasion="1", worker="b", secret=SECRET, open_store=lambda: store, faults=FaultPlan([], []))
     incoming = Incoming(
-        1, "b", {f"s{number}": f"a{number}" for number in range(9)},
-        make_shadow=lambda unit: pytest.fail(unit), arrive=lambda _: None, open_store=lambda: store,
-        listen_host="127.0.0.1", faults=FaultPlan([], []), news=lambda: None, secret=SECRET,
+        context, {f"s{number}": f"a{number}" for number in range(9)},
+        make_shadow=lambda unit: pytest.fail(unit), arrive=lambda _: None,
+        listen_host="127.0.0.1", news=lambda: None,
     )  # fmt: skip
     senders = iter(range(9))
 
     def come() -> None:
-        sender, meeting = f"a{next(senders)}", Meeting(1, "b", SECRET)
+        sender, meeting = f"a{next(senders)}", context.meeting("b")
         with socket.create_connection(incoming._listener.address, BOUND_S) as connection:
             send_frame(connection, Frame(meeting.hello(incoming._told, sender), {}))  # waits until it is taken
 

@@ -46,7 +46,7 @@ class AimName(StrEnum):
     DOLLARS = "dollars"
 
 
-def replay_command(
+def replay_command(  # noqa: C901 (checks of options, one after the other)
     profile: Annotated[
         Path,
         typer.Argument(

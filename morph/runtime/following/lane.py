@@ -16,6 +16,7 @@ from morph.contract.salvage import PartialSum
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.pre_copy.incoming import Incoming
+from morph.runtime.pre_copy.meeting import StreamContext
 from morph.runtime.pre_copy.outgoing import Outgoing
 from morph.runtime.pre_copy.wire import Frame
 from morph.runtime.state.unit_state import UnitState
@@ -66,7 +67,15 @@ class FollowLane:
             log.warning("nothing is kept for others, or by them: %s", error)
 
     def _open(self, order: ReshapeOrder) -> None:
-        me, occasion = self._setup.worker, f"follow/{order.generation}"
+        me = self._setup.worker
+        context = StreamContext(
+            occasion=f"follow/{order.generation}",
+            worker=me,
+            secret=self._setup.secret,
+            open_store=self._open_store,
+            faults=self._faults,
+            limit_s=order.limit_s,
+        )
         for state in self._known.values():
             if order.follow_in_host:
                 state.park()
@@ -75,36 +84,20 @@ class FollowLane:
         mine = next((follow for follow in order.follows if follow.worker == me), None)
         if mine is not None:
             fresh = [unit for unit in mine.units if unit not in mine.known]
-            faults, secret = self._faults, self._setup.secret
-            self._outgoing = Outgoing(
-                occasion,
-                me,
-                mine.follower,
-                fresh,
-                self._open_store,
-                faults,
-                secret,
-                known=mine.known,
-                limit_s=order.limit_s,
-            )
+            self._outgoing = Outgoing(context, mine.follower, fresh, known=mine.known)
         others = [follow for follow in order.follows if follow.follower == me]
         if not others:
             return
         self._incoming = Incoming(
-            occasion,
-            me,
+            context,
             {unit: follow.worker for follow in others for unit in follow.units},
             make_shadow=lambda unit: self._shadow(unit, order),
             arrive=self._workload.arrive,
-            open_store=self._open_store,
             listen_host=self._setup.listen_host,
-            faults=self._faults,
             news=self._wake,
-            secret=self._setup.secret,
             known=self._known,
             expected=[follow.worker for follow in others],
             take_sums=self._keep,
-            limit_s=order.limit_s,
         )
 
     def _shadow(self, unit: str, order: ReshapeOrder) -> UnitState:

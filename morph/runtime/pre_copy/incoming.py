@@ -8,14 +8,11 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from morph.contract.errors import PeerLost
-from morph.contract.messages import DEFAULT_LIMIT_S
 from morph.link.listener import HELLO_TIMEOUT_S, Caller, Listener
-from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.pre_copy.meeting import Meeting
+from morph.runtime.pre_copy.meeting import StreamContext
 from morph.runtime.pre_copy.wire import (
     GREETING_BYTES,
     Frame,
@@ -33,45 +30,34 @@ class Incoming:
     """Receives units beside training, in threads of its own: one that listens, one for each sender.
 
     Args:
-        occasion: Of the meeting.
-        worker: The receiver.
+        context: Of the streams.
         senders: By unit.
         make_shadow: Makes a unit that is to follow.
         arrive: Blocks until so many bytes are there, where the link is emulated.
-        open_store: Opens a connection to the rendezvous store.
         listen_host: The address to listen on.
-        faults: Scheduled faults.
         news: Called when there is something to report.
-        secret: Of the run.
         known: Units that are here at the version that their senders have now.
         expected: Further senders.
         take_sums: Called with the sender's name and a frame of partial sums, or one that says that no more will come.
-        limit_s: A sender that is not there by then is given up, and one that is silent for twice as long: between two
-            steps it has nothing to send.
     """
 
     def __init__(
         self,
-        occasion: str,
-        worker: str,
+        context: StreamContext,
         senders: Mapping[str, str],
         *,
         make_shadow: Callable[[str], UnitState],
         arrive: Callable[[int], None],
-        open_store: Callable[[], Store],
         listen_host: str,
-        faults: FaultPlan,
         news: Callable[[], None],
-        secret: str,
         known: Mapping[str, UnitState] | None = None,
         expected: Iterable[str] = (),
         take_sums: Callable[[str, Frame], None] = lambda _sender, _frame: None,
-        limit_s: float = DEFAULT_LIMIT_S,
     ) -> None:
-        self._meeting = Meeting(occasion, worker, secret)
+        self._meeting = context.meeting(context.worker)
         self._senders = dict(senders)
-        self._make_shadow, self._arrive, self._open_store = make_shadow, arrive, open_store
-        self._faults, self._news, self._limit_s = faults, news, limit_s
+        self._make_shadow, self._arrive, self._open_store = make_shadow, arrive, context.open_store
+        self._faults, self._news, self._limit_s = context.faults, news, context.limit_s
         self._lock = threading.Lock()
         self._take_sums = take_sums
         self._shadows: dict[str, UnitState] = dict(known or {})

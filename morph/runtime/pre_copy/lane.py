@@ -13,6 +13,7 @@ from morph.contract.messages import PreCopyOrder, PreCopyReport, ReshapeOrder, W
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.pre_copy.incoming import Incoming
+from morph.runtime.pre_copy.meeting import StreamContext
 from morph.runtime.pre_copy.outgoing import Outgoing
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.workloads.workload import Workload
@@ -62,33 +63,24 @@ class PreCopyLane:
             for move in order.moves:
                 if move.sender == me:
                     by_receiver.setdefault(move.receiver, []).append(move.unit)
-            self._outgoing = tuple(
-                Outgoing(
-                    str(order.number),
-                    me,
-                    receiver,
-                    units,
-                    self._open_store,
-                    self._faults,
-                    self._setup.secret,
-                    limit_s=order.limit_s,
-                )
-                for receiver, units in by_receiver.items()
+            context = StreamContext(
+                occasion=str(order.number),
+                worker=me,
+                secret=self._setup.secret,
+                open_store=self._open_store,
+                faults=self._faults,
+                limit_s=order.limit_s,
             )
+            self._outgoing = tuple(Outgoing(context, receiver, units) for receiver, units in by_receiver.items())
             senders = {move.unit: move.sender for move in order.moves if move.receiver == me}
             if senders:
                 self._incoming = Incoming(
-                    str(order.number),
-                    me,
+                    context,
                     senders,
                     make_shadow=lambda unit: self._workload.make_shadow(unit, order.num_micro_batches),
                     arrive=self._workload.arrive,
-                    open_store=self._open_store,
                     listen_host=self._setup.listen_host,
-                    faults=self._faults,
                     news=self._news,
-                    secret=self._setup.secret,
-                    limit_s=order.limit_s,
                 )
 
     def report(self) -> PreCopyReport | None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from torch._C._distributed_c10d import Store
+
+from morph.contract.messages import DEFAULT_LIMIT_S
 from morph.link.proof import is_proven, new_secret, proof
+from morph.runtime.groups.faults import FaultPlan
 
 
 class Meeting:
@@ -51,6 +56,32 @@ class Meeting:
         _, _, nonce, _ = _parts(told)
         sender, given = str(facts.get("worker")), str(facts.get("proof"))
         return sender if is_proven(given, self._secret, "sender", self.key, nonce, sender) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamContext:
+    """What all streams from and to one worker, of one order or generation, have in common.
+
+    Attributes:
+        occasion: Of their meetings.
+        worker: This one.
+        secret: Of the run.
+        open_store: Opens a connection to the rendezvous store.
+        faults: Scheduled faults.
+        limit_s: Seconds after which the other end is given up that is not there, or takes nothing; a sender may be
+            silent for twice as long, because it has nothing to send between two steps.
+    """
+
+    occasion: str
+    worker: str
+    secret: str
+    open_store: Callable[[], Store]
+    faults: FaultPlan
+    limit_s: float = DEFAULT_LIMIT_S
+
+    def meeting(self, receiver: str) -> Meeting:
+        """Where these streams' senders find a receiver."""
+        return Meeting(self.occasion, receiver, self.secret)
 
 
 def _parts(told: str) -> tuple[str, str, str, str]:

@@ -14,14 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from morph.contract.decided import Decided
 from morph.contract.errors import PeerLost, WaitTimeout
-from morph.contract.messages import DEFAULT_LIMIT_S
-from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.pre_copy.meeting import Meeting
+from morph.runtime.pre_copy.meeting import StreamContext
 from morph.runtime.pre_copy.wire import (
     CONNECT_TIMEOUT_S,
     Frame,
@@ -46,35 +43,21 @@ class Outgoing:
     a stream that falls behind by more than the states that it began with is given up.
 
     Args:
-        occasion: Of the meeting.
-        worker: The sender.
+        context: Of the streams.
         receiver: Who gets the units.
         units: Which, in this order.
         known: Further units, which the receiver has already at the present version.
-        limit_s: A receiver that takes nothing for so long is given up.
-        open_store: Opens a connection to the rendezvous store.
-        faults: Scheduled faults.
-        secret: Of the run.
     """
 
     def __init__(
-        self,
-        occasion: str,
-        worker: str,
-        receiver: str,
-        units: Sequence[str],
-        open_store: Callable[[], Store],
-        faults: FaultPlan,
-        secret: str,
-        known: Sequence[str] = (),
-        limit_s: float = DEFAULT_LIMIT_S,
+        self, context: StreamContext, receiver: str, units: Sequence[str], *, known: Sequence[str] = ()
     ) -> None:
         self.receiver = receiver
-        self._name = f"what {worker} sends beside training to {receiver}"
-        self._worker = worker
-        self._meeting = Meeting(occasion, receiver, secret)
-        self._open_store, self._limit_s = open_store, limit_s
-        self._faults = faults
+        self._name = f"what {context.worker} sends beside training to {receiver}"
+        self._worker = context.worker
+        self._meeting = context.meeting(receiver)
+        self._open_store, self._limit_s = context.open_store, context.limit_s
+        self._faults = context.faults
         self._to_begin = deque(units)
         self._followed: set[str] = set(known)
         self._in_step = False

@@ -66,7 +66,7 @@ class StepSums:
         counted: Told after each backward how many there were.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (one call builds it)
         self,
         units: Mapping[str, UnitState],
         sections: range,
