@@ -6,6 +6,7 @@ import atexit
 import gc
 import logging
 import signal
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -91,43 +92,57 @@ def root(
     sweep()
 
 
-app.command("calibrate")(calibrate_command)
-app.command("calibrate-peer")(calibrate_peer_command)
-app.command("cut")(cut_command)
-app.add_typer(profile_app, name="profile")
-app.add_typer(cloud_app, name="cloud")
-app.command("plan")(plan_command)
-app.command("simulate")(simulate_command)
-app.command("replay")(replay_command)
-app.add_typer(trace_app, name="trace")
-app.command("rehearse")(rehearse_command)
-app.command("run")(run_command)
-app.command("resume")(resume_command)
-app.command("status")(status_command)
-app.add_typer(config_app, name="config")
-app.command("events")(events_command)
-app.command("report")(report_command)
-app.command("page")(page_command)
-app.command("stop")(stop_command)
-app.command("elastic")(elastic_command)
-app.command("spot-run")(spot_run_command)
-app.command("inject")(inject_command)
-app.command("history")(history_command)
-app.command("timeline")(timeline_command)
-app.add_typer(checkpoints_app, name="checkpoints")
-app.command("export")(export_command)
-app.command("import")(import_command)
-app.command("demo")(demo_command)
-app.command("trace-deps")(trace_deps_command)
+_COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
+    "Measure and plan": {
+        "calibrate": calibrate_command,
+        "calibrate-peer": calibrate_peer_command,
+        "profile": profile_app,
+        "plan": plan_command,
+        "simulate": simulate_command,
+    },
+    "Look at a job": {"cut": cut_command, "trace-deps": trace_deps_command},
+    "Run": {
+        "run": run_command,
+        "resume": resume_command,
+        "stop": stop_command,
+        "config": config_app,
+        "elastic": elastic_command,
+        "spot-run": spot_run_command,
+    },
+    "Look at runs": {
+        "status": status_command,
+        "events": events_command,
+        "report": report_command,
+        "page": page_command,
+        "timeline": timeline_command,
+        "history": history_command,
+    },
+    "Checkpoints and weights": {"checkpoints": checkpoints_app, "export": export_command, "import": import_command},
+    "Clouds": {"cloud": cloud_app},
+    "Try out": {
+        "demo": demo_command,
+        "rehearse": rehearse_command,
+        "replay": replay_command,
+        "trace": trace_app,
+        "inject": inject_command,
+    },
+}
+"""By title, in the order in which help shows them."""
+
+for _title, _commands in _COMMANDS.items():
+    for _name, _command in _commands.items():
+        if isinstance(_command, typer.Typer):
+            app.add_typer(_command, name=_name, rich_help_panel=_title)
+        else:
+            app.command(_name, rich_help_panel=_title)(_command)
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
     if logging.lastResort is not None:
         logging.lastResort.addFilter(_OnceEach())
-    gc.set_threshold(
-        50_000, 20, 10
-    )  # what commands import stays: to look through it so often takes a fifth of the time
+    # what commands import stays: to look through it so often takes a fifth of the time
+    gc.set_threshold(50_000, 20, 10)
     atexit.register(gc.freeze)  # nothing is looked through at the end: with torch loaded that takes 0.4 s
     try:
         app(prog_name="morph")

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from morph import __version__
@@ -147,3 +148,12 @@ def test_a_command_says_what_it_does_before_it_loads_what_is_slow(given: Given, 
     assert done.returncode == 42, done.stderr
     lines = [line for line in done.stderr.splitlines(keepends=True) if not line.startswith("reading")]  # if it was long
     assert ("".join(lines), done.stdout) == (said, "")
+
+
+def test_help_lists_every_command_under_a_title_that_says_what_it_is_for() -> None:
+    shown = CliRunner().invoke(app, ["--help"]).output
+    titles = [line[:-1] for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles[:3] == ["Options", "Measure and plan", "Look at a job"]
+    assert "Commands" not in titles
+    listed = [line.split()[0] for line in shown.split("Measure and plan:")[1].splitlines() if line.startswith("  ")]
+    assert sorted(listed) == sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]

@@ -64,7 +64,24 @@ def _usage(error: typer.BadParameter) -> InputError:
 
 
 class MorphGroup(TyperGroup):
-    """The root command: turns Morph's errors and Ctrl-C, from any command, into one line and an exit code."""
+    """The root command: turns Morph's errors and Ctrl-C, from any command, into one line and an exit code.
+
+    Its help lists the commands under the titles (``rich_help_panel``) that they were registered with.
+    """
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands, by title; each in one line."""
+        titles: dict[str, list[tuple[str, str]]] = {}
+        commands = {name: self.get_command(ctx, name) for name in self.commands}
+        shown = {name: command for name, command in commands.items() if command is not None and not command.hidden}
+        width = formatter.width - 6 - max(map(len, shown), default=0)
+        for name, command in shown.items():
+            title = getattr(command, "rich_help_panel", None)
+            text = command.get_short_help_str(width)
+            titles.setdefault(title if isinstance(title, str) else "Commands", []).append((name, text))
+        for title, rows in titles.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that the context names.
