@@ -25,7 +25,7 @@ _NOT_OF_THE_JOB = frozenset({
     *("MORPH_CACHE_DIR", "MORPH_DATA_DIR", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG"),
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
 })  # fmt: skip
-_THAT_CUT_OR_CHECK = ("cutting", "data", "tracing", "runtime/workloads", "cli/models")
+_THAT_CUT_OR_CHECK = ("cutting", "data", "jobs", "preflight", "tracing", "runtime/workloads", "cli/models")
 _NOT_OF_THE_JOB_PREFIXES = ("PYTEST_", "RAY_")
 """Variables that the terminal, Morph, Ray and torch set as they go, in workers other ones than in the manager: Python's
 readline tells of the terminal's size in every process that is started later, and not in its own ``os.environ``."""
@@ -134,7 +134,7 @@ def _own_code() -> str:
     """Digest of Morph's own code of cutting and checking, which a developer changes without another version."""
     own = Path(morph.__file__).parent
     files = sorted(file for folder in _THAT_CUT_OR_CHECK for file in (own / folder).rglob("*.py"))
-    return _digest(b"".join(file.read_bytes() for file in (*files, own / "job.py")))
+    return _digest(b"".join(file.read_bytes() for file in files))
 
 
 def _digest(content: object) -> str:

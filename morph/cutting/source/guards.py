@@ -17,7 +17,7 @@ from morph.cutting.source.locate import is_users
 
 TRANSFORMS = ("torch._functorch.eager_transforms", "torch._functorch.vmap", "torch._functorch.predispatch")
 """Modules in which torch.func is carried out."""
-_CALLER = str(Path(__file__).parents[1] / "trials" / "trial.py")  # holds the module that calls the user's loss
+_CALLER = str(Path(__file__).parents[1] / "trial_run" / "trial.py")  # holds the module that calls the user's loss
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from morph.jobs.job import Job
 
 SLICE = re.compile(r"\.?slice\([^)]*\)")  # of a list of modules that the model iterates over a part of
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
-_OUR_FOLDER = str(Path(__file__).parents[1])
+_OUR_FOLDER = f"{Path(__file__).parents[2]}/"
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
