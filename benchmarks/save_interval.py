@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 
 from manager.controller.saves.timing import next_save
 from manager.controller.state.config import ControllerConfig
+from manager.controller.state.draft import Draft
 from manager.controller.state.saves import SaveTimes
-from manager.controller.state.state import ControllerState, Phase, WorkerState, changed, initial_state
+from manager.controller.state.state import ControllerState, Phase, WorkerState, initial_state
 from morph.contract.messages import ReshapeOrder, Slot
 from morph.contract.plan import Expectation, Plan, StagePlan
 
@@ -141,8 +142,10 @@ def state_of(case: Case) -> ControllerState:
     slots = tuple(Slot(worker=f"n{stage}-{replica}", stage=stage, replica=replica) for stage, replica in places)
     order = ReshapeOrder(generation=1, version=0, plan=plan, slots=slots, sources=())
     workers = {slot.worker: WorkerState(appeared_s=0.0, ready_s=0.0) for slot in slots}
-    state = initial_state(config)
-    return changed(state, phase=Phase.TRAINING, workers=workers, reshape=order, setup_s=AGAIN_S / 2)
+    draft = Draft(initial_state(config), 0.0)
+    draft.change(phase=Phase.TRAINING, workers=workers, reshape=order)
+    draft.change_measured(setup_s=AGAIN_S / 2)
+    return draft.state
 
 
 def rule_of(case: Case) -> DueAfter:
@@ -158,7 +161,9 @@ def rule_of(case: Case) -> DueAfter:
             allocation_s=AGAIN_S / 2,
             num_lost=round(_vms_lost(case, num_lost)),
         )
-        save = next_save(changed(state, save_times=times), now_s)
+        draft = Draft(state, now_s)
+        draft.change_saving(save_times=times)
+        save = next_save(draft.state, now_s)
         assert save is not None
         return save.due_s
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from manager.controller.saves.timing import next_save
 from manager.controller.state.bounds import SAVE_COPY_BYTES_PER_S
 from manager.controller.state.config import ControllerConfig, ExpectedLosses
+from manager.controller.state.draft import Draft
 from manager.controller.state.saves import SaveTimes
-from manager.controller.state.state import Phase, WorkerState, changed, initial_state
+from manager.controller.state.state import Phase, WorkerState, initial_state
 from manager.simulation.spot.job import SpotJob, job_from_profile
 from morph.contract.messages import ReshapeOrder, Slot
 from morph.contract.plan import Plan
@@ -46,13 +47,12 @@ def interval_s(job: SpotJob, plan: Plan, stall_s: float, per_vm_h: float) -> flo
         stall_s=stall_s,
         durable_s=most_bytes(job, plan) / job.durations.storage_bytes_per_s,
     )
-    state = changed(
-        initial_state(config),
-        phase=Phase.TRAINING,
-        workers={slot.worker: WorkerState(appeared_s=0.0, ready_s=0.0) for slot in slots},
-        reshape=ReshapeOrder(generation=1, version=0, plan=plan, slots=slots, sources=()),
-        save_times=times,
-    )
+    draft = Draft(initial_state(config), 0.0)
+    workers = {slot.worker: WorkerState(appeared_s=0.0, ready_s=0.0) for slot in slots}
+    order = ReshapeOrder(generation=1, version=0, plan=plan, slots=slots, sources=())
+    draft.change(phase=Phase.TRAINING, workers=workers, reshape=order)
+    draft.change_saving(save_times=times)
+    state = draft.state
     save = next_save(state, 0.0)
     assert save is not None
     return save.interval_s

@@ -81,13 +81,13 @@ class Change(Value):
 
     what: Literal["setting", "data"]
     name: str
-    now: str
-    was: str
+    now: str | int
+    was: str | int
 
     def refusal(self, source: str) -> JobError:
         """Return the error that says so of a job."""
         message = f"is not the {self.what} that the run began with"
-        return JobError(message, source=source, field=self.name, value=self.now, allowed=self.was)
+        return JobError(message, source=source, field=self.name, value=self.now, allowed=str(self.was))
 
     @property
     def cannot_apply(self) -> str | None:
@@ -96,7 +96,7 @@ class Change(Value):
             return None
         if not self.name.endswith(" needs"):
             return "cannot be changed within a run"
-        lacking = sorted(set(self.now.split(", ")) - {*self.was.split(", "), ""})
+        lacking = sorted(set(str(self.now).split(", ")) - {*str(self.was).split(", "), ""})
         names = ", ".join(map(repr, lacking))
         return f"cannot be met: the run's checkpoints do not hold {names} of the optimizer's state" if lacking else None
 
@@ -107,7 +107,7 @@ _UNIT = re.compile(r"^(optimizer|lr_scheduler)\(([^)]*)\)")
 
 def told(accepted: Iterable[Change]) -> str:
     """Say what was accepted: the same of several parameter units is said once."""
-    units: dict[tuple[str, str, str], list[str]] = {}
+    units: dict[tuple[str, str | int, str | int], list[str]] = {}
     for change in accepted:
         unit = _UNIT.match(change.name)
         key = (_UNIT.sub(r"\1", change.name), change.now, change.was)
@@ -134,7 +134,7 @@ def changes(found: JobFacts, began: JobFacts) -> Iterator[Change]:
         if has is None:
             yield Change(what="data", name=name, now="none", was=f"{had.num_samples} samples")
         elif has.num_samples != had.num_samples:
-            yield Change(what="data", name=f"len({name}())", now=str(has.num_samples), was=str(had.num_samples))
+            yield Change(what="data", name=f"len({name}())", now=has.num_samples, was=had.num_samples)
         else:
             for ours, theirs in zip(has.samples, had.samples, strict=True):
                 for key in sorted(ours.entries.keys() | theirs.entries.keys()):

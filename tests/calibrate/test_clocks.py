@@ -51,7 +51,7 @@ class Task:
     """In place of a bench; ``order`` says what was run."""
 
     def __init__(self, name: str, order: list[str]) -> None:
-        self.section = type("Section", (), {"signature": name})
+        self.section = type("Section", (), {"signature": name, "finish": None})
         self.device = torch.device("cpu")
         self._name, self._order = name, order
 

@@ -105,7 +105,7 @@ def test_a_complex_loss_is_refused(tools: Any) -> None:
     def complex_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return torch.view_as_complex(model(batch["x"]).view(-1, 3, 2)).mean()
 
-    with pytest.raises(JobError, match=r"Job: loss: is complex \(got 'torch.complex64'\); allowed: a real number"):
+    with pytest.raises(JobError, match=r": loss: is complex \(got 'torch.complex64'\); allowed: a real number"):
         export_job(tools.make_job(lambda: nn.Linear(6, 6), complex_loss, ITEMS))
 
 

@@ -70,8 +70,9 @@ class Loop:
 
 
 @pytest.fixture
-def without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_dropout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(nn.Dropout, "forward", lambda _self, x: x)
+    monkeypatch.setenv("MORPH_CACHE_DIR", str(tmp_path / "cache"))  # a kept cut has dropout
 
 
 @pytest.mark.parametrize("name", ["normed", "averaged", "normed_fast"])
