@@ -3,34 +3,33 @@
 Each trace is run for real, then simulated: when VMs came, were noticed and went is taken from the run's journal, and so
 is what a worker's setup, forming groups, giving up and the manager's round took, and by how much steps were slower than
 planned because all workers share this machine; everything else is the simulator's. Prints the steps done, and of each
-part of the VMs' time by how much of the whole it differs. Run: python benchmarks/spot_accuracy.py [--seeds 0 1 2]
-[--seconds 320] [--journals FOLDER], where journals are kept: what is there is not run again.
+part of the VMs' time by how much of the whole it differs.
+    python -m benchmarks spot_accuracy --seeds 0,1,2 --seconds 320
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from manager.controller.state.config import ControllerConfig
+from benchmarks.harness import machine, numbers, option
+from benchmarks.runs import MANY_STEPS, play, specify, subject_of_profile
 from manager.controller.state.events import EVENT, NodeAppeared, NoticeGiven, WorkerAnswered, WorkerLost
 from manager.engine.run.machines import Processes
-from manager.engine.run.session import RunSpec, run_session
 from manager.journal.journal import Journal
 from manager.journal.records import VM_KILLED, DecisionRecord, Entry, Fact
-from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
+from manager.rehearsal.device import EmulationOptions, emulated_device
 from manager.report.account import Part
 from manager.report.reading import report_of
 from manager.report.values import RunReport
-from manager.run_dir import RunDir, RunFacts
 from manager.simulation.spot.cluster import SpotCluster
 from manager.simulation.spot.job import Durations, SpotJob
-from morph.contract.cluster import ClusterConfig, Policy
+from morph.contract.cluster import Policy
 from morph.contract.messages import Prepared, Reshaped, WorkerReady
 from morph.contract.trace import Trace
 from simulator import PlanRequest, plan_table, spot_model, synthetic_profile
@@ -43,7 +42,6 @@ PARAMETER_BYTES = 1_000_000
 DEVICE_BYTES = 80_000_000
 REAL_STATE_BYTES = 256 * 1024
 LINK_BYTES_PER_S = 1e9
-MANY_STEPS = 10**7
 NOTICE_S = 8.0
 NUM_LOSSES = 45
 """In a trace, were all VMs always there."""
@@ -62,53 +60,20 @@ PROFILE = synthetic_profile(
 """Eight sections of 36 ms a micro-batch, twelve micro-batches a step."""
 
 
+SUBJECT = subject_of_profile("spot accuracy", PROFILE, 1)
+
+
 def make_job(durations: Durations) -> SpotJob:
     """It needs two devices at least."""
-    units = known_units(PROFILE)
     return SpotJob(
-        name="spot accuracy",
+        name=SUBJECT.job_path,
         batch_size=NUM_MICRO_BATCHES,
         plans=plan_table(PROFILE, MOST_VMS, PlanRequest(memory_bytes=DEVICE_BYTES)),
-        units={unit.id: unit.sections for unit in units},
-        unit_bytes={unit.id: 3 * unit.parameter_bytes for unit in units},
+        units=dict(SUBJECT.units),
+        unit_bytes=dict(SUBJECT.unit_bytes),
         durations=durations,
         policy=POLICY,
     )
-
-
-def make_run(job: SpotJob, trace: Trace, directory: Path) -> tuple[RunSpec, RunFacts]:
-    """What to run for real."""
-    config = ControllerConfig(
-        job=job.name,
-        fingerprint=PROFILE.job.fingerprint,
-        plans=job.plans,
-        units=job.units,
-        unit_bytes=job.unit_bytes,
-        num_steps=MANY_STEPS,
-        policy=POLICY,
-        expected_nodes=sum(event.time_s == 0 for event in trace.events),
-    )
-    state_scale = REAL_STATE_BYTES / sum(section.parameter_bytes for section in PROFILE.sections)
-    options = EmulationOptions(state_scale=state_scale, message_scale=0.25)
-    spec = RunSpec(
-        job_path=job.name,
-        config=config,
-        cluster=ClusterConfig(policy=POLICY),
-        trace=trace,
-        num_sections=NUM_SECTIONS,
-        micro_batch_size=1,
-        stop_with_trace=True,
-        emulation=emulated_device(PROFILE, 1, range(2, MOST_VMS + 1), options),
-        machines=Processes(log_path=directory / "workers.log"),
-    )
-    facts = RunFacts(
-        job=job.name,
-        fingerprint=config.fingerprint,
-        micro_batch_size=1,
-        batch_size=NUM_MICRO_BATCHES,
-        num_sections=NUM_SECTIONS,
-    )
-    return spec, facts
 
 
 @dataclass(frozen=True)
@@ -135,13 +100,22 @@ class Happened:
 
 def run_for_real(trace: Trace, kept: Path) -> None:
     """Run a trace to its end, and keep the run's journal."""
+    state_scale = REAL_STATE_BYTES / sum(section.parameter_bytes for section in PROFILE.sections)
+    options = EmulationOptions(state_scale=state_scale, message_scale=0.25)
     with tempfile.TemporaryDirectory(prefix="morph-spot-") as folder:
-        directory = Path(folder)
-        spec, facts = make_run(make_job(Durations()), trace, directory)
-        with RunDir(directory / "run", facts) as run_dir:
-            run_session(spec, run_dir, lambda _: None)
+        spec = specify(
+            SUBJECT,
+            make_job(Durations()).plans,
+            POLICY,
+            trace,
+            config={"job": SUBJECT.job_path},
+            stop_with_trace=True,
+            emulation=emulated_device(PROFILE, 1, range(2, MOST_VMS + 1), options),
+            machines=Processes(log_path=Path(folder) / "workers.log"),
+        )
+        play(SUBJECT, spec, Path(folder) / "run")
         kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(directory / "run" / "journal.sqlite", kept)
+        shutil.copy(Path(folder) / "run" / "journal.sqlite", kept)
 
 
 def read(kept: Path, num_expected: int) -> Happened:
@@ -292,16 +266,15 @@ def draw(seed: int, seconds: float) -> Trace:
     return model.draw(seed, seconds)
 
 
-def main() -> None:
-    """Print how each trace compares."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--seconds", type=float, default=320.0)
-    parser.add_argument("--journals", type=Path)
-    options = parser.parse_args()
+def main(
+    seeds: str = "0,1,2",
+    seconds: float = 320.0,
+    journals: Annotated[Path | None, option("keep them here; what is there is not run again")] = None,
+) -> None:
+    print(machine())
     with tempfile.TemporaryDirectory(prefix="morph-spot-") as folder:
-        for seed in options.seeds:
-            trace, kept = draw(seed, options.seconds), (options.journals or Path(folder)) / f"trace-{seed}.sqlite"
+        for seed in numbers(seeds):
+            trace, kept = draw(seed, seconds), (journals or Path(folder)) / f"trace-{seed}.sqlite"
             if not kept.exists():
                 run_for_real(trace, kept)
             happened = read(kept, sum(event.time_s == 0 for event in trace.events))
@@ -316,7 +289,3 @@ def main() -> None:
                 f"worst part {worst.value} {apart[worst]:+.1%} of the whole ({parts})",
                 flush=True,
             )
-
-
-if __name__ == "__main__":
-    main()

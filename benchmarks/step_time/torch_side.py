@@ -8,18 +8,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from remote import Remote, call_all
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.harness import LOOPBACK
+from benchmarks.remote import Remote, call_all, end_all
 from morph.cutting import export_job
 from morph.data import MicroBatchLoader
 from morph.job import load_job
 from morph.runtime.groups.store import StoreHost
-
-LOOPBACK = "127.0.0.1"
 
 
 class Half(nn.Module):
@@ -38,7 +37,8 @@ class Half(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         if self.recompute:
-            return checkpoint(self._run, value, use_reentrant=False)
+            found: Tensor = checkpoint(self._run, value, use_reentrant=False)
+            return found
         return self._run(value)
 
     def _run(self, value: Tensor) -> Tensor:
@@ -46,7 +46,8 @@ class Half(nn.Module):
             value = self.tokens(value) + self.positions(torch.arange(value.shape[1]))
         for block in self.blocks:
             value = block(value)
-        return value if self.first else self.head(self.norm(value))
+        found: Tensor = value if self.first else self.head(self.norm(value))
+        return found
 
 
 class TorchRank:
@@ -137,5 +138,4 @@ class TorchSide:
         return [sum(each) for each in zip(*shares, strict=True)]
 
     def end(self) -> None:
-        for remote in self._ranks:
-            remote.end()
+        end_all(self._ranks)

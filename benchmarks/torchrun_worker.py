@@ -39,7 +39,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
     temporary.replace(path)
 
 
-def main() -> None:
+def train() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--job", required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -79,4 +79,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    train()
