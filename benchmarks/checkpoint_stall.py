@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from benchmarks.harness import head, in_turns, machine, numbers, row, spread
 from morph.cutting import ParameterUnit
@@ -136,7 +136,7 @@ def torch_save(training: Training, folder: Path, done_s: list[float]) -> Callabl
         nonlocal number
         number += 1
         start_s = time.perf_counter()
-        future: Any = dcp.async_save(training.tensors(), checkpoint_id=str(folder / f"{number}"), no_dist=True)
+        future: Any = async_save(training.tensors(), checkpoint_id=str(folder / f"{number}"), no_dist=True)
         handed_s = time.perf_counter() - start_s
         assert isinstance(future, Future)
         future.add_done_callback(lambda _: done_s.append(time.perf_counter() - start_s))

@@ -106,7 +106,7 @@ def tell_of_cost(azure: VirtualAzure, report: RunReport, parts: list[Split]) -> 
     for part in Part:
         if account.parts_ns[part]:
             print(f"  {part:11} {account.part_s(part):8.1f}  {account.share(part):6.1%}")
-    before_s, after_s = sum(part.before_s for part in parts), sum(part.after_s for part in parts)
+    before_s, after_s = sum(one.before_s for one in parts), sum(one.after_s for one in parts)
     print(f"Azure's bill: {bill_s:.1f} node-seconds, {azure.region.dollars():.5f} dollars at {USD:g} an hour")
     for name, figure_s in (("before", before_s), ("in the run", account.total_s), ("after", after_s)):
         print(f"  {name:11} {figure_s:8.1f}  {figure_s * USD / 3600:.5f} dollars")
@@ -117,10 +117,10 @@ def tell_of_cost(azure: VirtualAzure, report: RunReport, parts: list[Split]) -> 
         adds_up &= abs(paid.total_usd - account.total_s * USD / 3600) < 1e-9
     adds_up &= abs(before_s + account.total_s + after_s - bill_s) < 0.05
     adds_up &= abs(azure.region.dollars() - bill_s * USD / 3600) < 1e-9
-    for part in parts:
-        if not part.fits:
-            print(f"  {part.vm} lives otherwise for the run than for Azure: {part}")
-    return adds_up and all(part.fits for part in parts)
+    for split in parts:
+        if not split.fits:
+            print(f"  {split.vm} lives otherwise for the run than for Azure: {split}")
+    return adds_up and all(split.fits for split in parts)
 
 
 def main(

@@ -48,7 +48,8 @@ def model() -> nn.Module:
 
 
 def loss(built: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return (built(batch["x"]) - batch["x"]).square().mean()
+    found: Tensor = (built(batch["x"]) - batch["x"]).square().mean()
+    return found
 
 
 def optimizer(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

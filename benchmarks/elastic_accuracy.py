@@ -1,6 +1,6 @@
 """Do models get as good when workers are lost all the time? The ways of ``sync`` under heavy revocations (Spotnik).
 
-    python -m benchmarks elastic_accuracy --out curves.json --picture docs/images/elastic-accuracy.png
+    python -m benchmarks elastic_accuracy --out curves.json --png docs/images/elastic-accuracy.png
 
 Two real data sets: scikit-learn's digits (a package that this alone needs) with an MLP, and the next character of
 the standard library's source. Workers are forks of this process. After every --every steps one of --workers is killed
@@ -105,11 +105,7 @@ def looked_at(task: Task) -> tuple[float, float]:
 def train(lane: Connection, step_s: float, task: Task, sync: str, num_steps: int) -> None:
     """One worker: sends its steps, the last one as of no workers; after the end it waits."""
     torch.set_num_threads(1)
-    optimizer = morph.elastic.Optimizer(
-        torch.optim.AdamW(task.model.parameters(), lr=task.rate),
-        task.model,
-        sync=sync,  # type: ignore[arg-type]
-    )
+    optimizer = morph.elastic.Optimizer(torch.optim.AdamW(task.model.parameters(), lr=task.rate), task.model, sync=sync)
     lane.send(tuple(optimizer._session.membership.address)[:2])
 
     def loss(share: Any) -> Tensor:

@@ -71,7 +71,7 @@ def train_sum(
         make(model.parameters(), lr=1e-3),
         model,
         accumulation=accumulation,  # type: ignore[arg-type]
-        sync=sync,  # type: ignore[arg-type]
+        sync=sync,
     )
     membership = optimizer._session.membership
     lane.send(tuple(membership.address)[:2])

@@ -24,6 +24,7 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 import morph.elastic
@@ -57,7 +58,7 @@ def stepper(way: str, num_values: int, port: int, rank: int, size: int, step_s: 
     if way != "DDP":
         optimizer = morph.elastic.Optimizer(plain, model, accumulation="exact" if way == "exact" else "fast")
         return lambda: optimizer.step(lambda _: model(step_s))
-    store = dist.TCPStore(LOOPBACK, port, size, rank == 0, timeout=timedelta(seconds=60))
+    store = TCPStore(LOOPBACK, port, size, rank == 0, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     wrapped = DistributedDataParallel(model)
 

@@ -14,6 +14,7 @@ import shutil
 import statistics
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -224,11 +225,11 @@ def simulate(happened: Happened, durations: Durations) -> SpotCluster:
         return ()
 
     for vm, time_s in happened.appeared_s.items():
-        cluster.after(time_s - start_s, lambda vm=vm: come(vm))
+        cluster.after(time_s - start_s, partial(come, vm))
     for vm, time_s in happened.killed_s.items():
-        cluster.after(time_s - start_s, lambda vm=vm: go(vm))
+        cluster.after(time_s - start_s, partial(go, vm))
     for time_s, vm, lead_s in happened.noticed:
-        cluster.after(time_s - start_s, lambda vm=vm, lead_s=lead_s: notice(vm, lead_s))
+        cluster.after(time_s - start_s, partial(notice, vm, lead_s))
     cluster.play(happened.over_s - start_s)
     return cluster
 

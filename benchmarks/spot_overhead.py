@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -92,7 +92,7 @@ def taken_s(entries: list[dict[str, float]]) -> float:
 
 def measured(
     num_steps: int, step_s: float, megabytes: float, given: Preemptions, folder: Path
-) -> tuple[Counter[str], int, Means]:
+) -> tuple[dict[str, float], int, Means]:
     """Return seconds by part, the VMs taken, and means."""
     code, log = folder / "code", folder / "log"
     code.mkdir()
@@ -108,7 +108,7 @@ def measured(
     told = [json.loads(line) for line in log.read_text().splitlines()]
     starts = [begin_s + at_s for at_s, why in outcome.reasons if why.startswith("the script begins on")]
     ends = [begin_s + at_s for at_s, why in outcome.reasons if why.startswith(("the VM is gone", "the script ended"))]
-    parts, preparations, allocations = Counter[str](), list[float](), [starts[0] - begin_s]
+    parts, preparations, allocations = defaultdict[str, float](float), list[float](), [starts[0] - begin_s]
     for index, start_s in enumerate(starts):
         next_s = starts[index + 1] if index + 1 < len(starts) else float("inf")
         end_s = min([one for one in ends if one > start_s] + [next_s])
@@ -136,7 +136,7 @@ class Simulated:
     def __init__(self, means: Means, given: Preemptions, num_steps: int) -> None:
         self._means, self._given, self._num_steps = means, given, num_steps
         self._taking, self._state, self._now_s = Exponential(given), SpotState(), 0.0
-        self.parts, self.num_taken = Counter[str](), -1
+        self.parts, self.num_taken = defaultdict[str, float](float), -1
         self._stored = 0
 
     def run(self) -> None:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.harness import LOOPBACK, Seed, forked, head, kill, machine, option, row, worst_cases
 
@@ -285,13 +285,12 @@ def main(
         sys.exit('torchft is not installed: pip install "torchft==0.2.*" (it is not a dependency of Morph)')
     importlib.import_module("torchft")  # once, for all that are forked from here
     setting = Setting("defaults") if defaults else TUNED
-    asked = {
-        "heartbeat_timeout_s": heartbeat_timeout_s,
-        "join_timeout_s": join_timeout_s,
-        "timeout_s": timeout_s,
-    }
-    for name, value in asked.items():
-        setting = setting if value is None else replace(setting, **{name: value})
+    setting = replace(
+        setting,
+        heartbeat_timeout_s=heartbeat_timeout_s or setting.heartbeat_timeout_s,
+        join_timeout_s=join_timeout_s or setting.join_timeout_s,
+        timeout_s=timeout_s or setting.timeout_s,
+    )
     told, chooser, losses = machine(), random.Random(seed), list[Loss]()
     with tempfile.TemporaryDirectory(prefix="torchft-pause-") as directory:
         group = Group(setting, replicas, step_s, Path(directory))

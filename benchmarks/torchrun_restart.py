@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.harness import LOOPBACK, ROOT, TINY_JOB, head, machine, option, row, worst_cases
 

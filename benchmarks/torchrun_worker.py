@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
@@ -67,7 +68,9 @@ def train() -> None:
         share = range(step * job.batch_size + rank, (step + 1) * job.batch_size, world)
         batch = default_collate([samples[index % len(samples)] for index in share])
         optimizer.zero_grad()
-        job.loss(parallel, batch).backward()
+        loss = job.loss(parallel, batch)
+        assert isinstance(loss, Tensor)
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if rank == 0:
             log(arguments.run_dir / "log.jsonl", event="step", rank=rank, world=world, step=step)

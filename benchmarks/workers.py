@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from benchmarks.harness import LOOPBACK
 from benchmarks.remote import Called, Remote, call_all, end_all
+from morph import Job
 from morph.contract.cluster import LinkSetting
-from morph.contract.decided import decided_step
+from morph.contract.decided import Decided, decided_step
 from morph.contract.messages import Prepared, Reshaped, ReshapeOrder, Slot, Source, StepOrder, WorkerReady, WorkerSetup
 from morph.contract.plan import Expectation, Plan, Schedule, StagePlan
 from morph.cutting.cuts.cut_model import CutModel
@@ -69,7 +72,14 @@ def slots_of(plan: Plan, name: str = "w{index}") -> tuple[Slot, ...]:
 def cut_job(job_path: str) -> CutModel:
     """The job's model, cut as the job says."""
     job = load_job(job_path)
+    assert job.micro_batch_size is not None, "the job leaves m open"
     return load_and_cut(job_path, num_sections=job.num_sections, micro_batch_size=job.micro_batch_size).model
+
+
+def loss_of(job: Job, model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """A micro-batch's loss, without what else the job reports."""
+    found = job.loss(model, batch)
+    return found[0] if isinstance(found, tuple) else found
 
 
 class Crew:
@@ -128,7 +138,8 @@ class Crew:
         order = ReshapeOrder(generation=self._generation, version=0, plan=plan, slots=slots, sources=sources)
         self._present = [self.workers[slot.worker] for slot in slots]
         answers = [expect(answer, Reshaped) for answer in call_all(self._present, "reshape", order)]
-        self._step, self._decided, self._scale = 0, None, answers[0].loss_scale
+        self._decided: Decided | None = None
+        self._step, self._scale = 0, answers[0].loss_scale
 
     def steps(self, count: int) -> list[float]:
         """Run so many steps; returns their losses."""

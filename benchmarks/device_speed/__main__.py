@@ -21,6 +21,7 @@ from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from benchmarks.device_speed.training import PlainLoop, morph_times_s, synchronize
 from benchmarks.harness import TINY_JOB, option, wall_s
@@ -85,7 +86,7 @@ def communicators(device: str) -> None:
         return
     library = Nccl(torch.device(device))
     begin_s = time.perf_counter()
-    formed = [library.form(dist.PrefixStore(str(index), dist.HashStore()), 0, 1, 60.0) for index in range(2)]
+    formed = [library.form(PrefixStore(str(index), HashStore()), 0, 1, 60.0) for index in range(2)]
     formed_s = time.perf_counter()
     library.abort(formed)
     print(f"communicators of one rank: forming two {formed_s - begin_s:.2f} s, ", end="")

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.harness import wall_s
 from benchmarks.remote import Called, Remote
-from benchmarks.workers import Crew, cut_job, plan_by_hand
+from benchmarks.workers import Crew, cut_job, loss_of, plan_by_hand
 from morph.contract.cluster import LinkSetting
 from morph.contract.plan import Plan
 from morph.data import MicroBatchLoader
@@ -44,8 +44,8 @@ class PlainLoop:
             for micro_batch in range(num):
                 batch = loader.load(step, micro_batch, keys)
                 with autocast(job.precision, device):
-                    loss = job.loss(model, {key: value.to(device) for key, value in batch.items()})
-                (loss / num).backward()
+                    loss = loss_of(job, model, {key: value.to(device) for key, value in batch.items()})
+                (loss / num).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             synchronize(device)

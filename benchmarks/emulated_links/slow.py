@@ -140,7 +140,9 @@ class SleepingModule(nn.Module):
         self._like = torch.ones(1, *(SMALL if last else (case.message_bytes // 4,)))
 
     def forward(self, value: Tensor) -> Tensor:
-        return _Sleep.apply(value + self.weight if value.shape[-1] == 1 else value, self._like, *self._times_s)
+        given = value + self.weight if value.shape[-1] == 1 else value
+        found: Tensor = _Sleep.apply(given, self._like, *self._times_s)  # type: ignore[no-untyped-call]
+        return found
 
 
 class SlowStage(PipelineStage):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from benchmarks.emulated_links.cases import SMALL, Case, Way, order_of
@@ -28,8 +29,8 @@ class StageProcess:
     def __init__(self, stage: int, num_stages: int, port: int) -> None:
         torch.set_num_threads(1)
         self._stage, self._num_stages = stage, num_stages
-        store = dist.TCPStore(LOOPBACK, port, is_master=False)
-        dist.init_process_group("gloo", store=dist.PrefixStore("torch", store), rank=stage, world_size=num_stages)
+        store = PrefixStore("torch", connect_store(LOOPBACK, port))
+        dist.init_process_group("gloo", store=store, rank=stage, world_size=num_stages)
         self._interrupt = Interrupt(1)
         self._groups = GroupSet(self._interrupt)
         names = [f"w{index}" for index in range(num_stages)]

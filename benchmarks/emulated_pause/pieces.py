@@ -117,7 +117,7 @@ def _forming_of(morph: MorphRecord, formed: dict[int, Forming]) -> Forming | Non
 
 def _plain_step_s(report: RunReport, shape: str) -> float:
     """Median time of a step of this shape, the first of each generation not counted."""
-    first = {}
+    first: dict[int, int] = {}
     for record in report.steps:
         first.setdefault(record.generation, record.step)
     shapes = {span.generation: span.shape for span in report.shapes}

@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.remote import InThisProcess
-from benchmarks.workers import Crew, cut_job
+from benchmarks.workers import Crew, cut_job, loss_of
 from morph import Job
 from morph.data import MicroBatchLoader
 from morph.job import load_job
@@ -57,7 +57,7 @@ def plain(free: bool) -> tuple[Job, int, int, Callable[[int], None]]:
         for micro_batch in range(num):
             batch = loader.load(number, micro_batch, keys)
             with autocast(job.precision, device):
-                loss = job.loss(model, {key: value.to(device, non_blocking=True) for key, value in batch.items()})
+                loss = loss_of(job, model, {key: value.to(device, non_blocking=True) for key, value in batch.items()})
             (loss / num).backward()
         if job.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_grad_norm)

@@ -143,8 +143,9 @@ def main(
         ways = {name: partial(one.take_turn, steps) for name, one in found.items()}
         for name, times_s in in_turns(ways, rounds, shuffled=random.Random(seed)).items():
             found[name].step_s = times_s
-        for side in (*crews.values(), peer):
-            side.end()
+        for crew in crews.values():
+            crew.end()
+        peer.end()
     print(f"{rounds} rounds of 1 + {steps} steps, load at the end {load():.1f}")
     report(list(found.values()))
     check_losses(list(found.values()))

@@ -20,13 +20,7 @@ COMMAND = re.compile(r"python -m benchmarks ([\w.]+)((?: +(?!#)[^`\n]+)?)")
 
 def commands() -> list[tuple[str, str, str]]:
     """Page, benchmark and options of each command that documentation gives."""
-    pages = [
-        *ROOT.glob("*.md"),
-        *ROOT.glob("docs/**/*.md"),
-        ROOT / "Makefile",
-        *HERE.rglob("*.sh"),
-        *HERE.rglob("*.py"),
-    ]
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "Makefile"]
     return [
         (str(page.relative_to(ROOT)), name, options)
         for page in [*documents, *HERE.rglob("*.sh"), *HERE.rglob("*.py")]
