@@ -17,20 +17,19 @@ import os
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import fsspec
 import torch
 
-from benchmarks.harness import head, in_turns, machine, option, row, spread
+from benchmarks.harness import cpu_s, head, in_turns, machine, option, row, spread, wall_s
+from benchmarks.remote import Remote, call_all, end_all
 from morph.checkpoint.manifest import read_manifest, version_url, write_manifest
 from morph.checkpoint.unit_files import write_unit
 from morph.contract.checkpoint import Manifest, UnitFile
@@ -114,44 +113,40 @@ def forget(folder: str) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _timed(work: Work, url: str, width: int, depth: int) -> tuple[float, float]:
+class Reader:
+    """One of the processes; it has loaded what it needs once it is made."""
+
+    def __init__(self, url: str, width: int) -> None:
+        torch.set_num_threads(1)
+        self._url, self._width = url, width
+        fsspec.core.url_to_fs(url)
+        unit_of("warm", 8)
+
+    def ready(self) -> None:
+        """Say so."""
+
+    def run(self, work: Work, units: list[str]) -> float:
+        """Do some work; returns the processor seconds that it takes."""
+        return cpu_s(lambda: work(self._url, self._width, units))
+
+
+def timed(work: Work, url: str, width: int, depth: int) -> tuple[float, float]:
     """Return how long it takes until the last of so many processes is done, from when all of them are ready.
 
     And the processor seconds that they take together; what a stand-in takes is not in them.
     """
-    context = multiprocessing.get_context("spawn")
-    ready, go = context.Barrier(depth + 1), context.Barrier(depth + 1)
-    done, busy_s = context.Barrier(depth + 1), context.Value("d", 0.0)
-    shares = [[f"s{index}" for index in range(stage, NUM_UNITS, depth)] for stage in range(depth)]
-    workers = [
-        context.Process(target=_worker, args=(work, url, width, share, ready, go, done, busy_s)) for share in shares
-    ]
-    for worker in workers:
-        worker.start()
-    ready.wait(300)
-    start_s = time.perf_counter()
-    go.wait(300)
-    done.wait(600)
-    took_s = time.perf_counter() - start_s
-    for worker in workers:
-        worker.join(60)
-    return took_s, busy_s.value
+    readers = [Remote(partial(Reader, url, width)) for _ in range(depth)]
+    call_all(readers, "ready")
+    busy_s: list[float] = []
 
+    def run() -> None:
+        for stage, reader in enumerate(readers):
+            reader.send("run", work, [f"s{index}" for index in range(stage, NUM_UNITS, depth)])
+        busy_s.extend(reader.answer() for reader in readers)
 
-def _worker(
-    work: Work, url: str, width: int, units: list[str], ready: Barrier, go: Barrier, done: Barrier, busy_s: Any
-) -> None:
-    torch.set_num_threads(1)
-    fsspec.core.url_to_fs(url)
-    unit_of("warm", 8)
-    ready.wait(300)
-    go.wait(300)
-    began_s = time.process_time()
-    work(url, width, units)
-    took_s = time.process_time() - began_s
-    done.wait(600)
-    with busy_s:
-        busy_s.value += took_s
+    took_s = wall_s(run)
+    end_all(readers)
+    return took_s, sum(busy_s)
 
 
 def _serve(store: str, bytes_per_s: float | None, told: Connection) -> None:
@@ -217,7 +212,7 @@ def compare(url: str, mib: int, rounds: int, forgotten: str | None = None) -> No
     def turn(work: Work, depth: int) -> tuple[float, float]:
         if forgotten:
             forget(forgotten)
-        return _timed(work, url, width, depth)
+        return timed(work, url, width, depth)
 
     head("into | restored | plain read | of its speed | processor, restored and plain")
     for depth in SHAPES:

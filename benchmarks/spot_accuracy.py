@@ -13,6 +13,7 @@ import json
 import shutil
 import statistics
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,10 +21,10 @@ from typing import Annotated
 
 from benchmarks.harness import machine, numbers, option
 from benchmarks.runs import MANY_STEPS, play, specify, subject_of_profile
-from manager.controller.state.events import EVENT, NodeAppeared, NoticeGiven, WorkerAnswered, WorkerLost
+from manager.controller.state.events import EVENT, Event, NodeAppeared, NoticeGiven, WorkerAnswered, WorkerLost
 from manager.engine.run.machines import Processes
 from manager.journal.journal import Journal
-from manager.journal.records import VM_KILLED, DecisionRecord, Entry, Fact
+from manager.journal.records import VM_KILLED, DecisionRecord, Fact
 from manager.rehearsal.device import EmulationOptions, emulated_device
 from manager.report.account import Part
 from manager.report.reading import report_of
@@ -85,7 +86,7 @@ class Happened:
     """
 
     report: RunReport
-    entries: tuple[Entry, ...]
+    told: tuple[tuple[float, Event | DecisionRecord | Fact], ...]
     appeared_s: dict[str, float]
     killed_s: dict[str, float]
     noticed: tuple[tuple[float, str, float], ...]
@@ -123,45 +124,36 @@ def read(kept: Path, num_expected: int) -> Happened:
     """Read what happened in a run."""
     with Journal.open(kept, read_only=True) as journal:
         entries = tuple(journal.read())
-    appeared_s: dict[str, float] = {}
-    killed_s: dict[str, float] = {}
-    noticed: list[tuple[float, str, float]] = []
-    last_s = 0.0
-    for entry in entries:
-        if entry.kind == "event":
-            event = EVENT.validate_json(entry.payload_json)
-            if isinstance(event, NodeAppeared):
-                appeared_s[event.node] = last_s = entry.time_s
-            elif isinstance(event, NoticeGiven):
-                noticed.append((entry.time_s, event.worker, event.lead_s))
-        elif entry.kind == "fact" and (fact := Fact.model_validate_json(entry.payload_json)).name == VM_KILLED:
-            killed_s[str(fact.worker)] = last_s = entry.time_s
-    return Happened(report_of(entries), entries, appeared_s, killed_s, tuple(noticed), last_s, num_expected)
+    kinds: dict[str, Callable[[str], Event | DecisionRecord | Fact]] = {
+        "event": EVENT.validate_json,
+        "decision": DecisionRecord.model_validate_json,
+        "fact": Fact.model_validate_json,
+    }
+    told = [(entry.time_s, kinds[entry.kind](entry.payload_json)) for entry in entries if entry.kind in kinds]
+    appeared_s = {one.node: time_s for time_s, one in told if isinstance(one, NodeAppeared)}
+    killed_s = {str(one.worker): time_s for time_s, one in told if isinstance(one, Fact) and one.name == VM_KILLED}
+    noticed = tuple((time_s, one.worker, one.lead_s) for time_s, one in told if isinstance(one, NoticeGiven))
+    over_s = max(*appeared_s.values(), *killed_s.values())
+    return Happened(report_of(entries), tuple(told), appeared_s, killed_s, noticed, over_s, num_expected)
 
 
 def measured(happened: Happened) -> Durations:
     """Read from a run's journal what everything beside the steps takes, as medians, and how slow the host is."""
     setup, noticed, groups, aborts = [], [], [], []
     aborting_s = None
-    for entry in happened.entries:
-        if entry.kind == "decision":
-            record = DecisionRecord.model_validate_json(entry.payload_json)
-            if record.phase == "aborting" and aborting_s is None:
-                aborting_s = entry.time_s
-            elif record.phase == "reshaping" and aborting_s is not None:
-                aborts.append(entry.time_s - aborting_s)
+    for time_s, one in happened.told:
+        match one:
+            case DecisionRecord(phase="aborting") if aborting_s is None:
+                aborting_s = time_s
+            case DecisionRecord(phase="reshaping") if aborting_s is not None:
+                aborts.append(time_s - aborting_s)
                 aborting_s = None
-        if entry.kind != "event":
-            continue
-        event = EVENT.validate_json(entry.payload_json)
-        if isinstance(event, WorkerLost) and event.worker in happened.killed_s:
-            noticed.append(entry.time_s - happened.killed_s[event.worker])
-        elif isinstance(event, WorkerAnswered):
-            match event.answer:
-                case WorkerReady():
-                    setup.append(entry.time_s - happened.appeared_s[event.worker])
-                case Reshaped(groups_s=groups_s):
-                    groups.append(groups_s)
+            case WorkerLost(worker=worker) if worker in happened.killed_s:
+                noticed.append(time_s - happened.killed_s[worker])
+            case WorkerAnswered(worker=worker, answer=WorkerReady()):
+                setup.append(time_s - happened.appeared_s[worker])
+            case WorkerAnswered(answer=Reshaped(groups_s=groups_s)):
+                groups.append(groups_s)
     order_s, slowness = rounds(happened)
     return Durations(
         noticed_s=max(0.0, statistics.median(noticed)),
@@ -181,25 +173,21 @@ def rounds(happened: Happened) -> tuple[float, float]:
     """Return what is between two steps of a shape (seconds), and what steps take over what is planned: means."""
     between, steps = [], []
     planned_s, done_s, slowest_s = 0.0, None, 0.0
-    for entry in happened.entries:
-        if entry.kind == "event":
-            event = EVENT.validate_json(entry.payload_json)
-            if isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared):
-                slowest_s = max(slowest_s, event.answer.times.step_s)
+    for time_s, one in happened.told:
+        if isinstance(one, WorkerAnswered) and isinstance(one.answer, Prepared):
+            slowest_s = max(slowest_s, one.answer.times.step_s)
+        if not isinstance(one, DecisionRecord):
             continue
-        if entry.kind != "decision":
-            continue
-        record = DecisionRecord.model_validate_json(entry.payload_json)
-        if record.reshape is not None:
-            planned_s, done_s = record.reshape.plan.expected.mini_batch_s, None
-        elif record.phase != "training":
+        if one.reshape is not None:
+            planned_s, done_s = one.reshape.plan.expected.mini_batch_s, None
+        elif one.phase != "training":
             done_s = None
-        elif record.reason.code == "step_decided":
+        elif one.reason.code == "step_decided":
             if done_s is not None:
-                between.append(entry.time_s - done_s - slowest_s)
+                between.append(time_s - done_s - slowest_s)
                 steps.append((slowest_s, planned_s))
-            done_s = entry.time_s
-        if record.reason.code in ("step_decided", "step_started"):
+            done_s = time_s
+        if one.reason.code in ("step_decided", "step_started"):
             slowest_s = 0.0
     return statistics.mean(between), sum(took for took, _ in steps) / sum(planned for _, planned in steps)
 
@@ -234,13 +222,10 @@ def simulate(happened: Happened, durations: Durations) -> SpotCluster:
     return cluster
 
 
-def version_at(happened: Happened, time_s: float) -> int:
+def version_at(happened: Happened, until_s: float) -> int:
     """The version that a run had decided by then."""
-    version = 0
-    for entry in happened.entries:
-        if entry.kind == "decision" and entry.time_s <= time_s:
-            version = DecisionRecord.model_validate_json(entry.payload_json).version
-    return version
+    versions = [one.version for time_s, one in happened.told if isinstance(one, DecisionRecord) and time_s <= until_s]
+    return versions[-1] if versions else 0
 
 
 def compare(happened: Happened, durations: Durations) -> tuple[float, dict[Part, float]]:
