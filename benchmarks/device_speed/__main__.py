@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -102,8 +103,8 @@ def steps(
     make: Callable[[Callable[[], object]], Called] = Remote,
 ) -> None:
     """A job's step times: of a plain loop, and of pipelines of these depths."""
-    loop = make(PlainLoop)
-    plain_s = statistics.median(call(loop, "times_s", job_path, device, num_steps))
+    loop = make(partial(PlainLoop, job_path, device))
+    plain_s = statistics.median(call(loop, "times_s", num_steps))
     loop.end()
     print(f"{name}, plain loop: {plain_s:.3f} s a step")
     for depth in depths:

@@ -1,8 +1,7 @@
-"""Step times: a plain loop, and Morph's workers in processes of their own, which share the device."""
+"""Step times: a plain loop, and Morph's workers, which share the device."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -24,33 +23,53 @@ def synchronize(device: str) -> None:
 
 
 class PlainLoop:
-    """The job's training without Morph, with the same precision and kernels; made and run in a process of its own."""
+    """A job's training without Morph, with the same precision.
 
-    def times_s(self, job_path: str, device: str, num_steps: int) -> list[float]:
-        """Seconds of so many steps, behind one to warm up."""
+    Args:
+        job_path: path/to/file.py:name.
+        device: "cuda" or "cpu".
+        free: With torch's own choice of kernels and a fused AdamW, and not with the kernels that exact sums allow.
+    """
+
+    def __init__(self, job_path: str, device: str, free: bool = False) -> None:
         torch.set_num_threads(1)
-        prepare_cublas()
-        job = load_job(job_path)
-        set_kernels(kernels_for(job.accumulation, kernels_now()))
-        model = job.model().to(device)
-        optimizer = job.optimizer(model.named_parameters())
-        micro_batch_size = job.micro_batch_size
-        assert micro_batch_size is not None
-        loader = MicroBatchLoader(job.dataset(), job.seed, job.batch_size, micro_batch_size)
-        num, keys = job.batch_size // micro_batch_size, tuple(job.dataset()[0])
-        found = []
-        for step in range(num_steps + 1):
-            begin_s = time.perf_counter()
-            for micro_batch in range(num):
-                batch = loader.load(step, micro_batch, keys)
-                with autocast(job.precision, device):
-                    loss = loss_of(job, model, {key: value.to(device) for key, value in batch.items()})
-                (loss / num).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            synchronize(device)
-            found.append(time.perf_counter() - begin_s)
-        return found[1:]
+        self.job, self._device, self._step = load_job(job_path), device, 0
+        if not free:
+            prepare_cublas()
+            set_kernels(kernels_for(self.job.accumulation, kernels_now()))
+        with torch.device(device):
+            self.model = self.job.model().to(device)
+        self._optimizer = self.job.optimizer(self.model.named_parameters())
+        if free and device == "cuda":
+            self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
+        m = self.job.micro_batch_size
+        assert m is not None
+        data = self.job.dataset()
+        self._loader, self._keys = MicroBatchLoader(data, self.job.seed, self.job.batch_size, m), tuple(data[0])
+        self.num_micro_batches = self.job.batch_size // m
+
+    def step(self) -> None:
+        """Train one step."""
+        for micro_batch in range(self.num_micro_batches):
+            batch = self._loader.load(self._step, micro_batch, self._keys)
+            with autocast(self.job.precision, self._device):
+                moved = {key: value.to(self._device, non_blocking=True) for key, value in batch.items()}
+                loss = loss_of(self.job, self.model, moved)
+            (loss / self.num_micro_batches).backward()  # type: ignore[no-untyped-call]
+        if self.job.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_grad_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._step += 1
+
+    def times_s(self, num_steps: int) -> list[float]:
+        """Seconds of so many steps, behind one to warm up."""
+
+        def run() -> None:
+            self.step()
+            synchronize(self._device)
+
+        return [wall_s(run) for _ in range(num_steps + 1)][1:]
 
 
 def plan_of(depth: int, fingerprint: str, num_sections: int, micro_batch_size: int, num: int) -> Plan:

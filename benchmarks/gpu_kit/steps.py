@@ -13,19 +13,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.device_speed.training import PlainLoop, synchronize
 from benchmarks.remote import InThisProcess
-from benchmarks.workers import Crew, cut_job, loss_of
+from benchmarks.workers import Crew, cut_job
 from morph import Job
-from morph.data import MicroBatchLoader
 from morph.job import load_job
 from morph.runtime.process.single import single_plan
-from morph.runtime.step.kernels import kernels_for, kernels_now, prepare_cublas, set_kernels
-from morph.runtime.step.section_run import autocast
+from morph.runtime.step.kernels import prepare_cublas
 
 mode, job_path, device = sys.argv[1], sys.argv[2], (sys.argv[3:] or ["cuda"])[0]
 if mode != "plain-free":
@@ -33,38 +31,6 @@ if mode != "plain-free":
 STEPS = 5 if device == "cuda" else 1
 PEAK = 989e12  # dense bf16 of an H100 or H200, by the datasheet
 torch.set_num_threads(1)
-
-
-def sync() -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def plain(free: bool) -> tuple[Job, int, int, Callable[[int], None]]:
-    job = load_job(job_path)
-    if not free:
-        set_kernels(kernels_for(job.accumulation, kernels_now()))
-    with torch.device(device):
-        model = job.model().to(device)
-    optimizer = job.optimizer(model.named_parameters())
-    if free and device == "cuda":
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    assert job.micro_batch_size is not None
-    loader = MicroBatchLoader(job.dataset(), job.seed, job.batch_size, job.micro_batch_size)
-    num, keys = job.batch_size // job.micro_batch_size, tuple(job.dataset()[0])
-
-    def step(number: int) -> None:
-        for micro_batch in range(num):
-            batch = loader.load(number, micro_batch, keys)
-            with autocast(job.precision, device):
-                loss = loss_of(job, model, {key: value.to(device, non_blocking=True) for key, value in batch.items()})
-            (loss / num).backward()
-        if job.clip_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return job, num, sum(one.numel() for one in model.parameters()), step
 
 
 def morph() -> tuple[Job, int, int, Crew]:
@@ -81,26 +47,28 @@ def morph() -> tuple[Job, int, int, Crew]:
 
 crew: Crew | None = None
 attempts: list[int] = []
+if mode == "morph":
+    job, num, count, crew = morph()
+else:
+    loop = PlainLoop(job_path, device, free=mode == "plain-free")
+    job, num, count = loop.job, loop.num_micro_batches, sum(one.numel() for one in loop.model.parameters())
 
 
-def step_of_crew(_number: int) -> None:
-    assert crew is not None
+def step() -> None:
+    if crew is None:
+        loop.step()
+        return
     crew.step()
     attempts.append(crew.attempts)
 
 
-if mode == "morph":
-    job, num, count, crew = morph()
-    step: Callable[[int], None] = step_of_crew
-else:
-    job, num, count, step = plain(mode == "plain-free")
 length = next(iter(job.dataset()[0].values())).numel()
 took = []
-for number in range(STEPS + 2):
-    sync()
+for _ in range(STEPS + 2):
+    synchronize(device)
     begun, thread_s = time.perf_counter(), time.thread_time()
-    step(number)
-    sync()
+    step()
+    synchronize(device)
     took.append((time.perf_counter() - begun, time.thread_time() - thread_s))
 wall, thread = (statistics.median(one) for one in zip(*took[2:], strict=True))
 flops = 6 * count * job.batch_size * length
@@ -121,10 +89,10 @@ print(
 )
 activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
 with profile(activities=activities) as found:
-    sync()
+    synchronize(device)
     begun = time.perf_counter()
-    step(STEPS + 2)
-    sync()
+    step()
+    synchronize(device)
     profiled_s = time.perf_counter() - begun
 events = found.key_averages()
 print(
