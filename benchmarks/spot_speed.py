@@ -12,6 +12,7 @@ from __future__ import annotations
 import cProfile
 import random
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from types import CodeType
@@ -48,7 +49,7 @@ def measured(work: Callable[[], object], parts: bool) -> float:
     """Return the processor time of some work; print the shares of its parts."""
     if not parts:
         return cpu_s(work)
-    profile = cProfile.Profile()
+    profile = cProfile.Profile(time.process_time)
     took_s = cpu_s(lambda: profile.runcall(work))
     head("part | share of the profiled time")
     for name, functions in PARTS.items():
