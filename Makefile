@@ -89,7 +89,7 @@ test-gpu: $(READY)
 	$(TEST_ENV) $(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 bench-gpu: $(READY)
-	$(BIN)/python -m benchmarks.device_speed
+	$(BIN)/python -m benchmarks device_speed
 
 gpu-kit:
 	PYTHON="$(PYTHON)" bash benchmarks/gpu_kit/prepare.sh

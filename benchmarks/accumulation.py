@@ -1,7 +1,7 @@
 """What exact accumulation costs: time and memory beside fast accumulation, in one run.
 
-    python benchmarks/accumulation.py sums --millions 50
-    python benchmarks/accumulation.py training --rounds 12 --steps 5
+    python -m benchmarks accumulation sums --millions 50
+    python -m benchmarks accumulation training --rounds 12 --steps 5
 
 ``sums``: gradients of so many parameters in the tensors of a GPT-2, without any training: one addition per
 micro-batch, the reduction over two workers, and the end (mean gradients). ``training``: steps of
@@ -10,38 +10,31 @@ configs/jobs/gpt2_stdlib.py on one worker. Each kind has processes of its own, a
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import os
 import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal
 
 import torch
-from step_time.remote import Remote, call_all
 
-from morph.contract.decided import Decided
-from morph.contract.messages import Prepared, Reshaped, ReshapeOrder, Slot, Source, StepOrder, WorkerReady, WorkerSetup
-from morph.cutting import cut, export_job
+from benchmarks.harness import GPT2_JOB, LOOPBACK, head, in_turns, load, machine, ratio, row, wall_s
+from benchmarks.remote import Remote, call, call_all, end_all
+from benchmarks.workers import Crew, cut_job
 from morph.jobs.job import load_job
 from morph.runtime.groups.channels import GroupSet, GroupSpec, connect_store
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.store import StoreHost
 from morph.runtime.process.single import single_plan
-from morph.runtime.process.worker import Worker
 from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator
 from morph.runtime.state.fixed_point import first_exponent
 from morph.runtime.state.reducing import Reduction
 
-LOOPBACK = "127.0.0.1"
-AnswerT = TypeVar("AnswerT")
 KINDS = ("exact", "fast")
-GPT2_JOB = Path(__file__).resolve().parents[1] / "configs/jobs/gpt2_stdlib.py"
+MIB = 2**20
 WIDTH = 1024
 BLOCK_SHAPES = ((3 * WIDTH, WIDTH), (3 * WIDTH,), (WIDTH, WIDTH), (4 * WIDTH, WIDTH), (4 * WIDTH,), (WIDTH, 4 * WIDTH))
 SMALL_SHAPES = ((WIDTH,),) * 6
@@ -100,148 +93,92 @@ class Sums:
         return peak_bytes() - self._before_bytes
 
 
-class Training:
-    """One worker that trains gpt2_stdlib."""
-
-    def __init__(self, kind: str, directory: str) -> None:
-        torch.set_num_threads(1)
-        job_path = _fast_job(directory) if kind == "fast" else f"{GPT2_JOB}:job"
-        job = load_job(job_path)
-        m = job.micro_batch_size
-        assert m is not None
-        model = cut(export_job(job), num_sections=job.num_sections, micro_batch_size=m)
-        self._worker, self._units = Worker(), tuple(unit.id for unit in model.units)
-        setup = WorkerSetup(
-            worker="w0",
-            job_path=job_path,
-            fingerprint=model.fingerprint,
-            num_sections=len(model.sections),
-            micro_batch_size=m,
-            checkpoint_url=directory,
-            store_host=LOOPBACK,
-            store_port=1,
-            listen_host=LOOPBACK,
-        )
-        _expect(self._worker.setup(setup), WorkerReady)
-        order = ReshapeOrder(
-            generation=1,
-            version=0,
-            plan=single_plan(model.fingerprint, len(model.sections), m, job.batch_size // m),
-            slots=(Slot(worker="w0", stage=0, replica=0),),
-            sources=tuple(Source(worker="w0", unit=unit, kind="initial") for unit in self._units),
-        )
-        _expect(self._worker.reshape(order), Reshaped)
-        self._num_parameters = sum(torch.Size(shape).numel() for shape, _ in model.parameter_specs.values())
-        self._step = 0
-
-    def num_parameters(self) -> int:
-        return self._num_parameters
-
-    def steps(self, count: int) -> list[float]:
-        """Losses of so many steps."""
-        losses = []
-        for _ in range(count):
-            for attempt in range(8):
-                decided = Decided(version=self._step) if self._step else None
-                order = StepOrder(generation=1, step=self._step, attempt=attempt, decided=decided)
-                answer = _expect(self._worker.step(order), Prepared)
-                if not answer.overflowed:
-                    break
-            losses.append(sum(entry.loss for entry in answer.losses) / len(answer.losses))
-            self._step += 1
-        return losses
-
-    def peak_bytes(self) -> int:
-        return peak_bytes()
+def peak_of(pid: int) -> int:
+    """The most memory that another process has had."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def _fast_job(directory: str) -> str:
-    """The same job with fast accumulation, as a file of its own."""
+def fast_job(directory: str) -> str:
+    """gpt2_stdlib with fast accumulation, as a file of its own."""
     path = Path(directory) / "fast_job.py"
     lines = (
         "from dataclasses import replace",
         "from morph.jobs.job import load_job",
-        f"fast = replace(load_job({f'{GPT2_JOB}:job'!r}), accumulation='fast')",
+        f"fast = replace(load_job({GPT2_JOB!r}), accumulation='fast')",
     )
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return f"{path}:fast"
 
 
-def _expect(answer: object, kind: type[AnswerT]) -> AnswerT:
-    if not isinstance(answer, kind):
-        raise RuntimeError(f"{answer} is no {kind.__name__}")
-    return answer
+class Training(Crew):
+    """One worker that trains gpt2_stdlib."""
+
+    def __init__(self, kind: str, directory: str) -> None:
+        job_path = fast_job(directory) if kind == "fast" else GPT2_JOB
+        job, model = load_job(job_path), cut_job(job_path)
+        m = model.micro_batch_size
+        super().__init__(job_path, model, directory)
+        self.begin(single_plan(model.fingerprint, len(model.sections), m, job.batch_size // m))
+        self.num_parameters = sum(torch.Size(shape).numel() for shape, _ in model.parameter_specs.values())
 
 
-def measure_sums(options: argparse.Namespace) -> None:
+def measure_sums(rounds: int, millions: int, micro_batches: int) -> None:
     store = StoreHost(LOOPBACK)
-    pairs: dict[str, list[Remote]] = {}
-    for kind in KINDS:
-        made = [partial(Sums, kind, rank, options.millions, store.port()) for rank in range(2)]
-        pairs[kind] = [Remote(make) for make in made]
-    num_tensors, num_elements = pairs["exact"][0].call("shape")
-    parts_s: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
-    for round_index in range(options.rounds + 1):
-        for kind in KINDS:
-            both = call_all(pairs[kind], "turn", options.micro_batches)
-            if round_index:  # the first one warms up
-                parts_s[kind].append({part: max(one[part] for one in both) for part in both[0]})
-    grown = {kind: max(call_all(pairs[kind], "grown_bytes")) for kind in KINDS}
+    pairs = {kind: [Remote(partial(Sums, kind, rank, millions, store.port())) for rank in range(2)] for kind in KINDS}
+    num_tensors, num_elements = call(pairs["exact"][0], "shape")
+
+    def turn(kind: str) -> dict[str, float]:
+        both = call_all(pairs[kind], "turn", micro_batches)
+        return {part: max(one[part] for one in both) for part in both[0]}
+
+    parts_s = in_turns({kind: partial(turn, kind) for kind in KINDS}, rounds, warm_up=1)
+    grown = [max(call_all(pairs[kind], "grown_bytes")) for kind in KINDS]
     for pair in pairs.values():
-        for remote in pair:
-            remote.end()
-    print(f"{num_elements / 1e6:.1f} M parameters in {num_tensors} tensors, two workers, {options.rounds} rounds")
-    print("| | exact | fast | ratio |\n|---|---|---|---|")
+        end_all(pair)
+    print(f"{num_elements / 1e6:.1f} M parameters in {num_tensors} tensors, two workers, {rounds} rounds")
+    head("| exact | fast | ratio")
     for part in ("make", "add", "reduce", "finish"):
-        median = {kind: statistics.median(entry[part] for entry in parts_s[kind]) for kind in KINDS}
-        ratio = statistics.median(e[part] / f[part] for e, f in zip(parts_s["exact"], parts_s["fast"], strict=True))
-        print(f"| {part} | {median['exact'] * 1e3:.1f} ms | {median['fast'] * 1e3:.1f} ms | {ratio:.2f} |")
-    for name, sizes in (("accumulator", {"exact": 8 * num_elements, "fast": 4 * num_elements}), ("peak", grown)):
-        row = f"| {sizes['exact'] / 2**20:.0f} MiB | {sizes['fast'] / 2**20:.0f} MiB "
-        print(f"| {name} memory {row}| {sizes['exact'] / sizes['fast']:.2f} |")
+        exact, fast = ([entry[part] for entry in parts_s[kind]] for kind in KINDS)
+        cells = (f"{1e3 * statistics.median(each):.1f} ms" for each in (exact, fast))
+        row(part, *cells, f"{ratio(exact, fast):.2f}")
+    row_of_memory("accumulator memory", 8 * num_elements, 4 * num_elements)
+    row_of_memory("peak memory", *grown)
 
 
-def measure_training(options: argparse.Namespace) -> None:
+def row_of_memory(name: str, exact_bytes: int, fast_bytes: int) -> None:
+    row(name, f"{exact_bytes / MIB:.1f} MiB", f"{fast_bytes / MIB:.1f} MiB", f"{exact_bytes / fast_bytes:.3f}")
+
+
+def measure_training(rounds: int, steps: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        workers = {kind: Remote(partial(Training, kind, directory)) for kind in KINDS}
-        losses = {kind: workers[kind].call("steps", 2) for kind in KINDS}
-        step_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        for _ in range(options.rounds):
-            for kind in KINDS:
-                begin_s = time.perf_counter()
-                losses[kind] += workers[kind].call("steps", options.steps)
-                step_s[kind].append((time.perf_counter() - begin_s) / options.steps)
-        peaks = {kind: workers[kind].call("peak_bytes") for kind in KINDS}
-        num_parameters = workers["exact"].call("num_parameters")
-        for worker in workers.values():
-            worker.end()
-    median = {kind: statistics.median(step_s[kind]) * 1e3 for kind in KINDS}
-    ratio = statistics.median(a / b for a, b in zip(step_s["exact"], step_s["fast"], strict=True))
-    print(f"gpt2_stdlib, {num_parameters / 1e6:.2f} M parameters, one worker, {options.rounds} x {options.steps} steps")
-    print("| | exact | fast | ratio |\n|---|---|---|---|")
-    print(f"| step | {median['exact']:.1f} ms | {median['fast']:.1f} ms | {ratio:.3f} |")
-    print(f"| accumulator | {num_parameters * 8 / 2**20:.1f} MiB | {num_parameters * 4 / 2**20:.1f} MiB | 2.00 |")
-    mib = {kind: peaks[kind] / 2**20 for kind in KINDS}
-    print(
-        f"| peak of the process | {mib['exact']:.0f} MiB | {mib['fast']:.0f} MiB | {mib['exact'] / mib['fast']:.3f} |"
-    )
+        crews = {kind: Training(kind, directory) for kind in KINDS}
+        losses = {kind: crews[kind].steps(2) for kind in KINDS}
+
+        def turn(kind: str) -> float:
+            return wall_s(lambda: losses[kind].extend(crews[kind].steps(steps))) / steps
+
+        step_s = in_turns({kind: partial(turn, kind) for kind in KINDS}, rounds)
+        peaks = [peak_of(crews[kind].pids[0]) for kind in KINDS]
+        num = crews["exact"].num_parameters
+        for crew in crews.values():
+            crew.end()
+    print(f"gpt2_stdlib, {num / 1e6:.2f} M parameters, one worker, {rounds} x {steps} steps")
+    head("| exact | fast | ratio")
+    cells = (f"{1e3 * statistics.median(step_s[kind]):.1f} ms" for kind in KINDS)
+    row("step", *cells, f"{ratio(step_s['exact'], step_s['fast']):.3f}")
+    row_of_memory("accumulator", 8 * num, 4 * num)
+    row_of_memory("peak of the process", *peaks)
     apart = max(abs(a - b) for a, b in zip(losses["exact"], losses["fast"], strict=True))
     print(f"largest difference of a loss over {len(losses['fast'])} steps: {apart:.1e}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("sums", "training"))
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--millions", type=int, default=50)
-    parser.add_argument("--micro-batches", type=int, default=4)
-    options = parser.parse_args()
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
-    measures: dict[str, Callable[[argparse.Namespace], None]] = {"sums": measure_sums, "training": measure_training}
-    measures[options.what](options)
-    print(f"load at the end {os.getloadavg()[0]:.1f}")
-
-
-if __name__ == "__main__":
-    main()
+def main(
+    what: Literal["sums", "training"], rounds: int = 12, steps: int = 5, millions: int = 50, micro_batches: int = 4
+) -> None:
+    print(machine())
+    if what == "sums":
+        measure_sums(rounds, millions, micro_batches)
+    else:
+        measure_training(rounds, steps)
+    print(f"load at the end {load():.1f}")

@@ -1,7 +1,7 @@
 """How well the simulator knows the executor: shapes rehearsed by emulated workers and simulated (as Varuna's Table 7).
 
-    python benchmarks/accuracy.py
-    python benchmarks/accuracy.py --only "6x2" --steps 3
+    python -m benchmarks accuracy
+    python -m benchmarks accuracy --only "6x2" --steps 3
 
 Every shape runs the real manager, executor, messages and reductions with as many worker processes as it has workers;
 only computing is replaced by sleeping for the profile's time, and links hold messages back (docs/rehearsal.md). Times
@@ -15,19 +15,17 @@ printed, and the one with the least of other work counts.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
 
-from manager.rehearsal import RehearsalSpec, plan_rehearsal, rehearse, run_facts
+from benchmarks.harness import head, machine, option, row
+from manager.rehearsal import Planned, RehearsalSpec, Rehearsed, plan_rehearsal, rehearse, run_facts
 from manager.run_dir import RunDir
 from morph.contract.profile import LinkProfile, Profile, SendTime, Timing
 from simulator import synthetic_profile
@@ -146,29 +144,7 @@ def _spread(timing: Timing, relative: float) -> Timing:
     )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table."""
-
-    label: str
-    workers: int
-    stretched: float
-    measured_s: float
-    lowest_s: float
-    highest_s: float
-    simulated_s: float
-    commit_s: float
-    busy: float
-    others: float
-    late_s: float
-    disturbed: bool
-
-    @property
-    def error(self) -> float:
-        return self.simulated_s / self.measured_s - 1
-
-
-def run_case(case: Case, options: argparse.Namespace) -> Row:
+def run_case(case: Case, steps: int, seed: int, forgive_ms: float | None) -> tuple[Planned, Rehearsed]:
     """Rehearse and simulate one shape."""
     depth, replicas = map(int, case.shape.split("x"))
     jittery = case.links == "jittery" or case.jittery_tasks
@@ -176,9 +152,9 @@ def run_case(case: Case, options: argparse.Namespace) -> Row:
         "profile": profile_of(case),
         "num_replicas": replicas,
         "num_hosts": depth * replicas,
-        "steps": options.steps,
-        "jitter_seed": options.seed if jittery else None,
-        "forgiven_s": options.forgive_ms / 1e3 if options.forgive_ms is not None else None,
+        "steps": steps,
+        "jitter_seed": seed if jittery else None,
+        "forgiven_s": forgive_ms / 1e3 if forgive_ms is not None else None,
         **({} if "boundaries" in case.options else {"num_stages": depth}),
         **case.options,
     }
@@ -187,33 +163,7 @@ def run_case(case: Case, options: argparse.Namespace) -> Row:
         tempfile.TemporaryDirectory(prefix="morph-accuracy-") as directory,
         RunDir(Path(directory) / "run", run_facts(planned)) as run_dir,
     ):
-        rehearsed = rehearse(planned, run_dir, temporary=True)
-    return Row(
-        label=case.label,
-        workers=depth * replicas,
-        stretched=planned.scales.time,
-        measured_s=rehearsed.measured_s,
-        lowest_s=min(rehearsed.mini_batches_s),
-        highest_s=max(rehearsed.mini_batches_s),
-        simulated_s=rehearsed.expected_s,
-        commit_s=rehearsed.commit_s,
-        busy=rehearsed.busy_share,
-        others=rehearsed.others_share,
-        late_s=rehearsed.late_s,
-        disturbed=rehearsed.host_too_busy,
-    )
-
-
-def best_try(case: Case, options: argparse.Namespace) -> Row:
-    """Rehearse a shape until other work leaves it alone, or as often as the options allow."""
-    tries: list[Row] = []
-    while len(tries) <= options.retries:
-        wait_until_idle(options.patience)
-        tries.append(run_case(case, options))
-        if not tries[-1].disturbed:
-            break
-        print(f"disturbed: {line(tries[-1])}", flush=True)
-    return min(tries, key=lambda row: row.others)
+        return planned, rehearse(planned, run_dir, temporary=True)
 
 
 def wait_until_idle(patience_s: float) -> None:
@@ -223,12 +173,23 @@ def wait_until_idle(patience_s: float) -> None:
         pass
 
 
-def line(row: Row) -> str:
+def error_of(found: Rehearsed) -> float:
+    return found.expected_s / found.measured_s - 1
+
+
+def cells(case: Case, planned: Planned, found: Rehearsed) -> tuple[str, ...]:
     """One line of the table."""
+    depth, replicas = map(int, case.shape.split("x"))
     return (
-        f"| {row.label} | {row.workers} | {row.stretched:g} | {row.measured_s:.3f} "
-        f"({row.lowest_s:.3f}-{row.highest_s:.3f}) | {row.simulated_s:.3f} | {row.error:+.2%} | "
-        f"{row.commit_s * 1e3:.0f} | {row.busy:.0%} ({row.others:.0%}) | {row.late_s * 1e3:.0f} |"
+        case.label,
+        f"{depth * replicas}",
+        f"{planned.scales.time:g}",
+        f"{found.measured_s:.3f} ({min(found.mini_batches_s):.3f}-{max(found.mini_batches_s):.3f})",
+        f"{found.expected_s:.3f}",
+        f"{error_of(found):+.2%}",
+        f"{found.commit_s * 1e3:.0f}",
+        f"{found.busy_share:.0%} ({found.others_share:.0%})",
+        f"{found.late_s * 1e3:.0f}",
     )
 
 
@@ -237,35 +198,31 @@ def _is_meant(case: Case, text: str) -> bool:
     return case.label == text if text in labels else case.label.startswith(text)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5, help="mini-batches that count")
-    parser.add_argument("--seed", type=int, default=1, help="of the jitter")
-    parser.add_argument(
-        "--only", action="append", default=None, help="the case of this label, else those that begin so; repeatable"
-    )
-    parser.add_argument("--forgive-ms", type=float, default=None, help="host delay that a task makes up for")
-    parser.add_argument("--retries", type=int, default=2, help="of a shape while the cores are busy with other work")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for idle cores, at most")
-    parser.add_argument("--out", type=Path, default=None, help="also write the rows as JSON")
-    options = parser.parse_args()
-    cases = [case for case in CASES if not options.only or any(_is_meant(case, text) for text in options.only)]
-    print(f"{os.cpu_count()} cores, load before {os.getloadavg()[0]:.1f}; {options.steps} mini-batches a shape")
-    heads = "shape|workers|times x|measured s (range)|simulated s|error|commit ms|cores busy (others)|late ms"
-    print(f"| {heads.replace('|', ' | ')} |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    rows = []
+def main(
+    steps: Annotated[int, option("mini-batches that count")] = 5,
+    seed: Annotated[int, option("of the jitter")] = 1,
+    only: Annotated[list[str] | None, option("the case of this label, else those that begin so; repeatable")] = None,
+    forgive_ms: Annotated[float | None, option("host delay that a task makes up for")] = None,
+    retries: Annotated[int, option("of a shape while the cores are busy with other work")] = 2,
+    patience: Annotated[float, option("seconds to wait for idle cores, at most")] = 60.0,
+) -> None:
+    cases = [case for case in CASES if not only or any(_is_meant(case, text) for text in only)]
+    print(f"{machine()}; {steps} mini-batches a shape")
+    times = "measured s (range) | simulated s | error | commit ms"
+    head(f"shape | workers | times x | {times} | cores busy (others) | late ms")
+    errors = []
     for case in cases:
-        rows.append(best_try(case, options))
-        print(line(rows[-1]), flush=True)
-    errors = [abs(row.error) for row in rows]
+        tries: list[tuple[Planned, Rehearsed]] = []
+        while len(tries) <= retries:
+            wait_until_idle(patience)
+            tries.append(run_case(case, steps, seed, forgive_ms))
+            if not tries[-1][1].host_too_busy:
+                break
+            row("disturbed: " + cells(case, *tries[-1])[0], *cells(case, *tries[-1])[1:])
+        planned, found = min(tries, key=lambda one: one[1].others_share)
+        row(*cells(case, planned, found))
+        errors.append(abs(error_of(found)))
     print(
-        f"{len(rows)} shapes: mean error {statistics.mean(errors):.2%} (target {TARGET_MEAN:.1%}), "
+        f"{len(errors)} shapes: mean error {statistics.mean(errors):.2%} (target {TARGET_MEAN:.1%}), "
         f"worst {max(errors):.2%} (target {TARGET_WORST:.1%})"
     )
-    if options.out is not None:
-        options.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

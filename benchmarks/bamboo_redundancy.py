@@ -1,6 +1,6 @@
 """Bamboo's table 4, figure 13 and figure 14: what its redundant computation takes, beside the published figures.
 
-    python benchmarks/bamboo_redundancy.py
+    python -m benchmarks bamboo_redundancy
 
 BERT-large and ResNet-152 in four pipelines of eight stages; what is stated and what is assumed of them is in
 ``benchmarks/published/bamboo.py``. Two inputs are not stated and come from answers: the micro-batch size, of those
@@ -14,14 +14,11 @@ costs nothing. Redundant forwards swap their results to host memory.
 from __future__ import annotations
 
 import statistics
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.harness import head, row
 from benchmarks.published.bamboo import MODELS_OF_TABLE_4, REPLICAS, STAGES, Published, profile_of
 from morph.contract.profile import Profile
 from simulator import PlanRequest, Simulation, simulate
@@ -101,16 +98,15 @@ def print_model(model: Published) -> None:
     print(
         f"\n{model.name}, published: EFLB {published[0]:.1%}, EFEB {published[1]:.1%} over LFLB ({lazy:.1%} over none)"
     )
-    print("   m  micro-batches   EFLB   EFEB | pause, of a step: LFLB  EFLB  EFEB  EFLB/LFLB | memory: LFLB  EFLB")
+    head("m | micro-batches | EFLB | EFEB | pause, of a step: LFLB | EFLB | EFEB | EFLB/LFLB | memory: LFLB | EFLB")
     for m, of in found.items():
         whole_s = of["off"].expected.mini_batch_s
         pause = {mode: of[mode].mean_pause_s / whole_s for mode in MODES}
         memory = {mode: of[mode].expected.peak_memory_bytes / of["off"].expected.peak_memory_bytes for mode in MODES}
-        print(
-            f"{'*' if m == best else ' '}{m:3}  {model.pipeline_batch // m:13}  {overhead(of, 'eflb'):5.1%}  "
-            f"{overhead(of, 'efeb'):5.1%} | {pause['lflb']:23.1%} {pause['eflb']:5.1%} {pause['efeb']:5.1%}  "
-            f"{pause['eflb'] / pause['lflb']:9.2f} | {memory['lflb']:12.2f} {memory['eflb']:5.2f}"
-        )
+        shares = (overhead(of, "eflb"), overhead(of, "efeb"), *pause.values())
+        factors = (pause["eflb"] / pause["lflb"], memory["lflb"], memory["eflb"])
+        cells = (*(f"{share:.1%}" for share in shares), *(f"{factor:.2f}" for factor in factors))
+        row(f"{'*' if m == best else ''}{m}", model.pipeline_batch // m, *cells)
     plain = found[best]["off"]
     times, shown = plain.costs.times, waits(plain)
     layers = [stage.end_section - stage.first_section for stage in plain.plan.stages]
@@ -120,15 +116,7 @@ def print_model(model: Published) -> None:
 
 
 def main() -> None:
-    """Print both models."""
-    print(__doc__.split("\n")[0])
     print("Published figure 13: eager forwards shorten the pause by about 35 % (EFLB/LFLB 0.65).")
-    print(
-        "Published figure 14 (BERT): waits hold the whole redundant forward in the first four stages, 60 % in the last."
-    )
+    print("Published figure 14 (BERT): waits hold all redundant forwards in the first four stages, 60 % in the last.")
     for model in MODELS_OF_TABLE_4:
         print_model(model)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Bamboo's table 3a and its comparison with restarts (figures 3 and 12), from simulated spot clusters.
 
-    python benchmarks/bamboo_tables.py [--seeds 20]
+    python -m benchmarks bamboo_tables --seeds 20
 
 BERT in four pipelines of twelve stages, until 2.5 million samples are trained. The paper gives preemptions, the time
 between them, and how many nodes there were on average: the rate of losses, how many go at once, and how long until one
@@ -13,10 +13,10 @@ which Bamboo is 2.5 times as fast, as in figure 12 at 10 %, is looked for, on as
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from dataclasses import dataclass
 
+from benchmarks.harness import head, row
 from manager.accounting.account import Part
 from manager.simulation.replay import play_of
 from manager.simulation.spot.job import PUBLISHED, SpotJob, job_from_profile
@@ -117,42 +117,38 @@ def restart_s(of: SpotJob, row: Row, wanted: float, seeds: int, nodes: int) -> f
     return high_s
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=20)
-    seeds = parser.parse_args().seeds
+def main(seeds: int = 20) -> None:
     step_s = BATCH / ROWS[0].throughput / (1 + PUBLISHED["eflb"].overhead)
     for _ in range(4):  # until the first row's throughput is met
         step_s *= throughput(play(job(step_s), ROWS[0], "bamboo", seeds)) / ROWS[0].throughput
     bert = job(step_s)
     print(f"a step of 4 x 12 nodes without redundant work: {step_s:.2f} s, chosen for the first row")
-    print(
-        "prob.  nodes (pub.)    samples/s (pub.)   value (pub.)  fatal (pub.)  set up  | Morph  restart  Bamboo/restart"
-    )
-    for row in ROWS:
-        found = {policy: play(bert, row, policy, seeds) for policy in ("bamboo", "morph", "restart")}
-        ones = found["bamboo"]
-        nodes = statistics.fmean(one.vm_s / 3600 / one.hours for one in ones)
-        speed = {policy: throughput(each) for policy, each in found.items()}
-        value = statistics.fmean((one.examples_per_usd or 0.0) / 3600 for one in ones)
-        fatal = statistics.fmean(one.num_fatal for one in ones)
-        set_up = sum(one.parts_s[Part.MORPH] for one in ones) / sum(one.vm_s for one in ones)
-        print(
-            f"{row.probability:5.2f}  {nodes:5.1f} ({row.nodes:5.2f})   {speed['bamboo']:6.2f} ({row.throughput:5.2f})"
-            f"    {value:5.2f} ({row.value:4.2f})   {fatal:5.2f} ({row.fatal:4.2f})  {set_up:6.1%}  | "
-            f"{speed['morph']:5.1f}  {speed['restart']:7.1f}  {speed['bamboo'] / speed['restart']:8.2f}"
+    columns = "probability | nodes (published) | samples/s (published) | value (published) | fatal (published) | set up"
+    head(f"{columns} | Morph | restart | Bamboo/restart")
+    for one in ROWS:
+        found = {policy: play(bert, one, policy, seeds) for policy in ("bamboo", "morph", "restart")}
+        ones, speed = found["bamboo"], {policy: throughput(each) for policy, each in found.items()}
+        nodes = statistics.fmean(each.vm_s / 3600 / each.hours for each in ones)
+        value = statistics.fmean((each.examples_per_usd or 0.0) / 3600 for each in ones)
+        fatal = statistics.fmean(each.num_fatal for each in ones)
+        set_up = sum(each.parts_s[Part.MORPH] for each in ones) / sum(each.vm_s for each in ones)
+        row(
+            one.probability,
+            f"{nodes:.1f} ({one.nodes})",
+            f"{speed['bamboo']:.2f} ({one.throughput})",
+            f"{value:.2f} ({one.value})",
+            f"{fatal:.2f} ({one.fatal})",
+            f"{set_up:.1%}",
+            f"{speed['morph']:.1f}",
+            f"{speed['restart']:.1f}",
+            f"{speed['bamboo'] / speed['restart']:.2f}",
         )
-    row = ROWS[2]
-    wanted = throughput(play(bert, row, "bamboo", seeds)) / FIGURE_12
+    tenth = ROWS[2]
+    wanted = throughput(play(bert, tenth, "bamboo", seeds)) / FIGURE_12
     for num in (NODES, VARUNAS_NODES):
-        found_s = restart_s(bert, row, wanted, seeds, num)
-        speed_60 = throughput(play(bert, row, "restart", seeds, num))
+        found_s = restart_s(bert, tenth, wanted, seeds, num)
+        speed_60 = throughput(play(bert, tenth, "restart", seeds, num))
         print(
-            f"at {row.probability:.0%} on {num} nodes: Bamboo is {wanted * FIGURE_12 / speed_60:.2f} times as fast as "
-            f"restarts of 60 s, and {FIGURE_12} times as fast (figure 12) as those of {found_s:.0f} s"
+            f"at {tenth.probability:.0%} on {num} nodes: Bamboo is {wanted * FIGURE_12 / speed_60:.2f} times as fast "
+            f"as restarts of 60 s, and {FIGURE_12} times as fast (figure 12) as those of {found_s:.0f} s"
         )
-
-
-if __name__ == "__main__":
-    main()

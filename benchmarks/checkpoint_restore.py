@@ -2,8 +2,9 @@
 
 A state of so many bytes lies in 24 files. P processes take its units as workers do: each reads, checks and loads
 its stage's. A plain reader is as many processes with as many threads that read the same files into memory, no more.
-Both alternate. Files of a local disk are thrown out of the page cache before each (``--warm``: they are not). Run:
-python benchmarks/checkpoint_restore.py [--mib 1024] [--rounds 3] [--warm] [--url URL | --store azure | --store s3]
+Both alternate. Files of a local disk are thrown out of the page cache before each (``--warm``: they are not).
+
+    python -m benchmarks checkpoint_restore --mib 1024 --rounds 3
 
 ``--store``: from the tests' stand-in of that object store, a process of its own, through the real SDK; with
 ``--bytes-per-s`` no faster than that. S3's needs s3fs and moto, see CONTRIBUTING.md.
@@ -11,25 +12,24 @@ python benchmarks/checkpoint_restore.py [--mib 1024] [--rounds 3] [--warm] [--ur
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import shutil
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Annotated, Literal
 
 import fsspec
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.harness import cpu_s, head, in_turns, machine, option, row, spread, wall_s
+from benchmarks.remote import Remote, call_all, end_all
 from morph.checkpoint.manifest import read_manifest, version_url, write_manifest
 from morph.checkpoint.unit_files import write_unit
 from morph.contract.checkpoint import Manifest, UnitFile
@@ -44,6 +44,7 @@ from tests.checkpoint.fake_buckets import BucketService, bucket_service
 NUM_UNITS = 24
 VERSION = 40
 SHAPES = (1, 2, 4)
+Work = Callable[[str, int, list[str]], None]
 
 
 def unit_of(name: str, width: int, *, empty: bool = False) -> UnitState:
@@ -112,42 +113,40 @@ def forget(folder: str) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _timed(work: Callable[[str, int, list[str]], None], url: str, width: int, depth: int) -> tuple[float, float]:
+class Reader:
+    """One of the processes; it has loaded what it needs once it is made."""
+
+    def __init__(self, url: str, width: int) -> None:
+        torch.set_num_threads(1)
+        self._url, self._width = url, width
+        fsspec.core.url_to_fs(url)
+        unit_of("warm", 8)
+
+    def ready(self) -> None:
+        """Say so."""
+
+    def run(self, work: Work, units: list[str]) -> float:
+        """Do some work; returns the processor seconds that it takes."""
+        return cpu_s(lambda: work(self._url, self._width, units))
+
+
+def timed(work: Work, url: str, width: int, depth: int) -> tuple[float, float]:
     """Return how long it takes until the last of so many processes is done, from when all of them are ready.
 
     And the processor seconds that they take together; what a stand-in takes is not in them.
     """
-    context = multiprocessing.get_context("spawn")
-    ready, go = context.Barrier(depth + 1), context.Barrier(depth + 1)
-    done, busy_s = context.Barrier(depth + 1), context.Value("d", 0.0)
-    shares = [[f"s{index}" for index in range(stage, NUM_UNITS, depth)] for stage in range(depth)]
-    workers = [
-        context.Process(target=_worker, args=(work, url, width, share, ready, go, done, busy_s)) for share in shares
-    ]
-    for worker in workers:
-        worker.start()
-    ready.wait(300)
-    start_s = time.perf_counter()
-    go.wait(300)
-    done.wait(600)
-    took_s = time.perf_counter() - start_s
-    for worker in workers:
-        worker.join(60)
-    return took_s, busy_s.value
+    readers = [Remote(partial(Reader, url, width)) for _ in range(depth)]
+    call_all(readers, "ready")
+    busy_s: list[float] = []
 
+    def run() -> None:
+        for stage, reader in enumerate(readers):
+            reader.send("run", work, [f"s{index}" for index in range(stage, NUM_UNITS, depth)])
+        busy_s.extend(reader.answer() for reader in readers)
 
-def _worker(work, url, width, units, ready, go, done, busy_s) -> None:  # type: ignore[no-untyped-def]
-    torch.set_num_threads(1)
-    fsspec.core.url_to_fs(url)
-    unit_of("warm", 8)
-    ready.wait(300)
-    go.wait(300)
-    began_s = time.process_time()
-    work(url, width, units)
-    took_s = time.process_time() - began_s
-    done.wait(600)
-    with busy_s:
-        busy_s.value += took_s
+    took_s = wall_s(run)
+    end_all(readers)
+    return took_s, sum(busy_s)
 
 
 def _serve(store: str, bytes_per_s: float | None, told: Connection) -> None:
@@ -184,49 +183,42 @@ def stand_in(store: str, bytes_per_s: float | None) -> Iterator[str]:
         process.join(60)
 
 
-def main() -> None:
-    """Print how long both take, and the ratio, for each shape."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warm", action="store_true")
-    parser.add_argument("--url", help="any fsspec URL; default: a temporary folder")
-    parser.add_argument("--store", choices=("azure", "s3"), help="a stand-in of it")
-    parser.add_argument("--bytes-per-s", type=float, help="that the stand-in sends at most, to all together")
-    options = parser.parse_args()
-    if options.store:
-        with stand_in(options.store, options.bytes_per_s) as url:
-            return _compare(options, url)
-    folder = None if options.url else tempfile.mkdtemp(prefix="morph-restore-")
-    return _compare(options, options.url or folder, folder)
-
-
-def _compare(options: argparse.Namespace, url: str, folder: str | None = None) -> None:
-    width = int((options.mib * 2**20 / 12 / NUM_UNITS / 4) ** 0.5) // 16 * 16  # as widths of models are
+def main(
+    mib: int = 1024,
+    rounds: int = 3,
+    warm: bool = False,
+    url: Annotated[str | None, option("any fsspec URL; default: a temporary folder")] = None,
+    store: Annotated[Literal["azure", "s3"] | None, option("a stand-in of it")] = None,
+    bytes_per_s: Annotated[float | None, option("that the stand-in sends at most, to all together")] = None,
+) -> None:
+    print(machine())
+    if store:
+        with stand_in(store, bytes_per_s) as served:
+            return compare(served, mib, rounds)
+    if url:
+        return compare(url, mib, rounds)
+    folder = tempfile.mkdtemp(prefix="morph-restore-")
     try:
-        size = save(url, width)
-        for depth in SHAPES:
-            times: dict[str, list[float]] = {"restore": [], "read": []}
-            busy: dict[str, list[float]] = {"restore": [], "read": []}
-            for _ in range(options.rounds):
-                for name, work in (("read", _read), ("restore", _restore)):
-                    if folder and not options.warm:
-                        forget(folder)
-                    took_s, busy_s = _timed(work, url, width, depth)
-                    times[name].append(took_s)
-                    busy[name].append(busy_s)
-            read_s, restore_s = statistics.median(times["read"]), statistics.median(times["restore"])
-            print(
-                f"{size / 2**20:.0f} MiB into P={depth}: restored in {restore_s:.2f} s "
-                f"({min(times['restore']):.2f} to {max(times['restore']):.2f}), plain read {read_s:.2f} s "
-                f"({min(times['read']):.2f} to {max(times['read']):.2f}): {read_s / restore_s:.0%} of its speed; "
-                f"{statistics.median(busy['restore']):.2f} and {statistics.median(busy['read']):.2f} processor seconds",
-                flush=True,
-            )
+        return compare(folder, mib, rounds, None if warm else folder)
     finally:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-if __name__ == "__main__":
-    main()
+def compare(url: str, mib: int, rounds: int, forgotten: str | None = None) -> None:
+    """Print how long both take, for each shape; ``forgotten``: a folder to throw out of the page cache before."""
+    width = int((mib * 2**20 / 12 / NUM_UNITS / 4) ** 0.5) // 16 * 16  # as widths of models are
+    print(f"{save(url, width) / 2**20:.0f} MiB")
+
+    def turn(work: Work, depth: int) -> tuple[float, float]:
+        if forgotten:
+            forget(forgotten)
+        return timed(work, url, width, depth)
+
+    head("into | restored | plain read | of its speed | processor, restored and plain")
+    for depth in SHAPES:
+        found = in_turns({"read": partial(turn, _read, depth), "restore": partial(turn, _restore, depth)}, rounds)
+        times, busy = ({name: [one[index] for one in found[name]] for name in found} for index in (0, 1))
+        middle = {name: statistics.median(times[name]) for name in times}
+        cells = (spread(times["restore"]), spread(times["read"]), f"{middle['read'] / middle['restore']:.0%}")
+        processor = (f"{statistics.median(busy[name]):.2f} s" for name in ("restore", "read"))
+        row(f"P={depth}", *cells, ", ".join(processor))

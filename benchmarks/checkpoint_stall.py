@@ -3,13 +3,13 @@
 One process trains the same tensors (Adam) in three ways that alternate: without saves, with Morph's writer, and with
 ``torch.distributed.checkpoint.async_save`` (its default: a thread). Blocked: for how long the training thread stands,
 while state is handed over and before it is changed. Processor: what a block with a save takes more of it, all threads
-together, than the block without beside it. Run:
-python benchmarks/checkpoint_stall.py [--mib 64 256 1024] [--rounds 7] [--steps 4] [--step-s 1.5]
+together, than the block without beside it.
+
+    python -m benchmarks checkpoint_stall --mib 64,256,1024 --rounds 7 --steps 4 --step-s 1.5
 """
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import statistics
 import tempfile
@@ -17,12 +17,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from benchmarks.harness import head, in_turns, machine, numbers, row, spread
 from morph.cutting import ParameterUnit
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.state.accumulators import Reduced
@@ -134,7 +136,7 @@ def torch_save(training: Training, folder: Path, done_s: list[float]) -> Callabl
         nonlocal number
         number += 1
         start_s = time.perf_counter()
-        future: Any = dcp.async_save(training.tensors(), checkpoint_id=str(folder / f"{number}"), no_dist=True)
+        future: Any = async_save(training.tensors(), checkpoint_id=str(folder / f"{number}"), no_dist=True)
         handed_s = time.perf_counter() - start_s
         assert isinstance(future, Future)
         future.add_done_callback(lambda _: done_s.append(time.perf_counter() - start_s))
@@ -143,23 +145,14 @@ def torch_save(training: Training, folder: Path, done_s: list[float]) -> Callabl
     return save
 
 
-def _spread(values: list[float], digits: int) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
-def main() -> None:
-    """Print the stall of a save and the time until it is durable, of each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--step-s", type=float, default=1.5)
-    options = parser.parse_args()
+def main(mib: str = "64,256,1024", rounds: int = 7, steps: int = 4, step_s: float = 1.5) -> None:
     torch.set_num_threads(1)
-    for mib in options.mib:
-        training = Training(mib << 20, options.step_s)
-        folder = Path(tempfile.mkdtemp(prefix="morph-stall-"))
-        try:
+    print(f"{machine()}; a save in {steps} steps")
+    head("state | step | | blocked | processor | complete after")
+    for size in numbers(mib):
+        training = Training(size << 20, step_s)
+        with tempfile.TemporaryDirectory(prefix="morph-stall-") as name:
+            folder = Path(name)
             writer = CheckpointWriter("w", str(folder / "morph"), FaultPlan([]), on_processor=True)
             ended: dict[str, list[float]] = {"morph": [], "torch": []}
             saves = {
@@ -167,26 +160,17 @@ def main() -> None:
                 "morph": morph_save(training, writer, ended["morph"]),
                 "torch": torch_save(training, folder / "torch", ended["torch"]),
             }
-            found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in saves}
-            for _ in range(options.rounds):
-                for name, save in saves.items():
-                    found[name].append(block(training, options.steps, save))
-                shutil.rmtree(folder / "torch", ignore_errors=True)
-                shutil.rmtree(folder / "morph", ignore_errors=True)
-            size = sum(tensor.nbytes for tensor in training.tensors().values())
-            step_s = statistics.median(took_s for took_s, _, _ in found["none"]) / options.steps
-            print(f"{size / 2**20:.0f} MiB, steps of {step_s:.2f} s, a save in {options.steps}:")
-            for name in ("morph", "torch"):
-                blocked_ms = [entry[2] * 1e3 for entry in found[name]]
-                cpu_s = [entry[1] - plain[1] for entry, plain in zip(found[name], found["none"], strict=True)]
-                print(
-                    f"  {name}: blocked {_spread(blocked_ms, 1)} ms, processor {_spread(cpu_s, 2)} s, "
-                    f"complete after {statistics.median(ended[name]):.2f} s",
-                    flush=True,
-                )
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
+            def turn(save: Callable[[], Begun] | None) -> tuple[float, float, float]:
+                for each in ("torch", "morph"):
+                    shutil.rmtree(folder / each, ignore_errors=True)  # noqa: B023 # called here
+                return block(training, steps, save)  # noqa: B023 # called here
 
-if __name__ == "__main__":
-    main()
+            found = in_turns({name: partial(turn, save) for name, save in saves.items()}, rounds)
+            state = sum(tensor.nbytes for tensor in training.tensors().values())
+        plain_s = statistics.median(took_s for took_s, _, _ in found["none"]) / steps
+        for way in ("morph", "torch"):
+            blocked_s = [blocked for _, _, blocked in found[way]]
+            cpu_s = [one[1] - plain[1] for one, plain in zip(found[way], found["none"], strict=True)]
+            cells = (spread(blocked_s, "ms", 1, 1e3), spread(cpu_s), f"{statistics.median(ended[way]):.2f} s")
+            row(f"{state / 2**20:.0f} MiB", f"{plain_s:.2f} s", way, *cells)

@@ -1,6 +1,6 @@
 """Every fault of a cloud provider and of its notices, injected one at a time; prints what Morph did, as a table.
 
-    python benchmarks/cloud_faults.py
+    python -m benchmarks cloud_faults
 
 The controller, the thread that asks for VMs, Azure's SDK and the agents are real, over HTTP and TCP on loopback; the
 VMs are names, and time runs 20 times as fast for the controller. Each case checks by itself that the run has its VMs
@@ -16,8 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.harness import head, row
 from tests.cloud import ending_faults, notice_faults, provider_faults
 from tests.providers.fake_arm import served
 
@@ -42,19 +41,14 @@ def main() -> None:
     begin_s, failed = time.monotonic(), 0
     tables = {"the provider": provider_faults.CASES, "an end": ending_faults.CASES, "notices": notice_faults.CASES}
     for title, cases in tables.items():
-        print(f"| fault of {title} | what Morph did |\n|---|---|")
+        head(f"fault of {title} | what Morph did")
         for name, play in cases.items():
             with served() as arm, tempfile.TemporaryDirectory(prefix="morph-faults-") as directory:
                 try:
                     did = sentence(play(arm, Path(directory)))
                 except Exception as error:
                     failed, did = failed + 1, f"**FAILED** {type(error).__name__}: {error}"
-            print(f"| {name} | {did} |", flush=True)
-        print()
+            row(name, did)
     count = sum(len(cases) for cases in tables.values())
-    print(f"{count - failed} of {count} faults borne, nothing left; {time.monotonic() - begin_s:.0f} s")
+    print(f"\n{count - failed} of {count} faults borne, nothing left; {time.monotonic() - begin_s:.0f} s")
     sys.exit(1 if failed else 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """The whole life of a run on spot VMs, from nothing to nothing, on a virtual Azure: what came, went, cost and is left.
 
-    python benchmarks/cloud_life.py
-    python benchmarks/cloud_life.py --keep 4 --steps 600 --evictions 6 --seed 1 --screenshot docs/images/page-cloud.png
+    python -m benchmarks cloud_life
+    python -m benchmarks cloud_life --keep 4 --steps 600 --evictions 6 --seed 1 --screenshot docs/images/page-cloud.png
 
 `morph run` with `vms.kind: azure` runs on a host of its own; Azure's resource manager and metadata services are fakes
 at their real names, VMs are network, process and mount namespaces of this machine that carry out the real cloud-config
@@ -13,7 +13,6 @@ and root. Exit code 1: something does not hold.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -21,10 +20,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.harness import Seed, machine, option
 from manager.accounting.account import Part
 from manager.accounting.spent import NOTHING
 from manager.report.values import RunReport
@@ -108,7 +106,7 @@ def tell_of_cost(azure: VirtualAzure, report: RunReport, parts: list[Split]) -> 
     for part in Part:
         if account.parts_ns[part]:
             print(f"  {part:11} {account.part_s(part):8.1f}  {account.share(part):6.1%}")
-    before_s, after_s = sum(part.before_s for part in parts), sum(part.after_s for part in parts)
+    before_s, after_s = sum(one.before_s for one in parts), sum(one.after_s for one in parts)
     print(f"Azure's bill: {bill_s:.1f} node-seconds, {azure.region.dollars():.5f} dollars at {USD:g} an hour")
     for name, figure_s in (("before", before_s), ("in the run", account.total_s), ("after", after_s)):
         print(f"  {name:11} {figure_s:8.1f}  {figure_s * USD / 3600:.5f} dollars")
@@ -119,79 +117,73 @@ def tell_of_cost(azure: VirtualAzure, report: RunReport, parts: list[Split]) -> 
         adds_up &= abs(paid.total_usd - account.total_s * USD / 3600) < 1e-9
     adds_up &= abs(before_s + account.total_s + after_s - bill_s) < 0.05
     adds_up &= abs(azure.region.dollars() - bill_s * USD / 3600) < 1e-9
-    for part in parts:
-        if not part.fits:
-            print(f"  {part.vm} lives otherwise for the run than for Azure: {part}")
-    return adds_up and all(part.fits for part in parts)
+    for split in parts:
+        if not split.fits:
+            print(f"  {split.vm} lives otherwise for the run than for Azure: {split}")
+    return adds_up and all(split.fits for split in parts)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600, help="over which evictions are spread")
-    parser.add_argument("--keep", type=int, default=4)
-    parser.add_argument("--evictions", type=int, default=6)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--notice-s", type=float, default=30.0)
-    parser.add_argument("--profile", type=Path, default=None, help="of tiny_gpt.py, m 2; absent: calibrated first")
-    parser.add_argument("--screenshot", type=Path, default=None, help="of the run's page, while it runs")
-    options = parser.parse_args()
+def main(
+    steps: Annotated[int, option("over which evictions are spread")] = 600,
+    keep: int = 4,
+    evictions: int = 6,
+    seed: Seed = 1,
+    notice_s: float = 30.0,
+    profile: Annotated[Path | None, option("of tiny_gpt.py, m 2; absent: calibrated first")] = None,
+    screenshot: Annotated[Path | None, option("of the run's page, while it runs")] = None,
+) -> None:
     if reason := not_permitted():
         sys.exit(f"error: {reason}")
-    directory = Path(tempfile.mkdtemp(prefix="morph-life-"))
-    try:
-        holds = play(options, directory)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-    sys.exit(0 if holds else 1)
-
-
-def play(options: argparse.Namespace, directory: Path) -> bool:
-    """Live, and print; whether everything holds."""
-    profile = directory / "profile.json"
-    if options.profile is None:
-        command = [sys.executable, "-m", "morph.cli.main", "calibrate", f"{JOB}:job", "-m", str(M), "-o", str(profile)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    else:
-        shutil.copy(options.profile, profile)
-    takings = seeded_takings(options.seed, options.evictions, options.steps, options.notice_s)
-    load, start_s = os.getloadavg()[0], time.monotonic()
-    with VirtualAzure(directory) as azure:
-        photographer = Photographer(azure, options.screenshot, max(1, options.evictions // 2))
-        life = Life(
-            azure,
-            directory,
-            profile,
-            MANY_STEPS,
-            options.keep,
-            takings,
-            seed=options.seed,
-            steps_after=STEPS_AFTER,
-            on_line=photographer,
-        )
-        photographer.life = life
-        report = life.live()
-        wall_s = time.monotonic() - start_s
-        photographer.wait()
-        left = azure.region.left() | {"processes of the manager's host": azure.processes()}
-        left["hosts"] = [name for name in azure.hosts.living if name != "manager"]
-        print(f"{report.outcome}: {report.version} steps, {report.steps_redone} redone; {wall_s:.0f} s", flush=True)
-        tell_of_vms(azure, life, report)
-        adds_up = tell_of_cost(azure, report, splits(azure.region.bill, life.run_dir))
-        troubles = [*azure.region.troubles, *azure.region.wrong]
-    left["namespaces"] = [path.name for path in Path("/run/netns").glob(f"morph-{os.getpid()}-*")]
-    print("left: " + ", ".join(f"{len(found)} {kind}" for kind, found in left.items()))
-    same = digests(life.run_dir) == undisturbed(directory / "alone", report.version)
-    for holds, what in (
+    with tempfile.TemporaryDirectory(prefix="morph-life-") as name:
+        directory = Path(name)
+        given, told = directory / "profile.json", machine()
+        if profile is None:
+            command = [sys.executable, "-m", "morph.cli.main", "calibrate", f"{JOB}:job", "-m", str(M), "-o"]
+            subprocess.run([*command, str(given)], check=True, stdout=subprocess.DEVNULL)
+        else:
+            shutil.copy(profile, given)
+        takings = seeded_takings(seed, evictions, steps, notice_s)
+        with VirtualAzure(directory) as azure:
+            photographer = Photographer(azure, screenshot, max(1, evictions // 2))
+            life = Life(
+                azure,
+                directory,
+                given,
+                MANY_STEPS,
+                keep,
+                takings,
+                seed=seed,
+                steps_after=STEPS_AFTER,
+                on_line=photographer,
+            )
+            adds_up, left, troubles, report = play(azure, life, photographer)
+        left["namespaces"] = [path.name for path in Path("/run/netns").glob(f"morph-{os.getpid()}-*")]
+        print("left: " + ", ".join(f"{len(found)} {kind}" for kind, found in left.items()))
+        same = digests(life.run_dir) == undisturbed(directory / "alone", report.version)
+    for true, what in (
         (adds_up, "the parts add up to the whole, and with what is before and after to Azure's bill"),
         (not any(left.values()), "nothing is left"),
         (report.steps_redone == 0, "no step was lost"),
         (same, "weights and optimizer state are bit-identical to an undisturbed run on one worker"),
         (not troubles, "the fake had no trouble" + "".join(f": {trouble}" for trouble in troubles)),
     ):
-        print(f"{'yes' if holds else 'NO '} {what}")
-    print(f"{os.cpu_count()} cores, load before {load:.1f}, seed {options.seed}")
-    return adds_up and same and not troubles and not any(left.values())
+        print(f"{'yes' if true else 'NO '} {what}")
+    print(f"{told} before, seed {seed}")
+    holds = adds_up and same and not troubles and not any(left.values())
+    sys.exit(0 if holds else 1)
 
 
-if __name__ == "__main__":
-    main()
+def play(
+    azure: VirtualAzure, life: Life, photographer: Photographer
+) -> tuple[bool, dict[str, Any], list[str], RunReport]:
+    """Live, and print; whether the account adds up, what is left, what the fake had trouble with, and the report."""
+    photographer.life, start_s = life, time.monotonic()
+    report = life.live()
+    wall_s = time.monotonic() - start_s
+    photographer.wait()
+    left = azure.region.left() | {"processes of the manager's host": azure.processes()}
+    left["hosts"] = [name for name in azure.hosts.living if name != "manager"]
+    print(f"{report.outcome}: {report.version} steps, {report.steps_redone} redone; {wall_s:.0f} s", flush=True)
+    tell_of_vms(azure, life, report)
+    adds_up = tell_of_cost(azure, report, splits(azure.region.bill, life.run_dir))
+    return adds_up, left, [*azure.region.troubles, *azure.region.wrong], report

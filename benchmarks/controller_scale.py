@@ -1,6 +1,6 @@
 """What the controller's decisions and the heartbeats cost with many nodes, and how both grow with their number.
 
-    python benchmarks/controller_scale.py
+    python -m benchmarks controller_scale
 
 No worker runs: their answers are made up here, and ``decide`` is called as the live loop calls it. Prints CPU time
 for each kind of event, and what the journal takes of it.
@@ -8,8 +8,6 @@ for each kind of event, and what the journal takes of it.
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import math
 import statistics
 import tempfile
@@ -18,6 +16,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+from benchmarks.harness import head, machine, numbers, row
+from benchmarks.workers import plan_by_hand
 from manager.controller.decide import decide
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import (
@@ -33,7 +33,7 @@ from manager.controller.state.events import (
 from manager.controller.state.state import ControllerState, Decision, Phase, initial_state
 from manager.journal.journal import Journal
 from morph.contract.messages import Aborted, Prepared, Reshaped, WorkerReady
-from morph.contract.plan import Expectation, Plan, StagePlan
+from morph.contract.plan import Plan
 from morph.contract.timeline import ComputeTimes
 
 NUM_SECTIONS = 48
@@ -43,23 +43,15 @@ MICRO_BATCHES_PER_HEARTBEAT = 4
 
 
 def make_plan(depth: int, replicas: int, num_micro_batches: int) -> Plan:
-    borders = [round(stage * NUM_SECTIONS / depth) for stage in range(depth + 1)]
     counts = {num_micro_batches // replicas, -(-num_micro_batches // replicas)}
     speed = float(depth * replicas)
-    return Plan(
-        fingerprint="f",
-        schedule="1f1b",
-        micro_batch_size=1,
+    return plan_by_hand(
+        [round(stage * NUM_SECTIONS / depth) for stage in range(depth + 1)],
+        replicas,
+        {count: ("F" * count + "B" * count,) * depth for count in counts if count},
         num_micro_batches=num_micro_batches,
-        num_replicas=replicas,
-        stages=tuple(
-            StagePlan(first_section=first, end_section=end, window=2, recompute=False)
-            for first, end in itertools.pairwise(borders)
-        ),
-        orders={count: ("F" * count + "B" * count,) * depth for count in counts if count},
-        expected=Expectation(
-            mini_batch_s=1 / speed, examples_per_s=speed, lower_bound_s=0, peak_memory_bytes=0, parts_s={}
-        ),
+        step_s=1 / speed,
+        examples_per_s=speed,
     )
 
 
@@ -67,7 +59,7 @@ def make_config(num_nodes: int) -> ControllerConfig:
     """Every number of nodes from a replica fewer up has its plan; the pipeline is as deep as 24 stages."""
     depth = min(24, max(2, num_nodes // 4))
     replicas = num_nodes // depth
-    units = {f"s{section}": (section,) for section in range(NUM_SECTIONS)}
+    units: dict[str, tuple[int, ...]] = {f"s{section}": (section,) for section in range(NUM_SECTIONS)}
     shapes = {(depth, replicas), (depth, replicas - 1), (depth // 2, 2 * replicas - 1)}
     return ControllerConfig(
         fingerprint="f",
@@ -168,35 +160,26 @@ def order_bytes(run: Run) -> int:
     return len(run.state.reshape.model_dump_json())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[10, 100, 1000, 10_000])
-    parser.add_argument("--steps", type=int, default=1)
-    arguments = parser.parse_args()
+def main(nodes: str = "10,100,1000,10000", steps: int = 1) -> None:
     runs: dict[int, Run] = {}
-    for num_nodes in arguments.nodes:
+    for num_nodes in numbers(nodes):
         with tempfile.TemporaryDirectory() as directory, Journal.open(Path(directory) / "journal.sqlite") as journal:
-            runs[num_nodes] = play(num_nodes, arguments.steps, journal)
-    print("CPU milliseconds of one decision, median; the exponent of its growth over the last tenfold")
-    print(f"{'':44}" + "".join(f"{num_nodes:>10}" for num_nodes in runs) + f"{'growth':>10}")
-    for kind in dict.fromkeys(kind for run in runs.values() for kind in run.took_s):
-        show(kind, [statistics.median(run.took_s[kind]) * 1e3 for run in runs.values()], list(runs))
-    written_ms = [statistics.median(run.written_s) * 1e3 for run in runs.values()]
-    show("an answer in the journal", written_ms, list(runs))
-    whole = [sum(run.took_s["a worker prepared a step"]) / (arguments.steps + 1) for run in runs.values()]
-    decided = [statistics.median(run.took_s["a step is decided, the next ordered"]) for run in runs.values()]
-    show("all answers of a step", [(part + last) * 1e3 for part, last in zip(whole, decided, strict=True)], list(runs))
-    print()
-    show("heartbeats of all in the journal, kB", [heartbeat_bytes(run) / 1e3 for run in runs.values()], list(runs))
-    show("a reshape order, kB", [order_bytes(run) / 1e3 for run in runs.values()], list(runs))
-
-
-def show(kind: str, values_ms: list[float], nodes: list[int]) -> None:
-    growth = ""
-    if len(values_ms) > 1 and values_ms[-2] > 0:
-        growth = f"{math.log(values_ms[-1] / values_ms[-2]) / math.log(nodes[-1] / nodes[-2]):10.2f}"
-    print(f"{kind:44}" + "".join(f"{value:10.3f}" for value in values_ms) + growth)
-
-
-if __name__ == "__main__":
-    main()
+            runs[num_nodes] = play(num_nodes, steps, journal)
+    whole_s = [sum(run.took_s["a worker prepared a step"]) / (steps + 1) for run in runs.values()]
+    decided_s = [statistics.median(run.took_s["a step is decided, the next ordered"]) for run in runs.values()]
+    kinds = dict.fromkeys(kind for run in runs.values() for kind in run.took_s)
+    figures = {kind: [statistics.median(run.took_s[kind]) * 1e3 for run in runs.values()] for kind in kinds}
+    figures |= {
+        "an answer in the journal": [statistics.median(run.written_s) * 1e3 for run in runs.values()],
+        "all answers of a step": [(part + last) * 1e3 for part, last in zip(whole_s, decided_s, strict=True)],
+        "compute times of all heartbeats in the journal, kB": [heartbeat_bytes(run) / 1e3 for run in runs.values()],
+        "a reshape order, kB": [order_bytes(run) / 1e3 for run in runs.values()],
+    }
+    print(f"{machine()}; growth: its exponent over the last tenfold")
+    head("CPU ms of one decision, median | " + " | ".join(map(str, runs)) + " | growth")
+    counts = list(runs)
+    for kind, values in figures.items():
+        growth = ""
+        if len(values) > 1 and values[-2] > 0:
+            growth = f"{math.log(values[-1] / values[-2]) / math.log(counts[-1] / counts[-2]):.2f}"
+        row(kind, *(f"{value:.3f}" for value in values), growth)

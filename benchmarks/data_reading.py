@@ -1,6 +1,6 @@
 """What reading samples adds to a step: by the thread that computes, and by one or two data workers.
 
-    python benchmarks/data_reading.py [--steps 60]
+    python -m benchmarks data_reading --steps 60
 
 One worker in this process trains a small model, shape 1x1, batches of 16 in 4 micro-batches. A sample takes 20 ms in
 which nothing is computed, as a file from a distant store does. The figure is the median step of the last third, by when
@@ -9,7 +9,6 @@ data workers have long started, and its ratio to the same with samples that take
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import tempfile
 import time
@@ -21,6 +20,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness import head, machine, row
 from morph import Job
 from morph.runtime.process.single import run_single
 
@@ -48,7 +48,8 @@ def model() -> nn.Module:
 
 
 def loss(built: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return (built(batch["x"]) - batch["x"]).square().mean()
+    found: Tensor = (built(batch["x"]) - batch["x"]).square().mean()
+    return found
 
 
 def optimizer(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -76,16 +77,11 @@ def step_s(name: str, num_steps: int) -> tuple[float, str]:
     return median(steps_s[-num_steps // 3 :]), "".join(unit.sha256 for unit in manifest.units)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    num_steps = parser.parse_args().steps
-    names = {"compute": "samples at once", "none": "no data worker", "one": "1 data worker", "two": "2 data workers"}
-    found = {name: step_s(name, num_steps) for name in names}
+def main(steps: int = 60) -> None:
+    names = {"compute": "at once", "none": "by the worker", "one": "by one data worker", "two": "by two"}
+    found = {name: step_s(name, steps) for name in names}
+    print(machine())
+    head("samples are read | step | over compute")
     for name, text in names.items():
-        print(f"{text:16} {found[name][0] * 1e3:6.0f} ms  {found[name][0] / found['compute'][0]:.2f}")
+        row(text, f"{found[name][0] * 1e3:.0f} ms", f"{found[name][0] / found['compute'][0]:.2f}")
     print("weights are the same bytes" if len({digest for _, digest in found.values()}) == 1 else "weights DIFFER")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The product code as numbers: files and their lengths, folders, and imports between folders.
 
-    python benchmarks/house.py
+    python -m benchmarks house
 
 A folder is a room: the modules in it, without those of the folders below it. An arrow leads from a room to one that its
 modules import; imports in a circle are named.
@@ -11,12 +11,11 @@ from __future__ import annotations
 import tomllib
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 from statistics import median
 
 import grimp
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.harness import ROOT
 
 
 def main() -> None:
@@ -45,7 +44,3 @@ def main() -> None:
         print(f"a circle: {' > '.join(reversed(error.args[1]))}")
     else:
         print("no circle")
-
-
-if __name__ == "__main__":
-    main()

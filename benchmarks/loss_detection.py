@@ -1,6 +1,6 @@
 """How long a lost worker goes unnoticed, and how long until the next committed step, by the way in which it is lost.
 
-    python benchmarks/loss_detection.py
+    python -m benchmarks loss_detection
 
 Four emulated workers train (2x2, synthetic profile) under the real manager. Again and again, at a random moment
 (seeded) of a step, one of them is killed, stopped, or cut off the network; once the others train again, a new VM comes
@@ -11,8 +11,6 @@ network namespaces where that is permitted (Linux, root), else over local socket
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import signal
@@ -23,10 +21,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
-from manager.controller.state.config import ControllerConfig
+from benchmarks.harness import Seed, head, machine, option, row, words
+from benchmarks.runs import play, specify, steady_vms, subject_of_profile
 from manager.controller.state.events import WorkerAnswered, WorkerLost
 from manager.controller.state.state import Phase
 from manager.engine.local_vms.namespaces import HostNetwork, check_permitted
@@ -35,13 +35,10 @@ from manager.engine.loop.driver import Observed, Observer
 from manager.engine.on_ray.ray_environment import prepare
 from manager.engine.run.machines import Machines, Opening, OpenMachines, Processes
 from manager.engine.run.ray_machines import open_ray
-from manager.engine.run.session import RunSpec, run_session
-from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
-from manager.run_dir import RunDir, RunFacts
-from morph.contract.cluster import ClusterConfig, Policy
+from manager.rehearsal.device import EmulationOptions, emulated_device
+from morph.contract.cluster import Policy
 from morph.contract.errors import ConfigError
 from morph.contract.messages import WorkerReady
-from morph.contract.trace import Trace, TraceEvent
 from simulator import plan, synthetic_profile
 
 M, NUM_VMS = 2, 4
@@ -171,97 +168,58 @@ class Cluster:
             os.kill(pid, signal.SIGKILL if kind == KILLED else signal.SIGSTOP)
 
 
-def make_config(timeout_s: float) -> ControllerConfig:
-    """The synthetic job on four workers, or on three."""
-    units = known_units(PROFILE)
-    return ControllerConfig(
-        fingerprint=PROFILE.job.fingerprint,
-        plans={
-            count: plan(PROFILE, num_gpus=count, pipeline_depth=deep, num_replicas=wide, micro_batch_size=M).best
-            for count, (deep, wide) in SHAPES.items()
-        },
-        units={unit.id: unit.sections for unit in units},
-        unit_bytes={unit.id: unit.parameter_bytes for unit in units},
-        num_steps=10**9,
-        policy=Policy(checkpoint_every_steps=1_000_000, heartbeat_timeout_s=timeout_s),
-        expected_nodes=NUM_VMS,
-    )
-
-
 def run(kinds: Sequence[str], timeout_s: float, seed: int, cluster: Cluster) -> list[Loss]:
     """Lose a worker in each of these ways, one after the other, in one run."""
-    config = make_config(timeout_s)
-    facts = RunFacts(
-        job="emulated",
-        fingerprint=PROFILE.job.fingerprint,
-        micro_batch_size=M,
-        batch_size=PROFILE.job.batch_size,
-        num_sections=PROFILE.num_sections,
-    )
+    subject = subject_of_profile("emulated", PROFILE, M, state_copies=1)
+    plans = {
+        count: plan(PROFILE, num_gpus=count, pipeline_depth=deep, num_replicas=wide, micro_batch_size=M).best
+        for count, (deep, wide) in SHAPES.items()
+    }
     breakers: list[Breaker] = []
 
     def attend(fleet: VmFleet) -> Observer:
         breakers.append(Breaker(fleet, cluster.lose, kinds, timeout_s, seed))
         return breakers[0]
 
-    with tempfile.TemporaryDirectory() as directory, RunDir(Path(directory) / "run", facts) as run_dir:
-        spec = RunSpec(
-            job_path="emulated",
-            config=config,
-            cluster=ClusterConfig(policy=config.policy),
-            trace=Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{i}") for i in range(NUM_VMS))),
-            num_sections=PROFILE.num_sections,
-            micro_batch_size=M,
+    with tempfile.TemporaryDirectory() as directory:
+        spec = specify(
+            subject,
+            plans,
+            Policy(checkpoint_every_steps=1_000_000, heartbeat_timeout_s=timeout_s),
+            steady_vms(NUM_VMS),
             emulation=emulated_device(PROFILE, M, range(2, NUM_VMS + 1), EmulationOptions()),
-            machines=cluster.opening(run_dir.path / "workers.log"),
+            machines=cluster.opening(Path(directory) / "workers.log"),
         )
-        finish = run_session(spec, run_dir, lambda _: None, attend)
+        finish, _ = play(subject, spec, Path(directory) / "run", attend=attend)
     if finish.outcome != "stopped":
         raise SystemExit(f"the run ended before its time: {finish.sentence}")
     return breakers[0].losses
 
 
-def show(losses: Sequence[Loss]) -> None:
-    """Print medians and worst cases."""
-    head = f"{'time-out':>9}  {'lost by':<15}{'n':>3}  {'until it is known, s':>22}{'until the next step, s':>24}"
-    print(f"{head}  found by")
-    print(f"{'':>30}  {'median':>12}{'worst':>10}{'median':>14}{'worst':>10}")
-    for timeout_s, kind in dict.fromkeys((loss.timeout_s, loss.kind) for loss in losses):
-        same = [loss for loss in losses if (loss.timeout_s, loss.kind) == (timeout_s, kind)]
-        lost_s, step_s = [loss.to_lost_s for loss in same], [loss.to_step_s for loss in same]
-        causes = ", ".join(sorted({"silence" if "silent" in loss.cause else "connection" for loss in same}))
-        print(
-            f"{timeout_s:>8g}s  {kind:<15}{len(same):>3}  {statistics.median(lost_s):>12.3f}{max(lost_s):>10.3f}"
-            f"{statistics.median(step_s):>14.3f}{max(step_s):>10.3f}  {causes}"
-        )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=3, help="losses of each kind, for each time-out")
-    parser.add_argument("--timeouts", type=float, nargs="+", default=[5.0, 1.0], help="heartbeat time-outs, s")
-    parser.add_argument("--machines", choices=["processes", "ray"], default="processes")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=None, help="also write every loss as JSON")
-    options = parser.parse_args()
-    ray = options.machines == "ray"
+def main(
+    times: Annotated[int, option("losses of each kind, for each time-out")] = 3,
+    timeouts: Annotated[str, option("heartbeat time-outs, s")] = "5,1",
+    machines: Literal["processes", "ray"] = "processes",
+    seed: Seed = 0,
+) -> None:
+    ray = machines == "ray"
     kinds = [KILLED, STOPPED, VM_STOPPED] if ray else [KILLED, STOPPED]
     network = None
     if not ray:
         try:
             check_permitted()
             kinds.append(CUT)
-            network = HostNetwork(NUM_VMS + len(kinds) * options.times + 1, 1e9)
+            network = HostNetwork(NUM_VMS + len(kinds) * times + 1, 1e9)
         except ConfigError as error:
             print(f"without the cut link: {error}", file=sys.stderr)
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {options.machines}", flush=True)
+    print(f"{machine()}, {machines}", flush=True)
     losses: list[Loss] = []
-    for timeout_s in options.timeouts:
-        losses += run(kinds * options.times, timeout_s, options.seed, Cluster(ray, network))
-    show(losses)
-    if options.out is not None:
-        options.out.write_text(json.dumps([asdict(loss) for loss in losses], indent=2) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    for timeout_s in map(float, words(timeouts)):
+        losses += run(kinds * times, timeout_s, seed, Cluster(ray, network))
+    head("time-out | lost by | losses | known, s: median (worst) | next step, s: median (worst) | found by")
+    for timeout_s, kind in dict.fromkeys((loss.timeout_s, loss.kind) for loss in losses):
+        same = [loss for loss in losses if (loss.timeout_s, loss.kind) == (timeout_s, kind)]
+        causes = ", ".join(sorted({"silence" if "silent" in loss.cause else "connection" for loss in same}))
+        known_s, step_s = [loss.to_lost_s for loss in same], [loss.to_step_s for loss in same]
+        cells = (f"{statistics.median(each):.3f} ({max(each):.3f})" for each in (known_s, step_s))
+        row(f"{timeout_s:g} s", kind, len(same), *cells, causes)

@@ -1,6 +1,6 @@
 """The planner's objectives judged by what the simulated job really gets done: a day on spot VMs under each.
 
-    python benchmarks/objectives.py [TRACE.csv ...] [--profile P] [--drawn 4]
+    python -m benchmarks objectives TRACE.csv ... --drawn 4
 
 For every number of VMs a shape is chosen by each objective, and the controller of real runs plays these shapes on the
 same traces. *fastest*: most examples per second, as runs do. *progress*: ``morph plan --objective progress``, told the
@@ -12,13 +12,15 @@ the VMs, to show what a choice that is wrong costs.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 
+from benchmarks.harness import PROFILES, head, row
 from manager.simulation.policies.bounds import play_ideal
 from manager.simulation.policies.morph import play_morph
 from manager.simulation.spot.job import SpotJob, job_from_profile
@@ -30,7 +32,6 @@ from simulator import plan, spot_model
 from simulator.search.objectives import MostProgress, Revocations
 from simulator.traces.statistics import ALL, statistics_of
 
-PROFILE = Path(__file__).parent.parent / "configs/profiles/gpt2-2.5b.json"
 HOUR_S = 3600.0
 DRAWN_VMS, DRAWN_HOURS = 32, 12
 PAUSE_S = 1.0
@@ -121,27 +122,22 @@ def cases(paths: list[Path], num_drawn: int) -> Iterator[tuple[str, Trace]]:
             yield f"drawn, {per_vm_h:g} an hour, {seed}", model.draw(seed, DRAWN_HOURS * HOUR_S)
 
 
-def main() -> None:
-    """Print, for each trace and objective, the steps as a share of the bound."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", type=Path, nargs="*")
-    parser.add_argument("--profile", type=Path, default=PROFILE)
-    parser.add_argument("--drawn", type=int, default=2)
-    options = parser.parse_args()
-    profile = load_profile(options.profile)
+def main(
+    traces: Annotated[list[Path] | None, typer.Argument()] = None,
+    profile: Path = PROFILES / "gpt2-2.5b.json",
+    drawn: int = 2,
+) -> None:
+    loaded = load_profile(profile)
     jobs: dict[int, SpotJob] = {}
-    for name, trace in cases(options.traces, options.drawn):
+    head("trace | fastest | progress | next hour | half of the VMs (and how many of the shapes differ)")
+    for name, trace in cases(traces or [], drawn):
         until = Until(kind="hours", amount=trace.duration_s / HOUR_S)
-        job = jobs.setdefault(trace.max_nodes, job_from_profile(profile, trace.max_nodes))
+        job = jobs.setdefault(trace.max_nodes, job_from_profile(loaded, trace.max_nodes))
         bound = play_ideal(job, trace, until=until).steps
-        parts, plans = [], {}
-        for objective, other in tables(profile, trace, job):
+        cells, plans = [], {}
+        for objective, other in tables(loaded, trace, job):
             plans[objective] = other.plans
             steps = play_morph(other, trace, until=until, seed=0).steps
             differ = sum(one.shape != plans["fastest"][count].shape for count, one in other.plans.items())
-            parts.append(f"{objective} {steps / bound:.1%} ({differ} of {len(other.plans)} shapes differ)")
-        print(f"{name}: {', '.join(parts)}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+            cells.append(f"{steps / bound:.1%} ({differ} of {len(other.plans)})")
+        row(name, *cells)

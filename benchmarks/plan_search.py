@@ -1,6 +1,7 @@
 """How far plans are from the best that there is: every other choice tried, on small random jobs.
 
-    python benchmarks/plan_search.py [--cases N] [--groups]
+    python -m benchmarks plan_search --cases 60
+    python -m benchmarks plan_search --groups
 
 Three questions, each with a seed for every case: windows of any size for given stages; every depth, number of
 replicas, micro-batch size, cut, slope and schedule, with recompute and without; and latencies from none to eight
@@ -13,13 +14,15 @@ pipeline of each depth fits, and examples per second within tight limits, of GPT
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from itertools import combinations, product
-from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
+from benchmarks.harness import PROFILES, head, option, row
+from morph.contract.plan import Schedule
 from morph.contract.profile import Profile, load_profile
 from simulator import PlanRequest, plan, simulate, synthetic_profile
 from simulator.costs.answer import deal
@@ -30,9 +33,9 @@ from simulator.engine.mini_batch import run_pipeline
 from simulator.search.setting import Setting
 from simulator.search.sweep import Sweep
 
-GPT2 = Path(__file__).resolve().parents[1] / "configs" / "profiles" / "gpt2-2.5b.json"
+GPT2 = PROFILES / "gpt2-2.5b.json"
 GIB = 2**30
-SCHEDULES = ("varuna", "gpipe", "1f1b")
+SCHEDULES: tuple[Schedule, ...] = ("varuna", "gpipe", "1f1b")
 LATENCIES = (0, 1, 2, 4, 8)
 
 
@@ -56,8 +59,8 @@ def any_windows(seed: int) -> float:
     rng = np.random.default_rng(seed)
     depth, count = int(rng.integers(2, 5)), int(rng.integers(3, 7))
     profile = random_profile(rng, depth, count, (1,))
-    given = {"boundaries": range(depth), "micro_batch_size": 1, "share_links": False}
-    found = simulate(profile, **given).costs  # type: ignore[arg-type]
+    given: dict[str, Any] = {"boundaries": range(depth), "micro_batch_size": 1, "share_links": False}
+    found = simulate(profile, **given).costs
     sections = SectionCosts(profile, 1)
 
     def time_ns(windows: tuple[int, ...]) -> int:
@@ -89,7 +92,7 @@ def everything(seed: int) -> float:
                         boundaries=(0, *cuts),
                         num_replicas=replicas,
                         micro_batch_size=m,
-                        schedule=schedule,  # type: ignore[arg-type]
+                        schedule=schedule,
                         window_slope=slope,
                         recompute=recompute,
                     )
@@ -112,12 +115,12 @@ def latency(seed: int, forwards: float, *, gpipe_alone: bool = False) -> float:
     )
     best = plan(profile, num_gpus=8, pipeline_depth=8, num_runners_up=0).best
     times = []
-    for schedule in ("gpipe",) if gpipe_alone else SCHEDULES:
+    for schedule in SCHEDULES[1:2] if gpipe_alone else SCHEDULES:
         for slope in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63) if schedule == "varuna" else (None,):
             other = simulate(
                 profile,
                 boundaries=[stage.first_section for stage in best.stages],
-                schedule=schedule,  # type: ignore[arg-type]
+                schedule=schedule,
                 window_slope=slope,
                 recompute=best.stages[0].recompute,
             )
@@ -125,24 +128,20 @@ def latency(seed: int, forwards: float, *, gpipe_alone: bool = False) -> float:
     return best.expected.mini_batch_s / min(times)
 
 
-def tell(name: str, ratios: list[float]) -> None:
+def tell(name: str, ratios: list[float], slower: str = "") -> None:
     best, near = (sum(ratio <= limit for ratio in ratios) / len(ratios) for limit in (1 + 1e-9, 1.01))
-    print(
-        f"  {name}: {best:.0%} of {len(ratios)} optimal, {near:.0%} within 1 %, "
-        f"median {np.median(ratios) - 1:+.1%}, worst {max(ratios) - 1:+.1%}",
-        flush=True,
-    )
+    cells = (f"{best:.0%}", f"{near:.0%}", f"{np.median(ratios) - 1:+.1%}", f"{max(ratios) - 1:+.1%}")
+    row(name, len(ratios), *cells, slower)
 
 
 def least_gib(changes: bool) -> None:
     """Prints by depth the least memory of a device, with whole stages and in groups; two replicas, m = 4."""
     profile, rules = load_profile(GPT2), PlanRequest(changes=changes).memory_rules
-    settings = [Setting(profile, 4, True, SCHEDULES, 2**50, rules, grouped=grouped) for grouped in (False, True)]  # type: ignore[arg-type]
+    settings = [Setting(profile, 4, True, SCHEDULES, 2**50, rules, grouped=grouped) for grouped in (False, True)]
+    head("P | GiB with whole stages | in groups | ")
     for depth in (1, 2, 3, 4, 6, 9, 12, 18, 27):
-        whole, groups = (setting.least_bytes(depth, setting.num_micro_batches // 2) / GIB for setting in settings)
-        print(
-            f"  P = {depth:2}: {whole:6.2f} GiB with whole stages, {groups:6.2f} in groups ({groups / whole - 1:+.0%})"
-        )
+        whole, grouped = (setting.least_bytes(depth, setting.num_micro_batches // 2) / GIB for setting in settings)
+        row(depth, f"{whole:.2f}", f"{grouped:.2f}", f"{grouped / whole - 1:+.0%}")
 
 
 def _text(one: Outcome, batch_size: int) -> str:
@@ -153,6 +152,7 @@ def _text(one: Outcome, batch_size: int) -> str:
 def rates(num_gpus: int, changes: bool) -> None:
     """Prints the best plans within memory limits, with whole stages alone and with groups."""
     profile = load_profile(GPT2)
+    head("GiB | whole stages | with groups | gain")
     for gib in (4, 5, 6, 7, 8, 10, 12, 16, 24, 32):
         request = PlanRequest(memory_bytes=gib * GIB, changes=changes)
         sweep, texts, times_s = Sweep(profile, request, request.conditions(None)), [], []
@@ -160,8 +160,7 @@ def rates(num_gpus: int, changes: bool) -> None:
             best = each.fastest(num_gpus, each.depths(num_gpus), 1)
             times_s += [one.mini_batch_ns / 1e9 for one in best]
             texts += [_text(one, profile.job.batch_size) for one in best] or ["does not fit"]
-        gain = f" ({times_s[0] / times_s[1] - 1:+.1%})" if len(times_s) == 2 else ""
-        print(f"  {gib:2} GiB: {texts[0]}; with groups {texts[1]}{gain}", flush=True)
+        row(gib, *texts, f"{times_s[0] / times_s[1] - 1:+.1%}" if len(times_s) == 2 else "")
 
 
 def groups() -> None:
@@ -173,23 +172,17 @@ def groups() -> None:
         rates(36, changes)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="How far plans are from the best that there is.")
-    parser.add_argument("--cases", type=int, default=60, help="random jobs of each kind")
-    parser.add_argument("--groups", action="store_true", help="what groups of sections gain, instead")
-    options = parser.parse_args()
-    if options.groups:
+def main(
+    cases: Annotated[int, option("random jobs of each kind")] = 60,
+    grouped: Annotated[bool, typer.Option("--groups", help="what groups of sections gain, instead")] = False,
+) -> None:
+    if grouped:
         groups()
         return
-    cases = options.cases
-    print("How much slower than the best of what was tried:")
+    head("slower than the best of what was tried | jobs | optimal | within 1 % | median | worst | slower than GPipe")
     tell("windows of any size", [any_windows(seed) for seed in range(5 * cases)])
     tell("everything, on at most 5 GPUs and 4 sections", [everything(seed) for seed in range(max(1, cases // 2))])
     for forwards in LATENCIES:
-        tell(f"latency of {forwards} forwards", [latency(seed, forwards) for seed in range(max(1, cases // 3))])
-        ratios = [latency(seed, forwards, gpipe_alone=True) for seed in range(max(1, cases // 3))]
-        print(f"    slower than GPipe on the same stages: {sum(ratio > 1.0001 for ratio in ratios)} of {len(ratios)}")
-
-
-if __name__ == "__main__":
-    main()
+        seeds = range(max(1, cases // 3))
+        slower = sum(latency(seed, forwards, gpipe_alone=True) > 1.0001 for seed in seeds)
+        tell(f"latency of {forwards} forwards", [latency(seed, forwards) for seed in seeds], f"{slower}")

@@ -1,6 +1,6 @@
 """Pause of a planned change, with units sent ahead and without: emulated devices, links of limited speed.
 
-    python benchmarks/planned_change.py --joins 3
+    python -m benchmarks planned_change --joins 3
 
 Four emulated workers train a 2x2 shape; two more join again and again (2x3) and are taken away. The newcomers' state
 takes as long as the profile's link needs for it. For each size of the state and each policy: the pause, which is the
@@ -10,51 +10,32 @@ for how long the newcomers stood by before the change, most of which is the step
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import os
 import statistics
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from manager.controller.state.config import ControllerConfig
+from benchmarks.harness import head, machine, numbers, option, row, words
+from benchmarks.runs import play, specify, steady_vms, subject_of_profile
 from manager.controller.state.state import Phase
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed, Observer
 from manager.engine.run.machines import Processes
-from manager.engine.run.session import RunSpec, run_session
-from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
-from manager.run_dir import RunDir, RunFacts
-from morph.contract.cluster import ClusterConfig, Policy
+from manager.rehearsal.device import EmulationOptions, emulated_device
+from morph.contract.cluster import Policy
 from morph.contract.messages import ReshapeOrder
-from morph.contract.profile import Profile
 from morph.contract.rules import PreCopyRules, Rules
-from morph.contract.trace import Trace, TraceEvent
 from simulator import plan, synthetic_profile
 
 NUM_SECTIONS, BATCH_SIZE, M = 4, 48, 4
 LINK_BYTES_PER_S = 1.25e9
 FORWARD_S = 0.003
-SHAPES = {4: "2x2", 6: "2x3"}
+SHAPES = {4: (2, 2), 6: (2, 3)}
 STEPS_BETWEEN = 4
 REAL_STATE_BYTES = 2_000_000
 """Of all parameters, as they are really kept and sent."""
-
-
-def make_profile(parameter_bytes: int) -> Profile:
-    """Four equal sections with so many bytes of parameters together; Adam makes three times that of state."""
-    return synthetic_profile(
-        num_sections=NUM_SECTIONS,
-        forward_s=FORWARD_S,
-        batch_size=BATCH_SIZE,
-        micro_batch_sizes=(1, 2, M),
-        micro_batch_size=M,
-        bandwidth_bytes_per_s=LINK_BYTES_PER_S,
-        parameter_bytes=parameter_bytes // NUM_SECTIONS,
-        accumulator_bytes_per_parameter=4,
-    )
 
 
 @dataclass
@@ -115,72 +96,52 @@ class Change:
         return ahead / max(1, sum(sizes[source.unit] for source in moved))
 
 
-def make_spec(profile: Profile, when: str, machines: Processes) -> RunSpec:
-    """Four VMs, and a policy that sends units ahead ``when``."""
-    units = known_units(profile)
+def run(parameter_bytes: int, when: str, joins: int) -> dict[str, float]:
+    """Run some joins with a policy that sends units ahead ``when``, and return their figures.
+
+    Four equal sections have so many bytes of parameters together; Adam makes three times that of state.
+    """
+    profile = synthetic_profile(
+        num_sections=NUM_SECTIONS,
+        forward_s=FORWARD_S,
+        batch_size=BATCH_SIZE,
+        micro_batch_sizes=(1, 2, M),
+        micro_batch_size=M,
+        bandwidth_bytes_per_s=LINK_BYTES_PER_S,
+        parameter_bytes=parameter_bytes // NUM_SECTIONS,
+        accumulator_bytes_per_parameter=4,
+    )
+    plans = {
+        count: plan(profile, num_gpus=count, pipeline_depth=depth, num_replicas=replicas, micro_batch_size=M).best
+        for count, (depth, replicas) in SHAPES.items()
+    }
     ahead = PreCopyRules.model_validate({"when": when, "bytes_per_s": LINK_BYTES_PER_S, "min_saved_s": 0.02})
     policy = Policy(
         checkpoint_every_steps=10**6, heartbeat_timeout_s=30.0, order_timeout_s=300.0, rules=Rules(ahead=ahead)
     )
-    config = ControllerConfig(
-        fingerprint=profile.job.fingerprint,
-        plans={
-            count: plan(
-                profile,
-                num_gpus=count,
-                pipeline_depth=int(shape[0]),
-                num_replicas=int(shape[2]),
-                micro_batch_size=M,
-            ).best
-            for count, shape in SHAPES.items()
-        },
-        units={unit.id: unit.sections for unit in units},
-        unit_bytes={unit.id: 3 * unit.parameter_bytes for unit in units},
-        num_steps=10**6,
-        policy=policy,
-        expected_nodes=min(SHAPES),
-    )
-    total_bytes = sum(unit.parameter_bytes for unit in units)
-    device = emulated_device(
-        profile, M, range(2, 7), EmulationOptions(state_scale=min(1.0, REAL_STATE_BYTES / total_bytes))
-    )
-    trace = Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{i}") for i in range(min(SHAPES))))
-    return RunSpec(
-        job_path="emulated",
-        config=config,
-        cluster=ClusterConfig(policy=policy),
-        trace=trace,
-        num_sections=NUM_SECTIONS,
-        micro_batch_size=M,
-        emulation=device,
-        machines=machines,
-    )
-
-
-def run(parameter_bytes: int, when: str, joins: int) -> dict[str, object]:
-    """Run some joins and return their figures."""
-    profile = make_profile(parameter_bytes)
-    facts = RunFacts(
-        job="emulated",
-        fingerprint=profile.job.fingerprint,
-        micro_batch_size=M,
-        batch_size=BATCH_SIZE,
-        num_sections=NUM_SECTIONS,
-    )
+    subject = subject_of_profile("emulated", profile, M)
+    options = EmulationOptions(state_scale=min(1.0, REAL_STATE_BYTES / parameter_bytes))
     made: list[Joiner] = []
 
     def attend(fleet: VmFleet) -> Observer:
         made.append(Joiner(fleet, joins))
         return made[-1]
 
-    with tempfile.TemporaryDirectory() as directory, RunDir(Path(directory) / "run", facts) as run_dir:
-        spec = make_spec(profile, when, Processes(Path(directory) / "workers.log"))
-        run_session(spec, run_dir, lambda _: None, attend)
-    return figures(made[0], spec.config.unit_bytes)
+    with tempfile.TemporaryDirectory() as directory:
+        spec = specify(
+            subject,
+            plans,
+            policy,
+            steady_vms(min(SHAPES)),
+            emulation=emulated_device(profile, M, range(2, 7), options),
+            machines=Processes(Path(directory) / "workers.log"),
+        )
+        play(subject, spec, Path(directory) / "run", attend=attend)
+    return figures(made[0], dict(subject.unit_bytes))
 
 
-def figures(joiner: Joiner, sizes: dict[str, int]) -> dict[str, object]:
-    """Medians over the joins, and each pause."""
+def figures(joiner: Joiner, sizes: dict[str, int]) -> dict[str, float]:
+    """Medians over the joins."""
     at = {version: time_s for time_s, version in joiner.steps}
     pauses_s, put_off_s, plain_s = [], [], []
     for change in joiner.changes:
@@ -190,38 +151,21 @@ def figures(joiner: Joiner, sizes: dict[str, int]) -> dict[str, object]:
         put_off_s.append(change.formed_s - change.ready_s)
     return {
         "pause_s": statistics.median(pauses_s),
-        "pauses_s": [round(pause_s, 3) for pause_s in pauses_s],
         "put_off_s": statistics.median(put_off_s),
         "step_s": statistics.median(plain_s),
         "ahead_share": statistics.mean(change.ahead_share(sizes) for change in joiner.changes),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--joins", type=int, default=3)
-    parser.add_argument(
-        "--parameter-bytes", type=int, nargs="+", default=[50_000_000, 200_000_000, 400_000_000, 800_000_000]
-    )
-    parser.add_argument("--policies", nargs="+", default=["never", "if_worth", "always"])
-    parser.add_argument("--out", type=Path, default=None, help="also write the figures as JSON")
-    options = parser.parse_args()
-    rows = []
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before; link {LINK_BYTES_PER_S / 1e9:g} GB/s")
-    print("state of a newcomer | policy   | pause  | put off | step of 2x3 | sent ahead")
-    for parameter_bytes in options.parameter_bytes:
-        for when in options.policies:
-            row = run(parameter_bytes, when, options.joins)
-            rows.append({"parameter_bytes": parameter_bytes, "policy": when, **row})
-            state_gb = 3 * parameter_bytes / 2 / 1e9
-            print(
-                f"{state_gb:16.2f} GB | {when:8} | {row['pause_s']:4.2f} s | {row['put_off_s']:5.2f} s | "
-                f"{row['step_s']:9.2f} s | {row['ahead_share']:.0%}",
-                flush=True,
-            )
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+def main(
+    joins: int = 3,
+    parameter_bytes: Annotated[str, option("of all sections")] = "50000000,200000000,400000000,800000000",
+    policies: str = "never,if_worth,always",
+) -> None:
+    print(f"{machine()}; link {LINK_BYTES_PER_S / 1e9:g} GB/s")
+    head("state of a newcomer | policy | pause | stood by before the change | step of 2x3 | sent ahead")
+    for size in numbers(parameter_bytes):
+        for when in words(policies):
+            found = run(size, when, joins)
+            times = (f"{found[name]:.2f} s" for name in ("pause_s", "put_off_s", "step_s"))
+            row(f"{3 * size / 2 / 1e9:.2f} GB", when, *times, f"{found['ahead_share']:.0%}")

@@ -1,6 +1,6 @@
 """Whether redundant computation (Bamboo) beats followers and salvage anywhere: a search over jobs and spot clusters.
 
-    python benchmarks/redundant_search.py [--points 400] [--seconds 200] [--seed 0] [--extreme]
+    python -m benchmarks redundant_search --points 400 --seconds 200 --seed 0
 
 Points are drawn at random, the second half next to the best one found: VMs, losses, how many at once, replacement,
 what a step takes, micro-batches, state, network, memory, recompute. Each plays ``morph`` (redundancy ``auto``, and
@@ -14,19 +14,16 @@ to 0.6 a VM and hour), networks below 10 Gb/s, and micro-batches that take a sta
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.harness import Seed, head, option, row
 from manager.simulation.policies.morph import play_morph
 from manager.simulation.replay import play_of
 from manager.simulation.spot.job import Durations, SpotJob, job_from_profile, with_redundant_costs
@@ -165,30 +162,19 @@ def judge(point: Point, longest_slot_s: float) -> Found | None:
     )
 
 
-def line(found: Found) -> str:
-    """One row."""
-    where = " ".join(f"{value:7g}" for value in dataclasses.astuple(found.point)[1:])
-    return (
-        f"{found.ratio:6.3f} {found.least:6.3f}  {found.mode:11} {found.shape:>6} {where}  "
-        f"{found.overhead:6.1%} {found.of_ideal:6.1%}"
-    )
-
-
-def main() -> None:
-    """Search, and print the best points and a summary."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--points", type=int, default=400)
-    parser.add_argument("--seconds", type=float, default=200.0, help="of CPU time, at most")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--extreme", action="store_true")
-    options = parser.parse_args()
-    choices = CHOICES | (EXTREME if options.extreme else {})
-    rng, begin = np.random.default_rng(options.seed), time.process_time()
+def main(
+    points: int = 400,
+    seconds: Annotated[float, option("of CPU time, at most")] = 200.0,
+    seed: Seed = 0,
+    extreme: Annotated[bool, option("more losses and slower networks than recorded")] = False,
+) -> None:
+    choices = CHOICES | (EXTREME if extreme else {})
+    rng, begin = np.random.default_rng(seed), time.process_time()
     seen: dict[Point, Found] = {}
-    tried, longest_slot_s = 0, float("inf") if options.extreme else LONGEST_SLOT_S
+    tried, longest_slot_s = 0, float("inf") if extreme else LONGEST_SLOT_S
 
     def spent() -> float:
-        return max(tried / options.points, (time.process_time() - begin) / options.seconds)
+        return max(tried / points, (time.process_time() - begin) / seconds)
 
     while spent() < 1:
         drawn = Point(**{name: float(rng.choice(values)) for name, values in choices.items()})
@@ -200,15 +186,13 @@ def main() -> None:
         if drawn not in seen and (found := judge(drawn, longest_slot_s)) is not None:
             seen[drawn] = found
     ranked = sorted(seen.values(), key=lambda found: -found.ratio)
-    print("samples over Morph's, worst seed, policy, shape; " + ", ".join(list(choices)[1:]))
-    print("... and what eager forwards add to a step, and Morph's share of the ideal")
+    outcome = "samples over Morph's | worst seed | policy | shape"
+    head(f"{outcome} | {' | '.join(choices)} | eager forwards add | Morph's share of the ideal")
     for found in ranked[:12]:
-        print(line(found))
+        where = (f"{value:g}" for value in dataclasses.astuple(found.point))
+        shares = (f"{found.overhead:.1%}", f"{found.of_ideal:.1%}")
+        row(f"{found.ratio:.3f}", f"{found.least:.3f}", found.mode, found.shape, *where, *shares)
     ratios = [found.ratio for found in ranked]
     better, even = (sum(ratio >= least for ratio in ratios) for least in (1.02, 1.0))
     print(f"{len(ranked)} of {tried} points can be played; {time.process_time() - begin:.0f} s of CPU time")
     print(f"ratio: median {statistics.median(ratios):.3f}, best {ratios[0]:.3f}; {better} at 1.02, {even} at 1 or more")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,20 +1,20 @@
 """How long a new manager needs to read a long journal back, from its last snapshot and from the start.
 
-    python benchmarks/replay_speed.py --events 100000
+    python -m benchmarks replay_speed --events 100000
 
 No worker runs: their answers are made up. Prints seconds of CPU time.
 """
 
 from __future__ import annotations
 
-import argparse
+import sqlite3
 import tempfile
-import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
-from controller_scale import Run, make_config
-
+from benchmarks.controller_scale import Run, make_config
+from benchmarks.harness import cpu_s
 from manager.controller.state.events import NodeAppeared, WorkerAnswered
 from manager.journal.journal import SNAPSHOT_EVERY, Journal
 from manager.journal.replay import nodes_up, replay, trace_moment
@@ -40,28 +40,20 @@ def write(journal: Journal, num_nodes: int, num_events: int) -> int:
 
 
 def timed(what: str, work: Callable[[], object]) -> None:
-    begin_s = time.process_time()
-    work()
-    print(f"{what}: {time.process_time() - begin_s:.2f} s of CPU")
+    print(f"{what}: {cpu_s(work):.2f} s of CPU")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--events", type=int, default=100_000)
-    parser.add_argument("--nodes", type=int, default=16)
-    options = parser.parse_args()
+def main(events: int = 100_000, nodes: int = 16) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "journal.sqlite"
         with Journal.open(path) as journal:
-            version = write(journal, options.nodes, options.events)
+            version = write(journal, nodes, events)
         size_mb = path.stat().st_size / 1e6
-        print(f"{options.nodes} workers, {options.events} events, version {version}, {size_mb:.0f} MB")
+        print(f"{nodes} workers, {events} events, version {version}, {size_mb:.0f} MB")
         with Journal.open(path) as journal:
             timed(f"replay from the last snapshot, at most {SNAPSHOT_EVERY} events back", lambda: replay(journal))
             timed("facts of the trace and the VMs", lambda: (trace_moment(journal), nodes_up(journal)))
-            journal._connection.execute("DELETE FROM snapshots")
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("DELETE FROM snapshots")
+        with Journal.open(path) as journal:
             timed("replay from the start", lambda: replay(journal))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,9 @@
 
 The rule is ``next_save`` as the manager calls it. It is told nothing of the rate at which VMs are lost, and begins with
 the prior of a run without history; what it is compared with is the best of many fixed intervals, chosen afterwards for
-the same losses. Run: python benchmarks/save_interval.py [--days 14] [--seeds 20] [--disks]
+the same losses.
+
+    python -m benchmarks save_interval --days 14 --seeds 20
 
 ``--disks``: instead, what saving to VMs' disks first would gain at most, as if no loss ever took a disk: saves are
 complete after a tenth of the time that storage takes.
@@ -10,20 +12,22 @@ complete after a tenth of the time that storage takes.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
+from benchmarks.harness import head, option, row
+from benchmarks.workers import plan_by_hand, slots_of
 from manager.controller.saves.timing import next_save
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.draft import Draft
 from manager.controller.state.saves import SaveTimes
 from manager.controller.state.state import ControllerState, Phase, WorkerState, initial_state
-from morph.contract.messages import ReshapeOrder, Slot
-from morph.contract.plan import Expectation, Plan, StagePlan
+from morph.contract.messages import ReshapeOrder
+from morph.contract.plan import Plan
 
 H = 3600.0
 HEAL_S = 1.0
@@ -113,37 +117,36 @@ def run(case: Case, losses: Losses, num_steps: int, due_after: DueAfter) -> floa
     return now_s
 
 
-def state_of(case: Case) -> ControllerState:
-    """Return the controller's state while that job trains."""
-    stages = tuple(
-        StagePlan(first_section=stage, end_section=stage + 1, window=2, recompute=False) for stage in range(case.depth)
-    )
-    expected = Expectation(mini_batch_s=case.step_s, examples_per_s=1, lower_bound_s=0, peak_memory_bytes=0, parts_s={})
-    plan = Plan(
-        fingerprint="f",
-        schedule="1f1b",
-        micro_batch_size=1,
-        num_micro_batches=case.replicas,
-        num_replicas=case.replicas,
-        stages=stages,
-        orders={1: ("FB",) * case.depth},
-        expected=expected,
-    )
-    units = {f"s{stage}": (stage,) for stage in range(case.depth)}
-    config = ControllerConfig(
-        fingerprint="f",
+def training_state(plan: Plan, config: dict[str, Any]) -> Draft:
+    """Return a draft of the controller's state while this plan trains."""
+    made = ControllerConfig(
+        fingerprint=plan.fingerprint,
         plans={plan.num_workers: plan},
-        units=units,
-        unit_bytes=dict.fromkeys(units, 1),
         num_steps=10**9,
         expected_nodes=plan.num_workers,
+        **config,
     )
-    places = [(stage, replica) for replica in range(case.replicas) for stage in range(case.depth)]
-    slots = tuple(Slot(worker=f"n{stage}-{replica}", stage=stage, replica=replica) for stage, replica in places)
-    order = ReshapeOrder(generation=1, version=0, plan=plan, slots=slots, sources=())
+    slots = slots_of(plan)
+    draft = Draft(initial_state(made), 0.0)
     workers = {slot.worker: WorkerState(appeared_s=0.0, ready_s=0.0) for slot in slots}
-    draft = Draft(initial_state(config), 0.0)
+    order = ReshapeOrder(generation=1, version=0, plan=plan, slots=slots, sources=())
     draft.change(phase=Phase.TRAINING, workers=workers, reshape=order)
+    return draft
+
+
+def state_of(case: Case) -> ControllerState:
+    """Return the controller's state while that job trains."""
+    orders = {1: ("FB",) * case.depth}
+    plan = plan_by_hand(
+        range(case.depth + 1),
+        case.replicas,
+        orders,
+        num_micro_batches=case.replicas,
+        step_s=case.step_s,
+        examples_per_s=1.0,
+    )
+    units = {f"s{stage}": (stage,) for stage in range(case.depth)}
+    draft = training_state(plan, {"units": units, "unit_bytes": dict.fromkeys(units, 1)})
     draft.change_measured(setup_s=AGAIN_S / 2)
     return draft.state
 
@@ -187,38 +190,29 @@ def _every(interval_s: float) -> DueAfter:
     return lambda now_s, _: now_s + interval_s
 
 
-def main() -> None:
-    """Print, for each case, what the rule took against the best fixed interval."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--days", type=float, default=14.0)
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--disks", action="store_true")
-    options = parser.parse_args()
+def main(
+    days: float = 14.0,
+    seeds: int = 20,
+    disks: Annotated[bool, option("what saving to VMs' disks first would gain at most, instead")] = False,
+) -> None:
     worst = -math.inf
+    columns = "at first | at the end | best fixed | of the best fixed's time | that over no saves and losses"
+    head("job and losses | " + ("of the time at most" if disks else f"the rule saves every: {columns}"))
     for case in CASES:
-        num_steps = round(options.days * 24 * H / case.step_s)
-        histories = [losses_of(case, seed, 20 * options.days * 24 * H) for seed in range(options.seeds)]
-        if options.disks:
+        num_steps = round(days * 24 * H / case.step_s)
+        histories = [losses_of(case, seed, 20 * days * 24 * H) for seed in range(seeds)]
+        if disks:
             nearer = replace(case, durable_s=case.durable_s / 10)
             took_s, least_s = (_mean(case, histories, num_steps, rule_of(one)) for one in (case, nearer))
-            print(f"{case}: {1 - least_s / took_s:.2%} of the time at most", flush=True)
+            row(case, f"{1 - least_s / took_s:.2%}")
             continue
         fixed = {every_s: _mean(case, histories, num_steps, _every(every_s)) for every_s in FIXED_S}
         best_s = min(fixed, key=fixed.__getitem__)
         over = _mean(case, histories, num_steps, rule_of(case)) / fixed[best_s] - 1
-        first_s = rule_of(case)(0.0, 0)
         end_s = fixed[best_s]
         last_s = rule_of(case)(end_s, sum(at_s < end_s for at_s, _ in histories[0])) - end_s
         worst = max(worst, over)
-        cost = fixed[best_s] / (num_steps * case.step_s) - 1
-        print(
-            f"{case}: every {first_s:.0f} s at first, {last_s:.0f} s at the end; best fixed {best_s:.0f} s; "
-            f"{over:+.2%} of the best fixed's time, which is {cost:.1%} over that without saves and losses",
-            flush=True,
-        )
-    if not options.disks:
+        intervals = (f"{each_s:.0f} s" for each_s in (rule_of(case)(0.0, 0), last_s, best_s))
+        row(case, *intervals, f"{over:+.2%}", f"{end_s / (num_steps * case.step_s) - 1:.1%}")
+    if not disks:
         print(f"worst: {worst:+.2%}")
-
-
-if __name__ == "__main__":
-    main()

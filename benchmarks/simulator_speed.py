@@ -1,6 +1,6 @@
 """How fast the simulator answers, beside the same rules in a plain loop around heapq in the same run.
 
-    python benchmarks/simulator_speed.py
+    python -m benchmarks simulator_speed
 
 Prints milliseconds of CPU time, the best of several runs, after one run that compiles or loads the loops. The plain
 loop, the SimPy model and the compiled loop must agree on when the mini-batch ends, or the benchmark fails.
@@ -9,16 +9,13 @@ loop, the SimPy model and the compiled loop must agree on when the mini-batch en
 from __future__ import annotations
 
 import heapq
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.harness import cpu_s, head, row
 from morph.contract.profile import Profile
 from simulator import plan, plan_table, synthetic_profile
 from simulator.costs.stage_costs import SectionCosts, stage_costs
@@ -33,12 +30,7 @@ DEPTH, REPLICAS, MICRO_BATCHES = 36, 3, 683
 
 def best_ms(action: Callable[[], object], repeats: int = 20) -> float:
     action()
-    times = []
-    for _ in range(repeats):
-        begin = time.process_time()
-        action()
-        times.append(time.process_time() - begin)
-    return min(times) * 1e3
+    return min(cpu_s(action) for _ in range(repeats)) * 1e3
 
 
 class HeapqPipeline:
@@ -147,37 +139,30 @@ def one_configuration(uneven: bool, slope: int) -> None:
     lanes = replace(lane_times(times, REPLICAS), share_links=True)
     shared = best_ms(lambda: follow(lanes, planned.orders, times.window), 10)
     reference = best_ms(lambda: HeapqPipeline(times, MICRO_BATCHES).play(), 2)
-    tasks = MICRO_BATCHES * (3 * DEPTH - 1)
-    print(
-        f"  {'uneven' if uneven else 'equal '} stages, slope {slope}: {skipping:6.2f} ms; without skipping periods "
-        f"{plain:6.2f} ms ({tasks / plain / 1e3:.0f} million tasks/s);\n"
-        f"    its orders followed over shared links: {shared:6.2f} ms; plain heapq loop {reference:4.0f} ms "
-        f"({reference / skipping:.0f} times as long)"
-    )
+    rate = MICRO_BATCHES * (3 * DEPTH - 1) / plain / 1e3
+    name = f"{'uneven' if uneven else 'equal'} stages, slope {slope}"
+    cells = (f"{value:.2f}" for value in (skipping, plain, rate, shared, reference))
+    row(name, *cells, f"{reference / skipping:.0f}")
 
 
 def main() -> None:
     tasks = MICRO_BATCHES * (3 * DEPTH - 1)
     print(f"One configuration: P={DEPTH}, D={REPLICAS}, {MICRO_BATCHES} micro-batches per replica ({tasks} tasks each;")
     print("equal replicas are played once)")
+    columns = "ms | without skipping periods | million tasks/s | orders followed over shared links"
+    head(f"configuration | {columns} | plain heapq loop | times as long")
     for uneven in (False, True):
         for slope in (1, 2, 4):
             one_configuration(uneven, slope)
     times = stage_times(profile(False), 1)
     reference = best_ms(lambda: play_with_simpy(times, (MICRO_BATCHES,)), repeats=1)
-    print(f"  SimPy model, equal stages, slope 1: {reference:.0f} ms ({tasks / reference / 1e3:.2f} million tasks/s)")
+    print(f"SimPy model, equal stages, slope 1: {reference:.0f} ms ({tasks / reference / 1e3:.2f} million tasks/s)")
+    head("sweep over every P, m = 4 | best, ms | with five runners-up and their orders | table of 1 to so many GPUs")
     for gpus, batch_size, num_sections in ((128, 8192, 72), (10_000, 1_000_000, 96)):
-        print(f"Sweep over every P: {gpus} GPUs, batch {batch_size}, {num_sections} cut-points, m = 4")
         for uneven in (False, True):
             measured = profile(uneven, num_sections, batch_size)
-            alone = best_ms(lambda measured=measured, gpus=gpus: plan(measured, num_gpus=gpus, num_runners_up=0), 5)
-            ranked = best_ms(lambda measured=measured, gpus=gpus: plan(measured, num_gpus=gpus), 5)
-            name = "uneven" if uneven else "equal "
-            print(f"  {name} sections: best {alone:.0f} ms; with five runners-up and all their orders {ranked:.0f} ms")
-            if gpus == 128:
-                table = best_ms(lambda measured=measured, gpus=gpus: plan_table(measured, gpus), 2)
-                print(f"    table of the best plan for each of 1 to {gpus} GPUs {table:.0f} ms")
-
-
-if __name__ == "__main__":
-    main()
+            alone = best_ms(partial(plan, measured, num_gpus=gpus, num_runners_up=0), 5)
+            ranked = best_ms(partial(plan, measured, num_gpus=gpus), 5)
+            table = f"{best_ms(partial(plan_table, measured, gpus), 2):.0f}" if gpus == 128 else ""
+            name = f"{gpus} GPUs, batch {batch_size}, {num_sections} {'uneven' if uneven else 'equal'} sections"
+            row(name, f"{alone:.0f}", f"{ranked:.0f}", table)

@@ -3,34 +3,35 @@
 Each trace is run for real, then simulated: when VMs came, were noticed and went is taken from the run's journal, and so
 is what a worker's setup, forming groups, giving up and the manager's round took, and by how much steps were slower than
 planned because all workers share this machine; everything else is the simulator's. Prints the steps done, and of each
-part of the VMs' time by how much of the whole it differs. Run: python benchmarks/spot_accuracy.py [--seeds 0 1 2]
-[--seconds 320] [--journals FOLDER], where journals are kept: what is there is not run again.
+part of the VMs' time by how much of the whole it differs.
+    python -m benchmarks spot_accuracy --seeds 0,1,2 --seconds 320
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
+from benchmarks.harness import machine, numbers, option
+from benchmarks.runs import MANY_STEPS, play, specify, subject_of_profile
 from manager.accounting.account import Part
-from manager.controller.state.config import ControllerConfig
-from manager.controller.state.events import EVENT, NodeAppeared, NoticeGiven, WorkerAnswered, WorkerLost
+from manager.controller.state.events import EVENT, Event, NodeAppeared, NoticeGiven, WorkerAnswered, WorkerLost
 from manager.engine.run.machines import Processes
-from manager.engine.run.session import RunSpec, run_session
 from manager.journal.journal import Journal
-from manager.journal.records import VM_KILLED, DecisionRecord, Entry, Fact
-from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
+from manager.journal.records import VM_KILLED, DecisionRecord, Fact
+from manager.rehearsal.device import EmulationOptions, emulated_device
 from manager.report.reading import report_of
 from manager.report.values import RunReport
-from manager.run_dir import RunDir, RunFacts
 from manager.simulation.spot.cluster import SpotCluster
 from manager.simulation.spot.job import Durations, SpotJob
-from morph.contract.cluster import ClusterConfig, Policy
+from morph.contract.cluster import Policy
 from morph.contract.messages import Prepared, Reshaped, WorkerReady
 from morph.contract.trace import Trace
 from simulator import PlanRequest, plan_table, spot_model, synthetic_profile
@@ -43,7 +44,6 @@ PARAMETER_BYTES = 1_000_000
 DEVICE_BYTES = 80_000_000
 REAL_STATE_BYTES = 256 * 1024
 LINK_BYTES_PER_S = 1e9
-MANY_STEPS = 10**7
 NOTICE_S = 8.0
 NUM_LOSSES = 45
 """In a trace, were all VMs always there."""
@@ -62,53 +62,20 @@ PROFILE = synthetic_profile(
 """Eight sections of 36 ms a micro-batch, twelve micro-batches a step."""
 
 
+SUBJECT = subject_of_profile("spot accuracy", PROFILE, 1)
+
+
 def make_job(durations: Durations) -> SpotJob:
     """It needs two devices at least."""
-    units = known_units(PROFILE)
     return SpotJob(
-        name="spot accuracy",
+        name=SUBJECT.job_path,
         batch_size=NUM_MICRO_BATCHES,
         plans=plan_table(PROFILE, MOST_VMS, PlanRequest(memory_bytes=DEVICE_BYTES)),
-        units={unit.id: unit.sections for unit in units},
-        unit_bytes={unit.id: 3 * unit.parameter_bytes for unit in units},
+        units=dict(SUBJECT.units),
+        unit_bytes=dict(SUBJECT.unit_bytes),
         durations=durations,
         policy=POLICY,
     )
-
-
-def make_run(job: SpotJob, trace: Trace, directory: Path) -> tuple[RunSpec, RunFacts]:
-    """What to run for real."""
-    config = ControllerConfig(
-        job=job.name,
-        fingerprint=PROFILE.job.fingerprint,
-        plans=job.plans,
-        units=job.units,
-        unit_bytes=job.unit_bytes,
-        num_steps=MANY_STEPS,
-        policy=POLICY,
-        expected_nodes=sum(event.time_s == 0 for event in trace.events),
-    )
-    state_scale = REAL_STATE_BYTES / sum(section.parameter_bytes for section in PROFILE.sections)
-    options = EmulationOptions(state_scale=state_scale, message_scale=0.25)
-    spec = RunSpec(
-        job_path=job.name,
-        config=config,
-        cluster=ClusterConfig(policy=POLICY),
-        trace=trace,
-        num_sections=NUM_SECTIONS,
-        micro_batch_size=1,
-        stop_with_trace=True,
-        emulation=emulated_device(PROFILE, 1, range(2, MOST_VMS + 1), options),
-        machines=Processes(log_path=directory / "workers.log"),
-    )
-    facts = RunFacts(
-        job=job.name,
-        fingerprint=config.fingerprint,
-        micro_batch_size=1,
-        batch_size=NUM_MICRO_BATCHES,
-        num_sections=NUM_SECTIONS,
-    )
-    return spec, facts
 
 
 @dataclass(frozen=True)
@@ -119,7 +86,7 @@ class Happened:
     """
 
     report: RunReport
-    entries: tuple[Entry, ...]
+    told: tuple[tuple[float, Event | DecisionRecord | Fact], ...]
     appeared_s: dict[str, float]
     killed_s: dict[str, float]
     noticed: tuple[tuple[float, str, float], ...]
@@ -135,58 +102,58 @@ class Happened:
 
 def run_for_real(trace: Trace, kept: Path) -> None:
     """Run a trace to its end, and keep the run's journal."""
+    state_scale = REAL_STATE_BYTES / sum(section.parameter_bytes for section in PROFILE.sections)
+    options = EmulationOptions(state_scale=state_scale, message_scale=0.25)
     with tempfile.TemporaryDirectory(prefix="morph-spot-") as folder:
-        directory = Path(folder)
-        spec, facts = make_run(make_job(Durations()), trace, directory)
-        with RunDir(directory / "run", facts) as run_dir:
-            run_session(spec, run_dir, lambda _: None)
+        spec = specify(
+            SUBJECT,
+            make_job(Durations()).plans,
+            POLICY,
+            trace,
+            config={"job": SUBJECT.job_path},
+            stop_with_trace=True,
+            emulation=emulated_device(PROFILE, 1, range(2, MOST_VMS + 1), options),
+            machines=Processes(log_path=Path(folder) / "workers.log"),
+        )
+        play(SUBJECT, spec, Path(folder) / "run")
         kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(directory / "run" / "journal.sqlite", kept)
+        shutil.copy(Path(folder) / "run" / "journal.sqlite", kept)
 
 
 def read(kept: Path, num_expected: int) -> Happened:
     """Read what happened in a run."""
     with Journal.open(kept, read_only=True) as journal:
         entries = tuple(journal.read())
-    appeared_s: dict[str, float] = {}
-    killed_s: dict[str, float] = {}
-    noticed: list[tuple[float, str, float]] = []
-    last_s = 0.0
-    for entry in entries:
-        if entry.kind == "event":
-            event = EVENT.validate_json(entry.payload_json)
-            if isinstance(event, NodeAppeared):
-                appeared_s[event.node] = last_s = entry.time_s
-            elif isinstance(event, NoticeGiven):
-                noticed.append((entry.time_s, event.worker, event.lead_s))
-        elif entry.kind == "fact" and (fact := Fact.model_validate_json(entry.payload_json)).name == VM_KILLED:
-            killed_s[str(fact.worker)] = last_s = entry.time_s
-    return Happened(report_of(entries), entries, appeared_s, killed_s, tuple(noticed), last_s, num_expected)
+    kinds: dict[str, Callable[[str], Event | DecisionRecord | Fact]] = {
+        "event": EVENT.validate_json,
+        "decision": DecisionRecord.model_validate_json,
+        "fact": Fact.model_validate_json,
+    }
+    told = [(entry.time_s, kinds[entry.kind](entry.payload_json)) for entry in entries if entry.kind in kinds]
+    appeared_s = {one.node: time_s for time_s, one in told if isinstance(one, NodeAppeared)}
+    killed_s = {str(one.worker): time_s for time_s, one in told if isinstance(one, Fact) and one.name == VM_KILLED}
+    noticed = tuple((time_s, one.worker, one.lead_s) for time_s, one in told if isinstance(one, NoticeGiven))
+    over_s = max(*appeared_s.values(), *killed_s.values())
+    return Happened(report_of(entries), tuple(told), appeared_s, killed_s, noticed, over_s, num_expected)
 
 
 def measured(happened: Happened) -> Durations:
     """Read from a run's journal what everything beside the steps takes, as medians, and how slow the host is."""
     setup, noticed, groups, aborts = [], [], [], []
     aborting_s = None
-    for entry in happened.entries:
-        if entry.kind == "decision":
-            record = DecisionRecord.model_validate_json(entry.payload_json)
-            if record.phase == "aborting" and aborting_s is None:
-                aborting_s = entry.time_s
-            elif record.phase == "reshaping" and aborting_s is not None:
-                aborts.append(entry.time_s - aborting_s)
+    for time_s, one in happened.told:
+        match one:
+            case DecisionRecord(phase="aborting") if aborting_s is None:
+                aborting_s = time_s
+            case DecisionRecord(phase="reshaping") if aborting_s is not None:
+                aborts.append(time_s - aborting_s)
                 aborting_s = None
-        if entry.kind != "event":
-            continue
-        event = EVENT.validate_json(entry.payload_json)
-        if isinstance(event, WorkerLost) and event.worker in happened.killed_s:
-            noticed.append(entry.time_s - happened.killed_s[event.worker])
-        elif isinstance(event, WorkerAnswered):
-            match event.answer:
-                case WorkerReady():
-                    setup.append(entry.time_s - happened.appeared_s[event.worker])
-                case Reshaped(groups_s=groups_s):
-                    groups.append(groups_s)
+            case WorkerLost(worker=worker) if worker in happened.killed_s:
+                noticed.append(time_s - happened.killed_s[worker])
+            case WorkerAnswered(worker=worker, answer=WorkerReady()):
+                setup.append(time_s - happened.appeared_s[worker])
+            case WorkerAnswered(answer=Reshaped(groups_s=groups_s)):
+                groups.append(groups_s)
     order_s, slowness = rounds(happened)
     return Durations(
         noticed_s=max(0.0, statistics.median(noticed)),
@@ -206,25 +173,21 @@ def rounds(happened: Happened) -> tuple[float, float]:
     """Return what is between two steps of a shape (seconds), and what steps take over what is planned: means."""
     between, steps = [], []
     planned_s, done_s, slowest_s = 0.0, None, 0.0
-    for entry in happened.entries:
-        if entry.kind == "event":
-            event = EVENT.validate_json(entry.payload_json)
-            if isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared):
-                slowest_s = max(slowest_s, event.answer.times.step_s)
+    for time_s, one in happened.told:
+        if isinstance(one, WorkerAnswered) and isinstance(one.answer, Prepared):
+            slowest_s = max(slowest_s, one.answer.times.step_s)
+        if not isinstance(one, DecisionRecord):
             continue
-        if entry.kind != "decision":
-            continue
-        record = DecisionRecord.model_validate_json(entry.payload_json)
-        if record.reshape is not None:
-            planned_s, done_s = record.reshape.plan.expected.mini_batch_s, None
-        elif record.phase != "training":
+        if one.reshape is not None:
+            planned_s, done_s = one.reshape.plan.expected.mini_batch_s, None
+        elif one.phase != "training":
             done_s = None
-        elif record.reason.code == "step_decided":
+        elif one.reason.code == "step_decided":
             if done_s is not None:
-                between.append(entry.time_s - done_s - slowest_s)
+                between.append(time_s - done_s - slowest_s)
                 steps.append((slowest_s, planned_s))
-            done_s = entry.time_s
-        if record.reason.code in ("step_decided", "step_started"):
+            done_s = time_s
+        if one.reason.code in ("step_decided", "step_started"):
             slowest_s = 0.0
     return statistics.mean(between), sum(took for took, _ in steps) / sum(planned for _, planned in steps)
 
@@ -250,22 +213,19 @@ def simulate(happened: Happened, durations: Durations) -> SpotCluster:
         return ()
 
     for vm, time_s in happened.appeared_s.items():
-        cluster.after(time_s - start_s, lambda vm=vm: come(vm))
+        cluster.after(time_s - start_s, partial(come, vm))
     for vm, time_s in happened.killed_s.items():
-        cluster.after(time_s - start_s, lambda vm=vm: go(vm))
+        cluster.after(time_s - start_s, partial(go, vm))
     for time_s, vm, lead_s in happened.noticed:
-        cluster.after(time_s - start_s, lambda vm=vm, lead_s=lead_s: notice(vm, lead_s))
+        cluster.after(time_s - start_s, partial(notice, vm, lead_s))
     cluster.play(happened.over_s - start_s)
     return cluster
 
 
-def version_at(happened: Happened, time_s: float) -> int:
+def version_at(happened: Happened, until_s: float) -> int:
     """The version that a run had decided by then."""
-    version = 0
-    for entry in happened.entries:
-        if entry.kind == "decision" and entry.time_s <= time_s:
-            version = DecisionRecord.model_validate_json(entry.payload_json).version
-    return version
+    versions = [one.version for time_s, one in happened.told if isinstance(one, DecisionRecord) and time_s <= until_s]
+    return versions[-1] if versions else 0
 
 
 def compare(happened: Happened, durations: Durations) -> tuple[float, dict[Part, float]]:
@@ -292,16 +252,15 @@ def draw(seed: int, seconds: float) -> Trace:
     return model.draw(seed, seconds)
 
 
-def main() -> None:
-    """Print how each trace compares."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--seconds", type=float, default=320.0)
-    parser.add_argument("--journals", type=Path)
-    options = parser.parse_args()
+def main(
+    seeds: str = "0,1,2",
+    seconds: float = 320.0,
+    journals: Annotated[Path | None, option("keep them here; what is there is not run again")] = None,
+) -> None:
+    print(machine())
     with tempfile.TemporaryDirectory(prefix="morph-spot-") as folder:
-        for seed in options.seeds:
-            trace, kept = draw(seed, options.seconds), (options.journals or Path(folder)) / f"trace-{seed}.sqlite"
+        for seed in numbers(seeds):
+            trace, kept = draw(seed, seconds), (journals or Path(folder)) / f"trace-{seed}.sqlite"
             if not kept.exists():
                 run_for_real(trace, kept)
             happened = read(kept, sum(event.time_s == 0 for event in trace.events))
@@ -316,7 +275,3 @@ def main() -> None:
                 f"worst part {worst.value} {apart[worst]:+.1%} of the whole ({parts})",
                 flush=True,
             )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Two figures of the papers, drawn again by simulation: Varuna's figure 8 and Bamboo's figure 3.
 
-    python benchmarks/spot_figures.py varuna --png docs/images/varuna-figure-8.png
-    python benchmarks/spot_figures.py bamboo --png docs/images/bamboo-figure-3.png
+    python -m benchmarks spot_figures varuna --png docs/images/varuna-figure-8.png
+    python -m benchmarks spot_figures bamboo --png docs/images/bamboo-figure-3.png
 
 *varuna*: GPT-2 2.5B on single-GPU spot VMs for 60 hours, morphed by Morph's own controller. The paper's trace is not
 published; the one drawn here has its shape: between 28 and 140 VMs, as throughput of 50 to 250 examples/s at 1.77 a GPU
@@ -15,11 +15,12 @@ with which 23 % come out is looked for.
 
 from __future__ import annotations
 
-import argparse
 import random
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
+from benchmarks.harness import PROFILES, head, row
 from manager.accounting.account import Part
 from manager.simulation.policies.morph import play_morph
 from manager.simulation.replay import play_of
@@ -32,7 +33,7 @@ from morph.contract.trace import Trace, TraceEvent
 from morph.pictures import picture, plain_axes
 from simulator import spot_model
 
-PROFILE = Path(__file__).parent.parent / "configs/profiles/gpt2-2.5b.json"
+PROFILE = PROFILES / "gpt2-2.5b.json"
 HOUR_S = 3600.0
 FEWEST, MOST, HOURS, EVERY_S = 28, 140, 60, 300.0
 P3_PER_VM_H, BAMBOO_VMS, BAMBOO_HOURS = 0.61, 64, 24
@@ -148,11 +149,10 @@ def bamboo(png: Path | None) -> None:
         "morph": partial(play_of("morph"), job),
     }
     rows = {}
+    head(f"policy | {' | '.join(STATES)} | examples/s")
     for name, play in runs.items():
-        outcome = play(trace, until=until, seed=0, prices=None, name="")
-        rows[name] = outcome
-        told = ", ".join(f"{state} {share:.1%}" for state, share in shares(outcome).items())
-        print(f"{name}: {told}; {outcome.examples_per_s:.1f} examples/s", flush=True)
+        outcome = rows[name] = play(trace, until=until, seed=0, prices=None, name="")
+        row(name, *(f"{share:.1%}" for share in shares(outcome).values()), f"{outcome.examples_per_s:.1f}")
     if png is None:
         return
     with picture(png, ConfigError, (11.0, 7.5), nrows=len(runs), sharex=True) as (_, panels):
@@ -179,14 +179,5 @@ def bamboo(png: Path | None) -> None:
         panels[-1].set(xlabel="hours")
 
 
-def main() -> None:
-    """Print one, and draw it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figure", choices=["varuna", "bamboo"])
-    parser.add_argument("--png", type=Path)
-    options = parser.parse_args()
-    (varuna if options.figure == "varuna" else bamboo)(options.png)
-
-
-if __name__ == "__main__":
-    main()
+def main(figure: Literal["varuna", "bamboo"], png: Path | None = None) -> None:
+    (varuna if figure == "varuna" else bamboo)(png)

@@ -1,6 +1,6 @@
 """What spot VMs cost a script under ``morph spot-run``, by part: measured, and simulated (as Spotify's figures).
 
-    python benchmarks/spot_overhead.py --steps 1200 --mttp-s 40 --notice-s 0
+    python -m benchmarks spot_overhead --steps 1200 --mttp-s 40 --notice-s 0
 
 VMs of this machine are taken at exponential times (seeded) under the real launcher. The script trains by sleeping
 --step-s; its checkpoint has --megabytes. Seconds by part:
@@ -18,17 +18,17 @@ step, a save, an upload, an allocation and a preparation.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from benchmarks.harness import head, machine, option, row
 from manager.spot.controller import (
     Came,
     Event,
@@ -90,13 +90,15 @@ def taken_s(entries: list[dict[str, float]]) -> float:
     return sum(one["end_s"] - one["begin_s"] for one in entries)
 
 
-def measured(options: argparse.Namespace, given: Preemptions, folder: Path) -> tuple[Counter[str], int, Means]:
+def measured(
+    num_steps: int, step_s: float, megabytes: float, given: Preemptions, folder: Path
+) -> tuple[dict[str, float], int, Means]:
     """Return seconds by part, the VMs taken, and means."""
     code, log = folder / "code", folder / "log"
     code.mkdir()
     (code / "train.py").write_text(SCRIPT)
     job = SpotJob(storage=str(folder / "backups"), preemptions=given)
-    command = [sys.executable, "train.py", *map(str, (options.steps, options.step_s, options.megabytes)), str(log)]
+    command = [sys.executable, "train.py", *map(str, (num_steps, step_s, megabytes)), str(log)]
     begin_s = time.time()
     launcher = open_local(job, command, folder / "vms", code, Exponential(given))
     outcome = launcher.run()
@@ -106,13 +108,13 @@ def measured(options: argparse.Namespace, given: Preemptions, folder: Path) -> t
     told = [json.loads(line) for line in log.read_text().splitlines()]
     starts = [begin_s + at_s for at_s, why in outcome.reasons if why.startswith("the script begins on")]
     ends = [begin_s + at_s for at_s, why in outcome.reasons if why.startswith(("the VM is gone", "the script ended"))]
-    parts, preparations, allocations = Counter[str](), list[float](), [starts[0] - begin_s]
+    parts, preparations, allocations = defaultdict[str, float](float), list[float](), [starts[0] - begin_s]
     for index, start_s in enumerate(starts):
         next_s = starts[index + 1] if index + 1 < len(starts) else float("inf")
         end_s = min([one for one in ends if one > start_s] + [next_s])
         mine = [one for one in told if start_s <= one["begin_s"] < end_s]
         steps = [one for one in mine if "step" in one]
-        goes_on_at = next((one["step"] for one in told if one["begin_s"] > next_s and "step" in one), options.steps)
+        goes_on_at = next((one["step"] for one in told if one["begin_s"] > next_s and "step" in one), num_steps)
         preparations.append((steps[0]["begin_s"] if steps else end_s) - start_s)
         allocations += [next_s - end_s] if next_s < float("inf") else []
         parts["steps"] += taken_s([one for one in steps if one["step"] < goes_on_at])
@@ -123,9 +125,9 @@ def measured(options: argparse.Namespace, given: Preemptions, folder: Path) -> t
     parts["allocation"], parts["preparation"] = sum(allocations), sum(preparations)
     parts["other"] = total_s - sum(parts.values())
     by_kind = [[one["end_s"] - one["begin_s"] for one in told if kind in one] or [0.0] for kind in ("step", "saved")]
-    step_s, save_s, allocation_s, preparation_s = map(statistics.mean, (*by_kind, allocations, preparations))
+    mean_s, save_s, allocation_s, preparation_s = map(statistics.mean, (*by_kind, allocations, preparations))
     upload_s = launcher._state.upload_s or 0.0
-    return parts, len(starts) - 1, Means(step_s, save_s, upload_s, allocation_s, preparation_s)
+    return parts, len(starts) - 1, Means(mean_s, save_s, upload_s, allocation_s, preparation_s)
 
 
 class Simulated:
@@ -134,7 +136,7 @@ class Simulated:
     def __init__(self, means: Means, given: Preemptions, num_steps: int) -> None:
         self._means, self._given, self._num_steps = means, given, num_steps
         self._taking, self._state, self._now_s = Exponential(given), SpotState(), 0.0
-        self.parts, self.num_taken = Counter[str](), -1
+        self.parts, self.num_taken = defaultdict[str, float](float), -1
         self._stored = 0
 
     def run(self) -> None:
@@ -193,28 +195,23 @@ class Simulated:
         return actions
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--step-s", type=float, default=0.1)
-    parser.add_argument("--megabytes", type=float, default=20.0, help="of a checkpoint")
-    parser.add_argument("--mttp-s", type=float, default=40.0, help="mean time until a VM is taken")
-    parser.add_argument("--notice-s", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    load, given = os.getloadavg()[0], Preemptions(mttp_s=options.mttp_s, notice_s=options.notice_s, seed=options.seed)
+def main(
+    steps: int = 1200,
+    step_s: float = 0.1,
+    megabytes: Annotated[float, option("of a checkpoint")] = 20.0,
+    mttp_s: Annotated[float, option("mean time until a VM is taken")] = 40.0,
+    notice_s: float = 0.0,
+    seed: int = 1,
+) -> None:
+    told, given = machine(), Preemptions(mttp_s=mttp_s, notice_s=notice_s, seed=seed)
     with tempfile.TemporaryDirectory(prefix="spot-overhead-") as name:
-        parts, num_taken, means = measured(options, given, Path(name))
-    simulated = Simulated(means, given, options.steps)
+        parts, num_taken, means = measured(steps, step_s, megabytes, given, Path(name))
+    simulated = Simulated(means, given, steps)
     simulated.run()
-    print(f"{options.steps} steps; a VM lasts {options.mttp_s:g} s on average, notice {options.notice_s:g} s")
-    print(f"load {load:.1f} before; means in seconds: {means}")
-    print(f"{'':>12}{'VMs taken':>10}" + "".join(f"{part:>12}" for part in PARTS) + f"{'all, s':>10}{'overhead':>10}")
+    print(f"{steps} steps; a VM lasts {mttp_s:g} s on average, notice {notice_s:g} s; {told} before")
+    print(f"means in seconds: {means}")
+    head(f"| VMs taken | {' | '.join(PARTS)} | all, s | overhead")
     for label, found, count in (("measured", parts, num_taken), ("simulated", simulated.parts, simulated.num_taken)):
         total_s = sum(found.values())
-        line = "".join(f"{found[part]:12.1f}" for part in PARTS)
-        print(f"{label:>12}{count:>10}{line}{total_s:10.1f}{total_s / found['steps'] - 1:10.1%}")
-
-
-if __name__ == "__main__":
-    main()
+        seconds = (f"{value:.1f}" for value in (*(found[part] for part in PARTS), total_s))
+        row(label, count, *seconds, f"{total_s / found['steps'] - 1:.1%}")

@@ -1,6 +1,6 @@
 """The tables of the thesis on Spotify (6.1 to 6.3, figure 6.3), from a simulated spot cluster of one VM.
 
-    python benchmarks/spotify_tables.py [--seeds 100]
+    python -m benchmarks spotify_tables --seeds 100
 
 The thesis does not print the ten numbers that its simulator takes. Those here are inferred from its totals divided by
 its counts (``LIGHT`` and ``HEAVY``); MTTP, notice, VM and prices are its own. Published figures stand beside.
@@ -8,11 +8,11 @@ its counts (``LIGHT`` and ``HEAVY``); MTTP, notice, VM and prices are its own. P
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.harness import head, row
 from manager.accounting.account import Part
 from manager.simulation.replay import play_of
 from manager.simulation.spot.job import OneVmJob, SpotJob
@@ -132,55 +132,43 @@ def breakdown(of: Inferred, seeds: int) -> None:
     """Tables 6.2 and 6.3."""
     plain_h = STEPS * of.step_s / 3600
     print(f"{of.name}, {STEPS} steps, MTTP {MTTP_S:g} s")
-    print("hours       again   save  alloc   prep    total  published    off        $    pub.")
+    head("policy | again, h | saves | allocation | preparation | total | published | off | $ | published $")
     for policy, (published_h, published_usd) in of.published.items():
         ones = play(of, policy, STEPS, MTTP_S, seeds if policy != "on-demand" else 1)
         assert all(one.finished for one in ones)
         whole_h = mean([one.hours for one in ones])
         parts = {part: mean([one.parts_s[part] for one in ones]) / 3600 for part in Part}
         missing_h = mean([one.hours - one.vm_s / 3600 for one in ones])
-        print(
-            f"{policy:12}{parts[Part.LOST]:8.2f}{parts[Part.CHECKPOINT]:7.2f}{missing_h:7.2f}{parts[Part.WARMING]:7.2f}"
-            f"{whole_h:9.2f}{published_h:11.2f}{whole_h / published_h - 1:+7.1%}"
-            f"{mean([one.usd or 0.0 for one in ones]):9.1f}{published_usd:8.1f}"
-        )
+        hours_of = (parts[Part.LOST], parts[Part.CHECKPOINT], missing_h, parts[Part.WARMING], whole_h, published_h)
+        off, usd = f"{whole_h / published_h - 1:+.1%}", mean([one.usd or 0.0 for one in ones])
+        row(policy, *(f"{each_h:.2f}" for each_h in hours_of), off, f"{usd:.1f}", published_usd)
     print(f"without any loss or save: {plain_h:.2f} h\n")
 
 
 def accuracy(seeds: int) -> None:
     """Table 6.1: what the simulator says of the steps that 12 real hours brought; 12:00:00 is right."""
-    print("table 6.1: hours for the steps of 12 real hours (standard deviation); the thesis' simulator")
+    print("table 6.1: hours for the steps of 12 real hours (standard deviation), and those of the thesis' simulator")
+    head("job | MTTP | adaptive: steps | here | the thesis's | fixed: steps | here | the thesis's")
     for of, mttp_s, adaptive, static, told_adaptive, told_static in PROCESSED:
         every = {LIGHT.name: 51, HEAVY.name: 33}[of.name]
-        shown = []
-        cases = (("adaptive", adaptive, told_adaptive), (f"restart-{every}", static, told_static))
-        for policy, steps, told in cases:
+        cells: list[object] = []
+        for policy, steps, told in (("adaptive", adaptive, told_adaptive), (f"restart-{every}", static, told_static)):
             found = [one.hours for one in play(of, policy, steps, mttp_s, seeds)]
-            spread = statistics.stdev(found)
-            shown.append(f"{policy} {steps}: {mean(found):5.2f} ({spread:.2f}); {hours(0, told):5.2f}")
-        print(f"{of.name:9} MTTP {mttp_s:5.0f}   " + "   ".join(shown))
-    print()
+            cells += [steps, f"{mean(found):.2f} ({statistics.stdev(found):.2f})", f"{hours(0, told):.2f}"]
+        row(of.name, f"{mttp_s:.0f} s", *cells)
 
 
 def frequencies(seeds: int) -> None:
     """Figure 6.3: the overhead of the heavy job over no loss, by MTTP."""
     plain_h = STEPS * HEAVY.step_s / 3600
-    print("figure 6.3: overhead of GPT-1.3B, adaptive, by MTTP in hours")
+    head("figure 6.3, GPT-1.3B, adaptive: MTTP | overhead")
     for mttp_h in (1, 2, 3, 4, 6, 8, 12):
         ones = play(HEAVY, "adaptive", STEPS, 3600.0 * mttp_h, seeds)
-        print(f"{mttp_h:4} h {mean([one.hours for one in ones]) / plain_h - 1:+7.1%}")
+        row(f"{mttp_h} h", f"{mean([one.hours for one in ones]) / plain_h - 1:+.1%}")
 
 
-def main() -> None:
-    """Print every table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=100)
-    seeds = parser.parse_args().seeds
+def main(seeds: int = 100) -> None:
     breakdown(LIGHT, seeds)
     breakdown(HEAVY, seeds)
     accuracy(seeds)
     frequencies(seeds)
-
-
-if __name__ == "__main__":
-    main()

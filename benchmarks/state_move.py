@@ -1,4 +1,6 @@
-"""A unit's state from one process to another, beside the bare link: ``python benchmarks/state_move.py [--gb 1.2]``.
+"""A unit's state from one process to another, beside the bare link.
+
+    python -m benchmarks state_move --gb 1.2
 
 Two processes of this machine, joined by gloo over loopback. In turn, several times each: so many bytes as one bare gloo
 broadcast into memory that the receiver has already (``gloo``), into memory of its own each time (``gloo fresh``), and
@@ -8,18 +10,16 @@ receiver's, which a step could use next (``chunks``); and the same as one payloa
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import socket
 import statistics
-import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.harness import LOOPBACK, head, in_turns, machine, row, spread, wall_s
+from benchmarks.remote import Remote, call, call_all, end_all
 from morph.checkpoint.unit_files import from_payload, to_payload
 from morph.cutting.sections.section import ParameterUnit
 from morph.runtime.groups.channels import Channel, GroupSet, GroupSpec, connect_store
@@ -28,9 +28,9 @@ from morph.runtime.groups.store import StoreHost
 from morph.runtime.pre_copy.stream import receive_tensors, send_tensors
 from morph.runtime.state.unit_state import UnitState
 
-LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 120.0
 NUM_PARAMETERS = 24
+WAYS = ("gloo", "gloo_fresh", "tcp", "chunks", "payload")
 UNIT = ParameterUnit("s0", (0,), tuple(f"w{index}" for index in range(NUM_PARAMETERS)))
 
 
@@ -116,56 +116,20 @@ class Side:
         self._state.load(tensors, for_good=True)
 
 
-def serve(line: Connection, member: str, store_port: int, num_bytes: int) -> None:
-    side = Side(member, store_port, num_bytes)
-    while True:
-        name, arguments = line.recv()
-        if name == "end":
-            return
-        found = getattr(side, name)(*arguments)
-        line.send((found, time.monotonic()))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=1.2)
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
-    num_bytes = int(options.gb * 1e9) // (12 * NUM_PARAMETERS) * 12 * NUM_PARAMETERS
+def main(gb: float = 1.2, rounds: int = 7) -> None:
+    num_bytes = int(gb * 1e9) // (12 * NUM_PARAMETERS) * 12 * NUM_PARAMETERS
     store = StoreHost(LOOPBACK)
-    context = multiprocessing.get_context("spawn")
-    lines, processes = [], []
-    for member in "ab":
-        line, other = context.Pipe()
-        process = context.Process(target=serve, args=(other, member, store.port(), num_bytes), daemon=True)
-        process.start()
-        lines.append(line)
-        processes.append(process)
-
-    def ask(line: Connection, name: str, *arguments: object) -> Callable[[], tuple[Any, float]]:
-        line.send((name, arguments))
-        return line.recv
-
-    port, _ = ask(lines[0], "listen")()
-    accepted, connected = ask(lines[0], "connect", None), ask(lines[1], "connect", port)
-    accepted(), connected()
-    took_s: dict[str, list[float]] = {"gloo": [], "gloo_fresh": [], "tcp": [], "chunks": [], "payload": []}
-    for number in range(options.rounds + 1):
-        for way, found in took_s.items():
-            begun_s = time.monotonic()
-            ended_s = [answer()[1] for answer in [ask(line, way) for line in lines]]
-            if number:  # the first one touches memory for the first time
-                found.append(max(ended_s) - begun_s)
-    for line in lines:
-        line.send(("end", ()))
-    for process in processes:
-        process.join(TIMEOUT_S)
+    sides = [Remote(partial(Side, member, store.port(), num_bytes)) for member in "ab"]
+    port = call(sides[0], "listen")
+    sides[0].send("connect", None)
+    call(sides[1], "connect", port)
+    sides[0].answer()
+    ways = {way: partial(wall_s, partial(call_all, sides, way)) for way in WAYS}
+    took_s = in_turns(ways, rounds, warm_up=1)  # the first round touches memory for the first time
+    end_all(sides)
     bare_s = statistics.median(took_s["gloo"])
+    print(machine())
+    head("way | took | GB/s | of the bare link")
     for way, found in took_s.items():
         median_s = statistics.median(found)
-        rate = f"{num_bytes / median_s / 1e9:.2f} GB/s, {median_s / bare_s:.2f} of gloo"
-        print(f"{way:10} {median_s:.3f} s ({min(found):.3f} to {max(found):.3f}), {rate}")
-
-
-if __name__ == "__main__":
-    main()
+        row(way, spread(found), f"{num_bytes / median_s / 1e9:.2f}", f"{median_s / bare_s:.2f}")

@@ -1,6 +1,6 @@
 """How long a run stands when its manager is killed and the same command is given again at once.
 
-    python benchmarks/takeover_pause.py --kills 5 --workers 4
+    python -m benchmarks takeover_pause --kills 5 --workers 4
 
 Runs `morph run` on local Ray nodes, ends the command with SIGKILL while it trains, and starts it again, several times.
 The time goes from the kill to the next step that is decided. Prints every take-over, its parts, and the median.
@@ -8,19 +8,17 @@ The time goes from the kill to the next step that is decided. Prints every take-
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.harness import TINY_JOB, machine, spread
 from manager.controller.state.events import EVENT, ManagerResumed
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import DecisionRecord
 
-JOB = f"{Path(__file__).resolve().parents[1] / 'configs/jobs/tiny_gpt.py'}:job"
 MORPH = (sys.executable, "-m", "morph.cli.main")
 STEPS_BETWEEN = 10
 BOUND_S = 120.0
@@ -56,23 +54,20 @@ def _last(journal: Journal) -> int:
     return line.sequence if line else 0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=4)
-    options = parser.parse_args()
+def main(kills: int = 5, workers: int = 4) -> None:
+    print(machine())
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         profile, cluster, run_dir = directory / "profile.json", directory / "cluster.yaml", directory / "run"
-        cluster.write_text(f"vms: {{num_vms: {options.workers}}}\n", encoding="utf-8")
-        subprocess.run([*MORPH, "calibrate", JOB, "-o", str(profile), "--samples", "5", "-m", "2"], check=True)
-        arguments = ["run", JOB, "--profile", str(profile), "--cluster", str(cluster)]
+        cluster.write_text(f"vms: {{num_vms: {workers}}}\n", encoding="utf-8")
+        subprocess.run([*MORPH, "calibrate", TINY_JOB, "-o", str(profile), "--samples", "5", "-m", "2"], check=True)
+        arguments = ["run", TINY_JOB, "--profile", str(profile), "--cluster", str(cluster)]
         arguments += ["--steps", "1000000", "--run-dir", str(run_dir)]
         command = subprocess.Popen([*MORPH, *arguments], stdout=subprocess.DEVNULL)
         killed_s: list[tuple[float, int]] = []
         version = 0
         try:
-            for _ in range(options.kills):
+            for _ in range(kills):
                 version = wait_for_version(run_dir / FILE_NAME, command, version + STEPS_BETWEEN)
                 with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
                     command.kill()
@@ -99,8 +94,4 @@ def main() -> None:
                 print(
                     f"{pauses_s[-1]:.2f} s: {found:.2f} s until the workers were reached, {step:.2f} s to the next step"
                 )
-    print(f"median {statistics.median(pauses_s):.2f} s, worst {max(pauses_s):.2f} s, {len(pauses_s)} take-overs")
-
-
-if __name__ == "__main__":
-    main()
+    print(f"median {spread(pauses_s)}, {len(pauses_s)} take-overs")

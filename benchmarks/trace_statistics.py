@@ -1,6 +1,6 @@
 """What published spot traces say of VMs' losses: the prior of ``ExpectedLosses``.
 
-    python benchmarks/trace_statistics.py TRACE.csv...
+    python -m benchmarks trace_statistics TRACE.csv...
 
 One line for each trace, and what is taken of them together: every trace counts once, however long it is, as one kind
 of VM of all that there are. The weights say how far the traces are apart: those of a Gamma and of a Beta distribution
@@ -9,11 +9,13 @@ with their mean and variance; of the third, the variance within a trace over tha
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from manager.history.estimate import seen
 from manager.history.lives import Ending, Life, together
@@ -62,7 +64,7 @@ def lines(paths: list[Path]) -> Iterator[str]:
     yield f"of the VMs at a time: {fraction:.2f}, as of {within / statistics.variance(means):.1f} such events"
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", nargs="+", type=Path, help="in Morph's format, of one kind of VM each")
-    print("\n".join(lines(parser.parse_args().traces)))
+def main(
+    traces: Annotated[list[Path], typer.Argument(help="in Morph's format, of one kind of VM each")],
+) -> None:
+    print("\n".join(lines(traces)))

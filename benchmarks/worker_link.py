@@ -1,6 +1,6 @@
 """What it costs the manager to order all workers and hear all answers, over the link that every worker has.
 
-    python benchmarks/worker_link.py
+    python -m benchmarks worker_link
 
 One round is one order to each worker and all answers back, with the orders of a real step and a real reshape, such as
 the controller makes for so many nodes. Workers are processes that read and answer, and train nothing; who started them
@@ -15,23 +15,23 @@ up than memory takes.
 
 from __future__ import annotations
 
-import argparse
-import json
+import multiprocessing
 import os
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
-from controller_scale import Run, make_config
 
+from benchmarks.controller_scale import Run, make_config
+from benchmarks.harness import LOOPBACK, forked, head, kill, machine, numbers, row, words
 from manager.controller.state.events import NodeAppeared, WorkerAnswered
 from manager.engine.joining.certificates import Tls, make_certificates
 from manager.engine.joining.link_server import Entrance, LinkServer, listen
@@ -59,7 +59,6 @@ STARTED_AT_ONCE = 8
 LEAST_MEMORY_BYTES = 1_500_000_000
 ROUND_TIMEOUT_S = 120.0
 VM = "all"
-TOLD = "figures: "
 TIMES = ComputeTimes(
     forward_s=0.0812345678,
     recompute_s=0.0787654321,
@@ -153,28 +152,16 @@ class Launcher:
         return ()
 
 
-def forked(work: Callable[[], object], ending: ExitStack) -> None:
-    """Run in a process of its own until ``ending``."""
-    pid = os.fork()
-    if pid == 0:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            work()
-        finally:
-            os._exit(0)
-    ending.callback(os.waitpid, pid, 0)
-    ending.callback(os.kill, pid, signal.SIGKILL)
-
-
 def open_pool(event_queue: EventQueue, workers: list[str], ending: ExitStack, *, tls: bool) -> WorkerPool:
     """Fork the workers, which call until somebody answers, and let them in."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     certificates = None
     if tls:
         certificates = make_certificates(Path(ending.enter_context(tempfile.TemporaryDirectory())), Tls())
         os.environ.update(certificates.ray_environment)
-    entrance = Entrance(listen("127.0.0.1"), new_secret(), certificates)
+    entrance = Entrance(listen(LOOPBACK), new_secret(), certificates)
     for worker in workers:
-        forked(lambda worker=worker: serve(entrance.home(worker), Answerer(worker)), ending)  # type: ignore[misc]
+        ending.callback(kill, [forked(partial(serve, entrance.home(worker), Answerer(worker)))])
     pool = WorkerPool(event_queue, make_setup, Launcher(), 60.0)
     ending.callback(LinkServer(entrance, pool).close)
     return pool
@@ -231,9 +218,7 @@ def measure(link: str, num_workers: int, seconds: float) -> Figures:
         others_cpu_s = (others() - others_s) / len(step_s)
         reshape_s, reshape_cpu_s = rounds(event_queue, there, order_reshape, seconds / 2)
         sizes = len(step_order(1000).model_dump_json()), len(reshape.model_dump_json())
-        figures = Figures(there, step_s, step_cpu_s, others_cpu_s, growth, reshape_s, reshape_cpu_s, idle_cpu, sizes)
-        print(TOLD + json.dumps(asdict(figures)), flush=True)
-        return figures
+        return Figures(there, step_s, step_cpu_s, others_cpu_s, growth, reshape_s, reshape_cpu_s, idle_cpu, sizes)
 
 
 def rounds(
@@ -271,49 +256,19 @@ def others() -> float:
     return total
 
 
-def show(link: str, found: Figures) -> None:
-    steps, reshapes = quantiles_ms(found.step_s), quantiles_ms(found.reshape_s)
-    print(
-        f"{link:8}{found.num_workers:8}{steps[0]:11.1f}{steps[1]:9.1f}{found.step_cpu_s * 1e3:10.1f}"
-        f"{found.others_cpu_s * 1e3:9.1f}{found.growth:10.2f}{reshapes[0]:11.1f}{reshapes[1]:9.1f}"
-        f"{found.reshape_cpu_s * 1e3:10.1f}{found.idle_cpu * 100:8.1f}{found.order_bytes[1] / 1e3:9.1f}",
-        flush=True,
-    )
+def quantiles_ms(values_s: list[float]) -> str:
+    return f"{statistics.median(values_s) * 1e3:.1f}, {statistics.quantiles(values_s, n=20)[-1] * 1e3:.1f} ms"
 
 
-def show_head() -> None:
-    layout = "{:8}{:>8}{:>11}{:>9}{:>10}{:>9}{:>10}{:>11}{:>9}{:>10}{:>8}{:>9}"
-    over = ("", "", "step", "step", "manager", "others", "memory", "reshape", "reshape", "manager", "idle", "order")
-    head = ("link", "workers", "median ms", "p95 ms", "CPU ms", "CPU ms", "kB/order", "median ms", "p95 ms", "CPU ms")
-    print(f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
-    print(layout.format(*over))
-    print(layout.format(*head, "CPU %", "kB"), flush=True)
-
-
-def quantiles_ms(values_s: list[float]) -> tuple[float, float]:
-    return statistics.median(values_s) * 1e3, statistics.quantiles(values_s, n=20)[-1] * 1e3
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 256])
-    parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
-    parser.add_argument("--seconds", type=float, default=6.0)
-    parser.add_argument("--one", action="store_true", help="of one link and size, in this process, as JSON")
-    options = parser.parse_args()
-    if options.one:
-        measure(options.links[0], options.workers[0], options.seconds)
-        return
-    show_head()
-    for size in options.workers:
-        for link in options.links:
-            command = [sys.executable, __file__, "--one", "--workers", str(size), "--links", link]
-            done = subprocess.run(
-                [*command, "--seconds", str(options.seconds)], stdout=subprocess.PIPE, text=True, check=True
-            )
-            (told,) = [line for line in done.stdout.splitlines() if line.startswith(TOLD)]  # Ray prints there too
-            show(link, Figures(**json.loads(told.removeprefix(TOLD))))
-
-
-if __name__ == "__main__":
-    main()
+def main(workers: str = "8,64,256", links: str = "sealed,tls", seconds: float = 6.0) -> None:
+    print(machine())
+    step = "a step: median, p95 | CPU of the manager | of all others | its memory, an order"
+    head(f"link | workers | {step} | a reshape: median, p95 | CPU of the manager | CPU while idle | its order")
+    for size in numbers(workers):
+        for link in words(links, LINKS):
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                found = pool.submit(measure, link, size, seconds).result()
+            cpu = (f"{value * 1e3:.1f} ms" for value in (found.step_cpu_s, found.others_cpu_s))
+            reshape = (quantiles_ms(found.reshape_s), f"{found.reshape_cpu_s * 1e3:.1f} ms", f"{found.idle_cpu:.1%}")
+            size_kb = f"{found.order_bytes[1] / 1e3:.1f} kB"
+            row(link, found.num_workers, quantiles_ms(found.step_s), *cpu, f"{found.growth:.2f} kB", *reshape, size_kb)

@@ -1,12 +1,13 @@
 """Where a worker's start goes, in seconds of processor time: its imports, the job's, and its cut model, cold and warm.
 
-``python benchmarks/worker_start.py [JOB] [--repeats N]`` starts one process after another; each does what a worker does
-at its setup. Cold: nothing is kept. Warm: another process has cut the same model.
+    python -m benchmarks worker_start --repeats 3 [JOB ..]
+
+One process after another does what a worker does at its setup. Cold: nothing is kept. Warm: another process has cut the
+same model.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -14,14 +15,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Annotated
 
-DEFAULT = ("configs/jobs/tiny_gpt.py:job", "configs/jobs/gpt2_stdlib.py:job")
+import typer
+
+from benchmarks.harness import GPT2_JOB, TINY_JOB, head, row
 
 
-def start(job_path: str, num_sections: int | None) -> dict[str, float]:
-    """Do what a worker does, and return the processor time of each part."""
+def start(job_path: str) -> dict[str, float]:
+    """Do what a worker does, in a process that has imported nothing of it; returns the processor time of each part."""
     parts: dict[str, float] = {}
-    before_s = 0.0
+    before_s = time.process_time()
 
     def told(name: str) -> None:
         nonlocal before_s
@@ -44,16 +48,16 @@ def start(job_path: str, num_sections: int | None) -> dict[str, float]:
         job = loaded.job
         told("load the job, with its imports")
         m = job.micro_batch_size or 1
-        kept = loaded.kept(num_sections, m, None)
+        kept = loaded.kept(None, m, None)
         told("read what was kept")
         if kept is None:
             from morph.cutting import cut
 
             exported = loaded.export()
             told("export, with its imports")
-            model, initial = cut(exported, num_sections=num_sections, micro_batch_size=m), exported.initial_state
+            model, initial = cut(exported, num_sections=None, micro_batch_size=m), exported.initial_state
             told("cut")
-            loaded.keep(exported, model, [num_sections])
+            loaded.keep(exported, model, [None])
             told("keep")
         else:
             model, initial = kept.model, kept.initial
@@ -66,46 +70,25 @@ def start(job_path: str, num_sections: int | None) -> dict[str, float]:
     return parts
 
 
-def measured(job_path: str, cache: str, num_sections: int | None) -> dict[str, float]:
+def measured(job_path: str, cache: str) -> dict[str, float]:
     """Start one process with this cache."""
-    command = [sys.executable, __file__, "--one", str(num_sections or 0), job_path]
+    code = "import json, sys; from benchmarks.worker_start import start; print(json.dumps(start(sys.argv[1])))"
     environment = {**os.environ, "MORPH_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, job_path]
     found = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
     parts: dict[str, float] = json.loads(found.stdout.splitlines()[-1])
     return parts
 
 
-def main() -> None:
-    """Print one table per job."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("jobs", nargs="*", default=DEFAULT)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.one is not None:
-        print(json.dumps(start(options.jobs[0], options.one or None)))
-        return
-    for job_path in options.jobs:
-        cold: list[dict[str, float]] = []
-        warm: list[dict[str, float]] = []
-        for _ in range(options.repeats):
+def main(jobs: Annotated[list[str] | None, typer.Argument(metavar="JOB ..")] = None, repeats: int = 3) -> None:
+    for job_path in jobs or [TINY_JOB, GPT2_JOB]:
+        runs: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
+        for _ in range(repeats):
             with tempfile.TemporaryDirectory() as cache:
-                cold.append(measured(job_path, cache, None))
-                warm.append(measured(job_path, cache, None))
-        print(f"\n{job_path}: CPU seconds, median of {options.repeats}")
-        print(f"{'':48}{'cold':>8}{'warm':>8}")
-        for name in dict.fromkeys([*cold[0], *warm[0]]):
-            print(f"{name:48}" + "".join(f"{_median(runs, name):8.2f}" for runs in (cold, warm)))
-        print(f"{'in all':48}" + "".join(f"{_total(runs):8.2f}" for runs in (cold, warm)))
-
-
-def _median(runs: list[dict[str, float]], name: str) -> float:
-    return statistics.median(run.get(name, 0.0) for run in runs)
-
-
-def _total(runs: list[dict[str, float]]) -> float:
-    return statistics.median(sum(run.values()) for run in runs)
-
-
-if __name__ == "__main__":
-    main()
+                for found in runs:  # cold first
+                    found.append(measured(job_path, cache))
+        print(f"\n{job_path}: CPU seconds, median of {repeats}")
+        head("| cold | warm")
+        for name in dict.fromkeys([*runs[0][0], *runs[1][0]]):
+            row(name, *(f"{statistics.median(one.get(name, 0.0) for one in found):.2f}" for found in runs))
+        row("in all", *(f"{statistics.median(sum(one.values()) for one in found):.2f}" for found in runs))

@@ -1,6 +1,7 @@
 """What a real device takes: sums against its memory bandwidth, copies, NCCL's forming and abort, and whole steps.
 
     make bench-gpu
+    python -m benchmarks device_speed --device cpu --tiny
 
 Steps of GPT-2 355M and of a model like Llama 3.2 1B are timed in Morph at 1x1 and 2x1 (two workers that share the
 device, over staged links and through mailboxes) and in a plain loop with the same precision and kernels. Rates are of
@@ -10,19 +11,23 @@ nothing, to see that it works.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from benchmarks.device_speed.training import PlainLoop, morph_times_s, synchronize
-from benchmarks.step_time.remote import Remote
+from benchmarks.harness import TINY_JOB, option, wall_s
+from benchmarks.remote import Called, Remote, call
+from morph.contract.cluster import LinkSetting
 from morph.runtime.device.devices import CudaDevice, Device, HostDevice
 from morph.runtime.device.nccl import Nccl
 from morph.runtime.device.staging import Staging
@@ -31,19 +36,18 @@ from morph.runtime.state.fixed_point import add_fixed, from_fixed
 RUNS = 7
 HERE = Path(__file__).resolve().parent
 JOBS = {name: f"{HERE}/jobs.py:{name}" for name in ("gpt2_355m", "llama_1b")}
-TINY = {"tiny_gpt": f"{HERE.parents[1]}/configs/jobs/tiny_gpt.py:job"}
+TINY = {"tiny_gpt": TINY_JOB}
 
 
 def median_s(work: Callable[[], object], device: str, runs: int) -> float:
     """Seconds that the device takes, behind one run to warm up."""
-    found = []
-    for _ in range(runs + 1):
-        synchronize(device)
-        begin_s = time.perf_counter()
+
+    def run() -> None:
         work()
         synchronize(device)
-        found.append(time.perf_counter() - begin_s)
-    return statistics.median(found[1:])
+
+    synchronize(device)
+    return statistics.median([wall_s(run) for _ in range(runs + 1)][1:])
 
 
 def kernels(device: str, num: int, runs: int) -> None:
@@ -83,43 +87,45 @@ def communicators(device: str) -> None:
         return
     library = Nccl(torch.device(device))
     begin_s = time.perf_counter()
-    formed = [library.form(dist.PrefixStore(str(index), dist.HashStore()), 0, 1, 60.0) for index in range(2)]
+    formed = [library.form(PrefixStore(str(index), HashStore()), 0, 1, 60.0) for index in range(2)]
     formed_s = time.perf_counter()
     library.abort(formed)
     print(f"communicators of one rank: forming two {formed_s - begin_s:.2f} s, ", end="")
     print(f"aborting both {time.perf_counter() - formed_s:.2f} s")
 
 
-def steps(device: str, name: str, job_path: str, num_steps: int, depths: tuple[int, ...] = (1, 2)) -> None:
+def steps(
+    device: str,
+    name: str,
+    job_path: str,
+    num_steps: int,
+    depths: tuple[int, ...] = (1, 2),
+    make: Callable[[Callable[[], object]], Called] = Remote,
+) -> None:
     """A job's step times: of a plain loop, and of pipelines of these depths."""
-    loop = Remote(PlainLoop)
-    plain_s = statistics.median(loop.call("times_s", job_path, device, num_steps))
+    loop = make(partial(PlainLoop, job_path, device))
+    plain_s = statistics.median(call(loop, "times_s", num_steps))
     loop.end()
     print(f"{name}, plain loop: {plain_s:.3f} s a step")
     for depth in depths:
-        for links in ("staged", "ipc") if depth > 1 and device == "cuda" else ("staged",):
+        ways: tuple[LinkSetting, ...] = ("staged", "ipc") if depth > 1 and device == "cuda" else ("staged",)
+        for links in ways:
             with tempfile.TemporaryDirectory() as folder:
-                took_s = statistics.median(morph_times_s(job_path, device, depth, num_steps, folder, links))
+                took_s = statistics.median(morph_times_s(job_path, device, depth, num_steps, folder, links, make))
             way = f", links {links}" if depth > 1 else ""
             print(f"{name}, Morph {depth}x1{way}: {took_s:.3f} s a step, {took_s / plain_s:.2f} of the plain loop")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="sizes that say nothing")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
+def main(
+    device: Literal["cuda", "cpu"] = "cuda", tiny: Annotated[bool, option("sizes that say nothing")] = False
+) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
         sys.exit(f"needs a CUDA device; torch {torch.__version__} finds none")
-    name = torch.cuda.get_device_name() if options.device == "cuda" else "a processor"
-    print(f"torch {torch.__version__}, {name}{', tiny sizes' if options.tiny else ''}")
-    runs = 1 if options.tiny else RUNS
-    kernels(options.device, 1 << 10 if options.tiny else 1 << 28, runs)
-    copies(options.device, 1 << 12 if options.tiny else 1_200_000_000, runs)
-    communicators(options.device)
-    for job, job_path in (TINY if options.tiny else JOBS).items():
-        steps(options.device, job, job_path, runs)
-
-
-if __name__ == "__main__":
-    main()
+    name = torch.cuda.get_device_name() if device == "cuda" else "a processor"
+    print(f"torch {torch.__version__}, {name}{', tiny sizes' if tiny else ''}")
+    runs = 1 if tiny else RUNS
+    kernels(device, 1 << 10 if tiny else 1 << 28, runs)
+    copies(device, 1 << 12 if tiny else 1_200_000_000, runs)
+    communicators(device)
+    for job, job_path in (TINY if tiny else JOBS).items():
+        steps(device, job, job_path, runs)

@@ -63,7 +63,8 @@ def _llama_1b() -> PreTrainedConfig:
 
 
 def _made(config: PreTrainedConfig) -> nn.Module:
-    return GPT2LMHeadModel(config) if isinstance(config, GPT2Config) else LlamaForCausalLM(config)
+    found: nn.Module = GPT2LMHeadModel(config) if isinstance(config, GPT2Config) else LlamaForCausalLM(config)
+    return found
 
 
 def _job(name: str, config: PreTrainedConfig, length: int, sections: int, batch: int, micro_batch: int) -> Job:

@@ -1,7 +1,7 @@
 """Which schedule bears slow and jittery links: real processes and messages, sleeps instead of computing.
 
-    python -m benchmarks.emulated_links --stages 4 --micro-batches 16 --rounds 3
-    python -m benchmarks.emulated_links --stages 8 --micro-batches 32 --rounds 3
+    python -m benchmarks emulated_links --stages 4 --micro-batches 16 --rounds 3
+    python -m benchmarks emulated_links --stages 8 --micro-batches 32 --rounds 3
 
 The question of Varuna's Table 5. Every stage sleeps x for a forward and for a recompute and 2x for a backward, and
 sends boundary tensors of real size over gloo; on top of that each message is held back by its link: a fixed latency,
@@ -16,19 +16,16 @@ times and the mean latency.
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import sys
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Annotated
 
-import torch
-
-from benchmarks.emulated_links.cases import LINKS, LOOPBACK, WAYS, Case, Link, Way, expected_s
+from benchmarks.emulated_links.cases import LINKS, WAYS, Case, Link, Way, expected_s
 from benchmarks.emulated_links.stage_process import StageProcess
-from benchmarks.step_time.remote import Remote, call_all
+from benchmarks.harness import LOOPBACK, head, machine, option, row, wall_s
+from benchmarks.remote import Remote, call_all, end_all
 from morph.runtime.groups.store import StoreHost
 
 
@@ -43,55 +40,20 @@ class Result:
 def one_batch(stages: list[Remote], way: Way, case: Case) -> float:
     """Seconds from the start to the end of the slowest stage."""
     call_all(stages, "prepare", way, case)
-    begin_s = time.perf_counter()
-    call_all(stages, "run")
-    return time.perf_counter() - begin_s
+    return wall_s(partial(call_all, stages, "run"))
 
 
 def message_time_s(stages: list[Remote], case: Case) -> float:
     """A message's own time on links that hold nothing back: one micro-batch from end to end, less its sleeps."""
-    alone = Case(case.num_stages, 1, case.message_bytes, case.unit_s)
-    way = Way("alone", "1f1b")
+    alone, way = replace(case, num_micro_batches=1), Way("alone", "1f1b")
     sleeps_s = case.num_stages * 3 * case.unit_s
     rest_s = [one_batch(stages, way, alone) - sleeps_s for _ in range(9)]
     return max(0.0, statistics.median(rest_s) / (2 * (case.num_stages - 1)))
 
 
-def measure(options: argparse.Namespace) -> tuple[list[Result], float]:
-    store = StoreHost(LOOPBACK)
-    stages = [Remote(partial(StageProcess, stage, options.stages, store.port())) for stage in range(options.stages)]
-    unit_s = options.unit_ms / 1e3
-    plain = Case(options.stages, options.micro_batches, options.message_bytes, unit_s)
-    base_s = message_time_s(stages, plain)
-    results = [
-        Result(
-            way,
-            link,
-            Case(
-                options.stages,
-                options.micro_batches,
-                options.message_bytes,
-                unit_s,
-                link.latency * unit_s,
-                link.jitter * unit_s,
-            ),
-        )
-        for link in LINKS
-        for way in WAYS
-    ]
-    for round_index in range(options.rounds):
-        for result in results:
-            case = Case(**{**vars(result.case), "seed": round_index})
-            result.took_s.append(one_batch(stages, result.way, case))
-        print(f"round {round_index + 1} of {options.rounds} done", file=sys.stderr)
-    for stage in stages:
-        stage.end()
-    return results, base_s
-
-
 def report(results: list[Result], base_s: float) -> None:
     print("\nTime of one mini-batch over N * 4x, median (expected by the engine), and ratio to the best of torch's")
-    print("| | " + " | ".join(link.name for link in LINKS) + " |\n|---|" + "---|" * len(LINKS))
+    head(" | " + " | ".join(link.name for link in LINKS))
     found = {(result.way, result.link): result for result in results}
     for way in WAYS:
         cells = []
@@ -102,7 +64,7 @@ def report(results: list[Result], base_s: float) -> None:
             share = median_s / result.case.ideal_s
             expected = expected_s(way, result.case, base_s) / result.case.ideal_s
             cells.append(f"{share:.3f} ({expected:.3f}) {median_s / best_s:.2f}")
-        print(f"| {way.name} | " + " | ".join(cells) + " |")
+        row(way.name, *cells)
     for link in LINKS:
         errors = [
             abs(statistics.median(r.took_s) / expected_s(r.way, r.case, base_s) - 1)
@@ -113,22 +75,30 @@ def report(results: list[Result], base_s: float) -> None:
         print(f"{link.name}: Morph's runs differ from the engine by {mean:.1%} on average, {worst:.1%} at worst")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--micro-batches", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--unit-ms", type=float, default=20.0, help="x")
-    parser.add_argument("--message-bytes", type=int, default=1 << 20)
-    options = parser.parse_args()
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
-    results, base_s = measure(options)
+def main(
+    stages: int = 4,
+    micro_batches: int = 16,
+    rounds: int = 3,
+    unit_ms: Annotated[float, option("x")] = 20.0,
+    message_bytes: int = 1 << 20,
+) -> None:
+    print(machine())
+    store, x_s = StoreHost(LOOPBACK), unit_ms / 1e3
+    processes = [Remote(partial(StageProcess, stage, stages, store.port())) for stage in range(stages)]
+    plain = Case(stages, micro_batches, message_bytes, x_s)
+    base_s = message_time_s(processes, plain)
+    results = [
+        Result(way, link, replace(plain, latency_s=link.latency * x_s, jitter_s=link.jitter * x_s))
+        for link in LINKS
+        for way in WAYS
+    ]
+    for number in range(rounds):
+        for result in results:
+            result.took_s.append(one_batch(processes, result.way, replace(result.case, seed=number)))
+        print(f"round {number + 1} of {rounds} done", file=sys.stderr)
+    end_all(processes)
     print(
-        f"P={options.stages}, N={options.micro_batches}, x={options.unit_ms:g} ms, {options.message_bytes} bytes, "
-        f"{options.rounds} rounds; a message alone takes {base_s * 1e3:.2f} ms; load {os.getloadavg()[0]:.1f}"
+        f"P={stages}, N={micro_batches}, x={unit_ms:g} ms, {message_bytes} bytes, {rounds} rounds; "
+        f"a message alone takes {base_s * 1e3:.2f} ms; {machine()} at the end"
     )
     report(results, base_s)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from morph.contract.plan import Schedule
 from simulator.engine.mini_batch import StageTimes, run_pipeline
 from simulator.engine.schedules import fixed_order, recomputes, stage_windows
 
-LOOPBACK = "127.0.0.1"
 SMALL = (1,)
 """Shape of what the last stage returns."""
 
@@ -54,16 +54,16 @@ class Way:
     """One contender."""
 
     name: str
-    schedule: str
+    schedule: Schedule
     slope: int = 1
     torchs: bool = False
 
     def again(self, num_stages: int) -> tuple[bool, ...]:
         """Which stages recompute."""
-        return recomputes(self.schedule, num_stages)  # type: ignore[arg-type]
+        return recomputes(self.schedule, num_stages)
 
     def windows(self, case: Case) -> tuple[int, ...]:
-        return stage_windows(self.schedule, case.num_stages, case.num_micro_batches, self.slope)  # type: ignore[arg-type]
+        return stage_windows(self.schedule, case.num_stages, case.num_micro_batches, self.slope)
 
 
 WAYS = (
@@ -85,7 +85,7 @@ def engine_times(way: Way, case: Case, base_s: float) -> StageTimes:
 
 def expected_s(way: Way, case: Case, base_s: float) -> float:
     times = engine_times(way, case, base_s)
-    return run_pipeline(times, (case.num_micro_batches,), schedule=way.schedule).makespan_ns / 1e9  # type: ignore[arg-type]
+    return run_pipeline(times, (case.num_micro_batches,), schedule=way.schedule).makespan_ns / 1e9
 
 
 def order_of(way: Way, case: Case, stage: int) -> str:
@@ -94,4 +94,4 @@ def order_of(way: Way, case: Case, stage: int) -> str:
         times = engine_times(way, case, 0.0)
         return run_pipeline(times, (case.num_micro_batches,), keep_orders=True).orders[0][stage]
     again = way.again(case.num_stages)[stage]
-    return fixed_order(way.schedule, stage, case.num_stages, case.num_micro_batches, again)  # type: ignore[arg-type]
+    return fixed_order(way.schedule, stage, case.num_stages, case.num_micro_batches, again)

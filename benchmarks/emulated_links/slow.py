@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 
 from benchmarks.emulated_links.cases import SMALL, Case
 from morph.contract.messages import DEFAULT_LIMIT_S
@@ -139,37 +140,38 @@ class SleepingModule(nn.Module):
         self._like = torch.ones(1, *(SMALL if last else (case.message_bytes // 4,)))
 
     def forward(self, value: Tensor) -> Tensor:
-        return _Sleep.apply(value + self.weight if value.shape[-1] == 1 else value, self._like, *self._times_s)
+        given = value + self.weight if value.shape[-1] == 1 else value
+        found: Tensor = _Sleep.apply(given, self._like, *self._times_s)  # type: ignore[no-untyped-call]
+        return found
 
 
-class _Sent:
-    """Work of a send that a wire has taken over."""
+class SlowStage(PipelineStage):
+    """A stage of torch's pipeline whose sends go behind wires, and never make the schedule wait."""
 
-    def wait(self) -> bool:
-        return True
-
-
-class TorchLinks:
-    """Puts torch's point-to-point sends behind wires."""
-
-    def __init__(self) -> None:
-        self._send = dist.isend
+    def __init__(self, module: nn.Module, stage: int, num_stages: int) -> None:
+        super().__init__(module, stage, num_stages, torch.device("cpu"))
         self.wires: dict[bool, Wire] = {}
-        self._sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        dist.isend = dist.distributed_c10d.isend = self._isend
-        self._rank = dist.get_rank()
+        self._sent: queue.SimpleQueue[tuple[Tensor, Any]] = queue.SimpleQueue()
 
-    def _isend(
-        self, tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: Any = None
-    ) -> Any:
-        peer = group_dst if dst is None else dst
-        assert peer is not None
-        wire = self.wires.get(peer > self._rank)
+    def get_fwd_send_ops(self, fwd_chunk_index: int) -> list[dist.P2POp]:
+        """What the schedule is to send: nothing, where a wire has taken it."""
+        return self._taken(super().get_fwd_send_ops(fwd_chunk_index), downstream=True)
+
+    def get_bwd_send_ops(self, bwd_chunk_index: int) -> list[dist.P2POp]:
+        """See ``get_fwd_send_ops``."""
+        return self._taken(super().get_bwd_send_ops(bwd_chunk_index), downstream=False)
+
+    def _taken(self, sends: list[dist.P2POp], *, downstream: bool) -> list[dist.P2POp]:
+        wire = self.wires.get(downstream)
         if wire is None:
-            return self._send(tensor, group=group, tag=tag, group_dst=peer)
-        copy = tensor.detach().clone()
-        wire.put(lambda: self._sent.put((copy, self._send(copy, group=group, tag=tag, group_dst=peer))))
-        return _Sent()
+            return sends
+        for send in sends:
+            copy = send.tensor.detach().clone()
+            wire.put(lambda copy=copy, send=send: self._begin(copy, send))  # type: ignore[misc]
+        return []
+
+    def _begin(self, copy: Tensor, send: dist.P2POp) -> None:
+        self._sent.put((copy, dist.isend(copy, group=send.group, group_dst=send.group_peer)))
 
     def drain(self, count: int) -> None:
         """Wait until so many messages have left."""

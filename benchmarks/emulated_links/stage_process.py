@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from benchmarks.emulated_links.cases import LOOPBACK, SMALL, Case, Way, order_of
-from benchmarks.emulated_links.slow import NoSums, SleepingModule, SleepingStage, SlowChannel, TorchLinks, Wire
+from benchmarks.emulated_links.cases import SMALL, Case, Way, order_of
+from benchmarks.emulated_links.slow import NoSums, SleepingModule, SleepingStage, SlowChannel, SlowStage, Wire
+from benchmarks.harness import LOOPBACK
 from morph.cutting.cuts.cut_model import BoundaryTensor
 from morph.runtime.device.links import HostLink
 from morph.runtime.groups.channels import GroupSet, GroupSpec, connect_store
@@ -26,9 +29,8 @@ class StageProcess:
     def __init__(self, stage: int, num_stages: int, port: int) -> None:
         torch.set_num_threads(1)
         self._stage, self._num_stages = stage, num_stages
-        store = dist.TCPStore(LOOPBACK, port, is_master=False)
-        dist.init_process_group("gloo", store=dist.PrefixStore("torch", store), rank=stage, world_size=num_stages)
-        self._torch_links = TorchLinks()
+        store = PrefixStore("torch", connect_store(LOOPBACK, port))
+        dist.init_process_group("gloo", store=store, rank=stage, world_size=num_stages)
         self._interrupt = Interrupt(1)
         self._groups = GroupSet(self._interrupt)
         names = [f"w{index}" for index in range(num_stages)]
@@ -47,13 +49,12 @@ class StageProcess:
         self._case = case
         if way.torchs:
             module = SleepingModule(case, last, way.again(self._num_stages)[stage])
-            pipeline = PipelineStage(module, stage, self._num_stages, torch.device("cpu"))
+            pipeline = self._pipeline = SlowStage(module, stage, self._num_stages)
             kind = ScheduleGPipe if way.schedule == "gpipe" else Schedule1F1B
             self._schedule = kind(pipeline, case.num_micro_batches, loss_fn=lambda output, _: output.sum())
-            self._torch_links.wires = {}
-            self._run = self._run_torch
+            self._run: Callable[[], None] = self._run_torch
             self._run()  # once to infer the shapes
-            self._torch_links.wires = self._wires
+            pipeline.wires = self._wires
         else:
             self._run = partial(self._run_morph, self._work(way, case))
 
@@ -108,6 +109,6 @@ class StageProcess:
             self._schedule.step(target=torch.zeros(count, 1), losses=[], return_outputs=False)
         else:
             self._schedule.step(return_outputs=False)
-        if self._torch_links.wires:
+        if self._pipeline.wires:
             neighbours = (self._stage > 0) + (self._stage < self._num_stages - 1)
-            self._torch_links.drain(count * neighbours)
+            self._pipeline.drain(count * neighbours)

@@ -1,7 +1,7 @@
 """Pause of a morph with 16 emulated workers: from the kill of VMs to the next committed step, and of joins.
 
-    python benchmarks/emulated_pause --shapes 4x4 8x2 2x8 16x1 --kills 100
-    python benchmarks/emulated_pause --shapes 8x1 4x2 --job configs/profiles/gpt2-2.5b.json --plain-steps 10
+    python -m benchmarks emulated_pause --shapes 4x4,8x2,2x8,16x1 --kills 100
+    python -m benchmarks emulated_pause --shapes 8x1,4x2 --job configs/profiles/gpt2-2.5b.json --plain-steps 10
 
 Workers are plain processes of this machine that sleep in place of computing; manager, journal, groups, messages,
 reductions and state moves are the real ones. In each shape, again and again, one, two or three VMs are killed at once
@@ -12,25 +12,20 @@ at first: what second holders cost each step is measured, the kinds of redundanc
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
-from job import Job, Shape, make_job, make_run
-from killer import DONE, Killer
-from pieces import PIECES, FormingWatch, Pause, pauses_of, quantiles_ms
-from plain import show_overhead
-
+from benchmarks.emulated_pause.job import Job, Shape, make_job, make_run
+from benchmarks.emulated_pause.killer import DONE, Killer
+from benchmarks.emulated_pause.pieces import PIECES, FormingWatch, Pause, pauses_of
+from benchmarks.emulated_pause.plain import show_overhead
+from benchmarks.harness import Seed, head, machine, option, row, words, worst_cases
+from benchmarks.runs import play
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observer
-from manager.engine.run.session import run_session
-from manager.report.reading import read_report
-from manager.run_dir import RunDir
 
 
 def run_shape(
@@ -41,7 +36,7 @@ def run_shape(
     Raises:
         SystemExit: the run did not come to its end.
     """
-    spec, facts = make_run(job, shape, directory, redundancy)
+    subject, spec = make_run(job, shape, directory, redundancy)
     nodes = [event.node_id for event in spec.trace.events]
     watch = FormingWatch()
     killers: list[Killer] = []
@@ -50,9 +45,7 @@ def run_shape(
         killers.append(Killer(fleet, nodes, kills, together, seed))
         return killers[0]
 
-    with RunDir(directory / "run", facts) as run_dir:
-        finish = run_session(spec, run_dir, watch, attend)
-        report = read_report(run_dir.path)
+    finish, report = play(subject, spec, directory / "run", watch, attend)
     if killers[0].error or DONE not in finish.sentence:
         raise SystemExit(f"{shape}: {killers[0].error or finish.sentence} (journal: {directory / 'run'})")
     return pauses_of(report, watch.formed)
@@ -69,10 +62,9 @@ def show(title: str, pauses: Sequence[Pause]) -> None:
         "without a plain step": [pause.without_step_s for pause in pauses],
         **{name: [pause.pieces[name] for pause in pauses] for name in PIECES},
     }
-    print(f"  {'ms':22} {'median':>8} {'p95':>8} {'worst':>8} {'mean':>8}")
+    head("ms | median | p95 | worst | mean")
     for name, values in rows.items():
-        median, p95, worst = quantiles_ms(values)
-        print(f"  {name:22} {median:8.0f} {p95:8.0f} {worst:8.0f} {statistics.mean(values) * 1e3:8.0f}")
+        row(name, *(f"{value * 1e3:.0f}" for value in (*worst_cases(values), statistics.mean(values))))
 
 
 def show_slowest(pauses: Sequence[Pause], count: int) -> None:
@@ -85,59 +77,45 @@ def show_slowest(pauses: Sequence[Pause], count: int) -> None:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["4x4", "8x2", "2x8", "16x1"], help="PxD, all workers there")
-    parser.add_argument("--kills", type=int, default=100, help="in all")
-    parser.add_argument("--together", type=int, default=3, help="most VMs killed at once")
-    parser.add_argument("--redundancy", choices=["off", "state", "salvage", "auto"], default="auto")
-    parser.add_argument("--job", default="even", help="even, uneven or a profile's file")
-    parser.add_argument("--slower", type=float, default=1.0, help="tasks take so many times as long")
-    parser.add_argument("--plain-steps", type=int, default=0, help="so many of off, state and salvage, in two rounds")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--slowest", type=int, default=5, help="how many of the slowest to print one by one")
-    parser.add_argument("--out", type=Path, default=None, help="also write every pause as JSON")
-    parser.add_argument("--keep", type=Path, default=None, help="keep the journals here")
-    options = parser.parse_args()
-    shapes = [Shape.parse(text) for text in options.shapes]
-    kills = -(-options.kills // len(shapes))
-    load = os.getloadavg()[0]
-    pauses: list[Pause] = []
+def main(
+    shapes: Annotated[str, option("PxD, all workers there")] = "4x4,8x2,2x8,16x1",
+    kills: Annotated[int, option("in all")] = 100,
+    together: Annotated[int, option("most VMs killed at once")] = 3,
+    redundancy: Annotated[str, option("off, state, salvage or auto")] = "auto",
+    job: Annotated[str, option("even, uneven or a profile's file")] = "even",
+    slower: Annotated[float, option("tasks take so many times as long")] = 1.0,
+    plain_steps: Annotated[int, option("so many of off, state and salvage, in two rounds")] = 0,
+    seed: Seed = 0,
+    slowest: Annotated[int, option("how many of the slowest to print one by one")] = 5,
+    keep: Annotated[Path | None, option("keep the journals here")] = None,
+) -> None:
+    parsed = [Shape.parse(text) for text in words(shapes)]
+    told, pauses = machine(), list[Pause]()
     with tempfile.TemporaryDirectory(prefix="morph-pause-") as temporary:
-        for index, shape in enumerate(shapes):
-            directory = (options.keep or Path(temporary)) / str(shape)
+        for index, shape in enumerate(parsed):
+            directory = (keep or Path(temporary)) / str(shape)
             directory.mkdir(parents=True)
-            job = make_job(shape, options.job, options.slower)
-            if options.plain_steps:
-                show_overhead(job, shape, ["off", "state", "salvage"], options.plain_steps, 2, directory)
+            made = make_job(shape, job, slower)
+            if plain_steps:
+                show_overhead(made, shape, ["off", "state", "salvage"], plain_steps, 2, directory)
             if not kills:
                 continue
-            seed = options.seed + index
-            found = run_shape(job, shape, kills, options.together, seed, directory, options.redundancy)
+            found = run_shape(made, shape, -(-kills // len(parsed)), together, seed + index, directory, redundancy)
             pauses += found
-            if options.out is not None:
-                options.out.write_text(
-                    json.dumps([asdict(pause) for pause in pauses], indent=1) + "\n", encoding="utf-8"
-                )
             step_ms = statistics.median(pause.plain_step_s for pause in found) * 1e3
             print(f"\n== {shape}, {shape.num_workers} workers, plain step {step_ms:.0f} ms")
             show("after kills", [pause for pause in found if not pause.planned])
             show("joins", [pause for pause in found if pause.planned])
     if not pauses:
         return
-    forced = [pause for pause in pauses if not pause.planned]
-    machine = f"{os.cpu_count()} cores, load before {load:.1f}, seed {options.seed}"
-    print(f"\n== all shapes; redundancy {options.redundancy}, {machine}")
+    forced, joins = ([pause for pause in pauses if pause.planned is planned] for planned in (False, True))
+    print(f"\n== all shapes; redundancy {redundancy}, {told}, seed {seed}")
     show("after kills", forced)
-    for count in range(1, options.together + 1):
+    for count in range(1, together + 1):
         show(f"after kills of {count} at once", [pause for pause in forced if pause.num_lost == count])
     show("after kills, state from living workers", [pause for pause in forced if not pause.from_checkpoint])
-    show("joins", [pause for pause in pauses if pause.planned])
+    show("joins", joins)
     print("\nslowest after kills:")
-    show_slowest(forced, options.slowest)
+    show_slowest(forced, slowest)
     print("slowest joins:")
-    show_slowest([pause for pause in pauses if pause.planned], options.slowest)
-
-
-if __name__ == "__main__":
-    main()
+    show_slowest(joins, slowest)

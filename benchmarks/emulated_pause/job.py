@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from manager.controller.state.config import ControllerConfig, ExpectedLosses
+from benchmarks.runs import Subject, specify, steady_vms, subject_of_profile
+from manager.controller.state.config import ExpectedLosses
 from manager.engine.run.machines import Processes
 from manager.engine.run.session import RunSpec
-from manager.rehearsal.device import FLOAT_BYTES, EmulationOptions, emulated_device, known_units, stretched
-from manager.run_dir import RunFacts
-from morph.contract.cluster import ClusterConfig, Policy
+from manager.rehearsal.device import FLOAT_BYTES, EmulationOptions, emulated_device, stretched
+from morph.contract.cluster import Policy
 from morph.contract.emulation import EmulatedDevice
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile, load_profile
-from morph.contract.trace import Trace, TraceEvent
 from simulator import plan, synthetic_profile
 
 NUM_SECTIONS = 16
@@ -22,7 +21,6 @@ FORWARD_S = 0.0005
 PARAMETER_BYTES = 1_000_000
 REAL_STATE_BYTES = 128 * 1024
 CHECKPOINT_EVERY_STEPS = 20
-NEVER_STEPS = 10**9
 FASTER = 0.05
 """Of a profile's file every time, as its steps would take too long."""
 MANY_MICRO_BATCHES = 64
@@ -142,47 +140,23 @@ def make_plans(job: Job, shape: Shape) -> dict[int, Plan]:
     return plans
 
 
-def make_run(job: Job, shape: Shape, directory: Path, redundancy: str = "auto") -> tuple[RunSpec, RunFacts]:
-    """What to run in this directory, and what the directory belongs to."""
-    profile, name = job.profile, f"pause of {shape}"
-    policy = Policy.model_validate({"checkpoint_every_steps": CHECKPOINT_EVERY_STEPS, "redundancy": redundancy})
-    units = known_units(profile)
+def make_run(job: Job, shape: Shape, directory: Path, redundancy: str = "auto") -> tuple[Subject, RunSpec]:
+    """What to run in this directory."""
+    profile, subject = job.profile, subject_of_profile(f"pause of {shape}", job.profile, job.micro_batch_size)
     losses = ExpectedLosses()
     if job.losses_per_vm_h is not None:
         losses = losses.model_copy(update={"per_vm_h": job.losses_per_vm_h, "weight_vm_h": 1e3})
-    config = ControllerConfig(
-        job=name,
-        fingerprint=profile.job.fingerprint,
-        plans=make_plans(job, shape),
-        units={unit.id: unit.sections for unit in units},
-        unit_bytes={unit.id: 3 * unit.parameter_bytes for unit in units},
-        state_copies=3,
-        num_steps=NEVER_STEPS,
-        policy=policy,
-        expected_nodes=shape.num_workers,
-        expected_losses=losses,
-    )
     options = EmulationOptions(state_scale=job.state_scale, message_scale=0.25)
-    device = emulated_device(profile, job.micro_batch_size, range(2, shape.num_workers + 1), options)
-    nodes = [TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(shape.num_workers)]
-    facts = RunFacts(
-        job=name,
-        fingerprint=config.fingerprint,
-        micro_batch_size=job.micro_batch_size,
-        batch_size=profile.job.batch_size,
-        num_sections=len(profile.sections),
-    )
-    spec = RunSpec(
-        job_path=name,
-        config=config,
-        cluster=ClusterConfig(policy=policy),
-        trace=Trace(events=tuple(nodes)),
-        num_sections=len(profile.sections),
-        micro_batch_size=job.micro_batch_size,
-        emulation=device,
+    spec = specify(
+        subject,
+        make_plans(job, shape),
+        Policy.model_validate({"checkpoint_every_steps": CHECKPOINT_EVERY_STEPS, "redundancy": redundancy}),
+        steady_vms(shape.num_workers),
+        config={"job": subject.job_path, "state_copies": 3, "expected_losses": losses},
+        emulation=emulated_device(profile, job.micro_batch_size, range(2, shape.num_workers + 1), options),
         machines=Processes(log_path=directory / "workers.log"),
     )
-    return spec, facts
+    return subject, spec
 
 
 def stream_s(device: EmulatedDevice, found: Plan) -> float:

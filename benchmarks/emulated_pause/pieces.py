@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manager.controller.state.actions import SendReshape
@@ -118,7 +117,7 @@ def _forming_of(morph: MorphRecord, formed: dict[int, Forming]) -> Forming | Non
 
 def _plain_step_s(report: RunReport, shape: str) -> float:
     """Median time of a step of this shape, the first of each generation not counted."""
-    first = {}
+    first: dict[int, int] = {}
     for record in report.steps:
         first.setdefault(record.generation, record.step)
     shapes = {span.generation: span.shape for span in report.shapes}
@@ -128,10 +127,3 @@ def _plain_step_s(report: RunReport, shape: str) -> float:
         if shapes[record.generation] == shape and record.step != first[record.generation]
     ]
     return statistics.median(times) if times else 0.0
-
-
-def quantiles_ms(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, 95th percentile (nearest rank) and worst of seconds, in ms."""
-    ordered = sorted(values)
-    rank = max(0, -(-95 * len(ordered) // 100) - 1)
-    return statistics.median(ordered) * 1e3, ordered[rank] * 1e3, ordered[-1] * 1e3

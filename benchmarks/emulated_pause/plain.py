@@ -6,13 +6,12 @@ import statistics
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from job import Job, Shape, make_run, stream_s
-
+from benchmarks.emulated_pause.job import Job, Shape, make_run, stream_s
+from benchmarks.harness import head, row
+from benchmarks.runs import play
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState
 from manager.engine.loop.driver import Observed
-from manager.engine.run.session import run_session
-from manager.run_dir import RunDir
 
 WARM_UP_STEPS = 3
 MANY_LOSSES_PER_VM_H = 1e5
@@ -54,10 +53,9 @@ def show_overhead(job: Job, shape: Shape, redundancies: list[str], steps: int, r
             folder = directory / f"plain-{shape}-{each}-{turn}"
             folder.mkdir(parents=True)
             many = MANY_LOSSES_PER_VM_H if each == "salvage" else None
-            spec, facts = make_run(replace(job, losses_per_vm_h=many), shape, folder, each)
+            subject, spec = make_run(replace(job, losses_per_vm_h=many), shape, folder, each)
             watch = Stopwatch(steps)
-            with RunDir(folder / "run", facts) as run_dir:
-                finish = run_session(spec, run_dir, watch)
+            finish, _ = play(subject, spec, folder / "run", watch)
             if len(watch.steps_s) < steps:
                 raise SystemExit(f"{shape}, {each}: {finish.sentence}")
             found[each] += watch.steps_s
@@ -72,10 +70,9 @@ def show_overhead(job: Job, shape: Shape, redundancies: list[str], steps: int, r
             told[each] += f"sums copied every {every} of {plan.micro_batches_per_replica[0]}" if every else "no copies"
     base_s = statistics.median(found[redundancies[0]])
     print(f"\n== {shape}, steps without a loss, {rounds} x {steps} of each")
+    head("redundancy | step, median ms | median deviation | beside the first | ms | what it does")
     for each, times_s in found.items():
         median_s = statistics.median(times_s)
-        spread_s = statistics.median(abs(time_s - median_s) for time_s in times_s)
-        print(
-            f"  {each:8} {median_s * 1e3:7.1f} ms (+- {spread_s * 1e3:.1f}), {median_s / base_s - 1:+7.2%}, "
-            f"{(median_s - base_s) * 1e3:+6.1f} ms; {told[each]}"
-        )
+        apart_s = statistics.median(abs(time_s - median_s) for time_s in times_s)
+        cells = (f"{median_s * 1e3:.1f}", f"{apart_s * 1e3:.1f}", f"{median_s / base_s - 1:+.2%}")
+        row(each, *cells, f"{(median_s - base_s) * 1e3:+.1f}", told[each])

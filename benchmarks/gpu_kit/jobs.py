@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.device_speed import jobs
+from morph import Job
 
 gpt2_355m = jobs.gpt2_355m
 gpt2_355m_fast = replace(gpt2_355m, name="gpt2-355m-fast", accumulation="fast")
@@ -22,7 +24,7 @@ def _dropped(width: int, layers: int, length: int) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=4096, use_cache=False, bos_token_id=None, eos_token_id=None, **sizes))
 
 
-def _job(name: str, width: int, layers: int, length: int, **more: object) -> object:
+def _job(name: str, width: int, layers: int, length: int, **more: Any) -> Job:
     return replace(
         jobs.gpt2_355m,
         name=name,

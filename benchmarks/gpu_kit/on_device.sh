@@ -51,7 +51,7 @@ B)
   for mode in morph plain plain-free; do
     stage "steps-$mode" 100 24 "$PY" -m $KITMOD.steps "$mode" "$(job gpt2_355m)" "$DEV"
   done
-  stage bench 330 24 "$PY" -m benchmarks.device_speed $([ -n "$BIG" ] || echo --device cpu --tiny)
+  stage bench 330 24 "$PY" -m benchmarks device_speed $([ -n "$BIG" ] || echo --device cpu --tiny)
   ;;
 C)
   stage calibrate-bf16 100 4 "$PY" -m morph.cli.main calibrate "$(job bits)" --device "$DEV" --samples 5 -o "$WORK/bits.json"

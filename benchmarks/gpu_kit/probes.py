@@ -418,7 +418,7 @@ def side_copies() -> None:
 def reduction_waits() -> None:
     """One piece of a reduction on the device: exchange, wait of the host, means, gather (world of one)."""
     import torch
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
 
     if not CUDA:
         say("reduction_waits: needs a device")
@@ -432,8 +432,10 @@ def reduction_waits() -> None:
     from morph.runtime.state.reducing import Reduction
 
     device = torch.device(DEVICE, 0)
-    library, stream = library_for("auto", device)
-    interrupt, store = Interrupt(1), dist.HashStore()
+    found = library_for("auto", device)
+    assert found is not None, "NCCL is not there"
+    library, stream = found
+    interrupt, store = Interrupt(1), HashStore()
     rings = CommunicatorSet([GroupSpec("alone", ("a",))], "a", library, stream, interrupt, lambda: store)
     ring = rings.ring("alone")
     num = 100_000_000

@@ -17,15 +17,13 @@ import time
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from morph.contract.decided import decided_step
-from morph.contract.messages import Prepared, ReshapeOrder, Slot, Source, StepOrder, WorkerSetup
-from morph.cutting.cache.cut_job import load_and_cut
-from morph.data import MicroBatchLoader
+from benchmarks.device_speed.training import PlainLoop, synchronize
+from benchmarks.remote import InThisProcess
+from benchmarks.workers import Crew, cut_job
+from morph import Job
 from morph.jobs.job import load_job
 from morph.runtime.process.single import single_plan
-from morph.runtime.process.worker import Worker
-from morph.runtime.step.kernels import kernels_for, kernels_now, prepare_cublas, set_kernels
-from morph.runtime.step.section_run import autocast
+from morph.runtime.step.kernels import prepare_cublas
 
 mode, job_path, device = sys.argv[1], sys.argv[2], (sys.argv[3:] or ["cuda"])[0]
 if mode != "plain-free":
@@ -35,102 +33,49 @@ PEAK = 989e12  # dense bf16 of an H100 or H200, by the datasheet
 torch.set_num_threads(1)
 
 
-def sync() -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def plain(free: bool):
-    job = load_job(job_path)
-    if not free:
-        set_kernels(kernels_for(job.accumulation, kernels_now()))
-    with torch.device(device):
-        model = job.model().to(device)
-    optimizer = job.optimizer(model.named_parameters())
-    if free and device == "cuda":
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    loader = MicroBatchLoader(job.dataset(), job.seed, job.batch_size, job.micro_batch_size)
-    num, keys = job.batch_size // job.micro_batch_size, tuple(job.dataset()[0])
-
-    def step(number: int) -> None:
-        for micro_batch in range(num):
-            batch = loader.load(number, micro_batch, keys)
-            with autocast(job.precision, device):
-                loss = job.loss(model, {key: value.to(device, non_blocking=True) for key, value in batch.items()})
-            (loss / num).backward()
-        if job.clip_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return job, num, sum(one.numel() for one in model.parameters()), step
-
-
-def morph():
-    job = load_job(job_path)
-    model = load_and_cut(job_path, num_sections=job.num_sections, micro_batch_size=job.micro_batch_size).model
+def morph() -> tuple[Job, int, int, Crew]:
+    job, model = load_job(job_path), cut_job(job_path)
     num = job.batch_size // model.micro_batch_size
-    plan = single_plan(model.fingerprint, len(model.sections), model.micro_batch_size, num)
-    worker = Worker()
-    setup = WorkerSetup(
-        worker="w0",
-        job_path=job_path,
-        fingerprint=model.fingerprint,
-        num_sections=len(model.sections),
-        micro_batch_size=model.micro_batch_size,
-        checkpoint_url=tempfile.mkdtemp(),
-        store_host="127.0.0.1",
-        store_port=1,
-        listen_host="127.0.0.1",
-        device=device,
-    )
     begun = time.perf_counter()
-    ready = worker.setup(setup)
-    print(f"setup {time.perf_counter() - begun:.1f} s: {type(ready).__name__} {getattr(ready, 'error', '')}")
-    units = tuple(unit.id for unit in model.units)
-    sources = tuple(Source(worker="w0", unit=unit, kind="initial") for unit in units)
-    order = ReshapeOrder(
-        generation=1, version=0, plan=plan, slots=(Slot(worker="w0", stage=0, replica=0),), sources=sources
-    )
+    crew = Crew(job_path, model, tempfile.mkdtemp(), device=device, make=InThisProcess)
+    print(f"setup {time.perf_counter() - begun:.1f} s")
     begun = time.perf_counter()
-    reshaped = worker.reshape(order)
-    print(f"reshape {time.perf_counter() - begun:.1f} s: {type(reshaped).__name__} {getattr(reshaped, 'error', '')}")
-    state = {"decided": None, "scale": reshaped.loss_scale}
-    attempts = []
-
-    def step(number: int) -> None:
-        for attempt in range(8):
-            asked = StepOrder(
-                generation=1, step=number, attempt=attempt, decided=state["decided"], loss_scale=state["scale"]
-            )
-            answer = worker.step(asked)
-            assert isinstance(answer, Prepared), answer
-            if not answer.overflowed:
-                break
-        attempts.append(attempt + 1)
-        state["decided"] = decided_step(number + 1, [answer.unit_norms_sq], [answer.non_finite], units)
-        state["times"] = answer.times
-        state["loss"] = sum(entry.loss for entry in answer.losses) / len(answer.losses)
-
-    count = sum(torch.Size(model.specs[name][0]).numel() for unit in model.units for name in unit.parameters)
-    return job, num, count, step, state, attempts
+    crew.begin(single_plan(model.fingerprint, len(model.sections), model.micro_batch_size, num))
+    print(f"reshape {time.perf_counter() - begun:.1f} s")
+    return job, num, sum(torch.Size(shape).numel() for shape, _ in model.parameter_specs.values()), crew
 
 
-made = morph() if mode == "morph" else plain(mode == "plain-free")
-job, num, count, step = made[:4]
+crew: Crew | None = None
+attempts: list[int] = []
+if mode == "morph":
+    job, num, count, crew = morph()
+else:
+    loop = PlainLoop(job_path, device, free=mode == "plain-free")
+    job, num, count = loop.job, loop.num_micro_batches, sum(one.numel() for one in loop.model.parameters())
+
+
+def step() -> None:
+    if crew is None:
+        loop.step()
+        return
+    crew.step()
+    attempts.append(crew.attempts)
+
+
 length = next(iter(job.dataset()[0].values())).numel()
 took = []
-for number in range(STEPS + 2):
-    sync()
+for _ in range(STEPS + 2):
+    synchronize(device)
     begun, thread_s = time.perf_counter(), time.thread_time()
-    step(number)
-    sync()
+    step()
+    synchronize(device)
     took.append((time.perf_counter() - begun, time.thread_time() - thread_s))
 wall, thread = (statistics.median(one) for one in zip(*took[2:], strict=True))
 flops = 6 * count * job.batch_size * length
 print(f"steps: {[round(one, 3) for one, _ in took]}")
-if mode == "morph":
-    print("attempts", made[5], "times", made[4]["times"], "loss", made[4]["loss"])
+if crew is not None:
+    loss = statistics.fmean(entry.loss for entry in crew.answers[0].losses)
+    print("attempts", attempts, "times", crew.answers[0].times, "loss", loss)
 if device == "cuda":
     print(
         f"memory: most allocated {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, reserved "
@@ -144,10 +89,10 @@ print(
 )
 activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
 with profile(activities=activities) as found:
-    sync()
+    synchronize(device)
     begun = time.perf_counter()
-    step(STEPS + 2)
-    sync()
+    step()
+    synchronize(device)
     profiled_s = time.perf_counter() - begun
 events = found.key_averages()
 print(

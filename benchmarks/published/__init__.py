@@ -1,7 +1,7 @@
 """Profiles of published models on published hardware: plan for V100s and 10 Gbps links without having either.
 
 ``published_profile("gpt2-2.5b")`` builds one from the figures of the papers, each value with its source.
-``configs/profiles`` holds the result as files (``python -m benchmarks.published.profiles``).
+``configs/profiles`` holds the result as files (``python -m benchmarks published.profiles``).
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def profile_of(model: Published, micro_batch_size: int, flops_per_s: float, late
         intra_node=hardware.pcie(),
         inter_node=hardware.link(latency_s, hardware.ETHERNET_BYTES_PER_S, 0.0),
         all_reduce=hardware.rings(),
-        accumulator_bytes_per_parameter=HALF_BYTES * 2,
+        accumulator_bytes_per_parameter=4,
         commit=hardware.exact(2 * hardware.message_s()),
         checkpoint_write_bytes_per_s=hardware.DISK_BYTES_PER_S,
         host_copy_bytes_per_s=hardware.PCIE_BYTES_PER_S,

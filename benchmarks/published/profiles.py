@@ -1,17 +1,14 @@
 """Write the profiles of published models to configs/profiles, bit for bit the same each time.
 
-    python -m benchmarks.published.profiles
+    python -m benchmarks published.profiles
 
-A changed figure in simulator/published changes a file here; a test holds the two together.
+A changed figure in benchmarks/published changes a file here; a test holds the two together.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from benchmarks.harness import PROFILES, ROOT
 from benchmarks.published import SHIPPED, published_profile
-
-FOLDER = Path(__file__).resolve().parents[2] / "configs" / "profiles"
 
 
 def profile_text(model: str) -> str:
@@ -19,12 +16,7 @@ def profile_text(model: str) -> str:
 
 
 def main() -> None:
-    FOLDER.mkdir(parents=True, exist_ok=True)
     for model in SHIPPED:
-        path = FOLDER / f"{model}.json"
+        path = PROFILES / f"{model}.json"
         path.write_text(profile_text(model), encoding="utf-8")
-        print(f"{path.relative_to(FOLDER.parents[1])}: {path.stat().st_size / 1e3:.0f} kB")
-
-
-if __name__ == "__main__":
-    main()
+        print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e3:.0f} kB")

@@ -1,11 +1,12 @@
 """The questions of Varuna's tables 3, 5, 6 and 7, answered by the simulator from the shipped profiles.
 
-    python -m benchmarks.published.questions
+    python -m benchmarks published.questions
 
 Each answer stands beside the published value, with their ratio. One published figure per model went into its profile
-(simulator/published/speeds.py); a row that repeats it is marked "anchor" and is no prediction, the others are. Nothing
+(benchmarks/published/speeds.py); a row that repeats it is marked "anchor" and is no prediction, the others are. Nothing
 else was fitted. m is 4 for GPT-2 as in the anchors; stages hold L / P layers each, as in the paper, where P divides L.
-Gradients are reduced after the pipelines, as the paper has it; Morph reduces them beside the last backward.
+Gradients are reduced after the pipelines, as the paper has it; Morph reduces them beside the last backward. What
+differs from the paper, and why, is in docs/published-profiles.md.
 """
 
 from __future__ import annotations
@@ -13,15 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 
+from benchmarks.harness import PROFILES, head, row
 from benchmarks.published import GPUS_PER_LARGE_VM, MODELS, published_profile
 from benchmarks.published.speeds import ANCHORS
 from morph.contract.plan import Plan, Schedule
 from morph.contract.profile import Profile, load_profile
 from simulator import plan, simulate
 
-PROFILES = Path(__file__).resolve().parents[2] / "configs" / "profiles"
 MICRO_BATCH_SIZE = 4
 Shape = tuple[int, int]
 
@@ -74,53 +74,12 @@ TABLE_7_ESTIMATED: dict[str, dict[Shape, float]] = {
 }
 """What the paper's own simulator, calibrated on the VMs, said to the same rows."""
 TABLE_6_BATCH = 2400
+MEGATRON: tuple[Schedule, Schedule] = ("varuna", "1f1b")
 TABLE_6: dict[tuple[str, Shape], tuple[float, float]] = {
     ("gpt2-8.3b", (18, 4)): (0.59, 0.52),
     ("gpt2-2.5b", (9, 8)): (1.5, 1.31),
 }
 """Model and shape -> examples/s/GPU of Varuna and of Megatron's 1F1B, measured."""
-
-NOTES = {
-    "3": (
-        "The answers agree: 18 stages lose on either number, 9x11 wins on 100; 6x6 and 9x4 are within 3 % of each",
-        "other, in the paper and here, but the other way round. 18 stages lose because the head, as much work as two",
-        "layers, joins three layers on the last one. The paper's are slower still with 90 GPUs: its 1.39, 1.57 (table",
-        "7) and 1.10 examples/s/GPU for 2, 3 and 5 replicas do not fall steadily, so something else varied too.",
-    ),
-    "5": (
-        "The answers differ: GPipe does not fall behind here. A message of 25 MB takes 20 ms at 10 Gbps and a forward",
-        "of four layers 94 ms, so either schedule hides it, also on half the bandwidth, and 683 micro-batches leave",
-        "little bubble. The send times that the paper's simulator had calibrated are not printed.",
-    ),
-    "5 inferred": (
-        "GPipe needs a message for every forward, Varuna one for every forward, recompute and backward. So GPipe falls",
-        "behind where a message takes longer than a forward, and Varuna does not until it takes four times that. The",
-        "paper says that switches limit the bandwidth between VMs in practice (section 7), not to what. The bandwidth",
-        "that its first row implies predicts the other two. Assumed: activations and gradients do not share a link; if",
-        "they do, Varuna falls behind too, which the paper's does not.",
-    ),
-    "7.2": (
-        "Not the same here: on 4-GPU VMs four all-reduces share a link of 10 Gbps, and gradients are sent in 32 bits.",
-        "The paper's 4-GPU VMs must reduce faster than that: their own network, or reduction inside the VM first.",
-    ),
-    "5 BERT": (
-        "512 and 256 micro-batches in four stages leave bubbles of about 1 %, and the recompute on GPipe's last stage",
-        "costs 7 %. The published 41 % and 13 % grow with the number of micro-batches, as a cost of that",
-        "implementation for each of them would; a schedule has none. Varuna is faster in the paper than BERT-large's",
-        "speed gives; 128 tokens per sample are assumed.",
-    ),
-    "6": (
-        "Not the same here: 1F1B takes as long as Varuna's schedule where messages are short beside tasks, and times",
-        "do not vary in these answers. What else Megatron did slower is not printed.",
-    ),
-    "7": (
-        "The narrow model is right to a few per cent, as is the wide one with 18 stages. With 24 and 36 stages the",
-        "wide one is too slow here: its head is taken to run at the layers' speed, so the last stage sets the pace.",
-        "The measured times show no such stage: presumably one large matrix product runs faster than a layer, which",
-        "one figure cannot tell.",
-    ),
-}
-"""What differs from the paper, and why."""
 
 
 @dataclass(frozen=True)
@@ -136,12 +95,6 @@ class Answer:
     @property
     def ratio(self) -> float:
         return self.answered / self.published
-
-    @property
-    def line(self) -> str:
-        shape = f"{self.shape[0]}x{self.shape[1]}"
-        note = "  anchor, no prediction" if self.is_anchor else ""
-        return f"  {self.question:50s} {shape:>6s} {self.published:9.4g} {self.answered:9.4g} {self.ratio:6.2f}{note}"
 
 
 def shipped(model: str) -> Profile:
@@ -298,8 +251,8 @@ def table_6() -> tuple[Answer, ...]:
         profile = shipped(model)
         job = profile.job.model_copy(update={"batch_size": TABLE_6_BATCH})
         profile = profile.model_copy(update={"job": job})
-        for system, schedule, value in zip(("Varuna", "1F1B"), ("varuna", "1f1b"), published, strict=True):
-            found = per_gpu(as_published(profile, shape, schedule))  # type: ignore[arg-type]
+        for system, schedule, value in zip(("Varuna", "1F1B"), MEGATRON, published, strict=True):
+            found = per_gpu(as_published(profile, shape, schedule))
             answers.append(Answer(f"{MODELS[model].title}: {system}, examples/s/GPU", shape, value, found))
         varuna, other = answers[-2:]
         ratio = Answer(f"{MODELS[model].title}: 1F1B / Varuna", shape, 0, 0)
@@ -316,16 +269,14 @@ def mean_error(answers: Iterable[Answer]) -> tuple[float, float]:
 
 
 def show(title: str, answers: tuple[Answer, ...]) -> None:
-    print(f"\n{title}\n  {'':50s} {'PxD':>6s} {'published':>9s} {'here':>9s} {'ratio':>6s}")
+    print(f"\n{title}")
+    head("question | PxD | published | here | ratio")
     for answer in answers:
-        print(answer.line)
+        note = " anchor, no prediction" if answer.is_anchor else ""
+        cells = (f"{answer.published:.4g}", f"{answer.answered:.4g}", f"{answer.ratio:.2f}{note}")
+        row(answer.question, _name(answer.shape), *cells)
     mean, worst = mean_error(answers)
     print(f"  predictions: off by {mean:.1%} in the mean, {worst:.1%} at worst")
-
-
-def show_note(table: str) -> None:
-    for line in NOTES[table]:
-        print(f"  | {line}")
 
 
 def show_best(answers: tuple[Answer, ...], profile: Profile, gpus_per_vm: int | None) -> None:
@@ -349,30 +300,19 @@ def main() -> None:
         answers = table_3(small, gpus_per_vm)
         show(f"Table 3: shallow or deep? GPT-2 2.5B, {gpus_per_vm or 1}-GPU VMs", answers)
         show_best(answers, small, gpus_per_vm)
-    show_note("3")
     show("Section 7.2: does the size of the VMs matter? GPT-2 2.5B", vm_sizes(small))
-    show_note("7.2")
     show("Table 5: GPipe against Varuna, slower networks (simulated in the paper too)", table_5())
     for slower in MUCH_SLOWER:
         varuna, gpipe = gpipe_beside_varuna(slower)
         print(
             f"  {slower:g}x slower: Varuna {varuna:.3f}, GPipe {gpipe:.3f} examples/s/GPU, ratio {gpipe / varuna:.2f}"
         )
-    show_note("5")
     slowness = inferred_slowness()
     show(
         f"Table 5 once more, on {10 / slowness:.2g} Gbps between stages, inferred from its first row",
         table_5_inferred(),
     )
-    show_note("5 inferred")
     show("Table 5: GPipe against Varuna, one 4-GPU VM (measured in the paper)", table_5_bert())
-    show_note("5 BERT")
     show("Table 6: 1F1B against Varuna, 1-GPU VMs (measured in the paper)", table_6())
-    show_note("6")
     show("Table 7: the paper's own simulator, calibrated on its VMs", table_7_estimated())
     show("Table 7: measured mini-batches", table_7())
-    show_note("7")
-
-
-if __name__ == "__main__":
-    main()

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import Final
 
 from benchmarks.published.hardware import GPU_PEAK_FLOPS_PER_S, ring_s
 from benchmarks.published.shapes import MODELS, Transformer
 
-ACCUMULATOR_BYTES = 4
+ACCUMULATOR_BYTES: Final = 4
 """Of a gradient, as Morph keeps and reduces it with ``accumulation: fast``."""
 GAIN, SMALL_M, LARGE_M = 1.26, 4, 8
 """Varuna, section 4.1: in BERT-large, m = 8 performs 26 % better than m = 4."""

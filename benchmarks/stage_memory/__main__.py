@@ -1,6 +1,6 @@
 """The planner's estimate of each stage's memory beside what workers take: every shape of three jobs, on a CPU.
 
-    python benchmarks/stage_memory [--workers 4] [JOB ..]
+    python -m benchmarks stage_memory --workers 4 JOB ..
 
 Workers run three steps, as threads of one process; every storage that a worker makes is counted for as long as it
 lives, and the most that there was in the third step is compared with the estimate: for as many micro-batches as were
@@ -10,30 +10,28 @@ checkpoint is written and no sums are sent: the estimate leaves these out too.
 
 from __future__ import annotations
 
-import argparse
 import logging
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+import typer
 
-from tests.runtime.measured_memory import Measured, measured_job  # noqa: E402 (its folder is found just before)
+from benchmarks.harness import GPT2_JOB, ROOT, TINY_JOB, head, option, row
+from tests.runtime.measured_memory import Measured, measured_job
 
-JOBS = ("configs/jobs/tiny_gpt.py:job", "configs/jobs/gpt2_stdlib.py:job", "benchmarks/stage_memory/images.py:job")
+JOBS = [TINY_JOB, GPT2_JOB, f"{ROOT}/benchmarks/stage_memory/images.py:job"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("jobs", nargs="*", default=JOBS, metavar="JOB")
-    parser.add_argument("--workers", type=int, default=4, help="shapes of at most so many, and the deepest")
-    options = parser.parse_args()
+def main(
+    jobs: Annotated[list[str] | None, typer.Argument(metavar="JOB ..")] = None,
+    workers: Annotated[int, option("shapes of at most so many, and the deepest")] = 4,
+) -> None:
     logging.disable(logging.WARNING)
-    print("job            shape  recompute  estimate/measured, least and most  with full windows  fullest, MB  while")
-    for path in options.jobs:
-        found = list(_measured(f"{ROOT}/{path}", options.workers))
+    for path in jobs or JOBS:
+        head("job | shape | recompute | estimate/measured: least | most | with full windows | fullest, MB | while")
+        found = list(_measured(path, workers))
         errors = [abs(ratio - 1) for one in found for ratio in _ratios(one, one.reached)]
         planned = [ratio for one in found for ratio in _ratios(one, one.estimates)]
         print(f"{path}: {len(found)} shapes, {len(errors)} stages, off by {max(errors):.1%} at most, ", end="")
@@ -55,18 +53,12 @@ def _measured(path: str, num_workers: int) -> Iterator[Measured]:
             with tempfile.TemporaryDirectory() as directory:
                 one = job.steps(depth, replicas, recompute=recompute, directory=Path(directory))
             ratios, planned, peak = _ratios(one, one.reached), _ratios(one, one.estimates), max(one.peaks)
-            print(
-                f"{job.profile.job.name:14} {one.shape:6} {'yes' if recompute else 'no':9} "
-                f"{min(ratios):16.3f} {max(ratios):16.3f} {max(planned):18.3f} {peak / 1e6:12.2f}  "
-                f"{one.moments[one.peaks.index(peak)]}",
-                flush=True,
-            )
+            shares = (f"{share:.3f}" for share in (min(ratios), max(ratios), max(planned)))
+            how = "yes" if recompute else "no"
+            cells = (*shares, f"{peak / 1e6:.2f}", one.moments[one.peaks.index(peak)])
+            row(job.profile.job.name, one.shape, how, *cells)
             yield one
 
 
 def _ratios(one: Measured, estimates: tuple[int, ...]) -> list[float]:
     return [estimate / peak for estimate, peak in zip(estimates, one.peaks, strict=True)]
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Expected against measured mini-batch time with real compute, for the shapes that fit two cores.
 
-    python benchmarks/step_time/expected.py configs/jobs/gpt2_stdlib.py:job --rounds 5 --steps 4
+    python -m benchmarks step_time.expected configs/jobs/gpt2_stdlib.py:job --rounds 5 --steps 4
 
 Calibrates the job, asks the simulator for each shape with two compute slots (all workers share this machine), and
 trains it with Morph's workers. All shapes take turns, in an order drawn anew in each round.
@@ -14,20 +14,21 @@ printed at the start and at the end.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated
 
 import torch
-from morph_side import MorphSide
+import typer
 
+from benchmarks.harness import Seed, head, in_turns, load, machine, row, wall_s
+from benchmarks.workers import Crew
 from calibrate import calibrate
 from calibrate.computing.subject import load_subject
 from calibrate.timing.bench import Bench
@@ -73,12 +74,7 @@ class Yardstick:
 
     def measure_s(self) -> float:
         """Wall time of a forward and backward: the median of some."""
-        samples_s = []
-        for _ in range(YARDSTICK_RUNS):
-            begin_s = time.perf_counter()
-            self._bench.both()
-            samples_s.append(time.perf_counter() - begin_s)
-        return statistics.median(samples_s)
+        return statistics.median(wall_s(self._bench.both) for _ in range(YARDSTICK_RUNS))
 
     def on_each_core(self) -> str:
         """In words: the same on each core that this process may use."""
@@ -121,62 +117,53 @@ def shapes(profile: Profile) -> Iterator[Shape]:
 
 
 def report(measured: list[Shape]) -> None:
-    print("\n| shape | measured, median | spread | expected | error | machine slower by | error at that speed |")
-    print("|---|---|---|---|---|---|---|")
+    head("shape | measured, median | spread | expected | error | machine slower by | error at that speed")
     for shape in measured:
         median_s = statistics.median(shape.step_s)
-        spread = (max(shape.step_s) - min(shape.step_s)) / median_s
+        apart = (max(shape.step_s) - min(shape.step_s)) / median_s
         expected_ms = shape.plan.expected.mini_batch_s * 1e3
-        slower = statistics.median(shape.slowness) - 1
-        print(
-            f"| {shape.name} | {median_s * 1e3:.0f} ms | {spread:.0%} | {expected_ms:.0f} ms | {shape.error:+.1%} "
-            f"| {slower:+.1%} | {shape.error_of_model:+.1%} |"
-        )
-    for name, errors in (
+        errors = (shape.error, statistics.median(shape.slowness) - 1, shape.error_of_model)
+        cells = (f"{median_s * 1e3:.0f} ms", f"{apart:.0%}", f"{expected_ms:.0f} ms")
+        row(shape.name, *cells, *(f"{value:+.1%}" for value in errors))
+    for name, found in (
         ("error", [abs(shape.error) for shape in measured]),
         ("error at the machine's speed of each turn", [abs(shape.error_of_model) for shape in measured]),
     ):
-        print(f"\n{name}: {statistics.mean(errors):.1%} on average, {max(errors):.1%} at worst")
+        print(f"\n{name}: {statistics.mean(found):.1%} on average, {max(found):.1%} at worst")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job", help="path/to/file.py:name")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0, help="of the order of turns")
-    options = parser.parse_args()
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+def main(
+    job_path: Annotated[str, typer.Argument(metavar="JOB", help="path/to/file.py:name")],
+    rounds: int = 5,
+    steps: int = 4,
+    seed: Seed = 0,
+) -> None:
+    print(machine())
     torch.set_num_threads(1)
-    yardstick = Yardstick(options.job)
+    yardstick = Yardstick(job_path)
     print(yardstick.on_each_core())
     at_calibration_s: list[float] = []
     with yardstick.beside(at_calibration_s):
-        profile = calibrate(options.job)
+        profile = calibrate(job_path)
     slower = ", ".join(f"{entry.num_busy} at once x{entry.factor:.2f}" for entry in profile.contention)
-    print(f"calibrated; tasks beside each other: {slower or 'no slower'}; load {os.getloadavg()[0]:.1f}")
-    job = load_job(options.job)
-    measured = list(shapes(profile))
-    model = cut(export_job(job), num_sections=profile.num_sections, micro_batch_size=measured[0].plan.micro_batch_size)
+    print(f"calibrated; tasks beside each other: {slower or 'no slower'}; load {load():.1f}")
+    measured = {shape.name: shape for shape in shapes(profile)}
+    m = next(iter(measured.values())).plan.micro_batch_size
+    model = cut(export_job(load_job(job_path)), num_sections=profile.num_sections, micro_batch_size=m)
     with tempfile.TemporaryDirectory() as directory:
-        side = MorphSide(options.job, model, directory, max(shape.plan.num_workers for shape in measured))
-        turns = random.Random(options.seed)
-        for round_index in range(options.rounds):
-            for shape in turns.sample(measured, len(measured)):
-                side.begin_plan(shape.plan)
-                side.steps(1)
-                at_turn_s: list[float] = []
-                with yardstick.beside(at_turn_s):
-                    begin_s = time.perf_counter()
-                    side.steps(options.steps)
-                    shape.step_s.append((time.perf_counter() - begin_s) / options.steps)
-                shape.slowness.append(at_turn_s[0] / at_calibration_s[0])
-            print(f"round {round_index + 1} of {options.rounds} done", file=sys.stderr)
-        side.end()
+        crew = Crew(job_path, model, directory, max(shape.plan.num_workers for shape in measured.values()))
+
+        def turn(shape: Shape) -> None:
+            crew.begin(shape.plan)
+            crew.step()
+            at_turn_s: list[float] = []
+            with yardstick.beside(at_turn_s):
+                shape.step_s.append(wall_s(lambda: crew.steps(steps)) / steps)
+            shape.slowness.append(at_turn_s[0] / at_calibration_s[0])
+
+        ways = {name: partial(turn, shape) for name, shape in measured.items()}
+        in_turns(ways, rounds, shuffled=random.Random(seed))
+        crew.end()
     print(yardstick.on_each_core())
-    print(f"{options.rounds} rounds of 1 + {options.steps} steps, load at the end {os.getloadavg()[0]:.1f}")
-    report(measured)
-
-
-if __name__ == "__main__":
-    main()
+    print(f"{rounds} rounds of 1 + {steps} steps, load at the end {load():.1f}")
+    report(list(measured.values()))

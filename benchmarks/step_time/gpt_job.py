@@ -35,7 +35,8 @@ class Block(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.project(attended.transpose(1, 2).reshape(samples, length, width))
-        return hidden + self.narrow(functional.gelu(self.widen(self.norm_mlp(hidden))))
+        found: Tensor = hidden + self.narrow(functional.gelu(self.widen(self.norm_mlp(hidden))))
+        return found
 
 
 class GPT(nn.Module):

@@ -8,18 +8,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from remote import Remote, call_all
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.harness import LOOPBACK
+from benchmarks.remote import Remote, call_all, end_all
+from benchmarks.workers import loss_of
 from morph.cutting import export_job
 from morph.data import MicroBatchLoader
 from morph.jobs.job import load_job
+from morph.runtime.groups.channels import connect_store
 from morph.runtime.groups.store import StoreHost
-
-LOOPBACK = "127.0.0.1"
 
 
 class Half(nn.Module):
@@ -38,7 +40,8 @@ class Half(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         if self.recompute:
-            return checkpoint(self._run, value, use_reentrant=False)
+            found: Tensor = checkpoint(self._run, value, use_reentrant=False)
+            return found
         return self._run(value)
 
     def _run(self, value: Tensor) -> Tensor:
@@ -46,7 +49,8 @@ class Half(nn.Module):
             value = self.tokens(value) + self.positions(torch.arange(value.shape[1]))
         for block in self.blocks:
             value = block(value)
-        return value if self.first else self.head(self.norm(value))
+        found: Tensor = value if self.first else self.head(self.norm(value))
+        return found
 
 
 class TorchRank:
@@ -58,8 +62,8 @@ class TorchRank:
         self._job = load_job(job_path)
         initial = export_job(self._job).initial_parameters
         self._initial = {name: initial[name].clone() for name in initial}
-        store = dist.TCPStore(LOOPBACK, port, is_master=False)
-        dist.init_process_group("gloo", store=dist.PrefixStore("torch", store), rank=rank, world_size=2)
+        store = PrefixStore("torch", connect_store(LOOPBACK, port))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         m = self._job.micro_batch_size
         assert m is not None
         self._micro = MicroBatchLoader(self._job.dataset(), self._job.seed, self._job.batch_size, m)
@@ -111,8 +115,8 @@ class TorchRank:
             batch = self._micro.load(self._step, self._rank * share + index, ("tokens", "targets"))
             quiet = net.no_sync() if world == 2 and index < share - 1 else contextlib.nullcontext()
             with quiet:
-                loss = self._job.loss(net, batch)
-                (loss / share).backward()
+                loss = loss_of(self._job, net, batch)
+                (loss / share).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total / self._num_micro_batches
 
@@ -137,5 +141,4 @@ class TorchSide:
         return [sum(each) for each in zip(*shares, strict=True)]
 
     def end(self) -> None:
-        for remote in self._ranks:
-            remote.end()
+        end_all(self._ranks)

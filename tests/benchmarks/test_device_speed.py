@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from benchmarks.device_speed import __main__ as device_speed
 from benchmarks.device_speed import training
 from benchmarks.device_speed.__main__ import TINY, communicators, copies, kernels, main, steps
+from benchmarks.remote import InThisProcess
 from morph.runtime.step.kernels import kernels_now, set_kernels
 
 
@@ -24,37 +23,13 @@ def test_sums_and_copies_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     assert last == "communicators: need a CUDA device, and a torch with NCCL"
 
 
-class InThisProcess:
-    """As ``Remote``, of one object that is called here."""
-
-    def __init__(self, make: Callable[[], object]) -> None:
-        self._served, self._result = make(), None
-
-    def send(self, method: str, *arguments: object) -> None:
-        self._result = getattr(self._served, method)(*arguments)
-
-    def answer(self) -> object:
-        return self._result
-
-    def call(self, method: str, *arguments: object) -> object:
-        self.send(method, *arguments)
-        return self.answer()
-
-    def end(self) -> None:
-        pass
-
-
 @pytest.mark.slow
-def test_a_worker_is_timed_beside_a_plain_loop(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_is_timed_beside_a_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
     """In this process, where everything is imported already."""
-    monkeypatch.setattr(training, "Remote", InThisProcess)
-    monkeypatch.setattr(device_speed, "Remote", InThisProcess)
     num_threads, kernels_before = torch.get_num_threads(), kernels_now()
     try:
         ((name, job_path),) = TINY.items()
-        steps("cpu", name, job_path, 1, depths=(1,))
+        steps("cpu", name, job_path, 1, depths=(1,), make=InThisProcess)
     finally:
         torch.set_num_threads(num_threads)
         set_kernels(kernels_before)
@@ -71,7 +46,6 @@ def test_two_workers_run_one_forward_and_one_backward_by_turns() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_it_refuses_in_one_sentence_where_there_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["device_speed"])
+def test_it_refuses_in_one_sentence_where_there_is_no_device() -> None:
     with pytest.raises(SystemExit, match=r"^needs a CUDA device; torch \S+ finds none$"):
         main()

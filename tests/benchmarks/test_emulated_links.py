@@ -17,7 +17,7 @@ TINY = ("--stages", "2", "--micro-batches", "2", "--rounds", "1", "--unit-ms", "
 @pytest.mark.slow
 @pytest.mark.skipif(not IS_LONG, reason="of make test-long")
 def test_every_contender_finishes_on_every_link() -> None:
-    command = [sys.executable, "-m", "benchmarks.emulated_links", *TINY]
+    command = [sys.executable, "-m", "benchmarks", "emulated_links", *TINY]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("| Morph") == 5

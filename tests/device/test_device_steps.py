@@ -11,7 +11,7 @@ from tests.forked_modules import run_python
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = (ROOT / "docs/gpu.md").read_text().splitlines()
 TIMEOUT_S = 280
-AGAIN = "what a step asks has changed; look at what python -m benchmarks.device_steps --write docs/gpu.md changes"
+AGAIN = "what a step asks has changed; look at what python -m tests.device.step_counts --write docs/gpu.md changes"
 
 
 def said(*arguments: str) -> str:
@@ -22,7 +22,7 @@ def said(*arguments: str) -> str:
 
 def documented(*names: str) -> None:
     """Assert that what is counted for some jobs is what the docs say."""
-    counted = said("-m", "benchmarks.device_steps", *(word for name in names for word in ("--job", name)))
+    counted = said("-m", "tests.device.step_counts", *(word for name in names for word in ("--job", name)))
     jobs, sites = counted.strip().split("\n\n")
     for row in jobs.splitlines():
         assert row in DOCS, f"{AGAIN}\n{row}"
@@ -47,8 +47,7 @@ def test_what_a_step_of_a_larger_job_asks_of_a_device_is_what_the_docs_say() -> 
 _CHECKS = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from benchmarks.device_steps.accelerator import ShapeDevice
-from benchmarks.device_steps.counting import Counting, Numbers
+from tests.device.step_counts import Counting, Numbers, ShapeDevice
 
 device = ShapeDevice()
 counting = Counting(device.kind, device.pinned_tensors)
@@ -62,10 +61,6 @@ with FakeTensorMode(), counting, Numbers(counting):
     float(here[0]); here.tolist()  # none
     there.cpu(); there.copy_(here); there.copy_(device.pinned((4,), torch.float32), non_blocking=True)
     there.to(torch.float64); there.clone()  # no copies between devices
-    before = dict(counting.counts.touched_bytes), dict(counting.counts.host_touched_bytes)
-    torch.empty_like(there); torch.empty_like(here); there.view(2, 2)
-    torch.ops.prim.device(there); torch.ops.prim.device(here)
-    assert before == (counting.counts.touched_bytes, counting.counts.host_touched_bytes), "nothing is read or written"
 for site, number in sorted(counting.counts.sites.items()):
     print(site.kind, site.pinned, number, counting.counts.site_bytes[site])
 """

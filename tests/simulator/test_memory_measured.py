@@ -1,7 +1,7 @@
 """A plan that is said to fit, fits: what stages are estimated to hold, against the tensors that real workers make.
 
 Workers run whole steps, and changes of shape, in threads of one process; every storage that they make is counted for as
-long as it lives. ``benchmarks/stage_memory.py`` prints the same for every shape of three jobs.
+long as it lives. ``python -m benchmarks stage_memory`` prints the same for every shape of three jobs.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from benchmarks.harness import PROFILES
 from benchmarks.published import GPU_MEMORY_BYTES, MODELS, SHIPPED, published_profile
 from benchmarks.published.hardware import half_normal_quantiles_s
-from benchmarks.published.profiles import FOLDER, profile_text
+from benchmarks.published.profiles import profile_text
 from benchmarks.published.speeds import ANCHORS, speed_of
 from morph.contract.errors import PlanError
 from morph.contract.profile import Profile, load_profile
@@ -32,13 +33,13 @@ def leaves(value: object, name: str = "") -> Iterator[str]:
 
 @pytest.mark.parametrize("model", SHIPPED)
 def test_the_shipped_file_is_what_the_published_figures_give_bit_for_bit(model: str) -> None:
-    path = FOLDER / f"{model}.json"
-    assert path.read_text(encoding="utf-8") == profile_text(model), "run python -m benchmarks.published.profiles"
+    path = PROFILES / f"{model}.json"
+    assert path.read_text(encoding="utf-8") == profile_text(model), "run python -m benchmarks published.profiles"
     assert load_profile(path) == published_profile(model)
 
 
 def test_no_other_file_is_shipped() -> None:
-    assert {path.stem for path in FOLDER.iterdir()} == set(SHIPPED)
+    assert {path.stem for path in PROFILES.iterdir()} == set(SHIPPED)
 
 
 @pytest.mark.parametrize("model", SHIPPED)

@@ -1,4 +1,11 @@
-"""The two ways to lose a worker under torchrun: the process alone, or the whole VM with its agent."""
+"""How long a job under torchrun's elastic agent stands still after a kill.
+
+    python -m benchmarks torchrun_restart process          one agent; a worker process is killed
+    python -m benchmarks torchrun_restart vm               an agent per VM; one is killed, one comes; tuned time-outs
+    python -m benchmarks torchrun_restart vm --defaults    the same with torchrun's own rendezvous time-outs
+
+Prints a table. Ends everything it started, also when it is interrupted or reaches its limit.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +13,68 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from agents import Setting, kill_vm, start_agent
+import psutil
+from torch._C._distributed_c10d import TCPStore
 
+from benchmarks.harness import LOOPBACK, ROOT, TINY_JOB, head, machine, option, row, worst_cases
+
+TRAIN = ROOT / "benchmarks/torchrun_worker.py"
+# An agent's keep-alive is due each interval and often comes one interval late, so that two attempts would let healthy
+# agents expire.
+TUNED = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1"
 MIN_STEPS = 20  # of a new group before the next kill; a random number up to one checkpoint interval comes on top
 WAIT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One job under torchrun."""
+
+    job: str
+    run_dir: Path
+    checkpoint_every: int
+    elastic_arguments: tuple[str, ...]
+
+
+def start_agent(setting: Setting, name: str) -> psutil.Popen:
+    """Start one agent; its output and its workers' go to ``<run_dir>/<name>.log``."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", *setting.elastic_arguments, str(TRAIN),
+        "--job", setting.job, "--run-dir", str(setting.run_dir), "--checkpoint-every", str(setting.checkpoint_every),
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # A store shared by all rounds still holds the addresses of the dead workers, and the restarted group connects to
+    # those (pytorch issue 135712): without this, torchrun restarts for ever.
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    with (setting.run_dir / f"{name}.log").open("wb") as output:
+        return psutil.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
+
+
+def kill_vm(agent: psutil.Popen) -> None:
+    """SIGKILL an agent and all it started, as when a VM is taken. Returns when they are gone, or after 10 s."""
+    try:
+        processes = [agent, *agent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        processes = [agent]
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(processes, timeout=10)
 
 
 class OutOfTimeError(Exception):
@@ -40,9 +97,6 @@ class Outcome:
     recoveries: list[Recovery] = field(default_factory=list)
     rejoin_s: list[float] = field(default_factory=list)
     finished: bool = False
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Log:
@@ -136,10 +190,8 @@ def lose_processes(setting: Setting, num_workers: int, num_kills: int, deadline_
 
 def lose_vms(setting: Setting, num_workers: int, num_kills: int, deadline_s: float, outcome: Outcome) -> None:
     """One agent per VM; a random one is killed with its worker, the rest go on, then a new agent joins."""
-    from torch.distributed import TCPStore
-
     # The rendezvous store lives here, so that losing any VM leaves it standing.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     arguments = (*setting.elastic_arguments, f"--rdzv-endpoint=127.0.0.1:{store.port}")
     setting = Setting(**{**vars(setting), "elastic_arguments": arguments})
     agents = [start_agent(setting, f"vm{index}") for index in range(num_workers)]
@@ -172,3 +224,51 @@ def lose_vms(setting: Setting, num_workers: int, num_kills: int, deadline_s: flo
 
 def _full_step(log: Log, after: int, world: int) -> dict[str, Any] | None:
     return next((e for e in log.entries[after:] if e["event"] == "step" and e["world"] == world), None)
+
+
+def elastic_arguments(scenario: str, workers: int, defaults: bool) -> tuple[str, ...]:
+    common = ("--max-restarts=1000", f"--local-addr={LOOPBACK}")
+    if scenario == "process":
+        return (*common, "--standalone", f"--nproc-per-node={workers}")
+    conf = "is_host=false" if defaults else f"is_host=false,{TUNED}"
+    nodes = f"--nnodes={workers - 2}:{workers}"
+    return (*common, nodes, "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=benchmark", f"--rdzv-conf={conf}")
+
+
+def main(
+    scenario: Literal["process", "vm"],
+    defaults: Annotated[bool, option("keep torchrun's rendezvous time-outs")] = False,
+    kills: int = 20,
+    workers: int = 6,
+    job: str = TINY_JOB,
+    checkpoint_every: Annotated[int, option("steps")] = 20,
+    limit_s: Annotated[float, option("stop after this time with the kills so far")] = 540.0,
+) -> None:
+    outcome, begin_s, told = Outcome(), time.monotonic(), machine()
+    with tempfile.TemporaryDirectory(prefix="torchrun_restart_") as folder:
+        setting = Setting(
+            job=job,
+            run_dir=Path(folder),
+            checkpoint_every=checkpoint_every,
+            elastic_arguments=elastic_arguments(scenario, workers, defaults),
+        )
+        try:
+            play = lose_processes if scenario == "process" else lose_vms
+            play(setting, workers, kills, begin_s + limit_s, outcome)
+        except RuntimeError:
+            for path in sorted(Path(folder).glob("*.log")):
+                print(f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-15:], sep="\n")
+            raise
+    time_outs = "torchrun's time-outs" if defaults or scenario == "process" else TUNED
+    print(f"{scenario}, {workers} workers, {Path(job).name}, a checkpoint every {checkpoint_every} steps, {time_outs}")
+    print(f"{told}; {len(outcome.recoveries)} kills{'' if outcome.finished else ' (stopped at the time limit)'}")
+    figures = {
+        "kill to next step, s": [one.next_step_s for one in outcome.recoveries],
+        "kill to a step that is new, s": [one.caught_up_s for one in outcome.recoveries],
+        "steps run again": [float(one.redone_steps) for one in outcome.recoveries],
+        "new VM to a step of the full group, s": outcome.rejoin_s,
+    }
+    head("| median | p95 | worst")
+    for name, values in figures.items():
+        if values:
+            row(name, *(f"{value:.3f}" for value in worst_cases(values)))

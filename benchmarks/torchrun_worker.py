@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
@@ -39,7 +40,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
     temporary.replace(path)
 
 
-def main() -> None:
+def train() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--job", required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -67,7 +68,9 @@ def main() -> None:
         share = range(step * job.batch_size + rank, (step + 1) * job.batch_size, world)
         batch = default_collate([samples[index % len(samples)] for index in share])
         optimizer.zero_grad()
-        job.loss(parallel, batch).backward()
+        loss = job.loss(parallel, batch)
+        assert isinstance(loss, Tensor)
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if rank == 0:
             log(arguments.run_dir / "log.jsonl", event="step", rank=rank, world=world, step=step)
@@ -79,4 +82,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    train()

@@ -1,1 +1,0 @@
-"""What a real device takes; see ``__main__``."""

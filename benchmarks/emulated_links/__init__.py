@@ -1,1 +1,0 @@
-"""Schedules on slow and jittery links."""
