@@ -129,7 +129,7 @@ class RunDir:
         self.path = path.resolve()
         self.facts = facts
         self.other_job: str | None = None
-        """The job that it was begun with, where that has another file's name than ours, or another name in it."""
+        """The job that the run began with, if its file's name, or its name there, is not ours."""
         self._lock_file: IO[str] | None = None
         self._held = ExitStack()
 

@@ -1,7 +1,7 @@
 """Folders for a run's sockets and secrets, below the folder for temporary files.
 
-A socket's path has 107 characters at most. Where the folder for temporary files has too long a name for what lies below
-one, as batch systems give it, another that every machine has takes its place.
+A socket's path has 107 characters at most. Where the path of the folder for temporary files is too long for that, as
+batch systems set it, one that every machine has takes its place.
 
 Each is held, by a shared lock on a file in it, by the manager and by the process that owns its VMs. Whoever of them
 lives longest removes it. One that nobody holds is what processes left that were killed together: the next command of
@@ -30,7 +30,7 @@ LOCK = "held"
 OWN_SOCKET = "control_socket"
 """The longest name of a socket of Morph's own in a folder."""
 RAYS_SOCKET = "ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.10000"
-"""The same of Ray's: its session is named by time and process."""
+"""The same for Ray, whose session is named by time and process."""
 _SOCKET_BYTES = 107
 _SHORT = ("/tmp", "/var/tmp")
 _held: dict[Path, int] = {}

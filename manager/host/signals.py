@@ -20,9 +20,9 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, ASKED)
 def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
     """While the block runs: the first signal asks for a stop at the next boundary, with its name as the reason.
 
-    That of ``ASKED`` is ``STOPPED_BY_COMMAND``. A hang-up or Ctrl-C that was ignored before stays so, as under nohup,
-    and in what a script's shell starts in the background; SIGTERM and ``ASKED`` are always heard. After a hang-up,
-    what would be shown in the terminal that is gone is dropped. Outside the main thread this changes nothing.
+    For ``ASKED`` the reason is ``STOPPED_BY_COMMAND``. A hang-up or Ctrl-C that was ignored before stays ignored, as
+    under nohup or in a script's background jobs; SIGTERM and ``ASKED`` are always heard. After a hang-up, what would be
+    shown in the terminal that is gone is dropped. Outside the main thread this changes nothing.
 
     Raises:
         KeyboardInterrupt: on a second signal.

@@ -142,7 +142,7 @@ class RunCode:
         if settings.get("effective_loss_scaling", "None") != "None" and "effective_loss_scaling" not in differing:
             stays.append("loss scale")
         schedule = any(name.startswith("lr_scheduler(") and value != "None" for name, value in settings.items())
-        where = "; the schedule is where it would be had it been there from the beginning" if schedule else ""
+        where = "; the schedule stands as if it had been there from the beginning" if schedule else ""
         self._accepted = (
             f"{differing or 'no setting differs'}; applies from the next step on{where}; as saved: {', '.join(stays)}"
         )

@@ -94,7 +94,7 @@ class ManagedRun:
         self._code: JobCode | None = None
 
     def prepare(self, ending: ExitStack) -> None:
-        """Check storage and the job, and plan, as far as that does not have to wait for a run that may live.
+        """Check storage and the job, and plan, as far as that need not wait for a run that may still live.
 
         Args:
             ending: Closes what was begun beside that.

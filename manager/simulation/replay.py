@@ -71,9 +71,9 @@ POLICIES: Mapping[str, tuple[Play, str]] = {
     "ideal": (play_ideal, "changes of shape are free and instant, and nothing is ever lost: the bound"),
 }
 COMPARED = tuple(name for name in POLICIES if not name.startswith("morph-"))
-"""Without those that tell what a part of Morph is worth."""
+"""All but those that show what a part of Morph is worth."""
 _QUICK = 0.02
-"""What a policy without the controller takes, of what one with it takes."""
+"""Time of a policy without the controller, as a share of one with it."""
 BOUND = "ideal"
 OTHER_BATCHES = ("drop", "bamboo", "bamboo-lflb")
 """They train with smaller batches while pipelines are missing: not what was asked for, however fast."""

@@ -77,7 +77,7 @@ class JobFacts(Value):
 
 
 class Change(Value):
-    """One thing of a job that is not as the run began with it: a setting, or an entry of its data."""
+    """One thing in a job that has changed since the run began: a setting, or an entry of its data."""
 
     what: Literal["setting", "data"]
     name: str
@@ -106,7 +106,7 @@ _UNIT = re.compile(r"^(optimizer|lr_scheduler)\(([^)]*)\)")
 
 
 def told(accepted: Iterable[Change]) -> str:
-    """Say what was accepted: the same of several parameter units is said once."""
+    """Say what was accepted; a change that parameter units share is said once."""
     units: dict[tuple[str, str | int, str | int], list[str]] = {}
     for change in accepted:
         unit = _UNIT.match(change.name)
@@ -120,7 +120,7 @@ def told(accepted: Iterable[Change]) -> str:
 
 
 def changes(found: JobFacts, began: JobFacts) -> Iterator[Change]:
-    """Everything in which a job, as it was loaded here, is not the one that a run began with.
+    """Every difference between a job, as it was loaded here, and the one that a run began with.
 
     What ``began`` does not name is not compared, nor are settings that there are not here: another version of torch may
     know more.

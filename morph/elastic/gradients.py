@@ -138,7 +138,7 @@ class Gradients:
             self._is_in_backward = False
 
     def _listen(self, name: str, parameter: Parameter) -> None:
-        """Take the parameter's gradients whenever it is trained, be it frozen now."""
+        """Take the parameter's gradients whenever it is trained, even if it is frozen now."""
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return
         is_trained = parameter.requires_grad

@@ -146,10 +146,10 @@ def batches(
 
 
 def loss_warnings(batches: Batches, model: nn.Module, loss_of: Callable[[Any], Tensor]) -> tuple[str, ...]:
-    """Say how the loss is something else than the mean over samples that Morph takes it for, as ``morph run`` does.
+    """Say, as ``morph run`` does, how the loss differs from the mean over samples that Morph takes it for.
 
-    Calls it some times without gradients, with samples of the data set that differ. Says nothing where that fails, or
-    where it cannot tell samples apart: if something is wrong, the step, which calls it next, says so.
+    Calls ``loss_of`` several times without gradients, with unlike samples of the data set. Says nothing where that
+    fails, or where it cannot tell samples apart: if something is wrong, the step, which calls it next, says so.
     """
     from morph.preflight.mean_loss import LossTrial, mean_warnings  # not before it is needed
 

@@ -63,7 +63,7 @@ class Optimizer:
         sync: ``s-sgd``: gradients are averaged over all workers at each step. ``sma``: each worker applies its own
             gradients, and moves towards the mean of all models. ``ad-psgd``: each worker averages its model with one
             other worker's, and waits for nobody. ``auto``: s-sgd, and ad-psgd while the network is the bottleneck.
-        lr_scheduler: The optimizer's schedule, or a function that makes it of the optimizer. It is stepped after each
+        lr_scheduler: The optimizer's schedule, or a function that makes it from the optimizer. It is stepped after each
             step, not by the loop, and its state is part of what workers share.
         clip_grad_norm: Largest 2-norm of all gradients together, as they are applied; ``math.inf``: only measured.
 
@@ -301,7 +301,7 @@ class Optimizer:
             self._session.cross_boundary(place)
 
     def _compare(self, place: Place) -> None:
-        """Settings differ: end here, unless they are the oldest worker's; then the step begins again with who is left.
+        """Settings differ: end unless this worker's are the oldest's; those that are left begin the step again.
 
         Raises:
             InputError: they are not.

@@ -63,7 +63,7 @@ class _Value(NamedTuple):
 class Union:
     """Replicas on their way to become one: the mean of floating-point values, the first one's integers.
 
-    What only some optimizers keep, as for a parameter that got no gradient elsewhere, is the mean of theirs.
+    State that only some optimizers keep (the parameter got no gradient elsewhere) is the mean of theirs.
 
     Raises:
         GenerationAborted, PeerLost: the ring is no more.

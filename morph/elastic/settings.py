@@ -32,7 +32,7 @@ class Digest:
         self.numbers = torch.tensor(bits, dtype=torch.float64) - 0.5
 
     def check(self, total: Tensor, num_members: int) -> None:
-        """Compare with the sum of all members' numbers: only of equal ones does it have this magnitude.
+        """Compare with the sum of all members' numbers, which has this magnitude only if all are equal.
 
         Raises:
             SettingsDiffer: they are not equal.
@@ -62,14 +62,14 @@ def schedule_of(optimizer: torch.optim.Optimizer, given: LRScheduler | MakeSched
     """Return the schedule that was given, or that a function makes.
 
     Raises:
-        InputError: it is none of this optimizer, or none that can be stepped without a value, or saved.
+        InputError: it is of another optimizer, or cannot be saved, or stepped without a value.
     """
     try:
         scheduler = build_scheduler((lambda _: given) if isinstance(given, LRScheduler) else given, optimizer)
     except JobError as error:
         raise InputError(error.message, field=error.field, value=error.value, allowed=error.allowed) from error
     if scheduler.optimizer is not optimizer:
-        allowed = "a schedule of the optimizer that is given beside it"
+        allowed = "a schedule of the optimizer that is given with it"
         raise InputError("is of another optimizer", field="lr_scheduler", allowed=allowed)
     return scheduler
 

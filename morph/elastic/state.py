@@ -68,12 +68,12 @@ class TrainingState:
         return "".join("01"[one.requires_grad] for one in self.named.values())
 
     def parameters(self, trained: str | None = None) -> dict[str, Parameter]:
-        """The parameters that are trained, or that ``trained`` says, by name."""
+        """The parameters that are trained, or that ``trained`` marks, by name."""
         flags = trained or self.trained()
         return {name: one for flag, (name, one) in zip(flags, self.named.items(), strict=True) if flag == "1"}
 
     def settings(self) -> Settings:
-        """Return the settings as they are now, as JSON can hold them; ``groups`` is the same object while they are.
+        """Return the settings as they are now, as JSON can hold them; ``groups`` is the same object until they change.
 
         Raises:
             InputError: see the class.
@@ -126,7 +126,7 @@ class TrainingState:
             raise InputError("was stepped by the loop", field="lr_scheduler", allowed=allowed)
 
     def pass_boundary(self) -> None:
-        """The loop's own code for the next step comes now: who gets this state before that step runs it too."""
+        """The loop's own code for the next step comes now; who gets this state before that step runs it too."""
         self._passed = (self.num_steps, self.settings())
 
     def advance_schedule(self) -> None:
@@ -155,7 +155,7 @@ class TrainingState:
         return _packed(gradients, {})
 
     def pack_applied(self, settings: Settings) -> Tensor:
-        """Return what else the step is that was applied last, as uint8 [bytes]; ``settings``: before it."""
+        """Return what else the last applied step consists of, as uint8 [bytes]; ``settings``: those before it."""
         return _packed(self.buffers(), {**self._facts(), **settings})
 
     def unpack_step(self, packed: Tensor) -> None:
@@ -187,7 +187,7 @@ class TrainingState:
         return int(facts["num_steps"]), len(tensors) > 0
 
     def unpack_facts(self, packed: Tensor) -> None:
-        """Become what another member packed, whose tensors this one has."""
+        """Take over what another member packed without tensors: this one has those."""
         _, facts = _unpacked(packed)
         self._take_facts(facts)
         self._take_settings(facts)
@@ -307,7 +307,7 @@ _IMMUTABLE = (bool, int, float, str, type(None))
 
 
 def _is_same(value: Any, read: Any) -> bool:
-    """Whether a group's value is the one that was read: what may be changed in place is not known to be."""
+    """Whether a group's value is the one that was read: this is not known of one that can change in place."""
     if type(value) is list:  # its parameters
         return type(read) is list and len(value) == len(read) and all(map(operator.is_, value, read))
     if type(value) is tuple:

@@ -36,9 +36,9 @@ _TOLERANCE = 2e-5
 _ROUNDINGS = 4.0
 """Of the type with the fewest bits that takes part."""
 _SURE = 10.0
-"""So many times the tolerance must a pair be off the mean to tell why it is."""
+"""A pair must be off the mean by this many tolerances to tell why."""
 _NOTHING = 1e-3
-"""Share of a weight that is taken for none."""
+"""A share of weight up to this counts as none."""
 _TIMES_WEIGHT = "multiply each sample's own loss (reduction='none') by its weight, then average over the samples"
 
 
@@ -332,8 +332,8 @@ class _Judge:
             )
         return (
             f"{what} of samples that come together is not the mean of their own ({shown}): they are weighed (by "
-            "class, by token) or meet, as in negatives of the same batch (contrastive losses), in statistics or in "
-            f"load balancing over a batch; with Morph only the m samples of a {part} come together, so the result "
+            "class, by token) or affect each other, as by negatives of the same batch (contrastive losses), statistics "
+            f"or load balancing over a batch; with Morph only the m samples of a {part} come together, so the result "
             f"changes with {setting}, though not with the shape"
         )
 
@@ -431,7 +431,7 @@ def _mix(pair: _Seen, share: float) -> float:
 
 
 def _ratio(key: str, labels: Sequence[float | None], share: float) -> str:
-    """Say how much more the label that counts more counts."""
+    """Say how much more one label counts than the other."""
     (light, least), (heavy, most) = sorted(zip(labels, (1 - share, share), strict=True), key=lambda entry: entry[1])
     if least <= _NOTHING:
         return f"a sample whose {key} is {light:g} counts nothing"

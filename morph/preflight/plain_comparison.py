@@ -1,4 +1,4 @@
-"""Before a job trains: is what its sections compute what the plain model computes, loss, gradients and next weights?
+"""Before a job trains: do its sections compute what the plain model computes: loss, gradients and next weights?
 
 Both are given the same weights and samples, and the same draws: torch's generator is seeded once, and the sections
 draw on from each other as the parts of the whole do. Attention uses its plain kernel on both sides, because a trace
@@ -6,7 +6,7 @@ masks by an ``attention_mask`` that hides nothing, and other kernels round and d
 orders of the same sums: see ``_check``.
 
 The sections' gradients then go the way of a run's, through the accumulators and the optimizers of the parameter units:
-see ``step_agreement``.
+see ``step_comparison``.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Agreement:
         how: ``whole``; ``shortened``: with two of each kind of its equal blocks; ``none``.
         num_seeds: How many times, each with other samples and draws.
         num_samples: In each.
-        num_steps: After how many of them weights were compared; 0: they were not.
+        num_steps: After how many steps weights were compared; 0: they were not.
         largest: The largest difference of a gradient, or of a step, as a share of it; see ``_check``.
         reason: Why the whole, or anything, was not compared.
         no_steps: Why weights were not.
@@ -195,7 +195,7 @@ def _size(exported: ExportedJob, limits: Limits, batch_size: int) -> _Size | str
 def _no_steps(num_bytes: int, num_weights: int, limits: Limits) -> str | None:
     """Why the weights after a step are not compared; None if they are."""
     if not limits.steps:
-        return "one optimizer for all of them is another than one for each parameter unit"
+        return "one optimizer for all of them differs from one for each parameter unit"
     needed = _COPIES_OF_A_STEP * num_bytes
     if needed > _SHARE_OF_MEMORY * limits.available_bytes:
         return f"that may take {needed / 2**30:.1f} GiB, and {limits.available_bytes / 2**30:.1f} GiB are free"
@@ -209,7 +209,7 @@ def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _S
 
     Raises:
         ExportError: a difference that rounding does not explain.
-        JobError: the plain model fails, or its optimizer is another one for each unit alone.
+        JobError: the plain model fails, or its optimizer works differently for each unit alone.
         _DoesNotRun: there is nothing to compare with.
     """
     exported = replace(exported, boundary="same")  # its rounding is the job's wish, and hides what is compared
@@ -268,7 +268,7 @@ class _Sides:
 
         Raises:
             ExportError: means or next weights differ.
-            JobError: the optimizer fails, or is another one for each unit alone.
+            JobError: the optimizer fails, or works differently for each unit alone.
             _DoesNotRun: no loss was finite.
         """
         if not self._batches:

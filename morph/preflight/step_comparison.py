@@ -1,8 +1,8 @@
 """What a run makes of its sections' gradients: sums in each unit's accumulator, and steps of each unit's optimizer.
 
 The other side is what a plain loop has: one optimizer for all weights, as the job's function builds it, its schedule,
-and clipping by torch. Both are given the same mean gradients, those that came out of the accumulators; for a first step
-of Adam turns gradients that differ in rounding alone into steps in opposite directions.
+and clipping by torch. Both are given the mean gradients that came out of the accumulators, because a first step of Adam
+turns gradients that differ in rounding alone into steps in opposite directions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from morph.runtime.state.accumulators import Reduced
 from morph.runtime.state.unit_state import UnitState, update_rules
 
 NUM_STEPS = 2
-"""A schedule that warms up may begin with a step of nothing."""
+"""A schedule that warms up may begin with a step of length 0."""
 _RELATIVE = 1e-3
 _ROUNDINGS = 2.0
 _SHOWN = 5
@@ -79,8 +79,8 @@ class StepTrial:
 
         Raises:
             ExportError: the weights differ.
-            JobError: they differ where one optimizer for all is held against one for each unit, which the job does not
-                allow; or the optimizer fails.
+            JobError: one optimizer for all gives other weights than one for each unit, which the job does not allow; or
+                the optimizer fails.
         """
         reduced = {unit: state.reduced for unit, state in self.states.items()}
         gradients = {name: g for held in reduced.values() if held is not None for name, g in held.gradients.items()}
@@ -102,7 +102,7 @@ class StepTrial:
             )
         if not self.job.allowed_dependencies:
             raise JobError(
-                f"the weights after {NUM_STEPS} steps are others where each parameter unit has its own optimizer, "
+                f"the weights after {NUM_STEPS} steps differ where each parameter unit has its own optimizer, "
                 f"{len(wrong)} of {len(apart)}: {_named(wrong)}; `morph trace-deps` looks for the cause",
                 source="Job",
                 field="optimizer",
@@ -123,7 +123,7 @@ class StepTrial:
             state.apply(decided)
 
     def _apart(self, groups: Sequence[Iterable[str]], gradients: Mapping[str, Tensor]) -> dict[str, float]:
-        """How far each weight is from that of a plain loop with an optimizer for each group, in what is allowed."""
+        """How far each weight is from a plain loop's with one optimizer a group, as a share of what is allowed."""
         expected = run_users_code(partial(self._plain_steps, groups, gradients), self.job, None, "optimizer")
         found = {name: weight for state in self.states.values() for name, weight in state.parameters.items()}
         apart = {}

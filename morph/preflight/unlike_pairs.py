@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 IGNORED = (-100, 0, -1, 1)
-"""Values of elements that losses take for none."""
+"""Values of elements that losses ignore."""
 _VALUE = "value"
 _FEWEST_PAIRS, _MOST_PAIRS = 4, 32
 _MOST_LABELS = 64
@@ -23,13 +23,12 @@ _MOST_COUNTED = 1 << 20
 
 @dataclass(frozen=True)
 class Look:
-    """What of a sample helps to choose pairs.
+    """What one sample says for the choice of pairs.
 
     Attributes:
         index: Its number.
-        amounts: For each entry: how many elements are filled, by the value that they then are not; the value of an
-            entry of one element.
-        labels: Of each entry that holds few different values: these.
+        amounts: For each entry, by value in ``IGNORED``: how many elements differ; of one element, its value.
+        labels: For each entry of few different values: these.
     """
 
     index: int
@@ -77,7 +76,7 @@ def unlike_pairs(looks: Sequence[Look]) -> list[tuple[int, int]]:
 
 
 def _extremes(looks: Sequence[Look], key: str) -> Iterator[tuple[int, int]]:
-    """The samples of which one has the most of something in this entry and one the least."""
+    """The two samples with the least and the most of something in this entry."""
     largest, pair = 0.0, None
     for what in looks[0].amounts[key]:
         known = [look for look in looks if math.isfinite(look.amounts.get(key, {}).get(what, math.nan))]

@@ -68,9 +68,9 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def with_numbers(self, arguments: Sequence[Any]) -> Iterator[None]:
-        """Take numbers among the arguments of a call for tensors that the operations inside read.
+        """Treat numbers among a call's arguments as tensors that the operations inside read.
 
-        Those in a list belong to the entries of that place, as in ``torch._foreach_``.
+        A number in a list belongs to the entry at its place, as in ``torch._foreach_``.
         """
         before = self._numbers, self._listed
         self._numbers = tuple(argument.tag for argument in arguments if isinstance(argument, _Number))
@@ -81,13 +81,13 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._numbers, self._listed = before
 
     def number(self, tensor: Tensor, value: Any) -> Any:
-        """Return what ``item()`` gave as a number that goes on telling whose it is, where it can."""
+        """Return what ``item()`` gave as a number that knows whose data it holds, where it can."""
         known = self.storages.find(tensor)
         tag = known.tag if known else None
         return _Number(value, tag, self) if type(value) is float and tag else value
 
     def joined(self, operator: str, one: Tag, other: Tag) -> Tag:
-        """Return the tag of a number made of two; units that meet in it for the first time are a finding."""
+        """Return the tag of a number made from two; units that meet in it for the first time are a finding."""
         units, roots = one.units | other.units, one.roots | other.roots
         if units not in (one.units, other.units):
             key: Key = ("mixing", operator, here())
@@ -224,7 +224,7 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Number(float):
-    """A Python number that knows whose data it holds; what arithmetic makes of it does too."""
+    """A Python number that knows whose data it holds; so do results of its arithmetic."""
 
     tag: Tag
     mode: OptimizerMode

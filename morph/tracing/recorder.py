@@ -79,7 +79,7 @@ def _mixing(draft: Draft) -> tuple[str, str]:
 
 def _leaves(draft: Draft) -> tuple[str, str]:
     if draft.detail == "met":
-        return "its value is used by Python; where values of several units meet is a finding of its own", ""
+        return "its value is used by Python; the mixing of several units is a separate finding", ""
     if draft.handled:
         return "its value is used by Python; in trials one optimizer for each unit gave the same bits", ""
     return (

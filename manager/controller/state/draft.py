@@ -158,7 +158,7 @@ class Draft:
         self.change(workers={**self.state.workers, worker: entry.model_copy(update={**fields, "node": node})})
 
     def order(self, order: OutstandingOrder, receivers: Iterable[WorkerId]) -> None:
-        """Make this order outstanding; nobody had one before."""
+        """Make this order outstanding; there was none before."""
         self.change_step(order=order, awaited=frozenset(receivers), reports={})
 
     def answered(self, worker: WorkerId) -> None:

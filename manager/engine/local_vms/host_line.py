@@ -66,8 +66,8 @@ class HostLine:
 
         ``workers``: the listening socket at which workers call, which one of the arguments names. The host keeps it,
         and lets nobody in: so each manager listens where the one before did, and nobody else can meanwhile.
-        ``stdin``: where the host reads what else it is to do. It opens the log itself then, once it has read that, and
-        writes to this process's standard error before.
+        ``stdin``: where the host reads what else it is to do. It then opens the log itself; until it has read that, it
+        writes to this process's standard error.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output = log_path.open("ab") if stdin is None else nullcontext(sys.__stderr__)

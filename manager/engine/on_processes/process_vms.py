@@ -92,7 +92,7 @@ class ProcessVms:
             os.close(order)
 
     def start(self) -> None:
-        """Let the process that was begun import what the job does, and wait until it is ready: some seconds.
+        """Let the process that was begun import what the job does, and wait the seconds until it is ready.
 
         Raises:
             ClusterError: when it does not come up within ``START_TIMEOUT_S``.

@@ -18,7 +18,7 @@ from morph.contract.trace import Trace, TraceEvent
 
 MANY_STEPS = 10**12
 LOOK_EVERY_S = 600.0
-"""How often it is looked whether the dollars are spent, and told how far the trace is played."""
+"""How often to check whether the dollars are spent, and to tell how far the trace is played."""
 
 
 def play_morph(

@@ -52,7 +52,8 @@ def compare_once(
 
     Raises:
         ExportError: the sections do not compute what the plain model does.
-        JobError: the plain model fails on real samples; or the optimizer fails, or is another one for each unit alone.
+        JobError: the plain model fails on real samples; or the optimizer fails, or works differently for each unit
+            alone.
     """
     import torch
 

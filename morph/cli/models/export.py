@@ -33,8 +33,8 @@ def export_command(
 ) -> None:
     """Write a run's weights under your model's own names: parameters, tied names, buffers.
 
-    The file holds a plain state_dict for model.load_state_dict: in the format of safetensors, which transformers'
-    from_pretrained takes too, or, where its name ends in .pt, .pth or .bin, of torch.save, as torch.load reads it with
+    The file holds a plain state_dict for model.load_state_dict. Its name gives the format: .safetensors, which
+    transformers' from_pretrained takes too, or .pt, .pth or .bin for that of torch.save, which torch.load reads with
     weights_only=True. Without --version, damaged checkpoints are skipped, each with a sentence, for the newest that is
     whole.
 

@@ -75,9 +75,7 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
     ] = None,
     policy: Annotated[
         str,
-        typer.Option(
-            "--policy", help="Which to compare: names with commas; all; compared: all but Morph with parts left out."
-        ),
+        typer.Option("--policy", help="Which to compare: names with commas; all; compared: all but Morph's variants."),
     ] = "compared",
     objective: Annotated[
         AimName | None,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn, Task
 
 FIRST_TOLD_AFTER_S = 3.0
-"""By then a share of the work is done by which the rest can be told."""
+"""By then enough of the work is done to estimate the rest."""
 LONG_S = 0.5
 COMPILED_ONCE = "on a new machine the simulator is compiled first"
 Told = Callable[[str, float], None]
@@ -45,7 +45,7 @@ def progress(*, remaining: bool = False) -> Iterator[Told]:
     """Show how far the block is.
 
     Args:
-        remaining: Shares are of its time, so that they tell how long the rest will take.
+        remaining: Whether shares are of the block's time, and so tell how long the rest will take.
     """
     file = sys.stderr  # as it is now: while a job's code runs, what it prints there is held back
     if not file.isatty():
@@ -83,7 +83,7 @@ class Lines:
 
 
 def rest_text(elapsed_s: float, share: float) -> str:
-    """How long the rest takes if it goes on as so far."""
+    """How long the rest takes at the pace so far."""
     rest_s = round(elapsed_s * (1 - share) / share)
     return f"about {rest_s} s to go" if rest_s < 120 else f"about {round(rest_s / 60)} min to go"
 

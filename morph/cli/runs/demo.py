@@ -127,7 +127,7 @@ def _ending_at_once(cluster: ClusterConfig) -> ClusterConfig:
 
 
 class OtherProcesses:
-    """Measures which share of the cores processes take that neither are this one nor come from it, while it is open."""
+    """While open, measures what share of the cores processes other than this one and its descendants take."""
 
     def __init__(self) -> None:
         self.looks: list[tuple[float, float]] = []  # time of day, and seconds that others had computed until then

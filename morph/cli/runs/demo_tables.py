@@ -116,6 +116,6 @@ def print_expectations(
         )
     _print(table)
     print(
-        f"The time on {num_cores} cores is expected of cores that nothing else uses. Others took this share of them "
+        f"The time on {num_cores} cores is what to expect if nothing else uses them. Others took this share of them "
         "during the measured steps:\ncompare the two times only where that is next to nothing."
     )

@@ -53,7 +53,7 @@ class Accumulator(ABC):
         like: What each mean is like, in shape, type and device, by name.
         memory: From which the sums are taken, on the gradients' device.
         loss_scale: What gradients are multiplied by; the means are without.
-        changes: Names what is no gradient, but the change of a buffer: it has no loss scale, and is zero where nothing
+        changes: Names of what is no gradient, but a buffer's change: it has no loss scale, and is zero where nothing
             was added.
     """
 
@@ -92,7 +92,7 @@ class Accumulator(ABC):
 
     @property
     def largest(self) -> Tensor:
-        """Magnitudes (float64) of which members of a ring must know the largest of them all.
+        """Magnitudes (float64); members of a ring must know the largest of each over all members.
 
         Negative where nothing was added; fast sums tell no more than whether something was.
         """

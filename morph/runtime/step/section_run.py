@@ -127,10 +127,10 @@ def section_backward(
 
 @lru_cache(maxsize=4)
 def borders_may_lack_gradients(model: CutModel) -> bool:
-    """Whether it may depend on a micro-batch if a border tensor that carries a gradient gets one.
+    """Whether a border tensor that carries a gradient may get none in some micro-batches.
 
-    So it is where sections are the user's code, which may branch, or run a backward of the user's own, which may return
-    None. Other graphs are cut so that a border that carries a gradient always gets one.
+    It may where sections are the user's code, which may branch, or run the user's own backward, which may return None.
+    Other graphs are cut so that a border that carries a gradient always gets one.
     """
     codes = [section.code for section in model.sections]
     return any(not isinstance(code, GraphModule) or _has_backward_of_users(code) for code in codes)
