@@ -73,7 +73,7 @@ def recovery_of(run: PreparedRun, facts: RunFacts, files: JobFiles) -> Recovery:
     return Recovery(
         schema_version=1,
         facts=facts.model_copy(update={"job": job, "checkpoint_url": None}),
-        command=request.model_copy(update={"job": job, **elsewhere}),
+        command=request.model_copy(update={"job": job, "settings": (), **elsewhere}),
         code=digests(files.files),
         profile=run.profile,
         cluster=ClusterConfig.model_validate(given),
@@ -177,6 +177,7 @@ def recover(
             "cluster": target / FOLDER / "cluster.yaml" if cluster is None else cluster,
             "trace": None if recovery.trace is None else target / FOLDER / "trace.csv",
             "checkpoint_url": url,
+            "settings": (),  # they are in the cluster file already; and none is taken from storage
         }
     )
 

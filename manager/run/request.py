@@ -44,6 +44,7 @@ class RunRequest(Value):
     num_replicas: int | None = Field(default=None, ge=1)
     price: float | None = Field(default=None, ge=0)
     on_demand_price: float | None = Field(default=None, ge=0)
+    settings: tuple[str, ...] = Field(default=(), description="KEY=VALUE each, in place of what the YAML file says")
 
     @property
     def is_job_file(self) -> bool:

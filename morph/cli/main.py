@@ -13,8 +13,6 @@ import typer
 
 from morph import __version__
 from morph.cli.checkpoints.checkpoints import checkpoints_app
-from morph.cli.clouds.cloud import cloud_app
-from morph.cli.clouds.config import config_app
 from morph.cli.models.cut import cut_command
 from morph.cli.models.export import export_command
 from morph.cli.models.import_ import import_command
@@ -28,6 +26,8 @@ from morph.cli.profiles.calibrate import calibrate_command
 from morph.cli.profiles.calibrate_peer import calibrate_peer_command
 from morph.cli.profiles.profile import profile_app
 from morph.cli.reading.errors import MorphGroup
+from morph.cli.runs.cloud import cloud_app
+from morph.cli.runs.config import config_app
 from morph.cli.runs.demo import demo_command
 from morph.cli.runs.elastic import elastic_command
 from morph.cli.runs.inject import inject_command

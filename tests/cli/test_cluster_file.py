@@ -100,6 +100,31 @@ def test_the_word_off_is_what_it_says(tmp_path: Path) -> None:
     assert load_cluster(write(tmp_path, "policy: {redundancy: salvage}")).policy.redundancy == "salvage"
 
 
+def test_settings_count_in_place_of_what_the_file_says(tmp_path: Path) -> None:
+    path = write(tmp_path, "vms: {num_vms: 3, usd_per_h: 2}")
+    settings = ["vms.usd_per_h=9e-1", "policy.redundancy=off", "vms.pass_variables=[A, B]"]
+    config = load_cluster(path, settings)
+    assert (config.vms.num_vms, config.vms.usd_per_h, config.policy.redundancy) == (3, 0.9, "off")
+    assert config.vms.pass_variables == ("A", "B")
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (["vms.num_vms"], r"--set: is no setting \(got 'vms\.num_vms'\); allowed: KEY=VALUE"),
+        (["vms..num_vms=3"], r"--set: is no setting"),
+        (["vms.num_vms=3", "vms.num_vms=4"], r"--set vms\.num_vms: is set twice \(got '4'\)"),
+        (["vms.num_vms=many"], r"^--set vms\.num_vms: .* \(got 'many'\); allowed: an integer"),
+        (["vms.number=3"], r"^--set vms\.number: unknown key"),
+        (["vms.num_vms.more=3"], r"--set vms\.num_vms\.more: is in no section"),
+        (["vms.pass_variables=[A"], r"--set vms\.pass_variables: is not YAML"),
+    ],
+)
+def test_a_wrong_setting_is_named(tmp_path: Path, settings: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_cluster(write(tmp_path, "vms: {num_vms: 3}"), settings)
+
+
 def test_an_unknown_key_is_called_unknown(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"policy\.patience: unknown key \(got 3\); allowed: the keys checkpoint_every"

@@ -82,7 +82,7 @@ def with_checkpoint(url: str, fingerprint: str, units: tuple[str, ...]) -> None:
 @pytest.fixture
 def lost(given: Given, sessions: list[RunSpec], tmp_path_factory: pytest.TempPathFactory) -> Given:
     """Another machine, which has the job, and the checkpoints of a run of which nothing else is left."""
-    begin(given, asked(given))
+    begin(given, asked(given, settings=("policy.redundancy=off",)))
     sessions.clear()
     units = tuple(unit.id for unit in given.profile.units)
     with_checkpoint(str(given.folder / "ckpt"), given.profile.job.fingerprint, units)
@@ -128,7 +128,8 @@ def test_a_run_is_gone_on_with_on_another_machine_by_its_url_and_its_job(lost: G
     assert session.code is not None
     assert session.code.sha256 == facts.code_sha256
     assert load_profile(lost.run_dir / "recovered/profile.json") == lost.profile
-    assert load_cluster(lost.run_dir / "recovered/cluster.yaml").vms.num_vms == 2
+    kept = load_cluster(lost.run_dir / "recovered/cluster.yaml")
+    assert (kept.vms.num_vms, kept.policy.redundancy) == (2, "off")
     for again in (resume(lost, "--job", lost.job), CliRunner().invoke(app, ["resume", str(lost.run_dir), "--no-page"])):
         assert isinstance(again.exception, Begun), again.output
     assert [later.config.initial_version for later in sessions] == [4, 4, 4]
@@ -212,6 +213,13 @@ def test_what_a_stranger_wrote_there_is_refused(
 ) -> None:
     edited(lost, edit)
     assert problem in refused(lost, "--job", lost.job)
+
+
+def test_no_setting_is_taken_from_storage(lost: Given, sessions: list[RunSpec]) -> None:
+    edited(lost, lambda data: data["command"].update(settings=["vms.num_vms=60", "vms.pass_variables=[HOME]"]))
+    assert isinstance(resume(lost, "--job", lost.job).exception, Begun)
+    assert sessions[0].cluster.vms == load_cluster(lost.run_dir / "recovered/cluster.yaml").vms
+    assert sessions[0].cluster.vms.pass_variables == ()
 
 
 def test_a_provider_is_not_taken_from_storage(lost: Given) -> None:

@@ -184,7 +184,7 @@ def test_files_and_a_number_of_vms_exclude_each_other(files: tuple[str, str]) ->
 
 
 NUMBERS = {"name": "tiny", "step_s": [4.0, 5.0], "save_s": 2.5, "upload_s": 20, "preparation_s": [140, 166]}
-ONE_VM = ["--vms", "1", "--losses-per-vm-h", "0.5", "--replacement-s", "130", "--hours", "20"]
+ONE_VM = ["--vms", "1", "--set", "losses_per_vm_h=0.5", "--set", "replacement_s=130", "--hours", "20"]
 
 
 def test_a_job_on_one_vm_is_given_by_what_it_takes_with_bounds(tmp_path: Path) -> None:

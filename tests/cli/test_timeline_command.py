@@ -56,7 +56,7 @@ def run(*arguments: object) -> tuple[int, str, str]:
 
 def test_a_step_is_told_drawn_and_written(run_dir: Path, tmp_path: Path) -> None:
     png, trace = tmp_path / "gantt.png", tmp_path / "trace.json"
-    code, told, _ = run(run_dir, "--step", 2, "--png", png, "--json", trace)
+    code, told, _ = run(run_dir, "--step", 2, "--png", png, "--perfetto", trace)
     assert code == 0
     assert "Step 2: 1 x 1, gpipe schedule" in told
     assert "1 of 3" in told

@@ -23,7 +23,7 @@ def run(*arguments: object, code: int = 0) -> str:
 
 def test_a_trace_is_drawn_converted_described_fitted_and_pictured(tmp_path: Path) -> None:
     trace, model, again, png = (tmp_path / name for name in ("a.csv", "model.json", "b.csv", "a.png"))
-    drawn = run("generate", "--vms", 12, "--hours", 12, "--zones", 3, "--notice", "30:0.5", "-o", trace)
+    drawn = run("generate", "--vms", 12, "--hours", 12, "--set", "zones=3", "--set", "notice=30:0.5", "-o", trace)
     assert "12 VMs at most" in drawn
     told = json.loads(run("stats", trace, "--json"))
     assert list(told) == ["zone-a", "zone-b", "zone-c", "all"]
@@ -31,7 +31,7 @@ def test_a_trace_is_drawn_converted_described_fitted_and_pictured(tmp_path: Path
     assert whole["vms_lost"] == sum(event.event == "remove" for event in load_trace(trace).events)
     assert 0 < whole["noticed"] < whole["vms_lost"]
     assert "zone-c" in run("stats", trace)
-    like = run("generate", "--like", trace, "--zones", 2, "--hours", 24, "-o", again, "--save-model", model)
+    like = run("generate", "--like", trace, "--set", "zones=2", "--hours", 24, "-o", again, "--save-model", model)
     assert str(model) in like.replace(" ", "")
     once = load_trace(again)
     run("generate", "--model", model, "--hours", 24, "-o", again)
@@ -60,9 +60,15 @@ def test_other_formats_are_converted(tmp_path: Path) -> None:
     [
         (["generate", "-o", "out.csv"], "--vms: is missing; allowed: one of --vms, --like, --model"),
         (["generate", "--vms", "4", "--like", "a.csv", "-o", "out.csv"], "--vms and --like: cannot be combined"),
-        (["generate", "--like", "a.csv", "--bulk-share", "0.1", "-o", "out.csv"], "--bulk-share: cannot be combined"),
-        (["generate", "--vms", "4", "--zones", "5", "-o", "out.csv"], "--zones: is more than there are VMs"),
-        (["generate", "--vms", "4", "--notice", "soon", "-o", "out.csv"], "--notice: is no notice (got 'soon')"),
+        (
+            ["generate", "--like", "a.csv", "--set", "bulk_share=0.1", "-o", "out.csv"],
+            "--set bulk_share: cannot be combined",
+        ),
+        (["generate", "--vms", "4", "--set", "zones=5", "-o", "out.csv"], "--set zones: is more than there are VMs"),
+        (
+            ["generate", "--vms", "4", "--set", "notice=soon", "-o", "out.csv"],
+            "--set notice: is no notice (got 'soon')",
+        ),
         (["generate", "--model", "absent.json", "-o", "out.csv"], "absent.json: cannot be read"),
         (["generate", "--vms", "4", "-o", "/nowhere/out.csv"], "/nowhere/out.csv"),
         (["stats", "absent.csv"], "absent.csv: cannot be read"),

@@ -56,7 +56,7 @@ def test_a_forced_change_goes_from_the_kill_over_groups_and_state_to_the_next_st
 
 def test_the_trace_is_what_perfetto_reads(run_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "morph.json"
-    told = CliRunner().invoke(app, ["timeline", str(run_dir), "--morph", "2", "--json", str(path)])
+    told = CliRunner().invoke(app, ["timeline", str(run_dir), "--morph", "2", "--perfetto", str(path)])
     assert told.exit_code == 0, told.output
     assert "Change 2" in told.stdout
     written = json.loads(path.read_text())

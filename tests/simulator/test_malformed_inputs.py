@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from morph.cli.main import app
+from morph.cli.plans.settings import PlanSettings, SimulateSettings
 from morph.contract.profile import Contention, NodeTypeProfile, Profile
 from simulator import synthetic_profile
 from tests.grids import IS_LONG
@@ -26,22 +27,22 @@ FAIR = {
     "plan": (
         *(["--gpus", "5"], ["--gpus", "2..4"], ["--nodes", "2x1,1x4"], ["--objective", "dollars", "--price", "1"]),
         *(
-            ["--objective", "progress", "--revocations-per-hour", "1"],
-            ["--jitter-seed", "3", "--draws", "2"],
+            ["--objective", "progress", "--set", "revocations_per_hour=1"],
+            ["--jitter-seed", "3", "--set", "num_draws=2"],
             ["--schedule", "1f1b"],
         ),
     ),
-    "simulate": (["-P", "2"], ["-D", "2"], ["--jitter-seed", "3"], ["--slow", "0:2"], ["--slope", "2"]),
+    "simulate": (["-P", "2"], ["-D", "2"], ["--jitter-seed", "3"], ["--slow", "0:2"], ["--set", "window_slope=2"]),
     "profile show": (),
 }
 OPTIONS = {
     "plan": (
-        *("--gpus", "--nodes", "--gpus-per-node", "--memory-gib", "--m", "--compute-slots", "--price", "--jitter-seed"),
-        *("--revocations-per-hour", "--pause-s", "--replacement-s", "--revoked-together", "--draws", "--node-type"),
+        *("--gpus", "--nodes", "--gpus-per-node", "--memory-gib", "--m", "--price", "--jitter-seed", "--node-type"),
+        *(f"--set {name}" for name in PlanSettings.model_fields),
     ),
     "simulate": (
-        *("-P", "-D", "--m", "--slope", "--compute-slots", "--gpus-per-node", "--node-type", "--slow", "--draws"),
-        "--jitter-seed",
+        *("-P", "-D", "--m", "--gpus-per-node", "--node-type", "--slow", "--jitter-seed"),
+        *(f"--set {name}" for name in SimulateSettings.model_fields),
     ),
     "profile show": ("--node-type",),
 }
@@ -98,7 +99,9 @@ def _commands(draw: st.DrawFn) -> list[str]:
     fair = draw(st.lists(st.sampled_from(FAIR[command]), max_size=3)) if FAIR[command] else []
     odd = draw(st.lists(st.tuples(st.sampled_from(OPTIONS[command]), st.sampled_from(NUMBERS)), max_size=2))
     words = [word for pair in fair for word in pair]
-    words += [word for name, value in odd for word in (name, f"{value}:{value}" if name == "--slow" else value)]
+    for name, value in odd:
+        given = f"{value}:{value}" if name == "--slow" else value
+        words += ["--set", f"{name.split()[1]}={given}"] if name.startswith("--set ") else [name, given]
     return [*command.split(), *words]
 
 
@@ -137,6 +140,7 @@ def _of(number: str, *path: Any) -> Changes:
 FORWARD = ("sections", 1, "forward", "1", "median_s")
 PLAN, SIMULATE = ("plan", "--gpus", "5"), ("simulate", "-P", "2")
 PROGRESS = (*PLAN, "--objective", "progress")
+REVOKED = (*PROGRESS, "--set", "revocations_per_hour=1")
 MALFORMED: list[tuple[Changes, tuple[str, ...], str]] = [
     (_of("1e10", *FORWARD), PLAN, "sections.1.forward.1.median_s: Input should be less than or equal to 86400 (got"),
     (_of("true", *FORWARD), PLAN, "sections.1.forward.1.median_s: Input should be a valid number (got True)"),
@@ -152,15 +156,31 @@ MALFORMED: list[tuple[Changes, tuple[str, ...], str]] = [
         SIMULATE,
         "job.batch_size: a mini-batch of 500000000 micro-batches of 2 has",
     ),
-    (_of(str(10**6), "job", "batch_size"), (*SIMULATE, "--draws", "99", "--jitter-seed", "1"), "--draws: are too many"),
+    (
+        _of(str(10**6), "job", "batch_size"),
+        (*SIMULATE, "--set", "num_draws=99", "--jitter-seed", "1"),
+        "--set num_draws: are too many",
+    ),
     ([], (*PLAN, "--memory-gib", "1e300"), "--memory-gib: is out of range (got 1e+300); allowed: a number above 0, at"),
-    ([], (*PLAN, "--compute-slots", str(10**20)), "--compute-slots: is out of range"),
-    ([], (*PLAN, "--jitter-seed", "1", "--draws", str(10**9)), "--draws: is out of range (got 1000000000); allowed: a"),
+    ([], (*PLAN, "--set", f"compute_slots={10**20}"), "--set compute_slots: is out of range"),
+    (
+        [],
+        (*PLAN, "--jitter-seed", "1", "--set", f"num_draws={10**9}"),
+        "--set num_draws: is out of range (got 1000000000); allowed: a",
+    ),
     ([], (*PLAN, "--jitter-seed", str(2**80)), "--jitter-seed: is out of range"),
-    ([], (*PROGRESS, "--revocations-per-hour", "1e6"), "--revocations-per-hour: is out of range"),
-    ([], (*PROGRESS, "--revocations-per-hour", "1", "--pause-s", "1e308"), "--pause-s: is out of range"),
-    ([], (*PROGRESS, "--revocations-per-hour", "1", "--replacement-s", "inf"), "--replacement-s: is out of range"),
-    ([], (*PROGRESS, "--revocations-per-hour", "1", "--revoked-together", "0"), "--revoked-together: is out of range"),
+    ([], (*PROGRESS, "--set", "revocations_per_hour=1e6"), "--set revocations_per_hour: is out of range"),
+    ([], (*REVOKED, "--set", "pause_s=1e308"), "--set pause_s: is out of range"),
+    (
+        [],
+        (*REVOKED, "--set", "replacement_s=inf"),
+        "--set replacement_s: Input should be",
+    ),
+    (
+        [],
+        (*REVOKED, "--set", "revoked_together=0"),
+        "--set revoked_together: is out of range",
+    ),
     ([], ("plan", "--gpus", "999999999"), "--gpus: is out of range"),
     ([], ("plan", "--gpus", "1..100000"), "--gpus: is not a range of GPUs"),
     ([], ("plan", "--nodes", "99999x9999"), "--nodes: is not a list of nodes"),

@@ -100,11 +100,20 @@ def test_other_objectives_show_their_value(profile: Path) -> None:
     best = Plan.model_validate(cheap["best"])
     dollars = best.num_workers * 0.9 / 3600 / best.expected.examples_per_s
     assert cheap["value"] == pytest.approx(dollars)
-    arguments = ("--objective", "progress", "--revocations-per-hour", 2, "--pause-s", 5, "--replacement-s", 60)
+    arguments = (
+        "--objective",
+        "progress",
+        "--set",
+        "revocations_per_hour=2",
+        "--set",
+        "pause_s=5",
+        "--set",
+        "replacement_s=60",
+    )
     steady = json.loads(_run("plan", profile, "--gpus", 6, *arguments, "--json"))
     assert 0 < steady["value"] < Plan.model_validate(steady["best"]).expected.examples_per_s
     assert "progress/s" in _run("plan", profile, "--gpus", 6, *arguments)
-    together = json.loads(_run("plan", profile, "--gpus", 6, *arguments, "--revoked-together", 3, "--json"))
+    together = json.loads(_run("plan", profile, "--gpus", 6, *arguments, "--set", "revoked_together=3", "--json"))
     assert together["value"] != steady["value"]
 
 
@@ -116,30 +125,32 @@ def test_simulate_takes_nodes_slow_workers_and_a_late_all_reduce(profile: Path) 
     usual = seconds()
     assert seconds("--gpus-per-node", 3) < usual
     assert seconds("--slow", "1/0:2", "--slow", "2:1.2") > 1.2 * usual
-    assert seconds("--all-reduce", "late") > usual
-    assert seconds("--own-links") <= usual
+    assert seconds("--set", "all_reduce=late") > usual
+    assert seconds("--set", "share_links=false") <= usual
 
 
 @pytest.mark.slow
 def test_jitter_is_drawn_from_the_spread_that_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "jittery.json"
     path.write_text(synthetic_profile(jitter=0.3).model_dump_json())
-    answer = json.loads(_run("simulate", path, "-P", 2, "--jitter-seed", 3, "--draws", 4, "--json"))
+    answer = json.loads(_run("simulate", path, "-P", 2, "--jitter-seed", 3, "--set", "num_draws=4", "--json"))
     assert len(answer["jitter"]["draws_s"]) == 4
     assert answer["plan"]["expected"]["mini_batch_s"] == pytest.approx(answer["jitter"]["mean_s"])
-    assert "4 mini-batches drawn" in _run("simulate", path, "-P", 2, "--jitter-seed", 3, "--draws", 4)
+    assert "4 mini-batches drawn" in _run("simulate", path, "-P", 2, "--jitter-seed", 3, "--set", "num_draws=4")
     assert "20 mini-batches drawn" in _run("plan", path, "--gpus", 2, "--jitter-seed", 3)
 
 
 def test_simulate_says_what_redundant_computation_pauses_for(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(synthetic_profile().model_dump_json())
-    asked = ("simulate", path, "-P", 3, "--redundant")
-    answer, lazy = (json.loads(_run(*asked, mode, "--json")) for mode in ("efeb", "lflb"))
-    assert 0 < answer["mean_pause_s"] < lazy["mean_pause_s"]
+    eager, lazy, mixed = (
+        ("simulate", path, "-P", 3, "--set", f"redundant_computation={mode}") for mode in ("efeb", "lflb", "eflb")
+    )
+    answer, slower = json.loads(_run(*eager, "--json")), json.loads(_run(*lazy, "--json"))
+    assert 0 < answer["mean_pause_s"] < slower["mean_pause_s"]
     assert answer["plan"]["expected"]["parts_s"]["redundant"] > 0
-    assert "a lost worker pauses training for" in _run(*asked, "eflb")
-    assert "computing for the next stage too" in _run(*asked, "eflb")
+    assert "a lost worker pauses training for" in _run(*mixed)
+    assert "computing for the next stage too" in _run(*mixed)
     assert "pauses" not in _run("simulate", path, "-P", 3)
 
 
@@ -155,7 +166,10 @@ def test_simulate_says_what_redundant_computation_pauses_for(tmp_path: Path) -> 
         (("plan", "--nodes", "4"), "--nodes: is not a list of nodes (got '4')"),
         (("plan", "--nodes", "0x4"), "--nodes: is not a list of nodes"),
         (("plan", "--gpus", 4, "--gpus-per-node", 0), "--gpus-per-node: is out of range (got 0)"),
-        (("plan", "--gpus", 4, "--gpus-per-node", 2, "--compute-slots", 2), "--compute-slots: cannot be combined with"),
+        (
+            ("plan", "--gpus", 4, "--gpus-per-node", 2, "--set", "compute_slots=2"),
+            "--set compute_slots: cannot be combined with",
+        ),
         (("plan", "--gpus", "2..4", "-o", "plan.json"), "--gpus A..B: cannot be combined with -o"),
         (
             ("plan", "--gpus", "2..4", "--objective", "dollars", "--price", 1),
@@ -163,15 +177,15 @@ def test_simulate_says_what_redundant_computation_pauses_for(tmp_path: Path) -> 
         ),
         (("plan", "--gpus", 4, "--csv", "plans.csv"), "--csv: means nothing without --gpus A..B"),
         (("plan", "--gpus", 4, "--png", "plans.png"), "--png: means nothing without --gpus A..B"),
-        (("plan", "--gpus", 4, "--draws", 3), "--draws: means nothing without --jitter-seed"),
-        (("plan", "--gpus", 4, "--pause-s", 3), "--pause-s: means nothing without --objective progress"),
+        (("plan", "--gpus", 4, "--set", "num_draws=3"), "--set num_draws: means nothing without --jitter-seed"),
+        (("plan", "--gpus", 4, "--set", "pause_s=3"), "--set pause_s: means nothing without --objective progress"),
         (("plan", "--gpus", 4, "--objective", "dollars"), "--price: is missing"),
-        (("plan", "--gpus", 4, "--objective", "progress"), "--revocations-per-hour: is missing"),
+        (("plan", "--gpus", 4, "--objective", "progress"), "--set revocations_per_hour: is missing"),
         (("plan", "--gpus", 4, "--objective", "dollars", "--price", "cheap"), "--price: is not a price (got 'cheap')"),
         (("plan", "--gpus", 4, "--objective", "dollars", "--price", "4:1"), "--price: is not a price"),
         (
-            ("plan", "--gpus", 4, "--objective", "progress", "--revocations-per-hour", -1),
-            "--revocations-per-hour: is out of range (got -1.0)",
+            ("plan", "--gpus", 4, "--objective", "progress", "--set", "revocations_per_hour=-1"),
+            "--set revocations_per_hour: is out of range (got -1.0)",
         ),
         (("plan", "--gpus", 4, "--jitter-seed", 1), "--jitter-seed: the profile has no quantiles"),
         (("simulate", "-P", 2, "--slow", "x"), "--slow: is not a slow worker (got 'x')"),
@@ -179,12 +193,18 @@ def test_simulate_says_what_redundant_computation_pauses_for(tmp_path: Path) -> 
         (("simulate", "-P", 2, "--slow", "7:2"), "--slow: the shape has no such worker (got 7)"),
         (("simulate", "-P", 2, "--slow", "0/3:2"), "--slow: the shape has no such worker (got (0, 3))"),
         (("simulate", "-P", 2, "--jitter-seed", 1), "--jitter-seed: the profile has no quantiles"),
-        (("simulate", "-P", 2, "--draws", 3), "--draws: means nothing without --jitter-seed"),
-        (("simulate", "-P", 2, "--schedule", "1f1b", "--slope", 2), "--slope: cannot be combined with --schedule"),
-        (("simulate", "-P", 2, "--compute-slots", 2, "--gpus-per-node", 2), "--compute-slots: cannot be combined with"),
+        (("simulate", "-P", 2, "--set", "num_draws=3"), "--set num_draws: means nothing without --jitter-seed"),
         (
-            ("simulate", "-P", 2, "--compute-slots", 0),
-            "--compute-slots: is out of range (got 0); allowed: a whole number from 1 to 100000",
+            ("simulate", "-P", 2, "--schedule", "1f1b", "--set", "window_slope=2"),
+            "window_slope: cannot be combined with",
+        ),
+        (
+            ("simulate", "-P", 2, "--set", "compute_slots=2", "--gpus-per-node", 2),
+            "--set compute_slots: cannot be combined with",
+        ),
+        (
+            ("simulate", "-P", 2, "--set", "compute_slots=0"),
+            "--set compute_slots: is out of range (got 0); allowed: a whole number from 1 to 100000",
         ),
         (("simulate", "-P", 9), "-P: the model cannot be cut so (got 9); allowed: 1 to 8"),
     ],

@@ -162,7 +162,7 @@ class Command:
         return self.process.returncode
 
 
-LONG = ("-P", 2, "-D", 2, "--steps", 500, "--time-scale", 3)
+LONG = ("-P", 2, "-D", 2, "--steps", 500, "--set", "time_scale=3")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)])
@@ -194,7 +194,7 @@ def test_hosts_as_namespaces_end_with_the_same_weights_and_are_removed(profile_p
     _, joined = rehearsed(spec_of(2, 1, network="namespaces"), tmp_path / "joined")
     assert joined == plain
     assert namespaces_of(os.getpid()) == []
-    command = Command(tmp_path, profile_path, *LONG, "--network", "namespaces")
+    command = Command(tmp_path, profile_path, *LONG, "--set", "network=namespaces")
     command.wait_until_it_trains()
     assert len(namespaces_of(command.process.pid)) == 5
     command.process.kill()

@@ -49,7 +49,7 @@ def check_permitted() -> None:
     if reason is not None:
         raise ConfigError(
             f"network namespaces cannot be used here: {reason}",
-            field="--network",
+            field="--set network",
             value="namespaces",
             allowed="loopback, whose links are emulated by the workers",
         )

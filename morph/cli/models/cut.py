@@ -7,12 +7,9 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from morph.cli.reading.options import JobArgument, JsonOption
+from morph.cli.reading.options import JobArgument, JsonOption, MicroBatchOption, PngOption, SectionsOption
 from morph.cli.reading.progress import doing
 from morph.contract.errors import JobError
 from morph.contract.files import check_output
@@ -26,14 +23,10 @@ if TYPE_CHECKING:
 
 def cut_command(
     job: JobArgument,
-    num_sections: Annotated[
-        int | None, typer.Option("-k", "-K", min=1, help="Number of sections. Default: the job's, else chosen.")
-    ] = None,
-    m: Annotated[int | None, typer.Option("--m", min=1, help="Micro-batch size. Default: the job's, else 1.")] = None,
+    num_sections: SectionsOption = None,
+    m: MicroBatchOption = None,
     as_json: JsonOption = False,
-    png: Annotated[
-        Path | None, typer.Option("--png", help="Draw compute against crossing bytes into this PNG file.")
-    ] = None,
+    png: PngOption = None,
 ) -> None:
     """Show where a job's model is cut, and what would cross each cut. Nothing is trained; weights take no memory.
 

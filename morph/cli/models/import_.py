@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from morph.cli.reading.options import JobArgument
+from morph.cli.reading.options import JobArgument, MicroBatchOption
 from morph.cli.reading.progress import doing
 
 if TYPE_CHECKING:
@@ -20,9 +20,7 @@ def import_command(
     job: JobArgument,
     weights: Annotated[Path, typer.Argument(metavar="WEIGHTS", help="A state_dict in a safetensors file.")],
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A new or empty directory.")],
-    m: Annotated[
-        int | None, typer.Option("--m", min=1, help="Micro-batch size of the run; needed when the job leaves it open.")
-    ] = None,
+    m: MicroBatchOption = None,
 ) -> None:
     """Begin a run from given weights: `morph run` with the same RUN_DIR trains on from them.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from morph.cli.reading.options import JobArgument
+from morph.cli.reading.options import JobArgument, JsonOption, MicroBatchOption, SectionsOption
 from morph.cli.reading.progress import doing
 
 if TYPE_CHECKING:
@@ -24,11 +24,9 @@ _PLAIN = ("activation", "constant")
 
 def trace_deps_command(
     job: JobArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    num_sections: Annotated[
-        int | None, typer.Option("-k", min=1, help="Number of sections. Default: the job's, else chosen.")
-    ] = None,
-    m: Annotated[int | None, typer.Option("--m", min=1, help="Micro-batch size of the dry run.")] = None,
+    as_json: JsonOption = False,
+    num_sections: SectionsOption = None,
+    m: MicroBatchOption = None,
 ) -> None:
     """Dry-run one training step in one process and report every dependency between sections.
 

@@ -18,16 +18,19 @@ from morph.cli.plans.plan_options import (
     request_of,
     require,
 )
+from morph.cli.plans.settings import PlanSettings, with_settings
+from morph.cli.reading.cluster_file import read_settings
 from morph.cli.reading.options import (
     AnyScheduleOption,
-    DrawsOption,
     GpusPerNodeOption,
+    JitterOption,
     JsonOption,
+    MicroBatchOption,
     NodeTypeOption,
-    OwnLinksOption,
+    PngOption,
     ProfileArgument,
     RecomputeOption,
-    SlotsOption,
+    SettingsOption,
 )
 from morph.cli.reading.progress import COMPILED_ONCE, doing_if_long
 from morph.contract.errors import PlanError
@@ -46,6 +49,7 @@ class AimName(StrEnum):
     PROGRESS = "progress"
 
 
+_FOR_PROGRESS = ("revocations_per_hour", "pause_s", "replacement_s", "revoked_together")
 _OBJECTIVES: dict[str, ObjectiveName] = {
     "examples": "examples_per_s",
     "dollars": "usd_per_example",
@@ -53,6 +57,7 @@ _OBJECTIVES: dict[str, ObjectiveName] = {
 }
 
 
+@with_settings(PlanSettings)
 def plan_command(
     context: typer.Context,
     profile: ProfileArgument,
@@ -68,18 +73,9 @@ def plan_command(
     memory_gib: Annotated[
         float | None, typer.Option("--memory-gib", help="Memory of one GPU in GiB. Default: as in the profile.")
     ] = None,
-    host_memory_gib: Annotated[
-        float | None,
-        typer.Option("--host-memory-gib", help="Host memory for each GPU in GiB. Default: as in the profile."),
-    ] = None,
-    micro_batch_size: Annotated[
-        int | None,
-        typer.Option("--m", help="Micro-batch size. Default: the job's, else the fastest of those measured."),
-    ] = None,
+    micro_batch_size: MicroBatchOption = None,
     recompute: RecomputeOption = None,
     schedule: AnyScheduleOption = None,
-    compute_slots: SlotsOption = None,
-    own_links: OwnLinksOption = False,
     aim: Annotated[
         AimName, typer.Option("--objective", help="Examples per second, dollars per example, or expected progress.")
     ] = AimName.EXAMPLES,
@@ -87,29 +83,12 @@ def plan_command(
         str | None,
         typer.Option("--price", help="Dollars per GPU-hour, as 0.9, or by GPUs per node, as 1:0.9,4:0.75."),
     ] = None,
-    revocations_per_hour: Annotated[
-        float | None, typer.Option("--revocations-per-hour", help="How often one node is revoked, for progress.")
-    ] = None,
-    pause_s: Annotated[
-        float | None,
-        typer.Option("--pause-s", help="Seconds for which a morph stops training, for progress. Default: 1."),
-    ] = None,
-    replacement_s: Annotated[
-        float | None,
-        typer.Option("--replacement-s", help="Seconds until a revoked node is replaced, for progress. Default: 120."),
-    ] = None,
-    revoked_together: Annotated[
-        int | None,
-        typer.Option("--revoked-together", help="Nodes lost in one revocation, for progress. Default: 1."),
-    ] = None,
-    jitter_seed: Annotated[
-        int | None, typer.Option("--jitter-seed", help="Compare the best shapes with times drawn at random.")
-    ] = None,
-    num_draws: DrawsOption = None,
+    jitter_seed: JitterOption = None,
+    settings: SettingsOption = None,
     as_json: JsonOption = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write the best plan here.")] = None,
     csv: Annotated[Path | None, typer.Option("--csv", help="For a range: write the table here.")] = None,
-    png: Annotated[Path | None, typer.Option("--png", help="For a range: draw the curve here.")] = None,
+    png: PngOption = None,
 ) -> None:
     """Find the pipeline depth P and replica count D that train fastest on so many GPUs.
 
@@ -119,6 +98,7 @@ def plan_command(
       morph plan profile.json --gpus 128 --memory-gib 16 --json -o plan.json
       morph plan profile.json --nodes 16x1,4x4
       morph plan profile.json --gpus 16..128 --price 0.9 --csv plans.csv --png plans.png
+      morph plan profile.json --gpus 16 --objective progress --set revocations_per_hour=0.4
     """
     from morph.contract.profile import load_profile
     from simulator import plan
@@ -127,11 +107,12 @@ def plan_command(
     for path in (output, csv, png):
         if path is not None:
             check_output(path, PlanError)
-    numbers = _numbers(given_options(context), gpus, aim)
-    with from_options(context, profile):
+    chosen = read_settings(settings or (), PlanSettings)
+    numbers = _numbers(given_options(context, chosen), gpus, aim)
+    with from_options(context, profile, chosen):
         measured = of_node_type(load_profile(profile), node_type)
-    request = request_of(context)
-    with from_options(context, profile), doing_if_long(f"simulating shapes ({COMPILED_ONCE})"):
+    request = request_of(context, chosen)
+    with from_options(context, profile, chosen), doing_if_long(f"simulating shapes ({COMPILED_ONCE})"):
         if numbers is not None and len(numbers) > 1:
             from simulator.render.curve import show_curve
 
@@ -173,7 +154,7 @@ def _numbers(given: dict[str, Any], gpus: str | None, aim: AimName) -> range | N
         raise PlanError("is missing", field="--gpus", allowed="a number, a range as 16..128, or --nodes instead")
     refuse_together(given, "--nodes", ["--gpus", "--gpus-per-node"], "it lists all nodes and their GPUs")
     refuse_together(
-        given, "--compute-slots", ["--nodes", "--gpus-per-node"], "it puts all workers on one machine's cores"
+        given, "--set compute_slots", ["--nodes", "--gpus-per-node"], "it puts all workers on one machine's cores"
     )
     numbers = None if gpus is None else gpu_range(gpus)
     given[f"--objective {aim}"] = aim
@@ -183,8 +164,8 @@ def _numbers(given: dict[str, Any], gpus: str | None, aim: AimName) -> range | N
     refuse_together(given, "--gpus A..B", single, "it answers for one number of GPUs")
     for other, options in {
         "--gpus A..B": ("--csv", "--png"),
-        "--jitter-seed": ("--draws",),
-        "--objective progress": ("--revocations-per-hour", "--pause-s", "--replacement-s", "--revoked-together"),
+        "--jitter-seed": ("--set num_draws",),
+        "--objective progress": tuple(f"--set {name}" for name in _FOR_PROGRESS),
     }.items():
         for option in options:
             require(given, option, other)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from morph.cli.plans.settings import Conditions
+from morph.cli.reading.cluster_file import SET
 from morph.cli.reading.errors import places
 from morph.contract import ranges
 from morph.contract.errors import PlanError
@@ -22,21 +24,20 @@ if TYPE_CHECKING:
 _MOST_NUMBERS = 4096
 
 
-def request_of(context: typer.Context) -> PlanRequest:
-    """The request that a command's options make, those whose parameters are named as its fields.
+def request_of(context: typer.Context, settings: Conditions) -> PlanRequest:
+    """The request that a command's options and settings make, those that are named as its fields.
 
     Raises:
         PlanError: an option whose text means nothing.
     """
     from simulator import PlanRequest
 
-    given = context.params
+    given = context.params | settings.model_dump(exclude_unset=True)
     read: dict[str, Any] = {
         "memory_bytes": memory_bytes_of(given.get("memory_gib")),
-        "host_memory_bytes": memory_bytes_of(given.get("host_memory_gib"), "--host-memory-gib"),
+        "host_memory_bytes": memory_bytes_of(settings.host_memory_gib, "--set host_memory_gib"),
         "usd_per_gpu_hour": None if given.get("usd_per_gpu_hour") is None else price_of(given["usd_per_gpu_hour"]),
         "slow": slow_of(given.get("slow") or ()),
-        "share_links": not given["own_links"],
     }
     if given.get("nodes") is not None:
         read["num_gpus_per_node"] = node_list(given["nodes"])
@@ -46,12 +47,13 @@ def request_of(context: typer.Context) -> PlanRequest:
 
 
 @contextmanager
-def from_options(context: typer.Context, profile: Path) -> Iterator[None]:
-    """Tell the user by which option, or where in the profile, a value was given that is refused."""
+def from_options(context: typer.Context, profile: Path, settings: Conditions) -> Iterator[None]:
+    """Tell the user by which option or setting, or where in the profile, a value was given that is refused."""
     links = "inter_node, intra_node or all_reduce"
     names = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    names |= {name: f"{SET} {name}" for name in type(settings).model_fields}
     names |= {"num_gpus": "--gpus", "max_gpus": "--gpus", "memory_bytes": "--memory-gib, in bytes"}
-    names |= {"host_memory_bytes": "--host-memory-gib, in bytes"}
+    names |= {"host_memory_bytes": f"{SET} host_memory_gib, in bytes"}
     names |= {"batch_size": "job.batch_size", links: links}
     if context.params["micro_batch_size"] is None:
         names["micro_batch_size"] = "job.micro_batch_size"
@@ -59,10 +61,11 @@ def from_options(context: typer.Context, profile: Path) -> Iterator[None]:
         yield
 
 
-def given_options(context: typer.Context) -> dict[str, Any]:
-    """The options that stand on the command line, by their names there."""
+def given_options(context: typer.Context, settings: Conditions) -> dict[str, Any]:
+    """The options and settings that stand on the command line, by their names there."""
     sources = {each: context.get_parameter_source(each.name or "") for each in context.command.params}
-    return {
+    chosen = {f"{SET} {name}": value for name, value in settings.model_dump(exclude_unset=True).items()}
+    return chosen | {
         each.opts[0]: context.params[each.name or ""]
         for each, source in sources.items()
         if source is not None and source.name == "COMMANDLINE"

@@ -6,22 +6,24 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from morph.cli.plans.plan_options import memory_bytes_of, slow_of
+from morph.cli.plans.settings import RehearseSettings, with_settings
+from morph.cli.reading.cluster_file import SET, read_settings
 from morph.cli.reading.errors import places
 from morph.cli.reading.options import (
-    KneeOption,
+    JitterOption,
+    MicroBatchOption,
     PlainOption,
     ProfileArgument,
     ReplicasOption,
     ScheduleName,
     ScheduleOption,
-    SlopeOption,
+    SettingsOption,
     SlowOption,
     StagesOption,
 )
@@ -34,13 +36,7 @@ if TYPE_CHECKING:
     from manager.rehearsal import Planned, Rehearsed
 
 
-class NetworkName(StrEnum):
-    """How the hosts of a rehearsal are joined."""
-
-    LOOPBACK = "loopback"
-    NAMESPACES = "namespaces"
-
-
+@with_settings(RehearseSettings)
 def rehearse_command(
     profile: ProfileArgument,
     pipeline_depth: StagesOption,
@@ -48,42 +44,23 @@ def rehearse_command(
     hosts: Annotated[
         int | None, typer.Option("--hosts", help="Hosts to play. Default: as many as the workers need.")
     ] = None,
-    workers_per_host: Annotated[int, typer.Option("--workers-per-host", min=1, help="Workers that share a host.")] = 1,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Mini-batches that count; one more runs first.")] = 5,
-    m: KneeOption = None,
+    m: MicroBatchOption = None,
     batch_size: Annotated[
         int | None,
         typer.Option("--batch-size", help="Samples of a mini-batch, a multiple of m. Default: the job's."),
     ] = None,
     schedule: ScheduleOption = ScheduleName.VARUNA,
-    window_slope: SlopeOption = None,
-    time_scale: Annotated[
-        float | None,
-        typer.Option("--time-scale", help="Multiply every time by this. Default: as the cores here need."),
-    ] = None,
-    message_scale: Annotated[
-        float | None,
-        typer.Option("--message-scale", help="Real size of messages over the profile's. Default: as fits here."),
-    ] = None,
-    state_scale: Annotated[
-        float | None,
-        typer.Option("--state-scale", help="Real size of parameters over the profile's. Default: small."),
-    ] = None,
-    jitter_seed: Annotated[
-        int | None, typer.Option("--jitter-seed", min=0, help="Draw times from the spread that was measured.")
-    ] = None,
+    jitter_seed: JitterOption = None,
     slow: SlowOption = None,
     memory_gib: Annotated[
         float | None, typer.Option("--memory-gib", help="Memory of one device in GiB. Default: no limit.")
     ] = None,
-    network: Annotated[
-        NetworkName,
-        typer.Option("--network", help="Join hosts by emulated links, or as network namespaces too (Linux, root)."),
-    ] = NetworkName.LOOPBACK,
     run_dir: Annotated[
         Path | None, typer.Option("--run-dir", help="Keep journal, checkpoint and logs here. Default: nothing is kept.")
     ] = None,
     plain: PlainOption = False,
+    settings: SettingsOption = None,
 ) -> None:
     """Run one shape on emulated devices: real processes, messages and manager, the profile's times instead of compute.
 
@@ -100,7 +77,7 @@ def rehearse_command(
     from morph.cli.views.run_view import run_view
     from morph.contract.profile import load_profile
 
-    measured = load_profile(profile)
+    measured, chosen = load_profile(profile), read_settings(settings or (), RehearseSettings)
     options = {
         "num_hosts": "--hosts",
         "num_workers": "-P times -D",
@@ -108,9 +85,7 @@ def rehearse_command(
         "num_replicas": "-D",
         "micro_batch_size": "job.micro_batch_size" if m is None else "--m",
         "batch_size": "job.batch_size" if batch_size is None else "--batch-size",
-        "time_scale": "--time-scale",
-        "message_scale": "--message-scale",
-        "state_scale": "--state-scale",
+        **{name: f"{SET} {name}" for name in RehearseSettings.model_fields},
         "slow": "--slow",
     }
     with places({field: (str(profile), name) for field, name in options.items()}):
@@ -119,19 +94,14 @@ def rehearse_command(
                 profile=measured,
                 num_stages=pipeline_depth,
                 num_replicas=num_replicas,
-                num_hosts=-(-pipeline_depth * num_replicas // workers_per_host) if hosts is None else hosts,
-                workers_per_host=workers_per_host,
+                num_hosts=-(-pipeline_depth * num_replicas // chosen.workers_per_host) if hosts is None else hosts,
                 steps=steps,
                 schedule=schedule.value,
-                window_slope=window_slope,
                 micro_batch_size=m,
                 batch_size=batch_size,
-                time_scale=time_scale,
-                message_scale=message_scale,
-                state_scale=state_scale,
+                **chosen.model_dump(),
                 jitter_seed=jitter_seed,
                 slow=slow_of(slow or ()),
-                network=network.value,
                 memory_bytes=memory_bytes_of(memory_gib),
             )
         )
@@ -192,8 +162,8 @@ def _tell(rehearsed: Rehearsed) -> None:
     )
     if rehearsed.host_too_busy:
         print(
-            "the cores here were too busy for the measured time to mean much: take a larger --time-scale, or a quiet "
-            "machine",
+            "the cores here were too busy for the measured time to mean much: take a larger --set time_scale, "
+            "or a quiet machine",
             file=sys.stderr,
         )
 

@@ -13,20 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from morph.cli.plans.plan_options import memory_bytes_of
-from morph.cli.plans.trace_options import (
-    BulkShareOption,
-    LikeOption,
-    LossesOption,
-    ModelOption,
-    NoticesOption,
-    ReplacementOption,
-    VmsOption,
-    ZonesOption,
-    model_of,
-    read_traces,
-)
-from morph.cli.reading.cluster_file import load_cluster, load_yaml
-from morph.cli.reading.options import JsonOption
+from morph.cli.plans.settings import ReplaySettings, with_settings
+from morph.cli.plans.trace_options import LikeOption, ModelOption, VmsOption, model_of, read_traces
+from morph.cli.reading.cluster_file import load_cluster, load_yaml, read_settings
+from morph.cli.reading.options import JsonOption, PngOption, SettingsOption
 from morph.cli.reading.progress import COMPILED_ONCE, doing_if_long, progress
 from morph.contract.errors import ConfigError
 from morph.contract.files import check_output, write_output
@@ -46,6 +36,7 @@ class AimName(StrEnum):
     DOLLARS = "dollars"
 
 
+@with_settings(ReplaySettings)
 def replay_command(  # noqa: C901 (checks of options, one after the other)
     profile: Annotated[
         Path,
@@ -61,11 +52,6 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
     ] = None,
     vms: VmsOption = None,
     hours: Annotated[float, typer.Option("--hours", min=0.1, max=10_000, help="Length of a drawn trace.")] = 24.0,
-    losses_per_vm_h: LossesOption = None,
-    bulk_share: BulkShareOption = None,
-    replacement_s: ReplacementOption = None,
-    zones: ZonesOption = None,
-    notices: NoticesOption = None,
     like: LikeOption = None,
     model: ModelOption = None,
     seeds: Annotated[int, typer.Option("--seeds", min=1, max=_MOST_SEEDS, help="Traces to draw.")] = 5,
@@ -91,24 +77,19 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
         float | None, typer.Option("--on-demand-price", min=0, help="Dollars of the same VM on demand.")
     ] = None,
     memory_gib: Annotated[float | None, typer.Option("--memory-gib", help="Memory of one GPU in GiB.")] = None,
-    setup_s: Annotated[
-        float, typer.Option(min=0, max=1e5, help="Seconds from a VM that is up to a ready worker.")
-    ] = 30.0,
-    restart_s: Annotated[
-        float, typer.Option(min=0, max=1e5, help="Seconds in which a policy that restarts starts its processes.")
-    ] = 60.0,
     jobs: Annotated[int, typer.Option("--jobs", min=1, max=_MOST_PROCESSES, help="Processes that simulate.")] = 1,
     as_json: JsonOption = False,
     csv: Annotated[Path | None, typer.Option("--csv", help="Write one row for each policy and trace here.")] = None,
     parquet: Annotated[Path | None, typer.Option("--parquet", help="The same rows as --csv, as Parquet.")] = None,
-    png: Annotated[Path | None, typer.Option("--png", help="Draw what the time went into, and the runs, here.")] = None,
+    png: PngOption = None,
+    settings: SettingsOption = None,
 ) -> None:
     """Simulate a job on spot VMs that come and go, and compare what can be done about it.
 
     \b
     Example:
       morph replay profile.json --trace trace.csv --price 0.9 --on-demand-price 3.06
-      morph replay profile.json --like p3.csv --zones 3 --hours 48 --seeds 20 --jobs 4
+      morph replay profile.json --like p3.csv --set zones=3 --hours 48 --seeds 20 --jobs 4
       morph replay profile.json --vms 24 --hours 48 --seeds 20 --jobs 4 --until 20000 --price 0.9 --png replay.png
     """
     from manager.simulation.replay import Replay, advice, frame_of, policies_of
@@ -128,7 +109,9 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
     bound = None if until is None else Until.parse(until, datetime.now().astimezone())
     numbers = load_yaml(profile, OneVmJob) if profile.suffix in (".yaml", ".yml") else None
     measured = load_profile(profile) if numbers is None else None
-    wanted = ClusterConfig() if cluster is None else load_cluster(cluster)
+    chosen = read_settings([text for text in settings or () if not _is_of_cluster(text)], ReplaySettings)
+    of_cluster = [text for text in settings or () if _is_of_cluster(text)]
+    wanted = read_settings(of_cluster, ClusterConfig) if cluster is None else load_cluster(cluster, of_cluster)
     decides, limits = wanted.policy, wanted.vms.limits
     price = wanted.vms.usd_per_h if price is None else price
     on_demand_price = wanted.vms.on_demand_usd_per_h if on_demand_price is None else on_demand_price
@@ -143,7 +126,7 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
     else:
         if vms is None and like is None and model is None:
             vms = most_wanted
-        drawn = model_of(vms, like, model, losses_per_vm_h, bulk_share, replacement_s, zones, notices)
+        drawn = model_of(vms, like, model, chosen)
         drawn_seeds = range(seed, seed + seeds)
         cases = tuple((f"drawn {number}", number, drawn.draw(number, hours * 3600)) for number in drawn_seeds)
     if most_wanted is not None:
@@ -164,11 +147,16 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
         assert numbers is not None
         job = numbers
     else:
-        durations = Durations(setup_s=setup_s, restart_s=restart_s)
         most = max(trace.max_nodes for _, _, trace in cases)
         request = PlanRequest(memory_bytes=memory_bytes, redundancy=decides.redundancy)
         with doing_if_long(f"planning for 1 to {most} VMs ({COMPILED_ONCE})"):
-            job = job_from_profile(measured, most, request, durations=durations, policy=decides)
+            job = job_from_profile(
+                measured,
+                most,
+                request,
+                durations=Durations(setup_s=chosen.setup_s, restart_s=chosen.restart_s),
+                policy=decides,
+            )
             job = with_redundant_costs(job, measured, most)
     longest = hours if not traces else min(trace.duration_s for _, _, trace in cases) / 3600
     if bound is not None and bound.kind == "hours" and bound.amount > longest:
@@ -199,6 +187,10 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
         from morph.cli.plans.replay_shown import draw
 
         draw(job.name, outcomes, png)
+
+
+def _is_of_cluster(setting: str) -> bool:
+    return "." in setting.partition("=")[0]
 
 
 def _recorded(files: list[Path]) -> Cases:

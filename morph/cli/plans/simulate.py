@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from morph.cli.plans.plan_options import from_options, given_options, refuse_together, request_of, require
+from morph.cli.plans.settings import SimulateSettings, with_settings
+from morph.cli.reading.cluster_file import read_settings
 from morph.cli.reading.options import (
-    DrawsOption,
     GpusPerNodeOption,
+    JitterOption,
     JsonOption,
-    KneeOption,
+    MicroBatchOption,
     NodeTypeOption,
-    OwnLinksOption,
+    PngOption,
     ProfileArgument,
     ReplicasOption,
     ScheduleName,
     ScheduleOption,
-    SlopeOption,
-    SlotsOption,
+    SettingsOption,
     SlowOption,
     StagesOption,
 )
@@ -32,54 +31,25 @@ from morph.contract.errors import PlanError
 from morph.contract.files import check_output
 
 
-class ReduceName(StrEnum):
-    """When the all-reduce begins."""
-
-    OVERLAPPED = "overlapped"
-    LATE = "late"
-
-
-class RedundantName(StrEnum):
-    """What workers compute for the next stage."""
-
-    OFF = "off"
-    LFLB = "lflb"
-    EFLB = "eflb"
-    EFEB = "efeb"
-
-
+@with_settings(SimulateSettings)
 def simulate_command(
     context: typer.Context,
     profile: ProfileArgument,
     pipeline_depth: StagesOption,
     num_replicas: ReplicasOption = 1,
-    micro_batch_size: KneeOption = None,
+    micro_batch_size: MicroBatchOption = None,
     no_recompute: Annotated[
         bool,
         typer.Option("--no-recompute", help="Keep activations instead of running forwards again; takes more memory."),
     ] = False,
     schedule: ScheduleOption = ScheduleName.VARUNA,
-    window_slope: SlopeOption = None,
-    compute_slots: SlotsOption = None,
     num_gpus_per_node: GpusPerNodeOption = None,
     node_type: NodeTypeOption = None,
-    own_links: OwnLinksOption = False,
     slow: SlowOption = None,
-    all_reduce: Annotated[
-        ReduceName, typer.Option("--all-reduce", help="Each unit as soon as it has its gradient, or all at the end.")
-    ] = ReduceName.OVERLAPPED,
-    redundant_computation: Annotated[
-        RedundantName,
-        typer.Option(
-            "--redundant", help="Bamboo's redundant computation: after a loss, eager forwards, or all of it eager."
-        ),
-    ] = RedundantName.OFF,
-    jitter_seed: Annotated[
-        int | None, typer.Option("--jitter-seed", help="Also draw times at random from the spread that was measured.")
-    ] = None,
-    num_draws: DrawsOption = None,
+    jitter_seed: JitterOption = None,
+    settings: SettingsOption = None,
     as_json: JsonOption = False,
-    png: Annotated[Path | None, typer.Option("--png", help="Draw the timeline into this PNG file.")] = None,
+    png: PngOption = None,
 ) -> None:
     """Simulate one mini-batch of one shape: how long it takes, and where the time goes.
 
@@ -88,6 +58,7 @@ def simulate_command(
       morph simulate profile.json -P 3 -D 2
       morph simulate profile.json -P 3 -D 2 --schedule gpipe --png timeline.png
       morph simulate profile.json -P 4 -D 2 --gpus-per-node 4 --slow 2/0:1.3 --jitter-seed 1
+      morph simulate profile.json -P 3 -D 2 --set all_reduce=late
     """
     from morph.contract.profile import load_profile
     from simulator import simulate
@@ -96,16 +67,17 @@ def simulate_command(
 
     if png is not None:
         check_output(png, PlanError)
-    given = given_options(context)
+    chosen = read_settings(settings or (), SimulateSettings)
+    given = given_options(context, chosen)
     if schedule is ScheduleName.VARUNA:
         given.pop("--schedule", None)
-    refuse_together(given, "--compute-slots", ["--gpus-per-node"], "it puts all workers on one machine's cores")
-    refuse_together(given, "--slope", ["--schedule"], f"the windows of {schedule} are fixed")
-    require(given, "--draws", "--jitter-seed")
-    request = replace(request_of(context), recompute=not no_recompute)
-    with from_options(context, profile), doing_if_long(f"simulating ({COMPILED_ONCE})"):
+    refuse_together(given, "--set compute_slots", ["--gpus-per-node"], "it puts all workers on one machine's cores")
+    refuse_together(given, "--set window_slope", ["--schedule"], f"the windows of {schedule} are fixed")
+    require(given, "--set num_draws", "--jitter-seed")
+    request = replace(request_of(context, chosen), recompute=not no_recompute)
+    with from_options(context, profile, chosen), doing_if_long(f"simulating ({COMPILED_ONCE})"):
         measured = of_node_type(load_profile(profile), node_type)
-        simulation = simulate(measured, request, num_stages=pipeline_depth, window_slope=window_slope)
+        simulation = simulate(measured, request, num_stages=pipeline_depth, window_slope=chosen.window_slope)
         simulation = simulation.with_note(advice(measured, request, simulation))
     if png is not None:
         from simulator.render.timeline import draw_timeline
@@ -118,7 +90,7 @@ def simulate_command(
             "breakdown_s": simulation.breakdown_s,
             "jitter": None if simulation.jitter is None else asdict(simulation.jitter),
         }
-        if redundant_computation is not RedundantName.OFF:
+        if chosen.redundant_computation != "off":
             answer["mean_pause_s"] = simulation.mean_pause_s
         print(json.dumps(answer))
         return
@@ -132,7 +104,7 @@ def simulate_command(
     for line in tables.memory_lines(simulation):
         console.print(line)
     console.print(tables.ladder_table(simulation))
-    if redundant_computation is not RedundantName.OFF:
+    if chosen.redundant_computation != "off":
         console.print(tables.redundant_line(simulation))
     if png is not None:
         console.print(f"Drew {png}.")

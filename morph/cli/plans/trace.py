@@ -9,19 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from morph.cli.plans.trace_options import (
-    BulkShareOption,
-    LikeOption,
-    LossesOption,
-    ModelOption,
-    NoticesOption,
-    ReplacementOption,
-    VmsOption,
-    ZonesOption,
-    model_of,
-    read_traces,
-)
-from morph.cli.reading.options import JsonOption
+from morph.cli.plans.settings import DrawnTrace, with_settings
+from morph.cli.plans.trace_options import LikeOption, ModelOption, VmsOption, model_of, read_traces
+from morph.cli.reading.cluster_file import read_settings
+from morph.cli.reading.options import JsonOption, SettingsOption
 from morph.contract.errors import ConfigError
 from morph.contract.files import check_output, write_output
 
@@ -125,21 +116,18 @@ def convert_command(
 
 
 @trace_app.command("generate")
+@with_settings(DrawnTrace)
 def generate_command(
     output: OutOption,
     vms: VmsOption = None,
     hours: Annotated[float, typer.Option("--hours", min=0.01, max=100_000, help="Length of the trace.")] = 24.0,
     seed: SeedOption = 0,
-    losses_per_vm_h: LossesOption = None,
-    bulk_share: BulkShareOption = None,
-    replacement_s: ReplacementOption = None,
-    zones: ZonesOption = None,
-    notices: NoticesOption = None,
     like: LikeOption = None,
     model: ModelOption = None,
     save_model: Annotated[
         Path | None, typer.Option("--save-model", help="Write the model here, as JSON to be changed by hand.")
     ] = None,
+    settings: SettingsOption = None,
 ) -> None:
     """Draw a trace: of so many VMs (--vms), from what a recorded one has in common with others (--like), or a model.
 
@@ -148,8 +136,8 @@ def generate_command(
 
     \b
     Example:
-      morph trace generate --vms 24 --hours 48 --zones 3 -o trace.csv
-      morph trace generate --like p3.csv --zones 3 --seed 7 -o trace.csv --save-model p3.json
+      morph trace generate --vms 24 --hours 48 --set zones=3 -o trace.csv
+      morph trace generate --like p3.csv --set zones=3 --seed 7 -o trace.csv --save-model p3.json
       morph trace generate --model p3.json --hours 100 -o trace.csv
     """
     from morph.contract.trace import write_trace
@@ -157,7 +145,7 @@ def generate_command(
     for path in (output, save_model):
         if path is not None:
             check_output(path, ConfigError)
-    found = model_of(vms, like, model, losses_per_vm_h, bulk_share, replacement_s, zones, notices)
+    found = model_of(vms, like, model, read_settings(settings or (), DrawnTrace))
     trace = found.draw(seed, hours * 3600)
     write_trace(trace, output)
     print(f"{_told(trace)}; written: {output}")

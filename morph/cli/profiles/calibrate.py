@@ -44,7 +44,7 @@ def calibrate_command(
     job: JobArgument,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Where the profile goes. Default: profile.json, or what --profile names."),
+        typer.Option("-o", "--output", help="Where the profile goes. Default: profile.json, or what --profile names."),
     ] = None,
     micro_batch: Annotated[
         list[int] | None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from morph.cli.reading.options import ProfileArgument
+from morph.cli.reading.options import PngOption, ProfileArgument
 from morph.contract.files import check_output
 
 profile_app = typer.Typer(
@@ -28,7 +28,7 @@ def show_command(
     node_type: Annotated[
         str | None, typer.Option("--node-type", help="Show it as it is on this type of node.", show_default=False)
     ] = None,
-    png: Annotated[Path | None, typer.Option("--png", help="Draw its curves into this PNG file.")] = None,
+    png: PngOption = None,
 ) -> None:
     """Show a profile as tables, and its curves as a picture.
 

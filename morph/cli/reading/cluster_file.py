@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from morph.contract.job_file import JobFile
 
 ValueT = TypeVar("ValueT", bound="Value")
+SET = "--set"
 
 
 _BOUNDS = {
@@ -24,26 +26,26 @@ _BOUNDS = {
 }
 
 
-def load_cluster(path: Path) -> ClusterConfig:
-    """Read a cluster file; an empty one gives every default.
+def load_cluster(path: Path, settings: Sequence[str] = ()) -> ClusterConfig:
+    """Read a cluster file; an empty one gives every default. ``settings``: see ``load_yaml``.
 
     Raises:
         ConfigError: see ``load_yaml``.
     """
     from morph.contract.cluster import ClusterConfig
 
-    return load_yaml(path, ClusterConfig)
+    return load_yaml(path, ClusterConfig, settings)
 
 
-def load_job_file(path: Path) -> JobFile:
-    """Read a job file.
+def load_job_file(path: Path, settings: Sequence[str] = ()) -> JobFile:
+    """Read a job file. ``settings``: see ``load_yaml``.
 
     Raises:
         ConfigError: see ``load_yaml``.
     """
     from morph.contract.job_file import JobFile
 
-    return load_yaml(path, JobFile)
+    return load_yaml(path, JobFile, settings)
 
 
 def load_config(path: Path) -> ClusterConfig:
@@ -69,16 +71,34 @@ _OTHERS = {
 """Files of other kinds, by keys that only they have."""
 
 
-def load_yaml(path: Path, value_type: type[ValueT]) -> ValueT:
+def load_yaml(path: Path, value_type: type[ValueT], settings: Sequence[str] = ()) -> ValueT:
     """Read a YAML file into a value of the contract.
+
+    Args:
+        path: The file.
+        value_type: What it describes.
+        settings: ``KEY=VALUE`` each, of ``--set``: they count in place of what the file says, or beside it.
 
     Raises:
         ConfigError: naming file, dotted field, value and what is allowed, for a file that cannot be read or is not
             YAML, for unknown or repeated keys, and for values of a wrong type or out of range.
     """
+    return _validated(read_yaml(path), value_type, str(path), settings)
+
+
+def read_settings(settings: Sequence[str], value_type: type[ValueT]) -> ValueT:
+    """Read ``KEY=VALUE`` of ``--set`` into a value of the contract.
+
+    Raises:
+        ConfigError: see ``load_yaml``.
+    """
+    return _validated({}, value_type, SET, settings)
+
+
+def _validated(data: Any, value_type: type[ValueT], source: str, settings: Sequence[str]) -> ValueT:
     from pydantic import ValidationError
 
-    data = read_yaml(path)
+    given = _assign(settings, data)
     try:
         # By way of JSON, so that strict types still take a mapping for a section.
         return value_type.model_validate_json(json.dumps(data, default=str), strict=True)
@@ -95,11 +115,46 @@ def load_yaml(path: Path, value_type: type[ValueT]) -> ValueT:
             allowed = " or ".join(tag.strip().strip("'") for tag in entry["ctx"]["expected_tags"].split(","))
         raise ConfigError(
             "unknown key" if unknown else "no such kind" if "tag" in entry.get("ctx", {}) else told,
-            source=str(path),
-            field=field,
+            source=None if field in given else source,
+            field=f"{SET} {field}" if field in given else field,
             value=value if isinstance(value, str | int | float) else None,
             allowed=allowed,
         ) from error
+
+
+def _assign(settings: Sequence[str], data: Any) -> set[str]:
+    """Put each ``KEY=VALUE`` into plain values, where KEY's dots lead; returns the keys."""
+    given: set[str] = set()
+    for text in settings:
+        key, equals, written = text.partition("=")
+        if not equals or not all(key.split(".")):
+            raise ConfigError("is no setting", field=SET, value=text, allowed="KEY=VALUE, as policy.redundancy=state")
+        if key in given:
+            raise ConfigError("is set twice", field=f"{SET} {key}", value=written, allowed="each key once")
+        given.add(key)
+        *sections, last = key.split(".")
+        here = data
+        for section in sections:
+            here = here.setdefault(section, {}) if isinstance(here, dict) else None
+        if not isinstance(here, dict):
+            raise ConfigError("is in no section", field=f"{SET} {key}", value=written, allowed="a key of a section")
+        here[last] = _plain(key, written)
+    return given
+
+
+def _plain(key: str, written: str) -> Any:
+    """Read a value as JSON, or a list or mapping as YAML; else it is text, also what YAML takes for more (30:0.5)."""
+    import yaml
+
+    try:
+        return json.loads(written)
+    except ValueError:
+        if not written.startswith(("[", "{")):
+            return written
+    try:
+        return yaml.safe_load(written)
+    except yaml.YAMLError:
+        raise ConfigError("is not YAML", field=f"{SET} {key}", value=written) from None
 
 
 def read_yaml(path: Path) -> Any:

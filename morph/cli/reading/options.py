@@ -27,8 +27,11 @@ PlainOption = Annotated[bool, typer.Option("--plain", help="Plain lines even in 
 
 StagesOption = Annotated[int, typer.Option("-P", help="Stages of a pipeline.", show_default=False)]
 ReplicasOption = Annotated[int, typer.Option("-D", help="Replicas of the pipeline.")]
-KneeOption = Annotated[
-    int | None, typer.Option("--m", help="Micro-batch size. Default: the job's, else the smallest efficient one.")
+SectionsOption = Annotated[
+    int | None, typer.Option("-k", "-K", min=1, help="Number of sections. Default: the job's, else chosen.")
+]
+MicroBatchOption = Annotated[
+    int | None, typer.Option("--m", min=1, help="Micro-batch size. Default: the job's, else one that Morph chooses.")
 ]
 ScheduleOption = Annotated[ScheduleName, typer.Option("--schedule", help="Pipeline schedule.")]
 AnyScheduleOption = Annotated[
@@ -47,30 +50,29 @@ RecomputeOption = Annotated[
         show_default=False,
     ),
 ]
-SlopeOption = Annotated[
-    int | None,
-    typer.Option(
-        "--slope", min=1, help="Micro-batches in flight: slope * (P - 1 - s) + 1. Default: the smallest that pays."
-    ),
-]
-SlotsOption = Annotated[
-    int | None,
-    typer.Option("--compute-slots", help="Tasks that can run at once when workers share one machine's cores."),
-]
 GpusPerNodeOption = Annotated[
     int | None, typer.Option("--gpus-per-node", help="GPUs of each node. Default: every GPU has a node of its own.")
 ]
 NodeTypeOption = Annotated[
     str | None, typer.Option("--node-type", help="Which of the node types in the profile. Default: the first.")
 ]
-OwnLinksOption = Annotated[
-    bool, typer.Option("--own-links", help="Let no two messages share the bandwidth of a node's link.")
-]
 SlowOption = Annotated[
     list[str] | None,
     typer.Option("--slow", metavar="STAGE[/REPLICA]:FACTOR", help="A slow worker, or stage. Repeatable."),
 ]
-DrawsOption = Annotated[int | None, typer.Option("--draws", help="Mini-batches to draw for each shape. Default: 20.")]
+JitterOption = Annotated[
+    int | None,
+    typer.Option("--jitter-seed", min=0, help="Draw times at random from the spread that was measured."),
+]
+PngOption = Annotated[Path | None, typer.Option("--png", help="Draw it into this PNG file.")]
+SettingsOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any setting that has no option of its own. Repeatable."),
+]
+FileSettingsOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A key of the YAML file, as policy.redundancy=off. Repeatable."),
+]
 
 PriceOption = Annotated[
     float | None,

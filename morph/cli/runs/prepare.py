@@ -56,11 +56,12 @@ def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:
 def _read(request: RunRequest, run_dir: Path | None) -> PreparedRun:
     if request.is_job_file:
         path = Path(request.job)
-        return resolve(request, path, load_job_file(path), run_dir)
+        return resolve(request, path, load_job_file(path, request.settings), run_dir)
     if request.profile is None or request.cluster is None:
         missing = "--profile" if request.profile is None else "--cluster"
         raise ConfigError("is not given", field=missing, allowed="a file, or a job file (YAML) instead of JOB")
-    profile, cluster, url = load_profile(request.profile), load_cluster(request.cluster), request.checkpoint_url
+    profile, cluster = load_profile(request.profile), load_cluster(request.cluster, request.settings)
+    url = request.checkpoint_url
     run_dir = run_dir or folder_of(profile, request.profile)
     complete = request.model_copy(update={"checkpoint_url": None if url is None else absolute_url(url)})
     return _with_cloud(complete, profile, cluster, run_dir, "--checkpoint-url")

@@ -12,6 +12,7 @@ from manager.run.request import IfChanged, RunRequest, is_job_file, kept_request
 from manager.run_dir import read_facts
 from morph.cli.reading.options import (
     AnyScheduleOption,
+    FileSettingsOption,
     OnDemandOption,
     PlainOption,
     PriceOption,
@@ -92,6 +93,7 @@ def run_command(
     if_changed: IfChangedOption = IfChanged.REFUSE,
     price: PriceOption = None,
     on_demand_price: OnDemandOption = None,
+    settings: FileSettingsOption = None,
 ) -> None:
     """Train a job on VMs that come and go, re-shaping it as they do.
 
@@ -102,13 +104,13 @@ def run_command(
     Example:
       morph run configs/jobs/tiny_gpt.py:job --profile profile.json \\
           --cluster configs/clusters/local.yaml --steps 200 --run-dir runs/tiny
-      morph run configs/runs/tiny_gpt.yaml
+      morph run configs/runs/tiny_gpt.yaml --set job.steps=400 --set policy.redundancy=off
     """
     for name in _IN_A_JOB_FILE if is_job_file(job) else ():
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             option = _SHORT.get(name, "--" + name.replace("_", "-"))
-            raise ConfigError("is set in the job file", field=option, allowed=f"without it, as {job} says")
+            raise ConfigError("is set in the job file", field=option, allowed=f"--set job.{name}=..., or as {job} says")
     for option, value, allowed in (
         ("--steps", steps, ranges.COUNT),
         ("--trace-speed", trace_speed, ranges.TRACE_SPEED),
@@ -117,7 +119,9 @@ def run_command(
     ):
         if value is not None:
             allowed.check(option, value)
-    request = RunRequest.model_validate({name: context.params[name] for name in RunRequest.model_fields})
+    request = RunRequest.model_validate(
+        {name: context.params[name] for name in RunRequest.model_fields} | {"settings": tuple(settings or ())}
+    )
     with doing_if_long(f"reading {job} and what it is run with"):
         from morph.cli.runs.carry_out import Shown, carry_out
     carry_out(request, run_dir, Shown(plain, verbose, log_format is LogFormat.JSON, page), if_changed)

@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
+from morph.cli.reading.options import FileSettingsOption
 from morph.contract.errors import InputError
 
 
 def spot_run_command(
     job_file: Annotated[Path, typer.Argument(help="YAML: storage, vms, code, and what else is set.", metavar="JOB")],
     command: Annotated[list[str], typer.Argument(help="What the VM runs, behind --.", metavar="-- COMMAND...")],
+    settings: FileSettingsOption = None,
 ) -> None:
     """Run a script of any framework on one spot VM at a time: it is saved before the VM goes, and restored on the next.
 
@@ -37,7 +39,7 @@ def spot_run_command(
     from morph.cli.runs.prepare import load_cloud
     from morph.elastic.launcher import interrupted_once
 
-    job, source = load_yaml(job_file, SpotJob), str(job_file)
+    job, source = load_yaml(job_file, SpotJob, settings or ()), str(job_file)
     if "://" in job.storage:
         check_url(job.storage, source, "storage")
     else:

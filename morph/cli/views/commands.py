@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from morph.cli.reading.options import OnDemandOption, PriceOption, RunDirArgument
+from morph.cli.reading.options import JsonOption, OnDemandOption, PngOption, PriceOption, RunDirArgument
 from morph.contract import ranges
 from morph.contract.errors import RunDirError
 from morph.contract.files import check_output, write_whole
@@ -25,8 +25,8 @@ def status_command(
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Also the cause of each morph, and where its state came from.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The whole report as JSON.")] = False,
-    png: Annotated[Path | None, typer.Option(help="Draw the run into this file.")] = None,
+    as_json: JsonOption = False,
+    png: PngOption = None,
 ) -> None:
     """Show how a run is doing, or how it ended: steps, shapes, morphs, loss.
 
@@ -99,7 +99,7 @@ def events_command(
 def report_command(
     run_dir: RunDirArgument,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Default: report.html in the run's directory.")
+        Path | None, typer.Option("-o", "--output", help="Default: report.html in the run's directory.")
     ] = None,
     price: PriceOption = None,
     on_demand_price: OnDemandOption = None,

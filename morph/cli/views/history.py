@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from morph.cli.reading.options import JsonOption
 from morph.contract.errors import ConfigError
 from morph.words import counted
 
@@ -24,7 +25,7 @@ def history_command(
     size: Annotated[str | None, typer.Option(help="Only VMs of this size.")] = None,
     region: Annotated[str | None, typer.Option(help="Only VMs in this region.")] = None,
     zone: Annotated[str | None, typer.Option(help="Only VMs in this zone.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="What is known as JSON.")] = False,
+    as_json: JsonOption = False,
     forget: Annotated[
         bool, typer.Option("--forget", help="Forget these VMs; needs at least one of the above.")
     ] = False,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from morph.cli.reading.options import RunDirArgument
+from morph.cli.reading.options import PngOption, RunDirArgument
 from morph.contract.errors import RunDirError
 from morph.contract.files import check_output, write_whole
 from morph.words import time_text
@@ -23,8 +23,8 @@ def timeline_command(
         int | None, typer.Option(min=0, help="The step. Default: the one that was recorded last.", show_default=False)
     ] = None,
     replica: Annotated[int, typer.Option(min=0, help="The replica to draw.")] = 0,
-    png: Annotated[Path | None, typer.Option(help="Draw the replica's stages into this PNG file.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the trace into this file, for ui.perfetto.dev.")] = None,
+    png: PngOption = None,
+    perfetto: Annotated[Path | None, typer.Option(help="Write the trace into this file, for ui.perfetto.dev.")] = None,
     morph: Annotated[
         int | None,
         typer.Option(min=1, help="Show a change of shape instead: 1 is the first that `morph status` lists."),
@@ -36,7 +36,7 @@ def timeline_command(
     Example:
       morph run job.py:job --profile profile.json --cluster local.yaml --run-dir runs/tiny --timeline-step 5
       morph timeline runs/tiny --step 5 --png gantt.png
-      morph timeline runs/tiny --morph 1 --json morph.json
+      morph timeline runs/tiny --morph 1 --perfetto morph.json
     """
     from rich.console import Console
 
@@ -45,7 +45,7 @@ def timeline_command(
     from morph.runtime.step.timeline import write_trace
     from morph.tables import table
 
-    for output in (png, json):
+    for output in (png, perfetto):
         if output is not None:
             check_output(output, RunDirError)
     read_facts(run_dir)
@@ -53,7 +53,7 @@ def timeline_command(
         for option, value in (("--step", step), ("--png", png)):
             if value:
                 raise RunDirError("cannot be combined with --morph", field=option, allowed="one of the two")
-        _show_morph(run_dir, morph, json)
+        _show_morph(run_dir, morph, perfetto)
         return
     timelines = _chosen(read_timelines(run_dir), step, run_dir)
     num_replicas = len({timeline.replica for timeline in timelines})
@@ -79,12 +79,12 @@ def timeline_command(
 
         draw_measured(timelines, replica, png)
         console.print(f"Drew {png}.")
-    if json is not None:
-        write_trace(timelines, json)
-        console.print(f"Wrote {json}.")
+    if perfetto is not None:
+        write_trace(timelines, perfetto)
+        console.print(f"Wrote {perfetto}.")
 
 
-def _show_morph(run_dir: Path, number: int, json_path: Path | None) -> None:
+def _show_morph(run_dir: Path, number: int, path: Path | None) -> None:
     """Print one change of shape, worker by worker."""
     import json
 
@@ -113,9 +113,9 @@ def _show_morph(run_dir: Path, number: int, json_path: Path | None) -> None:
     ]
     console = wide_console(160)
     console.print(table(title, ("at", "for", "who", "what", "detail"), rows, left=5, light=True))
-    if json_path is not None:
-        write_whole(json_path, json.dumps(chrome_trace(trace)))
-        console.print(f"Wrote {json_path}.")
+    if path is not None:
+        write_whole(path, json.dumps(chrome_trace(trace)))
+        console.print(f"Wrote {path}.")
 
 
 def _chosen(recorded: dict[int, tuple[StepTimeline, ...]], step: int | None, run_dir: Path) -> Sequence[StepTimeline]:

@@ -1,1 +1,0 @@
-"""Cluster files and what they make on a cloud: config, cloud."""
