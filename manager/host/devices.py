@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import NamedTuple
 from morph.contract.errors import ConfigError
 
 _COMMAND = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
+_PARTS_COMMAND = ("nvidia-smi", "-L")
+_PART = re.compile(r"^\s+MIG \S*?\.(\d+)gb\S*\s.*\(UUID: (MIG-[^)]+)\)", re.MULTILINE)
 _ASK_S = 30.0
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -22,16 +25,25 @@ class CudaDevice(NamedTuple):
     memory_bytes: int
 
 
-def _ask() -> str:
-    return subprocess.run(_COMMAND, capture_output=True, check=True, text=True, timeout=_ASK_S).stdout
+def _ask(command: Sequence[str] = _COMMAND) -> str:
+    return subprocess.run(command, capture_output=True, check=True, text=True, timeout=_ASK_S).stdout
 
 
-def cuda_devices(ask: Callable[[], str] = _ask, environment: Mapping[str, str] = os.environ) -> tuple[CudaDevice, ...]:
+def _ask_parts() -> str:
+    return _ask(_PARTS_COMMAND)
+
+
+def cuda_devices(
+    ask: Callable[[], str] = _ask,
+    environment: Mapping[str, str] = os.environ,
+    ask_parts: Callable[[], str] = _ask_parts,
+) -> tuple[CudaDevice, ...]:
     """The devices that a process started here may use: all, or those of ``CUDA_VISIBLE_DEVICES``. Takes up to 30 s.
 
     Args:
         ask: Returns a line for each: number, UUID and memory in MiB, as nvidia-smi does.
         environment: Of this process.
+        ask_parts: Returns what ``nvidia-smi -L`` prints, for names of MIG instances.
 
     Raises:
         ConfigError: there is none, or none of those named.
@@ -39,9 +51,13 @@ def cuda_devices(ask: Callable[[], str] = _ask, environment: Mapping[str, str] =
     try:
         lines = [tuple(cell.strip() for cell in line.split(",")) for line in ask().splitlines() if line.strip()]
         known = [(number, CudaDevice(uuid, int(mebibytes) << 20)) for number, uuid, mebibytes in lines]
+        wanted = environment.get(_VISIBLE)
+        if wanted is not None and "MIG-" in wanted.upper():
+            # a profile as 1g.10gb has somewhat more than 10e9 bytes
+            parts = [(uuid, int(size) * 10**9) for size, uuid in _PART.findall(ask_parts())]
+            known += [(uuid, CudaDevice(uuid, num_bytes)) for uuid, num_bytes in parts]
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise _none_there(f"nvidia-smi says: {error}") from error
-    wanted = environment.get(_VISIBLE)
     if wanted is not None:
         names = [name.strip() for name in wanted.split(",") if name.strip()]
         known = [entry for name in names for entry in known if _is(entry, name)]

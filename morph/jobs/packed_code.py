@@ -55,7 +55,7 @@ def use(code: JobCode) -> str:
 
 
 def imported_for_forks(job_path: str) -> bool:
-    """Import what a job does; say whether this process can still be forked: no thread was started, no device opened.
+    """Import what a job does; say whether this process can still be forked: no thread, and children may use CUDA.
 
     A worker that cannot load the job says what is wrong with it.
     """
@@ -63,9 +63,29 @@ def imported_for_forks(job_path: str) -> bool:
 
     from morph.jobs.job import load_job
 
+    # torch.cuda.is_available() then asks the driver's library of numbers (NVML), after which children may still use CUDA
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     with imported_once(job_path), contextlib.suppress(JobError, SystemExit):
         load_job(job_path)
-    return not has_threads() and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch ships no types
+    return not has_threads() and (not torch.backends.cuda.is_built() or _child_may_use_cuda())
+
+
+def _child_may_use_cuda() -> bool:
+    """Try it: a call as harmless as ``torch.cuda.device_count()`` can end that, and ``is_initialized()`` tells nothing."""
+    import torch
+
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call] # torch ships no types
+            code = 0
+        except (RuntimeError, AssertionError) as error:
+            code = int("fork" in str(error))  # without a device, or with a broken driver, workers say so themselves
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    return status == 0
 
 
 def has_threads() -> bool:

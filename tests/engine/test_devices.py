@@ -32,6 +32,17 @@ def test_the_devices_that_are_visible_are_listed_with_their_memory(
     assert cuda_devices(lambda: TWO, environment) == found
 
 
+def test_a_part_of_a_device_is_known_by_its_name() -> None:
+    listed = (
+        "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-aa)\n"
+        "  MIG 3g.20gb     Device  0: (UUID: MIG-11)\n"
+        "  MIG 1g.5gb+me   Device  1: (UUID: MIG-22)\n"
+    )
+    environment = {"CUDA_VISIBLE_DEVICES": "MIG-22,MIG-11"}
+    found = cuda_devices(lambda: TWO, environment, lambda: listed)
+    assert found == (CudaDevice("MIG-22", 5 * 10**9), CudaDevice("MIG-11", 20 * 10**9))
+
+
 def _missing() -> str:
     raise FileNotFoundError("nvidia-smi")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import stat
 import sys
 import zipfile
@@ -11,13 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from manager.run import job_snapshot as job_code
 from manager.run.job_snapshot import changed, collect, digests, from_elsewhere, keep, kept, pack
 from morph.contract.errors import ConfigError, JobError, RunDirError
 from morph.contract.messages import Failed, JobCode, WorkerSetup
+from morph.jobs import packed_code
 from morph.jobs.files import JobFiles
-from morph.jobs.packed_code import files_of, use
+from morph.jobs.packed_code import files_of, imported_for_forks, use
 from tests.worker_setup import SETUP
 
 
@@ -54,6 +57,35 @@ def importing() -> Iterator[None]:
             "morph."
         ):
             del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("asks", "ends_it"),
+    [("torch.cuda.init()", True), ("torch.cuda.is_available()", False)],
+)
+def test_a_job_that_opens_a_device_ends_forking_and_one_that_looks_for_it_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: str, ends_it: bool
+) -> None:
+    """CUDA as torch has it: after a call of the driver, children of this process cannot begin to use it."""
+    pid, called = os.getpid(), []
+
+    def init() -> None:
+        if os.getpid() != pid and called:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, ...")
+        called.append("init")
+
+    def is_available() -> bool:
+        if os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") != "1":
+            called.append("is_available")
+        return True
+
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(packed_code, "has_threads", lambda: False)
+    (tmp_path / "train.py").write_text(f"import torch\n{asks}\njob = None\n")
+    assert imported_for_forks(f"{tmp_path / 'train.py'}:job") is not ends_it
 
 
 def packed(folder: Path, *files: str, unpack: bool = False) -> JobCode:
