@@ -18,6 +18,7 @@ from morph.contract.plan import Expectation, Plan, Schedule, StagePlan
 from morph.cutting.cache.cut_job import load_and_cut
 from morph.cutting.cuts.cut_model import CutModel
 from morph.jobs.job import load_job
+from morph.losses import plain_mean
 from morph.runtime.groups.store import StoreHost
 from morph.runtime.process.worker import Worker
 
@@ -78,8 +79,7 @@ def cut_job(job_path: str) -> CutModel:
 
 def loss_of(job: Job, model: Any, batch: dict[str, Tensor]) -> Tensor:
     """A micro-batch's loss, without what else the job reports."""
-    found = job.loss(model, batch)
-    return found[0] if isinstance(found, tuple) else found
+    return plain_mean(job.loss, model, batch)
 
 
 class Crew:

@@ -11,14 +11,17 @@ if TYPE_CHECKING:
     from morph.cutting.sections.cut_point import CutPoint as CutPoint
     from morph.jobs.job import Job as Job
     from morph.jobs.job import LossScaling as LossScaling
+    from morph.losses import Loss as Loss
 
 __version__ = "0.1.0"
-__all__ = ["CutPoint", "Job", "LossScaling", "__version__"]
+__all__ = ["CutPoint", "Job", "Loss", "LossScaling", "__version__"]
 _LAZY = {
     "CutPoint": "morph.cutting.sections.cut_point",
     "Job": "morph.jobs.job",
+    "Loss": "morph.losses",
     "LossScaling": "morph.jobs.job",
     "elastic": None,
+    "losses": None,
     "spot": None,
 }
 """Where what loads torch is; None: a module of this name."""

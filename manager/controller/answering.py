@@ -21,7 +21,17 @@ from manager.controller.state.nodes import NodeEvent
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import OutstandingOrder, Phase, StepReport, mean_of
 from manager.controller.steps.stepping import begin, decide_step, seal_if_complete
-from morph.contract.messages import Aborted, Answer, Committed, Failed, Prepared, Reshaped, WorkerId, WorkerReady
+from morph.contract.messages import (
+    Aborted,
+    Answer,
+    Committed,
+    Failed,
+    Prepared,
+    Reshaped,
+    WorkerId,
+    WorkerReady,
+    weights_of,
+)
 from morph.words import counted
 
 AnswerT = TypeVar("AnswerT")
@@ -139,6 +149,7 @@ def _report_of(answer: Prepared) -> StepReport:
         unit_norms_sq=answer.unit_norms_sq,
         non_finite=answer.non_finite,
         followed=answer.followed,
+        weights=weights_of(answer.losses),
     )
 
 

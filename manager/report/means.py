@@ -7,19 +7,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from manager.report.values import EvaluationRecord
-from morph.contract.messages import Evaluation, MicroBatchLoss, Prepared
+from morph.contract.messages import WEIGHT, Evaluation, MicroBatchLoss, Prepared
 
 
 def mean_loss(losses: Sequence[MicroBatchLoss]) -> float | None:
-    """Return the mean loss; None for none, or when one is not a number."""
-    return _mean(entry.loss for entry in _each_once(losses))
+    """Return the mean loss, or total over weight; None for none, or when one is not a number."""
+    entries = _each_once(losses)
+    return _mean([entry.loss for entry in entries], [entry.metrics.get(WEIGHT) for entry in entries])
 
 
 def mean_metrics(losses: Sequence[MicroBatchLoss]) -> dict[str, float]:
-    """Return the mean of each metric that is a number in every micro-batch."""
+    """Return the mean, or total over weight, of each metric that is a number in every micro-batch."""
     entries = _each_once(losses)
-    names = sorted(entries[0].metrics) if entries else []
-    means = {name: _mean(entry.metrics[name] for entry in entries) for name in names}
+    names = sorted(name for name in entries[0].metrics if not name.endswith(WEIGHT)) if entries else []
+    means = {
+        name: _mean([entry.metrics[name] for entry in entries], [entry.metrics.get(name + WEIGHT) for entry in entries])
+        for name in names
+    }
     return {name: mean for name, mean in means.items() if mean is not None}
 
 
@@ -33,11 +37,13 @@ def _each_once(losses: Iterable[MicroBatchLoss]) -> list[MicroBatchLoss]:
     return list({entry.micro_batch: entry for entry in losses}.values())
 
 
-def _mean(numbers: Iterable[float]) -> float | None:
-    found = list(numbers)
-    if not found or not all(math.isfinite(number) for number in found):
+def _mean(numbers: Sequence[float], weights: Sequence[float | None]) -> float | None:
+    """Return the mean of numbers, or, where they are totals, their sum over that of their weights."""
+    if not numbers or not all(map(math.isfinite, numbers)):
         return None
-    return math.fsum(found) / len(found)
+    given = [weight for weight in weights if weight is not None]
+    weight = math.fsum(given) if given else len(numbers)
+    return math.fsum(numbers) / weight if weight else None
 
 
 @dataclass

@@ -38,7 +38,7 @@ class StepRecord(Value):
     metrics: dict[str, float] = Field(default_factory=dict, description="means likewise; those that are numbers")
     learning_rates: tuple[float, float] | None = Field(default=None, description="lowest and highest; None: unknown")
     gradient_norm: float | None = Field(default=None, description="before clipping; None: the job does not ask for it")
-    skipped: bool = Field(default=False, description="a gradient was not finite: the weights stayed as they were")
+    skipped: bool = Field(default=False, description="a gradient was not finite, or nothing counted: weights stayed")
     loss_scale: float | None = Field(default=None, description="of this step; None: the job has none")
     num_attempts: int
     redone_later: bool = False

@@ -8,6 +8,7 @@ order (a step, a reshape or a commit) names that version.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -250,10 +251,15 @@ class Reshaped(Value):
     )
 
 
-class MicroBatchLoss(Value):
-    """Loss and metrics of one micro-batch (means over its samples); only last stages report them.
+WEIGHT = "/weight"
+"""Behind the name of a metric, and alone for the loss: the weight of which it is the total (``morph.Loss``)."""
 
-    With a loss scale, a loss may be infinite or NaN: its step is then skipped.
+
+class MicroBatchLoss(Value):
+    """Loss and metrics of one micro-batch: means over its samples, or totals; only last stages report them.
+
+    Where ``metrics`` has a weight too, the value that it belongs to is a total. With a loss scale, a loss may be
+    infinite or NaN: its step is then skipped.
     """
 
     model_config = ConfigDict(allow_inf_nan=True)
@@ -261,6 +267,16 @@ class MicroBatchLoss(Value):
     micro_batch: int
     loss: float
     metrics: dict[str, float] = Field(default_factory=dict)
+
+    @property
+    def weight(self) -> float | None:
+        """Of the loss; None: it is a mean over samples."""
+        return self.metrics.get(WEIGHT)
+
+
+def weights_of(losses: Iterable[MicroBatchLoss]) -> dict[int, float]:
+    """Weights of losses by micro-batch; empty where losses are means over samples."""
+    return {entry.micro_batch: entry.weight for entry in losses if entry.weight is not None}
 
 
 class Evaluation(Value):

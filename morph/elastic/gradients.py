@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from morph.contract.errors import InputError
+from morph.contract.messages import WEIGHT
 from morph.data.seeding import own_generators, seed_of
 from morph.elastic.membership import Membership, Place
 from morph.elastic.mini_batches import Batch
@@ -19,6 +20,7 @@ from morph.elastic.settings import Digest, Settings
 from morph.elastic.state import TrainingState
 from morph.elastic.strategy import S_SGD, shares_of
 from morph.elastic.sums import Accumulation, Kind, StepSums, buckets_of
+from morph.losses import Loss, values_of
 from morph.runtime.groups.channels import Ring
 from morph.runtime.state.accumulators import Reduced
 from morph.runtime.state.parts import Memory
@@ -35,7 +37,7 @@ class Try(NamedTuple):
 
     place: Place
     batch: Batch | None
-    loss_of: Callable[[Any], Tensor]
+    loss_of: Callable[[Any], Tensor | Loss]
 
 
 class Gradients:
@@ -128,9 +130,10 @@ class Gradients:
             seed_all(seed_of(given.batch.seed, "share", given.batch.step, index))
             self._run(given.loss_of(share))
 
-    def _run(self, loss: Tensor) -> None:
+    def _run(self, result: Tensor | Loss) -> None:
         assert self._sums is not None
-        self._sums.add_loss(float(loss.detach()))
+        loss, told = values_of(result)
+        self._sums.add_loss(float(loss.detach()), float(told.get(WEIGHT, 1.0)))
         self._is_in_backward = True
         try:
             loss.backward()  # type: ignore[no-untyped-call] # torch ships no types for it

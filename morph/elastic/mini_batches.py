@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import default_collate
 
 from morph.contract.errors import InputError
@@ -145,7 +145,7 @@ def batches(
     return Batches(dataset, global_batch, seed, share_size, num_steps)
 
 
-def loss_warnings(batches: Batches, model: nn.Module, loss_of: Callable[[Any], Tensor]) -> tuple[str, ...]:
+def loss_warnings(batches: Batches, model: nn.Module, loss_of: Callable[[Any], Any]) -> tuple[str, ...]:
     """Say, as ``morph run`` does, how the loss differs from the mean over samples that Morph takes it for.
 
     Calls ``loss_of`` several times without gradients, with unlike samples of the data set. Says nothing where that

@@ -15,6 +15,7 @@ from torch.nn import Module
 from torch.optim.lr_scheduler import LRScheduler
 
 from morph.contract.errors import GenerationAborted, InputError, PeerLost
+from morph.contract.messages import WEIGHT
 from morph.elastic.gradients import Gradients, Try
 from morph.elastic.invitation import Invitation
 from morph.elastic.membership import Place
@@ -35,6 +36,7 @@ from morph.elastic.strategy import (
     partner,
 )
 from morph.elastic.sums import JOINING, LOSS, Accumulation, Signals
+from morph.losses import Loss
 from morph.runtime.state.accumulators import Reduced, apply_change
 from morph.runtime.state.optimizer_state import MakeScheduler
 from morph.runtime.state.unit_state import squared_norm
@@ -150,15 +152,17 @@ class Optimizer:
         """
         self._session.finish()
 
-    def step(self, loss_of: Callable[[Any], Tensor]) -> float:
+    def step(self, loss_of: Callable[[Any], Tensor | Loss]) -> float:
         """Do one step with all other workers, however often it must be begun again.
 
         Args:
-            loss_of: Returns the mean loss of a share of the batch. It may be called several times, or not at all. In a
-                loop with batches of its own it is called with None, once for each try.
+            loss_of: Returns the mean loss of a share of the batch, or a :class:`morph.Loss`: totals of all shares are
+                divided by the sum of all weights, and a step in which nothing has a weight changes no parameter. It may
+                be called several times, or not at all. In a loop with batches of its own it is called with None, once
+                for each try.
 
         Returns:
-            The mean loss, the same at every worker; under ``ad-psgd`` this worker's own.
+            The mean loss, the same at every worker; under ``ad-psgd`` this worker's own. NaN where nothing counts.
 
         Raises:
             InputError: gradients were computed outside of this; or the settings are not those of the oldest worker.
@@ -217,7 +221,7 @@ class Optimizer:
         place, weights = given.place, self._state.weights()
         total = Sum(as_vector(weights), self._session.ring)  # of what the step begins with, while it computes
         reduced, exponents = self._gradients.compute(given, None, self._session.membership)
-        signals = self._signals(float(reduced[-1].gradients[LOSS]))
+        signals = self._signals(_mean_loss(reduced[-1].gradients))
         mean = total.wait("the sum of all replicas") / len(place.ring.members)
         loss, rate, is_joined = signals.reduce(self._session.ring, len(place.ring.members))
         if self._is_agreed(place):
@@ -325,7 +329,15 @@ class Optimizer:
 
     def _apply(self, reduced: list[Reduced], exponents: dict[str, int], *, is_kept: bool = False) -> tuple[Tensor, ...]:
         """Apply a step; return it as joiners need it, if it is to be kept for them."""
+        aside = reduced[-1].gradients
         gradients = {name: one for part in reduced[:-1] for name, one in part.gradients.items()}
+        weight = float(aside[WEIGHT])
+        if weight == 0:
+            log.info("step %d: nothing in it counts: parameters stay as they are", self._state.num_steps)
+            gradients = {}
+        elif weight != 1:
+            for gradient in gradients.values():
+                gradient.mul_(1 / weight)
         self._clip(gradients)
         packed = self._state.pack_gradients(gradients) if is_kept else None
         for name, parameter in self._parameters.items():
@@ -334,12 +346,17 @@ class Optimizer:
         for parameter in self._parameters.values():
             parameter.grad = None
         self._gradients.release()
-        aside = reduced[-1].gradients
         for name, buffer in self._state.buffers().items():
             apply_change(name, buffer, aside[name])
         self._state.exponents = exponents
-        self._state.loss = float(aside[LOSS])
+        self._state.loss = _mean_loss(aside)
         self._state.num_steps += 1
         step = () if packed is None else (self._state.pack_applied(self._gradients.settings), packed)
         self._state.advance_schedule()
         return step
+
+
+def _mean_loss(aside: Mapping[str, Tensor]) -> float:
+    """Return the loss over its weight; NaN where nothing counts."""
+    weight = float(aside[WEIGHT])
+    return float(aside[LOSS]) / weight if weight else math.nan

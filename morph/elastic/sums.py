@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from morph.contract.errors import InputError
+from morph.contract.messages import WEIGHT
 from morph.elastic.settings import DIGEST_BYTES, Digest
 from morph.runtime.groups.channels import Ring
 from morph.runtime.groups.interrupt import Interrupt
@@ -32,7 +33,7 @@ from morph.runtime.state.reducing import Reduction
 
 Accumulation = Literal["exact", "fast"]
 BUCKET_BYTES = 25 * 2**20
-LOSS, JOINING, DIGEST = "/loss", "/joining", "/digest"
+LOSS, JOINING, DIGEST = "/loss", "/joining", "/digest"  # and WEIGHT, "/weight"
 """Names of what is summed beside gradients and buffers; a parameter's cannot begin so."""
 
 
@@ -114,7 +115,7 @@ class StepSums:
         first = first_exponent(kind.num_contributions)
         is_exact = kind.accumulation == "exact"
         self._aside = {name: change_like(buffer, exact=is_exact) for name, buffer in kind.buffers.items()}
-        self._aside |= {name: torch.zeros((), dtype=torch.float64) for name in (LOSS, JOINING)}
+        self._aside |= {name: torch.zeros((), dtype=torch.float64) for name in (LOSS, WEIGHT, JOINING)}
         self._aside[DIGEST] = torch.zeros(8 * DIGEST_BYTES, dtype=torch.float64)
         self._accumulators: list[Accumulator] = []
         for names in (*kind.buckets, *kind.late):
@@ -165,9 +166,10 @@ class StepSums:
             while self._num_started < len(self._missing) and not self._missing[self._num_started]:
                 self._start_next()
 
-    def add_loss(self, loss: float) -> None:
-        """Add a share's loss."""
-        self._accumulators[-1].add(LOSS, torch.tensor(loss, dtype=torch.float64))
+    def add_loss(self, loss: float, weight: float = 1.0) -> None:
+        """Add a share's loss: a mean, or a total with its weight."""
+        for name, value in ((LOSS, loss), (WEIGHT, weight)):
+            self._accumulators[-1].add(name, torch.tensor(value, dtype=torch.float64))
 
     def add_changes(self, before: Mapping[str, Tensor]) -> None:
         """Add by how much one share changed the buffers."""

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    Loss = Tensor | tuple[Tensor, Mapping[str, Tensor]]
+    from morph.losses import Loss
+
+    LossResult = Tensor | Loss | tuple[Tensor | Loss, Mapping[str, Tensor | Loss]]
 
 Accumulation = Literal["exact", "fast"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -87,7 +89,8 @@ class Job:
     Args:
         model: Builds the model with fresh random weights.
         loss: ``loss(model, batch)`` calls the model and returns the scalar mean loss over the samples of ``batch``
-            (every entry of which has the samples as its first dimension), or ``(loss, {"name": scalar, ...})`` with
+            (every entry of which has the samples as its first dimension), or a :class:`morph.Loss` of a total and its
+            weight, as of a mean over tokens; or ``(loss, {"name": scalar, ...})`` with
             metrics that are means over the samples too.
         dataset: Builds the data set. Order and contents must be the same in every process; numbers that an item draws
             from the global generators of torch, numpy and Python are (seeded by seed, epoch and sample).
@@ -121,7 +124,7 @@ class Job:
     """
 
     model: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, dict[str, Tensor]], Loss]
+    loss: Callable[[nn.Module, dict[str, Tensor]], LossResult]
     dataset: Callable[[], MapDataset]
     optimizer: Callable[[Iterable[tuple[str, Parameter]]], Optimizer]
     batch_size: int

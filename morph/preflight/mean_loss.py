@@ -20,10 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from morph.contract.errors import JobError, MorphError
+from morph.contract.messages import WEIGHT
 from morph.cutting.deferred_init.construct import build_really, training_mode
 from morph.cutting.trial_run.trial import example_batch, move_weights, run_really
 from morph.data.loader import data_of, read_samples, stack_entry
 from morph.jobs.job import Job
+from morph.losses import values_of
 from morph.preflight.equal_draws import EqualDraws
 from morph.preflight.unlike_pairs import IGNORED, Look, entries, look, num_other, unlike_pairs
 
@@ -39,7 +41,7 @@ _SURE = 10.0
 """A pair must be off the mean by this many tolerances to tell why."""
 _NOTHING = 1e-3
 """A share of weight up to this counts as none."""
-_TIMES_WEIGHT = "multiply each sample's own loss (reduction='none') by its weight, then average over the samples"
+_TIMES_WEIGHT = "return morph.Loss(total, weight), which is divided by the weight of the whole mini-batch"
 
 
 class LossFailed(Exception):
@@ -167,6 +169,8 @@ class _Runs:
         self.trial = trial
         self.spent_s = 0.0
         self.copies = 1
+        self.totals: set[str] = set()
+        """Values that are totals, or their weights: of samples together the sum of their own, not the mean."""
         self.precision = 0.0
         """The largest ``eps`` of a type that took part."""
         self._values: dict[tuple[int, ...], Mapping[str, float]] = {}
@@ -216,8 +220,10 @@ class _Runs:
         try:
             with EqualDraws() as draws:
                 result = self.trial.loss(self.trial.collate(samples))
-            loss, metrics = result if isinstance(result, tuple) else (result, {})
-            values = {"": float(loss), **{name: float(value) for name, value in metrics.items()}}
+            loss, told = values_of(result)
+            values = {"": float(loss), **{name: float(value) for name, value in told.items()}}
+            self.totals |= {name.removesuffix(WEIGHT) for name in told if name.endswith(WEIGHT)}
+            self.totals |= {name for name in told if name.endswith(WEIGHT)}
         except MorphError:
             raise
         except Exception as error:
@@ -270,6 +276,7 @@ class _Seen:
     indices: tuple[int, ...]
     whole: float
     parts: tuple[float, ...]
+    is_total: bool = False
 
     @property
     def is_known(self) -> bool:
@@ -278,8 +285,8 @@ class _Seen:
 
     @property
     def off(self) -> float:
-        """How far it is from the mean."""
-        return abs(self.whole - sum(self.parts) / len(self.parts))
+        """How far it is from the mean, or from the sum."""
+        return abs(self.whole - sum(self.parts) / (1 if self.is_total else len(self.parts)))
 
     @property
     def apart(self) -> float:
@@ -301,7 +308,8 @@ class _Judge:
         def value(those: tuple[int, ...]) -> float:
             return self._runs.of(those).get(self._name, math.nan)
 
-        return _Seen(indices, value(indices), tuple(value((index,)) for index in indices))
+        parts = tuple(value((index,)) for index in indices)
+        return _Seen(indices, value(indices), parts, self._name in self._runs.totals)
 
     def _is_wrong(self, seen: _Seen) -> bool:
         """A sample without a loss of its own has none in company either, if the loss is a mean."""
@@ -314,9 +322,16 @@ class _Judge:
         if not self._wrong:
             return None
         telling = max(self._wrong, key=lambda seen: (math.isfinite(seen.off), len(seen.indices) == 2, seen.off))
-        what = f"metric {self._name!r}" if self._name else "the loss"
+        name = self._name.removesuffix(WEIGHT)
+        what = f"metric {name!r}" if name else "the loss"
         part, parts, setting = self._runs.trial.part, self._runs.trial.parts, self._runs.trial.setting
         shown = self._shown(telling)
+        if self._name in self._runs.totals:
+            what = f"{'weight' if self._name.endswith(WEIGHT) else 'total'} of {what}"
+            return (
+                f"the {what} of samples that come together is not the sum of their own ({shown}): Morph adds up "
+                f"{parts}, so the result changes with {setting}, though not with the shape"
+            )
         if self._is_sum():
             return (
                 f"{what} is a sum over the samples, not their mean ({shown}): Morph averages {parts}, so it comes out "
@@ -334,7 +349,8 @@ class _Judge:
             f"{what} of samples that come together is not the mean of their own ({shown}): they are weighed (by "
             "class, by token) or affect each other, as by negatives of the same batch (contrastive losses), statistics "
             f"or load balancing over a batch; with Morph only the m samples of a {part} come together, so the result "
-            f"changes with {setting}, though not with the shape"
+            f"changes with {setting}, though not with the shape; morph.Loss(total, weight) is divided by the weight of "
+            "the whole mini-batch"
         )
 
     def _is_sum(self) -> bool:
@@ -346,15 +362,16 @@ class _Judge:
     def _shown(self, seen: _Seen) -> str:
         twice = ", each twice" if self._runs.copies > 1 else ""
         if len(seen.indices) > 2:
-            mean = sum(seen.parts) / len(seen.parts)
-            return f"{len(seen.indices)} samples together{twice}: {seen.whole:.6g}; the mean of their own: {mean:.6g}"
+            kind, num = ("sum", 1) if seen.is_total else ("mean", len(seen.parts))
+            of_own = f"the {kind} of their own: {sum(seen.parts) / num:.6g}"
+            return f"{len(seen.indices)} samples together{twice}: {seen.whole:.6g}; {of_own}"
         numbers = " and ".join(map(str, seen.indices))
         own = " and ".join(f"{value:.6g}" for value in seen.parts)
         return f"samples {numbers} together{twice}: {seen.whole:.6g}; alone: {own}"
 
     def _by_entry(self, telling: _Seen) -> tuple[str, str] | None:
         """By a number that some entry of the samples holds, if all that was seen fits."""
-        tokens = "average within each sample first, then over the samples"
+        tokens = "return morph.Loss(total, weight), or average within each sample first"
         best: tuple[str, str] | None = None
         least = math.inf
         for key, entry in self._runs.entries(telling.indices[0]).items():

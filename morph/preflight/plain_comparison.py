@@ -32,6 +32,7 @@ from morph.cutting.trial_run.trial import move_weights, rms
 from morph.data import MicroBatchLoader, data_of
 from morph.data.loader import read_samples
 from morph.jobs.job import Job
+from morph.losses import values_of
 from morph.preflight.plain_model import plain_model, shortened
 from morph.preflight.step_comparison import NUM_STEPS, StepTrial
 from morph.runtime.step.section_run import AddGradient, SectionRun, run_section, section_backward
@@ -326,7 +327,7 @@ def _plain_model(job: Job, exported: ExportedJob, device: torch.device) -> nn.Mo
 def _run_plain(job: Job, model: nn.Module, batch: Mapping[str, Tensor]) -> _Step:
     try:
         result = job.loss(model, dict(batch))
-        loss = result[0] if isinstance(result, tuple) else result
+        loss, _ = values_of(result)
         loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
     except Exception as error:
         _raise_if_lacking(error)

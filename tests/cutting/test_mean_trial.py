@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from morph.contract.errors import JobError
+from morph.losses import Loss, cross_entropy
 from morph.preflight.mean_loss import LossTrial, loss_warnings, mean_warnings
 from tests.cutting.zoo import ZOO, padded_texts
 
@@ -76,7 +77,30 @@ def with_metrics(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, di
     return out.square().mean(), {"right": out.abs().mean(), "largest": out.max()}
 
 
-@pytest.mark.parametrize("loss", [mean_loss, within_samples_first])
+def by_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Loss, dict[str, Loss]]:
+    logits = model(batch["x"])
+    counts = batch["labels"] != -100
+    right = (logits.argmax(-1) == batch["labels"]) & counts
+    return cross_entropy(logits, batch["labels"]), {"right": Loss(right.sum(), counts.sum())}
+
+
+def total_of_a_mean(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+    return Loss(over_tokens(model, batch), (batch["labels"] != -100).sum())
+
+
+def weight_of_a_mean(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+    return Loss(summed(model, batch), (batch["labels"] != -100).float().mean())
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"), [(total_of_a_mean, "total of the loss"), (weight_of_a_mean, "weight of the loss")]
+)
+def test_a_total_or_a_weight_that_is_no_sum_is_told(tools: Any, loss: Any, what: str) -> None:
+    (sentence,) = loss_warnings(tools.make_job(Noisy, loss, ITEMS))
+    assert sentence.startswith(f"the {what} of samples that come together is not the sum of their own (")
+
+
+@pytest.mark.parametrize("loss", [mean_loss, within_samples_first, by_token])
 def test_a_mean_over_samples_is_not_warned_of_whatever_the_model_draws(tools: Any, loss: Any) -> None:
     assert loss_warnings(tools.make_job(Noisy, loss, ITEMS)) == ()
 

@@ -22,6 +22,7 @@ from morph.elastic.optimizer import Optimizer
 from morph.elastic.settings import difference
 from morph.elastic.state import TrainingState
 from morph.elastic.sums import Accumulation
+from morph.losses import cross_entropy
 
 NUM_STEPS, BATCH = 8, 12
 
@@ -189,6 +190,53 @@ def test_parameters_are_those_of_a_plain_loop(case: str) -> None:
     moved = {name for name, value in net.named_parameters() if bool((value != before.get_parameter(name)).any())}
     assert moved == {name for name, _ in net.named_parameters()} - {"unused.weight", "unused.bias"}
     assert bool((net.phase.imag != before.phase.imag).any())
+
+
+class Sentences(Data):
+    """Places with and without labels; samples from ``BATCH`` to twice that have none, in the order of ``by_token``."""
+
+    def __init__(self) -> None:
+        super().__init__(num_labels=5)
+        self.empty = set(sample_indices(0, 1, BATCH, len(self)).tolist())
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, labels = super().__getitem__(index)
+        if index in self.empty or index % 3 == 0:
+            labels.fill_(-100)
+        return inputs, labels
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation": "fast"}, {"clip_grad_norm": 0.3}, {"sync": "sma"}])
+def test_a_mean_over_labels_is_that_of_a_plain_loop_over_whole_batches(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    plain, data = copy.deepcopy(net), Sentences()
+    inner, expected = sgd(plain), []
+    for step in range(3):
+        rows = [data[int(index)] for index in sample_indices(0, step, BATCH, len(data))]
+        inputs, labels = (torch.stack(part) for part in zip(*rows, strict=True))
+        loss = functional.cross_entropy(plain(inputs).flatten(0, 1), labels.flatten())
+        expected.append(loss.item())
+        if step != 1:  # in which there are no labels
+            inner.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            if "clip_grad_norm" in options:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), options["clip_grad_norm"])
+            inner.step()
+    optimizer = Optimizer(sgd(net), net, **options)
+    with caplog.at_level(logging.INFO, "morph.elastic"):
+        found = [
+            optimizer.step(lambda share: cross_entropy(net(share[0]), share[1]))
+            for _ in batches(data, global_batch=BATCH, share_size=4, num_steps=3)
+        ]
+    assert found == pytest.approx(expected, rel=1e-6, nan_ok=True)
+    assert_equal(net, plain)
+    assert [record.message for record in caplog.records if "nothing in it counts" in record.message] == [
+        "step 1: nothing in it counts: parameters stay as they are"
+    ]
+    assert not [record for record in caplog.records if "the sum of" in record.message or "the mean" in record.message]
 
 
 @pytest.mark.parametrize("accumulation", ["exact", "fast"])

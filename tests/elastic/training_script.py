@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import morph.elastic
+import morph.losses
 from morph.elastic.peers import Incoming
 from morph.runtime.state.deferred_compiler import defer_compiler
 
@@ -189,14 +190,15 @@ def main() -> None:
         (FOLDER / "joiner").touch()
     first_rank = optimizer.rank
     (FOLDER / f"begun-{os.getpid()}").touch()
-    loss_of, met = nn.CrossEntropyLoss(), set[int]()
+    met = set[int]()
     syncs, hashes = list[str](), list[str]()
 
-    def loss(share: Any) -> Tensor:
+    def loss(share: Any) -> Tensor | morph.Loss:
         meet_faults(optimizer, first_rank, met)
         inputs, labels = share
-        found: Tensor = loss_of(model(inputs), labels)
-        return found
+        if is_text:
+            return nn.functional.cross_entropy(model(inputs), labels)
+        return morph.losses.cross_entropy(model(inputs), labels.where(inputs[:, 0] < 1, -100))
 
     if os.environ.get("OWN_LOADER"):
         generator = torch.Generator().manual_seed(optimizer.rank)

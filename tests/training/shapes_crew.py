@@ -32,6 +32,7 @@ from morph.contract.messages import (
     UnitWritten,
     WorkerReady,
     WorkerSetup,
+    weights_of,
 )
 from morph.contract.plan import Plan
 from morph.cutting.cache.cut_job import load_and_cut
@@ -359,10 +360,11 @@ class _Run:
             [answer.unit_norms_sq for answer in answers],
             [answer.non_finite for answer in answers],
             self.units,
+            [weights_of(answer.losses) for answer in answers],
         )
         self.all_decided.append(self.decided)
         self.scales.append(self.scale)
-        self.scale = self.scale.after(skipped=self.decided.skipped) if self.scale else None
+        self.scale = self.decided.next_scale(self.scale)
 
     def save(self, fingerprint: str) -> Manifest:
         """Commit the decided version, and write every unit of it once."""

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from morph import CutPoint, Job, LossScaling
+from morph import CutPoint, Job, Loss, LossScaling
+from morph.losses import cross_entropy
 
 WIDTH = 8
 NUM_SAMPLES = 40
@@ -475,3 +476,59 @@ class CutOff(Net):
 
 
 cut_off = replace(plain, model=CutOff, optimizer=decaying)
+
+
+class Sentences(Points):
+    """Rows of numbers with a class each, of which most do not count: in some samples none does."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return ``x`` [length, width] and ``labels`` [length]."""
+        generator = torch.Generator().manual_seed(self._first + index)
+        labels = torch.randint(0, WIDTH, (6,), generator=generator)
+        labels[index % 9 if index % 5 < 3 else 0 :] = -100
+        return {"x": torch.randn(6, WIDTH, generator=generator), "labels": labels}
+
+
+CLASS_WEIGHTS = tuple(0.25 * (1 + number) for number in range(WIDTH))
+
+
+def token_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Loss, dict[str, Loss | Tensor]]:
+    """Mean over the labels that count, and how many of them are found."""
+    logits, labels = model(batch["x"]), batch["labels"]
+    counts = labels != -100
+    right = (logits.argmax(-1) == labels) & counts
+    told = {"right": Loss(right.sum(), counts.sum()), "size": logits.abs().mean()}
+    return cross_entropy(logits, labels), told
+
+
+def class_loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+    """Mean over the labels that count, some more than others."""
+    logits = model(batch["x"])
+    return cross_entropy(logits, batch["labels"], class_weights=torch.tensor(CLASS_WEIGHTS), label_smoothing=0.1)
+
+
+def counted_loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+    """Mean over the samples, by a number of Python's."""
+    x = batch["x"]
+    return Loss(model(x).square().mean((1, 2)).sum(), x.shape[0])
+
+
+by_token = replace(plain, loss=token_loss, dataset=Sentences, eval_data=lambda: Sentences(1000, 8), eval_every_steps=3)
+by_class = replace(by_token, loss=class_loss, optimizer=sgd, clip_grad_norm=0.1, eval_data=None, eval_every_steps=None)
+by_token_scaled = replace(by_token, loss_scaling=LossScaling(initial=16.0, growth_steps=2))
+
+
+def still_net() -> Net:
+    """The network without dropout, whose loss a whole mini-batch has in one piece too."""
+    net = Net()
+    net.dropout.p = 0.0
+    return net
+
+
+by_token_still = replace(by_token, model=still_net)
+by_class_still = replace(by_class, model=still_net)
+by_token_fast = replace(by_class_still, loss=token_loss, accumulation="fast")
+by_count = replace(by_token_still, loss=counted_loss, eval_data=None, eval_every_steps=None)
+none_counts = replace(
+    by_token_scaled, loss=lambda model, batch: cross_entropy(model(batch["x"]), torch.full_like(batch["labels"], -100))
+)

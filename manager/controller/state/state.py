@@ -53,6 +53,9 @@ class StepReport(Value):
     unit_norms_sq: dict[UnitId, float]
     non_finite: bool
     followed: bool = False
+    weights: dict[int, float] = Field(
+        default_factory=dict, description="of losses, by micro-batch; empty: none has one"
+    )
 
 
 class StepProgress(Value):

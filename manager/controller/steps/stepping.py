@@ -71,7 +71,8 @@ def decide_step(draft: Draft) -> None:
     state = draft.state
     sentence = f"every worker prepared step {step}: version {step + 1} is decided"
     if state.decided is not None and state.decided.skipped:
-        sentence += ", its weights unchanged, for a gradient is not finite"
+        cause = "nothing in it counts" if state.decided.gradient_factor == 0 else "a gradient is not finite"
+        sentence += f", its weights unchanged, for {cause}"
     draft.say(ReasonCode.STEP_DECIDED, sentence)
     if _is_last(state):
         return _commit(draft)
@@ -168,10 +169,10 @@ def _decide_facts(draft: Draft) -> None:
         [report.unit_norms_sq for report in reports],
         [report.non_finite for report in reports],
         state.config.units,
+        [report.weights for report in reports],
     )
-    scale = step.loss_scale.after(skipped=decided.skipped) if step.loss_scale is not None else None
     draft.change(decided=decided)
-    draft.change_step(loss_scale=scale)
+    draft.change_step(loss_scale=decided.next_scale(step.loss_scale))
 
 
 def _settle_holdings(draft: Draft, *, others_keep: bool) -> None:

@@ -50,6 +50,7 @@ from morph.cutting.source.locate import (
 from morph.cutting.source.refusal import OR_MARK, explain, transform_refused
 from morph.cutting.trial_run.trial import Whole, blame_the_job, built_model, check_loss, example_batch, try_loss
 from morph.jobs.job import Job
+from morph.losses import names_of
 
 __all__ = ["ExportedJob", "GraphJob", "MarkedJob", "Source", "export_job"]
 
@@ -168,9 +169,9 @@ def _export(
         buffers = dict(model.named_buffers())
         result = job.loss(model, entries)
         write_assigned_buffers(model, buffers)
-        if isinstance(result, tuple):
+        if not isinstance(result, Tensor):
             check_loss(job, result)
-            names[:] = sorted(result[1])
+            names[:] = names_of(result)
         return result
 
     samples = Dim("samples", min=1, max=_MAX_SAMPLES)

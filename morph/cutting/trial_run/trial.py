@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from morph.contract.errors import JobError, MorphError
+from morph.contract.messages import WEIGHT
 from morph.cutting.deferred_init.construct import BuiltModel, build_model, build_really, training_mode
 from morph.cutting.deferred_init.recordable import quiet_fakes, unvalidated_distributions
 from morph.cutting.source.locate import calling_line, definition_line, user_line
@@ -22,6 +23,7 @@ from morph.cutting.source.refusal import changes_requires_grad, first_line
 from morph.cutting.trial_run.repeatable import Forward, require_repeatable
 from morph.data.loader import check_map_style, data_of, read_samples, stack_entry
 from morph.jobs.job import Job
+from morph.losses import Loss, values_of
 
 _EXAMPLE_SAMPLES = 3
 _MAX_REAL_BYTES = 2 << 30
@@ -40,7 +42,7 @@ def call_loss(job: Job, model: nn.Module, batch: dict[str, Tensor]) -> object:
 
 
 class Whole(nn.Module):
-    """The whole step of a micro-batch as one module: the loss of the model, then its metrics by name."""
+    """The whole step of a micro-batch as one module: the loss of the model, then metrics and weights by name."""
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, dict[str, Tensor]], Any]) -> None:
         super().__init__()
@@ -51,13 +53,9 @@ class Whole(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor | tuple[Tensor, ...]:
         """Return the loss, or (loss, metrics in order of their names)."""
-        result = self._loss(self.model, dict(batch))
-        if not isinstance(result, tuple):
-            loss: Tensor = result
-            return loss
-        loss, metrics = result
-        self.metric_names[:] = sorted(metrics)
-        return (loss, *(metrics[name].detach().clone() for name in sorted(metrics)))
+        loss, told = values_of(self._loss(self.model, dict(batch)))
+        self.metric_names[:] = sorted(told)
+        return (loss, *(told[name] for name in sorted(told))) if told else loss
 
 
 def built_model(job: Job) -> BuiltModel:
@@ -270,6 +268,9 @@ def check_loss(job: Job, result: object) -> None:
             "it: (loss, {name: scalar}). Networks trained in turns (GAN) are not supported",
         )
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if isinstance(loss, Loss):
+        _check_weight(line, "the loss", loss.weight)
+        loss = loss.total
     shown = f"{tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         allowed = "a tensor of shape ()"
@@ -288,12 +289,25 @@ def _check_metrics(line: str, metrics: object) -> None:
         kind = type(metrics).__name__
         raise JobError("returns no dict of metrics", source=line, field="loss", value=kind, allowed=allowed)
     for name, value in metrics.items():
+        if isinstance(name, str) and name.endswith(WEIGHT):
+            raise JobError("is a metric's name that Morph uses itself", source=line, field="loss", value=name)
+        if isinstance(value, Loss):
+            _check_weight(line, f"metric {name!r}", value.weight)
+            value = value.total
         if isinstance(value, int | float | torch.SymInt | torch.SymFloat):
             allowed += ", without .item(), float() or int()"
         is_scalar = isinstance(value, Tensor) and value.dim() == 0 and not value.dtype.is_complex
         if not isinstance(name, str) or not is_scalar:
             shown = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise JobError(f"metric {name!r} is not a scalar", source=line, field="loss", value=shown, allowed=allowed)
+
+
+def _check_weight(line: str, what: str, weight: object) -> None:
+    is_number = isinstance(weight, int | float | torch.SymInt | torch.SymFloat) and not isinstance(weight, bool)
+    if not is_number and not (isinstance(weight, Tensor) and weight.dim() == 0 and not weight.dtype.is_complex):
+        shown = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        allowed = "a number, or a tensor of shape ()"
+        raise JobError(f"the weight of {what} is not a scalar", source=line, field="loss", value=shown, allowed=allowed)
 
 
 def blame_the_job(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ from morph.contract.messages import (
     StepOrder,
     WorkerReady,
     WorkerSetup,
+    weights_of,
 )
 from morph.contract.plan import Expectation, Plan, StagePlan
 from morph.cutting.cache.cut_job import load_and_cut
@@ -117,8 +119,10 @@ def _run_single(
     decided, scale = None, reshaped.loss_scale
     for step in range(steps):
         answer = _run_step(worker, StepOrder(generation=1, step=step, decided=decided, loss_scale=scale))
-        decided = decided_step(step + 1, [answer.unit_norms_sq], [answer.non_finite], units)
-        scale = scale.after(skipped=decided.skipped) if scale else None
+        decided = decided_step(
+            step + 1, [answer.unit_norms_sq], [answer.non_finite], units, [weights_of(answer.losses)]
+        )
+        scale = decided.next_scale(scale)
         if on_step is not None:
             on_step(step, mean_loss(answer))
     commit = CommitOrder(generation=1, version=steps, decided=decided, checkpoint_units=units)
@@ -136,9 +140,10 @@ def _run_single(
 
 
 def mean_loss(answer: Prepared) -> float:
-    """Mean over micro-batches, summed in their global order."""
+    """Mean over micro-batches, or of all that counts in them, summed in their global order."""
     ordered = sorted(answer.losses, key=lambda entry: entry.micro_batch)
-    return sum(entry.loss for entry in ordered) / len(ordered)
+    weight = sum(weights_of(ordered).values()) if ordered[0].weight is not None else len(ordered)
+    return sum(entry.loss for entry in ordered) / weight if weight else math.nan
 
 
 def _run_step(worker: Worker, order: StepOrder) -> Prepared:

@@ -253,16 +253,17 @@ class UnitState:
             assert not reduced.non_finite, "a step without gradients was not decided as skipped"
             self._update(reduced, decided)
         if self.loss_scale is not None:
-            self.loss_scale = self.loss_scale.after(skipped=skipped)
+            none_said = Decided(version=self.version + 1, skipped=skipped)
+            self.loss_scale = (decided or none_said).next_scale(self.loss_scale)
         self.version += 1
         if home is not None:
             self.park()
 
     def _update(self, reduced: Reduced, decided: Decided | None) -> None:
-        shrink = self._shrink(decided)
+        factor = self._factor(decided)
         for name, parameter in self._updated.items():
             gradient = reduced.gradients.get(name)
-            parameter.grad = gradient if gradient is None or shrink == 1.0 else gradient.mul_(shrink)
+            parameter.grad = gradient if gradient is None or factor == 1.0 else gradient.mul_(factor)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
@@ -273,14 +274,14 @@ class UnitState:
             apply_change(name, buffer, reduced.gradients[name])
         self.exponents = dict(reduced.exponents)
 
-    def _shrink(self, decided: Decided | None) -> float:
-        """By what gradients are multiplied so that their norm over the whole model is within the job's bound."""
-        most = self._rules.clip_grad_norm
+    def _factor(self, decided: Decided | None) -> float:
+        """By what gradients are multiplied: for the weights of losses, and so that their norm is within the bound."""
+        most, factor = self._rules.clip_grad_norm, 1.0 if decided is None else decided.gradient_factor
         if most is None:
-            return 1.0
+            return factor
         assert decided is not None
         assert decided.gradient_norm is not None, "the gradient norm was not decided"
-        return min(1.0, most / (decided.gradient_norm + _CLIP_EPSILON))
+        return factor * min(1.0, most / (decided.gradient_norm + _CLIP_EPSILON))
 
     def _publish(self) -> None:
         """Copy updated parameters to those that sections read, where the optimizer works on a copy of its own."""

@@ -1,0 +1,108 @@
+"""Losses that are no mean over samples: a total and a weight, by which the whole mini-batch is divided once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from morph.contract.messages import WEIGHT
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What ``Job.loss`` may return in place of a mean over samples; metrics may be one too.
+
+    The loss of a step is the sum of all totals over the sum of all weights of the whole mini-batch, however it is cut
+    into micro-batches and whatever the shape: a mean over tokens, or one that weighs classes, is what a plain loop over
+    the whole mini-batch has. A step in which nothing has a weight changes nothing.
+
+    Attributes:
+        total: The sum over what counts in this micro-batch, a scalar; 0 where nothing does.
+        weight: How much counts, as the number of tokens: a number or a scalar, at least 0. It has no gradient.
+    """
+
+    total: Tensor
+    weight: Tensor | float
+
+    def mean(self) -> Tensor:
+        """Return the mean of this batch alone; NaN where nothing counts."""
+        return self.total / self.weight
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    class_weights: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Loss:
+    """Cross entropy as ``torch.nn.functional.cross_entropy`` has it, to be averaged over the whole mini-batch.
+
+    Args:
+        logits: Of shape (..., classes).
+        labels: Numbers of classes, of shape (...), or ``ignore_index`` where nothing counts.
+        class_weights: Of shape (classes,): how much a label of each class counts. None: all count one.
+        ignore_index: The label that does not count.
+        label_smoothing: As there.
+
+    Returns:
+        The sum over the labels that count, and their number or weight.
+    """
+    import torch
+    from torch.nn import functional
+
+    flat, wanted = logits.flatten(0, -2), labels.flatten()
+    total = functional.cross_entropy(
+        flat, wanted, class_weights, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+    )
+    counts = wanted != ignore_index
+    if class_weights is None:
+        return Loss(total, counts.sum())
+    of_label = class_weights[torch.where(counts, wanted, 0)]
+    return Loss(total, torch.where(counts, of_label, 0.0).sum())
+
+
+def values_of(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Take what a loss returned apart: the value whose gradient is taken, and what is told beside it by name.
+
+    A weight is told as one more value, named after what it belongs to; metrics and weights have no gradient.
+    """
+    loss, metrics = result if isinstance(result, tuple) else (result, {})
+    told: dict[str, Tensor] = {}
+    if isinstance(loss, Loss):
+        told[WEIGHT] = _weight(loss)
+        loss = loss.total
+    for name, value in metrics.items():
+        if isinstance(value, Loss):
+            told[name + WEIGHT] = _weight(value)
+            value = value.total
+        told[name] = value.detach().clone()
+    return loss, told
+
+
+def names_of(result: Any) -> tuple[str, ...]:
+    """Return the names of what a loss tells beside its value, in the order in which sections have them."""
+    loss, metrics = result if isinstance(result, tuple) else (result, {})
+    weights = [name + WEIGHT for name, value in metrics.items() if isinstance(value, Loss)]
+    return tuple(sorted([*metrics, *weights, *([WEIGHT] if isinstance(loss, Loss) else [])]))
+
+
+def _weight(loss: Loss) -> Tensor:
+    import torch
+
+    weight, total = loss.weight, loss.total
+    if not isinstance(weight, torch.Tensor):
+        return torch.scalar_tensor(weight, dtype=torch.float64, device=total.device)
+    return weight.detach().to(torch.float64, copy=True)
+
+
+def plain_mean(job_loss: Any, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return what a plain loop takes the backward of: the loss, or total over weight, of a whole batch."""
+    result = job_loss(model, dict(batch))
+    loss = result[0] if isinstance(result, tuple) else result
+    return loss.mean() if isinstance(loss, Loss) else loss
