@@ -16,11 +16,11 @@ save and its upload is used for that (section 4.4); then the VM is released.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from manager.controller.state.config import ExpectedLosses
+from morph.contract.waits import cheapest_interval_s
 
 PRIOR = ExpectedLosses()
 FIRST_SAVE_S, MARGIN_S = 1.0, 1.0
@@ -185,7 +185,7 @@ def interval_s(state: SpotState, now_s: float) -> float:
     again_s = PRIOR.allocation_s + PRIOR.preparation_s if state.again_s is None else state.again_s
     if state.stall_s is None:
         return max(FIRST_AFTER_S, state.step_s or 0.0)
-    best_s = math.sqrt(2 * state.stall_s * (mttf_s + again_s))
+    best_s = cheapest_interval_s(state.stall_s, mttf_s, again_s)
     return max(best_s, state.stall_s + (state.upload_s or 0.0), state.step_s or 0.0)
 
 

@@ -25,12 +25,12 @@ from manager.providers.interface.provider import (
     Vm,
     end_all,
 )
+from morph.contract.waits import Backoff
 
 log = logging.getLogger(__name__)
 
 TRIES = 5
-WAIT_S = 2.0
-WAIT_MAX_S = 120.0
+RETRIES = Backoff(first_s=2.0, most_s=120.0)
 RETRY_AFTER_MAX_S = 3600.0
 """Of what a provider says itself: asked earlier, it only refuses for longer."""
 CLOSE_TIMEOUT_S = 10.0
@@ -273,7 +273,7 @@ class Provisioning:
                 return RequestRefused(request=name, cause="quota" if is_quota else "capacity", detail=waited)
             except (Throttled, Transient) as error:
                 waited = str(error)
-                own_s = min(WAIT_S * 2.0**attempt, WAIT_MAX_S)
+                own_s = RETRIES.pause_s(attempt)
                 wait_s = own_s if error.retry_after_s is None else min(error.retry_after_s, RETRY_AFTER_MAX_S)
             if attempt + 1 < TRIES:
                 self._fact("provider_retried", f"{name}: {waited}; again in {wait_s:g} s")

@@ -25,6 +25,7 @@ from manager.simulation.spot.outcome import Outcome
 from manager.simulation.spot.until import SpotPrices, Until
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace
+from morph.contract.waits import cheapest_interval_s
 
 Pipeline = list[str | None]
 
@@ -187,7 +188,7 @@ class _Run:
     def _every_s(self) -> float:
         """As often as costs least, for losses that no other pipeline heals; before there were any, one a day."""
         mttf_s = max(3600.0, self.books.now_s) / max(1, self.num_fatal) if self.num_fatal else 86_400.0
-        return max(math.sqrt(2 * self._stall_s() * mttf_s), self._durable_s(), self._step_s())
+        return max(cheapest_interval_s(self._stall_s(), mttf_s), self._durable_s(), self._step_s())
 
     def _stall_s(self) -> float:
         times = self.job.durations

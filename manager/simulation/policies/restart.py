@@ -18,6 +18,7 @@ from manager.simulation.spot.outcome import Outcome
 from manager.simulation.spot.until import SpotPrices, Until
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace
+from morph.contract.waits import cheapest_interval_s
 
 
 @dataclass
@@ -141,7 +142,7 @@ class _Run:
         num, now_s = self.books.num_losses, self.since_s
         mttp_s = now_s / num if num and now_s else max(3600.0, now_s)
         again_s = self.job.durations.restart_s + self.job.durations.setup_s
-        return max(math.sqrt(2 * self._stall_s() * (mttp_s + again_s)), self._durable_s())
+        return max(cheapest_interval_s(self._stall_s(), mttp_s, again_s), self._durable_s())
 
     def _save(self, until_s: float) -> None:
         assert self.plan is not None
