@@ -26,21 +26,14 @@ def count_text(number: float) -> str:
     return f"{number:.0f}"
 
 
-def bytes_text(size_bytes: int) -> str:
-    """Three significant digits in GiB, MiB or KiB, of which it is below 1000."""
-    for factor, unit in ((2**30, "GiB"), (2**20, "MiB")):
-        if size_bytes >= 999.5 / 1024 * factor:
-            return f"{size_bytes / factor:.3g} {unit}"
-    return f"{size_bytes / 2**10:.3g} KiB"
-
-
-def size_text(num_bytes: float) -> str:
-    """Write bytes with a unit: ``512 B``, ``1.5 MB``."""
+def size_text(num_bytes: float, *, binary: bool = False) -> str:
+    """Write bytes with a unit: ``512 B``, ``1.5 MB``; with ``binary``, as memory is sold: ``1.43 MiB``."""
     value, unit = float(num_bytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
+    step, larger = (1024, ("KiB", "MiB", "GiB", "TiB")) if binary else (1000, ("kB", "MB", "GB", "TB"))
+    for next_unit in larger:
+        if value < 999.5:  # else three digits are not enough
             break
-        value, unit = value / 1000, larger
+        value, unit = value / step, next_unit
     return f"{value:.3g} {unit}"
 
 

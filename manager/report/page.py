@@ -8,24 +8,11 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from manager.accounting.account import Part
 from manager.accounting.spent import Prices
-from manager.report.picture import png_of, run_figure, training_figure
+from manager.report.picture import PARTS, png_of, run_figure, training_figure
 from manager.report.values import RunReport, rates_text
 
 MOST_EVALUATIONS = 100
-PARTS = {
-    Part.COMPUTE: ("#2f6db3", "forward, recompute and backward of steps that count"),
-    Part.BUBBLE: ("#9cc3e6", "the rest of those steps: messages, reductions, the manager's round"),
-    Part.LOST: ("#c8372d", "steps given up or lost, attempts that overflowed"),
-    Part.MORPH: ("#e08a1e", "forming another shape"),
-    Part.CHECKPOINT: ("#6a4c9c", "the last commit and its files"),
-    Part.WAITING: ("#cfd6dd", "ready while no shape is formed"),
-    Part.WARMING: ("#b2df8a", "until the worker is ready"),
-    Part.SPARE: ("#7a828c", "ready without a place"),
-    Part.UNMANAGED: ("#4d3b2f", "after their manager was killed"),
-}
-"""Colour and meaning."""
 
 
 def report_page(report: RunReport, prices: Prices | None = None) -> str:
