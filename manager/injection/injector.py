@@ -1,4 +1,4 @@
-"""The injector: takes VMs of a living run as a schedule says, until the run ends."""
+"""The injector: takes VMs of a living run as a model of lives says, until the run ends."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 from manager.engine.run.attachment import FILE_NAME
 from manager.engine.run.preempting import Answered, Asked
 from manager.injection.asking import ask
-from manager.injection.schedule import Schedule, Taking
 from manager.stopping import NotRunning
+from morph.contract.lives import Change, Lives
 
 POLL_S = 0.25
 
 
 @dataclass(frozen=True)
 class Injection:
-    """How VMs are taken. ``count``: so many at most; None: as many as the schedule says."""
+    """How VMs are taken. ``count``: so many at most; None: as many as that says."""
 
     lead_s: float
     min_vms: int
@@ -48,16 +48,16 @@ def first_answer(run_dir: Path, asked: Asked, told: Callable[[str], None]) -> An
 
 
 def inject(
-    run_dir: Path, injection: Injection, make_schedule: Callable[[float], Schedule], told: Callable[[str], None]
+    run_dir: Path, injection: Injection, make_lives: Callable[[float], Lives], told: Callable[[str], None]
 ) -> str:
-    """Take VMs; blocks until the run or the schedule is over, or enough were taken. Returns which, as a sentence.
+    """Take VMs; blocks until the run or the last life is over, or enough were taken. Returns which, as a sentence.
 
     What the manager has begun it carries out, also when this is interrupted.
 
     Args:
         run_dir: Of a living run.
         injection: How.
-        make_schedule: Makes the schedule, given its first moment by the run's clock.
+        make_lives: Makes what says who is taken when, given its first moment by the run's clock.
         told: Hears a line for each VM that is taken, or spared.
 
     Raises:
@@ -66,10 +66,10 @@ def inject(
     """
     answer = first_answer(run_dir, Asked(), told)
     told(f"VMs that may be taken now: {len(answer.vms)}; {injection.why}")
-    schedule, before_s, num_taken = make_schedule(answer.now_s), answer.now_s, 0
+    lives, before_s, num_taken = make_lives(answer.now_s), answer.now_s, 0
     while True:
-        for taking in schedule.between(answer.vms, before_s, answer.now_s):
-            wanted = taking.vms if injection.count is None else taking.vms[: injection.count - num_taken]
+        for due in lives.between(answer.vms, before_s, answer.now_s):
+            wanted = due.vms if injection.count is None else due.vms[: injection.count - num_taken]
             try:
                 done = first_answer(run_dir, injection.taking(*wanted), told)
             except NotRunning:
@@ -80,7 +80,7 @@ def inject(
             if num_taken == injection.count:
                 return f"{num_taken} VM{'s were' if num_taken > 1 else ' was'} taken"
         before_s = answer.now_s
-        if before_s >= schedule.end_s:
+        if before_s >= lives.end_s:
             return "the trace is over"
         time.sleep(POLL_S)
         try:
@@ -96,9 +96,9 @@ def lines_of(answer: Answered, injection: Injection) -> list[str]:
     return taken + [f"{_clock(answer.now_s)}  {vm}  spared: {why}" for vm, why in answer.left.items()]
 
 
-def planned_line(taking: Taking, now_s: float) -> str:
+def planned_line(taken: Change, now_s: float) -> str:
     """Say which VMs would be taken, and when."""
-    return f"{_clock(taking.time_s)}  {', '.join(taking.vms)}  in {taking.time_s - now_s:.1f} s"
+    return f"{_clock(taken.time_s)}  {', '.join(taken.vms)}  in {taken.time_s - now_s:.1f} s"
 
 
 def _over(run_dir: Path) -> str:
