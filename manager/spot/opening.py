@@ -18,26 +18,27 @@ from manager.providers.local import LocalProvider
 from manager.providers.opening import ending_command
 from manager.run.cloud import Cloud
 from manager.run.job_snapshot import MAX_BYTES
-from manager.spot.launcher import Launcher, Source, Taking, log
+from manager.spot.launcher import Launcher, Source, log
 from manager.spot.local import LocalMachines
 from manager.spot.provided import ProvidedMachines
 from manager.spot.spec import SpotJob
 from morph.contract.cluster import AzureVms
 from morph.contract.errors import ConfigError
 from morph.contract.files import code_files, packed
+from morph.contract.lives import Lives
 from morph.link.proof import new_secret
 
 
-def open_local(job: SpotJob, command: Sequence[str], root: Path, code: Path | None, taking: Taking | None) -> Launcher:
+def open_local(job: SpotJob, command: Sequence[str], root: Path, code: Path | None, lives: Lives | None) -> Launcher:
     """Return the launcher of a job on VMs of this machine, or on this machine (without ``code``)."""
     machines = LocalMachines(root, code)
     num_vms = job.num_vms if code is not None else 1
     provider = LocalProvider(machines, max_vms=2 * num_vms if code is not None else 1)
-    return Launcher(job, command, Source(provider, num_vms), machines, taking)
+    return Launcher(job, command, Source(provider, num_vms), machines, lives)
 
 
 def open_provided(
-    job: SpotJob, command: Sequence[str], cloud: Cloud, root: Path, code: Path, taking: Taking | None
+    job: SpotJob, command: Sequence[str], cloud: Cloud, root: Path, code: Path, lives: Lives | None
 ) -> Launcher:
     """Return the launcher of a job on VMs that a provider brings.
 
@@ -73,7 +74,7 @@ def open_provided(
     named = job.model_copy(update={"name": name.requests})
     least_vms = -(-vms.keep // cloud.most_devices)
     source = Source(providing.make_provider(start), vms.keep, least_vms, Spending(vms.limits))
-    launcher = Launcher(named, command, source, machines, taking)
+    launcher = Launcher(named, command, source, machines, lives)
     machines.noticed = launcher.noticed
     return launcher
 

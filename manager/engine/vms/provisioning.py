@@ -61,6 +61,7 @@ class Provisioning:
             never.
         close_timeout_s: How long ``close`` waits for a call that is under way before it ends the other VMs.
         end_all: Ends every VM of the run, again where that may help.
+        least_vms: With fewer, a request is of no use: where the limits allow no more, it is refused.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Provisioning:
         look_every_s: float | None = None,
         close_timeout_s: float = CLOSE_TIMEOUT_S,
         end_all: Callable[..., None] = end_all,
+        least_vms: int = 1,
     ) -> None:
         self._provider = provider
         self._event_queue = event_queue
@@ -83,6 +85,9 @@ class Provisioning:
         self._registry = VmRegistry()
         self._close_timeout_s = close_timeout_s
         self._end_all = end_all
+        self._least_vms = least_vms
+        self.failure: Exception | None = None
+        """Why the last request that failed was refused, where asking again does not help."""
         self._inherited: tuple[frozenset[str], frozenset[RequestId]] | None = None
         self._has_begun = False
         self._nodes = frozenset(nodes)
@@ -242,6 +247,7 @@ class Provisioning:
         try:
             found: tuple[Vm, ...] | RequestRefused = self._answer(action)
         except Exception as error:  # a bug, or a provider's own error: the controller must hear of the refusal
+            self.failure = error
             detail = f"{type(error).__name__}: {error}"
             found = RequestRefused(request=action.request, cause="error", detail=detail)
         answer, end = self._registry.answer(action, found, self._nodes)
@@ -256,7 +262,7 @@ class Provisioning:
                 living, ends = self._registry.living(self._listed(), name)
                 price = self._provider.price()
                 allowed, why = self._spending.allowed(action.count, living, price)
-                if not allowed:
+                if allowed < self._least_vms:
                     return RequestRefused(request=name, cause="limit", detail=why)
                 vms = self._provider.request(name, action.count, allowed)
                 num_devices = sum(vm.num_devices for vm in vms)
