@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import UTC, datetime
 
 
 def time_text(seconds: float) -> str:
@@ -11,6 +12,11 @@ def time_text(seconds: float) -> str:
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds * 1e9:.0f} ns"
+
+
+def moment_text(time_s: float) -> str:
+    """Write a moment, in seconds since 1970, as date and time of UTC."""
+    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def counted(count: int, one: str, more: str = "") -> str:

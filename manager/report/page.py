@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from manager.accounting.spent import Prices
 from manager.report.picture import PARTS, png_of, run_figure, training_figure
 from manager.report.values import RunReport, rates_text
+from morph.words import moment_text
 
 MOST_EVALUATIONS = 100
 
@@ -25,8 +26,8 @@ def report_page(report: RunReport, prices: Prices | None = None) -> str:
         bill=report.account.bill(prices),
         on_demand=report.account.on_demand_usd(prices),
         parts=PARTS,
-        began=_clock(report.start_s),
-        ended=_clock(report.end_s),
+        began=moment_text(report.start_s),
+        ended=moment_text(report.end_s),
         duration=str(timedelta(seconds=round(report.end_s - report.start_s))),
         picture=_png(run_figure(report)),
         training=None if training is None else _png(training),
@@ -38,7 +39,3 @@ def report_page(report: RunReport, prices: Prices | None = None) -> str:
 
 def _png(figure: Any) -> str:
     return base64.b64encode(png_of(figure)).decode("ascii")
-
-
-def _clock(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -19,9 +19,8 @@ from manager.engine.run import preempting
 from manager.engine.run.attachment import FILE_NAME, Attachment
 from manager.engine.run.preempting import SOCKET_NAME, Answered, Asked, Preempting
 from manager.host.folders import make_folder, remove
-from manager.injection import asking, injector
-from manager.injection.asking import ask
-from manager.injection.injector import Injection, inject
+from manager.injection import injector
+from manager.injection.injector import Injection, ask, inject
 from manager.journal.records import PREEMPTION_FAILED, PREEMPTION_INJECTED, Fact
 from manager.providers.interface.provider import Misconfigured
 from manager.run_dir import RunDir, RunFacts
@@ -191,7 +190,7 @@ def test_another_user_is_answered_nothing(world: World, monkeypatch: pytest.Monk
 
 
 def test_nobody_but_the_process_that_holds_the_run_is_asked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "living_holder_of", lambda _run_dir: os.getppid())
+    monkeypatch.setattr(injector, "living_holder_of", lambda _run_dir: os.getppid())
     assert ask(world.run_dir, Asked(vms=("vm0",))) is None
     assert world.told(0) == []
 

@@ -191,13 +191,11 @@ class _Run:
         return max(cheapest_interval_s(self._stall_s(), mttf_s), self._durable_s(), self._step_s())
 
     def _stall_s(self) -> float:
-        times = self.job.durations
-        return self._bytes_of_one() / times.copy_bytes_per_s if times.stall_s is None else times.stall_s
+        return self.job.durations.save_stall_s(self._bytes_of_one())
 
     def _durable_s(self) -> float:
         times = self.job.durations
-        written_s = self._bytes_of_one() / times.storage_bytes_per_s if times.durable_s is None else times.durable_s
-        return written_s + times.manifest_s
+        return times.save_upload_s(self._bytes_of_one()) + times.manifest_s
 
     def _bytes_of_one(self) -> float:
         return self.job.state_bytes / (self.depth * self.plan.num_replicas)

@@ -154,13 +154,11 @@ class _Run:
         self.since_s, self.must_save = books.now_s, False
 
     def _stall_s(self) -> float:
-        times = self.job.durations
-        return self._bytes_of_one() / times.copy_bytes_per_s if times.stall_s is None else times.stall_s
+        return self.job.durations.save_stall_s(self._bytes_of_one())
 
     def _durable_s(self) -> float:
         times = self.job.durations
-        written_s = self._bytes_of_one() / times.storage_bytes_per_s if times.durable_s is None else times.durable_s
-        return written_s + times.manifest_s
+        return times.save_upload_s(self._bytes_of_one()) + times.manifest_s
 
     def _bytes_of_one(self) -> float:
         """What one worker has to read or write, all of them sharing the state evenly."""
