@@ -21,7 +21,7 @@ from manager.host.signals import deaf_to_signals
 from manager.journal.records import Fact
 from manager.notices.agent import sources_of
 from manager.notices.watch import Given, NoticeWatch, Told
-from manager.providers.interface.provider import Misconfigured, Provider, ProviderError, end_all
+from manager.providers.interface.provider import Misconfigured, Provider, end_all
 from manager.spot.controller import (
     Action,
     Ask,
@@ -141,7 +141,7 @@ class Launcher:
             end_all=self._end_all,
             least_vms=source.least_vms,
         )
-        self._left: ProviderError | None = None
+        self._left: Exception | None = None
         self._state = SpotState()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._begin_s = time.monotonic()
@@ -193,7 +193,7 @@ class Launcher:
     def _end_all(self, provider: Provider, *, told: Callable[[str], None]) -> None:
         try:
             end_all(provider, told=told)
-        except ProviderError as error:
+        except Exception as error:  # the provisioning logs it, and the command is to end with it
             self._left = error
             raise
 
