@@ -44,9 +44,8 @@ from manager.spot.controller import (
     Uploaded,
     decide,
 )
-from manager.spot.launcher import Exponential
 from manager.spot.opening import open_local
-from manager.spot.spec import Preemptions, SpotJob
+from manager.spot.spec import Preemptions, SpotJob, lives_of
 
 PARTS = ("steps", "redone", "saves", "allocation", "preparation", "other")
 SCRIPT = """
@@ -100,7 +99,7 @@ def measured(
     job = SpotJob(storage=str(folder / "backups"), preemptions=given)
     command = [sys.executable, "train.py", *map(str, (num_steps, step_s, megabytes)), str(log)]
     begin_s = time.time()
-    launcher = open_local(job, command, folder / "vms", code, Exponential(given))
+    launcher = open_local(job, command, folder / "vms", code, lives_of(given))
     outcome = launcher.run()
     total_s = time.time() - begin_s
     if outcome.code:
@@ -135,7 +134,7 @@ class Simulated:
 
     def __init__(self, means: Means, given: Preemptions, num_steps: int) -> None:
         self._means, self._given, self._num_steps = means, given, num_steps
-        self._taking, self._state, self._now_s = Exponential(given), SpotState(), 0.0
+        self._life_s, self._state, self._now_s = lives_of(given).life_s, SpotState(), 0.0
         self.parts, self.num_taken = defaultdict[str, float](float), -1
         self._stored = 0
 
@@ -156,16 +155,15 @@ class Simulated:
     def _on_vm(self) -> tuple[int, int]:
         """Return the steps that the script had done when its VM went, and those of them that are stored."""
         begin_s, step, stored = self._now_s, self._stored, self._stored
-        end_s = begin_s + self._taking._life(0.0)
-        self._taking._life(1e-6)  # the next one that is asked for 0.0 is another VM
+        end_s = begin_s + self._life_s(str(self.num_taken), 0)
         self._pass("preparation", min(self._means.preparation, end_s - begin_s))
         is_noticed, order, uploads = False, None, list[tuple[float, int, int]]()
         while step < self._num_steps:
             if self._now_s + self._means.step > end_s:
                 self._pass("redone", max(0.0, end_s - self._now_s))
                 return step, stored
-            lead_s = None if is_noticed else self._taking.notice_s(self._now_s - begin_s, step)
-            if lead_s is not None:
+            lead_s = max(0.0, end_s - self._now_s)
+            if not is_noticed and self._given.notice_s > 0 and lead_s <= self._given.notice_s:
                 is_noticed, order = True, self._order(Noticed(lead_s)) or order
                 if self._state.is_asking:
                     self._decide(Came("vm"))  # local VMs are there at once

@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from pydantic import Field
@@ -162,9 +161,7 @@ class RunDir:
             self._held = entering.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._held.close()
 
     def _make(self) -> None:

@@ -1,4 +1,4 @@
-"""Pictures as PNG files."""
+"""Pictures as PNG files, and the colours of every picture and page."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from morph.contract.errors import InputError
+
+INK, QUIET = "#22303c", "#8795a1"
+BLUE, ORANGE, GREEN, VIOLET, RED, YELLOW = "#2f6db3", "#e08a1e", "#2e8b57", "#6a4c9c", "#c8372d", "#f2c14e"
+SKY, GREY, BROWN = "#9cc3e6", "#7a828c", "#4d3b2f"
+LINES = (BLUE, ORANGE, GREEN, VIOLET, RED, YELLOW, BROWN, GREY)
+"""Of lines and bars that are told apart."""
+SOFT = ("#a6cee3", "#b2df8a", "#fdcf8e", "#d4bfe6", "#f7b6b2", "#9fd9cf", "#e6d98f", "#cfd6dd", "#f3bfe0", "#b9c7f0")
+"""Of areas that carry dark text."""
 
 
 @contextmanager
@@ -22,6 +28,8 @@ def picture(path: Path, error: type[InputError], size: tuple[float, float], **pa
         size: Width and height in inches, 110 dots each.
         panels: Arguments of ``Figure.subplots``.
     """
+    from matplotlib.figure import Figure  # slow to import, and not needed for the colours
+
     figure = Figure(figsize=size, layout="constrained")
     yield figure, figure.subplots(**panels)
     try:

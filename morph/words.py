@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import UTC, datetime
 
 
 def time_text(seconds: float) -> str:
@@ -11,6 +12,11 @@ def time_text(seconds: float) -> str:
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds * 1e9:.0f} ns"
+
+
+def moment_text(time_s: float) -> str:
+    """Write a moment, in seconds since 1970, as date and time of UTC."""
+    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def counted(count: int, one: str, more: str = "") -> str:
@@ -26,21 +32,14 @@ def count_text(number: float) -> str:
     return f"{number:.0f}"
 
 
-def bytes_text(size_bytes: int) -> str:
-    """Three significant digits in GiB, MiB or KiB, of which it is below 1000."""
-    for factor, unit in ((2**30, "GiB"), (2**20, "MiB")):
-        if size_bytes >= 999.5 / 1024 * factor:
-            return f"{size_bytes / factor:.3g} {unit}"
-    return f"{size_bytes / 2**10:.3g} KiB"
-
-
-def size_text(num_bytes: float) -> str:
-    """Write bytes with a unit: ``512 B``, ``1.5 MB``."""
+def size_text(num_bytes: float, *, binary: bool = False) -> str:
+    """Write bytes with a unit: ``512 B``, ``1.5 MB``; with ``binary``, as memory is sold: ``1.43 MiB``."""
     value, unit = float(num_bytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
+    step, larger = (1024, ("KiB", "MiB", "GiB", "TiB")) if binary else (1000, ("kB", "MB", "GB", "TB"))
+    for next_unit in larger:
+        if value < 999.5:  # else three digits are not enough
             break
-        value, unit = value / 1000, larger
+        value, unit = value / step, next_unit
     return f"{value:.3g} {unit}"
 
 

@@ -12,12 +12,11 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from calibrate.render.tables import kinds_of, places_text
 from morph.contract.errors import ProfileError
 from morph.contract.profile import LinkProfile, Profile, SectionProfile, Timing
-from morph.pictures import picture, plain_axes
+from morph.pictures import INK, LINES, picture, plain_axes
 from morph.words import size_text, time_text
 
-_COLOURS = ("#1d4e89", "#d1495b", "#2e8b57", "#e3a018", "#7b4fa3", "#3aa6b9", "#8c564b", "#6b705c")
-_ERROR, _BAND = "#333333", 0.15
-_MAX_KINDS = len(_COLOURS)
+_BAND = 0.15
+_MAX_KINDS = len(LINES)
 
 
 def draw_profile(profile: Profile, path: Path) -> None:
@@ -44,7 +43,7 @@ def _draw_compute(
     if len(sizes) == 1:
         _draw_bars(axes, named, sizes[0])
     else:
-        for (name, times), colour in zip(named.items(), _COLOURS[: len(named)], strict=True):
+        for (name, times), colour in zip(named.items(), LINES[: len(named)], strict=True):
             _draw_line(axes, sizes, [times[m] for m in sizes], {"color": colour, "label": name}, per_sample=True)
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(m) for m in sizes])
@@ -60,7 +59,7 @@ def _draw_bars(axes: Any, named: dict[str, dict[int, Timing]], m: int) -> None:
     medians = [time.median_s / m for time in times]
     low = [(time.median_s - _quantile(time, 0.05)) / m for time in times]
     high = [(_quantile(time, 0.95) - time.median_s) / m for time in times]
-    axes.bar(list(named), medians, 0.5, color=_COLOURS[: len(named)], yerr=(low, high), capsize=4, ecolor=_ERROR)
+    axes.bar(list(named), medians, 0.5, color=LINES[: len(named)], yerr=(low, high), capsize=4, ecolor=INK)
     axes.set_xlabel(f"m = {m}")
 
 
@@ -73,7 +72,7 @@ def _draw_links(axes: Any, profile: Profile) -> None:
     links: dict[str, LinkProfile] = {"" if same else ", same node": profile.intra_node}
     if not same:
         links[", between nodes"] = profile.inter_node
-    colours = iter(_COLOURS)
+    colours = iter(LINES)
     for where, link in links.items():
         for name, entries in (("activations", link.activation), ("gradients", link.gradient)):
             ordered = sorted(entries, key=lambda entry: entry.size_bytes)
@@ -92,7 +91,7 @@ def _draw_all_reduces(axes: Any, profile: Profile) -> None:
     rings = sorted({ring for ring, _ in lines})
     for (ring, count), times in sorted(lines.items()):
         sizes = sorted(times)
-        look = {"label": f"D={ring}, {count} in flight", "color": _COLOURS[rings.index(ring) % len(_COLOURS)]}
+        look = {"label": f"D={ring}, {count} in flight", "color": LINES[rings.index(ring) % len(LINES)]}
         look["linestyle"] = ("-", "--", ":", "-.")[counts.index(count) % 4]
         _draw_line(axes, sizes, [times[size] for size in sizes], look)
     axes.set_title("all-reduce AR(D)" if lines else "all-reduce: not measured", loc="left")

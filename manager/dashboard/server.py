@@ -26,10 +26,12 @@ from tornado.web import Application, RequestHandler
 from manager.dashboard.metrics import metrics_text
 from manager.dashboard.snapshot import snapshot
 from manager.report.live import LiveRun
+from manager.report.picture import PARTS
 from morph.contract.base import Value, read_json
 from morph.contract.errors import ClusterError, RunDirError
 from morph.contract.files import PRIVATE, write_whole
 from morph.link.listener import BACKLOG, HELLO_TIMEOUT_S, Strangers
+from morph.pictures import SOFT
 
 LOOPBACK = "127.0.0.1"
 FILE_NAME = "page.json"
@@ -192,7 +194,9 @@ class _Script(_Guarded):
 
     def get(self) -> None:
         self.set_header("Content-Type", "text/javascript; charset=utf-8")
-        self.finish(_asset("page.js"))
+        colours = {part.value: colour for part, (colour, _) in PARTS.items()}
+        palette = f"const COLOURS = {json.dumps(colours)}, SHAPE_COLOURS = {json.dumps(SOFT)};"
+        self.finish(b'"use strict";\n' + palette.encode() + b"\n" + _asset("page.js"))
 
 
 class _Run(_Guarded):

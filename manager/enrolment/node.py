@@ -9,7 +9,6 @@ that the certificate is for.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manager.enrolment.files import Certificates
-from manager.notices.call import ERRAND, called
+from manager.notices.call import ERRAND, arguments_of_node, called, secret_in
 from morph.contract.errors import MorphError
 from morph.contract.files import PRIVATE, write_whole
 
@@ -112,21 +111,14 @@ def enrol(place: Place, authority: Path, directory: Path, patience_s: float) -> 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Enrol, then become the command."""
-    parser = argparse.ArgumentParser(prog="python -m manager.enrolment.node")
-    parser.add_argument("--manager", required=True, metavar="HOST:PORT")
-    parser.add_argument("--node", required=True)
-    parser.add_argument("--secret-file", required=True, type=Path)
+    parser = arguments_of_node("manager.enrolment.node")
     parser.add_argument("--authority", required=True, type=Path)
     parser.add_argument("--directory", required=True, type=Path)
     parser.add_argument("--patience-s", required=True, type=float)
     parser.add_argument("--address", default="")
     parser.add_argument("command", nargs="+")
     given = parser.parse_args(arguments)
-    host, _, port = given.manager.rpartition(":")
-    if not host or not port.isdigit():
-        sys.exit("error: --manager is not HOST:PORT")
-    secret = given.secret_file.read_text(encoding="utf-8").strip()
-    place = Place((host, int(port)), given.node, secret, given.address)
+    place = Place(given.manager, given.node, secret_in(given), given.address)
     try:
         files, address = enrol(place, given.authority, given.directory, given.patience_s)
     except NotEnrolled as error:

@@ -1,25 +1,34 @@
-"""The injector: takes VMs of a living run as a schedule says, until the run ends."""
+"""The injector: takes VMs of a living run as a model of lives says, until the run ends.
+
+It asks the run's manager, from another process of its machine. The manager's socket lies beside the one at which a
+successor would find the VMs, and it answers nobody but its own user and root.
+"""
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
-from manager.engine.run.attachment import FILE_NAME
-from manager.engine.run.preempting import Answered, Asked
-from manager.injection.asking import ask
-from manager.injection.schedule import Schedule, Taking
-from manager.stopping import NotRunning
+from manager.engine.local_vms.control_socket import hear, process_of, tell
+from manager.engine.run.attachment import FILE_NAME, Attachment
+from manager.engine.run.preempting import SOCKET_NAME, Answered, Asked
+from manager.stopping import NotRunning, living_holder_of, others_process
+from morph.contract.base import read_json
+from morph.contract.errors import RunDirError
+from morph.contract.lives import Change, Lives
+from morph.words import moment_text
 
 POLL_S = 0.25
+ANSWER_TIMEOUT_S = 120.0
+"""Longer than a provider takes for a call."""
 
 
 @dataclass(frozen=True)
 class Injection:
-    """How VMs are taken. ``count``: so many at most; None: as many as the schedule says."""
+    """How VMs are taken. ``count``: so many at most; None: as many as that says."""
 
     lead_s: float
     min_vms: int
@@ -29,6 +38,38 @@ class Injection:
     def taking(self, *vms: str) -> Asked:
         """Return what the manager is asked for."""
         return Asked(vms=vms, lead_s=self.lead_s, min_vms=self.min_vms, why=self.why)
+
+
+def ask(run_dir: Path, asked: Asked) -> Answered | None:
+    """Ask, and wait for the answer for at most ``ANSWER_TIMEOUT_S``; None: the manager hears nobody now.
+
+    It does not while it starts, and while the run goes on from a checkpoint.
+
+    Raises:
+        NotRunning: nobody manages the run.
+        RunDirError: it is not this user's to ask.
+    """
+    holder = living_holder_of(run_dir)
+    path = run_dir / FILE_NAME
+    try:
+        address = read_json(path, Attachment, RunDirError).control_socket.with_name(SOCKET_NAME)
+    except RunDirError:
+        if not path.exists():
+            return None
+        raise
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(ANSWER_TIMEOUT_S)
+        try:
+            connection.connect(str(address))
+            if process_of(connection) != holder:
+                return None  # not the manager's: what one that was killed left
+            tell(connection, **asked.model_dump())
+            answer, _ = hear(connection)
+        except PermissionError as error:
+            raise others_process(holder, run_dir) from error
+        except OSError:
+            return None
+    return None if answer is None else Answered.model_validate(answer)
 
 
 def first_answer(run_dir: Path, asked: Asked, told: Callable[[str], None]) -> Answered:
@@ -48,16 +89,16 @@ def first_answer(run_dir: Path, asked: Asked, told: Callable[[str], None]) -> An
 
 
 def inject(
-    run_dir: Path, injection: Injection, make_schedule: Callable[[float], Schedule], told: Callable[[str], None]
+    run_dir: Path, injection: Injection, make_lives: Callable[[float], Lives], told: Callable[[str], None]
 ) -> str:
-    """Take VMs; blocks until the run or the schedule is over, or enough were taken. Returns which, as a sentence.
+    """Take VMs; blocks until the run or the last life is over, or enough were taken. Returns which, as a sentence.
 
     What the manager has begun it carries out, also when this is interrupted.
 
     Args:
         run_dir: Of a living run.
         injection: How.
-        make_schedule: Makes the schedule, given its first moment by the run's clock.
+        make_lives: Makes what says who is taken when, given its first moment by the run's clock.
         told: Hears a line for each VM that is taken, or spared.
 
     Raises:
@@ -66,10 +107,10 @@ def inject(
     """
     answer = first_answer(run_dir, Asked(), told)
     told(f"VMs that may be taken now: {len(answer.vms)}; {injection.why}")
-    schedule, before_s, num_taken = make_schedule(answer.now_s), answer.now_s, 0
+    lives, before_s, num_taken = make_lives(answer.now_s), answer.now_s, 0
     while True:
-        for taking in schedule.between(answer.vms, before_s, answer.now_s):
-            wanted = taking.vms if injection.count is None else taking.vms[: injection.count - num_taken]
+        for due in lives.between(answer.vms, before_s, answer.now_s):
+            wanted = due.vms if injection.count is None else due.vms[: injection.count - num_taken]
             try:
                 done = first_answer(run_dir, injection.taking(*wanted), told)
             except NotRunning:
@@ -80,7 +121,7 @@ def inject(
             if num_taken == injection.count:
                 return f"{num_taken} VM{'s were' if num_taken > 1 else ' was'} taken"
         before_s = answer.now_s
-        if before_s >= schedule.end_s:
+        if before_s >= lives.end_s:
             return "the trace is over"
         time.sleep(POLL_S)
         try:
@@ -92,13 +133,13 @@ def inject(
 def lines_of(answer: Answered, injection: Injection) -> list[str]:
     """Say which VMs are taken, and which are not."""
     notice = f"taken, with a notice of {injection.lead_s:g} s" if injection.lead_s else "taken, without a notice"
-    taken = [f"{_clock(answer.now_s)}  {vm}  {notice}" for vm in answer.taken]
-    return taken + [f"{_clock(answer.now_s)}  {vm}  spared: {why}" for vm, why in answer.left.items()]
+    taken = [f"{moment_text(answer.now_s)}  {vm}  {notice}" for vm in answer.taken]
+    return taken + [f"{moment_text(answer.now_s)}  {vm}  spared: {why}" for vm, why in answer.left.items()]
 
 
-def planned_line(taking: Taking, now_s: float) -> str:
+def planned_line(taken: Change, now_s: float) -> str:
     """Say which VMs would be taken, and when."""
-    return f"{_clock(taking.time_s)}  {', '.join(taking.vms)}  in {taking.time_s - now_s:.1f} s"
+    return f"{moment_text(taken.time_s)}  {', '.join(taken.vms)}  in {taken.time_s - now_s:.1f} s"
 
 
 def _over(run_dir: Path) -> str:
@@ -106,8 +147,3 @@ def _over(run_dir: Path) -> str:
     if (run_dir / FILE_NAME).exists():
         return "the run's manager was killed: once another goes on with the run, this command can be given again"
     return "the run has ended"
-
-
-def _clock(time_s: float) -> str:
-    """As ``morph events`` has it: UTC."""
-    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S")

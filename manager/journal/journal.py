@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from pydantic_core import PydanticSerializationError
@@ -18,11 +17,11 @@ from manager.controller.state.events import Event
 from manager.controller.state.state import Decision
 from manager.journal.records import DecisionRecord, Entry, EntryKind, Fact
 from morph.contract.errors import RunDirError, RunDirStuck
+from morph.contract.waits import Backoff
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.1
-MOST_PAUSE_S = 2.0
+RETRIES = Backoff(first_s=0.1, most_s=2.0)
 LIMIT_S = 7 * 86400.0
 
 Result = TypeVar("Result")
@@ -35,7 +34,7 @@ def patiently(attempt: Callable[[], Result], limit_s: float = LIMIT_S) -> Result
         RunDirStuck: it does not within ``limit_s``.
         KeyboardInterrupt: on a second Ctrl-C, as everywhere.
     """
-    begin_s, pause_s, told = time.monotonic(), FIRST_PAUSE_S, False
+    begin_s, pauses, told = time.monotonic(), RETRIES.pauses(), False
     while True:
         try:
             result = attempt()
@@ -45,8 +44,7 @@ def patiently(attempt: Callable[[], Result], limit_s: float = LIMIT_S) -> Result
             if not told:
                 log.warning("the run pauses: %s; it goes on when that has passed (Ctrl-C twice ends it now)", error)
             told = True
-            time.sleep(pause_s)
-            pause_s = min(MOST_PAUSE_S, 2 * pause_s)
+            time.sleep(next(pauses))
         else:
             if told:
                 log.warning("the run goes on after a pause of %.1f s", time.monotonic() - begin_s)
@@ -202,9 +200,7 @@ class Journal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _write(self, rows: list[tuple[float, EntryKind, str]], state_json: str | None = None) -> None:

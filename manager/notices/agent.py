@@ -6,13 +6,11 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import queue
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +21,7 @@ import psutil
 from manager.host.gone import wait_gone
 from manager.notices.aws import AwsInterruptions, AwsMetadata, AwsRebalance
 from manager.notices.azure import AzureNotices
-from manager.notices.call import AGENT, called
+from manager.notices.call import AGENT, arguments_of_node, called, secret_in
 from manager.notices.end import MANAGEMENT_URL, end_vm
 from manager.notices.gcp import GcpNotices
 from manager.notices.source import NoticeSource
@@ -213,24 +211,17 @@ def _end(kind: str, node: str, management_url: str, folder: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run until the VM ends."""
-    parser = argparse.ArgumentParser(prog="python -m manager.notices.agent")
-    parser.add_argument("--manager", required=True, metavar="HOST:PORT")
-    parser.add_argument("--node", required=True)
+    parser = arguments_of_node("manager.notices.agent")
     parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--secret-file", required=True, type=Path)
     parser.add_argument("--lonely-s", required=True, type=float)
     parser.add_argument("--source", default="", choices=["azure", "aws", "gcp", ""])
     parser.add_argument("--end", default="", choices=["azure", "aws", "gcp", "group", ""])
     parser.add_argument("--management-url", default=MANAGEMENT_URL)
     given = parser.parse_args(arguments)
-    host, _, port = given.manager.rpartition(":")
-    if not host or not port.isdigit():
-        sys.exit("error: --manager is not HOST:PORT")
-    secret = given.secret_file.read_text(encoding="utf-8").strip()
     agent = Agent(
-        (host, int(port)),
+        given.manager,
         given.node,
-        secret,
+        secret_in(given),
         sources_of(given.source),
         lonely_s=given.lonely_s,
         end=lambda: _end(given.end, given.node, given.management_url, given.secret_file.parent),

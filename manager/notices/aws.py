@@ -73,13 +73,18 @@ class AwsMetadata:
             raise NoticeUnavailable(str(error)) from error
 
 
-class AwsInterruptions:
+class _AwsSource:
+    def __init__(self, metadata: AwsMetadata) -> None:
+        self._metadata = metadata
+
+    def acknowledge(self, notice: str) -> None:
+        """Nothing: AWS takes no such word."""
+
+
+class AwsInterruptions(_AwsSource):
     """Two minutes before an instance is stopped, hibernated or terminated, mostly."""
 
     name = "aws"
-
-    def __init__(self, metadata: AwsMetadata) -> None:
-        self._metadata = metadata
 
     def standing(self) -> tuple[Standing, ...]:
         """See ``NoticeSource``."""
@@ -89,17 +94,11 @@ class AwsInterruptions:
         action, at = _fields(answer, ACTION_PATH, "action", "time")
         return (Standing(notice=f"aws {action} {at}", lead_s=lead_s(_moment_s(at, ACTION_PATH), answer)),)
 
-    def acknowledge(self, notice: str) -> None:
-        """Nothing: AWS takes no such word."""
 
-
-class AwsRebalance:
+class AwsRebalance(_AwsSource):
     """An instance is at elevated risk: earlier than an interruption, or without one ever."""
 
     name = "aws rebalance"
-
-    def __init__(self, metadata: AwsMetadata) -> None:
-        self._metadata = metadata
 
     def standing(self) -> tuple[Standing, ...]:
         """See ``NoticeSource``."""
@@ -108,9 +107,6 @@ class AwsRebalance:
             return ()
         (at,) = _fields(answer, REBALANCE_PATH, "noticeTime")
         return (Standing(notice=f"aws rebalance {at}", lead_s=None, certain=False),)
-
-    def acknowledge(self, notice: str) -> None:
-        """Nothing: AWS takes no such word."""
 
 
 def _fields(answer: HttpAnswer, what: str, *names: str) -> tuple[str, ...]:

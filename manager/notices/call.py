@@ -15,8 +15,10 @@ connection. Nothing that is sent is secret.
 
 from __future__ import annotations
 
+import argparse
 import socket
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Iterator, Tuple  # noqa: UP035 (a VM that boots may have Python 3.8)
 
 from morph.link.session import Session
@@ -56,3 +58,24 @@ def called(
         session = Session(connection, Wire(None, manager[0]))
         session.greet(secret, PURPOSE, node, str(num_devices), role, timeout_s=timeout_s)
         yield session
+
+
+def arguments_of_node(module: str) -> argparse.ArgumentParser:
+    """Return a parser for a program of a node, which is told who it is, where its manager is, and their secret."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}")
+    parser.add_argument("--manager", required=True, type=_address, metavar="HOST:PORT")
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--secret-file", required=True, type=Path)
+    return parser
+
+
+def secret_in(given: argparse.Namespace) -> str:
+    """Return the secret that the program was told."""
+    return str(given.secret_file.read_text(encoding="utf-8").strip())
+
+
+def _address(text: str) -> Tuple[str, int]:  # noqa: UP006
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise argparse.ArgumentTypeError("is not HOST:PORT")
+    return host, int(port)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from manager.notices.source import NoticeSource, NoticeUnavailable, Standing
 from morph.contract.base import Value
+from morph.contract.waits import Backoff
 
 EVERY_S = 1.0
 ERROR_WAIT_MAX_S = 5.0
@@ -122,7 +123,7 @@ class NoticeWatch:
         if sentence != self._trouble:
             self._trouble = sentence
             self._say(Trouble(source=self._source.name, sentence=sentence))
-        wait_s = min(self._every_s * 2.0 ** min(self._num_errors - 1, 16), ERROR_WAIT_MAX_S)
+        wait_s = Backoff(self._every_s, ERROR_WAIT_MAX_S).pause_s(self._num_errors - 1)
         return max(wait_s, min(retry_after_s or 0.0, RETRY_AFTER_MAX_S))
 
     def _say(self, told: Told) -> None:

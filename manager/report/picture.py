@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from manager.accounting.account import Part
 from morph.contract.files import write_whole
+from morph.pictures import BLUE, BROWN, GREY, INK, ORANGE, QUIET, RED, SKY, SOFT, VIOLET
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,10 +19,20 @@ if TYPE_CHECKING:
     from manager.report.values import MorphRecord, RunReport
 
 WIDTH_PX, HEIGHT_PX, DOTS_PER_INCH = 1600, 1000, 100
-UNPLANNED, PLANNED, INK, QUIET = "#c8372d", "#7a828c", "#22303c", "#8795a1"
-MEASURED, EXPECTED, LOSS, VMS = "#2f6db3", "#e08a1e", "#6a4c9c", "#9cc3e6"
-# Soft colours that carry dark text; a shape keeps its colour wherever it returns.
-SHAPES = ("#a6cee3", "#b2df8a", "#fdcf8e", "#d4bfe6", "#f7b6b2", "#9fd9cf", "#e6d98f", "#cfd6dd", "#f3bfe0", "#b9c7f0")
+UNPLANNED, PLANNED = RED, GREY
+MEASURED, EXPECTED, LOSS, VMS = BLUE, ORANGE, VIOLET, SKY
+PARTS = {
+    Part.COMPUTE: (BLUE, "forward, recompute and backward of steps that count"),
+    Part.BUBBLE: (SKY, "the rest of those steps: messages, reductions, the manager's round"),
+    Part.LOST: (RED, "steps given up or lost, attempts that overflowed"),
+    Part.MORPH: (ORANGE, "forming another shape"),
+    Part.CHECKPOINT: (VIOLET, "the last commit and its files"),
+    Part.WAITING: (SOFT[7], "ready while no shape is formed"),
+    Part.WARMING: (SOFT[1], "until the worker is ready"),
+    Part.SPARE: (GREY, "ready without a place"),
+    Part.UNMANAGED: (BROWN, "after their manager was killed"),
+}
+"""Colour and meaning of what VMs' time goes into."""
 LABEL_ROWS = 3
 MOST_METRICS = 12
 LABEL_WIDTH_PX = 66
@@ -170,7 +182,7 @@ def _draw_shapes(panel: Axes, report: RunReport) -> None:
     colours: dict[str, str] = {}
     width_s = max(report.end_s - report.start_s, 1e-3)
     for start_s, end_s, shape in _bands(report):
-        colour = colours.setdefault(shape, SHAPES[len(colours) % len(SHAPES)])
+        colour = colours.setdefault(shape, SOFT[len(colours) % len(SOFT)])
         panel.axvspan(start_s, end_s, facecolor=colour, edgecolor="white", linewidth=1.0)
         share = (end_s - start_s) / width_s
         if share > 0.008:

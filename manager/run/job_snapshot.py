@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import io
 import stat
 import sys
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
 from pathlib import Path
 
 from manager.run_dir import not_writable, write_in_run_dir
 from morph.contract.errors import ConfigError, RunDirError
+from morph.contract.files import packed
 from morph.contract.messages import JobCode
 from morph.jobs.files import OWN, JobFiles, file_of, is_installed
 
 MAX_BYTES = 32 * 1024 * 1024
 """Of all files together: they travel to each worker with its setup."""
 FOLDER = "code"
-_EPOCH = (1980, 1, 1, 0, 0, 0)
 _LEFT_OUT = {"__pycache__", ".git"}
 _SECRETS = ".env"
 _Name = tuple[str, ...]
@@ -60,23 +58,22 @@ def pack(job_path: str, found: JobFiles, *, unpack: bool = False) -> JobCode:
         ConfigError: all are too long together.
     """
     path, _, name = job_path.rpartition(":")
-    packed, num_bytes = io.BytesIO(), 0
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for inside, content in sorted(found.files.items()):
-            num_bytes += len(content)
-            if num_bytes > MAX_BYTES:
-                raise ConfigError(
-                    "the files of the job's code are too long together",
-                    source=str(found.folder),
-                    value=inside,
-                    allowed=f"at most {MAX_BYTES} bytes; data lies elsewhere",
-                )
-            archive.writestr(zipfile.ZipInfo(inside, _EPOCH), content, zipfile.ZIP_DEFLATED)
+    files, num_bytes = dict(sorted(found.files.items())), 0
+    for inside, content in files.items():
+        num_bytes += len(content)
+        if num_bytes > MAX_BYTES:
+            raise ConfigError(
+                "the files of the job's code are too long together",
+                source=str(found.folder),
+                value=inside,
+                allowed=f"at most {MAX_BYTES} bytes; data lies elsewhere",
+            )
+    archive = packed(files)
     return JobCode(
         job_path=f"{Path(path).name}:{name}",
         folder=str(found.folder),
-        sha256=hashlib.sha256(packed.getvalue()).hexdigest(),
-        archive=packed.getvalue(),
+        sha256=hashlib.sha256(archive).hexdigest(),
+        archive=archive,
         unpack=unpack,
     )
 

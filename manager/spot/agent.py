@@ -8,7 +8,6 @@ trains on; ``manager.notices.agent`` ends the VM when nobody has been there for 
 
 from __future__ import annotations
 
-import argparse
 import base64
 import hashlib
 import io
@@ -23,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from manager.notices.call import AGENT, called
+from manager.notices.call import AGENT, arguments_of_node, called, secret_in
 from manager.providers.boot.first_boot import Caller
 from manager.spot.provided import SUFFIX
 from manager.spot.script_process import ScriptProcess, read_from
@@ -133,16 +132,12 @@ class VmAgent:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run until the VM ends."""
-    parser = argparse.ArgumentParser(prog="python -m manager.spot.agent")
-    parser.add_argument("--manager", required=True, metavar="HOST:PORT")
-    parser.add_argument("--node", required=True)
-    parser.add_argument("--secret-file", required=True, type=Path)
+    parser = arguments_of_node("manager.spot.agent")
     parser.add_argument("--uid", default=0, type=int)
     given = parser.parse_args(arguments)
-    secret = given.secret_file.read_text(encoding="utf-8").strip()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the script is a group of its own
     with tempfile.TemporaryDirectory(prefix="morph-spot-") as folder:
-        VmAgent(given.manager, given.node, secret, Path(folder), given.uid).run()
+        VmAgent("{}:{}".format(*given.manager), given.node, secret_in(given), Path(folder), given.uid).run()
 
 
 if __name__ == "__main__":

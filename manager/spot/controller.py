@@ -16,13 +16,14 @@ save and its upload is used for that (section 4.4); then the VM is released.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from manager.controller.state.config import ExpectedLosses
+from morph.contract.rules import RequestRules
+from morph.contract.waits import cheapest_interval_s
 
-PRIOR = ExpectedLosses()
+PRIOR, REQUESTS = ExpectedLosses(), RequestRules()
 FIRST_SAVE_S, MARGIN_S = 1.0, 1.0
 """What a save is taken to stall until one was seen; and what a notice must leave beyond its save."""
 FIRST_AFTER_S = 30.0
@@ -36,6 +37,13 @@ class Came:
     """The VM that was asked for is there."""
 
     vm: str
+
+
+@dataclass(frozen=True)
+class Denied:
+    """The VM that was asked for does not come."""
+
+    sentence: str
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Came | Stepped | Saved | Uploaded | Refused | Noticed | Gone | Ended | Tick
+Event = Came | Denied | Stepped | Saved | Uploaded | Refused | Noticed | Gone | Ended | Tick
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,7 @@ Answer = tuple["SpotState", tuple[Action, ...], str]
 class SpotState:
     """``spare``: a VM that is there before it is needed. ``lasting``: the newest order whose save is in storage.
 
+    ``num_denied``: requests in a row without a VM, after which ``ask_s`` is when the next one is due.
     ``num_losses``: those before which no save was complete; ``watched_s``: for how long VMs were there in all.
     """
 
@@ -135,6 +144,8 @@ class SpotState:
     is_asking: bool = False
     spare: str | None = None
     asked_s: float | None = None
+    num_denied: int = 0
+    ask_s: float = 0.0
     since_s: float = 0.0
     ordered: int = 0
     lasting: int = 0
@@ -157,6 +168,10 @@ def decide(state: SpotState, event: Event, now_s: float) -> Answer:
     match event:
         case Came(vm):
             return _came(state, vm, now_s)
+        case Denied(sentence):
+            wait_s = REQUESTS.backoff.pause_s(state.num_denied)
+            state = replace(state, is_asking=False, num_denied=state.num_denied + 1, ask_s=now_s + wait_s)
+            return state, (), f"no VM yet: {sentence}; the next request in {wait_s:g} s"
         case Stepped(seconds):
             if state.step_s is None and state.asked_s is not None:
                 state = replace(state, again_s=max(0.0, now_s - state.asked_s - seconds), saved_s=now_s - seconds)
@@ -185,7 +200,7 @@ def interval_s(state: SpotState, now_s: float) -> float:
     again_s = PRIOR.allocation_s + PRIOR.preparation_s if state.again_s is None else state.again_s
     if state.stall_s is None:
         return max(FIRST_AFTER_S, state.step_s or 0.0)
-    best_s = math.sqrt(2 * state.stall_s * (mttf_s + again_s))
+    best_s = cheapest_interval_s(state.stall_s, mttf_s, again_s)
     return max(best_s, state.stall_s + (state.upload_s or 0.0), state.step_s or 0.0)
 
 
@@ -196,7 +211,7 @@ def emergency_s(state: SpotState) -> float:
 
 
 def _came(state: SpotState, vm: str, now_s: float) -> Answer:
-    state = replace(state, is_asking=False)
+    state = replace(state, is_asking=False, num_denied=0)
     if state.phase in ("running", "leaving"):
         return replace(state, spare=vm), (), f"{vm} waits for the script"
     return _started(state, vm, now_s)
@@ -211,8 +226,10 @@ def _started(state: SpotState, vm: str, now_s: float) -> Answer:
 
 
 def _ticked(state: SpotState, now_s: float) -> Answer:
-    if state.phase == "waiting" and not state.is_asking:
-        return replace(state, is_asking=True, asked_s=now_s), (Ask(),), "there is no VM"
+    is_missing = state.phase == "waiting" or (state.phase == "leaving" and state.spare is None)
+    if is_missing and not state.is_asking and (not state.num_denied or now_s >= state.ask_s):
+        asked_s = state.asked_s if state.num_denied else now_s
+        return replace(state, is_asking=True, asked_s=asked_s), (Ask(),), "" if state.num_denied else "there is no VM"
     is_free = state.ordered == state.lasting  # one save at a time
     if state.phase == "leaving" and is_free and state.emergency is None and state.step_s is not None:
         return _on_notice(state, now_s)
@@ -270,4 +287,4 @@ def _gone(state: SpotState, now_s: float) -> Answer:
         return _started(state, state.spare, now_s)
     if state.is_asking:
         return state, (), "the VM is gone"
-    return replace(state, is_asking=True, asked_s=now_s), (Ask(),), "the VM is gone"
+    return replace(state, is_asking=True, num_denied=0, asked_s=now_s), (Ask(),), "the VM is gone"

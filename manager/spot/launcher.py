@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import queue
-import random
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
+from manager.controller.state.actions import ReleaseNodes, RequestNodes
+from manager.controller.state.events import Event as VmEvent
+from manager.controller.state.events import NodesGranted, RequestRefused, WorkerLost
+from manager.engine.loop.event_queue import EventQueue
+from manager.engine.vms.provisioning import Provisioning
 from manager.engine.vms.spending import Spending
 from manager.host.signals import deaf_to_signals
+from manager.journal.records import Fact
 from manager.notices.agent import sources_of
 from manager.notices.watch import Given, NoticeWatch, Told
-from manager.providers.interface.provider import (
-    Misconfigured,
-    Provider,
-    ProviderError,
-    Throttled,
-    Transient,
-    Vm,
-    end_all,
-)
-from manager.providers.interface.provider import Refused as VmsRefused
+from manager.providers.interface.provider import Misconfigured, Provider, end_all
 from manager.spot.controller import (
     Action,
     Ask,
     Came,
+    Denied,
     Ended,
     Event,
     Gone,
@@ -46,15 +42,18 @@ from manager.spot.controller import (
     Uploaded,
     decide,
 )
-from manager.spot.spec import Preemptions, SpotJob
+from manager.spot.spec import SpotJob
 from morph.contract.cluster import Limits
+from morph.contract.lives import Lives
+from morph.contract.vm_names import vm_of
 
 log = logging.getLogger("morph.spot")
 
 LOOK_EVERY_S = 0.05
 LOOK_FOR_VMS_S = 5.0
-ASK_AGAIN_S = 5.0
-ASK_TIMEOUT_S = 120.0
+CLOSE_TIMEOUT_S = 120.0
+TOLD = ("provider_failed", "provider_retried", "provider_silent", "request_reduced", "vms_left")
+"""Of the facts about VMs, those that the user reads."""
 TAKEN_CODE = 75
 """The VM on which the command runs is about to be taken: the same command goes on with the script on the next one."""
 
@@ -92,41 +91,6 @@ class Machines(Protocol):
         """Hear nothing more of any."""
 
 
-class Taking(Protocol):
-    """Takes VMs on purpose. Both are asked with the seconds that the script has run on the VM, and its steps there."""
-
-    def notice_s(self, ran_s: float, num_steps: int) -> float | None:
-        """Return after how many seconds the VM will be taken; None: there is no notice."""
-
-    def is_taken(self, ran_s: float, num_steps: int) -> bool:
-        """Whether it is taken now."""
-
-
-class Exponential:
-    """Takes each VM after an exponential time."""
-
-    def __init__(self, given: Preemptions) -> None:
-        self._given, self._random = given, random.Random(given.seed)
-        self._life_s, self._before_s = 0.0, float("inf")
-
-    def _life(self, ran_s: float) -> float:
-        if ran_s < self._before_s:  # another VM
-            self._life_s = self._random.expovariate(1 / self._given.mttp_s)
-        self._before_s = ran_s
-        return self._life_s
-
-    def notice_s(self, ran_s: float, num_steps: int) -> float | None:
-        """See ``Taking``."""
-        del num_steps
-        left_s = self._life(ran_s) - ran_s
-        return max(0.0, left_s) if self._given.notice_s > 0 and left_s <= self._given.notice_s else None
-
-    def is_taken(self, ran_s: float, num_steps: int) -> bool:
-        """See ``Taking``."""
-        del num_steps
-        return ran_s >= self._life(ran_s)
-
-
 @dataclass(frozen=True)
 class Source:
     """Where VMs come from, on which ``Machines`` run the script.
@@ -160,27 +124,35 @@ class Launcher:
         command: The script's.
         source: Of VMs.
         machines: Closed by ``run``.
-        taking: Takes VMs on purpose.
+        lives: Says when VMs are taken on purpose; each lives from the script's start on it.
     """
 
     def __init__(
-        self, job: SpotJob, command: Sequence[str], source: Source, machines: Machines, taking: Taking | None
+        self, job: SpotJob, command: Sequence[str], source: Source, machines: Machines, lives: Lives | None
     ) -> None:
-        self._job, self._command, self._machines, self._taking = job, command, machines, taking
-        self._source, self._provider = source, source.provider
+        self._job, self._command, self._machines, self._lives = job, command, machines, lives
+        self._source, self._vm_events = source, EventQueue()
+        self._provisioning = Provisioning(
+            source.provider,
+            self._vm_events,
+            source.spending,
+            look_every_s=LOOK_FOR_VMS_S,
+            close_timeout_s=CLOSE_TIMEOUT_S,
+            end_all=self._end_all,
+            least_vms=source.least_vms,
+        )
+        self._left: Exception | None = None
         self._state = SpotState()
-        self._events: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._begin_s = time.monotonic()
-        self._groups: dict[str, tuple[str, ...]] = {}
+        self._nodes: dict[str, tuple[str, ...]] = {}
+        self._group = ""
         self._vms: tuple[str, ...] = ()
         self._gone: set[str] = set()
         self._half = b""
-        self._num_steps = self._num_groups = self._num_asked = 0
-        self._started_s = 0.0
-        self._is_noticed = False
+        self._num_groups = self._num_asked = 0
+        self._started_s, self._looked_s = 0.0, -math.inf
         self._reasons: list[tuple[float, str]] = []
-        self._over = threading.Event()
-        self._threads: list[threading.Thread] = []
 
     def run(self) -> Outcome:
         """Block until the script ends; no VM outlives this.
@@ -193,7 +165,7 @@ class Launcher:
         try:
             for watch in watches:
                 watch.start()
-            self._beside(self._look_for_vms)
+            self._provisioning.begin((), ())
             while self._state.phase != "ended":
                 for event in self._heard():
                     self._happened(event)
@@ -208,17 +180,22 @@ class Launcher:
 
     def _end(self, watches: Sequence[NoticeWatch]) -> None:
         """End whatever is left."""
-        self._over.set()
         for watch in watches:
             watch.close()
-        self._provider.stop()
-        for thread in self._threads:
-            thread.join(ASK_TIMEOUT_S)
         log.info("ending what is left of the run's VMs")  # which takes minutes where they are deleted
-        end_all(self._provider, told=log.info)
+        self._provisioning.close()
         self._machines.close()
-        if (price := self._provider.price()) is not None:
+        if (price := self._source.provider.price()) is not None:
             log.info("VMs cost about %.2f dollars", self._source.spending.spent_usd(price))
+        if self._left is not None:
+            raise self._left
+
+    def _end_all(self, provider: Provider, *, told: Callable[[str], None]) -> None:
+        try:
+            end_all(provider, told=told)
+        except Exception as error:  # the provisioning logs it, and the command is to end with it
+            self._left = error
+            raise
 
     def noticed(self, vm: str, lead_s: float) -> None:
         """Hear of a notice that a VM has got; from any thread."""
@@ -238,11 +215,13 @@ class Launcher:
             case Ask() if self._job.vms == "here" and self._num_groups:
                 pass  # the next VM is another machine
             case Ask():
-                self._beside(self._ask)
+                self._num_asked += 1
+                name = f"{self._job.name}-{self._num_asked}"
+                self._provisioning.request(RequestNodes(request=name, count=self._source.num_devices))
             case Start(group):
-                self._vms, self._half, self._num_steps, self._is_noticed = self._groups[group], b"", 0, False
+                self._group, self._vms, self._half = group, _vms_of(self._nodes[group]), b""
                 self._num_groups += 1
-                self._started_s = time.monotonic()
+                self._started_s, self._looked_s = time.monotonic(), -math.inf
                 self._machines.start(self._vms, self._command, self._job.storage)
             case Save(number):
                 self._machines.save(self._vms[0], number)
@@ -254,75 +233,32 @@ class Launcher:
         vms, self._vms = self._vms, ()
         if vms:
             self._machines.end(vms)
-            self._beside(partial(self._delete, vms))
+            self._provisioning.release(ReleaseNodes(nodes=self._nodes[self._group]))
             self._events.put(Gone())
 
-    def _delete(self, vms: Sequence[str]) -> None:
-        try:
-            self._provider.delete(vms)
-        except ProviderError as error:
-            log.info("%s", error)  # it is tried again in the end
-
-    def _beside(self, run: Callable[[], None]) -> None:
-        def guarded() -> None:
-            try:
-                run()
-            except Exception as error:
-                self._events.put(error)
-
-        self._threads = [one for one in self._threads if one.is_alive()]
-        self._threads.append(threading.Thread(target=guarded, name="morph-spot-vms", daemon=True))
-        self._threads[-1].start()
-
-    def _ask(self) -> None:
-        """Ask for a group until there is a whole one; under the same name until there is an answer."""
-        self._num_asked += 1
-        told, num_devices = "", self._source.num_devices
-        while not self._over.is_set():
-            name, pause_s = f"{self._job.name}-{self._num_asked}", ASK_AGAIN_S
-            try:
-                vms = self._provider.request(name, num_devices, self._allowed())
-                if sum(vm.num_devices for vm in vms) >= num_devices:
-                    self._groups[name] = tuple(vm.name for vm in vms)
-                    self._events.put(Came(name))
-                    return
-                self._provider.delete([vm.name for vm in vms])
-                self._num_asked += 1
-                log.info("there are VMs for %d of a group alone", len(vms))
-            except (VmsRefused, Throttled, Transient) as error:
-                if told != (told := str(error)):
-                    log.info("no VM yet: %s", error)
-                pause_s = error.retry_after_s or ASK_AGAIN_S
-            self._over.wait(pause_s)
-
-    def _allowed(self) -> int:
-        """Return how many VMs may be asked for now.
+    def _of_vms(self, item: VmEvent | Fact) -> Iterator[Event]:
+        """What the provider's VMs mean to the controller.
 
         Raises:
-            Refused: too few for a group.
-            Misconfigured: and no VM is there whose end would change that.
+            ProviderError: asking again does not help.
         """
-        living, source = self._listed(), self._source
-        allowed, why = source.spending.allowed(source.num_devices, living, self._provider.price())
-        if allowed < source.least_vms:
-            raise VmsRefused(why) if living else Misconfigured(f"no VM may be asked for: {why}")
-        return allowed
-
-    def _listed(self) -> tuple[Vm, ...]:
-        vms = self._provider.list()
-        self._source.spending.living(vms, self._provider.price())
-        return vms
-
-    def _look_for_vms(self) -> None:
-        """Ask the provider now and then whether VMs are still there."""
-        while not self._over.wait(LOOK_FOR_VMS_S):
-            vms = self._vms
-            try:
-                there = {vm.name for vm in self._listed()}
-            except ProviderError as error:
-                log.info("which VMs there are is not known: %s", error)
-                continue
-            self._gone.update(set(vms) - there)
+        match item:
+            case NodesGranted(request=name, nodes=nodes) if len(nodes) >= self._source.num_devices:
+                self._nodes[name] = nodes
+                yield Came(name)
+            case NodesGranted(nodes=nodes):
+                self._provisioning.release(ReleaseNodes(nodes=nodes))
+                yield Denied(f"there are VMs for {len(_vms_of(nodes))} of a group alone")
+            case RequestRefused(cause=cause, detail=detail):
+                if self._provisioning.failure is not None:
+                    raise self._provisioning.failure
+                if cause == "limit" and not self._vms:
+                    raise Misconfigured(f"no VM may be asked for: {detail}")
+                yield Denied(detail)
+            case WorkerLost(worker=node):
+                self._gone.add(vm_of(node))
+            case Fact(name=name, detail=detail) if name in TOLD:
+                log.info("%s", detail)
 
     def _told(self, told: Told) -> None:
         if isinstance(told, Given) and told.certain and told.lead_s is not None:
@@ -330,10 +266,9 @@ class Launcher:
 
     def _heard(self) -> Iterator[Event]:
         while not self._events.empty():
-            event = self._events.get()
-            if isinstance(event, Exception):
-                raise event
-            yield event
+            yield self._events.get()
+        while (stamped := self._vm_events.get(0.0)) is not None:
+            yield from self._of_vms(stamped.item)
         if not self._vms:
             yield Tick()
             return
@@ -349,14 +284,15 @@ class Launcher:
             self._take()
             return
         yield Tick()
-        ran_s = time.monotonic() - self._started_s
-        if self._taking is not None and self._vms:
-            lead_s = None if self._is_noticed else self._taking.notice_s(ran_s, self._num_steps)
-            if lead_s is not None:
-                self._is_noticed = True
-                yield Noticed(lead_s)
-            if self._vms and self._taking.is_taken(ran_s, self._num_steps):
-                self._take()
+        if self._lives is not None and self._vms:
+            now_s = time.monotonic()
+            changes = self._lives.between({self._vms[0]: self._started_s}, self._looked_s, now_s)
+            self._looked_s = now_s
+            for change in changes:
+                if change.kind == "warned":
+                    yield Noticed(max(0.0, change.taken_s - now_s))
+                elif self._vms:
+                    self._take()
 
     def _said(self) -> Iterator[Event]:
         """What the script said on the first VM of the group since the last time."""
@@ -364,8 +300,11 @@ class Launcher:
         *lines, self._half = data.split(b"\n")
         for line in lines:
             told = json.loads(line)
-            self._num_steps += told["kind"] == "step"
             yield _EVENTS[told.pop("kind")](**told)
+
+
+def _vms_of(nodes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(map(vm_of, nodes)))
 
 
 _EVENTS: dict[str, Callable[..., Event]] = {"step": Stepped, "saved": Saved, "uploaded": Uploaded, "refused": Refused}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,27 +17,28 @@ from manager.providers.interface.run_name import name_of
 from manager.providers.local import LocalProvider
 from manager.providers.opening import ending_command
 from manager.run.cloud import Cloud
-from manager.spot.launcher import Launcher, Source, Taking, log
+from manager.run.job_snapshot import MAX_BYTES
+from manager.spot.launcher import Launcher, Source, log
 from manager.spot.local import LocalMachines
 from manager.spot.provided import ProvidedMachines
 from manager.spot.spec import SpotJob
 from morph.contract.cluster import AzureVms
 from morph.contract.errors import ConfigError
+from morph.contract.files import code_files, packed
+from morph.contract.lives import Lives
 from morph.link.proof import new_secret
 
-MOST_CODE_BYTES = 32 * 1024 * 1024
 
-
-def open_local(job: SpotJob, command: Sequence[str], root: Path, code: Path | None, taking: Taking | None) -> Launcher:
+def open_local(job: SpotJob, command: Sequence[str], root: Path, code: Path | None, lives: Lives | None) -> Launcher:
     """Return the launcher of a job on VMs of this machine, or on this machine (without ``code``)."""
     machines = LocalMachines(root, code)
     num_vms = job.num_vms if code is not None else 1
     provider = LocalProvider(machines, max_vms=2 * num_vms if code is not None else 1)
-    return Launcher(job, command, Source(provider, num_vms), machines, taking)
+    return Launcher(job, command, Source(provider, num_vms), machines, lives)
 
 
 def open_provided(
-    job: SpotJob, command: Sequence[str], cloud: Cloud, root: Path, code: Path, taking: Taking | None
+    job: SpotJob, command: Sequence[str], cloud: Cloud, root: Path, code: Path, lives: Lives | None
 ) -> Launcher:
     """Return the launcher of a job on VMs that a provider brings.
 
@@ -51,9 +50,9 @@ def open_provided(
     vms, name, wheel = cloud.vms, name_of(root, job.name), make_wheel()
     providing, secret = cloud.providing(name, root), new_secret()
     port = vms.notice_port or Ports(vms.first_port or 0).notices
-    packed = packed_code(code)
+    archive = packed_code(code)
     try:
-        machines = ProvidedMachines(secret, vms.address, port, wheel, packed, variables(vms.pass_variables))
+        machines = ProvidedMachines(secret, vms.address, port, wheel, archive, variables(vms.pass_variables))
     except OSError as error:
         raise ConfigError(
             f"cannot be listened on: {error.strerror}", source=str(cloud.path), field="vms.address", value=vms.address
@@ -75,7 +74,7 @@ def open_provided(
     named = job.model_copy(update={"name": name.requests})
     least_vms = -(-vms.keep // cloud.most_devices)
     source = Source(providing.make_provider(start), vms.keep, least_vms, Spending(vms.limits))
-    launcher = Launcher(named, command, source, machines, taking)
+    launcher = Launcher(named, command, source, machines, lives)
     machines.noticed = launcher.noticed
     return launcher
 
@@ -97,17 +96,7 @@ def packed_code(folder: Path) -> bytes:
     Raises:
         ConfigError: it is too large.
     """
-    out, num_bytes = io.BytesIO(), 0
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted(folder.rglob("*")):
-            inside = path.relative_to(folder)
-            is_passed = any(part.startswith((".", "__pycache__")) for part in inside.parts)
-            if is_passed or path.is_symlink() or not path.is_file():
-                continue
-            num_bytes += path.stat().st_size
-            if num_bytes > MOST_CODE_BYTES:
-                raise ConfigError(
-                    "has too much in it", field="code", value=str(folder), allowed=f"{MOST_CODE_BYTES} bytes at most"
-                )
-            archive.write(path, inside.as_posix())
-    return out.getvalue()
+    files = dict(code_files(folder))
+    if sum(path.stat().st_size for path in files.values()) > MAX_BYTES:
+        raise ConfigError("has too much in it", field="code", value=str(folder), allowed=f"{MAX_BYTES} bytes at most")
+    return packed({inside: path.read_bytes() for inside, path in files.items()})

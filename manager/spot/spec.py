@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from morph.contract.base import Value
+from morph.contract.lives import InOrder, Lifetimes
 
 
 class Preemptions(Value):
@@ -15,6 +16,11 @@ class Preemptions(Value):
     mttp_s: float = Field(gt=0, description="mean time until a VM is taken")
     notice_s: float = Field(default=0.0, ge=0, description="before that; 0: without a notice")
     seed: int = 0
+
+
+def lives_of(given: Preemptions) -> Lifetimes:
+    """Return how VMs that are taken on purpose live."""
+    return Lifetimes(InOrder(given.seed, given.mttp_s), notice_s=given.notice_s)
 
 
 class SpotJob(Value):

@@ -84,18 +84,27 @@ def first_problem(error: ValidationError) -> tuple[str, str, object]:
     return field, entry["msg"].removeprefix("Value error, "), entry["input"]
 
 
+def read_text(path: Path, error_type: type[InputError], encoding: str = "utf-8") -> str:
+    """Read a text file; ends of lines become ``\\n``.
+
+    Raises:
+        InputError: of ``error_type``, when the file cannot be read or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding=encoding)
+    except OSError as error:
+        raise error_type(f"cannot be read: {error.strerror}", source=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise error_type("is not UTF-8 text", source=str(path)) from error
+
+
 def read_json(path: Path, value_type: type[ValueT], error_type: type[InputError]) -> ValueT:
     """Read one contract value from a JSON file.
 
     Raises:
         InputError: of ``error_type``, when the file is missing, is not JSON, or breaks the schema.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise error_type(f"cannot be read: {error.strerror}", source=str(path)) from error
-    except UnicodeDecodeError as error:
-        raise error_type("is not UTF-8 text", source=str(path)) from error
+    text = read_text(path, error_type)
     try:
         return value_type.model_validate_json(text)
     except ValidationError as error:

@@ -1,9 +1,12 @@
-"""Files that are written completely or not at all."""
+"""Files that are written completely or not at all, and archives of files."""
 
 from __future__ import annotations
 
 import errno
+import io
 import os
+import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from morph.contract.errors import InputError
@@ -11,6 +14,7 @@ from morph.contract.errors import InputError
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 """Errors of a disk that is full or read-only: these pass."""
 PRIVATE = 0o600
+_EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
@@ -63,3 +67,23 @@ def write_output(path: Path, content: str | bytes, error_type: type[InputError])
         write_whole(path, content)
     except OSError as error:
         raise error_type(f"cannot be written: {error.strerror}", source=str(path)) from error
+
+
+def packed(files: Mapping[str, bytes], mode: int = PRIVATE) -> bytes:
+    """Return a zip archive of files, by their paths in it; the same files give the same bytes."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            entry = zipfile.ZipInfo(name, _EPOCH)
+            entry.external_attr = mode << 16
+            archive.writestr(entry, content, zipfile.ZIP_DEFLATED)
+    return out.getvalue()
+
+
+def code_files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield each file below a folder with its path there, in order; nothing that is hidden, compiled or a link."""
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder)
+        is_passed = any(part.startswith((".", "__pycache__")) for part in inside.parts)
+        if path.is_file() and not path.is_symlink() and not is_passed:
+            yield inside.as_posix(), path

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from morph.contract import ranges
 from morph.contract.base import Value
+from morph.contract.waits import Backoff
 
 FILE_FLOOR_S = 600.0
 SLOWEST_BYTES_PER_S = 5e6
@@ -47,6 +48,11 @@ class RequestRules(Value):
     boot_s: Seconds = Field(default=900.0, description="a VM that was granted and does not appear is given up")
     max_absent: Count = Field(default=5, description="grants in a row of which no VM appears: then none is asked for")
     notice_grace_s: Seconds = Field(default=60.0, description="a VM that outlives its notice by this is taken back")
+
+    @property
+    def backoff(self) -> Backoff:
+        """Pauses after refusals in a row."""
+        return Backoff(self.backoff_s, self.backoff_max_s)
 
 
 class StutterRules(Value):

@@ -87,18 +87,6 @@ class Trace(Value):
             most = max(most, count)
         return most
 
-    @property
-    def notices(self) -> tuple[tuple[float, TraceEvent], ...]:
-        """When VMs are given notice (seconds), each with its removal, in order; never before the VM is there."""
-        added_s: dict[str, float] = {}
-        notices: list[tuple[float, TraceEvent]] = []
-        for event in self.events:
-            if event.event == "add":
-                added_s[event.node_id] = event.time_s
-            elif event.notice_s is not None:
-                notices.append((max(added_s[event.node_id], event.time_s - event.notice_s), event))
-        return tuple(sorted(notices, key=lambda notice: notice[0]))
-
     def price_at(self, time_s: float, zone: str = UNKNOWN, instance_type: str = UNKNOWN) -> float | None:
         """What a VM costs at a time, in dollars an hour; None: the trace says nothing of such VMs until then."""
         usd_per_h = None

@@ -35,7 +35,7 @@ from morph.jobs.job import Job
 from morph.losses import values_of
 from morph.preflight.plain_model import plain_model, shortened
 from morph.preflight.step_comparison import NUM_STEPS, StepTrial
-from morph.runtime.step.section_run import AddGradient, SectionRun, run_section, section_backward
+from morph.runtime.step.section_run import AddGradient, run_step
 
 NUM_SEEDS = 3
 NUM_SAMPLES = 2
@@ -349,11 +349,6 @@ def _run_sections(
     model: CutModel, given: Mapping[str, Tensor], batch: Mapping[str, Tensor], more: AddGradient
 ) -> _Step:
     """``more`` takes what a run takes: contributions of sections, and changes of buffers."""
-    runs: list[SectionRun] = []
-    values: tuple[Tensor, ...] = ()
-    for section in model.sections:
-        runs.append(run_section(section, values, batch, given))
-        values = runs[-1].outputs
     gradients: dict[str, Tensor] = {}
 
     def add(name: str, gradient: Tensor) -> None:
@@ -361,9 +356,7 @@ def _run_sections(
         if name in model.parameter_specs:
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
 
-    following: tuple[Tensor | None, ...] = (torch.ones_like(values[0]), *(None for _ in values[1:]))
-    for section in reversed(model.sections):
-        following = section_backward(section, runs.pop(), following, given, add)
+    values = run_step(model.sections, batch, given, add)
     return _Step(values[0].detach(), {name: gradient.to_dense() for name, gradient in gradients.items()})
 
 

@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from morph.cutting import CutModel
+from morph.cutting import CutModel, Section
 from morph.cutting.source.locate import definition_line
 from morph.jobs.job import Job
 from morph.runtime.state.optimizer_state import build_optimizer
-from morph.runtime.step.section_run import SectionRun, run_section, section_backward
+from morph.runtime.step.section_run import run_step
 from morph.runtime.step.stage import seed_section
 from morph.tracing.findings import Place
 from morph.tracing.model_mode import ModelMode
@@ -60,6 +60,10 @@ def run_model(model: CutModel, given: ModelStep, recorder: Recorder, seed: int) 
             return
         gradients[name] = gradients[name] + gradient if name in gradients else gradient
 
+    def followed(section: Section) -> Section:
+        seed_section(seed, 0, 0, section.index)
+        return mode.follow(section, constants)
+
     with fake or nullcontext():
         tensors = {name: _prepared(tensor, fake).requires_grad_() for name, tensor in given.parameters.items()}
         tensors |= {name: _prepared(tensor, fake) for name, tensor in given.buffers.items()}
@@ -67,15 +71,7 @@ def run_model(model: CutModel, given: ModelStep, recorder: Recorder, seed: int) 
         batch = {name: _prepared(tensor, fake) for name, tensor in given.batch.items()}
         mode.know(model, tensors)
         mode.know_batch(batch)
-        runs: list[SectionRun] = []
-        values: tuple[Tensor, ...] = ()
-        for section in model.sections:
-            seed_section(seed, 0, 0, section.index)
-            runs.append(run_section(mode.follow(section, constants), values, batch, tensors))
-            values = runs[-1].outputs
-        following: tuple[Tensor | None, ...] = (torch.ones_like(values[0]), *(None for _ in values[1:]))
-        for section in reversed(model.sections):
-            following = section_backward(section, runs.pop(), following, tensors, add)
+        run_step(model.sections, batch, tensors, add, followed)
     mode.finish()
     return gradients
 

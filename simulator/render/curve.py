@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,12 @@ from rich.table import Table
 from morph.contract.errors import PlanError
 from morph.contract.files import write_output
 from morph.contract.profile import Profile
-from morph.pictures import picture, plain_axes
+from morph.pictures import BLUE, INK, ORANGE, picture, plain_axes
 from morph.tables import table, wide_console
-from morph.words import bytes_text, time_text
+from morph.words import size_text, time_text
 from simulator import PlanRequest, plan, plan_frame
 from simulator.render.tables import WIDTH
 
-_INK, _BEST, _EACH = "#333333", "#1d6fa5", "#ef8354"
 _MOST_LABELS = 14
 
 
@@ -62,7 +62,7 @@ def _table(name: str, frame: pd.DataFrame) -> Table:
         "examples/s": frame["examples_per_s"].map("{:.4g}".format),
         "per GPU": frame["examples_per_s_per_gpu"].map("{:.3g}".format),
         "mini-batch": frame["mini_batch_s"].map(time_text),
-        "memory": frame["peak_memory_bytes"].map(bytes_text),
+        "memory": frame["peak_memory_bytes"].map(partial(size_text, binary=True)),
     }
     if "usd_per_1000_examples" in frame:
         columns["$/h"] = frame["usd_per_h"].map("{:.4g}".format)
@@ -75,11 +75,11 @@ def _draw(name: str, frame: pd.DataFrame, path: Path) -> None:
     priced = "usd_per_1000_examples" in frame
     column = "usd_per_1000_examples" if priced else "examples_per_s_per_gpu"
     with picture(path, PlanError, (10.0, 7.0), nrows=2, sharex=True, height_ratios=[2, 1]) as (_, (above, below)):
-        above.plot(frame["num_gpus"], frame["examples_per_s"], drawstyle="steps-post", color=_BEST, linewidth=1.8)
+        above.plot(frame["num_gpus"], frame["examples_per_s"], drawstyle="steps-post", color=BLUE, linewidth=1.8)
         above.set(ylabel="examples per second")
         above.set_title(f"{name}: best shape (P x D) by number of GPUs", loc="left", fontsize=12)
         _label_shapes(above, frame)
-        below.plot(frame["num_gpus"], frame[column], color=_EACH, linewidth=1.6)
+        below.plot(frame["num_gpus"], frame[column], color=ORANGE, linewidth=1.6)
         below.set(ylabel="$ per 1000 examples" if priced else "examples per second and GPU", xlabel="GPUs")
         for axes in (above, below):
             axes.set_ylim(bottom=0)
@@ -100,7 +100,7 @@ def _label_shapes(axes: Any, frame: pd.DataFrame) -> None:
             continue
         labelled = at
         place = frame["num_gpus"].iloc[at], frame["examples_per_s"].iloc[at]
-        axes.plot(*place, marker="o", markersize=3.5, color=_BEST)
+        axes.plot(*place, marker="o", markersize=3.5, color=BLUE)
         axes.annotate(
             f"{depth} x {replicas}",
             place,
@@ -108,5 +108,5 @@ def _label_shapes(axes: Any, frame: pd.DataFrame) -> None:
             xytext=(-3, 6),
             ha="right",
             fontsize=8,
-            color=_INK,
+            color=INK,
         )

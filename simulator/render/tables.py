@@ -10,7 +10,7 @@ from rich.table import Table
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from morph.tables import table
-from morph.words import bytes_text, count_text, time_text
+from morph.words import count_text, size_text, time_text
 from simulator import PlanChoice, Simulation
 from simulator.costs.memory import MOMENTS
 from simulator.costs.redundant import redundant_host_bytes
@@ -108,7 +108,7 @@ def stage_table(profile: Profile, simulation: Simulation) -> Table:
             time_text(int(times.recompute_ns[number]) / 1e9) if stage.recompute else "-",
             time_text(int(times.backward_ns[number]) / 1e9),
             stage.window,
-            bytes_text(int(simulation.costs.memory_bytes[number])),
+            size_text(int(simulation.costs.memory_bytes[number]), binary=True),
         )
         for number, stage in enumerate(simulation.plan.stages)
     ]
@@ -120,11 +120,11 @@ def memory_lines(simulation: Simulation) -> list[str]:
     costs = simulation.costs
     stage = int(costs.memory_bytes.argmax())
     moment, parts = costs.memory_parts(stage)
-    whole = bytes_text(int(costs.memory_bytes[stage]))
+    whole = size_text(int(costs.memory_bytes[stage]), binary=True)
     lines = [f"most memory: {whole} at stage {stage}, while {MOMENTS[moment]}: {_parts_text(parts)}"]
     if costs.memory.apart:
         stage = int(costs.host_bytes.argmax())
-        whole = bytes_text(int(costs.host_bytes[stage]))
+        whole = size_text(int(costs.host_bytes[stage]), binary=True)
         lines.append(f"host memory: up to {whole} at stage {stage}: {_parts_text(costs.host_parts(stage))}")
     return lines
 
@@ -132,7 +132,7 @@ def memory_lines(simulation: Simulation) -> list[str]:
 def redundant_line(simulation: Simulation) -> str:
     """What redundant computation makes of a loss, and what it keeps for that in host memory."""
     costs, counts = simulation.costs, simulation.plan.micro_batches_per_replica
-    kept = bytes_text(int(redundant_host_bytes(costs, max(counts)).max()))
+    kept = size_text(int(redundant_host_bytes(costs, max(counts)).max()), binary=True)
     return (
         f"a lost worker pauses training for {time_text(simulation.mean_pause_s)} on average; for that, up to {kept} of "
         "messages and activations are kept in host memory until the mini-batch is over"
@@ -140,7 +140,7 @@ def redundant_line(simulation: Simulation) -> str:
 
 
 def _parts_text(parts: dict[str, int]) -> str:
-    return ", ".join(f"{part} {bytes_text(size)}" for part, size in parts.items())
+    return ", ".join(f"{part} {size_text(size, binary=True)}" for part, size in parts.items())
 
 
 def _span(first: int, last: int) -> str:
@@ -160,7 +160,7 @@ def ranking(choice: PlanChoice) -> Table:
             f"{plan.expected.examples_per_s / best:.1%}",
             time_text(plan.expected.mini_batch_s),
             time_text(plan.expected.lower_bound_s),
-            bytes_text(plan.expected.peak_memory_bytes),
+            size_text(plan.expected.peak_memory_bytes, binary=True),
             *([f"{worth * times:.4g}"] if column else []),
         )
         for plan, worth in zip((choice.best, *choice.runners_up), choice.values, strict=True)

@@ -8,19 +8,19 @@ import pandas as pd
 from matplotlib.patches import Patch
 
 from morph.contract.errors import InputError, PlanError
-from morph.pictures import picture, plain_axes
+from morph.pictures import GREY, ORANGE, SOFT, picture, plain_axes
 from morph.words import time_text
 from simulator.costs.answer import Simulation
 
 COLOURS = {
-    "forward": "#8ecae6",
-    "recompute": "#ffd166",
-    "backward": "#7fb069",
-    "redundant_forward": "#d9ed92",
-    "redundant_backward": "#b5c99a",
-    "all_reduce": "#c77dff",
-    "commit": "#6c757d",
-    "optimizer": "#ef8354",
+    "forward": SOFT[0],
+    "recompute": SOFT[2],
+    "backward": SOFT[1],
+    "redundant_forward": SOFT[6],
+    "redundant_backward": SOFT[5],
+    "all_reduce": SOFT[3],
+    "commit": GREY,
+    "optimizer": ORANGE,
 }
 _UNITS = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))
 _WIDTH_INCHES, _POINTS_PER_DIGIT = 15.0, 5.0

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from morph.contract.errors import TraceError
 from morph.contract.trace import Trace
-from morph.pictures import picture, plain_axes
+from morph.pictures import BLUE, LINES, ORANGE, picture, plain_axes
 from morph.tables import table
 from simulator.traces.model import TraceModel
 from simulator.traces.statistics import (
@@ -27,8 +27,7 @@ from simulator.traces.statistics import (
 )
 
 NUM_DRAWN = 20
-TRACE, FIT = "#1d6fa5", "#ef8354"
-ZONES = ("#1d6fa5", "#ef8354", "#2a9d8f", "#7a5195", "#c1443c", "#f2c14e")
+TRACE, FIT = BLUE, ORANGE
 
 
 def trace_table(title: str, told: Iterable[TraceStatistics]) -> Table:
@@ -100,7 +99,7 @@ def _draw_vms(axes: Any, trace: Trace, drawn: Sequence[Trace]) -> None:
         for zone in zones:
             times, counts = counts_of(event for event in trace.events if event.zone == zone)
             of_zones.append(np.array(counts)[np.searchsorted(times, every, "right") - 1])
-        colors = [ZONES[place % len(ZONES)] for place in range(len(zones))]
+        colors = [LINES[place % len(LINES)] for place in range(len(zones))]
         axes.stackplot(every / 3600, *of_zones, labels=zones, colors=colors, step="post", linewidth=0)
     axes.set(xlabel="hours", ylabel="VMs", ylim=(0, None))
     axes.legend(fontsize=8, loc="upper right")

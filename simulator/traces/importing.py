@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from morph.contract.base import read_text
 from morph.contract.errors import TraceError
 from morph.contract.trace import UNKNOWN, Trace, TraceEvent, TracePrice, parse_trace
 
@@ -51,12 +52,7 @@ def import_trace(path: Path, place: Place = Place(), seed: int = 0) -> Trace:
     Raises:
         TraceError: naming file, line (or entry), field, value and what is allowed.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise TraceError(f"cannot be read: {error.strerror}", source=str(path)) from error
-    except UnicodeDecodeError as error:
-        raise TraceError("is not UTF-8 text", source=str(path)) from error
+    text = read_text(path, TraceError, "utf-8-sig")
     first = next((line for line in text.splitlines() if line.strip()), "")
     if "time_s" in first:
         return parse_trace(text.splitlines(keepends=True), str(path))

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from morph.contract.errors import TraceError
+from morph.contract.lives import recorded
 from morph.contract.trace import HEADER, Trace, TraceEvent, TracePrice, load_trace, parse_trace, write_trace
 from simulator import spot_model
 
@@ -56,14 +57,18 @@ LINES = """\
 """
 
 
+def warnings_of(trace: Trace) -> list[tuple[float, str]]:
+    return [(change.time_s, change.event.node_id) for change in recorded(trace) if change.kind == "warned"]
+
+
 def test_notices_and_prices_are_read_written_and_scaled(tmp_path: Path) -> None:
     trace = parse(FULL + LINES)
-    assert [(at_s, event.node_id) for at_s, event in trace.notices] == [(5.0, "a"), (10.0, "b")]
+    assert warnings_of(trace) == [(5.0, "a"), (10.0, "b")]
     assert (trace.max_nodes, trace.duration_s, len(trace.events)) == (2, 90.0, 4)
     write_trace(trace, tmp_path / "spot.csv")
     assert load_trace(tmp_path / "spot.csv") == trace
     half = trace.scaled(0.5)
-    assert [at_s for at_s, _ in half.notices] == [2.5, 5.0]
+    assert warnings_of(half) == [(2.5, "a"), (5.0, "b")]
     assert [price.time_s for price in half.prices] == [0, 0, 30, 45]
     assert half.prices[-1] == TracePrice(time_s=45, usd_per_h=1.1, zone="east", instance_type="p3")
 
@@ -87,8 +92,9 @@ def test_a_scaled_notice_may_be_given_as_soon_as_the_vm_is_there(added_s: float,
     lived_s = max(lived_s, added_s * 1e-9)
     text = FULL + f"{added_s!r},add,a,,,,\n{added_s + lived_s!r},remove,a,,,{lived_s!r},\n"
     scaled = parse(text).scaled(factor)
-    ((at_s, event),) = scaled.notices
-    assert scaled.events[0].time_s <= at_s <= event.time_s
+    event = scaled.events[1]
+    (warned,) = (change for change in recorded(scaled) if change.kind == "warned")
+    assert scaled.events[0].time_s <= warned.time_s <= warned.taken_s == event.time_s
     assert event.notice_s is not None
     assert parse(FULL + f"{scaled.events[0].time_s!r},add,a,,,,\n{event.time_s!r},remove,a,,,{event.notice_s!r},\n")
 

@@ -19,16 +19,15 @@ from manager.engine.run import preempting
 from manager.engine.run.attachment import FILE_NAME, Attachment
 from manager.engine.run.preempting import SOCKET_NAME, Answered, Asked, Preempting
 from manager.host.folders import make_folder, remove
-from manager.injection import asking, injector
-from manager.injection.asking import ask
-from manager.injection.injector import Injection, inject
-from manager.injection.schedule import Lifetimes, Taking, Traced, lifetime_s
+from manager.injection import injector
+from manager.injection.injector import Injection, ask, inject
 from manager.journal.records import PREEMPTION_FAILED, PREEMPTION_INJECTED, Fact
 from manager.providers.interface.provider import Misconfigured
 from manager.run_dir import RunDir, RunFacts
 from manager.stopping import NotRunning
 from morph.cli.main import app
 from morph.contract.errors import RunDirError
+from morph.contract.lives import Change, Lifetimes, Removals, by_name
 from morph.contract.trace import parse_trace
 
 BOUND_S = 100.0
@@ -191,7 +190,7 @@ def test_another_user_is_answered_nothing(world: World, monkeypatch: pytest.Monk
 
 
 def test_nobody_but_the_process_that_holds_the_run_is_asked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "living_holder_of", lambda _run_dir: os.getppid())
+    monkeypatch.setattr(injector, "living_holder_of", lambda _run_dir: os.getppid())
     assert ask(world.run_dir, Asked(vms=("vm0",))) is None
     assert world.told(0) == []
 
@@ -214,8 +213,8 @@ class Everybody:
 
     end_s = math.inf
 
-    def between(self, vms: Mapping[str, float], after_s: float, until_s: float) -> tuple[Taking, ...]:
-        return (Taking(until_s, tuple(vms)),)
+    def between(self, vms: Mapping[str, float], after_s: float, until_s: float) -> tuple[Change, ...]:
+        return (Change(until_s, "taken", tuple(vms)),)
 
 
 def test_the_injector_takes_no_more_than_it_is_told_to(world: World) -> None:
@@ -241,7 +240,7 @@ def test_the_injector_ends_with_the_run_or_with_its_trace(tmp_path: Path, monkey
     answers = [Answered(now_s=5.0, vms={}), None, Answered(now_s=6.0, vms={})]
 
     def ended() -> str:
-        return inject(tmp_path, injection, lambda start_s: Lifetimes(1, 60.0, start_s), told.append)
+        return inject(tmp_path, injection, lambda start_s: Lifetimes(by_name(1, 60.0), start_s), told.append)
 
     assert ended() == "the run has ended"
     assert told[1:] == ["the run does not answer now, for it starts, or is about to end: waiting for it"]
@@ -250,7 +249,9 @@ def test_the_injector_ends_with_the_run_or_with_its_trace(tmp_path: Path, monkey
     assert ended().startswith("the run's manager was killed")
     trace = parse_trace(["time_s,event,node_id", "0,add,a", "1,remove,a"], "trace.csv")
     answers = [Answered(now_s=5.0, vms={}), Answered(now_s=6.5, vms={}), Answered(now_s=9.0, vms={})]
-    assert inject(Path("run"), injection, lambda start_s: Traced(1, trace, start_s), told.append) == "the trace is over"
+    assert (
+        inject(Path("run"), injection, lambda start_s: Removals(1, trace, start_s), told.append) == "the trace is over"
+    )
     assert len(answers) == 1
 
 
@@ -261,7 +262,7 @@ def test_the_command_foretells_who_is_taken_and_names_the_vms_that_there_are(wor
         return done.output.splitlines()
 
     dry = told("--mttp", "1h", "--seed", "1", "--dry-run")
-    lifetimes_s = {vm: lifetime_s(1, vm, 3600.0) for vm in ("vm0", "vm1", "vm2")}
+    lifetimes_s = {vm: by_name(1, 3600.0)(vm, 0) for vm in ("vm0", "vm1", "vm2")}
     expected = sorted(lifetimes_s, key=lambda vm: lifetimes_s[vm])
     assert [line.split("  ", 1)[1] for line in dry] == [f"{vm}  in {lifetimes_s[vm]:.1f} s" for vm in expected]
     (line,) = told("--vm", "vm7")

@@ -16,8 +16,8 @@ from manager.engine.vms.spending import Before, Spending
 from manager.engine.vms.vm_registry import VmRegistry
 from manager.journal.records import Fact
 from manager.providers.interface.provider import (
-    FIRST_PAUSE_S,
     PATIENCE_S,
+    RETRIES,
     Capabilities,
     Misconfigured,
     Price,
@@ -374,7 +374,7 @@ def test_the_end_is_tried_again_while_the_provider_fails_and_after_the_pauses_th
     world.cloud.ends = [Transient("no answer"), Throttled("too many calls", 600.0), Transient("a-0 is left: 401")]
     world.shell.close()
     assert world.cloud.dismantled
-    assert world.pauses_s == [FIRST_PAUSE_S, 600.0, 4 * FIRST_PAUSE_S]
+    assert world.pauses_s == [RETRIES.first_s, 600.0, 4 * RETRIES.first_s]
     assert "vms_left" not in world.facts()
 
 

@@ -36,7 +36,7 @@ from manager.controller.state.nodes import NodeState
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, Decision, Phase
 from manager.controller.state.validate import BrokenState, validate
-from manager.controller.steps.resting import LONGEST_PAUSE_S
+from manager.controller.steps.resting import PAUSES
 from manager.simulation.spot.sums import Place
 from morph.contract.vm_names import beside, vm_of
 
@@ -144,7 +144,7 @@ def check_waits(cluster: SimulatedCluster, before: ControllerState, event: Event
     if decision.wake_at_s is not None:
         bound_s = max(save_bound_s(state), policy.start_patience_s)
         if state.phase is Phase.RESTING:
-            bound_s = max(bound_s, LONGEST_PAUSE_S)
+            bound_s = max(bound_s, PAUSES.most_s)
         if state.phase in (Phase.WAITING, Phase.STARTING):
             bound_s = policy.rules.wait.vms_patience_s
         set_back_s = sum(max(0.0, -by_s) for _, by_s in cluster.faults.clock_jumps)

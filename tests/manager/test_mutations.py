@@ -24,6 +24,7 @@ from manager.controller.stragglers import probing
 from manager.simulation.spot.sums import WorkerSums
 from morph.contract.messages import ReshapeOrder
 from morph.contract.salvage import PartialSum, counted_in, mask_of, partial_sum, spans_of
+from morph.contract.waits import Backoff
 
 pytestmark = pytest.mark.slow
 
@@ -275,7 +276,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "any error inside a worker ends the run": (answering, "failed", _any_error_is_the_last),
     "nothing is saved before a rest": (resting, "_writers", lambda state: None),
     "before a rest anybody writes anything": (resting, "_writers", _the_first_one_writes_all),
-    "a rest lasts for ever": (resting, "pause_after", lambda num_before: 1000.0),
+    "a rest lasts for ever": (resting, "PAUSES", Backoff(1000.0, 1000.0)),
     "a rest never ends": (deadlines, "rest_over", _nothing_happens),
     "one count of a sum is flipped": (forming, "choose_salvage", _one_count_is_flipped),
     "what is missing does not run again": (forming, "choose_salvage", _one_missing_micro_batch_does_not_run),

@@ -7,7 +7,7 @@ from controller_script import Script, receivers, script_in
 from manager.controller.state.actions import Finish, SendCommit, SendReshape, WriteManifest
 from manager.controller.state.events import ManifestWritten, StopRequested, WorkerLost
 from manager.controller.state.state import Phase
-from manager.controller.steps.resting import FIRST_PAUSE_S, LONGEST_PAUSE_S, pause_after
+from manager.controller.steps.resting import PAUSES
 
 
 def saved(script: Script) -> None:
@@ -31,7 +31,7 @@ def test_after_so_many_generations_the_holders_write_what_they_hold_and_the_same
     assert (script.state.phase, script.state.saving.checkpoint.version) == (Phase.RESTING, 1)
     began_s = script.now_s
     actions = script.wake()
-    assert script.now_s - began_s <= FIRST_PAUSE_S
+    assert script.now_s - began_s <= PAUSES.first_s
     assert receivers(actions, SendReshape) == ["n1", "n2", "n3", "n4"]
     assert script.state.version == 1
     script.reshaped()
@@ -49,8 +49,8 @@ def test_each_further_generation_that_comes_to_nothing_is_followed_by_a_longer_p
         assert script.state.waits.rest_until_s is not None
         assert script.state.step.order is None
         pauses.append(round(script.state.waits.rest_until_s - script.now_s, 6))
-    assert pauses == [2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S, 8 * FIRST_PAUSE_S]
-    assert pause_after(10**6) == LONGEST_PAUSE_S
+    assert pauses == [2 * PAUSES.first_s, 4 * PAUSES.first_s, 8 * PAUSES.first_s]
+    assert PAUSES.pause_s(10**6) == PAUSES.most_s
 
 
 def test_the_run_ends_when_the_users_limit_is_reached() -> None:
@@ -62,7 +62,7 @@ def test_the_run_ends_when_the_users_limit_is_reached() -> None:
     while script.state.phase is not Phase.ENDED:
         script.wake()
         actions = script.aborted()
-    assert 0 <= script.now_s - began_s - limit_s <= LONGEST_PAUSE_S + 1
+    assert 0 <= script.now_s - began_s - limit_s <= PAUSES.most_s + 1
     (finish,) = actions
     assert isinstance(finish, Finish)
     assert finish.outcome == "failed"

@@ -17,7 +17,7 @@ from manager.controller.state.events import (
     WorkerLost,
 )
 from manager.controller.state.state import Phase
-from manager.controller.steps.resting import LONGEST_PAUSE_S, pause_after
+from manager.controller.steps.resting import PAUSES
 from morph.contract.checkpoint import Manifest
 from morph.contract.messages import Failed
 
@@ -83,7 +83,7 @@ def test_what_turns_out_whole_is_loaded_again_at_once_then_after_growing_pauses(
         began_s = script.now_s
         assert script.wake() == (FindCheckpoint(doubted=6),)
         pauses.append(round(script.now_s - began_s, 6))
-    assert pauses == [pause_after(0), pause_after(1), pause_after(2)]
+    assert pauses == [PAUSES.pause_s(tried) for tried in range(3)]
 
 
 def test_storage_that_does_not_answer_is_no_damage_and_is_asked_again_until_the_users_limit(script: Script) -> None:
@@ -99,7 +99,7 @@ def test_storage_that_does_not_answer_is_no_damage_and_is_asked_again_until_the_
         actions = actions or script.wake()
     assert num_asked > 10
     limit_s = script.state.config.policy.give_up_after_s
-    assert limit_s <= script.now_s - began_s <= limit_s + LONGEST_PAUSE_S + 10
+    assert limit_s <= script.now_s - began_s <= limit_s + PAUSES.most_s + 10
     (finish,) = actions
     assert isinstance(finish, Finish)
     assert finish.outcome == "failed"

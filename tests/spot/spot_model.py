@@ -59,6 +59,7 @@ class Pauses:
             return
         if self._is_noticed and num_steps == self._at:
             if self._is_first:
+                OUT.joinpath(f"waiting-{num_steps}").touch()
                 wait("an order to save", Path(os.environ["MORPH_SPOT_FOLDER"], "save").exists)
         elif num_steps == self._at + self._is_noticed:
             OUT.joinpath(f"stopped-{num_steps}").touch()

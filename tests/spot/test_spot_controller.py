@@ -9,9 +9,11 @@ import pytest
 
 from manager.spot.controller import (
     PRIOR,
+    REQUESTS,
     STAYS_S,
     Ask,
     Came,
+    Denied,
     Ended,
     Event,
     Gone,
@@ -51,6 +53,20 @@ SEEN = ((50.0, Saved(0, 1.5)), (60.0, Uploaded(0, 4.0)))
 def test_a_vm_is_asked_for_once_and_the_script_begins_on_it() -> None:
     _, done = after(SpotState(), (0.0, Tick()), (1.0, Tick()), (10.0, Came("a")), (11.0, Tick()))
     assert done == [Ask(), Start("a")]
+
+
+def test_a_vm_that_does_not_come_is_asked_for_again_ever_later_and_at_once_when_the_present_one_goes() -> None:
+    denied, first_s = Denied("there is none"), REQUESTS.backoff_s
+    state, done = after(SpotState(), (0.0, Tick()), (1.0, denied), (first_s, Tick()))
+    assert done == [Ask()]
+    state, done = after(state, (1.0 + first_s, Tick()), (20.0, denied), (20.0 + first_s, Tick()))
+    assert done == [Ask()]
+    state, done = after(state, (20.0 + 2 * first_s, Tick()), (50.0, Came("a")), (60.0, Stepped(2.0)))
+    assert done == [Ask(), Start("a")]
+    assert state.again_s == 58.0  # from the first time it was asked for
+    leaving, _ = after(state, (70.0, Noticed(30.0)), (71.0, denied))
+    assert after(leaving, (72.0, Tick()), (80.0, Gone()))[1] == [Ask()]
+    assert Ask() in after(leaving, (71.0 + first_s, Tick()))[1]
 
 
 def test_a_save_is_due_when_it_costs_least_one_at_a_time() -> None:

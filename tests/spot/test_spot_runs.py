@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +27,7 @@ from morph.cli.reading.cluster_file import load_cluster
 from morph.cli.runs.prepare import load_cloud
 from morph.contract.cluster import Limits
 from morph.contract.errors import InputError
+from morph.contract.lives import Change
 from morph.spot.script import Script
 from morph.spot.storage import read_newest, write_backup
 from tests.forked_scripts import Nursery
@@ -38,34 +39,29 @@ ROOT = HERE.parents[1]
 
 
 class Takings:
-    """Takes one VM after the other: each once its script has done so many steps, or gives a notice then.
+    """Takes one VM after the other: each is warned, or taken, once its script has left a mark in the folder.
 
-    ``takings``: steps on that VM, and the notice's lead; without one, the VM is taken once a backup is whole.
+    ``takings``: the mark, and the notice's lead; without one, the VM is taken once a backup is whole.
     """
 
-    def __init__(self, takings: Sequence[tuple[int, float | None]], storage: Path) -> None:
-        self._takings, self._storage = takings, storage
-        self._vm, self._before, self._is_over = -1, (math.inf, math.inf), False
+    end_s = math.inf
 
-    def _due(self, ran_s: float, num_steps: int) -> tuple[float | None] | None:
-        """The lead, if this VM is to be taken and nothing was done about it."""
-        if ran_s < self._before[0] or num_steps < self._before[1]:
-            self._vm, self._is_over = self._vm + 1, False
-        self._before = ran_s, num_steps
-        if self._is_over or self._vm >= len(self._takings) or num_steps < self._takings[self._vm][0]:
-            return None
-        return (self._takings[self._vm][1],)
+    def __init__(self, takings: Sequence[tuple[str, float | None]], folder: Path) -> None:
+        self._takings, self._folder = list(takings), folder
+        self._done: set[str] = set()
 
-    def notice_s(self, ran_s: float, num_steps: int) -> float | None:
-        lead_s = (self._due(ran_s, num_steps) or (None,))[0]
-        self._is_over |= lead_s is not None
-        return lead_s
-
-    def is_taken(self, ran_s: float, num_steps: int) -> bool:
-        if self._due(ran_s, num_steps) != (None,):
-            return False
-        self._is_over = any(self._storage.glob("*/manifest.json"))
-        return self._is_over
+    def between(self, vms: Mapping[str, float], after_s: float, until_s: float) -> tuple[Change, ...]:
+        (vm,) = vms
+        if vm in self._done or not self._takings or not (self._folder / self._takings[0][0]).exists():
+            return ()
+        _, lead_s = self._takings[0]
+        if lead_s is None and not any(self._folder.glob("backups/*/manifest.json")):
+            return ()
+        del self._takings[0]
+        self._done.add(vm)
+        if lead_s is None:
+            return (Change(until_s, "taken", (vm,)),)
+        return (Change(until_s, "warned", (vm,), until_s + lead_s),)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +76,7 @@ def nursery() -> Iterator[Nursery]:
 def run(
     folder: Path,
     script: str,
-    takings: Sequence[tuple[int, float | None]],
+    takings: Sequence[tuple[str, float | None]],
     monkeypatch: pytest.MonkeyPatch,
     nursery: Nursery | None,
     vms: str = "local",
@@ -97,9 +93,9 @@ def run(
     popen = subprocess.Popen if nursery is None else nursery.popen
     monkeypatch.setattr("manager.spot.script_process.subprocess", SimpleNamespace(Popen=popen))
     job = SpotJob(storage=str(folder / "backups"), vms=vms, num_vms=num_vms)
-    taking = Takings(takings, folder / "backups") if takings else None
+    lives = Takings(takings, folder) if takings else None
     where = None if vms == "here" else code
-    outcome = open_local(job, [sys.executable, script], folder / "vms", where, taking).run()
+    outcome = open_local(job, [sys.executable, script], folder / "vms", where, lives).run()
     assert list((folder / "vms").iterdir()) == []
     return outcome
 
@@ -117,7 +113,7 @@ def test_a_script_whose_vms_are_taken_ends_with_the_weights_of_a_quiet_run(
         pytest.skip(f"{package} is not installed")
     quiet = run(tmp_path / "quiet", f"{script}_script.py", [], monkeypatch, None if script == "plain" else nursery)
     assert (quiet.code, quiet.num_vms) == (0, 1)
-    takings = [(25, 30.0), (19, None)]
+    takings = [("waiting-25", 30.0), ("stopped-45", None)]
     taken = run(tmp_path / "taken", f"{script}_script.py", takings, monkeypatch, nursery, PAUSES="25+,45")
     assert (taken.code, taken.num_vms) == (0, 3), taken.reasons
     begins = [int(one) for one in (tmp_path / "taken" / "begins").read_text().split()]
@@ -131,7 +127,7 @@ def test_a_script_whose_vms_are_taken_ends_with_the_weights_of_a_quiet_run(
 @pytest.mark.timeout(900)
 def test_a_group_of_vms_goes_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery) -> None:
     """One of two is warned: both go, and two others go on from the backup of the first."""
-    takings = [(25, 30.0)]
+    takings = [("waiting-25", 30.0)]
     taken = run(tmp_path, "plain_script.py", takings, monkeypatch, nursery, num_vms=2, PAUSES="25+")
     assert (taken.code, taken.num_vms) == (0, 2), taken.reasons
     assert sorted((tmp_path / "begins").read_text().split()) == ["0", "0", "26", "26"]
@@ -174,15 +170,15 @@ def test_what_is_sharded_over_vms_is_refused_and_over_the_ranks_of_one_is_not(
 class Noting(Takings):
     """Also has every process of every host remembered, once the script runs there."""
 
-    def __init__(self, takings: Sequence[tuple[int, float | None]], storage: Path, hosts: Hosts) -> None:
-        super().__init__(takings, storage)
+    def __init__(self, takings: Sequence[tuple[str, float | None]], folder: Path, hosts: Hosts) -> None:
+        super().__init__(takings, folder)
         self._hosts = hosts
 
-    def notice_s(self, ran_s: float, num_steps: int) -> float | None:
-        lead_s = super().notice_s(ran_s, num_steps)
-        if lead_s is not None:
+    def between(self, vms: Mapping[str, float], after_s: float, until_s: float) -> tuple[Change, ...]:
+        changes = super().between(vms, after_s, until_s)
+        if changes:
             self._hosts.note()
-        return lead_s
+        return changes
 
 
 @pytest.mark.system
@@ -203,11 +199,11 @@ def test_hosts_over_ssh_get_the_code_run_it_and_are_given_back_with_nothing_on_t
     (tmp_path / "cluster.yaml").write_text(json.dumps({"vms": given}))
     cloud = load_cloud(load_cluster(tmp_path / "cluster.yaml"), tmp_path / "cluster.yaml")
     assert cloud is not None
-    job, taking = SpotJob(storage=str(tmp_path / "backups")), Noting([(25, 30.0)], tmp_path / "backups", hosts)
+    job, lives = SpotJob(storage=str(tmp_path / "backups")), Noting([("waiting-25", 30.0)], tmp_path, hosts)
     (tmp_path / "root").mkdir()
     try:
         command = ["python", "plain_script.py"]
-        outcome = open_provided(job, command, cloud, tmp_path / "root", code, taking).run()
+        outcome = open_provided(job, command, cloud, tmp_path / "root", code, lives).run()
         assert (outcome.code, outcome.num_vms) == (0, 2), outcome.reasons
         assert hosts.wait_until_empty() == []
         assert list(hosts.directory.glob("h*/.morph/nodes/*")) == []
@@ -226,10 +222,10 @@ class Played:
 
     def start(self, vms: Sequence[str], command: Sequence[str], storage: str) -> None:
         self.started += vms
-        self._left = [b'{"kind": "step", "seconds": 0.001}\n']
+        self.left = [b'{"kind": "step", "seconds": 0.001}\n']
 
     def said(self, vm: str) -> bytes:
-        return self._left.pop() if self._left else b""
+        return self.left.pop() if self.left else b""
 
     def ended(self, vm: str) -> int | None:
         return 0 if len(self.started) == 2 else None
@@ -260,18 +256,19 @@ class Counted:
 
 
 @pytest.mark.parametrize(("max_vms", "most"), [(1, 1), (2, 2)])
-def test_the_next_vm_is_asked_for_with_the_notice_where_limits_allow_two(
-    monkeypatch: pytest.MonkeyPatch, max_vms: int, most: int
-) -> None:
-    monkeypatch.setattr("manager.spot.launcher.ASK_AGAIN_S", 0.02)
+def test_the_next_vm_is_asked_for_with_the_notice_where_limits_allow_two(max_vms: int, most: int) -> None:
     fleet, machines = Counted(), Played()
 
     class Taken:
-        def notice_s(self, ran_s: float, num_steps: int) -> float | None:
-            return 0.5 if num_steps else None
+        end_s = math.inf
+        is_warned = False
 
-        def is_taken(self, ran_s: float, num_steps: int) -> bool:
-            return ran_s > 0.3 and fleet.most == most
+        def between(self, vms: Mapping[str, float], after_s: float, until_s: float) -> tuple[Change, ...]:
+            ((vm, since_s),) = vms.items()
+            if not self.is_warned and not machines.left:
+                self.is_warned = True
+                return (Change(until_s, "warned", (vm,), until_s + 0.5),)
+            return (Change(until_s, "taken", (vm,)),) if until_s - since_s > 0.3 and fleet.most == most else ()
 
     source = Source(LocalProvider(fleet, 2), 1, 1, Spending(Limits(max_vms=max_vms)))
     outcome = Launcher(SpotJob(storage="x"), ["true"], source, machines, Taken()).run()
@@ -296,7 +293,7 @@ def test_where_limits_allow_no_group_at_all_the_command_ends(limits: dict[str, f
 def test_where_the_machine_is_the_vm_the_same_command_goes_on_on_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery
 ) -> None:
-    first = run(tmp_path, "plain_script.py", [(25, 30.0)], monkeypatch, nursery, vms="here", PAUSES="25+")
+    first = run(tmp_path, "plain_script.py", [("waiting-25", 30.0)], monkeypatch, nursery, vms="here", PAUSES="25+")
     assert (first.code, first.num_vms) == (TAKEN_CODE, 1), first.reasons
     assert not (tmp_path / "end").exists()
     assert run(tmp_path, "plain_script.py", [], monkeypatch, nursery, vms="here").code == 0

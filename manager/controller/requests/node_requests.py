@@ -19,6 +19,7 @@ from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, KeptNotice, NodeRequest, Phase
 from morph.contract.messages import WorkerId
 from morph.contract.vm_names import vm_of
+from morph.contract.waits import Backoff
 
 
 def keeps(draft: Draft, event: NoticeGiven) -> bool:
@@ -206,7 +207,7 @@ def pause_asking(draft: Draft, since_s: float, num_absent: int = 0) -> None:
         num_setups_lost=num_lost, setup_lost_s=now_s, num_absent=provisioning.num_absent + num_absent
     )
     if num_lost > 1:
-        wait_s = min(rules.backoff_s * float(2 ** min(num_lost - 2, 64)), rules.backoff_max_s)
+        wait_s = rules.backoff.pause_s(num_lost - 2)
         draft.change_provisioning(ask_at_s=max(provisioning.ask_at_s or 0.0, now_s + wait_s))
         draft.wake_by(now_s + wait_s)
     if num_absent and asks_no_more(draft.state):
@@ -242,7 +243,7 @@ def look_after_requests(draft: Draft) -> None:
 def resend_at_s(state: ControllerState, request: NodeRequest) -> float:
     """Return when a request without an answer is sent again."""
     rules = state.config.policy.rules.requests
-    return request.asked_s + min(rules.answer_s * float(2 ** (request.num_sent - 1)), rules.backoff_max_s)
+    return request.asked_s + Backoff(rules.answer_s, rules.backoff_max_s).pause_s(request.num_sent - 1)
 
 
 def keep_request(draft: Draft, name: RequestId, request: NodeRequest) -> None:
@@ -274,7 +275,7 @@ def _ask_again(draft: Draft, name: RequestId) -> None:
 def _refuse(draft: Draft, why: str) -> None:
     state, now_s = draft.state, draft.now_s
     rules = state.config.policy.rules.requests
-    wait_s = min(rules.backoff_s * float(2 ** min(state.provisioning.num_refused, 64)), rules.backoff_max_s)
+    wait_s = rules.backoff.pause_s(state.provisioning.num_refused)
     draft.change_provisioning(num_refused=state.provisioning.num_refused + 1, ask_at_s=now_s + wait_s)
     draft.wake_by(now_s + wait_s)
     draft.say(ReasonCode.REQUEST_REFUSED, f"{why}; the next request in {wait_s:g} s")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from manager.controller.saves.timing import insurance_save, periodic_save, retry_after_s, sooner
+from manager.controller.saves.timing import RETRIES, insurance_save, periodic_save, sooner
 from manager.controller.state.actions import NoteNextSave
 from manager.controller.state.draft import Draft
 from manager.controller.state.events import NodeAppeared
@@ -71,7 +71,7 @@ def save_complete(draft: Draft, manifest: Manifest) -> str:
 def save_refused(draft: Draft) -> bool:
     """Storage did not take a save: the next one is tried after a while. Returns whether it is the first in a row."""
     num = draft.state.saving.save_times.num_refused + 1
-    draft.change_save_times(num_refused=num, retry_s=draft.now_s + retry_after_s(num))
+    draft.change_save_times(num_refused=num, retry_s=draft.now_s + RETRIES.pause_s(num - 1))
     return num == 1
 
 

@@ -1,23 +1,20 @@
 """When the next checkpoint is due: as was asked for, and as often as costs least (Spotify, sections 4.2 to 4.4).
 
-An interval of tau seconds costs its save's stall, and with each fatal loss half of tau is run again: least at
-sqrt(2 stall (MTTF + R)), where a fatal loss comes every MTTF and R is what a new VM takes. Of a job of many VMs only
-those losses count that no survivor mends.
+The formula is that of ``morph.contract.waits.cheapest_interval_s``. Of a job of many VMs only those losses count that
+no survivor mends.
 """
 
 from __future__ import annotations
-
-import math
 
 from manager.controller.shape.risk import mean_s_to_fatal_loss
 from manager.controller.state.bounds import SAVE_COPY_BYTES_PER_S, STORAGE_BYTES_PER_S
 from manager.controller.state.saves import NextSave
 from manager.controller.state.state import ControllerState
 from morph.contract.checkpoint import SaveKind
+from morph.contract.waits import Backoff, cheapest_interval_s
 
-FIRST_RETRY_S = 10.0
-LONGEST_RETRY_S = 600.0
-"""Between saves that storage does not take: doubled each time."""
+RETRIES = Backoff(first_s=10.0, most_s=600.0)
+"""Between saves that storage does not take."""
 
 
 def next_save(state: ControllerState, now_s: float) -> NextSave | None:
@@ -69,7 +66,7 @@ def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]
     stall_s = most_bytes / SAVE_COPY_BYTES_PER_S if times.stall_s is None else times.stall_s
     allocation_s = expected.allocation_s if times.allocation_s is None else times.allocation_s
     again_s = allocation_s + (expected.preparation_s if state.measured.setup_s is None else state.measured.setup_s)
-    tau_s = math.sqrt(2 * stall_s * (mttf_s + again_s))
+    tau_s = cheapest_interval_s(stall_s, mttf_s, again_s)
     durable_s = save_seconds(state)
     interval_s = max(tau_s, durable_s, step_seconds(state))
     why = (
@@ -113,11 +110,6 @@ def save_seconds(state: ControllerState) -> float:
         if state.saving.save_times.durable_s is None
         else state.saving.save_times.durable_s
     )
-
-
-def retry_after_s(num_refused: int) -> float:
-    """Return how long to wait (seconds) after so many saves in a row that storage did not take."""
-    return min(LONGEST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(num_refused - 1, 16))
 
 
 def duration(seconds: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from manager.controller.state.draft import Draft
 from manager.controller.state.state import Flaps
+from morph.contract.waits import Backoff
 
 
 def flapped(draft: Draft, host: str) -> None:
@@ -20,5 +21,4 @@ def hold_s(draft: Draft, host: str) -> float:
     rules, entry = draft.state.config.policy.rules.flaps, draft.state.provisioning.flaps.get(host)
     if entry is None or entry.num < 2 or draft.now_s >= entry.last_s + rules.memory_s:
         return 0.0
-    doublings = min(entry.num - 2, 64)
-    return min(rules.hold_s * float(2**doublings), rules.hold_max_s)
+    return Backoff(rules.hold_s, rules.hold_max_s).pause_s(entry.num - 2)

@@ -17,6 +17,7 @@ from morph.contract.messages import Slot, UnitId, WorkerId
 from morph.contract.plan import Plan
 from morph.contract.salvage import Follow
 from morph.contract.vm_names import vm_of
+from morph.contract.waits import cheapest_interval_s
 from morph.words import counted
 
 COPY_BYTES_PER_S = 2.0e9
@@ -289,7 +290,7 @@ def _gain(state: ControllerState, plan: Plan, slots: Sequence[Slot], links: Sequ
     saves, most = state.saving.save_times, state.config.stage_bytes(plan) / plan.num_replicas
     stall_s = most / SAVE_COPY_BYTES_PER_S if saves.stall_s is None else saves.stall_s
     durable_s = most / STORAGE_BYTES_PER_S if saves.durable_s is None else saves.durable_s
-    every_s = max(math.sqrt(2 * stall_s * without_s), durable_s, interval_s)
+    every_s = max(cheapest_interval_s(stall_s, without_s), durable_s, interval_s)
     if state.config.policy.checkpoint_every_steps is not None:
         every_s = state.config.policy.checkpoint_every_steps * plan.expected.mini_batch_s
     return (1 / without_s - 1 / with_s) * (every_s / 2 + durable_s)
@@ -310,6 +311,6 @@ def _copy_every(
     lost_per_s = rate * len({vm_of(slot.worker) for slot in slots})
     if not period_s or not lost_per_s:
         return 0
-    every_s = max(math.sqrt(2 * most / COPY_BYTES_PER_S / lost_per_s), most / speed)
+    every_s = max(cheapest_interval_s(most / COPY_BYTES_PER_S, 1 / lost_per_s), most / speed)
     every = math.ceil(every_s / period_s)
     return every if 2 * every <= share else 0

@@ -11,9 +11,10 @@ from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase
 from manager.controller.steps.stepping import commit_orders
 from morph.contract.messages import UnitId, WorkerId
+from morph.contract.waits import Backoff
 
-FIRST_PAUSE_S = 5.0
-LONGEST_PAUSE_S = 300.0
+PAUSES = Backoff(first_s=5.0, most_s=300.0)
+"""Between tries that come to nothing."""
 
 
 def rest(draft: Draft) -> None:
@@ -37,7 +38,7 @@ def rest(draft: Draft) -> None:
         return draft.end("failed", f"{sentence}, {limit}; version {saved} is saved")
     if state.stop_reason is not None and is_saved(state):
         return draft.end("stopped", f"{state.stop_reason}; version {state.version} is saved")
-    pause_s = pause_after(waits.num_fruitless - policy.max_fruitless_generations)
+    pause_s = PAUSES.pause_s(waits.num_fruitless - policy.max_fruitless_generations)
     draft.change(phase=Phase.RESTING, reshape=None, member_units={})
     draft.change_waits(resting_since_s=since_s, rest_until_s=now_s + pause_s, join_since_s=None)
     draft.say(ReasonCode.RESTING, f"{sentence}: the next one is formed in {pause_s:g} s")
@@ -63,11 +64,6 @@ def save_before_waiting(draft: Draft) -> bool:
     draft.change_waits(join_since_s=None)
     _save_held(draft)
     return True
-
-
-def pause_after(num_before: int) -> float:
-    """Seconds to wait when so many tries were in vain before this one: twice as long each time, within a bound."""
-    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(num_before, 16))
 
 
 def rest_over(draft: Draft) -> None:

@@ -12,7 +12,7 @@ from manager.controller.state.events import CheckpointFound, CheckpointNotFound
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.saves import Doubt
 from manager.controller.state.state import ControllerState, Phase
-from manager.controller.steps.resting import LONGEST_PAUSE_S, pause_after, rest
+from manager.controller.steps.resting import PAUSES, rest
 from morph.contract.messages import WorkerId
 
 
@@ -54,7 +54,7 @@ def find_whole(draft: Draft) -> None:
     if now_s >= since_s + limit_s:
         limit = f"for {limit_s:g} s, {why_retried_no_longer(state)}"
         return draft.end("failed", f"{saving.doubt.sentence}; no step was decided {limit}")
-    pause_s = pause_after(saving.doubt.num_tries - 1) if saving.doubt.num_tries else 0.0
+    pause_s = PAUSES.pause_s(saving.doubt.num_tries - 1) if saving.doubt.num_tries else 0.0
     draft.change(phase=Phase.RESTING, reshape=None, member_units={})
     draft.change_waits(
         resting_since_s=since_s,
@@ -80,7 +80,7 @@ def find_if_due(draft: Draft) -> None:
     since_s = now_s if waits.resting_since_s is None else waits.resting_since_s
     if now_s >= since_s + retry_bound_s(state):
         return find_whole(draft)
-    return draft.change_waits(rest_until_s=now_s + LONGEST_PAUSE_S)
+    return draft.change_waits(rest_until_s=now_s + PAUSES.most_s)
 
 
 def checkpoint_found(draft: Draft, event: CheckpointFound) -> None:
@@ -136,7 +136,7 @@ def _ask(draft: Draft) -> None:
     doubt = draft.state.saving.doubt
     assert doubt is not None, "nothing is in doubt"
     _change(draft, status="asked", num_tries=doubt.num_tries + 1)
-    draft.change_waits(rest_until_s=draft.now_s + LONGEST_PAUSE_S)
+    draft.change_waits(rest_until_s=draft.now_s + PAUSES.most_s)
     sentence = f"version {doubt.version} could not be loaded: the newest checkpoint that is whole is looked for"
     draft.say(ReasonCode.RESTING, sentence, FindCheckpoint(doubted=doubt.version))
 

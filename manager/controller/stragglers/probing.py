@@ -13,6 +13,7 @@ from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, Pace, WorkerState, Yardstick
 from manager.controller.stragglers.outliers import Usual, usual
 from morph.contract.messages import WorkerId
+from morph.contract.waits import Backoff
 from morph.words import counted
 
 
@@ -143,7 +144,7 @@ def _probe_failed(draft: Draft, worker: WorkerId, what: str) -> None:
         why = f"it {what}, after {probation.num_asked} probes"
         draft.say(ReasonCode.WORKER_REMOVED, "given up", EndWorker(worker=worker))
         return lose(draft, {worker: why})
-    wait_s = min(rules.probe_every_s * float(2 ** min(probation.num_failed, 64)), rules.probe_every_max_s)
+    wait_s = Backoff(rules.probe_every_s, rules.probe_every_max_s).pause_s(probation.num_failed)
     failed = {
         "num_passed": 0,
         "num_failed": probation.num_failed + 1,

@@ -1,13 +1,6 @@
-"use strict";
-// Shows one run. The token stands behind the # of the address and travels in a header alone.
+// Shows one run; the server writes COLOURS and SHAPE_COLOURS before this. The token stands behind the # of the address and travels in a header alone.
 
 const POLL_MS = 1000;
-const COLOURS = {
-  compute: "#2f6db3", bubble: "#9cc3e6", lost: "#c8372d", morph: "#e08a1e",
-  checkpoint: "#6a4c9c", waiting: "#cfd6dd", warming: "#b2df8a", spare: "#7a828c",
-  unmanaged: "#4d3b2f",
-};
-const SHAPE_COLOURS = ["#a6cee3", "#b2df8a", "#fdcf8e", "#d4bfe6", "#f7b6b2", "#9fd9cf", "#e6d98f", "#cfd6dd"];
 const SVG = "http://www.w3.org/2000/svg";
 const at = (id) => document.getElementById(id);
 

@@ -12,6 +12,7 @@ from manager.controller.state.events import Tick
 from manager.engine.local_vms.vm_fleet import VmFleet, VmHost
 from manager.engine.loop.event_queue import EventQueue
 from manager.journal.records import TRACE_PLAYED, Fact, TraceMoment
+from morph.contract.lives import recorded
 from morph.contract.trace import Trace, TraceEvent
 
 CLOSE_TIMEOUT_S = 5.0
@@ -85,32 +86,20 @@ class TraceReplayer:
                 self._event_queue.put(Tick())
 
     def _play(self) -> None:
-        for time_s, due in groupby(self._due(), key=lambda due: due[0]):
+        left = recorded(self._trace, self._num_played, self._clock_s)
+        for time_s, changes in groupby(left, key=lambda change: change.time_s):
             self._wait_until(time_s)
             if self._over.is_set():
                 return
-            entries = list(due)
-            together = [event for _, is_notice, event in entries if not is_notice]
+            entries = list(changes)
+            together = [change.event for change in entries if change.kind != "warned"]
             if together:
                 self._num_played += len(together)
                 self._note()  # first, so that another manager does what this one could not do any more
                 self._play_together(together)
-            for _, is_notice, event in entries:
-                if is_notice and event.time_s > time_s:
-                    self.fleet.give_notice(event.node_id, event.time_s - time_s)
-
-    def _due(self) -> list[tuple[float, bool, TraceEvent]]:
-        """What is left to be played, and when; True: the notice of this event."""
-        rest = self._trace.events[self._num_played :]
-        if not rest:
-            return []
-        events = [(event.time_s, False, event) for event in rest]
-        notices = [
-            (max(at_s, self._clock_s), True, event)
-            for at_s, event in self._trace.notices
-            if event.time_s >= rest[0].time_s
-        ]
-        return sorted(events + notices, key=lambda due: due[:2])
+            for change in entries:
+                if change.kind == "warned" and change.taken_s > time_s:
+                    self.fleet.give_notice(change.event.node_id, change.taken_s - time_s)
 
     def _note(self) -> None:
         moment = TraceMoment(num_played=self._num_played, clock_s=self._clock_s, runs=self._clock_runs.is_set())

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import count
 
 from manager.controller.state.actions import Finish
-from manager.controller.steps.resting import pause_after
+from manager.controller.steps.resting import PAUSES
 from manager.engine.loop.driver import Observed
 from manager.host.signals import stopping_on_signals
 from morph.contract.errors import ClusterError, ClusterLost
@@ -65,7 +65,7 @@ class Again:
             raise ClusterError(
                 f"{error}; no step was decided for {limit}; the same command goes on from the newest checkpoint"
             ) from error
-        pause_s = pause_after(self._num_tries - 1) if self._num_tries else 0.0
+        pause_s = PAUSES.pause_s(self._num_tries - 1) if self._num_tries else 0.0
         self._num_tries += 1
         self._version = None  # the next session may begin at an earlier one
         return pause_s

@@ -1,4 +1,4 @@
-"""Takes VMs of a living run on purpose when it is asked to: the manager's end of ``manager.injection.asking``."""
+"""Takes VMs of a living run on purpose when it is asked to: the manager's end of ``manager.injection.injector``."""
 
 from __future__ import annotations
 

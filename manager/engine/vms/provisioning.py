@@ -25,12 +25,12 @@ from manager.providers.interface.provider import (
     Vm,
     end_all,
 )
+from morph.contract.waits import Backoff
 
 log = logging.getLogger(__name__)
 
 TRIES = 5
-WAIT_S = 2.0
-WAIT_MAX_S = 120.0
+RETRIES = Backoff(first_s=2.0, most_s=120.0)
 RETRY_AFTER_MAX_S = 3600.0
 """Of what a provider says itself: asked earlier, it only refuses for longer."""
 CLOSE_TIMEOUT_S = 10.0
@@ -61,6 +61,7 @@ class Provisioning:
             never.
         close_timeout_s: How long ``close`` waits for a call that is under way before it ends the other VMs.
         end_all: Ends every VM of the run, again where that may help.
+        least_vms: With fewer, a request is of no use: where the limits allow no more, it is refused.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Provisioning:
         look_every_s: float | None = None,
         close_timeout_s: float = CLOSE_TIMEOUT_S,
         end_all: Callable[..., None] = end_all,
+        least_vms: int = 1,
     ) -> None:
         self._provider = provider
         self._event_queue = event_queue
@@ -83,6 +85,9 @@ class Provisioning:
         self._registry = VmRegistry()
         self._close_timeout_s = close_timeout_s
         self._end_all = end_all
+        self._least_vms = least_vms
+        self.failure: Exception | None = None
+        """Why the last request that failed was refused, where asking again does not help."""
         self._inherited: tuple[frozenset[str], frozenset[RequestId]] | None = None
         self._has_begun = False
         self._nodes = frozenset(nodes)
@@ -242,6 +247,7 @@ class Provisioning:
         try:
             found: tuple[Vm, ...] | RequestRefused = self._answer(action)
         except Exception as error:  # a bug, or a provider's own error: the controller must hear of the refusal
+            self.failure = error
             detail = f"{type(error).__name__}: {error}"
             found = RequestRefused(request=action.request, cause="error", detail=detail)
         answer, end = self._registry.answer(action, found, self._nodes)
@@ -256,7 +262,7 @@ class Provisioning:
                 living, ends = self._registry.living(self._listed(), name)
                 price = self._provider.price()
                 allowed, why = self._spending.allowed(action.count, living, price)
-                if not allowed:
+                if allowed < self._least_vms:
                     return RequestRefused(request=name, cause="limit", detail=why)
                 vms = self._provider.request(name, action.count, allowed)
                 num_devices = sum(vm.num_devices for vm in vms)
@@ -273,7 +279,7 @@ class Provisioning:
                 return RequestRefused(request=name, cause="quota" if is_quota else "capacity", detail=waited)
             except (Throttled, Transient) as error:
                 waited = str(error)
-                own_s = min(WAIT_S * 2.0**attempt, WAIT_MAX_S)
+                own_s = RETRIES.pause_s(attempt)
                 wait_s = own_s if error.retry_after_s is None else min(error.retry_after_s, RETRY_AFTER_MAX_S)
             if attempt + 1 < TRIES:
                 self._fact("provider_retried", f"{name}: {waited}; again in {wait_s:g} s")

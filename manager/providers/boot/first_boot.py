@@ -88,13 +88,12 @@ def packed() -> str:
 
     Without what Python does not read, for clouds take little of what a VM is given as it boots.
     """
-    root, out = Path(__file__).resolve().parents[3], io.BytesIO()
-    main = "from manager.providers.boot.first_boot import main\nmain()\n"
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in ("__main__.py", *MODULES):
-            text = main if name == "__main__.py" else _without_docstrings((root / name).read_text(encoding="utf-8"))
-            archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)
-    return base64.b64encode(out.getvalue()).decode()
+    from morph.contract import files  # not on the VM
+
+    root = Path(__file__).resolve().parents[3]
+    main = {"__main__.py": b"from manager.providers.boot.first_boot import main\nmain()\n"}
+    modules = {name: _without_docstrings((root / name).read_text(encoding="utf-8")).encode() for name in MODULES}
+    return base64.b64encode(files.packed(main | modules)).decode()
 
 
 def _without_docstrings(source: str) -> str:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import platform
 import re
-import zipfile
 from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 from morph.contract.errors import ClusterError
-from morph.contract.files import PRIVATE, write_whole
+from morph.contract.files import PRIVATE, code_files, packed, write_whole
 
 DISTRIBUTION = "morph-train"
 PACKAGES = ("calibrate", "manager", "morph", "simulator")
 EXACT = ("ray", "torch")
 """What workers must have of the manager's very version: Ray refuses any other, and weights depend on the other."""
-_EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def make_wheel() -> bytes:
@@ -45,13 +42,7 @@ def make_wheel() -> bytes:
     files[f"{info}/entry_points.txt"] = (found.read_text("entry_points.txt") or "").encode()
     record = [f"{name},sha256={_digest(content)},{len(content)}" for name, content in sorted(files.items())]
     files[f"{info}/RECORD"] = "\n".join([*record, f"{info}/RECORD,,", ""]).encode()
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in sorted(files.items()):
-            entry = zipfile.ZipInfo(name, _EPOCH)
-            entry.external_attr = 0o644 << 16
-            archive.writestr(entry, content, zipfile.ZIP_DEFLATED)
-    return out.getvalue()
+    return packed(dict(sorted(files.items())), mode=0o644)
 
 
 def kept_wheel(path: Path, *, make: bool) -> bytes:
@@ -88,15 +79,12 @@ def python_version() -> str:
 
 
 def _files(package: str) -> Iterator[tuple[str, Path]]:
-    """Each file of a package, by its path in the wheel; nothing that is hidden, compiled or a link."""
+    """Each file of a package, by its path in the wheel."""
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ClusterError(f"VMs get Morph from here, and its package {package} is not installed here")
     root = Path(next(iter(spec.submodule_search_locations)))
-    for path in sorted(root.rglob("*")):
-        inside = path.relative_to(root).parts
-        if path.is_file() and not path.is_symlink() and not any(p.startswith((".", "__pycache__")) for p in inside):
-            yield "/".join((package, *inside)), path
+    yield from ((f"{package}/{inside}", path) for inside, path in code_files(root))
 
 
 def _digest(content: bytes) -> str:

@@ -22,6 +22,7 @@ from pydantic import Field
 from morph.contract.base import Value
 from morph.contract.errors import MorphError
 from morph.contract.vm_names import MAX_DEVICES, workers_of
+from morph.contract.waits import Backoff
 
 NAME_CHARACTERS = 48
 
@@ -192,8 +193,7 @@ def request_part(request: str) -> str:
 
 PATIENCE_S = 900.0
 """How long it is tried: longer than providers ask to wait. A forgotten VM ends itself at about that time."""
-FIRST_PAUSE_S = 2.0
-LONGEST_PAUSE_S = 120.0
+RETRIES = Backoff(first_s=2.0, most_s=120.0)
 
 
 def end_all(
@@ -219,8 +219,8 @@ def end_all(
     Raises:
         ProviderError: naming what is left.
     """
-    until_s, wait_s = clock() + patience_s, FIRST_PAUSE_S
-    while True:
+    until_s = clock() + patience_s
+    for own_s in RETRIES.pauses():
         try:
             provider.dismantle()
             return
@@ -228,7 +228,6 @@ def end_all(
             left_s = until_s - clock()
             if left_s <= 0:
                 raise
-            next_s = min(wait_s if error.retry_after_s is None else error.retry_after_s, left_s)
+            next_s = min(own_s if error.retry_after_s is None else error.retry_after_s, left_s)
             told(f"{error}; again in {next_s:.3g} s")
         pause(next_s)
-        wait_s = min(2 * wait_s, LONGEST_PAUSE_S)

@@ -10,6 +10,7 @@ from manager.accounting.account import Part
 from manager.simulation.spot.job import SpotJob
 from manager.simulation.spot.outcome import Moment, Outcome
 from manager.simulation.spot.until import SpotPrices, Until
+from morph.contract.lives import recorded
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace, TraceEvent
 
@@ -34,23 +35,21 @@ class Change:
 
 def changes_of(trace: Trace, setup_s: float, prices: SpotPrices | None = None) -> list[Change]:
     """When VMs come, when they are ready ``setup_s`` later unless they are lost by then, and when they are lost."""
-    came: list[tuple[float, str, str]] = []
+    all_entries: list[tuple[float, str, str]] = []
     living: dict[str, str] = {}
     usd: dict[str, float] = {}
     leads: dict[str, float] = {}
-    for number, event in enumerate(trace.events):
-        if event.event == "add":
+    for number, change in enumerate(recorded(trace)):
+        event = change.event
+        if change.kind == "came":
             living[event.node_id] = vm = f"{event.node_id}#{number}"
             usd[vm] = usd_of(event, trace, prices) or 0.0
-            came += [(event.time_s, "came", vm), (event.time_s + setup_s, "ready", vm)]
-        else:
-            vm = living.pop(event.node_id)
-            came.append((event.time_s, "lost", vm))
-            if event.notice_s is not None:
-                leads[vm] = event.notice_s
-                came.append((event.time_s - event.notice_s, "noticed", vm))
-    lost_s = {vm: time_s for time_s, kind, vm in came if kind == "lost"}
-    real = [entry for entry in came if entry[1] != "ready" or entry[0] < lost_s.get(entry[2], float("inf"))]
+            all_entries.append((event.time_s + setup_s, "ready", vm))
+        vm = living[event.node_id]
+        leads[vm] = event.notice_s or 0.0
+        all_entries.append((change.time_s, change.kind, vm))
+    lost_s = {vm: time_s for time_s, kind, vm in all_entries if kind == "taken"}
+    real = [entry for entry in all_entries if entry[1] != "ready" or entry[0] < lost_s.get(entry[2], float("inf"))]
     found = []
     for time_s, together in groupby(sorted(real, key=lambda entry: entry[0]), key=lambda entry: entry[0]):
         entries = list(together)
@@ -59,9 +58,9 @@ def changes_of(trace: Trace, setup_s: float, prices: SpotPrices | None = None) -
                 time_s,
                 sum(kind == "came" for _, kind, _ in entries),
                 tuple(vm for _, kind, vm in entries if kind == "ready"),
-                tuple((vm, leads[vm]) for _, kind, vm in entries if kind == "noticed"),
-                tuple(vm for _, kind, vm in entries if kind == "lost"),
-                sum(usd[vm] * {"came": 1, "lost": -1}.get(kind, 0) for _, kind, vm in entries),
+                tuple((vm, leads[vm]) for _, kind, vm in entries if kind == "warned"),
+                tuple(vm for _, kind, vm in entries if kind == "taken"),
+                sum(usd[vm] * {"came": 1, "taken": -1}.get(kind, 0) for _, kind, vm in entries),
             )
         )
     return found

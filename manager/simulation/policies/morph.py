@@ -14,6 +14,7 @@ from manager.simulation.spot.cluster import SpotCluster
 from manager.simulation.spot.job import SpotJob
 from manager.simulation.spot.outcome import Outcome
 from manager.simulation.spot.until import SpotPrices, Until
+from morph.contract.lives import Recorded, recorded
 from morph.contract.trace import Trace, TraceEvent
 
 MANY_STEPS = 10**12
@@ -49,22 +50,20 @@ def play_morph(
         num_expected=sum(event.time_s == first_s for event in trace.events),
     )
 
-    def happen(event: TraceEvent) -> tuple[()]:
-        if event.event == "add":
-            facts = NodeFacts(provider="simulated", size=event.instance_type, zone=event.zone)
-            names[event.node_id] = cluster.vm_came(facts, usd_of(event, trace, prices))
-        elif event.event == "remove":
-            cluster.vm_taken(names.pop(event.node_id))
+    def happen(change: Recorded) -> tuple[()]:
+        event = change.event
+        match change.kind:
+            case "came":
+                facts = NodeFacts(provider="simulated", size=event.instance_type, zone=event.zone)
+                names[event.node_id] = cluster.vm_came(facts, usd_of(event, trace, prices))
+            case "warned":
+                cluster.vm_noticed(names[event.node_id], change.taken_s - change.time_s)
+            case "taken":
+                cluster.vm_taken(names.pop(event.node_id))
         return ()
 
-    def notice(event: TraceEvent, lead_s: float) -> tuple[()]:
-        cluster.vm_noticed(names[event.node_id], lead_s)
-        return ()
-
-    for event in trace.events:
-        cluster.agenda.put(event.time_s, partial(happen, event))
-    for at_s, event in trace.notices:
-        cluster.agenda.put(at_s, partial(notice, event, event.time_s - at_s))
+    for change in recorded(trace):
+        cluster.agenda.put(change.time_s, partial(happen, change))
     end_s = end_of(until, trace)
     while cluster.finish is None and cluster.now_s < end_s:
         cluster.play(min(end_s, cluster.now_s + LOOK_EVERY_S))

@@ -25,6 +25,7 @@ from manager.simulation.spot.outcome import Outcome
 from manager.simulation.spot.until import SpotPrices, Until
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace
+from morph.contract.waits import cheapest_interval_s
 
 Pipeline = list[str | None]
 
@@ -187,16 +188,14 @@ class _Run:
     def _every_s(self) -> float:
         """As often as costs least, for losses that no other pipeline heals; before there were any, one a day."""
         mttf_s = max(3600.0, self.books.now_s) / max(1, self.num_fatal) if self.num_fatal else 86_400.0
-        return max(math.sqrt(2 * self._stall_s() * mttf_s), self._durable_s(), self._step_s())
+        return max(cheapest_interval_s(self._stall_s(), mttf_s), self._durable_s(), self._step_s())
 
     def _stall_s(self) -> float:
-        times = self.job.durations
-        return self._bytes_of_one() / times.copy_bytes_per_s if times.stall_s is None else times.stall_s
+        return self.job.durations.save_stall_s(self._bytes_of_one())
 
     def _durable_s(self) -> float:
         times = self.job.durations
-        written_s = self._bytes_of_one() / times.storage_bytes_per_s if times.durable_s is None else times.durable_s
-        return written_s + times.manifest_s
+        return times.save_upload_s(self._bytes_of_one()) + times.manifest_s
 
     def _bytes_of_one(self) -> float:
         return self.job.state_bytes / (self.depth * self.plan.num_replicas)

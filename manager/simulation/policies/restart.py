@@ -18,6 +18,7 @@ from manager.simulation.spot.outcome import Outcome
 from manager.simulation.spot.until import SpotPrices, Until
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace
+from morph.contract.waits import cheapest_interval_s
 
 
 @dataclass
@@ -141,7 +142,7 @@ class _Run:
         num, now_s = self.books.num_losses, self.since_s
         mttp_s = now_s / num if num and now_s else max(3600.0, now_s)
         again_s = self.job.durations.restart_s + self.job.durations.setup_s
-        return max(math.sqrt(2 * self._stall_s() * (mttp_s + again_s)), self._durable_s())
+        return max(cheapest_interval_s(self._stall_s(), mttp_s, again_s), self._durable_s())
 
     def _save(self, until_s: float) -> None:
         assert self.plan is not None
@@ -153,13 +154,11 @@ class _Run:
         self.since_s, self.must_save = books.now_s, False
 
     def _stall_s(self) -> float:
-        times = self.job.durations
-        return self._bytes_of_one() / times.copy_bytes_per_s if times.stall_s is None else times.stall_s
+        return self.job.durations.save_stall_s(self._bytes_of_one())
 
     def _durable_s(self) -> float:
         times = self.job.durations
-        written_s = self._bytes_of_one() / times.storage_bytes_per_s if times.durable_s is None else times.durable_s
-        return written_s + times.manifest_s
+        return times.save_upload_s(self._bytes_of_one()) + times.manifest_s
 
     def _bytes_of_one(self) -> float:
         """What one worker has to read or write, all of them sharing the state evenly."""

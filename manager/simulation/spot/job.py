@@ -42,6 +42,14 @@ class Durations(Value):
     slowness: float = Field(default=1.0, gt=0, description="of a step: what it takes over what is planned; by waiting")
     spread: float = Field(default=0.0, ge=0, lt=1, description="standard deviation of a step's time, as a share of it")
 
+    def save_stall_s(self, num_bytes: float) -> float:
+        """Return for how long a save stalls training (seconds) when one worker copies so many bytes."""
+        return num_bytes / self.copy_bytes_per_s if self.stall_s is None else self.stall_s
+
+    def save_upload_s(self, num_bytes: float) -> float:
+        """Return how long a worker then writes them to storage (seconds)."""
+        return num_bytes / self.storage_bytes_per_s if self.durable_s is None else self.durable_s
+
 
 class RedundantCost(Value):
     """What redundant computation takes, as shares of a step without it (Bamboo; simulator/costs/redundant.py)."""

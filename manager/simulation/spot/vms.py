@@ -230,8 +230,7 @@ class Workers:
         """State is copied and written beside training; returns for how long that stalls it (seconds)."""
         times, sizes = self.job.durations, self.job.unit_bytes
         most = max(sum(sizes[unit] for unit in units) for units in writers.values())
-        stall_s = most / times.copy_bytes_per_s if times.stall_s is None else times.stall_s
-        durable_s = most / times.storage_bytes_per_s if times.durable_s is None else times.durable_s
+        stall_s, durable_s = times.save_stall_s(most), times.save_upload_s(most)
         events = [
             UnitsWritten.model_construct(
                 worker=worker,

@@ -9,11 +9,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from morph.contract.errors import JobError
 from morph.cutting.cuts.report import CutReport
-from morph.pictures import picture, plain_axes
+from morph.pictures import INK, RED, SOFT, picture, plain_axes
 from morph.words import kind_name, size_text
 
-_COLOURS = ("#8ecae6", "#ffd166", "#7fb069", "#c77dff", "#ef8354", "#9fb4c7", "#f4a6c0", "#b8b08d")
-_LINE, _CUT = "#33415c", "#d62828"
 _MAX_NAMES, _MANY_PLACES = 26, 300
 
 
@@ -40,13 +38,13 @@ def _draw_curve(axes: Any, report: CutReport) -> None:
         places = [100 * share for share, _ in report.curve]
         sizes = [max(size, 1) for _, size in report.curve]
         width, name = 0.5 if len(sizes) > _MANY_PLACES else 1.0, "bytes that a cut at this place would send"
-        axes.fill_between(places, sizes, 1, step="post", color=_LINE, alpha=0.12, linewidth=0)
-        axes.step(places, sizes, where="post", color=_LINE, linewidth=width, label=name)
+        axes.fill_between(places, sizes, 1, step="post", color=INK, alpha=0.12, linewidth=0)
+        axes.step(places, sizes, where="post", color=INK, linewidth=width, label=name)
         axes.set_ylim(min(sizes) / 1.6, max(sizes) * 1.3)
     begins = [100 * cut.share_before for cut in report.cuts]
     crossing = [max(cut.bytes_per_sample, 1) for cut in report.cuts]
-    axes.vlines(begins, 0, 1, transform=axes.get_xaxis_transform(), color=_CUT, linewidth=0.7, alpha=0.5)
-    axes.scatter(begins, crossing, s=34, color=_CUT, zorder=3, label="chosen cut")
+    axes.vlines(begins, 0, 1, transform=axes.get_xaxis_transform(), color=RED, linewidth=0.7, alpha=0.5)
+    axes.scatter(begins, crossing, s=34, color=RED, zorder=3, label="chosen cut")
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_minor_locator(NullLocator())
@@ -61,7 +59,7 @@ def _draw_curve(axes: Any, report: CutReport) -> None:
 def _draw_sections(axes: Any, report: CutReport) -> None:
     begins = [0.0, *(100 * cut.share_before for cut in report.cuts)]
     widths = [100 * section.compute_share for section in report.sections]
-    colours = [_COLOURS[section.kind % len(_COLOURS)] for section in report.sections]
+    colours = [SOFT[section.kind % len(SOFT)] for section in report.sections]
     axes.barh([0.0] * len(widths), widths, left=begins, height=1.0, color=colours, edgecolor="white", linewidth=1.2)
     every = -(-len(report.sections) // _MAX_NAMES)
     for number, (section, begin, width) in enumerate(zip(report.sections, begins, widths, strict=True)):

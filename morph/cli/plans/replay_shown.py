@@ -7,25 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 
 from manager.accounting.account import Part
+from manager.report.picture import PARTS
 from manager.simulation.replay import interval
 from manager.simulation.spot.outcome import Outcome
 from morph.contract.errors import ConfigError
-from morph.pictures import picture, plain_axes
+from morph.pictures import INK, LINES, picture, plain_axes
 from morph.tables import table, wide_console
 
 WIDTH = 118
-COLORS = {
-    Part.COMPUTE: "#1d6fa5",
-    Part.BUBBLE: "#8fc1e3",
-    Part.LOST: "#c1443c",
-    Part.MORPH: "#ef8354",
-    Part.CHECKPOINT: "#7a5195",
-    Part.WAITING: "#4d4d4d",
-    Part.WARMING: "#f2c14e",
-    Part.SPARE: "#d0d0d0",
-    Part.UNMANAGED: "#000000",
-}
-LINES = ("#1d6fa5", "#c1443c", "#ef8354", "#7a5195", "#4d4d4d", "#2a9d8f")
 STYLES = ("-", "--", ":", "-.")
 
 
@@ -81,14 +70,14 @@ def draw(name: str, outcomes: Sequence[Outcome], path: Path) -> None:
     with picture(path, ConfigError, size, nrows=3, height_ratios=[1.3, 1, 1.2]) as (_, (above, middle, below)):
         for place, ones in enumerate(reversed(policies.values())):
             left, whole = 0.0, sum(one.vm_s for one in ones)
-            for part, color in COLORS.items():
+            for part, (color, _) in PARTS.items():
                 share = sum(one.parts_s[part] for one in ones) / whole if whole else 0.0
                 above.barh(place, share, left=left, color=color, height=0.7)
                 left += share
         above.set(yticks=range(len(policies)), yticklabels=list(reversed(policies)), xlim=(0, 1))
         above.set_title(f"{name}: what the VMs' time goes into", loc="left", fontsize=12)
-        used = [part for part in COLORS if any(one.parts_s[part] > 1e-3 * one.vm_s for one in outcomes)]
-        handles = [above.barh([0], [0], color=COLORS[part], label=part.value) for part in used]
+        used = [part for part in PARTS if any(one.parts_s[part] > 1e-3 * one.vm_s for one in outcomes)]
+        handles = [above.barh([0], [0], color=PARTS[part][0], label=part.value) for part in used]
         above.legend(handles=handles, ncols=len(used), loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
         plain_axes(above)
         first = outcomes[0]
@@ -99,7 +88,7 @@ def draw(name: str, outcomes: Sequence[Outcome], path: Path) -> None:
             [*(moment.time_s / 3600 for moment in moments), first.hours],
             [*(moment.num_vms for moment in moments), moments[-1].num_vms if moments else 0],
             where="post",
-            color="#333333",
+            color=INK,
             linewidth=1.2,
         )
         middle.set(ylabel="VMs", xlim=(0, longest), ylim=(0, None))

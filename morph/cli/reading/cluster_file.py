@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from morph.contract.base import read_text
 from morph.contract.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -181,12 +182,9 @@ def read_yaml(path: Path) -> Any:
         return loader.construct_mapping(node, deep=True)
 
     Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    text = read_text(path, ConfigError)
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader)  # a SafeLoader: builds plain values only
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", source=str(path)) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError("is not UTF-8 text", source=str(path)) from error
+        data = yaml.load(text, Loader)  # a SafeLoader: builds plain values only
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}" if mark is not None else str(path)

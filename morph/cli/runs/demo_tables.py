@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
+from morph.tables import table, wide_console
 
 if TYPE_CHECKING:
     from manager.report.values import MorphRecord, RunReport, StepRecord
@@ -18,56 +17,50 @@ UNSTEADY_STEPS = 1
 """Of each generation: its caches are cold, and what it sends and reduces was never sent before."""
 
 
-def _print(table: Table) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
-    console.print(table)
+def _show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    wide_console(WIDTH).print(table(title, columns, rows))
 
 
 def print_plans(plans: Mapping[int, Plan]) -> None:
     """Best shape for every number of VMs, had each a device of its own."""
-    table = Table(title="best shape by number of VMs (each with a device of its own)")
-    for column in ("VMs", "P x D", "m", "stages (sections)", "expected ms", "examples/s"):
-        table.add_column(column, justify="right")
+    rows = []
     for count, plan in plans.items():
         stages = " ".join(f"{stage.first_section}-{stage.end_section - 1}" for stage in plan.stages)
         speed = f"{plan.expected.examples_per_s:.1f}"
         ms = f"{plan.expected.mini_batch_s * 1e3:.0f}"
-        table.add_row(str(count), plan.shape, str(plan.micro_batch_size), stages, ms, speed)
-    _print(table)
+        rows.append((count, plan.shape, plan.micro_batch_size, stages, ms, speed))
+    columns = ("VMs", "P x D", "m", "stages (sections)", "expected ms", "examples/s")
+    _show("best shape by number of VMs (each with a device of its own)", columns, rows)
 
 
 def print_shapes(report: RunReport) -> None:
     """Shapes and when."""
-    table = Table(title="shapes")
-    for column in ("from s", "to s", "P x D", "steps", "examples/s"):
-        table.add_column(column, justify="right")
+    rows = []
     for span in report.shapes:
         if span.num_steps and span.examples_per_s:
             end_s = span.end_s if span.end_s is not None else report.end_s
             times = f"{span.start_s - report.start_s:.1f}", f"{end_s - report.start_s:.1f}"
-            table.add_row(*times, span.shape, str(span.num_steps), f"{span.examples_per_s:.1f}")
-    _print(table)
+            rows.append((*times, span.shape, span.num_steps, f"{span.examples_per_s:.1f}"))
+    _show("shapes", ("from s", "to s", "P x D", "steps", "examples/s"), rows)
 
 
 def print_morphs(report: RunReport) -> None:
     """What each morph cost."""
-    table = Table(title="morphs (pause: from the kill, or from the decision, to the next committed step)")
-    for column in ("at s", "morph", "why", "VMs lost", "pause ms", "re-formed after ms", "steps redone", "state from"):
-        table.add_column(column, justify="right" if column not in ("why", "state from") else "left")
-    for morph in report.morphs:
-        table.add_row(
+    rows = [
+        (
             f"{morph.detected_at_s - report.start_s:.1f}",
             f"{morph.from_shape} -> {morph.to_shape or '-'}",
             "newcomers" if morph.planned else "loss",
             ", ".join(morph.lost_workers) or "-",
             _ms(morph.pause_ms),
             _ms(morph.reshape_ms),
-            str(morph.steps_redone),
+            morph.steps_redone,
             _sources(morph),
         )
-    _print(table)
+        for morph in report.morphs
+    ]
+    columns = ("at s", "morph", "why", "VMs lost", "pause ms", "re-formed after ms", "steps redone", "state from")
+    _show("morphs (pause: from the kill, or from the decision, to the next committed step)", columns, rows)
 
 
 def _ms(value: float | None) -> str:
@@ -97,24 +90,25 @@ def print_expectations(
 
     ``share_of_others``: the share of the cores that other processes took during some spans of time (begin and end).
     """
-    table = Table(title=f"mini-batch time, ms, after a shape's first step; all VMs share {num_cores} cores")
-    for column in ("P x D", "steps", "own devices", f"on {num_cores} cores", "measured (median)", "others took"):
-        table.add_column(column, justify="right")
+    rows = []
     for shape in dict.fromkeys(span.shape for span in report.shapes):
         steps = _steady_steps(report, shape)
         if not steps:
             continue
         span = next(span for span in report.shapes if span.shape == shape)
         spans_s = [(step.decided_at_s - step.duration_s, step.decided_at_s) for step in steps]
-        table.add_row(
-            shape,
-            str(len(steps)),
-            f"{span.expected_mini_batch_s * 1e3:.0f}",
-            f"{span.expected_here_s * 1e3:.0f}",
-            f"{statistics.median(step.duration_s for step in steps) * 1e3:.0f}",
-            f"{share_of_others(spans_s):.0%}",
+        rows.append(
+            (
+                shape,
+                len(steps),
+                f"{span.expected_mini_batch_s * 1e3:.0f}",
+                f"{span.expected_here_s * 1e3:.0f}",
+                f"{statistics.median(step.duration_s for step in steps) * 1e3:.0f}",
+                f"{share_of_others(spans_s):.0%}",
+            )
         )
-    _print(table)
+    columns = ("P x D", "steps", "own devices", f"on {num_cores} cores", "measured (median)", "others took")
+    _show(f"mini-batch time, ms, after a shape's first step; all VMs share {num_cores} cores", columns, rows)
     print(
         f"The time on {num_cores} cores is what to expect if nothing else uses them. Others took this share of them "
         "during the measured steps:\ncompare the two times only where that is next to nothing."

@@ -15,7 +15,7 @@ from morph.contract import ranges
 from morph.contract.errors import InputError
 
 if TYPE_CHECKING:
-    from manager.injection.schedule import Schedule
+    from morph.contract.lives import Lives
 import re
 
 from morph.contract.ranges import Range
@@ -82,9 +82,9 @@ def inject_command(
     """
     from manager.engine.run.preempting import Asked
     from manager.injection.injector import Injection, first_answer, inject, lines_of, planned_line
-    from manager.injection.schedule import Lifetimes, Traced
     from manager.run.preparation import from_its_first_event
     from manager.run_dir import read_facts
+    from morph.contract.lives import Lifetimes, Removals, by_name
     from morph.contract.trace import load_trace
 
     given = [name for name, value in (("--mttp", mttp), ("--trace", trace), ("--vm", vm)) if value is not None]
@@ -101,8 +101,8 @@ def inject_command(
     played = from_its_first_event(load_trace(trace)).scaled(1 / trace_speed) if trace is not None else None
     read_facts(run_dir)
 
-    def schedule(start_s: float) -> Schedule:
-        return Lifetimes(seed, mttp_s, start_s) if played is None else Traced(seed, played, start_s)
+    def lives(start_s: float) -> Lives:
+        return Lifetimes(by_name(seed, mttp_s), start_s) if played is None else Removals(seed, played, start_s)
 
     def told(line: str) -> None:
         print(line, flush=True)
@@ -118,10 +118,10 @@ def inject_command(
                 told(line)
         elif dry_run:
             answer = first_answer(run_dir, Asked(), told)
-            for taking in schedule(answer.now_s).between(answer.vms, answer.now_s, math.inf):
-                told(planned_line(taking, answer.now_s))
+            for taken in lives(answer.now_s).between(answer.vms, answer.now_s, math.inf):
+                told(planned_line(taken, answer.now_s))
         else:
-            told(inject(run_dir, injection, schedule, told))
+            told(inject(run_dir, injection, lives, told))
     except KeyboardInterrupt as error:
         print("no further VM is taken; those that were given notice are", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from error

@@ -32,9 +32,8 @@ def spot_run_command(
 
     from manager.host.folders import make_folder, remove
     from manager.run.cloud import check_storage, check_url
-    from manager.spot.launcher import Exponential
     from manager.spot.opening import check_provided, open_local, open_provided
-    from manager.spot.spec import SpotJob
+    from manager.spot.spec import SpotJob, lives_of
     from morph.cli.reading.cluster_file import load_cluster, load_yaml
     from morph.cli.runs.prepare import load_cloud
     from morph.elastic.launcher import interrupted_once
@@ -67,11 +66,11 @@ def spot_run_command(
     root = make_folder()
     with interrupted_once():
         try:
-            taking = None if job.preemptions is None else Exponential(job.preemptions)
+            lives = None if job.preemptions is None else lives_of(job.preemptions)
             if cloud is None:
-                launcher = open_local(job, command, root, None if job.vms == "here" else code, taking)
+                launcher = open_local(job, command, root, None if job.vms == "here" else code, lives)
             else:
-                launcher = open_provided(job, command, cloud, root, code, taking)
+                launcher = open_provided(job, command, cloud, root, code, lives)
             try:
                 outcome = launcher.run()
             except FileNotFoundError as error:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from morph.jobs.files import JobFiles, is_installed
@@ -37,9 +36,7 @@ class Reads:
         _watching.reads = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _watching.reads = None
 
 

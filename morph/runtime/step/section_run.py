@@ -87,6 +87,33 @@ def run_section(
     return SectionRun(inputs=leaves, outputs=outputs, written=written)
 
 
+def run_step(
+    sections: Sequence[Section],
+    batch: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
+    add: AddGradient,
+    prepared: Callable[[Section], Section] = lambda section: section,
+) -> tuple[Tensor, ...]:
+    """Run all sections forward, and then backward from the loss; returns what the last one gives.
+
+    Args:
+        sections: Of the whole model.
+        batch: Of one micro-batch.
+        parameters: By name.
+        add: Takes each gradient, as in ``section_backward``.
+        prepared: Called with each section before its forward; returns what is run in its place.
+    """
+    runs: list[SectionRun] = []
+    values: tuple[Tensor, ...] = ()
+    for section in sections:
+        runs.append(run_section(prepared(section), values, batch, parameters))
+        values = runs[-1].outputs
+    following: tuple[Tensor | None, ...] = (torch.ones_like(values[0]), *(None for _ in values[1:]))
+    for section in reversed(sections):
+        following = section_backward(section, runs.pop(), following, parameters, add)
+    return values
+
+
 def section_backward(
     section: Section,
     run: SectionRun,

@@ -1,12 +1,13 @@
-"""Who is taken when: the exponential's distribution, and the same times whatever the order in which VMs come."""
+"""When VMs come, are warned and are taken, from a rate and from a trace."""
 
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
-from manager.injection.schedule import Lifetimes, Taking, Traced, lifetime_s
+from morph.contract.lives import Change, InOrder, Lifetimes, Removals, by_name, recorded
 from morph.contract.trace import Trace, parse_trace
 
 MTTP_S, START_S = 10_800.0, 1.8e9
@@ -22,7 +23,7 @@ def trace() -> Trace:
 @pytest.mark.parametrize("number", [0, 3])
 def test_lifetimes_are_exponential_with_the_mean_that_is_asked_for(seed: int, number: int) -> None:
     """By Kolmogorov and Smirnov: a right one is refused once in a million times, and these draws never change."""
-    drawn = sorted(lifetime_s(seed, vm, MTTP_S, number) for vm in NAMES)
+    drawn = sorted(by_name(seed, MTTP_S)(vm, number) for vm in NAMES)
     expected = [1 - math.exp(-duration_s / MTTP_S) for duration_s in drawn]
     count = len(drawn)
     distance = max(max((index + 1) / count - value, value - index / count) for index, value in enumerate(expected))
@@ -31,21 +32,21 @@ def test_lifetimes_are_exponential_with_the_mean_that_is_asked_for(seed: int, nu
 
 def test_the_same_seed_and_names_give_the_same_times_whatever_comes_first_or_beside() -> None:
     since = {vm: START_S + index for index, vm in enumerate(NAMES)}
-    schedule = Lifetimes(7, MTTP_S, START_S)
+    schedule = Lifetimes(by_name(7, MTTP_S), START_S)
     taken = schedule.between(since, START_S, math.inf)
     assert taken == schedule.between(dict(reversed(since.items())), START_S, math.inf)
     assert [taking.time_s for taking in taken] == sorted(taking.time_s for taking in taken)
     assert {vm for taking in taken for vm in taking.vms} == set(NAMES)
     (alone,) = schedule.between({NAMES[3]: START_S + 3}, START_S, math.inf)
     assert alone in taken
-    assert alone == Taking(START_S + 3 + lifetime_s(7, NAMES[3], MTTP_S), (NAMES[3],))
-    other = Lifetimes(8, MTTP_S, START_S).between(since, START_S, math.inf)
+    assert alone == Change(START_S + 3 + by_name(7, MTTP_S)(NAMES[3], 0), "taken", (NAMES[3],))
+    other = Lifetimes(by_name(8, MTTP_S), START_S).between(since, START_S, math.inf)
     assert not {taking.time_s for taking in taken} & {taking.time_s for taking in other}
 
 
 def test_looking_often_takes_the_same_vms_as_looking_once() -> None:
     since = dict.fromkeys(NAMES[:40], START_S)
-    schedule = Lifetimes(1, 100.0, START_S)
+    schedule = Lifetimes(by_name(1, 100.0), START_S)
     once = schedule.between(since, START_S, START_S + 60)
     often = [
         taking for second in range(60) for taking in schedule.between(since, START_S + second, START_S + second + 1)
@@ -56,15 +57,15 @@ def test_looking_often_takes_the_same_vms_as_looking_once() -> None:
 
 def test_a_vm_that_was_there_long_before_is_not_overdue_and_a_spared_one_lives_another_lifetime() -> None:
     old = {"a": START_S - 1e7}
-    schedule = Lifetimes(3, 60.0, START_S)
+    schedule = Lifetimes(by_name(3, 60.0), START_S)
     first = schedule.between(old, START_S, math.inf)[0].time_s
-    assert first == START_S + lifetime_s(3, "a", 60.0)
+    assert first == START_S + by_name(3, 60.0)("a", 0)
     again = schedule.between(old, first, math.inf)[0].time_s
-    assert again == first + lifetime_s(3, "a", 60.0, 1)
+    assert again == first + by_name(3, 60.0)("a", 1)
 
 
 def test_a_trace_says_how_many_vms_are_taken_at_once_and_the_seed_which() -> None:
-    schedule = Traced(2, trace(), START_S)
+    schedule = Removals(2, trace(), START_S)
     since = dict.fromkeys(NAMES[:4], START_S)
     taken = schedule.between(since, START_S, math.inf)
     assert [(taking.time_s, len(taking.vms)) for taking in taken] == [(START_S + 5, 2), (START_S + 9, 1)]
@@ -73,6 +74,36 @@ def test_a_trace_says_how_many_vms_are_taken_at_once_and_the_seed_which() -> Non
     assert schedule.between(since, START_S + 5, START_S + 8.9) == ()
     assert schedule.between(since, START_S + 8.9, START_S + 9)[0].time_s == START_S + 9
     assert schedule.end_s == START_S + 9
-    drawn = {Traced(seed, trace(), START_S).between(since, START_S, math.inf)[0].vms for seed in range(20)}
+    drawn = {Removals(seed, trace(), START_S).between(since, START_S, math.inf)[0].vms for seed in range(20)}
     assert len(drawn) > 3
-    assert schedule.between({"a": START_S}, START_S, math.inf) == (Taking(START_S + 5, ("a",)),)
+    assert schedule.between({"a": START_S}, START_S, math.inf) == (Change(START_S + 5, "taken", ("a",)),)
+
+
+def test_a_warning_comes_before_each_end_and_no_sooner_than_its_vm() -> None:
+    lives = Lifetimes(by_name(1, 100.0), notice_s=30.0)
+    changes = lives.between(dict.fromkeys(NAMES[:40], START_S), -math.inf, math.inf)
+    warned = {change.vms: change for change in changes if change.kind == "warned"}
+    taken = {change.vms: change for change in changes if change.kind == "taken"}
+    assert warned.keys() == taken.keys()
+    for vms, change in warned.items():
+        assert change.taken_s == taken[vms].time_s
+        assert change.time_s == max(START_S, change.taken_s - 30.0)
+
+
+def test_lives_in_order_are_drawn_from_one_generator_and_stay_as_they_were_drawn() -> None:
+    draw, expected = InOrder(5, 40.0), random.Random(5)
+    lives_s = [draw(vm, 0) for vm in ("b", "a", "c")]
+    assert lives_s == [expected.expovariate(1 / 40.0) for _ in range(3)]
+    assert [draw(vm, 0) for vm in ("b", "a", "c")] == lives_s
+
+
+def test_what_is_left_of_a_trace_is_played_in_order_and_a_warning_in_force_is_given_at_once() -> None:
+    head = "time_s,event,node_id,notice_s"
+    whole = parse_trace([head, "0,add,a,", "0,add,b,", "5,add,c,", "9,remove,b,4", "9,remove,a,8"], "trace.csv")
+    told = [(change.time_s, change.kind, change.vms[0]) for change in recorded(whole)]
+    assert told == [
+        *((0, "came", "a"), (0, "came", "b"), (1, "warned", "a"), (5, "came", "c"), (5, "warned", "b")),
+        *((9, "taken", "b"), (9, "taken", "a")),
+    ]
+    left = [(change.time_s, change.kind, change.vms[0]) for change in recorded(whole, num_played=3, now_s=6.0)]
+    assert left == [(6, "warned", "b"), (6, "warned", "a"), (9, "taken", "b"), (9, "taken", "a")]

@@ -1,0 +1,183 @@
+"""When VMs come, are warned and are taken: as a trace says, or at a rate. Pure.
+
+``recorded`` brings VMs of its own. ``Lifetimes`` and ``Removals`` take VMs that somebody else brings. What they say is
+carried out in virtual time (``manager.simulation``), on local VMs (``manager.engine.local_vms.trace_replayer``), on all
+VMs of a running job, a provider's too (``manager.injection``), or on those of one script (``manager.spot``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import count, groupby
+from typing import Literal, Protocol
+
+from morph.contract.trace import Trace, TraceEvent
+
+LifeS = Callable[[str, int], float]
+"""Draws how long (seconds) a VM's life with this number lasts."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """VMs come, are warned or are taken at the same moment.
+
+    ``taken_s``: when VMs that are warned will be taken.
+    """
+
+    time_s: float
+    kind: Literal["came", "warned", "taken"]
+    vms: tuple[str, ...]
+    taken_s: float = math.inf
+
+
+@dataclass(frozen=True)
+class Recorded(Change):
+    """``event``: of the trace, by which the VM comes or is taken."""
+
+    event: TraceEvent = field(kw_only=True)
+
+
+def recorded(trace: Trace, num_played: int = 0, now_s: float = 0.0) -> list[Recorded]:
+    """Return how the VMs of a trace come and go after its first ``num_played`` events, in order of time.
+
+    At one moment they come and go in the trace's order, and then others are warned. No VM is warned before it comes,
+    and a warning that is in force at ``now_s`` is given then.
+    """
+    came_s: dict[str, float] = {}
+    found: list[Recorded] = []
+    for number, event in enumerate(trace.events):
+        vms, is_new = (event.node_id,), event.event == "add"
+        if is_new:
+            came_s[event.node_id] = event.time_s
+        if number < num_played:
+            continue
+        found.append(Recorded(event.time_s, "came" if is_new else "taken", vms, event=event))
+        if event.notice_s is not None:
+            warned_s = max(came_s[event.node_id], event.time_s - event.notice_s, now_s)
+            found.append(Recorded(warned_s, "warned", vms, event.time_s, event=event))
+    return sorted(found, key=lambda change: (change.time_s, change.kind == "warned"))
+
+
+class Lives(Protocol):
+    """Says which VMs of others are warned and taken."""
+
+    @property
+    def end_s(self) -> float:
+        """Nothing happens after that."""
+
+    def between(self, vms: Mapping[str, float], after_s: float, until_s: float) -> tuple[Change, ...]:
+        """Return what happens after one moment and until another, that one included, in order.
+
+        Each VM is taken at most once.
+
+        Args:
+            vms: The VMs that there are, and since when.
+            after_s: The first moment.
+            until_s: The second one.
+        """
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """Each VM lives for an exponential time: the preemption injector of Spotify (6.2.1, Eq. 6.1).
+
+    A lifetime counts from the VM's birth, or from ``start_s`` if it was there before; by Eq. 6.1 a VM's age makes no
+    difference. One that is not taken when its lifetime is over lives for another one.
+
+    Args:
+        life_s: ``by_name`` or ``InOrder``.
+        start_s: The first moment.
+        end_s: The last one.
+        notice_s: So long before it is taken a VM is warned; 0: it is not.
+    """
+
+    life_s: LifeS
+    start_s: float = -math.inf
+    end_s: float = math.inf
+    notice_s: float = 0.0
+
+    def between(self, vms: Mapping[str, float], after_s: float, until_s: float) -> tuple[Change, ...]:
+        """See ``Lives``."""
+        found: list[tuple[float, int, str, float]] = []
+        for vm, since_s in vms.items():
+            begun_s = max(since_s, self.start_s)
+            taken_s = self._taken_s(vm, begun_s, after_s)
+            found.append((taken_s, 1, vm, taken_s))
+            warned_s = max(begun_s, taken_s - self.notice_s)
+            if self.notice_s and warned_s > after_s:
+                found.append((warned_s, 0, vm, taken_s))
+        return tuple(
+            Change(time_s, "taken", (vm,)) if is_end else Change(time_s, "warned", (vm,), taken_s)
+            for time_s, is_end, vm, taken_s in sorted(found)
+            if time_s <= until_s
+        )
+
+    def _taken_s(self, vm: str, begun_s: float, after_s: float) -> float:
+        """When the first lifetime is over that ends after a moment."""
+        time_s = begun_s
+        for number in count():
+            time_s += self.life_s(vm, number)
+            if time_s > after_s:
+                break
+        return time_s
+
+
+@dataclass(frozen=True)
+class Removals:
+    """As many VMs at once as a trace takes, when it does; it brings none. Which of those that there are, the seed says.
+
+    The trace's time 0 is ``start_s``.
+    """
+
+    seed: int
+    trace: Trace
+    start_s: float
+
+    @property
+    def end_s(self) -> float:
+        """See ``Lives``."""
+        return self.start_s + self.trace.duration_s
+
+    def between(self, vms: Mapping[str, float], after_s: float, until_s: float) -> tuple[Change, ...]:
+        """See ``Lives``."""
+        left, changes = set(vms), []
+        removed = (event.time_s for event in self.trace.events if event.event == "remove")
+        for trace_s, together in groupby(removed):
+            if after_s < self.start_s + trace_s <= until_s:
+                drawn = sorted(left, key=lambda vm: _uniform(self.seed, vm, trace_s))[: len(list(together))]
+                left.difference_update(drawn)
+                if drawn:
+                    changes.append(Change(self.start_s + trace_s, "taken", tuple(drawn)))
+        return tuple(changes)
+
+
+def by_name(seed: int, mttp_s: float) -> LifeS:
+    """Draw lifetimes with this mean that depend on seed, name and number alone, in whatever order VMs come."""
+    return lambda vm, number: -mttp_s * math.log(_uniform(seed, vm, number))
+
+
+class InOrder:
+    """Draws lifetimes with this mean from one generator, in the order in which VMs are first asked about.
+
+    So those of a script's VMs, whose names differ from run to run, depend on the seed alone.
+    """
+
+    def __init__(self, seed: int, mttp_s: float) -> None:
+        self._random, self._rate_per_s = random.Random(seed), 1 / mttp_s
+        self._drawn: dict[tuple[str, int], float] = {}
+
+    def __call__(self, vm: str, number: int) -> float:
+        """See ``LifeS``."""
+        if (vm, number) not in self._drawn:
+            self._drawn[vm, number] = self._random.expovariate(self._rate_per_s)
+        return self._drawn[vm, number]
+
+
+def _uniform(seed: int, vm: str, number: float) -> float:
+    """A number above 0, at most 1, which depends on these alone."""
+    digest = hashlib.sha256(f"{seed} {number!r} {vm}".encode()).digest()
+    return (int.from_bytes(digest[:8], "big") + 1) / 2**64
