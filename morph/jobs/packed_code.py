@@ -63,15 +63,16 @@ def imported_for_forks(job_path: str) -> bool:
 
     from morph.jobs.job import load_job
 
-    # torch.cuda.is_available() then asks the driver's library of numbers (NVML), after which children may still use CUDA
+    # torch.cuda.is_available() then asks NVML, not the driver, after which children may still use CUDA
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     with imported_once(job_path), contextlib.suppress(JobError, SystemExit):
         load_job(job_path)
-    return not has_threads() and (not torch.backends.cuda.is_built() or _child_may_use_cuda())
+    has_cuda = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call] # torch ships no types
+    return not has_threads() and (not has_cuda or _child_may_use_cuda())
 
 
 def _child_may_use_cuda() -> bool:
-    """Try it: a call as harmless as ``torch.cuda.device_count()`` can end that, and ``is_initialized()`` tells nothing."""
+    """Try it: a call as harmless as ``torch.cuda.device_count()`` ends that, and ``is_initialized()`` does not tell."""
     import torch
 
     child = os.fork()
