@@ -20,6 +20,7 @@ from manager.engine.run.machines import Machines, Opening, OpenMachines
 from manager.engine.run.preempting import Preempting
 from manager.engine.run.provided import Providing
 from manager.engine.run.vm_sources import machines_of, provisioning_of, watch_joining, write_last_facts
+from manager.engine.vms.provisioning import Provisioning
 from manager.engine.vms.spending import Spending, before_now
 from manager.engine.vms.vm_registry import inherited
 from manager.host.clock import RunClock
@@ -120,81 +121,200 @@ def run_session(
     """
     ending = ExitStack()  # closes what was opened, in reverse
     try:
-        open_machines = spec.machines or machines_of(
-            spec.cluster.vms, spec.providing, found, run_dir.path, spec.job_path
-        )
-        journal = ending.enter_context(patiently(lambda: Journal.open(run_dir.journal_path)))
-        clock = _clock(journal, found)
-        event_queue = EventQueue(clock.now_s)
-        ending.callback(write_last_facts, event_queue, journal)
-        ending.callback(forget_attachment, run_dir)
-        policy, slots = spec.config.policy, _device_slots(spec, run_dir)
-        opening = Opening(
-            event_queue=event_queue,
-            make_setup=lambda worker: _setup(spec, run_dir, machines, slots, worker),
-            heartbeat_timeout_s=policy.heartbeat_timeout_s,
-            outage_timeout_s=policy.outage_timeout_s,
-            patience_s=policy.takeover_patience_s,
-            ending=ending,
-            found=found,
-        )
-        machines = _opened(open_machines, opening)
-        replayer = TraceReplayer(machines.vms, spec.trace, event_queue, found.moment if found else spec.played)
-        ending.callback(replayer.close)
-        observers = [lambda observed: _run_clock(observed, replayer, patient=spec.patient_trace), observer]
-        provisioning = None
-        if spec.config.target_nodes:
-            limits = spec.cluster.vms.limits
-            before = None
-            if limits.budget_usd is not None:
-                before = before_now(run_dir.path, clock.now_s(), lives_on=found is not None)
-            spending = Spending(limits, before=before)
-            provisioning = provisioning_of(spec.cluster.vms, machines, replayer.fleet, event_queue, spending, found)
-            ending.callback(provisioning.close)
-        driver = Driver(
-            found.state if found else initial_state(spec.config),
-            event_queue,
-            machines.pool,
-            journal,
-            run_dir.checkpoint_url,
-            observers,
-            provisioning,
-            machines.provided.notices.left if machines.provided else None,
-        )
-        taker = provisioning if machines.provided is not None and provisioning is not None else replayer.fleet
-        folder = machines.attachment.control_socket.parent
-        ending.callback(Preempting(folder, lambda: driver.state.workers, event_queue, taker).close)
-        observers.append(lambda observed: _stop_when_hopeless(observed, replayer))
-        if spec.stop_with_trace:
-            observers.append(_StopWithTrace(replayer))
+        session = Session(spec, run_dir, observer, found, ending)
         if attend is not None:
-            observers.append(attend(replayer.fleet))
-        for fact in spec.facts:
-            event_queue.put(fact)
-        with stopping_on_signals(driver.request_stop):
+            session.attend(attend)
+        with stopping_on_signals(session.request_stop):
             if found is None:
-                patiently(lambda: journal.append_config(clock.now_s(), spec.config))
-                outlives = Fact(name=OUTLIVES, detail=str(_outlives_s(spec)))
-                patiently(lambda: journal.append_fact(clock.now_s(), outlives))
-                known = {"command": dict(spec.command), "epoch_s": clock.epoch_s}
-                patiently(lambda: write_attachment(run_dir, machines.attachment.model_copy(update=known)))
-                if spec.played.num_played:
-                    replayer.resume((), ())
+                session.begin()
             else:
-                take_over(found, machines, replayer, driver)
-            machines.vms.settle()
-            replayer.start()
-            if machines.provided is not None and provisioning is not None:
-                appeared = found.appeared if found else ()
-                ending.callback(
-                    watch_joining(machines.provided, provisioning, event_queue, driver.state, appeared).close
-                )
-            if provisioning is not None:
-                event_queue.put(Tick())  # without an event nobody asks for the first VMs
-            return _driven(driver, event_queue)
+                session.take_over(found)
+            session.start_vms()
+            return session.drive()
     finally:
         with deaf_to_signals():
             ending.close()
+
+
+class Session:
+    """A session in phases: it is opened when it is made, then ``begin`` or ``take_over``, ``start_vms`` and ``drive``.
+
+    Args:
+        spec: What to run.
+        run_dir: Opened.
+        observer: Called after each decision.
+        found: What a manager that was killed left.
+        ending: Closes what is opened here, whatever fails.
+    """
+
+    def __init__(
+        self, spec: RunSpec, run_dir: RunDir, observer: Observer, found: Found | None, ending: ExitStack
+    ) -> None:
+        self._spec, self._run_dir, self._found, self._ending = spec, run_dir, found, ending
+        open_machines = spec.machines or machines_of(
+            spec.cluster.vms, spec.providing, found, run_dir.path, spec.job_path
+        )
+        self._journal = ending.enter_context(patiently(lambda: Journal.open(run_dir.journal_path)))
+        last = self._journal.last_line()
+        self._clock = RunClock(found.attachment.epoch_s if found else None, last.time_s if last else 0.0)
+        self._event_queue = EventQueue(self._clock.now_s)
+        ending.callback(write_last_facts, self._event_queue, self._journal)
+        ending.callback(forget_attachment, run_dir)
+        self._slots = _device_slots(spec, run_dir)
+        self._machines = self._open(open_machines)
+        moment = found.moment if found else spec.played
+        self._replayer = TraceReplayer(self._machines.vms, spec.trace, self._event_queue, moment)
+        ending.callback(self._replayer.close)
+        self._provisioning = self._open_provisioning() if spec.config.target_nodes else None
+        self._observers: list[Observer] = [self._run_clock, observer, self._stop_when_hopeless]
+        if spec.stop_with_trace:
+            self._observers.append(_StopWithTrace(self._replayer))
+        provided = self._machines.provided
+        self._driver = Driver(
+            found.state if found else initial_state(spec.config),
+            self._event_queue,
+            self._machines.pool,
+            self._journal,
+            run_dir.checkpoint_url,
+            self._observers,
+            self._provisioning,
+            provided.notices.left if provided else None,
+        )
+        by_provider = self._provisioning if provided else None
+        folder, driver = self._machines.attachment.control_socket.parent, self._driver
+        ending.callback(
+            Preempting(
+                folder, lambda: driver.state.workers, self._event_queue, by_provider or self._replayer.fleet
+            ).close
+        )
+        for fact in spec.facts:
+            self._event_queue.put(fact)
+
+    def attend(self, attend: Callable[[VmFleet], Observer]) -> None:
+        """Add an observer that may ask for VMs and revoke them."""
+        self._observers.append(attend(self._replayer.fleet))
+
+    def request_stop(self, reason: str) -> None:
+        """Ask for a clean stop."""
+        self._driver.request_stop(reason)
+
+    def begin(self) -> None:
+        """Write down what another manager must know to take over."""
+        spec, clock = self._spec, self._clock
+        vms = spec.cluster.vms
+        outlives_s = vms.lonely_s if isinstance(vms, ProvidedVms) else spec.config.policy.takeover_patience_s
+        known = {"command": dict(spec.command), "epoch_s": clock.epoch_s}
+        attachment = self._machines.attachment.model_copy(update=known)
+        patiently(lambda: self._journal.append_config(clock.now_s(), spec.config))
+        patiently(lambda: self._journal.append_fact(clock.now_s(), Fact(name=OUTLIVES, detail=str(outlives_s))))
+        patiently(lambda: write_attachment(self._run_dir, attachment))
+        if spec.played.num_played:
+            self._replayer.resume((), ())
+
+    def take_over(self, found: Found) -> None:
+        """Go on with what a manager that was killed left."""
+        take_over(found, self._machines, self._replayer, self._driver)
+
+    def start_vms(self) -> None:
+        """Let VMs come and go: as the trace says, as a provider brings them, or as they are asked for."""
+        self._machines.vms.settle()
+        self._replayer.start()
+        provided, provisioning = self._machines.provided, self._provisioning
+        if provisioning is None:
+            return
+        if provided is not None:
+            appeared = self._found.appeared if self._found else ()
+            joining = watch_joining(provided, provisioning, self._event_queue, self._driver.state, appeared)
+            self._ending.callback(joining.close)
+        self._event_queue.put(Tick())  # without an event nobody asks for the first VMs
+
+    def drive(self) -> Finish:
+        """Decide and act until the job ends."""
+        try:
+            return self._driver.run()
+        except ClusterLost as error:
+            self._event_queue.put(Fact(name=CLUSTER_LOST, detail=str(error)))
+            raise
+
+    # ---- opening ----
+
+    def _open(self, open_machines: OpenMachines) -> Machines:
+        policy = self._spec.config.policy
+        opening = Opening(
+            event_queue=self._event_queue,
+            make_setup=self._setup_of,
+            heartbeat_timeout_s=policy.heartbeat_timeout_s,
+            outage_timeout_s=policy.outage_timeout_s,
+            patience_s=policy.takeover_patience_s,
+            ending=self._ending,
+            found=self._found,
+        )
+        try:
+            return open_machines(opening)
+        except ClusterError as error:
+            if self._found is None:
+                raise
+            raise NothingLives(str(error)) from error
+
+    def _open_provisioning(self) -> Provisioning:
+        vms, found = self._spec.cluster.vms, self._found
+        before = None
+        if vms.limits.budget_usd is not None:
+            before = before_now(self._run_dir.path, self._clock.now_s(), lives_on=found is not None)
+        spending = Spending(vms.limits, before=before)
+        opened = provisioning_of(vms, self._machines, self._replayer.fleet, self._event_queue, spending, found)
+        self._ending.callback(opened.close)
+        return opened
+
+    def _setup_of(self, worker: str) -> WorkerSetup:
+        spec, attachment = self._spec, self._machines.attachment
+        policy, vms = spec.config.policy, spec.cluster.vms
+        return WorkerSetup(
+            worker=worker,
+            job_path=spec.job_path,
+            fingerprint=spec.config.fingerprint,
+            num_sections=spec.num_sections,
+            micro_batch_size=spec.micro_batch_size,
+            checkpoint_url=self._run_dir.checkpoint_url,
+            store_host=attachment.store_host,
+            store_port=attachment.store_port,
+            listen_host=self._machines.address_of(worker),
+            secret=attachment.secret,
+            device=vms.device,
+            device_slots=self._slots,
+            rings=vms.rings,
+            links=vms.links,
+            faults=spec.faults,
+            slow_spells=spec.slow_spells,
+            checkpoints=policy.rules.checkpoints,
+            heartbeat_wait_s=heartbeat_wait_s(policy.heartbeat_timeout_s),
+            emulation=spec.emulation,
+            code=spec.code,
+            variables=dict(spec.variables),
+            known_by=self._run_dir.facts.known_by,
+        )
+
+    # ---- observing ----
+
+    def _run_clock(self, observed: Observed) -> None:
+        state = observed.decision.state
+        if self._spec.patient_trace and self._is_warming(state):
+            self._replayer.stop_clock()
+        elif state.phase is Phase.TRAINING:
+            self._replayer.start_clock()
+
+    def _stop_when_hopeless(self, observed: Observed) -> None:
+        """End a run that waits for VMs which the trace will never bring, instead of letting it wait for ever."""
+        state = observed.decision.state
+        if state.config.target_nodes:
+            return  # it goes on asking, for as long as the policy lets it
+        waits = state.phase is Phase.WAITING and state.stop_reason is None
+        if waits and self._replayer.finished and not self._is_warming(state):
+            observed.request_stop("too few VMs are left, and the trace brings no more")
+
+    def _is_warming(self, state: ControllerState) -> bool:
+        """Whether a VM boots or its worker warms up."""
+        return self._replayer.fleet.booting or any(not worker.ready for worker in state.workers.values())
 
 
 def gone_on_with_trace(spec: RunSpec, run_dir: RunDir) -> RunSpec:
@@ -208,61 +328,6 @@ def gone_on_with_trace(spec: RunSpec, run_dir: RunDir) -> RunSpec:
     if up and not config.target_nodes:
         config = config.model_copy(update={"expected_nodes": len(up)})
     return replace(spec, config=config, played=moment)
-
-
-def _driven(driver: Driver, event_queue: EventQueue) -> Finish:
-    try:
-        return driver.run()
-    except ClusterLost as error:
-        event_queue.put(Fact(name=CLUSTER_LOST, detail=str(error)))
-        raise
-
-
-def _clock(journal: Journal, found: Found | None) -> RunClock:
-    last = journal.last_line()
-    return RunClock(found.attachment.epoch_s if found else None, last.time_s if last else 0.0)
-
-
-def _outlives_s(spec: RunSpec) -> float:
-    """How long VMs live without a manager."""
-    vms = spec.cluster.vms
-    return vms.lonely_s if isinstance(vms, ProvidedVms) else spec.config.policy.takeover_patience_s
-
-
-def _opened(open_machines: OpenMachines, opening: Opening) -> Machines:
-    try:
-        return open_machines(opening)
-    except ClusterError as error:
-        if opening.found is None:
-            raise
-        raise NothingLives(str(error)) from error
-
-
-def _run_clock(observed: Observed, replayer: TraceReplayer, *, patient: bool) -> None:
-    state = observed.decision.state
-    if patient and _warming(state, replayer):
-        replayer.stop_clock()
-    elif state.phase is Phase.TRAINING:
-        replayer.start_clock()
-
-
-def _stop_when_hopeless(observed: Observed, replayer: TraceReplayer) -> None:
-    """End a run that waits for VMs which the trace will never bring, instead of letting it wait for ever."""
-    state = observed.decision.state
-    if state.config.target_nodes:
-        return  # it goes on asking, for as long as the policy lets it
-    if (
-        state.phase is Phase.WAITING
-        and replayer.finished
-        and not _warming(state, replayer)
-        and state.stop_reason is None
-    ):
-        observed.request_stop("too few VMs are left, and the trace brings no more")
-
-
-def _warming(state: ControllerState, replayer: TraceReplayer) -> bool:
-    """Whether a VM boots or its worker warms up."""
-    return replayer.fleet.booting or any(not worker.ready for worker in state.workers.values())
 
 
 class _StopWithTrace:
@@ -287,30 +352,3 @@ def _device_slots(spec: RunSpec, run_dir: RunDir) -> tuple[str, ...]:
         return ()
     num_vms = max(spec.trace.max_nodes, vms.keep or vms.num_vms)
     return device_slots(cuda_devices(), num_vms, run_dir.path / "devices")
-
-
-def _setup(spec: RunSpec, run_dir: RunDir, machines: Machines, slots: tuple[str, ...], worker: str) -> WorkerSetup:
-    return WorkerSetup(
-        worker=worker,
-        job_path=spec.job_path,
-        fingerprint=spec.config.fingerprint,
-        num_sections=spec.num_sections,
-        micro_batch_size=spec.micro_batch_size,
-        checkpoint_url=run_dir.checkpoint_url,
-        store_host=machines.attachment.store_host,
-        store_port=machines.attachment.store_port,
-        listen_host=machines.address_of(worker),
-        secret=machines.attachment.secret,
-        device=spec.cluster.vms.device,
-        device_slots=slots,
-        rings=spec.cluster.vms.rings,
-        links=spec.cluster.vms.links,
-        faults=spec.faults,
-        slow_spells=spec.slow_spells,
-        checkpoints=spec.config.policy.rules.checkpoints,
-        heartbeat_wait_s=heartbeat_wait_s(spec.config.policy.heartbeat_timeout_s),
-        emulation=spec.emulation,
-        code=spec.code,
-        variables=dict(spec.variables),
-        known_by=run_dir.facts.known_by,
-    )

@@ -137,7 +137,6 @@ class Worker:
         self._aborted_generation = 0
         self._generation: Generation | None = None
         self._held: dict[str, UnitState] = {}
-        self._sums = KnownSums()
         self._reaper = Reaper()
         self._pace = Pace()
         self._prober = Prober(setup.worker)
@@ -151,6 +150,7 @@ class Worker:
             setup.worker, setup.checkpoint_url, self._faults, setup.checkpoints, on_processor=setup.device == "cpu"
         )
         self._following = FollowLane(setup, self._workload, self._faults, self._open_store)
+        self._sums = KnownSums(setup.worker, self._following, self._faults)
         self._ahead = PreCopyLane(setup, self._workload, self._faults, self._open_store, self._writer.wake)
         took_s = time.perf_counter() - start_s
         evaluation = self._workload.evaluation
@@ -381,7 +381,7 @@ class Worker:
     def _run_step(self, current: Generation, order: StepOrder) -> Prepared:
         assert current.slot is not None
         units = current.units
-        sums = self._sums.begin(current, order, self._setup, self._following, self._faults)
+        sums = self._sums.begin(current, order)
         executor = self._workload.executor(current, order, self._faults)
         assert all(state.loss_scale == order.loss_scale for state in units.values()), "another loss scale is ordered"
         executor.stopwatch.finished = partial(self._pace.note, order.generation)
