@@ -13,14 +13,13 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 from morph.cli.main import app
-from morph.cli.models.checks import agreement_note
 from morph.contract.errors import ExportError, JobError
 from morph.cutting import ExportedJob, cut, export_job
 from morph.cutting.cuts.analysis import REFERENCE_SAMPLES, analyse
 from morph.cutting.exporting.exported import GraphJob
 from morph.jobs.job import Job, load_job
 from morph.preflight.comparison_cache import agreement_key, keep_agreement, kept_agreement
-from morph.preflight.plain_comparison import QUICK_FLOPS, Agreement, Limits, compare_with_plain
+from morph.preflight.plain_comparison import QUICK_FLOPS, Agreement, Limits, agreement_note, compare_with_plain
 from morph.runtime.state.accumulators import ExactAccumulator, Reduced
 from morph.user_cache import cache_folder
 
