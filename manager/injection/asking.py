@@ -9,9 +9,9 @@ import socket
 from pathlib import Path
 
 from manager.engine.local_vms.control_socket import hear, process_of, tell
-from manager.engine.run.attachment import FILE_NAME, Attachment
-from manager.engine.run.preempting import SOCKET_NAME, Answered, Asked
-from manager.stopping import living_holder_of, others_process
+from manager.engine.machines.attachment import Attachment
+from manager.engine.machines.preempting import SOCKET_NAME, Answered, Asked
+from manager.run_dir import ATTACHMENT, living_holder_of, others_process
 from morph.contract.base import read_json
 from morph.contract.errors import RunDirError
 
@@ -29,7 +29,7 @@ def ask(run_dir: Path, asked: Asked) -> Answered | None:
         RunDirError: it is not this user's to ask.
     """
     holder = living_holder_of(run_dir)
-    path = run_dir / FILE_NAME
+    path = run_dir / ATTACHMENT
     try:
         address = read_json(path, Attachment, RunDirError).control_socket.with_name(SOCKET_NAME)
     except RunDirError:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from manager.engine.run.attachment import FILE_NAME
-from manager.engine.run.preempting import Answered, Asked
+from manager.engine.machines.preempting import Answered, Asked
 from manager.injection.asking import ask
 from manager.injection.schedule import Schedule, Taking
-from manager.stopping import NotRunning
+from manager.run_dir import ATTACHMENT, NotRunning
 
 POLL_S = 0.25
 
@@ -103,7 +102,7 @@ def planned_line(taking: Taking, now_s: float) -> str:
 
 def _over(run_dir: Path) -> str:
     """Say why nobody manages a run any more; what a successor needs is there where its manager could not end it."""
-    if (run_dir / FILE_NAME).exists():
+    if (run_dir / ATTACHMENT).exists():
         return "the run's manager was killed: once another goes on with the run, this command can be given again"
     return "the run has ended"
 

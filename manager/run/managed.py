@@ -11,11 +11,10 @@ from functools import cache, partial
 from manager.controller.state.actions import Finish
 from manager.controller.state.config import ControllerConfig
 from manager.engine.loop.driver import Observed, Observer
-from manager.engine.run import attachment, session
-from manager.engine.run.again import Again, until_it_ends
-from manager.engine.run.machines import OpenMachines, Processes
-from manager.engine.run.provided import Providing
-from manager.engine.run.vm_sources import machines_of
+from manager.engine.machines import attachment
+from manager.engine.machines.machines import OpenMachines, Processes
+from manager.engine.machines.provided import Providing
+from manager.engine.machines.vm_sources import machines_of
 from manager.history.run_history import RunHistory
 from manager.host.handed_on import variables
 from manager.journal.journal import LIMIT_S, patiently
@@ -23,6 +22,8 @@ from manager.providers.interface.run_name import name_of, write_name
 from manager.report.live import LiveRun
 from manager.report.reading import read_ledger, read_report
 from manager.report.values import RunReport
+from manager.run import session
+from manager.run.again import Again, until_it_ends
 from manager.run.code import CheckJob, RunCode
 from manager.run.preparation import starting_from
 from manager.run.prepared import PreparedRun

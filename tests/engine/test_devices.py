@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from manager.engine.run import session
 from manager.host.devices import CudaDevice, cuda_devices, device_slots
+from manager.run import session
 from morph.contract.cluster import LocalVms
 from morph.contract.errors import ClusterError, ConfigError
 from morph.contract.messages import Failed

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from morph.contract.cluster import ClusterConfig
     from morph.contract.errors import ProfileError
-    from morph.contract.job_file import JobFacts
+    from morph.contract.job_facts import JobFacts
     from morph.contract.profile import Profile
     from morph.cutting.cache.cut_job import LoadedJob
     from morph.jobs.job import Job
@@ -60,7 +60,7 @@ def check_job(job_path: str, profile: Profile) -> JobFacts:
     import torch
 
     from manager.run.job_snapshot import from_elsewhere
-    from morph.contract.job_file import JobFacts
+    from morph.contract.job_facts import JobFacts
     from morph.cutting.cache.cut_job import LoadedJob
     from morph.data.fingerprint import data_facts
     from morph.jobs.files import held
@@ -116,7 +116,7 @@ class _Findings:
 def _about(job: Job, profile: Profile) -> str | None:
     """What findings depend on besides the job's code; None where its data cannot be read."""
     from morph.contract.errors import JobError
-    from morph.contract.job_file import JobFacts
+    from morph.contract.job_facts import JobFacts
     from morph.data.fingerprint import data_facts
 
     try:

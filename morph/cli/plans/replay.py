@@ -25,12 +25,12 @@ from morph.cli.plans.trace_options import (
     model_of,
     read_traces,
 )
-from morph.cli.reading.cluster_file import load_cluster, load_yaml
 from morph.cli.reading.options import JsonOption
 from morph.cli.reading.progress import COMPILED_ONCE, doing_if_long, progress
 from morph.contract.errors import ConfigError
 from morph.contract.files import check_output, write_output
 from morph.words import counted
+from morph.yaml_files import load_cluster, load_yaml
 
 if TYPE_CHECKING:
     from morph.contract.trace import Trace

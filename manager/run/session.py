@@ -15,11 +15,11 @@ from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Driver, Observed, Observer
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.loop.silence import heartbeat_wait_s
-from manager.engine.run.attachment import Found, NothingLives, forget_attachment, write_attachment
-from manager.engine.run.machines import Machines, Opening, OpenMachines
-from manager.engine.run.preempting import Preempting
-from manager.engine.run.provided import Providing
-from manager.engine.run.vm_sources import machines_of, provisioning_of, watch_joining, write_last_facts
+from manager.engine.machines.attachment import Found, NothingLives, forget_attachment, write_attachment
+from manager.engine.machines.machines import Machines, Opening, OpenMachines
+from manager.engine.machines.preempting import Preempting
+from manager.engine.machines.provided import Providing
+from manager.engine.machines.vm_sources import machines_of, provisioning_of, watch_joining, write_last_facts
 from manager.engine.vms.provisioning import Provisioning
 from manager.engine.vms.spending import Spending, before_now
 from manager.engine.vms.vm_registry import inherited
@@ -29,7 +29,7 @@ from manager.host.signals import deaf_to_signals, stopping_on_signals
 from manager.journal.journal import Journal, patiently
 from manager.journal.records import CLUSTER_LOST, OUTLIVES, TOOK_OVER, Fact, TraceMoment
 from manager.journal.replay import trace_moment
-from manager.run_dir import RunDir
+from manager.run_dir import DEVICES, RunDir
 from morph.contract.cluster import ClusterConfig, LocalVms, ProvidedVms
 from morph.contract.emulation import EmulatedDevice
 from morph.contract.errors import ClusterError, ClusterLost
@@ -351,4 +351,4 @@ def _device_slots(spec: RunSpec, run_dir: RunDir) -> tuple[str, ...]:
     if not isinstance(vms, LocalVms) or vms.device == "cpu" or spec.emulation is not None:
         return ()
     num_vms = max(spec.trace.max_nodes, vms.keep or vms.num_vms)
-    return device_slots(cuda_devices(), num_vms, run_dir.path / "devices")
+    return device_slots(cuda_devices(), num_vms, run_dir.path / DEVICES)

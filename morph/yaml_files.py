@@ -10,8 +10,7 @@ from morph.contract.errors import ConfigError
 
 if TYPE_CHECKING:
     from morph.contract.base import Value
-    from morph.contract.cluster import ClusterConfig
-    from morph.contract.job_file import JobFile
+    from morph.contract.cluster import ClusterConfig, JobFile
 
 ValueT = TypeVar("ValueT", bound="Value")
 
@@ -41,7 +40,7 @@ def load_job_file(path: Path) -> JobFile:
     Raises:
         ConfigError: see ``load_yaml``.
     """
-    from morph.contract.job_file import JobFile
+    from morph.contract.cluster import JobFile
 
     return load_yaml(path, JobFile)
 

@@ -15,8 +15,8 @@ from manager.engine.local_vms.namespaces import HostNetwork, opened_in
 from manager.engine.local_vms.vm_fleet import VmHost
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.loop.worker_pool import Launcher, WorkerPool
-from manager.engine.run.attachment import Attachment, Found
-from manager.engine.run.store_watch import StartedStore, StoreWatch
+from manager.engine.machines.attachment import Attachment, Found
+from manager.engine.machines.store_watch import StartedStore, StoreWatch
 from manager.host.ports import LOOPBACK
 from manager.providers.interface.provider import Provider
 from morph.contract.errors import ClusterError
