@@ -87,7 +87,6 @@ def calibrate_command(
     from morph.contract.errors import ProfileError
     from morph.contract.files import check_output
     from morph.contract.profile import load_profile, write_profile
-    from morph.preflight.checks import users_code
 
     others = {
         "--micro-batch": micro_batch,
@@ -122,6 +121,8 @@ def calibrate_command(
         return _with_commit_round(found, samples) if commit_round else found
 
     doing(f"loading PyTorch and {job}")
+    from morph.preflight.checks import users_code
+
     with progress() as told, users_code(job), places(_PLACES):
         found = measure(told)
     write_profile(found, path, as_read=known is not None)
