@@ -123,12 +123,12 @@ def run_session(
     try:
         session = Session(spec, run_dir, observer, found, ending)
         if attend is not None:
-            session.attend(attend)
-        with stopping_on_signals(session.request_stop):
+            session.observers.append(attend(session.replayer.fleet))
+        with stopping_on_signals(session.driver.request_stop):
             if found is None:
                 session.begin()
             else:
-                session.take_over(found)
+                take_over(found, session.machines, session.replayer, session.driver)
             session.start_vms()
             return session.drive()
     finally:
@@ -137,7 +137,7 @@ def run_session(
 
 
 class Session:
-    """A session in phases: it is opened when it is made, then ``begin`` or ``take_over``, ``start_vms`` and ``drive``.
+    """A session: opened when it is made, then begun or taken over, given its VMs, and driven to its end.
 
     Args:
         spec: What to run.
@@ -161,42 +161,34 @@ class Session:
         ending.callback(write_last_facts, self._event_queue, self._journal)
         ending.callback(forget_attachment, run_dir)
         self._slots = _device_slots(spec, run_dir)
-        self._machines = self._open(open_machines)
+        self.machines = self._open(open_machines)
         moment = found.moment if found else spec.played
-        self._replayer = TraceReplayer(self._machines.vms, spec.trace, self._event_queue, moment)
-        ending.callback(self._replayer.close)
+        self.replayer = TraceReplayer(self.machines.vms, spec.trace, self._event_queue, moment)
+        ending.callback(self.replayer.close)
         self._provisioning = self._open_provisioning() if spec.config.target_nodes else None
-        self._observers: list[Observer] = [self._run_clock, observer, self._stop_when_hopeless]
+        self.observers: list[Observer] = [self._run_clock, observer, self._stop_when_hopeless]
         if spec.stop_with_trace:
-            self._observers.append(_StopWithTrace(self._replayer))
-        provided = self._machines.provided
-        self._driver = Driver(
+            self.observers.append(_StopWithTrace(self.replayer))
+        provided = self.machines.provided
+        self.driver = Driver(
             found.state if found else initial_state(spec.config),
             self._event_queue,
-            self._machines.pool,
+            self.machines.pool,
             self._journal,
             run_dir.checkpoint_url,
-            self._observers,
+            self.observers,
             self._provisioning,
             provided.notices.left if provided else None,
         )
         by_provider = self._provisioning if provided else None
-        folder, driver = self._machines.attachment.control_socket.parent, self._driver
+        folder, driver = self.machines.attachment.control_socket.parent, self.driver
         ending.callback(
             Preempting(
-                folder, lambda: driver.state.workers, self._event_queue, by_provider or self._replayer.fleet
+                folder, lambda: driver.state.workers, self._event_queue, by_provider or self.replayer.fleet
             ).close
         )
         for fact in spec.facts:
             self._event_queue.put(fact)
-
-    def attend(self, attend: Callable[[VmFleet], Observer]) -> None:
-        """Add an observer that may ask for VMs and revoke them."""
-        self._observers.append(attend(self._replayer.fleet))
-
-    def request_stop(self, reason: str) -> None:
-        """Ask for a clean stop."""
-        self._driver.request_stop(reason)
 
     def begin(self) -> None:
         """Write down what another manager must know to take over."""
@@ -204,34 +196,30 @@ class Session:
         vms = spec.cluster.vms
         outlives_s = vms.lonely_s if isinstance(vms, ProvidedVms) else spec.config.policy.takeover_patience_s
         known = {"command": dict(spec.command), "epoch_s": clock.epoch_s}
-        attachment = self._machines.attachment.model_copy(update=known)
+        attachment = self.machines.attachment.model_copy(update=known)
         patiently(lambda: self._journal.append_config(clock.now_s(), spec.config))
         patiently(lambda: self._journal.append_fact(clock.now_s(), Fact(name=OUTLIVES, detail=str(outlives_s))))
         patiently(lambda: write_attachment(self._run_dir, attachment))
         if spec.played.num_played:
-            self._replayer.resume((), ())
-
-    def take_over(self, found: Found) -> None:
-        """Go on with what a manager that was killed left."""
-        take_over(found, self._machines, self._replayer, self._driver)
+            self.replayer.resume((), ())
 
     def start_vms(self) -> None:
         """Let VMs come and go: as the trace says, as a provider brings them, or as they are asked for."""
-        self._machines.vms.settle()
-        self._replayer.start()
-        provided, provisioning = self._machines.provided, self._provisioning
+        self.machines.vms.settle()
+        self.replayer.start()
+        provided, provisioning = self.machines.provided, self._provisioning
         if provisioning is None:
             return
         if provided is not None:
             appeared = self._found.appeared if self._found else ()
-            joining = watch_joining(provided, provisioning, self._event_queue, self._driver.state, appeared)
+            joining = watch_joining(provided, provisioning, self._event_queue, self.driver.state, appeared)
             self._ending.callback(joining.close)
         self._event_queue.put(Tick())  # without an event nobody asks for the first VMs
 
     def drive(self) -> Finish:
         """Decide and act until the job ends."""
         try:
-            return self._driver.run()
+            return self.driver.run()
         except ClusterLost as error:
             self._event_queue.put(Fact(name=CLUSTER_LOST, detail=str(error)))
             raise
@@ -262,12 +250,12 @@ class Session:
         if vms.limits.budget_usd is not None:
             before = before_now(self._run_dir.path, self._clock.now_s(), lives_on=found is not None)
         spending = Spending(vms.limits, before=before)
-        opened = provisioning_of(vms, self._machines, self._replayer.fleet, self._event_queue, spending, found)
+        opened = provisioning_of(vms, self.machines, self.replayer.fleet, self._event_queue, spending, found)
         self._ending.callback(opened.close)
         return opened
 
     def _setup_of(self, worker: str) -> WorkerSetup:
-        spec, attachment = self._spec, self._machines.attachment
+        spec, attachment = self._spec, self.machines.attachment
         policy, vms = spec.config.policy, spec.cluster.vms
         return WorkerSetup(
             worker=worker,
@@ -278,7 +266,7 @@ class Session:
             checkpoint_url=self._run_dir.checkpoint_url,
             store_host=attachment.store_host,
             store_port=attachment.store_port,
-            listen_host=self._machines.address_of(worker),
+            listen_host=self.machines.address_of(worker),
             secret=attachment.secret,
             device=vms.device,
             device_slots=self._slots,
@@ -299,9 +287,9 @@ class Session:
     def _run_clock(self, observed: Observed) -> None:
         state = observed.decision.state
         if self._spec.patient_trace and self._is_warming(state):
-            self._replayer.stop_clock()
+            self.replayer.stop_clock()
         elif state.phase is Phase.TRAINING:
-            self._replayer.start_clock()
+            self.replayer.start_clock()
 
     def _stop_when_hopeless(self, observed: Observed) -> None:
         """End a run that waits for VMs which the trace will never bring, instead of letting it wait for ever."""
@@ -309,12 +297,12 @@ class Session:
         if state.config.target_nodes:
             return  # it goes on asking, for as long as the policy lets it
         waits = state.phase is Phase.WAITING and state.stop_reason is None
-        if waits and self._replayer.finished and not self._is_warming(state):
+        if waits and self.replayer.finished and not self._is_warming(state):
             observed.request_stop("too few VMs are left, and the trace brings no more")
 
     def _is_warming(self, state: ControllerState) -> bool:
         """Whether a VM boots or its worker warms up."""
-        return self._replayer.fleet.booting or any(not worker.ready for worker in state.workers.values())
+        return self.replayer.fleet.booting or any(not worker.ready for worker in state.workers.values())
 
 
 def gone_on_with_trace(spec: RunSpec, run_dir: RunDir) -> RunSpec:

@@ -78,19 +78,14 @@ class Report:
     Args:
         settings: What it trains with, as text by name.
         dependencies: Between its sections; None: not looked for.
-        loss: Why the loss is not the mean over samples that it is taken for.
+        warnings: Why the loss is not the mean over samples that it is taken for.
         compared: With the plain model; None: not compared.
     """
 
     settings: dict[str, str] = field(default_factory=dict)
     dependencies: DependencyReport | None = None
-    loss: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     compared: Agreement | None = None
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What may make the job train otherwise than its user thinks."""
-        return tuple(f"warning: {sentence}" for sentence in self.loss)
 
     @property
     def comparison(self) -> str:
@@ -105,22 +100,10 @@ class Report:
         dependencies = () if self.dependencies is None else self.dependencies.notes
         return tuple(f"note: {sentence}" for sentence in (*(() if is_whole else (self.comparison,)), *dependencies))
 
-    @property
-    def lasting(self) -> bool:
-        """Whether the same would be found again."""
-        return self.compared is None or self.compared.how != "none"
-
 
 @dataclass(frozen=True)
 class Check:
-    """One entry of the list.
-
-    Args:
-        name: How a command names it.
-        needs: What it costs.
-        finds: What it finds out.
-        carry_out: Adds to what was found so far. Raises ``InputError`` for a job that may not start.
-    """
+    """One entry of the list. ``carry_out`` adds to a report, and raises ``InputError`` for a job that may not start."""
 
     name: str
     needs: Needs
@@ -169,7 +152,7 @@ def _dependencies(checked: CheckedJob, effort: Effort, report: Report) -> Report
 def _loss(checked: CheckedJob, effort: Effort, report: Report) -> Report:
     if num_elements(checked.model) > effort.most_parameters:
         return report
-    return replace(report, loss=loss_warnings(checked.job))
+    return replace(report, warnings=tuple(f"warning: {sentence}" for sentence in loss_warnings(checked.job)))
 
 
 def _comparison(checked: CheckedJob, effort: Effort, report: Report) -> Report:

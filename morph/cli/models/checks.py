@@ -151,4 +151,5 @@ def _look_at(loaded: LoadedJob, profile: Profile, job_path: str) -> _Findings:
     effort = Effort(memory_bytes=available_bytes(), most_parameters=TRIED_BEFORE_RUNS)
     report = check(CheckedJob(job_path, job, exported, model), effort)
     loaded.keep_for_workers(exported, model, profile.micro_batch_sizes, handed_on(os.environ))
-    return _Findings((*report.warnings, *report.notes), report.settings, report.lasting)
+    lasting = report.compared is not None and report.compared.how != "none"
+    return _Findings((*report.warnings, *report.notes), report.settings, lasting)
