@@ -32,9 +32,9 @@ from manager.controller.state.state import Phase
 from manager.engine.local_vms.namespaces import HostNetwork, check_permitted
 from manager.engine.local_vms.vm_fleet import VmFleet, VmHost
 from manager.engine.loop.driver import Observed, Observer
+from manager.engine.machines.machines import Machines, Opening, OpenMachines, Processes
+from manager.engine.machines.ray_machines import open_ray
 from manager.engine.on_ray.ray_environment import prepare
-from manager.engine.run.machines import Machines, Opening, OpenMachines, Processes
-from manager.engine.run.ray_machines import open_ray
 from manager.rehearsal.device import EmulationOptions, emulated_device
 from morph.contract.cluster import Policy
 from morph.contract.errors import ConfigError

@@ -22,7 +22,7 @@ from benchmarks.runs import play, specify, steady_vms, subject_of_profile
 from manager.controller.state.state import Phase
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed, Observer
-from manager.engine.run.machines import Processes
+from manager.engine.machines.machines import Processes
 from manager.rehearsal.device import EmulationOptions, emulated_device
 from morph.contract.cluster import Policy
 from morph.contract.messages import ReshapeOrder

@@ -11,10 +11,10 @@ from manager.controller.state.actions import Finish
 from manager.controller.state.config import ControllerConfig
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observer
-from manager.engine.run.session import RunSpec, run_session
 from manager.rehearsal.device import known_units
 from manager.report.reading import read_report
 from manager.report.values import RunReport
+from manager.run.session import RunSpec, run_session
 from manager.run_dir import RunDir, RunFacts
 from morph.contract.cluster import ClusterConfig, Policy
 from morph.contract.plan import Plan

@@ -23,7 +23,7 @@ from benchmarks.harness import machine, numbers, option
 from benchmarks.runs import MANY_STEPS, play, specify, subject_of_profile
 from manager.accounting.account import Part
 from manager.controller.state.events import EVENT, Event, NodeAppeared, NoticeGiven, WorkerAnswered, WorkerLost
-from manager.engine.run.machines import Processes
+from manager.engine.machines.machines import Processes
 from manager.journal.journal import Journal
 from manager.journal.records import VM_KILLED, DecisionRecord, Fact
 from manager.rehearsal.device import EmulationOptions, emulated_device

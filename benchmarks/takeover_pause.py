@@ -16,8 +16,9 @@ from pathlib import Path
 
 from benchmarks.harness import TINY_JOB, machine, spread
 from manager.controller.state.events import EVENT, ManagerResumed
-from manager.journal.journal import FILE_NAME, Journal
+from manager.journal.journal import Journal
 from manager.journal.records import DecisionRecord
+from manager.run_dir import JOURNAL
 
 MORPH = (sys.executable, "-m", "morph.cli.main")
 STEPS_BETWEEN = 10
@@ -68,19 +69,19 @@ def main(kills: int = 5, workers: int = 4) -> None:
         version = 0
         try:
             for _ in range(kills):
-                version = wait_for_version(run_dir / FILE_NAME, command, version + STEPS_BETWEEN)
-                with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+                version = wait_for_version(run_dir / JOURNAL, command, version + STEPS_BETWEEN)
+                with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
                     command.kill()
                     killed_s.append((time.time(), 0))
                     command.wait()
                     killed_s[-1] = killed_s[-1][0], _last(journal)
                 command = subprocess.Popen([*MORPH, *arguments], stdout=subprocess.DEVNULL)
-            wait_for_version(run_dir / FILE_NAME, command, version + STEPS_BETWEEN)
+            wait_for_version(run_dir / JOURNAL, command, version + STEPS_BETWEEN)
         finally:
             command.terminate()
             command.wait()
         pauses_s = []
-        with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+        with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
             for time_s, line in killed_s:
                 behind = journal.read(line)
                 resumed_s = next(

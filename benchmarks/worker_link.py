@@ -161,7 +161,7 @@ def open_pool(event_queue: EventQueue, workers: list[str], ending: ExitStack, *,
         os.environ.update(certificates.ray_environment)
     entrance = Entrance(listen(LOOPBACK), new_secret(), certificates)
     for worker in workers:
-        ending.callback(kill, [forked(partial(serve, entrance.home(worker), Answerer(worker)))])
+        ending.callback(kill, [forked(partial(serve, entrance.home(worker), lambda setup: Answerer(setup.worker)))])
     pool = WorkerPool(event_queue, make_setup, Launcher(), 60.0)
     ending.callback(LinkServer(entrance, pool).close)
     return pool

@@ -38,7 +38,7 @@ def start(job_path: str) -> dict[str, float]:
     told("import torch")
     from morph.cutting.cache.cut_job import LoadedJob
     from morph.jobs.files import imported_once
-    from morph.runtime.process.worker import Worker  # noqa: F401  # as a worker's process does
+    from morph.runtime.process.worker import set_up  # noqa: F401  # as a worker's process does
     from morph.runtime.state.deferred_compiler import prepare_torch
     from morph.runtime.workloads.job_workload import JobWorkload  # noqa: F401
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from morph.cutting.cuts.cut_model import CutModel
 from morph.jobs.job import load_job
 from morph.losses import plain_mean
 from morph.runtime.groups.store import StoreHost
-from morph.runtime.process.worker import Worker
+from morph.runtime.process.worker import set_up
 
 T = TypeVar("T")
 ATTEMPTS = 8
@@ -108,8 +109,7 @@ class Crew:
     ) -> None:
         self._model, self._units = model, tuple(unit.id for unit in model.units)
         self._store, self._generation = StoreHost(LOOPBACK), 0
-        self.workers = {f"w{index}": make(Worker) for index in range(num_workers)}
-        setup = {
+        rest = {
             "job_path": job_path,
             "fingerprint": model.fingerprint,
             "num_sections": len(model.sections),
@@ -121,8 +121,12 @@ class Crew:
             "device": device,
             "links": links,
         }
+        setups = {
+            f"w{index}": WorkerSetup.model_validate({"worker": f"w{index}", **rest}) for index in range(num_workers)
+        }
+        self.workers = {name: make(partial(set_up, setup)) for name, setup in setups.items()}
         for name, worker in self.workers.items():
-            worker.send("setup", WorkerSetup.model_validate({"worker": name, **setup}))
+            worker.send("setup", setups[name])
         self.pids = [expect(worker.answer(), WorkerReady).pid for worker in self.workers.values()]
 
     def begin(self, plan: Plan) -> None:

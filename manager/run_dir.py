@@ -1,14 +1,13 @@
 """A run directory: one run's journal, checkpoints and facts; used by one manager at a time.
 
-Layout: ``run.json`` (what is run), ``run.lock``, ``journal.sqlite``, ``checkpoints/``, ``code/`` (the job's files),
-``workers.log`` (what workers that are processes of the manager's machine print). All of it is its user's alone: files
-0600, folders 0700.
+The names below are all that a run leaves in it by itself. All of it is its user's alone: files 0600, folders 0700.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -16,12 +15,35 @@ from typing import IO
 
 from pydantic import Field
 
+from manager.host.signals import ASKED
 from morph.contract.base import Value, read_json
-from morph.contract.errors import RunDirError, RunDirStuck
+from morph.contract.errors import RunDirError, RunDirStuck, WaitTimeout
 from morph.contract.files import NO_ROOM, PRIVATE, write_whole
-from morph.contract.job_file import JobFacts
+from morph.contract.job_facts import JobFacts
 
+RUN = "run.json"
+"""What is run: ``RunFacts``. A directory that has it is a run's."""
+LOCK = "run.lock"
+"""Locked by the manager, whose process id is in it."""
+COMMAND = "command.json"
+"""What the run was asked for, so that it can be gone on with by its directory alone."""
+JOURNAL = "journal.sqlite"
+ATTACHMENT = "attach.json"
+"""While VMs live: how a manager that comes next takes them over."""
+VMS = "vms.json"
+"""By what names a provider knows the run's VMs."""
+PAGE = "page.json"
+"""While it is served: the address of the run's page, with its token."""
+CODE = "code"
+"""The job's files, packed, by their digest."""
+CHECKPOINTS = "checkpoints"
+DEVICES = "devices"
+"""Files by which local VMs share CUDA devices."""
+RECOVERED = "recovered"
+"""What a run was made of that was recovered from its checkpoints."""
 WORKERS_LOG = "workers.log"
+"""What workers that are processes of the manager's machine print."""
+_POLL_S = 0.1
 
 
 class RunFacts(Value):
@@ -47,13 +69,13 @@ def read_facts(path: Path) -> RunFacts:
     if not path.is_dir():
         raise RunDirError("there is no such run directory", source=str(path))
     if not is_run(path):
-        raise RunDirError("is not a run directory: it has no run.json", source=str(path))
-    return read_json(path / "run.json", RunFacts, RunDirError)
+        raise RunDirError(f"is not a run directory: it has no {RUN}", source=str(path))
+    return read_json(path / RUN, RunFacts, RunDirError)
 
 
 def is_run(path: Path) -> bool:
     """Whether something was begun in a directory, which may not be there."""
-    return (path / "run.json").exists()
+    return (path / RUN).exists()
 
 
 def check_free(path: Path) -> None:
@@ -71,8 +93,8 @@ def check_free(path: Path) -> None:
         raise RunDirError("is not a directory", source=where) from error
     except OSError as error:
         raise RunDirError(f"cannot be read: {error.strerror}", source=where) from error
-    others = {name for name in names if name != "run.lock" and not name.startswith(".run.json.")}
-    if "run.json" not in names and others:  # the two are there while it is claimed
+    others = {name for name in names if name != LOCK and not name.startswith(f".{RUN}.")}
+    if RUN not in names and others:  # the two are there while it is claimed
         raise RunDirError("is not empty and is not a run directory", source=where, allowed="a new or empty directory")
 
 
@@ -97,7 +119,7 @@ def not_writable(folder: Path, error: OSError) -> RunDirError:
 
 def checkpoint_url(path: Path, facts: RunFacts) -> str:
     """Return where the checkpoints of a run directory are."""
-    return facts.checkpoint_url or str(path.resolve() / "checkpoints")
+    return facts.checkpoint_url or str(path.resolve() / CHECKPOINTS)
 
 
 @contextmanager
@@ -140,7 +162,7 @@ class RunDir:
     @property
     def journal_path(self) -> Path:
         """The run's journal."""
-        return self.path / "journal.sqlite"
+        return self.path / JOURNAL
 
     def begin_with(self, facts: RunFacts) -> None:
         """Write down what code and data the run trains on from now on, whole or not at all.
@@ -148,7 +170,7 @@ class RunDir:
         Raises:
             RunDirError: it cannot be written.
         """
-        write_in_run_dir(self.path / "run.json", facts.model_dump_json(indent=2) + "\n")
+        write_in_run_dir(self.path / RUN, facts.model_dump_json(indent=2) + "\n")
         self.facts = facts
 
     def __enter__(self) -> RunDir:
@@ -179,7 +201,7 @@ class RunDir:
 
     def _lock(self) -> None:
         try:
-            lock_file = (self.path / "run.lock").open("a+", encoding="utf-8")
+            lock_file = (self.path / LOCK).open("a+", encoding="utf-8")
         except OSError as error:
             raise RunDirError(f"is not writable: {error.strerror}", source=str(self.path)) from error
         try:
@@ -226,7 +248,7 @@ class RunDir:
         )
 
     def _claim(self) -> None:
-        path = self.path / "run.json"
+        path = self.path / RUN
         if not path.exists():
             self.begin_with(self.facts)
             return
@@ -237,3 +259,75 @@ class RunDir:
             if ours != theirs:
                 raise self._of_another(str(path), field, ours, theirs)
         self.facts = self.facts.model_copy(update={"code_sha256": known.code_sha256, "known_by": known.known_by})
+
+
+class NotRunning(RunDirError):
+    """Nobody manages the run."""
+
+
+def holder_of(run_dir: Path) -> int | None:
+    """Return the process that manages a run now; None when nobody does.
+
+    Raises:
+        RunDirError: the lock cannot be read.
+    """
+    try:
+        lock_file = (run_dir / LOCK).open(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunDirError(f"its lock cannot be read: {error.strerror}", source=str(run_dir)) from error
+    with lock_file:
+        try:
+            fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            written = lock_file.read().strip()
+            return int(written) if written.isdecimal() else None
+        return None
+
+
+def living_holder_of(run_dir: Path) -> int:
+    """Return the process that manages a run now.
+
+    Raises:
+        NotRunning: nobody does.
+        RunDirError: the lock cannot be read.
+    """
+    holder = holder_of(run_dir)
+    if holder is None:
+        raise NotRunning("is not running: no process manages it", source=str(run_dir))
+    return holder
+
+
+def ask_to_stop(run_dir: Path) -> int:
+    """Send the manager the signal that asks for a saved end; returns its process id.
+
+    Raises:
+        RunDirError: nobody manages the run, or the process is not ours to ask.
+    """
+    holder = living_holder_of(run_dir)
+    try:
+        os.kill(holder, ASKED)
+    except ProcessLookupError as error:
+        raise NotRunning("is not running: its manager just ended", source=str(run_dir)) from error
+    except PermissionError as error:
+        raise others_process(holder, run_dir) from error
+    return holder
+
+
+def others_process(holder: int, run_dir: Path) -> RunDirError:
+    """Return what is to be raised where the manager is not ours to ask."""
+    return RunDirError(f"process {holder} belongs to another user", source=str(run_dir))
+
+
+def wait_for_end(run_dir: Path, timeout_s: float) -> None:
+    """Block until nobody manages the run any more.
+
+    Raises:
+        WaitTimeout: it goes on for longer than ``timeout_s``.
+    """
+    until_s = time.monotonic() + timeout_s
+    while holder_of(run_dir) is not None:
+        if time.monotonic() >= until_s:
+            raise WaitTimeout(f"{run_dir}: waited {timeout_s:g} s for the run to end; it goes on")
+        time.sleep(_POLL_S)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from benchmarks.runs import Subject, specify, steady_vms, subject_of_profile
 from manager.controller.state.config import ExpectedLosses
-from manager.engine.run.machines import Processes
-from manager.engine.run.session import RunSpec
+from manager.engine.machines.machines import Processes
 from manager.rehearsal.device import FLOAT_BYTES, EmulationOptions, emulated_device, stretched
+from manager.run.session import RunSpec
 from morph.contract.cluster import Policy
 from morph.contract.emulation import EmulatedDevice
 from morph.contract.plan import Plan

@@ -61,6 +61,14 @@ def machine_memory_bytes(limits: Sequence[Path] = CONTAINER_LIMITS) -> int:
     return least
 
 
+def available_bytes(device: torch.device | None = None) -> int:
+    """Return the free memory of a device; None: of this machine, as far as its container may have it."""
+    if device is not None and device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    used = int(psutil.Process().memory_info().rss)
+    return min(int(psutil.virtual_memory().available), machine_memory_bytes() - used)
+
+
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

@@ -27,6 +27,7 @@ from manager.dashboard.metrics import metrics_text
 from manager.dashboard.snapshot import snapshot
 from manager.report.live import LiveRun
 from manager.report.picture import PARTS
+from manager.run_dir import PAGE
 from morph.contract.base import Value, read_json
 from morph.contract.errors import ClusterError, RunDirError
 from morph.contract.files import PRIVATE, write_whole
@@ -34,7 +35,6 @@ from morph.link.listener import BACKLOG, HELLO_TIMEOUT_S, Strangers
 from morph.pictures import SOFT
 
 LOOPBACK = "127.0.0.1"
-FILE_NAME = "page.json"
 START_TIMEOUT_S = 10.0
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; connect-src 'self'; base-uri 'none'"
 
@@ -57,7 +57,7 @@ def read_address(run_dir: Path) -> PageAddress:
     Raises:
         RunDirError: the run serves no page, or does not go on.
     """
-    path = run_dir / FILE_NAME
+    path = run_dir / PAGE
     if not path.is_file():
         raise RunDirError("serves no page: it is not running, or was started with --no-page", source=str(run_dir))
     return read_json(path, PageAddress, RunDirError)
@@ -72,7 +72,7 @@ def serving(run: LiveRun, run_dir: Path) -> Iterator[PageAddress]:
     """
     server = _Server(run)
     server.start()
-    path = run_dir / FILE_NAME
+    path = run_dir / PAGE
     try:
         write_whole(path, server.address.model_dump_json(), PRIVATE)
         yield server.address

@@ -13,7 +13,8 @@ from manager.controller.state.events import NodeFacts
 from manager.history.database import HistoryError, history_path, keep_lives, kept_lives
 from manager.history.estimate import estimate
 from manager.history.lives import lives_of
-from manager.journal.journal import FILE_NAME, Journal
+from manager.journal.journal import Journal
+from manager.run_dir import JOURNAL
 from morph.contract.errors import RunDirError
 
 
@@ -33,7 +34,7 @@ class RunHistory:
 
         A run is known by its journal's first line, wherever its directory goes.
         """
-        path = run_dir / FILE_NAME
+        path = run_dir / JOURNAL
         if not path.is_file():
             return
         try:

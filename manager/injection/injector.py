@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manager.engine.local_vms.control_socket import hear, process_of, tell
-from manager.engine.run.attachment import FILE_NAME, Attachment
-from manager.engine.run.preempting import SOCKET_NAME, Answered, Asked
-from manager.stopping import NotRunning, living_holder_of, others_process
+from manager.engine.machines.attachment import Attachment
+from manager.engine.machines.preempting import SOCKET_NAME, Answered, Asked
+from manager.run_dir import ATTACHMENT, NotRunning, living_holder_of, others_process
 from morph.contract.base import read_json
 from morph.contract.errors import RunDirError
 from morph.contract.lives import Change, Lives
@@ -50,7 +50,7 @@ def ask(run_dir: Path, asked: Asked) -> Answered | None:
         RunDirError: it is not this user's to ask.
     """
     holder = living_holder_of(run_dir)
-    path = run_dir / FILE_NAME
+    path = run_dir / ATTACHMENT
     try:
         address = read_json(path, Attachment, RunDirError).control_socket.with_name(SOCKET_NAME)
     except RunDirError:
@@ -144,6 +144,6 @@ def planned_line(taken: Change, now_s: float) -> str:
 
 def _over(run_dir: Path) -> str:
     """Say why nobody manages a run any more; what a successor needs is there where its manager could not end it."""
-    if (run_dir / FILE_NAME).exists():
+    if (run_dir / ATTACHMENT).exists():
         return "the run's manager was killed: once another goes on with the run, this command can be given again"
     return "the run has ended"

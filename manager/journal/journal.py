@@ -51,7 +51,6 @@ def patiently(attempt: Callable[[], Result], limit_s: float = LIMIT_S) -> Result
             return result
 
 
-FILE_NAME = "journal.sqlite"
 BUSY_S = 5.0
 WRITER_BUSY_S = 1.0
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from manager.controller.state.config import ControllerConfig
 from manager.engine.local_vms.namespaces import HostNetwork
 from manager.engine.loop.driver import Observed, Observer
-from manager.engine.run.machines import Processes
-from manager.engine.run.session import RunSpec, run_session
+from manager.engine.machines.machines import Processes
 from manager.rehearsal.device import FORGIVEN_S, EmulationOptions, emulated_device, known_units
 from manager.rehearsal.figures import Rehearsed
 from manager.rehearsal.measured import WARM_UP_STEPS, Load, Measured
 from manager.rehearsal.planning import Planned, hosts_of
 from manager.rehearsal.spec import worker_name
 from manager.run.preparation import section_compute_s
+from manager.run.session import RunSpec, run_session
 from manager.run_dir import WORKERS_LOG, RunDir, RunFacts
 from morph.contract.cluster import ClusterConfig, Policy
 from morph.contract.emulation import EmulatedDevice, Slowdown

@@ -21,11 +21,12 @@ from manager.controller.state.events import (
 )
 from manager.controller.state.learned import Correction
 from manager.controller.state.saves import NextSave
-from manager.journal.journal import FILE_NAME, Journal
+from manager.journal.journal import Journal
 from manager.journal.records import OUTLIVES, SESSION_OVER, TOOK_OVER, DecisionRecord, Entry, Fact
 from manager.report.means import EvaluationReader, extreme_rates, mean_loss, mean_metrics
 from manager.report.morphs import MorphReader
 from manager.report.values import RunReport, ShapeSpan, StepRecord, VmCount
+from manager.run_dir import JOURNAL
 from morph.contract.decided import Decided, LossScale
 from morph.contract.errors import RunDirError
 from morph.contract.messages import Committed, Prepared
@@ -37,7 +38,7 @@ def read_report(run_dir: Path) -> RunReport:
     Raises:
         RunDirError: the directory holds no journal, or an empty one.
     """
-    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+    with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         return report_of(journal.read(), source=str(run_dir))
 
 
@@ -47,10 +48,10 @@ def read_ledger(run_dir: Path) -> Ledger:
     Raises:
         RunDirError: the journal cannot be read.
     """
-    if not (run_dir / FILE_NAME).is_file():
+    if not (run_dir / JOURNAL).is_file():
         return Ledger()
     reader = _Reader()
-    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+    with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         for entry in journal.read():
             reader.take(entry)
     return reader.ledger

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from manager.controller.state.events import EVENT, WorkerAnswered
-from manager.journal.journal import FILE_NAME, Journal
+from manager.journal.journal import Journal
 from manager.journal.records import Entry
+from manager.run_dir import JOURNAL
 from morph.contract.messages import Prepared
 from morph.contract.timeline import StepTimeline
 
@@ -19,7 +20,7 @@ def read_timelines(run_dir: Path) -> dict[int, tuple[StepTimeline, ...]]:
     Raises:
         RunDirError: the directory holds no journal.
     """
-    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+    with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         return timelines_of(journal.read())
 
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import fsspec
 
 from manager.controller.state.events import NodeFacts
-from manager.engine.run.provided import Providing
+from manager.engine.machines.provided import Providing
 from manager.providers.azure.prices import RetailPrices
 from manager.providers.azure.spec import PUBLIC_AZURE, AzureSpec
 from manager.providers.hosts.static import Hosts

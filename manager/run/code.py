@@ -10,7 +10,7 @@ from manager.run.job_snapshot import changed, digests, from_elsewhere, keep, kep
 from manager.run.request import IfChanged
 from manager.run_dir import RunDir
 from morph.contract.errors import JobError, RunDirError
-from morph.contract.job_file import JobFacts, changes, told
+from morph.contract.job_facts import JobFacts, changes, told
 from morph.contract.messages import JobCode
 from morph.contract.profile import Profile
 from morph.jobs.files import JobFiles

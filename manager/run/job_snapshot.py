@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
 from pathlib import Path
 
-from manager.run_dir import not_writable, write_in_run_dir
+from manager.run_dir import CODE, not_writable, write_in_run_dir
 from morph.contract.errors import ConfigError, RunDirError
 from morph.contract.files import packed
 from morph.contract.messages import JobCode
@@ -18,7 +18,6 @@ from morph.jobs.files import OWN, JobFiles, file_of, is_installed
 
 MAX_BYTES = 32 * 1024 * 1024
 """Of all files together: they travel to each worker with its setup."""
-FOLDER = "code"
 _LEFT_OUT = {"__pycache__", ".git"}
 _SECRETS = ".env"
 _Name = tuple[str, ...]
@@ -84,7 +83,7 @@ def keep(run_dir: Path, code: JobCode) -> None:
     Raises:
         RunDirError: it cannot be written.
     """
-    path = run_dir / FOLDER / f"{code.sha256}.zip"
+    path = run_dir / CODE / f"{code.sha256}.zip"
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
@@ -98,7 +97,7 @@ def kept(run_dir: Path, sha256: str, job_path: str, *, unpack: bool = False) -> 
     Raises:
         RunDirError: it is gone or damaged.
     """
-    path = run_dir / FOLDER / f"{sha256}.zip"
+    path = run_dir / CODE / f"{sha256}.zip"
     try:
         archive = path.read_bytes()
     except OSError as error:

@@ -11,11 +11,10 @@ from functools import cache, partial
 from manager.controller.state.actions import Finish
 from manager.controller.state.config import ControllerConfig
 from manager.engine.loop.driver import Observed, Observer
-from manager.engine.run import attachment, session
-from manager.engine.run.again import Again, until_it_ends
-from manager.engine.run.machines import OpenMachines, Processes
-from manager.engine.run.provided import Providing
-from manager.engine.run.vm_sources import machines_of
+from manager.engine.machines import attachment
+from manager.engine.machines.machines import OpenMachines, Processes
+from manager.engine.machines.provided import Providing
+from manager.engine.machines.vm_sources import machines_of
 from manager.history.run_history import RunHistory
 from manager.host.handed_on import variables
 from manager.journal.journal import LIMIT_S, patiently
@@ -23,6 +22,8 @@ from manager.providers.interface.run_name import name_of, write_name
 from manager.report.live import LiveRun
 from manager.report.reading import read_ledger, read_report
 from manager.report.values import RunReport
+from manager.run import session
+from manager.run.again import Again, until_it_ends
 from manager.run.code import CheckJob, RunCode
 from manager.run.preparation import starting_from
 from manager.run.prepared import PreparedRun
@@ -61,13 +62,13 @@ def managed_run(
         TrainingStopped: when the cluster or training fails.
     """
     with ExitStack() as ending:
-        managed = ManagedRun(run, check_job, show, if_changed)
-        managed.prepare(ending)
-        return managed.carry_out()
+        return ManagedRun(run, check_job, show, if_changed, ending).carry_out()
 
 
 class ManagedRun:
-    """One run under this manager, in two phases: ``prepare`` checks and plans, ``carry_out`` trains.
+    """One run under this manager. It is checked and planned when it is made; ``carry_out`` trains.
+
+    Storage and the job are checked, and shapes planned, as far as that need not wait for a run that may still live.
 
     A session is what one group of VMs and workers does, from their start to their end; ``until_it_ends`` begins another
     where the machines were lost.
@@ -77,9 +78,15 @@ class ManagedRun:
         check_job: Loads the job and holds it against the profile.
         show: Shows the run while it goes on.
         if_changed: What to do where the job is not what the run began with.
+        ending: Closes what is begun beside that.
+
+    Raises:
+        InputError: the run cannot begin, and nothing of it was started or written.
     """
 
-    def __init__(self, run: PreparedRun, check_job: CheckJob, show: Show, if_changed: IfChanged) -> None:
+    def __init__(
+        self, run: PreparedRun, check_job: CheckJob, show: Show, if_changed: IfChanged, ending: ExitStack
+    ) -> None:
         check_free(run.run_dir)
         self._run, self._show = run, show
         self._is_new = not is_run(run.run_dir)
@@ -88,22 +95,12 @@ class ManagedRun:
         self._trained = RunCode(run.request.job, run.profile, run.job_files, if_changed, check_job, unpack=unpack)
         self._planned = cache(run.config)  # once, for many VMs take their time, and not where a run is taken over
         self._prices = run.prices()
-        self._machines: list[OpenMachines] = []
         self._again, self._history = Again(run.cluster.policy.give_up_after_s), RunHistory(_tell)
         self._providing: Providing | None = None
         self._code: JobCode | None = None
-
-    def prepare(self, ending: ExitStack) -> None:
-        """Check storage and the job, and plan, as far as that need not wait for a run that may still live.
-
-        Args:
-            ending: Closes what was begun beside that.
-        """
-        run = self._run
         if self._is_new and run.request.checkpoint_url is not None:
             find_whole(run.request.checkpoint_url)  # first: the job takes longer; what a wrong key leaves is in the way
-        if self._is_new:
-            self._machines = _begin_machines(run, ending)
+        self._machines = _begin_machines(run, ending) if self._is_new else []
         if self._is_new or not run.profile.units:  # a job that cannot run leaves nothing behind
             self._trained.check()
         if self._is_new:

@@ -28,7 +28,7 @@ class PreparedRun:
 
     ``request``: with what a job file says; its cluster file may be that file, as ``in_file`` says. ``asked``: the
     request as it was given, to be kept; None: nothing is. ``job_files``: as they are now. ``trace``: None: the VMs come
-    at the start. ``stop_with_trace``: see :class:`manager.engine.run.session.RunSpec`.
+    at the start. ``stop_with_trace``: see :class:`manager.run.session.RunSpec`.
     """
 
     request: RunRequest

@@ -11,7 +11,10 @@ one that the run began with; what says which VMs a provider brings, and what run
 from __future__ import annotations
 
 import shutil
+import sys
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 import fsspec
@@ -21,9 +24,22 @@ from manager.providers.azure.spec import AzureSpec
 from manager.providers.hosts.static import Hosts
 from manager.run.job_snapshot import changed, collect, digests, keep, pack
 from manager.run.prepared import PreparedRun
-from manager.run.request import IfChanged, RunRequest, absolute_job
-from manager.run_dir import RunDir, RunFacts, check_free, is_run, not_writable, write_in_run_dir
+from manager.run.request import IfChanged, RunRequest, absolute_job, kept_request
+from manager.run.resolution import folder_of
+from manager.run.stored import no_checkpoint, stored_at
+from manager.run_dir import (
+    COMMAND,
+    RECOVERED,
+    RunDir,
+    RunFacts,
+    check_free,
+    is_run,
+    not_writable,
+    read_facts,
+    write_in_run_dir,
+)
 from morph.checkpoint.manifest import write_atomically
+from morph.checkpoint.newest import find_whole
 from morph.checkpoint.storage import reading, writing
 from morph.checkpoint.stored import RECOVERY
 from morph.contract.base import Value, first_problem
@@ -31,8 +47,6 @@ from morph.contract.cluster import ClusterConfig, ProvidedVms
 from morph.contract.errors import ConfigError, JobError, RunDirError
 from morph.contract.profile import Profile
 from morph.jobs.files import JobFiles
-
-FOLDER = "recovered"
 
 
 class Recovery(Value):
@@ -162,9 +176,9 @@ def recover(
         with RunDir(partial, facts):
             if code is not None:
                 keep(partial, code)
-            (partial / FOLDER).mkdir()
+            (partial / RECOVERED).mkdir()
             for name, text in _inputs(recovery).items():
-                write_in_run_dir(partial / FOLDER / name, text)
+                write_in_run_dir(partial / RECOVERED / name, text)
         partial.replace(target)
     except OSError as error:
         raise not_writable(target, error) from error
@@ -173,9 +187,9 @@ def recover(
     return recovery.command.model_copy(
         update={
             "job": absolute_job(job),
-            "profile": target / FOLDER / "profile.json",
-            "cluster": target / FOLDER / "cluster.yaml" if cluster is None else cluster,
-            "trace": None if recovery.trace is None else target / FOLDER / "trace.csv",
+            "profile": target / RECOVERED / "profile.json",
+            "cluster": target / RECOVERED / "cluster.yaml" if cluster is None else cluster,
+            "trace": None if recovery.trace is None else target / RECOVERED / "trace.csv",
             "checkpoint_url": url,
             "settings": (),  # they are in the cluster file already; and none is taken from storage
         }
@@ -208,3 +222,43 @@ def _same_files(recovery: Recovery, job: str, if_changed: IfChanged) -> JobFiles
     if names:
         return None
     return JobFiles(now.folder, {name: (now.folder / name).read_bytes() for name in recovery.code})
+
+
+def is_stored(source: str) -> bool:
+    """Whether a user names checkpoints, not a run directory."""
+    return "://" in source or (not is_run(Path(source)) and (Path(source) / RECOVERY).is_file())
+
+
+@contextmanager
+def recovered(
+    source: str, job: str | None, run_dir: Path | None, cluster: Path | None, if_changed: IfChanged
+) -> Iterator[tuple[RunRequest, Path]]:
+    """Make the run directory that a run left beside its checkpoints says; yields the request, and the directory.
+
+    Where the run does not begin in it while the block runs, because something is wrong, it is removed again. One that
+    was made by the same command is gone on with.
+
+    Raises:
+        InputError: what is stored there, or what is given, is not enough to go on with.
+        CheckpointError: storage does not answer, or no checkpoint there is whole.
+    """
+    stored = stored_at(source)
+    recovery = read_recovery(stored.url)
+    if job is None:
+        known = recovery.command.job
+        raise ConfigError("is not given", field="--job", allowed=f"path/to/file.py:name of this machine's {known}")
+    made = run_dir or folder_of(recovery.profile, Path(f"{stored.url}/{RECOVERY}"))
+    if is_run(made) and read_facts(made).checkpoint_url == stored.url:  # the same command, given again
+        given = {"job": absolute_job(job), **({} if cluster is None else {"cluster": cluster})}
+        yield kept_request(made).model_copy(update=given), made
+        return
+    manifest, _ = find_whole(stored.url)
+    if manifest is None:
+        raise no_checkpoint(stored)
+    request = recover(recovery, stored.url, job, made, cluster, if_changed)
+    print(f"the run of {stored.url} goes on in {made}, from version {manifest.version}", file=sys.stderr)
+    try:
+        yield request, made
+    finally:
+        if not (made / COMMAND).exists():
+            shutil.rmtree(made, ignore_errors=True)

@@ -8,12 +8,10 @@ from pathlib import Path
 
 from pydantic import Field
 
-from manager.run_dir import write_in_run_dir
+from manager.run_dir import COMMAND, write_in_run_dir
 from morph.contract.base import Value, read_json
 from morph.contract.errors import ConfigError, RunDirError
 from morph.contract.plan import Schedule
-
-FILE_NAME = "command.json"
 
 
 class IfChanged(StrEnum):
@@ -81,7 +79,7 @@ def keep_request(run_dir: Path, request: RunRequest, files: tuple[Path, ...]) ->
         RunDirError: it cannot be written.
     """
     kept = KeptRequest(command=request.absolute(), inputs={path.resolve(): _digest(path) for path in files})
-    write_in_run_dir(run_dir / FILE_NAME, kept.model_dump_json(indent=2) + "\n")
+    write_in_run_dir(run_dir / COMMAND, kept.model_dump_json(indent=2) + "\n")
 
 
 def kept_request(run_dir: Path) -> RunRequest:
@@ -91,10 +89,10 @@ def kept_request(run_dir: Path) -> RunRequest:
         RunDirError: there is nothing, or it cannot be read.
         ConfigError: a file is gone, or was changed.
     """
-    path = run_dir / FILE_NAME
+    path = run_dir / COMMAND
     if not path.exists():
         raise RunDirError(
-            f"has no {FILE_NAME}, so that what it was started with is not known",
+            f"has no {COMMAND}, so that what it was started with is not known",
             source=str(run_dir),
             allowed="the morph run command that it was started with",
         )

@@ -1,4 +1,4 @@
-"""Cluster configuration: what a user writes in ``configs/clusters/*.yaml`` (parsed by the command line)."""
+"""What a user writes in a cluster file (``configs/clusters``), or in a job file, which has the job too."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from morph.contract import ranges
 from morph.contract.base import Value
+from morph.contract.plan import Schedule
 from morph.contract.rules import Rules
 
 Seconds = Annotated[float, ranges.POLICY_SECONDS.field]
@@ -312,3 +313,43 @@ class ClusterConfig(Value):
 
     vms: Vms = LocalVms()
     policy: Policy = Policy()
+
+
+class JobPart(Value):
+    """What is trained. Paths are relative to the job file's folder."""
+
+    code: str = Field(min_length=3, pattern=r"^.+:[^:]+$", description="path/to/file.py:name of a morph.Job")
+    profile: str = Field(min_length=1, description="what `morph calibrate` wrote for it")
+    steps: Annotated[int, ranges.COUNT.field] = Field(default=100, description="optimizer steps of the whole run")
+    batch_size: Annotated[int, ranges.BATCH.field] | None = Field(
+        default=None, description="samples in a step, to be held against the job's own; absent: not held against it"
+    )
+    run_dir: str | None = Field(
+        default=None, min_length=1, description="journal, checkpoints and pictures; absent: runs/NAME of the job"
+    )
+    checkpoint_url: str | None = Field(
+        default=None,
+        min_length=1,
+        description="fsspec URL (az://, s3://, gs://) or path that every VM reaches; absent: checkpoints in run_dir",
+    )
+    schedule: Schedule | None = Field(
+        default=None, description="order of the tasks; the weights do not depend on it; absent: the fastest"
+    )
+    recompute: bool | None = Field(
+        default=None,
+        description="false keeps activations instead of running forwards again: more memory; absent: the faster",
+    )
+    pipeline_depth: Annotated[int, Field(ge=1, le=ranges.SECTIONS)] | None = Field(
+        default=None,
+        description="P of every shape: with fewer workers the run waits; absent: the fastest with those that are there",
+    )
+    num_replicas: Annotated[int, ranges.GPUS.field] | None = Field(
+        default=None,
+        description="D at most: fewer while workers are missing or where more are no faster; absent: any",
+    )
+
+
+class JobFile(ClusterConfig):
+    """Root of a job file: a cluster file's sections, and the job."""
+
+    job: JobPart

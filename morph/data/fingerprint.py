@@ -7,7 +7,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from morph.contract.job_file import DataFacts, SampleFacts
+from morph.contract.job_facts import DataFacts, SampleFacts
 from morph.data.loader import data_of, read_samples
 from morph.jobs.job import Job, MapDataset
 

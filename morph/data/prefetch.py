@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from morph.contract.job_file import DataFacts, JobFacts
+from morph.contract.job_facts import DataFacts, JobFacts
 from morph.data.slots import NUM_SLOTS, Slots
 from morph.jobs.files import held
 

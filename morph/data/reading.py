@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from morph.contract.job_file import JobFacts, require_same
+from morph.contract.job_facts import JobFacts, require_same
 from morph.data.evaluation import EPOCH
 from morph.data.fingerprint import data_facts
 from morph.data.loader import data_of, read_samples, require_alike, stack_entry

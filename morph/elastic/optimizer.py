@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -152,6 +153,20 @@ class Optimizer:
         """
         self._session.finish()
 
+    def __enter__(self) -> Optimizer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Leave in good order, or at once where the block ends by an exception, ``SystemExit`` with code 0 excepted."""
+        if isinstance(error, SystemExit):
+            self._session.will_exit(error)
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self._session.finish()
+        else:
+            self._session.close()
+
     def step(self, loss_of: Callable[[Any], Tensor | Loss]) -> float:
         """Do one step with all other workers, however often it must be begun again.
 
@@ -195,6 +210,9 @@ class Optimizer:
             except SettingsDiffer:
                 self._compare(place)
                 continue
+            except SystemExit as exit:
+                self._session.will_exit(exit)
+                raise
             finally:
                 self._gradients.drop()
             seconds = time.monotonic() - begin_s

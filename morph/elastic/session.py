@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -55,8 +54,8 @@ class Session:
         self.ring: Ring | None = None
         """What reduces sums; None: this member is alone."""
         self.is_over = False
-        self._status: object = None
-        sys.exit = self._exit  # Python forgets the status before it calls what is registered
+        self._code = 0
+        """With which the process is about to end, as far as this object has seen."""
         atexit.register(self._at_exit)
 
     @property
@@ -76,7 +75,7 @@ class Session:
             TrainingStopped: this member trains no more.
             WaitTimeout: the others do not answer.
         """
-        self._status = None  # it trains on
+        self._code = 0  # it trains on
         while True:
             place = self._next_place()
             if place is self._place:
@@ -120,6 +119,8 @@ class Session:
 
     def close(self) -> None:
         """Leave at once; the others go on without this member."""
+        if self.is_over:
+            return
         self.is_over = True
         groups, self._groups = self._groups, None
         if groups is not None and not groups.broken:
@@ -268,17 +269,15 @@ class Session:
         self._has_abandoned = self._has_abandoned or groups.broken
         self._reaper.reap(groups)
 
-    def _exit(self, status: object = None, /) -> NoReturn:
-        """As ``sys.exit``; the status is kept."""
-        self._status = status
-        raise SystemExit(status)
+    def will_exit(self, exit: SystemExit) -> None:
+        """Keep the code of a ``SystemExit`` on its way, which Python forgets before it calls what is registered."""
+        self._code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
 
     def _at_exit(self) -> None:
-        status = 1 if getattr(sys, "last_value", None) is not None else self._status
-        code = status if isinstance(status, int) else int(status is not None)
+        code = 1 if getattr(sys, "last_value", None) is not None else self._code
         if code == 0:
             self.finish()
-        elif not self.is_over:
+        else:
             self.close()
         if self._has_abandoned:
             # An operation of a ring that was left may end now, while the interpreter that it calls is half gone.

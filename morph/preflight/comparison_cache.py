@@ -16,15 +16,36 @@ from typing import Any
 import torch
 
 import morph
-from morph.cutting import ExportedJob
+from morph.cutting import CutModel, ExportedJob
 from morph.cutting.exporting.exported import GraphJob, MarkedJob
 from morph.cutting.exporting.user_functions import UserFunction
 from morph.jobs.files import file_of
 from morph.jobs.job import Job
-from morph.preflight.plain_comparison import Agreement
-from morph.user_cache import keep, read_kept
+from morph.preflight.plain_comparison import Agreement, Limits, compare_with_plain
+from morph.runtime.workloads.job_workload import settings
+from morph.user_cache import cache_folder, keep, read_kept
 
 _FOLDER = "agreements"
+
+
+def compare_once(job: Job, exported: ExportedJob, model: CutModel, limits: Limits) -> Agreement:
+    """Compare, unless this user did already; see ``morph.preflight.plain_comparison``.
+
+    Raises:
+        ExportError: the sections do not compute what the plain model does.
+        JobError: the plain model fails on real samples; or the optimizer fails, or works differently for each unit
+            alone.
+    """
+    folder = cache_folder()
+    key = agreement_key(job, exported, model.fingerprint, limits.device, settings(job, model))
+    kept = kept_agreement(folder, key)
+    if kept is not None:
+        return kept
+    found = compare_with_plain(job, exported, len(model.sections), limits)
+    all_was_tried = limits.steps and limits.shorten
+    if found.how != "none" and (found.num_steps or all_was_tried):  # what another command may do better is not kept
+        keep_agreement(folder, key, found)
+    return found
 
 
 def agreement_key(

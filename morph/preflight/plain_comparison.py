@@ -100,6 +100,18 @@ class Agreement:
     no_steps: str | None = None
 
 
+def agreement_note(found: Agreement) -> str:
+    """Say in one sentence what was compared."""
+    if found.how == "none":
+        return f"loss, gradients and weights were not compared with the plain model: {found.reason}"
+    what = "the plain model's" if found.how == "whole" else "the plain model's, both with fewer equal blocks"
+    apart = "are equal to" if found.largest == 0 else f"are within {found.largest:.0e} of"
+    compared = f"loss, every gradient and the weights after {found.num_steps} steps"
+    text = f"{compared if found.num_steps else 'loss and every gradient'} {apart} {what}"
+    text += f" ({found.num_seeds} x {found.num_samples} samples)" + (f": {found.reason}" if found.reason else "")
+    return text if found.num_steps else f"{text}; weights after steps were not compared: {found.no_steps}"
+
+
 @dataclass(frozen=True)
 class _Size:
     """``no_steps``: why weights are not compared."""

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from morph.tracing.check import check_dependencies, require_no_violation
+from morph.tracing.check import check_dependencies, micro_batch_size_of, require_no_violation
 from morph.tracing.findings import KINDS, DependencyReport, Finding, Place
 
-__all__ = ["KINDS", "DependencyReport", "Finding", "Place", "check_dependencies", "require_no_violation"]
+__all__ = [
+    "KINDS",
+    "DependencyReport",
+    "Finding",
+    "Place",
+    "check_dependencies",
+    "micro_batch_size_of",
+    "require_no_violation",
+]

@@ -52,7 +52,7 @@ def check_dependencies(
     """
     keep_lines_of(job.loss)
     program = exported or export_job(job)
-    m = micro_batch_size or job.micro_batch_size or (2 if job.batch_size % 2 == 0 else 1)
+    m = micro_batch_size_of(job, micro_batch_size)
     wanted = num_sections if num_sections is not None else job.num_sections
     model = cut(program, num_sections=wanted, micro_batch_size=m)
     recorder = Recorder()
@@ -71,6 +71,11 @@ def check_dependencies(
         findings=findings,
         notes=notes,
     )
+
+
+def micro_batch_size_of(job: Job, given: int | None = None) -> int:
+    """Return m of a dry run: as given, else the job's, else 2, so that samples could meet (1 where 2 does not fit)."""
+    return given or job.micro_batch_size or (2 if job.batch_size % 2 == 0 else 1)
 
 
 def require_no_violation(report: DependencyReport, source: str) -> None:

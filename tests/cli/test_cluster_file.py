@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from morph.cli.reading.cluster_file import load_cluster
 from morph.contract.cluster import ClusterConfig, LocalVms, Policy
 from morph.contract.errors import ConfigError
+from morph.yaml_files import load_cluster
 
 REPOSITORY = Path(__file__).parents[2]
 A_WAIT = "a number above 0 and at most 1000000000"

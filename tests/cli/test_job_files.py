@@ -10,8 +10,7 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from morph.cli.main import app
-from morph.contract.cluster import AzureVms, LocalVms, Policy, StaticVms
-from morph.contract.job_file import JobPart
+from morph.contract.cluster import AzureVms, JobPart, LocalVms, Policy, StaticVms
 from tests.cli.given import Given
 
 
@@ -72,7 +71,7 @@ def test_a_run_without_a_job_file_needs_its_options(given: Given, missing: str) 
 
 
 def test_the_shipped_job_file_is_right_but_for_the_profile_that_the_user_makes() -> None:
-    from morph.cli.reading.cluster_file import load_job_file
+    from morph.yaml_files import load_job_file
 
     shipped = Path(__file__).parents[2] / "configs/runs/tiny_gpt.yaml"
     file = load_job_file(shipped)

@@ -17,7 +17,7 @@ from morph.cli.main import app
 from morph.cli.models import checks
 from morph.cli.models.checks import check_job
 from morph.contract.errors import ProfileError
-from morph.contract.job_file import JobFacts
+from morph.contract.job_facts import JobFacts
 from morph.contract.profile import LinkProfile, Profile, SendTime, load_profile
 from tests.cli.given import JOBS, without_phases
 

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from manager.providers.azure.spec import AzureSpec
 from manager.providers.hosts.static import Hosts
-from morph.cli.reading.cluster_file import load_yaml
 from morph.contract.base import Value
-from morph.contract.cluster import ClusterConfig
+from morph.contract.cluster import ClusterConfig, JobFile
 from morph.contract.errors import ConfigError
-from morph.contract.job_file import JobFile
+from morph.yaml_files import load_yaml
 
 REPOSITORY = Path(__file__).parents[2]
 Place = tuple[Any, ...]

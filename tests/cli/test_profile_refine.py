@@ -13,8 +13,8 @@ from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import Tick
 from manager.controller.state.learned import Correction
 from manager.controller.state.state import initial_state
-from manager.journal.journal import FILE_NAME, Journal
-from manager.run_dir import RunDir, RunFacts
+from manager.journal.journal import Journal
+from manager.run_dir import JOURNAL, RunDir, RunFacts
 from morph.cli.main import app
 from morph.contract.profile import Profile, load_profile
 from simulator import plan_table, synthetic_profile
@@ -48,7 +48,7 @@ def make_run(run_dir: Path, profile: Profile, factors: tuple[float, ...] = FACTO
         batch_size=profile.job.batch_size,
         num_sections=3,
     )
-    with RunDir(run_dir, facts), Journal.open(run_dir / FILE_NAME) as journal:
+    with RunDir(run_dir, facts), Journal.open(run_dir / JOURNAL) as journal:
         journal.append_config(0.0, config)
         if factors:
             note = NoteCorrection(correction=Correction(factors=factors, errors=(0.02,) * 3))

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from manager.run.cloud import Cloud, check_storage
 from manager.run.prepared import PreparedRun
 from manager.run.request import RunRequest
+from manager.run.resolution import resolve
 from morph.cli.main import app
-from morph.cli.reading.cluster_file import load_job_file, load_yaml
-from morph.cli.runs.prepare import resolve
 from morph.contract.cluster import JOB_UID, AzureVms, Environment, StaticVms
 from morph.contract.errors import ConfigError
+from morph.yaml_files import load_job_file, load_yaml
 from simulator import synthetic_profile
 from tests.cli.given import without_phases
 
@@ -174,7 +174,7 @@ def test_the_example_for_azure_is_a_file_that_would_run(tmp_path: Path, monkeypa
     place.write_text(text, encoding="utf-8")
     profile = synthetic_profile(num_sections=6, batch_size=12, micro_batch_sizes=(1, 2))
     (tmp_path / "profile.json").write_text(profile.model_dump_json(), encoding="utf-8")
-    monkeypatch.setattr("morph.cli.runs.prepare.check_url", lambda *_: None)  # adlfs is no dependency of the tests
+    monkeypatch.setattr("manager.run.resolution.check_url", lambda *_: None)  # adlfs is no dependency of the tests
     run = resolve(RunRequest(job=str(place), steps=1), place, load_job_file(place))
     assert isinstance(run.cluster.vms, AzureVms)
     assert run.cloud is not None

@@ -12,20 +12,20 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from manager.engine.run.session import RunSpec
 from manager.run.managed import managed_run
 from manager.run.recovery import read_recovery, recover, recovery_of, write_recovery
 from manager.run.request import IfChanged, RunRequest
+from manager.run.resolution import prepare
+from manager.run.session import RunSpec
 from manager.run_dir import RunDir, is_run, read_facts
 from morph.checkpoint.manifest import read_manifest, write_manifest
 from morph.checkpoint.stored import RECOVERY
 from morph.cli.main import app
 from morph.cli.models.checks import check_job
-from morph.cli.reading.cluster_file import load_cluster
-from morph.cli.runs.prepare import prepare
 from morph.cli.views.run_view import run_view
 from morph.contract.errors import ConfigError, InputError, RunDirError
 from morph.contract.profile import load_profile
+from morph.yaml_files import load_cluster
 from tests.checkpoint.test_newest import save
 from tests.cli.given import JOBS, Given
 from tests.cli.test_provided_vms import vms_of
@@ -48,7 +48,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
         begun.append(spec)
         raise Begun
 
-    monkeypatch.setattr("manager.engine.run.session.run_session", session)
+    monkeypatch.setattr("manager.run.session.run_session", session)
     return begun
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from manager.run.request import FILE_NAME, RunRequest, keep_request, kept_request
-from manager.run_dir import RunDir, RunFacts
+from manager.run.request import RunRequest, keep_request, kept_request
+from manager.run_dir import COMMAND, RunDir, RunFacts
 from morph.cli.main import app
 from morph.contract.errors import InputError, RunDirError
 from tests.cli.given import without_phases
@@ -102,7 +102,7 @@ def test_a_run_of_which_nothing_was_kept_is_gone_on_with_by_its_command(kept: Ke
 
 @pytest.mark.parametrize("text", ["{", '{"command": {"job": "a.py:b", "steps": 0}, "inputs": {}}'])
 def test_a_file_that_is_broken_is_refused(kept: Kept, text: str) -> None:
-    (kept.run_dir / FILE_NAME).write_text(text, encoding="utf-8")
+    (kept.run_dir / COMMAND).write_text(text, encoding="utf-8")
     with pytest.raises(RunDirError, match=r"command\.json"):
         kept_request(kept.run_dir)
 

@@ -13,12 +13,12 @@ import pytest
 
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.state import initial_state
-from manager.engine.run.session import RunSpec
 from manager.run.code import RunCode
 from manager.run.job_snapshot import collect
 from manager.run.managed import managed_run
 from manager.run.prepared import PreparedRun
 from manager.run.request import IfChanged, RunRequest, keep_request
+from manager.run.session import RunSpec
 from manager.run_dir import RunDir, RunFacts, read_facts
 from morph.cli.models.checks import check_job
 from morph.cli.views.run_view import run_view
@@ -177,7 +177,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-import manager.engine.run.attachment as attachment
+import manager.engine.machines.attachment as attachment
 from manager.run_dir import RunDir, read_facts
 from morph.cli.main import app
 from morph.contract.errors import RunDirError
@@ -243,7 +243,7 @@ def test_a_run_that_goes_on_keeps_the_micro_batch_size_that_the_planner_chose(
         sessions.append(spec)
         raise Begun
 
-    monkeypatch.setattr("manager.engine.run.session.run_session", session)
+    monkeypatch.setattr("manager.run.session.run_session", session)
     vms = ClusterConfig(vms=LocalVms(num_vms=2))
     run = PreparedRun(RunRequest(job=given.job, steps=9), free, vms, given.run_dir, collect(given.job))
     with pytest.raises(Begun):
@@ -270,7 +270,7 @@ def test_shapes_are_planned_once_and_not_at_all_for_a_run_that_is_taken_over(
         raise Begun
 
     monkeypatch.setattr(PreparedRun, "config", counted)
-    monkeypatch.setattr("manager.engine.run.session.run_session", session)
+    monkeypatch.setattr("manager.run.session.run_session", session)
     free = load_profile(given.edited(lambda profile: profile["job"].pop("micro_batch_size")))
     vms = ClusterConfig(vms=LocalVms(num_vms=2))
     run = PreparedRun(RunRequest(job=given.job, steps=9), free, vms, given.run_dir, collect(given.job))
@@ -283,7 +283,7 @@ def test_shapes_are_planned_once_and_not_at_all_for_a_run_that_is_taken_over(
     assert planned == [run]
     lives = initial_state(sessions[0].config.model_copy(update={"num_steps": 7}))
     found = SimpleNamespace(state=lives, vms=("vm0",))
-    monkeypatch.setattr("manager.engine.run.attachment.find_living", lambda *_: found)
+    monkeypatch.setattr("manager.engine.machines.attachment.find_living", lambda *_: found)
     begin()
     assert planned == [run]
     assert [spec.config.num_steps for spec in sessions] == [9, 7]

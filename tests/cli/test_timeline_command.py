@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from manager.controller.state.events import WorkerAnswered
-from manager.journal.journal import FILE_NAME, Journal
-from manager.run_dir import RunFacts
+from manager.journal.journal import Journal
+from manager.run_dir import JOURNAL, RunFacts
 from morph.cli.main import app
 from morph.contract.messages import Prepared
 from morph.contract.timeline import ComputeTimes, Peaks, Span, StepTimeline
@@ -42,7 +42,7 @@ def run_dir(tmp_path: Path) -> Path:
     path.mkdir()
     facts = RunFacts(job="a.py:job", fingerprint="f", micro_batch_size=1, batch_size=4, num_sections=2)
     (path / "run.json").write_text(facts.model_dump_json())
-    with Journal.open(path / FILE_NAME) as journal:
+    with Journal.open(path / JOURNAL) as journal:
         for step in (2, 5):
             event = WorkerAnswered(worker="vm0", answer=recorded(step))
             journal.append(float(step), "event", event.model_dump_json())
@@ -89,8 +89,8 @@ def test_what_cannot_be_shown_is_refused_in_one_line(run_dir: Path, options: tup
 
 
 def test_a_run_without_a_recorded_step_says_how_to_record_one(run_dir: Path) -> None:
-    (run_dir / FILE_NAME).unlink()
-    Journal.open(run_dir / FILE_NAME).close()
+    (run_dir / JOURNAL).unlink()
+    Journal.open(run_dir / JOURNAL).close()
     code, _, error = run(run_dir)
     assert code == 2
     assert "--timeline-step" in error

@@ -9,9 +9,10 @@ from pathlib import Path
 from manager.accounting.spent import NS_PER_S
 from manager.controller.state.actions import RequestNodes
 from manager.controller.state.events import EVENT, ManifestWritten, WorkerLost
-from manager.journal.journal import FILE_NAME, Journal
+from manager.journal.journal import Journal
 from manager.journal.records import DecisionRecord, Fact
 from manager.report.reading import _Reader
+from manager.run_dir import JOURNAL
 from tests.cloud.region import Life
 
 HEARD_S = 6.5
@@ -64,7 +65,7 @@ def booked(run_dir: Path) -> dict[str, Booked]:
     """Each VM's life as the run's ledger counts it."""
     lives: dict[str, Booked] = {}
     reader, last_s = _Reader(), 0.0
-    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+    with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         for entry in journal.read():
             reader.take(entry)
             known, last_s = reader.ledger.since_ns, max(last_s, entry.time_s)
@@ -94,7 +95,7 @@ def splits(bill: Sequence[Life], run_dir: Path) -> list[Split]:
 
 def facts(run_dir: Path, name: str) -> list[str]:
     """The details of every fact of a name, in order."""
-    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+    with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         told = [Fact.model_validate_json(entry.payload_json) for entry in journal.read() if entry.kind == "fact"]
     return [fact.detail for fact in told if fact.name == name]
 
@@ -102,7 +103,7 @@ def facts(run_dir: Path, name: str) -> list[str]:
 def saved_before_loss(run_dir: Path, vm: str) -> int:
     """The newest version that was wholly on storage when the loss of a VM was heard."""
     saved = 0
-    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+    with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         for event in [EVENT.validate_json(one.payload_json) for one in journal.read() if one.kind == "event"]:
             for each in getattr(event, "events", (event,)):
                 if isinstance(each, ManifestWritten):
@@ -116,7 +117,7 @@ def requests(run_dir: Path) -> Asked:
     """How many VMs were asked for and granted."""
     asked: dict[str, int] = {}
     granted: set[str] = set()
-    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+    with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         for entry in journal.read():
             if entry.kind == "decision":
                 actions = DecisionRecord.model_validate_json(entry.payload_json).actions

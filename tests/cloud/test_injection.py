@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from manager.controller.state.nodes import NodeState
-from manager.engine.run.preempting import Asked, Preempting
+from manager.engine.machines.preempting import Asked, Preempting
 from manager.host.folders import make_folder, remove
 from tests.cloud.fault_world import BOUND_S, World, world
 from tests.cloud.notice_faults import EVENTS, OTHER, VM, agent, nothing, preempt

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "manager"))
 from live_history import played
 
 from manager.accounting.account import Part
-from manager.dashboard.server import FILE_NAME, PageAddress, read_address, serving
+from manager.dashboard.server import PageAddress, read_address, serving
+from manager.run_dir import PAGE
 from morph.contract.errors import RunDirError
 
 TIMEOUT_S = 20.0
@@ -167,7 +168,7 @@ def test_the_token_lies_in_a_file_of_its_owner_alone_and_is_in_no_text_of_the_ad
     page: tuple[PageAddress, Path],
 ) -> None:
     address, directory = page
-    assert stat.S_IMODE((directory / FILE_NAME).stat().st_mode) == 0o600
+    assert stat.S_IMODE((directory / PAGE).stat().st_mode) == 0o600
     assert read_address(directory) == address
     assert address.token not in repr(address)
     assert len(address.token) >= 32

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from morph.contract.errors import JobError
-from morph.contract.job_file import JobFacts, require_same
+from morph.contract.job_facts import JobFacts, require_same
 from morph.data.fingerprint import data_facts
 from tests.data.jobs import job_with
 

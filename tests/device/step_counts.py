@@ -41,10 +41,9 @@ from morph.runtime.device.devices import Event, Passed
 from morph.runtime.device.staging import Staging
 from morph.runtime.device.task_clock import HostClock
 from morph.runtime.groups.channels import GroupSet, Ring
-from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.topology import topology, units_of_stage
-from morph.runtime.process.worker import Worker
+from morph.runtime.process.worker import Worker, set_up
 from morph.runtime.state.accumulators import Accumulator
 from morph.runtime.state.reducing import Reduction
 from morph.runtime.step.generation import Generation
@@ -392,10 +391,10 @@ class ShapeJob:
         order = self._reshape_order(stages, num_micro_batches, total)
         staging, interrupt = Staging(self.device), Interrupt(1)
         staging._events = _AtOnce()  # type: ignore[assignment]
-        worker = Worker()
         me = f"{stage}/0"
-        worker._setup = self._setup.model_copy(update={"worker": me})
-        worker._faults, worker._workload = FaultPlan(()), self._workload
+        with mock.patch("morph.runtime.process.worker.load_workload", return_value=self._workload):
+            worker = set_up(self._setup.model_copy(update={"worker": me}))
+        assert isinstance(worker, Worker)
         worker._following = _NoFollowers()  # type: ignore[assignment]
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         counting = Counting(self.device.kind, self.device.pinned_tensors)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import re
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -109,7 +108,6 @@ def loss_of(net: nn.Module, share: tuple[Tensor, Tensor]) -> Tensor:
 @pytest.fixture(autouse=True)
 def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """End what a test begins: this process has more tests."""
-    monkeypatch.setattr(sys, "exit", sys.exit)
     begun: list[Optimizer] = []
     begin = Optimizer.__init__
 

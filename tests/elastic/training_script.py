@@ -170,6 +170,14 @@ def meet_faults(optimizer: morph.elastic.Optimizer, first_rank: int, met: set[in
             time.sleep(0.02)
 
 
+def exit_between_steps(step: int) -> None:
+    """As a script does that gives up: all workers at once."""
+    faults = FAULTS.get(str(step), {})
+    if "exit_between" in faults:
+        meet(step, faults["exit_between"])
+        sys.exit(3)
+
+
 def main() -> None:
     torch.manual_seed(int(os.environ.get("INIT_SEED", str(os.getpid()))))  # the others' weights come from the first
     is_text, sync = bool(os.environ.get("TEXT")), os.environ.get("SYNC", "s-sgd")
@@ -208,15 +216,17 @@ def main() -> None:
     else:
         data: Any = Text() if is_text else Samples()
         sizes = {"global_batch": 192, "share_size": 24} if is_text else {"global_batch": 24, "share_size": 4}
-        for _ in morph.elastic.batches(data, seed=3, num_steps=NUM_STEPS, **sizes):
-            if isinstance(model, Changing):
-                model.change(inner, optimizer.num_steps)
-            mean = optimizer.step(loss)
-            if own_schedule is not None:
-                own_schedule.step()
-            syncs.append(optimizer.sync)
-            if sync != "s-sgd":
-                hashes.append(hash_of(model))
+        with optimizer:
+            for _ in morph.elastic.batches(data, seed=3, num_steps=NUM_STEPS, **sizes):
+                exit_between_steps(optimizer.num_steps)
+                if isinstance(model, Changing):
+                    model.change(inner, optimizer.num_steps)
+                mean = optimizer.step(loss)
+                if own_schedule is not None:
+                    own_schedule.step()
+                syncs.append(optimizer.sync)
+                if sync != "s-sgd":
+                    hashes.append(hash_of(model))
     told: dict[str, Any] = {"steps": optimizer.num_steps, "loss": mean, "weights": hash_of(model)}
     if sync != "s-sgd" or is_text:
         told |= {"syncs": syncs, "hashes": hashes, "loss": held_out_loss(model, data) if is_text else mean}

@@ -12,8 +12,8 @@ import pytest
 
 from manager.controller.state.actions import Finish
 from manager.engine.loop.driver import Observed
-from manager.engine.run import again as module
-from manager.engine.run.again import Again, until_it_ends
+from manager.run import again as module
+from manager.run.again import Again, until_it_ends
 from morph.contract.errors import ClusterError, ClusterLost
 
 FINISHED = Finish(outcome="finished", sentence="done")

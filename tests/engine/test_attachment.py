@@ -15,9 +15,9 @@ from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import NodeAppeared
 from manager.controller.state.state import initial_state
 from manager.engine.local_vms.control_socket import hear, tell
-from manager.engine.run.attachment import FILE_NAME, Attachment, NothingLives, find_living, write_attachment
+from manager.engine.machines.attachment import Attachment, NothingLives, find_living, write_attachment
 from manager.journal.journal import Journal
-from manager.run_dir import RunDir, RunFacts
+from manager.run_dir import ATTACHMENT, RunDir, RunFacts
 from morph.contract.errors import RunDirError
 from simulator import plan_table, synthetic_profile
 
@@ -105,7 +105,7 @@ def test_a_run_that_lives_is_found_with_the_state_of_its_journal(run_dir: RunDir
     assert found.vms == ("vm0",)
     assert set(found.state.workers) == {"vm0"}
     assert found.appeared == {"vm0"}
-    assert (run_dir.path / FILE_NAME).stat().st_mode & 0o077 == 0
+    assert (run_dir.path / ATTACHMENT).stat().st_mode & 0o077 == 0
     found.line.close()
     assert not host.join()
 
@@ -119,7 +119,7 @@ def test_another_command_than_the_runs_is_refused_and_the_run_lives_on(run_dir: 
     with pytest.raises(RunDirError, match="--steps: is not what this run was started with, whose VMs still live"):
         find_living(run_dir, {**COMMAND, "--steps": "20"})
     assert not host.join()
-    assert (run_dir.path / FILE_NAME).exists()
+    assert (run_dir.path / ATTACHMENT).exists()
 
 
 def test_a_journal_of_another_controller_ends_the_vms(run_dir: RunDir, host: Host) -> None:
@@ -137,7 +137,7 @@ def test_what_is_left_of_a_run_that_is_gone_is_forgotten(run_dir: RunDir, tmp_pa
         control_socket.parent.mkdir(mode=0o700)
     write_attachment(run_dir, Attachment(kind="ray", control_socket=control_socket, store_host="h", store_port=1))
     if left == "not a file of ours":
-        (run_dir.path / FILE_NAME).write_text("{")
+        (run_dir.path / ATTACHMENT).write_text("{")
     with pytest.raises(NothingLives):
         find_living(run_dir, COMMAND)
     assert find_living(run_dir, COMMAND) is None

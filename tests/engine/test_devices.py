@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from manager.engine.run import session
 from manager.host.devices import CudaDevice, cuda_devices, device_slots
+from manager.run import session
 from morph.contract.cluster import LocalVms
 from morph.contract.errors import ClusterError, ConfigError
 from morph.contract.messages import Failed
 from morph.contract.trace import Trace, TraceEvent
-from morph.runtime.process.worker import Worker, take_slot
+from morph.runtime.process.worker import set_up, take_slot
 from tests.worker_setup import SETUP
 
 TWO = "0, GPU-aa, 16384\n1, GPU-bb, 8192\n"
@@ -72,13 +72,10 @@ def test_local_vms_on_cuda_are_told_of_as_many_shares_as_they_were_planned_with(
 def test_a_worker_takes_its_share_before_it_loads_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     slots = device_slots((A, B), 2, tmp_path)
-    workers = [Worker(), Worker()]
-    for worker, device in zip(workers, (A, B), strict=True):
-        assert isinstance(worker.setup(SETUP.model_copy(update={"device_slots": slots})), Failed)  # there is no job
+    setup = SETUP.model_copy(update={"device_slots": slots})
+    for device in (A, B):
+        assert isinstance(set_up(setup), Failed)  # there is no job
         assert os.environ["CUDA_VISIBLE_DEVICES"] == device.uuid
-    for worker in workers:
-        assert worker._device_slot is not None
-        worker._device_slot.close()
 
 
 def test_workers_spread_over_the_devices_and_a_dead_ones_share_is_taken(
@@ -96,8 +93,8 @@ def test_workers_spread_over_the_devices_and_a_dead_ones_share_is_taken(
         take_slot(slots, wait_s=0)
     gone = held.pop(1)
     assert gone is not None
-    gone.close()  # as the end of its process does
+    os.close(gone)  # as the end of its process does
     held.append(take_slot(slots, wait_s=0))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-bb"
     for file in filter(None, held):
-        file.close()
+        os.close(file)

@@ -16,8 +16,8 @@ from manager.engine.loop import checkpoint_store
 from manager.engine.loop.driver import Observed
 from manager.journal import journal as journal_module
 from manager.journal import journal as patience
-from manager.journal.journal import FILE_NAME
 from manager.journal.replay import replay
+from manager.run_dir import JOURNAL
 from morph.checkpoint.manifest import complete_versions
 from morph.contract.errors import RunDirStuck
 from tests.engine.driver_scene import Run
@@ -27,7 +27,7 @@ from tests.small_disk import read_only, small_disk
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Another process has the journal."""
-    other = sqlite3.connect(path / FILE_NAME, isolation_level=None)
+    other = sqlite3.connect(path / JOURNAL, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     try:
         yield

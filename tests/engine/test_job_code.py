@@ -155,14 +155,14 @@ def test_an_archive_that_is_not_what_its_digest_says_is_refused(folder: Path) ->
 
 @pytest.mark.usefixtures("importing")
 def test_a_worker_refuses_code_that_is_damaged_and_names_the_users_file_where_it_unpacked_it(folder: Path) -> None:
-    from morph.runtime.process.worker import Worker
+    from morph.runtime.process.worker import set_up
 
     good = packed(folder, unpack=True)
     damaged = good.model_copy(update={"archive": good.archive + b"x"})
-    answer = Worker().setup(SETUP.model_copy(update={"code": damaged}))
+    answer = set_up(SETUP.model_copy(update={"code": damaged}))
     assert isinstance(answer, Failed)
     assert answer.error.startswith("train.py:job: is not the code that the run began with")
-    answer = Worker().setup(SETUP.model_copy(update={"code": good}))
+    answer = set_up(SETUP.model_copy(update={"code": good}))
     assert isinstance(answer, Failed)
     assert answer.error.startswith(f"{folder}/train.py: job: is not a Job (got 'int')")
 
@@ -259,7 +259,7 @@ def test_code_from_outside_of_the_folder_is_named_unless_it_is_installed(
 def test_a_worker_knows_the_digest_of_its_code_and_gives_up_the_archive(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from morph.runtime.process.worker import Worker
+    from morph.runtime.process.worker import set_up
 
     code = packed(folder, unpack=True)
     seen: list[WorkerSetup] = []
@@ -269,7 +269,7 @@ def test_a_worker_knows_the_digest_of_its_code_and_gives_up_the_archive(
         raise JobError("is not loaded here")
 
     monkeypatch.setattr("morph.runtime.process.worker.load_workload", load)
-    answer = Worker().setup(SETUP.model_copy(update={"code": code}))
+    answer = set_up(SETUP.model_copy(update={"code": code}))
     assert isinstance(answer, Failed)
     assert answer.error == "is not loaded here"
     assert [setup.code and (setup.code.sha256, setup.code.archive) for setup in seen] == [(code.sha256, b"")]

@@ -15,16 +15,15 @@ from manager.controller.state.events import NoticeGiven
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import WorkerState
 from manager.engine.loop.event_queue import EventQueue
-from manager.engine.run import preempting
-from manager.engine.run.attachment import FILE_NAME, Attachment
-from manager.engine.run.preempting import SOCKET_NAME, Answered, Asked, Preempting
+from manager.engine.machines import preempting
+from manager.engine.machines.attachment import Attachment
+from manager.engine.machines.preempting import SOCKET_NAME, Answered, Asked, Preempting
 from manager.host.folders import make_folder, remove
 from manager.injection import injector
 from manager.injection.injector import Injection, ask, inject
 from manager.journal.records import PREEMPTION_FAILED, PREEMPTION_INJECTED, Fact
 from manager.providers.interface.provider import Misconfigured
-from manager.run_dir import RunDir, RunFacts
-from manager.stopping import NotRunning
+from manager.run_dir import ATTACHMENT, NotRunning, RunDir, RunFacts
 from morph.cli.main import app
 from morph.contract.errors import RunDirError
 from morph.contract.lives import Change, Lifetimes, Removals, by_name
@@ -73,7 +72,7 @@ class World:
         attachment = Attachment(
             kind="processes", control_socket=folder / "control_socket", store_host="-", store_port=1
         )
-        (run_dir / FILE_NAME).write_text(attachment.model_dump_json())
+        (run_dir / ATTACHMENT).write_text(attachment.model_dump_json())
 
     def ask(self, *vms: str, **asked: object) -> Answered:
         answer = ask(self.run_dir, Asked.model_validate({"vms": vms, "why": "a test", **asked}))
@@ -196,7 +195,7 @@ def test_nobody_but_the_process_that_holds_the_run_is_asked(world: World, monkey
 
 
 def test_a_run_that_starts_still_is_waited_for_and_one_whose_file_is_damaged_is_refused(world: World) -> None:
-    path = world.run_dir / FILE_NAME
+    path = world.run_dir / ATTACHMENT
     written = path.read_text()
     path.write_text("{")
     with pytest.raises(RunDirError, match=r"attach\.json"):
@@ -244,7 +243,7 @@ def test_the_injector_ends_with_the_run_or_with_its_trace(tmp_path: Path, monkey
 
     assert ended() == "the run has ended"
     assert told[1:] == ["the run does not answer now, for it starts, or is about to end: waiting for it"]
-    (tmp_path / FILE_NAME).touch()
+    (tmp_path / ATTACHMENT).touch()
     answers = [Answered(now_s=5.0, vms={})]
     assert ended().startswith("the run's manager was killed")
     trace = parse_trace(["time_s,event,node_id", "0,add,a", "1,remove,a"], "trace.csv")

@@ -31,17 +31,20 @@ BOUND_S = 150.0
 class Manager:
     """VMs, and the server at which their workers call."""
 
-    def __init__(self, log_path: Path, entrance: Entrance, job_path: str = "", patience_s: float = BOUND_S) -> None:
-        self.told = Told()
-        self.entrance = entrance
-        self.vms = ProcessVms(log_path, entrance.home, patience_s=patience_s, job_path=job_path)
+    def __init__(self, entrance: Entrance, vms: ProcessVms) -> None:
+        self.told, self.entrance, self.vms = Told(), entrance, vms
+
+    @classmethod
+    def begun(cls, log_path: Path, patience_s: float = BOUND_S) -> Manager:
+        entrance = Entrance(listen("127.0.0.1"), new_secret())
+        vms = ProcessVms.begin(entrance.listening, log_path, entrance.home, patience_s=patience_s)
+        return cls(entrance, vms)
 
     def open(self) -> None:
         self.server = LinkServer(self.entrance, self.told)
 
     def die(self) -> None:
         """What the kernel does to a manager that is killed."""
-        assert self.vms._line is not None
         self.vms._line.close()
         self.server.close()
 
@@ -61,8 +64,7 @@ def first(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     """One whose successor is waited for, for as long as a test says; a VM is up."""
     monkeypatch.setattr("manager.engine.local_vms.host_line.subprocess", SUBPROCESS)
     patience_s = getattr(request, "param", BOUND_S)
-    manager = Manager(tmp_path / "log", Entrance(listen("127.0.0.1"), new_secret()), patience_s=patience_s)
-    manager.vms.begin(manager.entrance.listening)
+    manager = Manager.begun(tmp_path / "log", patience_s)
     manager.vms.start()
     manager.open()
     manager.vms.add_vm("vm0")
@@ -90,8 +92,9 @@ def test_a_worker_outlives_its_manager_and_serves_the_next_one_at_the_same_port(
     line, greeting = HostLine.attach(control_socket, tmp_path)
     assert greeting["vms"] == {"vm0": pid}
     assert line.workers.getsockname() == address
-    second = Manager(tmp_path / "log", Entrance(line.workers, first.entrance.secret))
-    second.vms.take_over(line, control_socket, greeting["vms"])
+    entrance = Entrance(line.workers, first.entrance.secret)
+    vms = ProcessVms.take_over(line, control_socket, greeting["vms"], tmp_path / "log", entrance.home)
+    second = Manager(entrance, vms)
     second.open()
     assert second.told.next() == ("came", "vm0")
     second.ask("vm0")
@@ -118,12 +121,11 @@ def test_a_job_is_imported_before_the_first_fork_unless_it_starts_a_thread(tmp_p
     job, log_path = tmp_path / "job.py", tmp_path / "log"
     told = f"open({str(tmp_path / 'who')!r}, 'a').write(f'{{os.getpid()}} ')"
     job.write_text(f"import os, threading\n{told}\n{starts}\njob = None\n")
-    manager = Manager(log_path, Entrance(listen("127.0.0.1"), new_secret()), f"{job}:job")
+    manager = Manager.begun(log_path)
     try:
-        manager.vms.begin(manager.entrance.listening)
         assert not (tmp_path / "who").exists()
         assert not log_path.exists()
-        manager.vms.start()
+        manager.vms.start(f"{job}:job")
         manager.open()
         manager.vms.add_vm("vm0")
         assert manager.told.next() == ("came", "vm0")
@@ -139,9 +141,8 @@ def test_a_host_whose_manager_ends_before_it_is_needed_ends_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("manager.engine.local_vms.host_line.subprocess", SUBPROCESS)
-    manager = Manager(tmp_path / "log", Entrance(listen("127.0.0.1"), new_secret()))
-    with manager.entrance.listening as listening:
-        manager.vms.begin(listening)
+    manager = Manager.begun(tmp_path / "log")
+    with manager.entrance.listening:
         pid, directory = manager.vms.pid, manager.vms.control_socket.parent
         manager.vms._tell(None)  # what the kernel does for a manager that is killed
         wait_until_gone(pid, directory)

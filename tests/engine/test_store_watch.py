@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from manager.engine.loop.event_queue import EventQueue
-from manager.engine.run import store_watch
-from manager.engine.run.store_watch import StoreWatch
+from manager.engine.machines import store_watch
+from manager.engine.machines.store_watch import StoreWatch
 from manager.journal.records import Fact
 from morph.contract.errors import ClusterError, ClusterLost
 

@@ -12,9 +12,9 @@ from manager.controller.decide import decide
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import Event, ManagerResumed, NodeAppeared, WorkerAnswered, WorkerLost
 from manager.controller.state.state import ControllerState, initial_state
-from manager.engine.run.attachment import Attachment, Found
-from manager.engine.run.session import take_over
+from manager.engine.machines.attachment import Attachment, Found
 from manager.journal.records import TOOK_OVER, Fact, TraceMoment
+from manager.run.session import take_over
 from morph.contract.messages import WorkerReady
 from simulator import plan_table, synthetic_profile
 

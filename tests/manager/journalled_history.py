@@ -9,8 +9,9 @@ from simulated_job import make_config
 
 from manager.controller.state.events import Event
 from manager.controller.state.state import ControllerState, Decision
-from manager.journal.journal import FILE_NAME, Journal
+from manager.journal.journal import Journal
 from manager.journal.records import VM_KILLED, Fact
+from manager.run_dir import JOURNAL
 
 
 class JournalledCluster(SimulatedCluster):
@@ -19,7 +20,7 @@ class JournalledCluster(SimulatedCluster):
     def __init__(self, seed: int, run_dir: Path, faults: Faults, start_s: float = 0.0, **fields: object) -> None:
         config = make_config(**fields)
         super().__init__(seed, config, faults, observers=(self.write_down,))
-        self.journal = Journal.open(run_dir / FILE_NAME)
+        self.journal = Journal.open(run_dir / JOURNAL)
         self.now_s = start_s
         self.journal.append_config(start_s, config)
         self.killed_s: dict[str, float] = {}

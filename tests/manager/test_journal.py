@@ -17,9 +17,10 @@ from manager.controller.state.actions import SendReshape
 from manager.controller.state.events import EVENT, NodeAppeared, WorkerAnswered
 from manager.controller.state.state import ControllerState, Phase, initial_state
 from manager.journal import journal as journal_module
-from manager.journal.journal import FILE_NAME, Journal
+from manager.journal.journal import Journal
 from manager.journal.records import TRACE_PLAYED, VM_UP, DecisionRecord, Fact, TraceMoment
 from manager.journal.replay import nodes_up, replay, trace_moment
+from manager.run_dir import JOURNAL
 from morph.contract.errors import RunDirError
 from morph.contract.messages import MicroBatchLoss, Prepared
 
@@ -79,7 +80,7 @@ def test_the_journal_says_where_the_trace_stood_and_which_vms_came_up(tmp_path: 
         moment = TraceMoment(num_played=3, clock_s=clock_s, runs=runs)
         journal.append_fact(time_s, Fact(name=TRACE_PLAYED, detail=moment.model_dump_json()))
 
-    with Journal.open(tmp_path / FILE_NAME) as journal:
+    with Journal.open(tmp_path / JOURNAL) as journal:
         assert trace_moment(journal) == TraceMoment()
         journal.append_config(0.0, make_config())
         journal.append_fact(1.0, Fact(name=VM_UP, worker="old"))
@@ -95,7 +96,7 @@ def test_the_journal_says_where_the_trace_stood_and_which_vms_came_up(tmp_path: 
 
 
 def test_a_resumed_run_is_replayed_from_its_own_configuration(tmp_path: Path) -> None:
-    with Journal.open(tmp_path / FILE_NAME) as journal:
+    with Journal.open(tmp_path / JOURNAL) as journal:
         for num_steps in (5, 9):
             config = make_config(num_steps=num_steps)
             journal.append_config(0.0, config)
@@ -111,7 +112,7 @@ def test_a_journal_of_another_controller_is_refused_where_it_differs(tmp_path: P
     event = NodeAppeared(node="n1")
     decision = decide(initial_state(config), event, 1.0)
     other = decision.model_copy(update={"state": decision.state.model_copy(update={"generation": 3})})
-    with Journal.open(tmp_path / FILE_NAME) as journal:
+    with Journal.open(tmp_path / JOURNAL) as journal:
         journal.append_config(0.0, config)
         journal.append_decision(1.0, event, other)
         journal._connection.execute("DELETE FROM snapshots")
@@ -133,10 +134,10 @@ def test_a_journal_of_before_nodes_had_facts_is_replayed(tmp_path: Path) -> None
 
 
 def test_lines_come_back_in_order_and_outlive_the_process_that_wrote_them(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path / FILE_NAME)
+    journal = Journal.open(tmp_path / JOURNAL)
     journal.append(1.0, "fact", '{"name": "first"}')
     journal.append_fact(0.5, Fact(name="second", worker="n1", detail="why"))
-    with Journal.open(tmp_path / FILE_NAME, read_only=True) as reader:
+    with Journal.open(tmp_path / JOURNAL, read_only=True) as reader:
         lines = reader.read()
     journal.close()
     assert [(line.sequence, line.time_s, line.kind) for line in lines] == [(1, 1.0, "fact"), (2, 0.5, "fact")]
@@ -147,7 +148,7 @@ def test_an_event_and_its_decision_are_written_both_or_neither(tmp_path: Path) -
     config = make_config()
     event = NodeAppeared(node="n1")
     decision = decide(initial_state(config), event, 1.0)
-    with Journal.open(tmp_path / FILE_NAME) as journal:
+    with Journal.open(tmp_path / JOURNAL) as journal:
         with pytest.raises(RunDirError, match="cannot be written"):
             journal._write([(1.0, "event", "{}"), (1.0, "nonsense", "{}")])  # type: ignore[list-item]
         assert journal.read() == ()
@@ -164,7 +165,7 @@ def test_an_interrupt_while_a_decision_is_written_is_one(tmp_path: Path, monkeyp
         raise PydanticSerializationError("Error serializing to JSON: KeyboardInterrupt: ")
 
     monkeypatch.setattr(DecisionRecord, "model_dump_json", interrupted)
-    with Journal.open(tmp_path / FILE_NAME) as journal, pytest.raises(KeyboardInterrupt):
+    with Journal.open(tmp_path / JOURNAL) as journal, pytest.raises(KeyboardInterrupt):
         journal.append_decision(1.0, event, decision)
 
 
@@ -209,7 +210,7 @@ def test_what_is_no_journal_is_refused_with_its_name(tmp_path: Path) -> None:
 
 
 def test_a_journal_without_a_configuration_cannot_be_replayed(tmp_path: Path) -> None:
-    with Journal.open(tmp_path / FILE_NAME) as journal:
+    with Journal.open(tmp_path / JOURNAL) as journal:
         with pytest.raises(RunDirError, match="no configuration"):
             replay(journal)
         journal.append(0.0, "event", NodeAppeared(node="n1").model_dump_json())

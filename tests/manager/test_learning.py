@@ -18,10 +18,11 @@ from manager.controller.state.learned import Correction, StageRatios, correction
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import Phase
 from manager.journal import journal as journal_module
-from manager.journal.journal import FILE_NAME, Journal
+from manager.journal.journal import Journal
 from manager.journal.replay import replay
 from manager.report.reading import read_report
 from manager.report.summary import summarise
+from manager.run_dir import JOURNAL
 
 SECTIONS_S = (1.0, 1.0, 2.0, 1.0, 1.0, 2.0)
 NOISE = 0.08
@@ -174,7 +175,7 @@ def test_a_journal_with_corrections_is_replayed_to_the_same_state_and_tells_them
     snapshot_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", snapshot_every)
-    with Journal.open(tmp_path / FILE_NAME) as journal:
+    with Journal.open(tmp_path / JOURNAL) as journal:
         script = trained(partial(JournalledScript, journal))
         tell_times(script, 3.0)
         script.tell(WorkerLost(worker=script.members[-1], cause="revoked"))

@@ -11,10 +11,10 @@ from journalled_history import JournalledCluster
 from simulated_cluster import Faults
 from typer.testing import CliRunner
 
-from manager.journal.journal import FILE_NAME, Journal
+from manager.journal.journal import Journal
 from manager.report.morph_trace import MANAGER, chrome_trace, morph_trace
 from manager.report.reading import report_of
-from manager.run_dir import RunFacts
+from manager.run_dir import JOURNAL, RunFacts
 from morph.cli.main import app
 
 FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=6)
@@ -33,7 +33,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_forced_change_goes_from_the_kill_over_groups_and_state_to_the_next_step(run_dir: Path) -> None:
-    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+    with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         entries = journal.read()
     morph = report_of(entries).morphs[0]
     trace = morph_trace(entries, morph)
@@ -63,7 +63,7 @@ def test_the_trace_is_what_perfetto_reads(run_dir: Path, tmp_path: Path) -> None
     names = {event["args"]["name"] for event in written["traceEvents"] if event["name"] == "process_name"}
     assert MANAGER in names
     assert all(event["dur"] > 0 for event in written["traceEvents"] if event["ph"] == "X")
-    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+    with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         entries = journal.read()
     assert written == json.loads(json.dumps(chrome_trace(morph_trace(entries, report_of(entries).morphs[1]))))
 

@@ -13,13 +13,14 @@ from simulated_job import SIZES, facts_of, scale_of
 
 from manager.controller.state.actions import SendReshape
 from manager.controller.state.state import Phase
-from manager.journal.journal import FILE_NAME, Journal
+from manager.journal.journal import Journal
 from manager.journal.records import PREEMPTION_INJECTED, Fact
 from manager.report.means import mean_loss
 from manager.report.page import report_page
 from manager.report.reading import read_report
 from manager.report.summary import summarise
 from manager.report.values import RunReport
+from manager.run_dir import JOURNAL
 from morph.contract.errors import RunDirError
 from morph.contract.messages import MicroBatchLoss
 
@@ -170,7 +171,7 @@ def test_a_run_under_way_can_be_read(tmp_path: Path) -> None:
     lines = cluster.journal.read()
     cluster.journal.close()
     (tmp_path / "half").mkdir()
-    with Journal.open(tmp_path / "half" / FILE_NAME) as half:
+    with Journal.open(tmp_path / "half" / JOURNAL) as half:
         for line in lines[: len(lines) // 2]:
             half.append(line.time_s, line.kind, line.payload_json)
     report = read_report(tmp_path / "half")
@@ -216,7 +217,7 @@ def test_a_report_has_metrics_norms_skipped_steps_and_the_loss_scale(tmp_path: P
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match="holds no journal"):
         read_report(tmp_path)
-    Journal.open(tmp_path / FILE_NAME).close()
+    Journal.open(tmp_path / JOURNAL).close()
     with pytest.raises(RunDirError, match="holds no run"):
         read_report(tmp_path)
 

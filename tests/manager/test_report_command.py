@@ -15,12 +15,11 @@ from typer.testing import CliRunner
 
 from manager.accounting.account import Account, Part
 from manager.accounting.spent import NOTHING, Prices
-from manager.journal.journal import FILE_NAME
 from manager.report.page import report_page
 from manager.report.picture import training_figure
 from manager.report.reading import read_report
 from manager.report.summary import summarise
-from manager.run_dir import RunFacts
+from manager.run_dir import JOURNAL, RunFacts
 from morph.cli.main import app
 
 FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=6)
@@ -59,7 +58,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert cluster.run(6).outcome == "finished"
     cluster.journal.close()
     (directory / "run.json").write_text(FACTS.model_dump_json())
-    assert (directory / FILE_NAME).exists()
+    assert (directory / JOURNAL).exists()
     return directory
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from manager.run_dir import RunDir, RunFacts
-from manager.stopping import ask_to_stop, holder_of, wait_for_end
+from manager.run_dir import RunDir, RunFacts, ask_to_stop, holder_of, wait_for_end
 from morph.contract.errors import RunDirError, WaitTimeout
 
 FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=6)

@@ -22,12 +22,11 @@ from morph.contract.messages import (
     Reshaped,
     ReshapeOrder,
     StepOrder,
-    WorkerReady,
     WorkerSetup,
 )
 from morph.contract.plan import Plan
 from morph.runtime.groups.store import StoreHost
-from morph.runtime.process.worker import Worker
+from morph.runtime.process.worker import Worker, set_up
 from simulator import plan, synthetic_profile
 from tests.runtime.worker_crew import poll_until, wait_for_updates
 
@@ -60,9 +59,9 @@ class Threads:
 
     def __init__(self, directory: Path, names: tuple[str, ...]) -> None:
         self.store = StoreHost(LOOPBACK)
-        self.workers = {name: Worker() for name in names}
+        self.workers: dict[str, Worker] = {}
         device = emulated_device(PROFILE, M, range(2, 5), EmulationOptions())
-        for name, worker in self.workers.items():
+        for name in names:
             setup = WorkerSetup(
                 worker=name,
                 job_path="emulated",
@@ -76,7 +75,9 @@ class Threads:
                 secret="of the run",
                 emulation=device,
             )
-            assert isinstance(worker.setup(setup), WorkerReady)
+            worker = set_up(setup)
+            assert isinstance(worker, Worker)
+            self.workers[name] = worker
         self.generation = self.version = 0
         self.held: dict[str, frozenset[str]] = {}
         self.members: tuple[str, ...] = ()

@@ -37,10 +37,10 @@ def _current(every: int = 1) -> Any:
 def test_the_sums_of_a_decided_step_are_freed_at_once() -> None:
     offered: list[int] = []
     following: Any = SimpleNamespace(offer_sums=lambda step, _copies: offered.append(step), copies=lambda _step: [])
-    known = KnownSums()
+    known = KnownSums(SETUP.worker, following, FaultPlan(()))
     gc.disable()
     try:
-        running = known.begin(_current(), STEP, SETUP, following, FaultPlan(()))  # type: ignore[arg-type]
+        running = known.begin(_current(), STEP)  # type: ignore[arg-type]
         running.count(0)
         assert offered == [3]
         freed = weakref.ref(running)
@@ -58,7 +58,7 @@ def test_a_worker_never_has_more_to_run_again_than_it_sums_between_two_copies(
     counted = 0
     copied: list[int] = []
     following: Any = SimpleNamespace(offer_sums=lambda _step, _copies: copied.append(counted), copies=lambda _step: [])
-    running = KnownSums().begin(_current(every), STEP, SETUP, following, FaultPlan(()))  # type: ignore[arg-type]
+    running = KnownSums(SETUP.worker, following, FaultPlan(())).begin(_current(every), STEP)  # type: ignore[arg-type]
     for micro_batch in range(4):
         counted = micro_batch + 1
         running.count(micro_batch)
@@ -68,8 +68,8 @@ def test_a_worker_never_has_more_to_run_again_than_it_sums_between_two_copies(
 
 def test_nothing_is_made_of_the_sums_of_a_decided_step_when_the_shape_changes() -> None:
     following: Any = SimpleNamespace(copies=lambda _step: pytest.fail("copies of a decided step are wanted"))
-    known = KnownSums()
-    running = known.begin(_current(), STEP, SETUP, following, FaultPlan(()))  # type: ignore[arg-type]
+    known = KnownSums(SETUP.worker, following, FaultPlan(()))
+    running = known.begin(_current(), STEP)  # type: ignore[arg-type]
     running.partial_sums = lambda: pytest.fail("sums of a decided step are wanted")  # type: ignore[method-assign]
     known.keep(4)
     assert known.told() is None

@@ -18,11 +18,10 @@ from morph.contract.messages import (
     Slot,
     Source,
     StepOrder,
-    WorkerReady,
     WorkerSetup,
 )
 from morph.runtime.process.single import single_plan
-from morph.runtime.process.worker import Worker
+from morph.runtime.process.worker import Worker, set_up
 from morph.runtime.step import pace
 from morph.runtime.step.pace import MICRO_BATCHES, Prober
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, load_tiny_job
@@ -87,7 +86,6 @@ class Alone:
     """One worker in this process that trains the tiny job as 1x1."""
 
     def __init__(self, job: TinyJob, directory: Path, spells: tuple[SlowSpell, ...] = ()) -> None:
-        self.worker = Worker()
         self._job = job
         setup = WorkerSetup(
             worker="w",
@@ -101,7 +99,9 @@ class Alone:
             listen_host="127.0.0.1",
             slow_spells=spells,
         )
-        assert isinstance(self.worker.setup(setup), WorkerReady)
+        worker = set_up(setup)
+        assert isinstance(worker, Worker)
+        self.worker = worker
 
     def form(self) -> None:
         num_micro_batches = self._job.batch_size // MICRO_BATCH_SIZE

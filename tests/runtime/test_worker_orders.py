@@ -9,12 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from manager.rehearsal.device import EmulationOptions, emulated_device
 from morph.contract.errors import CheckpointError, GenerationAborted, PeerLost, WaitTimeout
 from morph.contract.messages import Aborted, CommitOrder, Failed, StepOrder, WorkerReady, WorkerSetup
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.process.worker import Worker
+from morph.runtime.process.worker import Worker, set_up
+from simulator import synthetic_profile
 from tests.runtime.conftest import CutJob
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS
+
+PROFILE = synthetic_profile(num_sections=2, forward_s=0.0002, batch_size=8, micro_batch_size=4)
+EMULATED = {
+    "fingerprint": PROFILE.job.fingerprint,
+    "num_sections": PROFILE.num_sections,
+    "micro_batch_size": 4,
+    "emulation": emulated_device(PROFILE, 4, range(2, 3), EmulationOptions()),
+}
 
 
 def make_setup(tmp_path: Path, **fields: object) -> WorkerSetup:
@@ -34,9 +44,9 @@ def make_setup(tmp_path: Path, **fields: object) -> WorkerSetup:
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Worker:
-    """A worker that knows its name and nothing else."""
-    made = Worker()
-    made._setup = make_setup(tmp_path)
+    """A worker of an emulated device, in no generation."""
+    made = set_up(make_setup(tmp_path, **EMULATED))
+    assert isinstance(made, Worker)
     return made
 
 
@@ -101,17 +111,11 @@ def test_an_abort_reaches_the_running_generation_and_not_a_later_one(worker: Wor
     assert worker._interrupt.aborted
 
 
-def test_a_worker_that_is_not_set_up_gives_signs_of_life() -> None:
-    worker = Worker()
-    worker.abort(1)
-    assert worker.heartbeat(0.001).written == ()
-
-
 @pytest.mark.slow
 def test_setting_up_ends_in_a_ready_worker(tiny: CutJob, tmp_path: Path) -> None:
-    answer = Worker().setup(make_setup(tmp_path, fingerprint=tiny.model.fingerprint))
-    assert isinstance(answer, WorkerReady)
-    assert answer.worker == "w0"
+    worker = set_up(make_setup(tmp_path, fingerprint=tiny.model.fingerprint))
+    assert isinstance(worker, Worker)
+    assert worker.ready.worker == "w0"
 
 
 @pytest.mark.slow
@@ -127,7 +131,7 @@ def test_a_setup_that_cannot_be_fails_and_names_the_mistake(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fields: dict[str, object], detail: str, parts: list[str]
 ) -> None:
     with caplog.at_level(logging.CRITICAL, logger="morph.runtime.process.worker"):
-        answer = Worker().setup(make_setup(tmp_path, **fields))
+        answer = set_up(make_setup(tmp_path, **fields))
     assert isinstance(answer, Failed)
     assert answer.detail == detail
     for part in parts:
@@ -184,24 +188,19 @@ def test_an_order_that_was_given_up_is_given_up_when_it_comes_again(worker: Work
     assert isinstance(worker._once(order, (), lambda: "done"), Aborted)
 
 
-@pytest.mark.slow
-def test_a_worker_that_is_set_up_again_keeps_its_model(tiny: CutJob, tmp_path: Path) -> None:
-    worker, answers, workloads = Worker(), [], []
-    for _ in range(2):
-        answers.append(worker.setup(make_setup(tmp_path, fingerprint=tiny.model.fingerprint)))
-        workloads.append(worker._workload)
-    assert isinstance(answers[0], WorkerReady)
-    assert answers[0] == answers[1]
-    assert workloads[0] is workloads[1]
+def test_a_worker_that_is_set_up_again_is_ready_as_before(worker: Worker, tmp_path: Path) -> None:
+    again = worker.setup(make_setup(tmp_path, **EMULATED))
+    assert isinstance(again, WorkerReady)
+    assert again == worker.ready
 
 
-@pytest.mark.slow
 def test_a_worker_has_the_variables_that_its_user_named_and_keeps_no_other_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NAMED_BY_THE_USER", "before")
-    setup, worker = make_setup(tmp_path, variables={"NAMED_BY_THE_USER": "s3cret"}), Worker()
-    worker.setup(setup)
+    setup = make_setup(tmp_path, variables={"NAMED_BY_THE_USER": "s3cret"}, **EMULATED)
+    worker = set_up(setup)
+    assert isinstance(worker, Worker)
     assert os.environ["NAMED_BY_THE_USER"] == "s3cret"
     assert worker._setup.variables == {}
     assert "s3cret" not in repr(setup)

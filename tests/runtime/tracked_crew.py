@@ -13,12 +13,12 @@ from calibrate.computing.subject import Subject
 from manager.controller.shape.placement import choose_sources, place
 from manager.controller.state.config import units_by_stage
 from morph.contract.decided import Decided, decided_step
-from morph.contract.messages import Prepared, Reshaped, ReshapeOrder, StepOrder, WorkerReady, WorkerSetup
+from morph.contract.messages import Prepared, Reshaped, ReshapeOrder, StepOrder, WorkerSetup
 from morph.contract.plan import Plan
 from morph.cutting import CutModel
 from morph.jobs.files import imported_once
 from morph.runtime.groups.store import StoreHost
-from morph.runtime.process.worker import Worker
+from morph.runtime.process.worker import Worker, set_up
 from morph.runtime.state.reducing import Reduction
 
 LOOPBACK = "127.0.0.1"
@@ -37,7 +37,7 @@ class TrackedCrew:
 
     def __init__(self, subject: Subject, model: CutModel, names: Sequence[str], directory: Path) -> None:
         self.units = {unit.id: unit.sections for unit in model.units}
-        self.workers = {name: Worker() for name in names}
+        self.workers: dict[str, Worker] = {}
         self.live = {name: LiveBytes() for name in names}
         self._reading = threading.Lock()
         self._here = threading.local()
@@ -46,7 +46,7 @@ class TrackedCrew:
         self._decided: Decided | None = None
         self._held: dict[str, frozenset[str]] = {}
         self.slots: dict[str, int] = {}
-        for name, worker in self.workers.items():
+        for name in names:
             setup = WorkerSetup(
                 worker=name,
                 job_path=subject.job_path,
@@ -60,8 +60,9 @@ class TrackedCrew:
                 secret="of the run",
             )
             with imported_once(subject.job_path):  # so that all but the first read the cut that was kept
-                answer = worker.setup(setup)
-            assert isinstance(answer, WorkerReady), answer
+                worker = set_up(setup)
+            assert isinstance(worker, Worker), worker
+            self.workers[name] = worker
             self._take_turns(worker)
 
     def _take_turns(self, worker: Worker) -> None:

@@ -23,6 +23,7 @@ from morph.contract.faults import Fault
 from morph.contract.messages import (
     CommitOrder,
     Committed,
+    Failed,
     Prepared,
     Reshaped,
     ReshapeOrder,
@@ -112,10 +113,10 @@ def _data_workers(worker: Any) -> tuple[tuple[int, ...], int]:
 
 def _serve(orders: Connection, control: Connection) -> None:
     """Body of a worker's process: orders in this thread, control in another."""
-    from morph.runtime.process.worker import Worker
+    from morph.runtime.process.worker import Worker, set_up
     from morph.runtime.state import unit_state
 
-    workers = [Worker()]
+    workers: list[Worker] = []
     first_exponent = unit_state.first_exponent
 
     def footprint() -> Footprint:
@@ -155,12 +156,16 @@ def _serve(orders: Connection, control: Connection) -> None:
             orders.send(_data_workers(workers[-1]))
             continue
         if name == "setup":  # a worker is set up once in its life
-            before = workers[-1]._generation
-            if before is not None:  # else whoever collects garbage waits for what is under way in its groups
-                workers[-1]._reaper.reap(before.groups)
-            if beside := getattr(getattr(workers[-1], "_workload", None), "_data_workers", None):
-                beside.close()
-            workers[:] = [Worker()]
+            for before in workers:
+                if before._generation is not None:  # else the collector of garbage waits for what its groups still do
+                    before._reaper.reap(before._generation.groups)
+                if beside := getattr(before._workload, "_data_workers", None):
+                    beside.close()
+            made = set_up(*arguments)
+            if isinstance(made, Failed):
+                orders.send(made)
+                continue
+            workers[:] = [made]
         orders.send(getattr(workers[-1], name)(*arguments))
 
 

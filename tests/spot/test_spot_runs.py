@@ -19,17 +19,17 @@ from typer.testing import CliRunner
 from manager.engine.vms.spending import Spending
 from manager.providers.interface.provider import Misconfigured
 from manager.providers.local import LocalProvider
+from manager.run.resolution import load_cloud
 from manager.spot.launcher import TAKEN_CODE, Launcher, Outcome, Source
 from manager.spot.opening import open_local, open_provided
 from manager.spot.spec import SpotJob
 from morph.cli.main import app
-from morph.cli.reading.cluster_file import load_cluster
-from morph.cli.runs.prepare import load_cloud
 from morph.contract.cluster import Limits
 from morph.contract.errors import InputError
 from morph.contract.lives import Change
 from morph.spot.script import Script
 from morph.spot.storage import read_newest, write_backup
+from morph.yaml_files import load_cluster
 from tests.forked_scripts import Nursery
 from tests.grids import IS_LONG
 from tests.system.hosts import Hosts

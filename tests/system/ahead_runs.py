@@ -10,12 +10,12 @@ from manager.controller.state.actions import SendPreCopy
 from manager.controller.state.config import ControllerConfig
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed, Observer
-from manager.engine.run.machines import Processes
-from manager.engine.run.session import RunSpec, run_session
+from manager.engine.machines.machines import Processes
 from manager.rehearsal.device import EmulationOptions
 from manager.report.reading import read_report
 from manager.report.values import RunReport
 from manager.run.job_snapshot import collect, pack
+from manager.run.session import RunSpec, run_session
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import ClusterConfig, Policy

@@ -10,10 +10,10 @@ from pathlib import Path
 from manager.controller.state.config import ControllerConfig
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed, Observer
-from manager.engine.run.machines import OpenMachines
-from manager.engine.run.session import RunSpec, run_session
+from manager.engine.machines.machines import OpenMachines
 from manager.host.handed_on import handed_on
 from manager.run.job_snapshot import collect, pack
+from manager.run.session import RunSpec, run_session
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.checkpoint import Manifest

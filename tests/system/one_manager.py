@@ -21,12 +21,12 @@ from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import Event, ManagerResumed, WorkerAnswered
 from manager.engine.loop.driver import Observed
 from manager.engine.loop.event_queue import EventQueue
-from manager.engine.run import session
-from manager.engine.run.again import Again, until_it_ends
-from manager.engine.run.attachment import find_living
-from manager.engine.run.session import RunSpec
+from manager.engine.machines.attachment import find_living
 from manager.journal.records import Fact
+from manager.run import session
+from manager.run.again import Again, until_it_ends
 from manager.run.job_snapshot import collect, pack
+from manager.run.session import RunSpec
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.base import Value

@@ -9,11 +9,12 @@ import pytest
 
 from manager.controller.state.events import NodeAppeared, NodeFacts
 from manager.history.lives import Ending, lives_of
-from manager.journal.journal import FILE_NAME, Journal
+from manager.journal.journal import Journal
 from manager.journal.records import VM_KILLED, Fact
 from manager.journal.replay import replay
 from manager.report.summary import summarise
 from manager.report.values import RunReport
+from manager.run_dir import JOURNAL
 from morph.contract.plan import Plan, load_plan
 from morph.contract.profile import load_profile
 from tests.system.commands import RunningMorph, morph
@@ -59,7 +60,7 @@ def test_calibrate_plan_simulate_run_and_status_work_one_after_the_other(
     assert f"steps: {STEPS} of {STEPS} done" in plain
     assert (tmp_path / "status.png").read_bytes().startswith(PNG)
 
-    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+    with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         assert replay(journal).version == report.version
         entries = journal.read()
     facts = [Fact.model_validate_json(entry.payload_json) for entry in entries if entry.kind == "fact"]

@@ -12,9 +12,9 @@ from manager.controller.state.config import ControllerConfig
 from manager.controller.state.state import Phase
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed, Observer
-from manager.engine.run.machines import OpenMachines, Processes
-from manager.engine.run.session import RunSpec, run_session
+from manager.engine.machines.machines import OpenMachines, Processes
 from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
+from manager.run.session import RunSpec, run_session
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import ClusterConfig, Policy

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from manager.engine.joining.certificates import Tls, certificates_of, make_certificates
 from manager.enrolment.files import Certificates
-from manager.journal.journal import FILE_NAME as JOURNAL
 from manager.journal.journal import Journal
 from manager.journal.records import Fact
 from manager.notices.agent import Agent
 from manager.notices.source import Standing
 from manager.report.reading import read_report
+from manager.run_dir import JOURNAL
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.cli.main import app
 from tests.cloud.waiting import until

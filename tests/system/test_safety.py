@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from manager.dashboard.server import read_address
 from manager.host.gone import lives
-from manager.journal.journal import FILE_NAME as JOURNAL
 from manager.journal.journal import Journal
 from manager.report.reading import read_report
+from manager.run_dir import JOURNAL
 from morph.checkpoint.manifest import complete_versions
 from morph.cli.main import app
 from tests.system.commands import COMMAND, ROOT, environment_of_commands

@@ -18,7 +18,7 @@ from manager.controller.state.state import Phase
 from manager.engine.local_vms.namespaces import HostNetwork
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed
-from manager.engine.run.machines import Processes
+from manager.engine.machines.machines import Processes
 from morph.contract.cluster import Policy
 from morph.contract.faults import SlowSpell
 from morph.contract.messages import Aborted, Prepared, WorkerReady

@@ -13,9 +13,9 @@ from manager.controller.state.actions import Finish
 from manager.controller.state.events import WorkerAnswered
 from manager.controller.state.state import Phase
 from manager.engine.loop.driver import Observed
-from manager.engine.run.machines import Processes
-from manager.engine.run.session import run_session
+from manager.engine.machines.machines import Processes
 from manager.run.job_snapshot import collect, pack
+from manager.run.session import run_session
 from manager.run_dir import RunDir
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.faults import Fault

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,15 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 from morph.cli.main import app
-from morph.cli.models.checks import agreement_note
 from morph.contract.errors import ExportError, JobError
 from morph.cutting import ExportedJob, cut, export_job
 from morph.cutting.cuts.analysis import REFERENCE_SAMPLES, analyse
 from morph.cutting.exporting.exported import GraphJob
 from morph.jobs.job import Job, load_job
+from morph.preflight import checks
+from morph.preflight.checks import CHECKS, CheckedJob, Effort, Needs, check
 from morph.preflight.comparison_cache import agreement_key, keep_agreement, kept_agreement
-from morph.preflight.plain_comparison import QUICK_FLOPS, Agreement, Limits, compare_with_plain
+from morph.preflight.plain_comparison import QUICK_FLOPS, Agreement, Limits, agreement_note, compare_with_plain
 from morph.runtime.state.accumulators import ExactAccumulator, Reduced
 from morph.user_cache import cache_folder
 
@@ -457,3 +459,30 @@ def test_the_cache_is_where_the_user_has_caches(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.platform", "linux")
     assert cache_folder() == Path(folder)
+
+
+def test_checks_are_carried_out_the_cheapest_first_but_for_those_that_are_left_out(
+    good: tuple[Job, ExportedJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = [list(Needs).index(entry.needs) for entry in CHECKS]
+    assert costs == sorted(costs)
+    carried_out: list[str] = []
+
+    def noted(name: str) -> Callable[[CheckedJob, Effort, checks.Report], checks.Report]:
+        return lambda _checked, _effort, report: carried_out.append(name) or report
+
+    monkeypatch.setattr(checks, "CHECKS", [replace(entry, carry_out=noted(entry.name)) for entry in CHECKS])
+    said: list[str] = []
+    model = cut(good[1], num_sections=2, micro_batch_size=1)
+    effort = Effort(memory_bytes=1, leave_out=frozenset({"dependencies", "loss"}), say=said.append)
+    check(CheckedJob("jobs.py:good", *good, model), effort)
+    assert carried_out == ["settings", "data", "comparison"]
+    assert said[-1] == "checking that the cut model trains as the plain one does"
+
+
+def test_the_documentation_has_every_check_with_what_it_needs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "your-model.md").read_text(encoding="utf-8")
+    section = text.split("## What is checked before a run starts\n")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    told = [(name, needs, re.sub(r"\[(.+)\]\(.+?\)", r"\1", finds)) for name, needs, finds, *_ in rows]
+    assert told == [(entry.name, entry.needs.value, entry.finds) for entry in CHECKS]

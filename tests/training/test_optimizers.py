@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from morph.checkpoint.unit_files import from_payload, to_payload
 from morph.contract.errors import JobError
-from morph.contract.job_file import Change
+from morph.contract.job_facts import Change
 from morph.cutting import cut, export_job
 from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.runtime.state.accumulators import Reduced

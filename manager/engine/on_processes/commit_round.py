@@ -98,7 +98,8 @@ def main() -> None:
     """Be a worker for as long as standard input is open."""
     home = Home.model_validate_json(sys.stdin.buffer.readline())
     until_ended(sys.stdin.buffer.read)
-    serve(home, _Answerer(home.worker))
+    worker = _Answerer(home.worker)
+    serve(home, lambda _setup: worker, worker)
 
 
 if __name__ == "__main__":

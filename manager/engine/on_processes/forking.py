@@ -22,7 +22,7 @@ from morph.link.home import Home
 from morph.runtime.emulation.workload import EmulatedWorkload
 from morph.runtime.groups.store import StoreHost
 from morph.runtime.process.serving import serve, until_ended
-from morph.runtime.process.worker import Worker
+from morph.runtime.process.worker import set_up
 from morph.runtime.state.deferred_compiler import prepare_torch
 from morph.runtime.state.fixed_point import prepare
 from morph.runtime.workloads.job_workload import JobWorkload
@@ -90,7 +90,7 @@ def _child(request: dict[str, Any], descriptors: list[int], host: socket.socket)
         enter(request["namespace"])
         if "worker" in request:
             until_ended(lambda: host.recv(1))
-            serve(Home.model_validate_json(request["home"]), Worker())
+            serve(Home.model_validate_json(request["home"]), set_up)
         else:
             store = StoreHost(request["store"], request["port"])
             Connection(descriptors[0]).send_bytes(str(store.port()).encode())

@@ -10,7 +10,7 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,91 +37,110 @@ class ProcessVms:
     A fork takes milliseconds: one VM after the other.
 
     Args:
+        line: To the process that is forked from.
+        directory: Of its control socket.
         log_path: What workers write to standard error goes there.
-        namespace_of: The network namespace of a VM's host; None: this machine's own network.
-        remove_if_killed: A directory to remove should this process be killed.
-        patience_s: How long everything outlives this process, should it be killed.
         home: Where the worker of a VM calls.
-        job_path: What this job imports is imported before the first fork; empty: no job's.
+        namespace_of: The network namespace of a VM's host; None: this machine's own network.
+        pids: The VMs that are there.
+        order: A pipe to a process that waits to hear what to import; None: it has.
     """
 
     boots_at_once = 1
 
     def __init__(
         self,
+        line: HostLine,
+        directory: Path,
+        log_path: Path,
+        home: Callable[[str], Home],
+        namespace_of: Callable[[str], str | None],
+        pids: Mapping[str, int],
+        order: int | None = None,
+    ) -> None:
+        self._line, self._directory, self._log_path = line, directory, log_path
+        self._home, self._namespace_of, self._order = home, namespace_of, order
+        self._lock, self._asking = threading.Lock(), threading.Lock()
+        self._pids, self._is_closed = dict(pids), False
+
+    @classmethod
+    def begin(
+        cls,
+        workers: socket.socket,
         log_path: Path,
         home: Callable[[str], Home],
         namespace_of: Callable[[str], str | None] = lambda _vm: None,
         remove_if_killed: Path | None = None,
         patience_s: float = 0.0,
-        job_path: str = "",
-    ) -> None:
-        self._job_path = job_path
-        self._log_path = log_path
-        self._namespace_of = namespace_of
-        self._remove_if_killed = remove_if_killed
-        self._patience_s = patience_s
-        self._home = home
-        self._directory: Path | None = None
-        self._line: HostLine | None = None
-        self._order: int | None = None
-        self._lock, self._asking = threading.Lock(), threading.Lock()
-        self._pids: dict[str, int] = {}
-
-    def begin(self, workers: socket.socket) -> None:
+    ) -> ProcessVms:
         """Start the process that is forked from, which keeps the socket at which workers call.
 
         It imports what every worker needs, in seconds, and does nothing else until ``start``.
-        """
-        self._directory = make_folder(OWN_SOCKET)
-        removed = [str(path) for path in (self._directory, self._remove_if_killed) if path is not None]
-        environment = {**handed_on(os.environ), **_ENVIRONMENT}
-        order, self._order = os.pipe()
-        try:
-            self._line = HostLine.start(
-                HOST,
-                self.control_socket,
-                self._patience_s,
-                self._log_path,
-                [str(workers.fileno()), *removed],
-                environment,
-                workers,
-                order,
-            )
-        finally:
-            os.close(order)
 
-    def start(self) -> None:
+        Args:
+            workers: That socket.
+            log_path: What workers write to standard error goes there.
+            home: Where the worker of a VM calls.
+            namespace_of: The network namespace of a VM's host; None: this machine's own network.
+            remove_if_killed: A directory to remove should this process be killed.
+            patience_s: How long everything outlives this process, should it be killed.
+        """
+        directory = make_folder(OWN_SOCKET)
+        removed = [str(path) for path in (directory, remove_if_killed) if path is not None]
+        environment = {**handed_on(os.environ), **_ENVIRONMENT}
+        theirs, order = os.pipe()
+        try:
+            arguments = [str(workers.fileno()), *removed]
+            socket_path = directory / OWN_SOCKET
+            line = HostLine.start(HOST, socket_path, patience_s, log_path, arguments, environment, workers, theirs)
+        except BaseException:
+            os.close(order)
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        finally:
+            os.close(theirs)
+        return cls(line, directory, log_path, home, namespace_of, {}, order)
+
+    @classmethod
+    def take_over(
+        cls,
+        line: HostLine,
+        control_socket: Path,
+        vms: Mapping[str, int],
+        log_path: Path,
+        home: Callable[[str], Home],
+        namespace_of: Callable[[str], str | None] = lambda _vm: None,
+    ) -> ProcessVms:
+        """Go on with the host that another manager left, and its VMs."""
+        hold(control_socket.parent)
+        return cls(line, control_socket.parent, log_path, home, namespace_of, vms)
+
+    def start(self, job_path: str = "") -> None:
         """Let the process that was begun import what the job does, and wait the seconds until it is ready.
+
+        Args:
+            job_path: What this job imports is imported before the first fork; empty: no job's.
 
         Raises:
             ClusterError: when it does not come up within ``START_TIMEOUT_S``.
         """
-        assert self._line is not None, "the host is not begun"
         self._log_path.touch()
-        self._tell({"job": self._job_path, "log": str(self._log_path.absolute())})
+        self._tell({"job": job_path, "log": str(self._log_path.absolute())})
         self._line.greeting(START_TIMEOUT_S)
-
-    def take_over(self, line: HostLine, control_socket: Path, vms: dict[str, int]) -> None:
-        """Instead of ``start``: go on with the host that another manager left."""
-        hold(control_socket.parent)
-        self._directory, self._line, self._pids = control_socket.parent, line, dict(vms)
 
     @property
     def control_socket(self) -> Path:
         """Where another manager finds the host."""
-        assert self._directory is not None, "the host is not started"
         return self._directory / OWN_SOCKET
 
     def settle(self) -> None:
         """From now on another manager would find it."""
-        assert self._line is not None
         self._line.settle()
 
     @property
     def pid(self) -> int:
         """The process that owns them."""
-        return self._line.pid if self._line is not None else 0
+        return self._line.pid
 
     def check(self) -> None:
         """See that the process that owns them lives.
@@ -197,13 +216,14 @@ class ProcessVms:
 
     def close(self) -> None:
         """End every process. Safe to call twice."""
-        line, self._line = self._line, None
+        is_closed, self._is_closed = self._is_closed, True
+        if is_closed:
+            return
         self._tell(None)
-        if line is not None and not line.end():
+        if not self._line.end():
             self.prepare_kill(list(self._pids))()
-            line.kill()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._line.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _tell(self, order: dict[str, str] | None) -> None:
         """Give the host that was begun its order, or none; once."""
@@ -213,12 +233,11 @@ class ProcessVms:
                 stdin.write(json.dumps(order).encode() + b"\n" if order else b"")
 
     def _ask(self, request: dict[str, Any], ends: Sequence[socket.socket] = ()) -> int:
-        line = self._line
-        if line is None:
+        if self._is_closed:
             raise ClusterError("the cluster is closed")
         try:
             with self._asking:
-                line.send(request, [end.fileno() for end in ends])
-                return int(line.receive("a worker to be forked", FORK_TIMEOUT_S)["pid"])
+                self._line.send(request, [end.fileno() for end in ends])
+                return int(self._line.receive("a worker to be forked", FORK_TIMEOUT_S)["pid"])
         except ClusterError as error:
             raise ClusterError(f"no worker can be forked: {error}") from error

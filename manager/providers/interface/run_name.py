@@ -8,11 +8,9 @@ from pathlib import Path
 from pydantic import Field
 
 from manager.providers.interface.provider import vm_name
-from manager.run_dir import write_in_run_dir
+from manager.run_dir import VMS, write_in_run_dir
 from morph.contract.base import Value, read_json
 from morph.contract.errors import RunDirError
-
-FILE_NAME = "vms.json"
 
 
 class RunName(Value):
@@ -35,7 +33,7 @@ def name_of(run_dir: Path, job: str) -> RunName:
     Raises:
         RunDirError: the file in the run directory is damaged.
     """
-    path = run_dir / FILE_NAME
+    path = run_dir / VMS
     if path.exists():
         return read_json(path, RunName, RunDirError)
     clean = vm_name(job, 0).rsplit("-", 1)[0][:24].strip("-")
@@ -48,4 +46,4 @@ def write_name(run_dir: Path, name: RunName) -> None:
     Raises:
         RunDirError: it cannot be written.
     """
-    write_in_run_dir(run_dir / FILE_NAME, name.model_dump_json(indent=2) + "\n")
+    write_in_run_dir(run_dir / VMS, name.model_dump_json(indent=2) + "\n")

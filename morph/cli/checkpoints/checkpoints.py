@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from morph.cli.reading.options import JsonOption
-from morph.cli.reading.stored import StoredArgument, no_checkpoint, stored_at, target_url, unknown_version, with_newest
+from morph.cli.reading.options import JsonOption, StoredArgument
 
 if TYPE_CHECKING:
     from morph.checkpoint.looking import Look
@@ -80,6 +79,7 @@ def ls_command(source: StoredArgument, as_json: JsonOption = False) -> None:
     import json
     import time
 
+    from manager.run.stored import no_checkpoint, stored_at
     from morph.checkpoint.looking import looks
     from morph.tables import wide_console
 
@@ -105,6 +105,7 @@ def verify_command(
       morph checkpoints verify runs/tiny
       morph checkpoints verify az://container/run --version 40
     """
+    from manager.run.stored import stored_at, unknown_version
     from morph.checkpoint.looking import State, looks
     from morph.checkpoint.stored import stored_versions
 
@@ -133,6 +134,7 @@ def keep_command(
       morph checkpoints keep runs/tiny 40
       morph checkpoints keep runs/tiny 40 --undo
     """
+    from manager.run.stored import stored_at, unknown_version
     from morph.checkpoint.retention import keep, let_go
     from morph.checkpoint.stored import stored_versions
 
@@ -165,7 +167,8 @@ def rm_command(
     Example:
       morph checkpoints rm runs/tiny 20 40
     """
-    from manager.stopping import holder_of
+    from manager.run.stored import stored_at, unknown_version
+    from manager.run_dir import holder_of
     from morph.checkpoint.looking import looks
     from morph.checkpoint.retention import refusal
     from morph.checkpoint.storage import writing
@@ -205,6 +208,7 @@ def copy_command(
     Example:
       morph checkpoints copy runs/tiny az://container/tiny
     """
+    from manager.run.stored import stored_at, target_url, unknown_version, with_newest
     from morph.checkpoint.copying import copy_version
     from morph.checkpoint.manifest import complete_versions, read_manifest
 

@@ -61,29 +61,28 @@ def _find(job_path: str, num_sections: int | None, m: int | None) -> tuple[CutRe
     """Return the cuts, and how they compare with the plain model."""
     doing(f"loading PyTorch and {job_path}")
     say = partial(doing, file=sys.stderr)  # as it is now: what the job's code prints there is held back
-    from morph.cli.models.checks import TRIED_ONCE, agreement_note, compare_once, users_code, warn_of_loss
+    from calibrate.timing.environment import available_bytes
     from morph.cutting import cut, export_job
     from morph.cutting.cuts.report import report_cuts
     from morph.jobs.job import load_job
-    from morph.preflight.data_check import check_data
-    from morph.runtime.workloads.job_workload import check_training
+    from morph.preflight.checks import CheckedJob, Effort, check, users_code
 
     with users_code(job_path):
         job = load_job(job_path)
         say("tracing the model")
         exported = export_job(job)
-        check_data(job)
         model = cut(
             exported,
             num_sections=num_sections if num_sections is not None else job.num_sections,
             micro_batch_size=m or job.micro_batch_size or 1,
         )
-        check_training(job, model)
-        report = report_cuts(exported, model)
-        say("comparing the cut model with the plain one")
-        compared = compare_once(job, exported, model, quick=True)
-        warn_of_loss(job, report.num_parameters, TRIED_ONCE)
-        return report, agreement_note(compared)
+        effort = Effort(
+            memory_bytes=available_bytes(), quick=True, leave_out=frozenset({"dependencies"}), refuse=False, say=say
+        )
+        found = check(CheckedJob(job_path, job, exported, model), effort)
+        for warning in found.warnings:
+            print(warning, file=sys.stderr)
+        return report_cuts(exported, model), found.comparison
 
 
 def _section_table(report: CutReport) -> Table:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from morph.cli.reading.options import StoredArgument
 from morph.cli.reading.progress import doing
-from morph.cli.reading.stored import Stored, StoredArgument, no_checkpoint, stored_at, unknown_version, with_newest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from manager.run.stored import Stored
     from morph.contract.checkpoint import Manifest
     from morph.jobs.job import Job
 
@@ -43,6 +44,7 @@ def export_command(
       morph export runs/tiny tiny.safetensors
       morph export az://container/run tiny.safetensors --job my_job.py:job
     """
+    from manager.run.stored import no_checkpoint, stored_at, unknown_version, with_newest
     from morph.contract.errors import InputError
 
     stored = stored_at(source)

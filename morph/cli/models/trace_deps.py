@@ -41,30 +41,29 @@ def trace_deps_command(
     say = partial(doing, file=sys.stderr)  # as it is now: what the job's code prints there is held back
     import torch
 
-    from morph.cli.models.checks import agreement_note, compare_once, users_code
+    from calibrate.timing.environment import available_bytes
     from morph.cutting import cut, export_job
     from morph.jobs.job import load_job
-    from morph.preflight.data_check import check_data
-    from morph.runtime.workloads.job_workload import check_training
-    from morph.tracing import check_dependencies
+    from morph.preflight.checks import CheckedJob, Effort, check, users_code
+    from morph.tracing import micro_batch_size_of
 
     torch.set_num_threads(1)
     with users_code(job):
         loaded = load_job(job)
-        say("tracing the model, and a step of training")
+        say("tracing the model")
         exported = export_job(loaded)
-        check_data(loaded)
         wanted = num_sections if num_sections is not None else loaded.num_sections
-        size = m or loaded.micro_batch_size or 1
-        check_training(loaded, cut(exported, num_sections=wanted, micro_batch_size=size))
-        report = check_dependencies(loaded, num_sections=num_sections, micro_batch_size=m, exported=exported)
-        model = cut(exported, num_sections=report.num_sections, micro_batch_size=report.micro_batch_size)
-        say("comparing the cut model with the plain one")
-        compared = compare_once(loaded, exported, model, quick=True, steps=not report.violations)
+        model = cut(exported, num_sections=wanted, micro_batch_size=micro_batch_size_of(loaded, m))
+        effort = Effort(
+            memory_bytes=available_bytes(), quick=True, leave_out=frozenset({"loss"}), refuse=False, say=say
+        )
+        found = check(CheckedJob(job, loaded, exported, model), effort)
+    report = found.dependencies
+    assert report is not None
     if as_json:
         print(json.dumps(report.to_json()))
     else:
-        _show(report, agreement_note(compared))
+        _show(report, found.comparison)
     raise typer.Exit(_EXIT_VIOLATION if report.violations else 0)
 
 

@@ -19,7 +19,6 @@ from morph.cli.plans.plan_options import (
     require,
 )
 from morph.cli.plans.settings import PlanSettings, with_settings
-from morph.cli.reading.cluster_file import read_settings
 from morph.cli.reading.options import (
     AnyScheduleOption,
     GpusPerNodeOption,
@@ -35,6 +34,7 @@ from morph.cli.reading.options import (
 from morph.cli.reading.progress import COMPILED_ONCE, doing_if_long
 from morph.contract.errors import PlanError
 from morph.contract.files import check_output, write_output
+from morph.yaml_files import read_settings
 
 if TYPE_CHECKING:
     from simulator import PlanChoice

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from morph.cli.plans.settings import Conditions
-from morph.cli.reading.cluster_file import SET
 from morph.cli.reading.errors import places
 from morph.contract import ranges
 from morph.contract.errors import PlanError
+from morph.yaml_files import SET
 
 if TYPE_CHECKING:
     from simulator import PlanRequest

@@ -13,7 +13,6 @@ import typer
 
 from morph.cli.plans.plan_options import memory_bytes_of, slow_of
 from morph.cli.plans.settings import RehearseSettings, with_settings
-from morph.cli.reading.cluster_file import SET, read_settings
 from morph.cli.reading.errors import places
 from morph.cli.reading.options import (
     JitterOption,
@@ -29,6 +28,7 @@ from morph.cli.reading.options import (
 )
 from morph.cli.reading.progress import doing
 from morph.words import counted, time_text
+from morph.yaml_files import SET, read_settings
 
 if TYPE_CHECKING:
     from rich.table import Table

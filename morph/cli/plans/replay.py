@@ -15,12 +15,12 @@ import typer
 from morph.cli.plans.plan_options import memory_bytes_of
 from morph.cli.plans.settings import ReplaySettings, with_settings
 from morph.cli.plans.trace_options import LikeOption, ModelOption, VmsOption, model_of, read_traces
-from morph.cli.reading.cluster_file import load_cluster, load_yaml, read_settings
 from morph.cli.reading.options import JsonOption, PngOption, SettingsOption
 from morph.cli.reading.progress import COMPILED_ONCE, doing_if_long, progress
 from morph.contract.errors import ConfigError
 from morph.contract.files import check_output, write_output
 from morph.words import counted
+from morph.yaml_files import load_cluster, load_yaml, read_settings
 
 if TYPE_CHECKING:
     from morph.contract.trace import Trace

@@ -10,7 +10,6 @@ import typer
 
 from morph.cli.plans.plan_options import from_options, given_options, refuse_together, request_of, require
 from morph.cli.plans.settings import SimulateSettings, with_settings
-from morph.cli.reading.cluster_file import read_settings
 from morph.cli.reading.options import (
     GpusPerNodeOption,
     JitterOption,
@@ -29,6 +28,7 @@ from morph.cli.reading.options import (
 from morph.cli.reading.progress import COMPILED_ONCE, doing_if_long
 from morph.contract.errors import PlanError
 from morph.contract.files import check_output
+from morph.yaml_files import read_settings
 
 
 @with_settings(SimulateSettings)

@@ -11,10 +11,10 @@ import typer
 
 from morph.cli.plans.settings import DrawnTrace, with_settings
 from morph.cli.plans.trace_options import LikeOption, ModelOption, VmsOption, model_of, read_traces
-from morph.cli.reading.cluster_file import read_settings
 from morph.cli.reading.options import JsonOption, SettingsOption
 from morph.contract.errors import ConfigError
 from morph.contract.files import check_output, write_output
+from morph.yaml_files import read_settings
 
 if TYPE_CHECKING:
     from morph.contract.trace import Trace

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from morph.cli.plans.settings import DrawnTrace
-from morph.cli.reading.cluster_file import SET
 from morph.contract.errors import ConfigError
+from morph.yaml_files import SET
 
 if TYPE_CHECKING:
     from morph.contract.trace import Trace

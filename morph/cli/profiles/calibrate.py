@@ -83,12 +83,10 @@ def calibrate_command(
     ] = None,
 ) -> None:
     """Its help is CALIBRATE_HELP."""
-    from morph.cli.models.checks import TRIED_ONCE, users_code, warn_of_loss
     from morph.cli.reading.errors import places
     from morph.contract.errors import ProfileError
     from morph.contract.files import check_output
     from morph.contract.profile import load_profile, write_profile
-    from morph.jobs.job import load_job
 
     others = {
         "--micro-batch": micro_batch,
@@ -123,10 +121,10 @@ def calibrate_command(
         return _with_commit_round(found, samples) if commit_round else found
 
     doing(f"loading PyTorch and {job}")
+    from morph.preflight.checks import users_code
+
     with progress() as told, users_code(job), places(_PLACES):
         found = measure(told)
-        if node_type is None:
-            warn_of_loss(load_job(job), sum(unit.parameter_bytes for unit in found.units) // 4, TRIED_ONCE)
     write_profile(found, path, as_read=known is not None)
     _show(found, node_type)
     if busy is not None:
@@ -138,15 +136,15 @@ calibrate_command.__doc__ = CALIBRATE_HELP
 
 
 def _check_job(subject: Subject) -> None:
-    """Check what a run would refuse: its settings, an optimizer that mixes parameter units, other gradients."""
-    from morph.cli.models.checks import agreement_note, compare_once, refuse_dependencies
-    from morph.runtime.workloads.job_workload import check_training
+    """Check what a run would refuse; the data was, when the subject was loaded."""
+    from calibrate.timing.environment import available_bytes
+    from morph.preflight.checks import CheckedJob, Effort, check
 
-    model = subject.cut(subject.job.micro_batch_size or 1)
-    check_training(subject.job, model)
-    refuse_dependencies(subject.job, subject.exported, subject.job_path, len(model.sections), model.micro_batch_size)
-    found = compare_once(subject.job, subject.exported, model, device=subject.device)
-    print(agreement_note(found), file=sys.stderr)
+    device, model = subject.device, subject.cut(subject.job.micro_batch_size or 1)
+    effort = Effort(memory_bytes=available_bytes(device), device=device, leave_out=frozenset({"data"}))
+    found = check(CheckedJob(subject.job_path, subject.job, subject.exported, model), effort)
+    for line in (*found.warnings, found.comparison):
+        print(line, file=sys.stderr)
 
 
 def _busy_note() -> str | None:

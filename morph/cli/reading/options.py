@@ -19,6 +19,14 @@ class ScheduleName(StrEnum):
 
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="path/to/file.py:name", show_default=False)]
 RunDirArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.")]
+StoredArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN_DIR_OR_URL",
+        help="The run's directory, or the fsspec URL or folder with its checkpoints.",
+        show_default=False,
+    ),
+]
 ProfileArgument = Annotated[
     Path, typer.Argument(help="Profile that `morph calibrate` wrote.", metavar="PROFILE", show_default=False)
 ]

@@ -20,14 +20,14 @@ from manager.report.timelines import read_timelines
 from manager.report.values import RunReport
 from manager.run.managed import managed_run
 from manager.run.request import IfChanged, RunRequest
+from manager.run.resolution import prepare
 from manager.run_dir import as_its_folder
-from morph.cli.models.checks import check_job
+from morph.cli.models.checks import check_device, check_job
 from morph.cli.reading.errors import EXIT_GOES_ON, EXIT_INTERRUPTED, places
 from morph.cli.reading.progress import doing, doing_if_long
-from morph.cli.runs.prepare import prepare
 from morph.cli.views.run_view import run_view
 from morph.contract.errors import TrainingStopped
-from morph.contract.job_file import JobFacts
+from morph.contract.job_facts import JobFacts
 from morph.contract.profile import Profile
 from morph.runtime.step.timeline import write_trace
 
@@ -54,6 +54,7 @@ def carry_out(request: RunRequest, run_dir: Path | None, shown: Shown, if_change
     """Do what ``morph run`` was asked for; ``run_dir``: instead of the job's own. Ends in the command's exit code."""
     with doing_if_long("reading the job's files"):
         run = prepare(request, run_dir)
+        check_device(run.cluster, str(run.request.cluster))
     directory = run.run_dir
     try:
         with places(run.places):

@@ -41,7 +41,7 @@ def dry_run_command(
     import json
 
     from manager.providers.azure.spec import AzureSpec, planned
-    from morph.cli.reading.cluster_file import load_yaml
+    from morph.yaml_files import load_yaml
 
     spec = load_yaml(file, AzureSpec)
     print(json.dumps(planned(spec, run, job, f"{job}-1", count), indent=1))
@@ -58,8 +58,8 @@ def reconcile_command(file: CloudFile, run: RunOption, job: JobOption) -> None:
       morph cloud reconcile configs/clouds/azure.yaml --run my-run --job my-job
     """
     from manager.providers.interface.provider import AGAIN, ProviderError
-    from morph.cli.reading.cluster_file import read_yaml
     from morph.contract.errors import ClusterError
+    from morph.yaml_files import read_yaml
 
     data = read_yaml(file)
     try:
@@ -77,8 +77,8 @@ def reconcile_command(file: CloudFile, run: RunOption, job: JobOption) -> None:
 
 def _end_on_azure(file: Path, run: str, job: str) -> tuple[Vm, ...]:
     from manager.providers.azure.spec import AzureSpec
-    from morph.cli.reading.cluster_file import load_yaml
     from morph.contract.errors import ConfigError
+    from morph.yaml_files import load_yaml
 
     spec = load_yaml(file, AzureSpec)
     try:
@@ -93,7 +93,7 @@ def _end_on_azure(file: Path, run: str, job: str) -> tuple[Vm, ...]:
 def _end_on_hosts(file: Path, run: str, job: str) -> tuple[Vm, ...]:
     from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
     from manager.providers.interface.provider import Misconfigured, end_all
-    from morph.cli.reading.cluster_file import load_yaml
+    from morph.yaml_files import load_yaml
 
     spec = StaticSpec(command=("false",), **dict(load_yaml(file, Hosts)))  # nothing is started
     leases = file.resolve().parent / spec.leases

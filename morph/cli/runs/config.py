@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from pydantic.fields import FieldInfo
 
+    from morph.contract.cluster import JobFile
+
 config_app = typer.Typer(help="Check, explain and describe cluster and job files.", no_args_is_help=True)
 
 
@@ -37,14 +39,13 @@ def check_command(file: FileArgument) -> None:
     Example:
       morph config check configs/runs/tiny_gpt.yaml
     """
-    from morph.cli.reading.cluster_file import load_config
-    from morph.cli.runs.prepare import check_job_file
-    from morph.contract.job_file import JobFile
+    from morph.contract.cluster import JobFile
+    from morph.yaml_files import load_config
 
     config = load_config(file)
     if isinstance(config, JobFile):
         doing("loading PyTorch and the job, and checking that its profile and VMs fit it")
-        print(f"{file}: a job file; {check_job_file(file, config)}")
+        print(f"{file}: a job file; {_check_job_file(file, config)}")
     else:
         print(f"{file}: a cluster file; every key is known and every value in range")
 
@@ -60,7 +61,7 @@ def explain_command(file: FileArgument) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from morph.cli.reading.cluster_file import load_config, read_yaml
+    from morph.yaml_files import load_config, read_yaml
 
     table = Table("key", "value", "from", "meaning", title=str(file))
     given = read_yaml(file)
@@ -81,11 +82,34 @@ def schema_command(
     """
     import json
 
-    from morph.contract.cluster import ClusterConfig
-    from morph.contract.job_file import JobFile
+    from morph.contract.cluster import ClusterConfig, JobFile
 
     model = JobFile if kind is FileKind.JOB else ClusterConfig
     print(json.dumps(model.model_json_schema(), indent=2))
+
+
+def _check_job_file(path: Path, file: JobFile) -> str:
+    """Check everything that a run checks before it starts; returns what would run, as a sentence.
+
+    Raises:
+        InputError: what is wrong.
+    """
+    from manager.run.request import RunRequest
+    from manager.run.resolution import resolve
+    from morph.cli.models.checks import check_device, check_job
+    from morph.cli.reading.errors import places
+
+    run = resolve(RunRequest(job=str(path), steps=1), path, file)
+    check_device(file, str(path))
+    with places(run.places):
+        with run.job_files.in_use():
+            check_job(run.request.job, run.profile)
+        config = run.config()
+    largest = config.target_nodes or max(config.plans)
+    return (
+        f"{run.profile.job.name} fits its profile; {file.job.steps} steps, with {largest} workers in shape "
+        f"{config.plans[largest].shape}, with {config.fewest_workers} at least"
+    )
 
 
 def _fields(section: BaseModel, before: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:

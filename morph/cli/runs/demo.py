@@ -60,12 +60,12 @@ def demo_command(
     from manager.run.request import RunRequest
     from manager.run_dir import read_facts
     from morph.cli.models.checks import check_job
-    from morph.cli.reading.cluster_file import load_cluster
     from morph.cli.runs.demo_tables import print_expectations, print_morphs, print_plans, print_shapes
     from morph.cli.views.run_view import run_view
     from morph.contract.cluster import LocalVms
     from morph.contract.errors import ConfigError
     from morph.contract.trace import write_trace
+    from morph.yaml_files import load_cluster
     from simulator import plan_table, spot_model
 
     known_cluster = _ending_at_once(load_cluster(cluster))

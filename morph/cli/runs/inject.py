@@ -80,7 +80,7 @@ def inject_command(
       morph inject runs/tiny --trace trace.csv --notice 0s --min-vms 2
       morph inject runs/tiny --vm tiny-gpt-1-3
     """
-    from manager.engine.run.preempting import Asked
+    from manager.engine.machines.preempting import Asked
     from manager.injection.injector import Injection, first_answer, inject, lines_of, planned_line
     from manager.run.preparation import from_its_first_event
     from manager.run_dir import read_facts

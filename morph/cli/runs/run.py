@@ -165,8 +165,8 @@ def resume_command(
       morph resume az://container/tiny --job my_job.py:job --run-dir runs/tiny
     """
     with doing_if_long(f"reading what was kept in {source}"):
+        from manager.run.recovery import is_stored, recovered
         from morph.cli.runs.carry_out import Shown, carry_out
-        from morph.cli.runs.recover import is_stored, recovered
 
     shown = Shown(plain, verbose, log_format is LogFormat.JSON, page)
     if is_stored(source):

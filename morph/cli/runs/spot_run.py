@@ -32,11 +32,11 @@ def spot_run_command(
 
     from manager.host.folders import make_folder, remove
     from manager.run.cloud import check_storage, check_url
+    from manager.run.resolution import load_cloud
     from manager.spot.opening import check_provided, open_local, open_provided
     from manager.spot.spec import SpotJob, lives_of
-    from morph.cli.reading.cluster_file import load_cluster, load_yaml
-    from morph.cli.runs.prepare import load_cloud
     from morph.elastic.launcher import interrupted_once
+    from morph.yaml_files import load_cluster, load_yaml
 
     job, source = load_yaml(job_file, SpotJob, settings or ()), str(job_file)
     if "://" in job.storage:

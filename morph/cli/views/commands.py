@@ -70,17 +70,16 @@ def events_command(
       morph events runs/tiny --verbose
       morph events runs/tiny --follow --json | jq .sentence
     """
-    from manager.journal.journal import FILE_NAME, Journal
+    from manager.journal.journal import Journal
     from manager.report.events import EventReader
-    from manager.run_dir import read_facts
-    from manager.stopping import holder_of
+    from manager.run_dir import JOURNAL, holder_of, read_facts
 
     def show(told: list[Told]) -> None:
         for entry in told:
             print(json.dumps(entry.model_dump()) if as_json else entry.line, flush=True)
 
     read_facts(run_dir)
-    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+    with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         reader = EventReader()
 
         def new() -> list[Told]:
@@ -161,8 +160,7 @@ def stop_command(
     Example:
       morph stop runs/tiny
     """
-    from manager.run_dir import read_facts
-    from manager.stopping import ask_to_stop, wait_for_end
+    from manager.run_dir import ask_to_stop, read_facts, wait_for_end
 
     read_facts(run_dir)
     holder = ask_to_stop(run_dir)

@@ -88,12 +88,13 @@ def _show_morph(run_dir: Path, number: int, path: Path | None) -> None:
     """Print one change of shape, worker by worker."""
     import json
 
-    from manager.journal.journal import FILE_NAME, Journal
+    from manager.journal.journal import Journal
     from manager.report.morph_trace import chrome_trace, morph_trace
     from manager.report.reading import report_of
+    from manager.run_dir import JOURNAL
     from morph.tables import table, wide_console
 
-    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+    with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         entries = journal.read()
     morphs = report_of(entries, source=str(run_dir)).morphs
     if number > len(morphs):

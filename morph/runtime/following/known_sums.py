@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from morph.contract.messages import StepOrder, WorkerSetup
+from morph.contract.messages import StepOrder
 from morph.contract.salvage import KeptSums
 from morph.runtime.following.lane import FollowLane
 from morph.runtime.groups.faults import FaultPlan
@@ -14,21 +14,25 @@ from morph.runtime.step.sums import HeldSum, Rings, StepSums
 
 
 class KnownSums:
-    """See the module's docstring. ``parts`` are those of a step that was given up."""
+    """See the module's docstring. ``parts`` are those of a step that was given up.
 
-    def __init__(self) -> None:
+    Args:
+        worker: Whose they are.
+        following: Has copies of others' sums, and is offered these.
+        faults: Scheduled faults.
+    """
+
+    def __init__(self, worker: str, following: FollowLane, faults: FaultPlan) -> None:
+        self._worker, self._following, self._faults = worker, following, faults
         self.parts: list[HeldSum] = []
         self._step: int | None = None
         self._running: StepSums | None = None
-        self._following: FollowLane | None = None
 
-    def begin(
-        self, current: Generation, order: StepOrder, setup: WorkerSetup, following: FollowLane, faults: FaultPlan
-    ) -> StepSums:
+    def begin(self, current: Generation, order: StepOrder) -> StepSums:
         """The sums of a step that begins, or begins anew in another shape with what is there of it."""
         assert current.slot is not None
         salvage = current.salvage_in(order)
-        mine = [] if salvage is None else [entry for entry in salvage.sums if entry.receiver == setup.worker]
+        mine = [] if salvage is None else [entry for entry in salvage.sums if entry.receiver == self._worker]
         every, micro_batches = current.order.copy_sums_every, current.micro_batches_in(order)
         keep = current.order.keep_sums and order.attempt == 0  # scales of a later attempt are no other worker's
 
@@ -37,7 +41,7 @@ class KnownSums:
             left = len(micro_batches) - num
             running = self._running  # no name of this frame: sums that hold themselves outlive their step
             if running is not None and keep and every and left and left % every == 0:
-                following.offer_sums(order.step, running.copies)
+                self._following.offer_sums(order.step, running.copies)
 
         running = StepSums(
             current.units,
@@ -45,13 +49,13 @@ class KnownSums:
             micro_batches,
             current.plan.num_micro_batches,
             current.plan.stages[-1].end_section - 1,
-            Rings(current.topology.unit_rings, current.ring_of, current.interrupt, faults),
+            Rings(current.topology.unit_rings, current.ring_of, current.interrupt, self._faults),
             salvage=salvage,
             held=[held_sum(entry.sum, self.parts) for entry in mine],
             keep=keep,
             counted=counted,
         )
-        self._step, self._running, self._following, self.parts = order.step, running, following, []
+        self._step, self._running, self.parts = order.step, running, []
         return running
 
     def keep(self, step: int) -> None:
@@ -80,9 +84,7 @@ class KnownSums:
 
     def _settle(self) -> None:
         """Nobody goes on with the step that runs: what is in its sums now stays, whatever arrives yet."""
-        if self._running is not None:
-            assert self._step is not None
-            assert self._following is not None
+        if self._running is not None and self._step is not None:
             self.parts = [*self._running.partial_sums(), *self._following.copies(self._step)]
             self._running = None
 

@@ -185,15 +185,15 @@ class Outgoing:
 
     def _run(self) -> None:
         try:
-            self._connect()
+            connection = self._connect()
             while (entry := self._next()) is not None:
-                self._send(*entry)
+                self._send(connection, *entry)
         except (OSError, RuntimeError) as error:  # the store raises RuntimeError and subclasses
             if self.error is None:
                 log.info("%s broke off: %s", self._name, error)
             self.end(f"{self._name} broke off: {type(error).__name__}: {error}")
 
-    def _connect(self) -> None:
+    def _connect(self) -> socket.socket:
         told = self._open_store().get(self._meeting.key).decode()
         connection = socket.create_connection(self._meeting.address(told), CONNECT_TIMEOUT_S)
         connection.settimeout(self._limit_s)
@@ -204,6 +204,7 @@ class Outgoing:
         if ended:
             close(connection)
         send_frame(connection, Frame(self._meeting.hello(told, self._worker), {}))
+        return connection
 
     def _next(self) -> tuple[Frame, int] | None:
         """The next frame, or None at the end; says once that the receiver has everything."""
@@ -220,7 +221,7 @@ class Outgoing:
             self._sending = True
             return self._queue.popleft()
 
-    def _send(self, frame: Frame, size: int) -> None:
+    def _send(self, connection: socket.socket, frame: Frame, size: int) -> None:
         kind = frame.facts["kind"]
         if kind == "state":
             self._faults.reach("send_ahead", frame.facts["version"])
@@ -228,8 +229,7 @@ class Outgoing:
             self._faults.reach("share_gradients")
         elif kind == "sums":
             self._faults.reach("share_sums")
-        assert self._connection is not None
-        send_frame(self._connection, frame)
+        send_frame(connection, frame)
         with self._condition:
             self._unsent_bytes -= size
             self._sent_bytes += size

@@ -19,11 +19,11 @@ class WorkerActor:
         try:
             gc.disable()  # what is imported stays: to look through it again and again takes a sixth of that time
             from morph.runtime.process.serving import serve
-            from morph.runtime.process.worker import Worker
+            from morph.runtime.process.worker import set_up
 
             gc.freeze()
             gc.enable()
-            serve(Home.model_validate_json(home), Worker())
+            serve(Home.model_validate_json(home), set_up)
         except Exception:
             log.exception("the worker ends")
         finally:

@@ -15,32 +15,39 @@ from functools import partial
 from typing import Any
 
 from morph.contract.base import Value
-from morph.contract.messages import WorkerReady, WorkerSetup
+from morph.contract.messages import Failed, WorkerSetup
 from morph.link.caller import Talk, keep_liveness
 from morph.link.encoding import ANSWER, BEAT, ORDERS, packed, unpack
 from morph.link.home import Home
 
 
-def serve(home: Home, worker: Any) -> None:
+def serve(home: Home, set_up: Callable[[WorkerSetup], Any], *workers: Any) -> None:
     """Call the manager and do what it says; does not return. When a thread of it cannot go on the process ends.
 
-    ``worker``: a ``Worker``, or what answers as one does.
+    Args:
+        home: Where to call.
+        set_up: Makes the worker when its setup comes, as ``worker.set_up`` does: a ``Worker``, or ``Failed``.
+        workers: The worker, where it is set up already. Until there is one, nothing is aborted or told again.
     """
     held = threading.Event()
     orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-    talk = Talk(home, worker.tell_again, lambda message: _obey(worker, orders, message))
+    served = list(workers)
+    talk = Talk(home, lambda: _tell_all(served, "tell_again"), lambda message: _obey(served, orders, message))
     until_ended(partial(keep_liveness, home, held.set))
     held.wait()  # who is heard can be seen to die
     until_ended(talk.hear)
-    beats = False
     while True:
         name, order = orders.get()
-        carry_out: Callable[[Any], Value] = getattr(worker, name)
-        answer = carry_out(order)
+        is_first = isinstance(order, WorkerSetup) and not served
+        made = set_up(order) if is_first else served[0]
+        if isinstance(made, Failed):
+            answer: Value = made
+        else:
+            served[:] = [made]
+            answer = getattr(made, name)(order)
         talk.send(packed(ANSWER, answer))  # one that nobody hears is remembered
-        if isinstance(order, WorkerSetup) and isinstance(answer, WorkerReady) and not beats:
-            beats = True
-            until_ended(partial(_beat, worker, talk, order.heartbeat_wait_s))
+        if is_first and served:
+            until_ended(partial(_beat, made, talk, order.heartbeat_wait_s))
 
 
 def until_ended(work: Callable[[], object]) -> None:
@@ -54,12 +61,17 @@ def until_ended(work: Callable[[], object]) -> None:
     threading.Thread(target=run, name="morph-serving", daemon=True).start()
 
 
-def _obey(worker: Any, orders: queue.SimpleQueue[tuple[str, Any]], message: bytes) -> None:
+def _obey(served: list[Any], orders: queue.SimpleQueue[tuple[str, Any]], message: bytes) -> None:
     name, argument = unpack(message)
     if name in ORDERS:
         orders.put((name, argument))
     else:
-        getattr(worker, name)(argument)
+        _tell_all(served, name, argument)
+
+
+def _tell_all(served: list[Any], name: str, *arguments: Any) -> None:
+    for worker in served:
+        getattr(worker, name)(*arguments)
 
 
 def _beat(worker: Any, talk: Talk, wait_s: float) -> None:

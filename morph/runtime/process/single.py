@@ -30,14 +30,13 @@ from morph.contract.messages import (
     Slot,
     Source,
     StepOrder,
-    WorkerReady,
     WorkerSetup,
     weights_of,
 )
 from morph.contract.plan import Expectation, Plan, StagePlan
 from morph.cutting.cache.cut_job import load_and_cut
 from morph.jobs.files import imported_once
-from morph.runtime.process.worker import Worker
+from morph.runtime.process.worker import Worker, set_up
 
 ME = "single"
 MAX_ATTEMPTS = 8
@@ -98,7 +97,6 @@ def _run_single(
     found = load_and_cut(job_path, num_sections=num_sections, micro_batch_size=micro_batch_size)
     job, model = found.job, found.model
     plan = single_plan(model.fingerprint, len(model.sections), micro_batch_size, job.batch_size // micro_batch_size)
-    worker = Worker()
     setup = WorkerSetup(
         worker=ME,
         job_path=job_path,
@@ -110,7 +108,7 @@ def _run_single(
         store_port=1,
         listen_host="127.0.0.1",
     )
-    _expect(worker.setup(setup), WorkerReady)
+    worker = _expect(set_up(setup), Worker)
     sources = tuple(Source(worker=ME, unit=unit.id, kind="initial") for unit in model.units)
     slots = (Slot(worker=ME, stage=0, replica=0),)
     order = ReshapeOrder(generation=1, version=0, plan=plan, slots=slots, sources=sources)

@@ -1,6 +1,6 @@
 """The worker: one long-lived process that drives one device and carries out the manager's orders.
 
-It knows nothing of Ray. The manager calls ``setup``, ``reshape``, ``step`` and ``commit`` one at a
+It knows nothing of Ray. ``set_up`` makes it. Then the manager calls ``reshape``, ``step`` and ``commit`` one at a
 time (the order lane), and ``abort`` and ``heartbeat`` beside them (the control lane).
 
 What survives an aborted generation: a worker keeps every unit it held until the first step or commit
@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
@@ -64,7 +63,7 @@ _WAIT_S = 30.0
 _LOOK_S = 0.1
 
 
-def take_slot(slots: Sequence[str], wait_s: float = _WAIT_S) -> FileIO | None:
+def take_slot(slots: Sequence[str], wait_s: float = _WAIT_S) -> int | None:
     """Lock one of these files and let this process see that device alone; the lock ends with the process.
 
     It must not have used CUDA before. Who died a moment ago may still hold a lock: waits up to ``wait_s``.
@@ -73,6 +72,9 @@ def take_slot(slots: Sequence[str], wait_s: float = _WAIT_S) -> FileIO | None:
         slots: Files, tried in this order; each is named after its device. None: nothing is taken.
         wait_s: For one to be free.
 
+    Returns:
+        The descriptor of the locked file, which a worker never closes.
+
     Raises:
         ClusterError: none was.
     """
@@ -80,11 +82,11 @@ def take_slot(slots: Sequence[str], wait_s: float = _WAIT_S) -> FileIO | None:
     while slots:
         for slot in map(Path, slots):
             slot.parent.mkdir(parents=True, exist_ok=True)
-            file = FileIO(slot, "a")
+            file = os.open(slot, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                file.close()
+                os.close(file)
                 continue
             os.environ["CUDA_VISIBLE_DEVICES"] = slot.name
             return file
@@ -98,65 +100,70 @@ log = logging.getLogger(__name__)
 AnswerT = TypeVar("AnswerT")
 
 
-class Worker:
-    """See the module's docstring."""
+def set_up(setup: WorkerSetup) -> Worker | Failed:
+    """Take a device, load the job and cut its model; seconds, once in the life of a process."""
+    start_s = time.perf_counter()
+    folders = ("", "")
+    try:
+        torch.set_num_threads(setup.num_threads)
+        os.environ.update(setup.variables)
+        take_slot(setup.device_slots)
+        setup = setup.model_copy(update={"variables": {}})
+        if setup.code is not None:
+            job_path = use(setup.code)
+            folders = (str(Path(job_path).parent), setup.code.folder)
+            known = setup.code.model_copy(update={"archive": b""})
+            setup = setup.model_copy(update={"job_path": job_path, "code": known})
+        return Worker(setup, folders, start_s)
+    except Exception as error:
+        return _failed(setup.worker, 0, error, folders)
 
-    def __init__(self) -> None:
+
+class Worker:
+    """A worker that is set up; see the module's docstring.
+
+    Args:
+        setup: What it is set up with, without what is used once: variables and the code's archive.
+        folders: Where the job's files lie here, and where they lie for the user.
+        start_s: When its set-up began, by ``time.perf_counter``.
+
+    Raises:
+        InputError: on a wrong job, or one that the profile does not belong to.
+    """
+
+    def __init__(self, setup: WorkerSetup, folders: tuple[str, str], start_s: float) -> None:
+        self._setup, self._folders = setup, folders
         self._interrupt = Interrupt(0)
         self._aborted_generation = 0
         self._generation: Generation | None = None
         self._held: dict[str, UnitState] = {}
-        self._sums = KnownSums()
         self._reaper = Reaper()
         self._pace = Pace()
-        self._prober = Prober("")
+        self._prober = Prober(setup.worker)
         self._orders = OrderMemory()
-        self._ready: WorkerReady | None = None
-        self._code_sha256 = ""
-        self._folders = ("", "")
-        """Where the job's files lie here, and where they lie for the user."""
+        self._faults = FaultPlan(
+            [fault for fault in setup.faults if fault.worker == setup.worker],
+            [spell for spell in setup.slow_spells if spell.worker == setup.worker],
+        )
+        self._workload = load_workload(setup)
+        self._writer = CheckpointWriter(
+            setup.worker, setup.checkpoint_url, self._faults, setup.checkpoints, on_processor=setup.device == "cpu"
+        )
+        self._following = FollowLane(setup, self._workload, self._faults, self._open_store)
+        self._sums = KnownSums(setup.worker, self._following, self._faults)
+        self._ahead = PreCopyLane(setup, self._workload, self._faults, self._open_store, self._writer.wake)
+        took_s = time.perf_counter() - start_s
+        evaluation = self._workload.evaluation
+        self.ready = WorkerReady(worker=setup.worker, pid=os.getpid(), setup_s=took_s, evaluation=evaluation)
 
     # ---- order lane ----
 
     def setup(self, setup: WorkerSetup) -> WorkerReady | Failed:
-        """Load the job and cut its model; seconds, once in the worker's life."""
-        start_s = time.perf_counter()
-        try:
-            torch.set_num_threads(setup.num_threads)
-            if not hasattr(self, "_ahead"):
-                os.environ.update(setup.variables)
-                self._device_slot = take_slot(setup.device_slots)
-                setup = self._setup = setup.model_copy(update={"variables": {}})
-                if setup.code is not None:
-                    self._code_sha256 = setup.code.sha256
-                    job_path = use(setup.code)
-                    self._folders = (str(Path(job_path).parent), setup.code.folder)
-                    known = setup.code.model_copy(update={"archive": b""})
-                    setup = self._setup = setup.model_copy(update={"job_path": job_path, "code": known})
-                self._prober = Prober(setup.worker)
-                self._faults = FaultPlan(
-                    [fault for fault in setup.faults if fault.worker == setup.worker],
-                    [spell for spell in setup.slow_spells if spell.worker == setup.worker],
-                )
-                self._workload = load_workload(setup)
-                self._writer = CheckpointWriter(
-                    setup.worker,
-                    setup.checkpoint_url,
-                    self._faults,
-                    setup.checkpoints,
-                    on_processor=setup.device == "cpu",
-                )
-                self._following = FollowLane(setup, self._workload, self._faults, self._open_store)
-                self._ahead = PreCopyLane(setup, self._workload, self._faults, self._open_store, self._writer.wake)
-            elif setup.code is not None and setup.code.sha256 != self._code_sha256:
-                raise JobError("is not the code that this worker was set up with", source=setup.code.job_path)
-        except Exception as error:
+        """Answer a manager that took over, and sets up every worker: it is ready, if it has the code that is meant."""
+        if setup.code is not None and (self._setup.code is None or setup.code.sha256 != self._setup.code.sha256):
+            error = JobError("is not the code that this worker was set up with", source=setup.code.job_path)
             return self._failed(0, error)
-        if self._ready is None:
-            took_s = time.perf_counter() - start_s
-            evaluation = self._workload.evaluation
-            self._ready = WorkerReady(worker=setup.worker, pid=os.getpid(), setup_s=took_s, evaluation=evaluation)
-        return self._ready
+        return self.ready
 
     def reshape(self, order: ReshapeOrder) -> Reshaped | Aborted | Failed:
         """Join a new generation: form its groups and bring the slot's units to its version."""
@@ -194,11 +201,9 @@ class Worker:
 
     def heartbeat(self, wait_s: float) -> Heartbeat:
         """Proof of life; returns early when a checkpoint unit was written. Blocks up to ``wait_s``."""
-        writer: CheckpointWriter | None = getattr(self, "_writer", None)
-        if writer is None:
-            time.sleep(min(wait_s, 0.2))
-            return Heartbeat(worker="")
-        return writer.collect(wait_s).model_copy(update={"times": self._pace.collect(), "ahead": self._ahead.report()})
+        return self._writer.collect(wait_s).model_copy(
+            update={"times": self._pace.collect(), "ahead": self._ahead.report()}
+        )
 
     def ahead(self, order: PreCopyOrder) -> None:
         """Begin to send or receive units ahead of a planned change; returns at once."""
@@ -209,9 +214,7 @@ class Worker:
 
     def tell_again(self) -> None:
         """Another manager may be there: tell it of checkpoint units again."""
-        writer: CheckpointWriter | None = getattr(self, "_writer", None)
-        if writer is not None:
-            writer.tell_again()
+        self._writer.tell_again()
 
     # ---- inside ----
 
@@ -259,8 +262,7 @@ class Worker:
         )
 
     def _failed(self, generation: int, error: Exception) -> Failed:
-        log.exception("order failed")
-        return failed(self._setup.worker, generation, error, self._folders)
+        return _failed(self._setup.worker, generation, error, self._folders)
 
     def _reshape(self, order: ReshapeOrder) -> Reshaped:
         start_s = time.perf_counter()
@@ -379,7 +381,7 @@ class Worker:
     def _run_step(self, current: Generation, order: StepOrder) -> Prepared:
         assert current.slot is not None
         units = current.units
-        sums = self._sums.begin(current, order, self._setup, self._following, self._faults)
+        sums = self._sums.begin(current, order)
         executor = self._workload.executor(current, order, self._faults)
         assert all(state.loss_scale == order.loss_scale for state in units.values()), "another loss scale is ordered"
         executor.stopwatch.finished = partial(self._pace.note, order.generation)
@@ -435,3 +437,8 @@ class Worker:
     def _hand_over(self, units: dict[str, UnitState], names: tuple[str, ...]) -> None:
         for name in names:
             self._writer.hand_over(units[name].version, name, units[name].copy_later())
+
+
+def _failed(worker: str, generation: int, error: Exception, folders: tuple[str, str]) -> Failed:
+    log.exception("order failed")
+    return failed(worker, generation, error, folders)

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from morph.contract.errors import ProfileError
-from morph.contract.job_file import JobFacts, require_same
+from morph.contract.job_facts import JobFacts, require_same
 from morph.contract.messages import Evaluation, EvaluationSize, StepOrder, WorkerSetup
 from morph.cutting import CutModel
 from morph.cutting.cache.cut_job import load_and_cut

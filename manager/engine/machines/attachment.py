@@ -16,12 +16,10 @@ from manager.host.folders import sweep
 from manager.journal.journal import Journal, patiently
 from manager.journal.records import TraceMoment
 from manager.journal.replay import nodes_up, replay, trace_moment
-from manager.run_dir import RunDir, write_in_run_dir
+from manager.run_dir import ATTACHMENT, RunDir, write_in_run_dir
 from morph.contract.base import Value, read_json
 from morph.contract.errors import ClusterError, MorphError, RunDirError
 from morph.link.proof import new_secret
-
-FILE_NAME = "attach.json"
 
 
 class Attachment(Value):
@@ -73,12 +71,12 @@ def write_attachment(run_dir: RunDir, attachment: Attachment) -> None:
     Raises:
         RunDirError: it cannot be written.
     """
-    write_in_run_dir(run_dir.path / FILE_NAME, attachment.model_dump_json(indent=2) + "\n")
+    write_in_run_dir(run_dir.path / ATTACHMENT, attachment.model_dump_json(indent=2) + "\n")
 
 
 def forget_attachment(run_dir: RunDir) -> None:
     """There is nothing to take over any more."""
-    (run_dir.path / FILE_NAME).unlink(missing_ok=True)
+    (run_dir.path / ATTACHMENT).unlink(missing_ok=True)
 
 
 def find_living(run_dir: RunDir, command: dict[str, str]) -> Found | None:
@@ -92,7 +90,7 @@ def find_living(run_dir: RunDir, command: dict[str, str]) -> Found | None:
         NothingLives: the VMs are gone, or were ended just now because the journal cannot be read by this version.
         RunDirError: the run lives, and was started with something else; it goes on living for a while.
     """
-    path = run_dir.path / FILE_NAME
+    path = run_dir.path / ATTACHMENT
     if not path.exists():
         return None
     try:

@@ -17,10 +17,10 @@ from pydantic import SecretStr
 from manager.engine.joining.certificates import load_authority
 from manager.engine.joining.notice_server import NoticeServer
 from manager.engine.loop.event_queue import EventQueue
+from manager.engine.machines.attachment import Attachment
+from manager.engine.machines.machines import Machines, Opening, OpenMachines, Provided
+from manager.engine.machines.ray_machines import OnRay
 from manager.engine.on_ray.ray_environment import leave_loopback
-from manager.engine.run.attachment import Attachment
-from manager.engine.run.machines import Machines, Opening, OpenMachines, Provided
-from manager.engine.run.ray_machines import OnRay
 from manager.host.ports import Ports
 from manager.providers.boot.cloud_init import NodeStart
 from manager.providers.boot.own_wheel import kept_wheel, python_version, requirements

@@ -11,11 +11,11 @@ from manager.engine.joining.certificates import Tls
 from manager.engine.joining.joiner import Joiner
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.event_queue import EventQueue
+from manager.engine.machines.attachment import Found
+from manager.engine.machines.machines import Machines, OpenMachines, Processes, Provided
+from manager.engine.machines.provided import Providing, open_provided
+from manager.engine.machines.ray_machines import open_ray
 from manager.engine.on_ray.ray_environment import adopt, prepare
-from manager.engine.run.attachment import Found
-from manager.engine.run.machines import Machines, OpenMachines, Processes, Provided
-from manager.engine.run.provided import Providing, open_provided
-from manager.engine.run.ray_machines import open_ray
 from manager.engine.vms.provisioning import Provisioning
 from manager.engine.vms.spending import Spending
 from manager.engine.vms.vm_registry import Inherited, inherited

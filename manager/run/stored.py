@@ -6,24 +6,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TypeVar
 
-import typer
-
-from morph.contract.errors import ConfigError, InputError
-
-if TYPE_CHECKING:
-    from morph.contract.checkpoint import Manifest
+from manager.run.cloud import check_url
+from manager.run_dir import checkpoint_url, is_run, read_facts
+from morph.checkpoint.newest import find_whole, told_of
+from morph.contract.checkpoint import Manifest
+from morph.contract.errors import CheckpointDamaged, ConfigError, InputError
 
 Used = TypeVar("Used")
-StoredArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN_DIR_OR_URL",
-        help="The run's directory, or the fsspec URL or folder with its checkpoints.",
-        show_default=False,
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -43,9 +34,6 @@ def stored_at(given: str) -> Stored:
         InputError: there is no such folder.
         ConfigError: nothing is installed for such a URL.
     """
-    from manager.run.cloud import check_url
-    from manager.run_dir import checkpoint_url, is_run, read_facts
-
     if "://" in given:
         check_url(given, "", "RUN_DIR_OR_URL")
         return Stored(given, given)
@@ -68,9 +56,6 @@ def target_url(given: str) -> str:
     Raises:
         ConfigError: nothing is installed for such a URL, or it is a run's directory, or a file.
     """
-    from manager.run.cloud import check_url
-    from manager.run_dir import is_run
-
     check_url(given, "", "DEST_URL")
     if "://" in given:
         return given
@@ -90,8 +75,6 @@ def with_newest(stored: Stored, use: Callable[[Manifest], Used]) -> tuple[Manife
         InputError: there is none.
         CheckpointError: all are damaged, or storage does not answer.
     """
-    from morph.contract.errors import CheckpointDamaged
-
     try:
         manifest = _newest(stored, every_byte=False)
         return manifest, use(manifest)
@@ -101,8 +84,6 @@ def with_newest(stored: Stored, use: Callable[[Manifest], Used]) -> tuple[Manife
 
 
 def _newest(stored: Stored, *, every_byte: bool) -> Manifest:
-    from morph.checkpoint.newest import find_whole, told_of
-
     manifest, damaged = find_whole(stored.url, every_byte=every_byte)
     for sentence in told_of(manifest, damaged):
         print(f"note: {sentence}", file=sys.stderr)

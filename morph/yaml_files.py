@@ -12,8 +12,7 @@ from morph.contract.errors import ConfigError
 
 if TYPE_CHECKING:
     from morph.contract.base import Value
-    from morph.contract.cluster import ClusterConfig
-    from morph.contract.job_file import JobFile
+    from morph.contract.cluster import ClusterConfig, JobFile
 
 ValueT = TypeVar("ValueT", bound="Value")
 SET = "--set"
@@ -44,7 +43,7 @@ def load_job_file(path: Path, settings: Sequence[str] = ()) -> JobFile:
     Raises:
         ConfigError: see ``load_yaml``.
     """
-    from morph.contract.job_file import JobFile
+    from morph.contract.cluster import JobFile
 
     return load_yaml(path, JobFile, settings)
 

@@ -12,14 +12,11 @@ from manager.run.job_snapshot import collect
 from manager.run.preparation import from_its_first_event
 from manager.run.prepared import PreparedRun
 from manager.run.request import RunRequest, absolute_url
-from morph.cli.models.checks import check_device, check_job
-from morph.cli.reading.cluster_file import load_cluster, load_job_file, load_yaml
-from morph.cli.reading.errors import places
-from morph.contract.cluster import AzureVms, ClusterConfig, LocalVms
+from morph.contract.cluster import AzureVms, ClusterConfig, JobFile, LocalVms
 from morph.contract.errors import ConfigError, ProfileError
-from morph.contract.job_file import JobFile
 from morph.contract.profile import Profile, load_profile
 from morph.contract.trace import load_trace
+from morph.yaml_files import load_cluster, load_job_file, load_yaml
 
 
 def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:
@@ -39,7 +36,6 @@ def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:
         raise ConfigError("is never run", field="--timeline-step", value=step, allowed=allowed)
     run.prices()
     trace = from_its_first_event(load_trace(request.trace)).scaled(1 / request.trace_speed) if request.trace else None
-    check_device(run.cluster, source)
     if run.cloud is not None:
         check_address(run.cloud.vms, source)
     if trace is not None and vms.keep is not None:
@@ -102,25 +98,6 @@ def resolve(request: RunRequest, path: Path, file: JobFile, run_dir: Path | None
     complete = request.model_copy(update={**said, **files, "checkpoint_url": url})
     run_dir = run_dir or own_dir or folder_of(profile, folder / job.profile)
     return replace(_with_cloud(complete, profile, file, run_dir, "job.checkpoint_url"), in_file=True)
-
-
-def check_job_file(path: Path, file: JobFile) -> str:
-    """Check everything that a run checks before it starts; returns what would run, as a sentence.
-
-    Raises:
-        InputError: what is wrong.
-    """
-    run = resolve(RunRequest(job=str(path), steps=1), path, file)
-    check_device(file, str(path))
-    with places(run.places):
-        with run.job_files.in_use():
-            check_job(run.request.job, run.profile)
-        config = run.config()
-    largest = config.target_nodes or max(config.plans)
-    return (
-        f"{run.profile.job.name} fits its profile; {file.job.steps} steps, with {largest} workers in shape "
-        f"{config.plans[largest].shape}, with {config.fewest_workers} at least"
-    )
 
 
 def folder_of(profile: Profile, path: Path) -> Path:

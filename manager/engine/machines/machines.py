@@ -15,8 +15,8 @@ from manager.engine.local_vms.namespaces import HostNetwork, opened_in
 from manager.engine.local_vms.vm_fleet import VmHost
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.loop.worker_pool import Launcher, WorkerPool
-from manager.engine.run.attachment import Attachment, Found
-from manager.engine.run.store_watch import StartedStore, StoreWatch
+from manager.engine.machines.attachment import Attachment, Found
+from manager.engine.machines.store_watch import StartedStore, StoreWatch
 from manager.host.ports import LOOPBACK
 from manager.providers.interface.provider import Provider
 from morph.contract.errors import ClusterError
@@ -156,16 +156,14 @@ class Processes:
         from manager.engine.on_processes.process_vms import ProcessVms
 
         entrance = self._entrance()
-        vms = ProcessVms(
-            self.log_path, entrance.home, self._namespace_of, self.remove_if_killed, patience_s, self.job_path
-        )
-        begun = Begun(entrance, vms)
         try:
-            vms.begin(entrance.listening)
+            vms = ProcessVms.begin(
+                entrance.listening, self.log_path, entrance.home, self._namespace_of, self.remove_if_killed, patience_s
+            )
         except BaseException:
-            begun.close()
+            entrance.listening.close()
             raise
-        return begun
+        return Begun(entrance, vms)
 
     def __call__(self, opening: Opening) -> Machines:
         """Bring them up; see ``OpenMachines``.
@@ -184,7 +182,7 @@ class Processes:
             begun = self.begun or self.begin(patience_s)
             ending.callback(begun.close)
             entrance, vms = begun.entrance, begun.vms
-            vms.start()
+            vms.start(self.job_path)
             store_host, namespace = (LOOPBACK, None) if network is None else (network.hub_address, network.hub)
             store = StartedStore(partial(vms.start_store, namespace=namespace), store_host)
             store.start()
@@ -199,9 +197,15 @@ class Processes:
             attachment = found.attachment
             entrance = Entrance(found.line.workers, attachment.own_secret)
             ending.callback(entrance.listening.close)
-            vms = ProcessVms(self.log_path, entrance.home, self._namespace_of, self.remove_if_killed, patience_s)
+            vms = ProcessVms.take_over(
+                found.line,
+                attachment.control_socket,
+                found.greeting["vms"],
+                self.log_path,
+                entrance.home,
+                self._namespace_of,
+            )
             ending.callback(vms.close)
-            vms.take_over(found.line, attachment.control_socket, found.greeting["vms"])
             known = found.greeting["store"]
             store = StartedStore(vms.start_store, attachment.store_host, attachment.store_port, known)
         watch = StoreWatch(store, opening.event_queue)

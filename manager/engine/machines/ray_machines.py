@@ -11,10 +11,10 @@ from manager.controller.state.events import WorkerLost
 from manager.engine.joining.certificates import certificates_of
 from manager.engine.joining.link_server import Entrance, listen
 from manager.engine.loop.worker_pool import WorkerPool
+from manager.engine.machines.attachment import Attachment
+from manager.engine.machines.machines import Machines, Opening, OpenMachines, open_pool
+from manager.engine.machines.store_watch import StartedStore, StoreWatch
 from manager.engine.on_ray.ray_environment import stay_on_loopback
-from manager.engine.run.attachment import Attachment
-from manager.engine.run.machines import Machines, Opening, OpenMachines, open_pool
-from manager.engine.run.store_watch import StartedStore, StoreWatch
 from manager.host.ports import LOOPBACK
 from morph.contract.errors import ClusterError
 from morph.link.proof import new_secret

@@ -1,0 +1,342 @@
+"""One managed run from nothing to nothing: cluster up, controller driven, everything ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+from manager.controller.state.actions import Finish
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import Event, ManagerResumed, Tick, WorkerLost
+from manager.controller.state.state import ControllerState, Phase, initial_state
+from manager.engine.local_vms.trace_replayer import TraceReplayer
+from manager.engine.local_vms.vm_fleet import VmFleet
+from manager.engine.loop.driver import Driver, Observed, Observer
+from manager.engine.loop.event_queue import EventQueue
+from manager.engine.loop.silence import heartbeat_wait_s
+from manager.engine.machines.attachment import Found, NothingLives, forget_attachment, write_attachment
+from manager.engine.machines.machines import Machines, Opening, OpenMachines
+from manager.engine.machines.preempting import Preempting
+from manager.engine.machines.provided import Providing
+from manager.engine.machines.vm_sources import machines_of, provisioning_of, watch_joining, write_last_facts
+from manager.engine.vms.provisioning import Provisioning
+from manager.engine.vms.spending import Spending, before_now
+from manager.engine.vms.vm_registry import inherited
+from manager.host.clock import RunClock
+from manager.host.devices import cuda_devices, device_slots
+from manager.host.signals import deaf_to_signals, stopping_on_signals
+from manager.journal.journal import Journal, patiently
+from manager.journal.records import CLUSTER_LOST, OUTLIVES, TOOK_OVER, Fact, TraceMoment
+from manager.journal.replay import trace_moment
+from manager.run_dir import DEVICES, RunDir
+from morph.contract.cluster import ClusterConfig, LocalVms, ProvidedVms
+from morph.contract.emulation import EmulatedDevice
+from morph.contract.errors import ClusterError, ClusterLost
+from morph.contract.faults import Fault, SlowSpell
+from morph.contract.messages import JobCode, WorkerSetup
+from morph.contract.trace import Trace
+
+
+def take_over(found: Found, machines: Machines, replayer: TraceReplayer, driver: Driver) -> None:
+    """Reach the workers, tell the trace's replayer which VMs are up, and the controller who lives.
+
+    In this order: what the controller decides of its VMs finds them known. What is new to it waits in the event_queue.
+    What is decided is written down before it is done, as ever: should this manager be killed here too, the next one
+    takes over from the same journal, and repeats what is not answered.
+    """
+    workers, up = found.state.workers, machines.up()
+    reached = machines.pool.attach([worker for worker, entry in workers.items() if entry.ready])
+    living = tuple(worker for worker in reached if worker in found.appeared)  # of the rest the replayer tells
+    events: list[Event] = [
+        WorkerLost(worker=worker, cause="its VM was gone when the new manager took over")
+        for worker, entry in workers.items()
+        if not entry.ready and worker not in up
+    ]
+    if machines.provided is None:
+        asked = {vm.name: vm.request for vm in inherited(found.state, found.vms).vms}
+        replayer.resume(found.vms, found.appeared, asked)
+    driver.tell(Fact(name=TOOK_OVER), *events, ManagerResumed(living=living))
+
+
+STEPS_AFTER_TRACE = 3
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What to run and on what. Everything in it was checked before.
+
+    ``stop_with_trace``: end, saved and resumable, some steps after the trace's last event.
+    ``patient_trace``: the trace's clock stands while a VM boots or its worker warms up, so that the history does
+    not depend on how fast this machine starts processes.
+    ``emulation``: the workers take these times instead of training the job. ``machines``: where the workers run;
+    absent: as the cluster file says. ``providing``: opens the provider, where one brings the VMs. ``code``: the files
+    that every worker loads the job from; absent, in experiments: whatever lies at ``job_path``. ``facts``: for the
+    journal. ``played``: where the trace stands, in a session that follows one whose cluster was lost. ``command``: what
+    the user asked for; who takes over must be asked for the same. ``variables``: of the environment, for the workers'
+    alone.
+    """
+
+    job_path: str
+    config: ControllerConfig
+    cluster: ClusterConfig
+    trace: Trace
+    num_sections: int
+    micro_batch_size: int
+    faults: tuple[Fault, ...] = ()
+    slow_spells: tuple[SlowSpell, ...] = ()
+    stop_with_trace: bool = False
+    patient_trace: bool = False
+    emulation: EmulatedDevice | None = None
+    machines: OpenMachines | None = None
+    providing: Providing | None = None
+    code: JobCode | None = None
+    facts: tuple[Fact, ...] = ()
+    played: TraceMoment = field(default_factory=TraceMoment)
+    command: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+def run_session(
+    spec: RunSpec,
+    run_dir: RunDir,
+    observer: Observer,
+    attend: Callable[[VmFleet], Observer] | None = None,
+    found: Found | None = None,
+) -> Finish:
+    """Run a job to its end on local VMs; blocks. The first SIGINT, SIGTERM or SIGHUP asks for a clean stop.
+
+    Args:
+        spec: What to run.
+        run_dir: Opened, and held by the caller until this returns.
+        observer: Called after each decision.
+        attend: Makes one more observer that may ask for VMs and revoke them: for experiments.
+        found: What a manager that was killed left: it is gone on with. Its configuration counts, not the spec's.
+
+    Raises:
+        ClusterError: when Ray, or what else the workers run under, does not start.
+        ClusterLost: what the session stood on is gone; nothing of it is left.
+        NothingLives: what was found cannot be gone on with after all; nothing of it is left.
+        KeyboardInterrupt: on a second such signal; everything is ended all the same.
+    """
+    ending = ExitStack()  # closes what was opened, in reverse
+    try:
+        session = Session(spec, run_dir, observer, found, ending)
+        if attend is not None:
+            session.observers.append(attend(session.replayer.fleet))
+        with stopping_on_signals(session.driver.request_stop):
+            if found is None:
+                session.begin()
+            else:
+                take_over(found, session.machines, session.replayer, session.driver)
+            session.start_vms()
+            return session.drive()
+    finally:
+        with deaf_to_signals():
+            ending.close()
+
+
+class Session:
+    """A session: opened when it is made, then begun or taken over, given its VMs, and driven to its end.
+
+    Args:
+        spec: What to run.
+        run_dir: Opened.
+        observer: Called after each decision.
+        found: What a manager that was killed left.
+        ending: Closes what is opened here, whatever fails.
+    """
+
+    def __init__(
+        self, spec: RunSpec, run_dir: RunDir, observer: Observer, found: Found | None, ending: ExitStack
+    ) -> None:
+        self._spec, self._run_dir, self._found, self._ending = spec, run_dir, found, ending
+        open_machines = spec.machines or machines_of(
+            spec.cluster.vms, spec.providing, found, run_dir.path, spec.job_path
+        )
+        self._journal = ending.enter_context(patiently(lambda: Journal.open(run_dir.journal_path)))
+        last = self._journal.last_line()
+        self._clock = RunClock(found.attachment.epoch_s if found else None, last.time_s if last else 0.0)
+        self._event_queue = EventQueue(self._clock.now_s)
+        ending.callback(write_last_facts, self._event_queue, self._journal)
+        ending.callback(forget_attachment, run_dir)
+        self._slots = _device_slots(spec, run_dir)
+        self.machines = self._open(open_machines)
+        moment = found.moment if found else spec.played
+        self.replayer = TraceReplayer(self.machines.vms, spec.trace, self._event_queue, moment)
+        ending.callback(self.replayer.close)
+        self._provisioning = self._open_provisioning() if spec.config.target_nodes else None
+        self.observers: list[Observer] = [self._run_clock, observer, self._stop_when_hopeless]
+        if spec.stop_with_trace:
+            self.observers.append(_StopWithTrace(self.replayer))
+        provided = self.machines.provided
+        self.driver = Driver(
+            found.state if found else initial_state(spec.config),
+            self._event_queue,
+            self.machines.pool,
+            self._journal,
+            run_dir.checkpoint_url,
+            self.observers,
+            self._provisioning,
+            provided.notices.left if provided else None,
+        )
+        by_provider = self._provisioning if provided else None
+        folder, driver = self.machines.attachment.control_socket.parent, self.driver
+        ending.callback(
+            Preempting(
+                folder, lambda: driver.state.workers, self._event_queue, by_provider or self.replayer.fleet
+            ).close
+        )
+        for fact in spec.facts:
+            self._event_queue.put(fact)
+
+    def begin(self) -> None:
+        """Write down what another manager must know to take over."""
+        spec, clock = self._spec, self._clock
+        vms = spec.cluster.vms
+        outlives_s = vms.lonely_s if isinstance(vms, ProvidedVms) else spec.config.policy.takeover_patience_s
+        known = {"command": dict(spec.command), "epoch_s": clock.epoch_s}
+        attachment = self.machines.attachment.model_copy(update=known)
+        patiently(lambda: self._journal.append_config(clock.now_s(), spec.config))
+        patiently(lambda: self._journal.append_fact(clock.now_s(), Fact(name=OUTLIVES, detail=str(outlives_s))))
+        patiently(lambda: write_attachment(self._run_dir, attachment))
+        if spec.played.num_played:
+            self.replayer.resume((), ())
+
+    def start_vms(self) -> None:
+        """Let VMs come and go: as the trace says, as a provider brings them, or as they are asked for."""
+        self.machines.vms.settle()
+        self.replayer.start()
+        provided, provisioning = self.machines.provided, self._provisioning
+        if provisioning is None:
+            return
+        if provided is not None:
+            appeared = self._found.appeared if self._found else ()
+            joining = watch_joining(provided, provisioning, self._event_queue, self.driver.state, appeared)
+            self._ending.callback(joining.close)
+        self._event_queue.put(Tick())  # without an event nobody asks for the first VMs
+
+    def drive(self) -> Finish:
+        """Decide and act until the job ends."""
+        try:
+            return self.driver.run()
+        except ClusterLost as error:
+            self._event_queue.put(Fact(name=CLUSTER_LOST, detail=str(error)))
+            raise
+
+    # ---- opening ----
+
+    def _open(self, open_machines: OpenMachines) -> Machines:
+        policy = self._spec.config.policy
+        opening = Opening(
+            event_queue=self._event_queue,
+            make_setup=self._setup_of,
+            heartbeat_timeout_s=policy.heartbeat_timeout_s,
+            outage_timeout_s=policy.outage_timeout_s,
+            patience_s=policy.takeover_patience_s,
+            ending=self._ending,
+            found=self._found,
+        )
+        try:
+            return open_machines(opening)
+        except ClusterError as error:
+            if self._found is None:
+                raise
+            raise NothingLives(str(error)) from error
+
+    def _open_provisioning(self) -> Provisioning:
+        vms, found = self._spec.cluster.vms, self._found
+        before = None
+        if vms.limits.budget_usd is not None:
+            before = before_now(self._run_dir.path, self._clock.now_s(), lives_on=found is not None)
+        spending = Spending(vms.limits, before=before)
+        opened = provisioning_of(vms, self.machines, self.replayer.fleet, self._event_queue, spending, found)
+        self._ending.callback(opened.close)
+        return opened
+
+    def _setup_of(self, worker: str) -> WorkerSetup:
+        spec, attachment = self._spec, self.machines.attachment
+        policy, vms = spec.config.policy, spec.cluster.vms
+        return WorkerSetup(
+            worker=worker,
+            job_path=spec.job_path,
+            fingerprint=spec.config.fingerprint,
+            num_sections=spec.num_sections,
+            micro_batch_size=spec.micro_batch_size,
+            checkpoint_url=self._run_dir.checkpoint_url,
+            store_host=attachment.store_host,
+            store_port=attachment.store_port,
+            listen_host=self.machines.address_of(worker),
+            secret=attachment.secret,
+            device=vms.device,
+            device_slots=self._slots,
+            rings=vms.rings,
+            links=vms.links,
+            faults=spec.faults,
+            slow_spells=spec.slow_spells,
+            checkpoints=policy.rules.checkpoints,
+            heartbeat_wait_s=heartbeat_wait_s(policy.heartbeat_timeout_s),
+            emulation=spec.emulation,
+            code=spec.code,
+            variables=dict(spec.variables),
+            known_by=self._run_dir.facts.known_by,
+        )
+
+    # ---- observing ----
+
+    def _run_clock(self, observed: Observed) -> None:
+        state = observed.decision.state
+        if self._spec.patient_trace and self._is_warming(state):
+            self.replayer.stop_clock()
+        elif state.phase is Phase.TRAINING:
+            self.replayer.start_clock()
+
+    def _stop_when_hopeless(self, observed: Observed) -> None:
+        """End a run that waits for VMs which the trace will never bring, instead of letting it wait for ever."""
+        state = observed.decision.state
+        if state.config.target_nodes:
+            return  # it goes on asking, for as long as the policy lets it
+        waits = state.phase is Phase.WAITING and state.stop_reason is None
+        if waits and self.replayer.finished and not self._is_warming(state):
+            observed.request_stop("too few VMs are left, and the trace brings no more")
+
+    def _is_warming(self, state: ControllerState) -> bool:
+        """Whether a VM boots or its worker warms up."""
+        return self.replayer.fleet.booting or any(not worker.ready for worker in state.workers.values())
+
+
+def gone_on_with_trace(spec: RunSpec, run_dir: RunDir) -> RunSpec:
+    """Return what goes on where the trace stood when the last session's cluster was lost, with the VMs of then."""
+    with Journal.open(run_dir.journal_path, read_only=True) as journal:
+        moment = trace_moment(journal)
+    up: set[str] = set()
+    for event in spec.trace.events[: moment.num_played]:
+        (up.add if event.event == "add" else up.discard)(event.node_id)
+    config = spec.config
+    if up and not config.target_nodes:
+        config = config.model_copy(update={"expected_nodes": len(up)})
+    return replace(spec, config=config, played=moment)
+
+
+class _StopWithTrace:
+    """Asks for the end ``STEPS_AFTER_TRACE`` steps after the trace was played."""
+
+    def __init__(self, replayer: TraceReplayer) -> None:
+        self._replayer = replayer
+        self._stop_at: int | None = None
+
+    def __call__(self, observed: Observed) -> None:
+        state = observed.decision.state
+        if self._stop_at is None and self._replayer.finished and state.phase is Phase.TRAINING:
+            self._stop_at = state.version + STEPS_AFTER_TRACE
+        if self._stop_at is not None and state.version >= self._stop_at and state.stop_reason is None:
+            observed.request_stop("the trace is over")
+
+
+def _device_slots(spec: RunSpec, run_dir: RunDir) -> tuple[str, ...]:
+    """Shares of this machine's CUDA devices, where local VMs compute on them; as many as VMs were planned with."""
+    vms = spec.cluster.vms
+    if not isinstance(vms, LocalVms) or vms.device == "cpu" or spec.emulation is not None:
+        return ()
+    num_vms = max(spec.trace.max_nodes, vms.keep or vms.num_vms)
+    return device_slots(cuda_devices(), num_vms, run_dir.path / DEVICES)

@@ -1,0 +1,204 @@
+"""What is checked of a job before it starts: one list, the cheapest first, for every command that looks at a job."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+import torch
+
+from morph.contract.errors import ExportError, JobError
+from morph.cutting import CutModel, ExportedJob
+from morph.cutting.cuts.report import num_elements
+from morph.jobs.job import Job
+from morph.preflight.comparison_cache import compare_once
+from morph.preflight.data_check import check_data
+from morph.preflight.mean_loss import loss_warnings
+from morph.preflight.plain_comparison import PATIENT_FLOPS, QUICK_FLOPS, Agreement, Limits, agreement_note
+from morph.runtime.workloads.job_workload import check_training
+from morph.tracing import DependencyReport, check_dependencies, require_no_violation
+
+TRIED_ONCE = 200_000_000
+"""Parameters of the largest model that is run on two samples where a job is looked at: some seconds."""
+TRIED_BEFORE_RUNS = 20_000_000
+"""The same where a run may have to be taken over."""
+
+
+class Needs(StrEnum):
+    """What a check costs, by what it needs; each kind costs more than the one before."""
+
+    NOTHING = "nothing: names, shapes and settings"
+    DATA = "some samples of the data"
+    MODEL = "one step of the model, without numbers if it is large"
+    TRIALS = "the model's weights, run on samples"
+
+
+@dataclass(frozen=True)
+class CheckedJob:
+    """What is checked: a job, exported and cut. ``path``: path/to/file.py:name."""
+
+    path: str
+    job: Job
+    exported: ExportedJob
+    model: CutModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much a command spends on its checks.
+
+    Args:
+        memory_bytes: What trials may take.
+        device: Where the sections run.
+        quick: Leave alone what takes more than some seconds.
+        most_parameters: The loss of a larger model is not tried.
+        leave_out: Checks that the command does not ask for, by name.
+        refuse: Refuse a job whose step mixes sections; otherwise the report says so.
+        say: Called with a sentence when a check begins.
+    """
+
+    memory_bytes: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    quick: bool = False
+    most_parameters: int = TRIED_ONCE
+    leave_out: frozenset[str] = frozenset()
+    refuse: bool = True
+    say: Callable[[str], object] = lambda _sentence: None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found of a job that may start.
+
+    Args:
+        settings: What it trains with, as text by name.
+        dependencies: Between its sections; None: not looked for.
+        warnings: Why the loss is not the mean over samples that it is taken for.
+        compared: With the plain model; None: not compared.
+    """
+
+    settings: dict[str, str] = field(default_factory=dict)
+    dependencies: DependencyReport | None = None
+    warnings: tuple[str, ...] = ()
+    compared: Agreement | None = None
+
+    @property
+    def comparison(self) -> str:
+        """What was compared with the plain model, as a sentence."""
+        return "" if self.compared is None else agreement_note(self.compared)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was checked less thoroughly than could be."""
+        compared = self.compared
+        is_whole = compared is None or (compared.how == "whole" and compared.num_steps > 0)
+        dependencies = () if self.dependencies is None else self.dependencies.notes
+        return tuple(f"note: {sentence}" for sentence in (*(() if is_whole else (self.comparison,)), *dependencies))
+
+
+@dataclass(frozen=True)
+class Check:
+    """One entry of the list. ``carry_out`` adds to a report, and raises ``InputError`` for a job that may not start."""
+
+    name: str
+    needs: Needs
+    finds: str
+    carry_out: Callable[[CheckedJob, Effort, Report], Report]
+
+
+def check(checked: CheckedJob, effort: Effort) -> Report:
+    """Carry out the checks that a command asks for, the cheapest first.
+
+    Raises:
+        JobError: an optimizer, a schedule or data that cannot be used; a step that mixes sections, unless that is only
+            reported; or a loss or a plain model that fails on real samples.
+        ExportError: the sections do not compute what the plain model does.
+    """
+    report = Report()
+    for entry in CHECKS:
+        if entry.name not in effort.leave_out:
+            effort.say(f"checking {entry.finds}")
+            report = entry.carry_out(checked, effort, report)
+    return report
+
+
+def _settings(checked: CheckedJob, _effort: Effort, report: Report) -> Report:
+    return replace(report, settings=check_training(checked.job, checked.model))
+
+
+def _data(checked: CheckedJob, _effort: Effort, report: Report) -> Report:
+    check_data(checked.job)
+    return report
+
+
+def _dependencies(checked: CheckedJob, effort: Effort, report: Report) -> Report:
+    model = checked.model
+    found = check_dependencies(
+        checked.job,
+        num_sections=len(model.sections),
+        micro_batch_size=model.micro_batch_size,
+        exported=checked.exported,
+    )
+    if effort.refuse:
+        require_no_violation(found, checked.path)
+    return replace(report, dependencies=found)
+
+
+def _loss(checked: CheckedJob, effort: Effort, report: Report) -> Report:
+    if num_elements(checked.model) > effort.most_parameters:
+        return report
+    return replace(report, warnings=tuple(f"warning: {sentence}" for sentence in loss_warnings(checked.job)))
+
+
+def _comparison(checked: CheckedJob, effort: Effort, report: Report) -> Report:
+    dependencies = report.dependencies
+    limits = Limits(
+        effort.memory_bytes,
+        QUICK_FLOPS if effort.quick else PATIENT_FLOPS,
+        effort.device,
+        shorten=not effort.quick,
+        steps=dependencies is None or not dependencies.violations,
+    )
+    return replace(report, compared=compare_once(checked.job, checked.exported, checked.model, limits))
+
+
+CHECKS = (
+    Check("settings", Needs.NOTHING, "that optimizer, schedule and evaluation data can be used", _settings),
+    Check("data", Needs.DATA, "that samples are the same when they are read again", _data),
+    Check("dependencies", Needs.MODEL, "that a training step mixes no sections", _dependencies),
+    Check("loss", Needs.TRIALS, "that the loss is a mean over samples", _loss),
+    Check("comparison", Needs.TRIALS, "that the cut model trains as the plain one does", _comparison),
+)
+
+
+@contextmanager
+def users_code(job_path: str) -> Iterator[None]:
+    """Around code that imports or exports a job: the process does not end in it, and a refusal stays one line.
+
+    torch logs and prints whole graphs when it refuses a model. So standard error is held back until the block ends,
+    and forgotten when an ``ExportError`` ends it, which says what a user needs of it.
+
+    Raises:
+        JobError: when the job's code ends the process.
+    """
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    held = io.StringIO()
+    try:
+        with redirect_stderr(held):
+            yield
+    except ExportError:
+        held = io.StringIO()
+        raise
+    except SystemExit as error:
+        raise JobError(
+            "its code ends the process", source=job_path, value=f"exit({error.code!r})", allowed="code that returns"
+        ) from error
+    finally:
+        logging.disable(before)
+        sys.stderr.write(held.getvalue())
