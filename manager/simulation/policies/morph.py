@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
+from typing import Any
+
+import simpy
 
 from manager.accounting.account import Part
 from manager.controller.state.events import NodeFacts
@@ -19,6 +21,8 @@ from morph.contract.trace import Trace, TraceEvent
 MANY_STEPS = 10**12
 LOOK_EVERY_S = 600.0
 """How often to check whether the dollars are spent, and to tell how far the trace is played."""
+_Moment = tuple[float, simpy.Timeout, TraceEvent, float | None]
+"""Of a VM's life: when, the same as an event, what happens, and, if it is the notice of that, how long before."""
 
 
 def play_morph(
@@ -40,7 +44,6 @@ def play_morph(
     if redundancy is not None:
         policy = job.policy.model_copy(update={"redundancy": redundancy})
         job = job.model_copy(update={"policy": policy})
-    names = dict[str, str]()
     first_s = trace.events[0].time_s
     cluster = SpotCluster(
         job,
@@ -49,22 +52,26 @@ def play_morph(
         num_expected=sum(event.time_s == first_s for event in trace.events),
     )
 
-    def happen(event: TraceEvent) -> tuple[()]:
-        if event.event == "add":
-            facts = NodeFacts(provider="simulated", size=event.instance_type, zone=event.zone)
-            names[event.node_id] = cluster.vm_came(facts, usd_of(event, trace, prices))
-        elif event.event == "remove":
-            cluster.vm_taken(names.pop(event.node_id))
-        return ()
+    def live(moments: list[_Moment]) -> Generator[simpy.Event, Any, None]:
+        """A VM's life: it comes, may be noticed, and is taken."""
+        vm = ""
+        for _, due, event, lead_s in sorted(moments, key=lambda moment: moment[0]):
+            yield due
+            if lead_s is not None:
+                cluster.vm_noticed(vm, lead_s)
+            elif event.event == "add":
+                facts = NodeFacts(provider="simulated", size=event.instance_type, zone=event.zone)
+                vm = cluster.vm_came(facts, usd_of(event, trace, prices))
+            else:
+                cluster.vm_taken(vm)
 
-    def notice(event: TraceEvent, lead_s: float) -> tuple[()]:
-        cluster.vm_noticed(names[event.node_id], lead_s)
-        return ()
-
-    for event in trace.events:
-        cluster.agenda.put(event.time_s, partial(happen, event))
-    for at_s, event in trace.notices:
-        cluster.agenda.put(at_s, partial(notice, event, event.time_s - at_s))
+    lives: dict[str, list[_Moment]] = {}
+    whole = [(event.time_s, event, None) for event in trace.events]
+    for time_s, event, lead_s in [*whole, *((at_s, event, event.time_s - at_s) for at_s, event in trace.notices)]:
+        due = cluster.env.timeout(time_s)  # all of them now: those of one instant come in the order of the trace
+        lives.setdefault(event.node_id, []).append((time_s, due, event, lead_s))
+    for moments in lives.values():
+        cluster.env.process(live(moments))
     end_s = end_of(until, trace)
     while cluster.finish is None and cluster.now_s < end_s:
         cluster.play(min(end_s, cluster.now_s + LOOK_EVERY_S))
