@@ -39,6 +39,13 @@ class ReduceName(StrEnum):
     LATE = "late"
 
 
+class EngineName(StrEnum):
+    """What plays the mini-batch."""
+
+    COMPILED = "compiled"
+    REFERENCE = "reference"
+
+
 class RedundantName(StrEnum):
     """What workers compute for the next stage."""
 
@@ -78,6 +85,10 @@ def simulate_command(
         int | None, typer.Option("--jitter-seed", help="Also draw times at random from the spread that was measured.")
     ] = None,
     num_draws: DrawsOption = None,
+    engine: Annotated[
+        EngineName,
+        typer.Option("--engine", help="Compiled loops, or the slow and readable model with the same answers."),
+    ] = EngineName.COMPILED,
     as_json: JsonOption = False,
     png: Annotated[Path | None, typer.Option("--png", help="Draw the timeline into this PNG file.")] = None,
 ) -> None:
@@ -105,7 +116,9 @@ def simulate_command(
     request = replace(request_of(context), recompute=not no_recompute)
     with from_options(context, profile), doing_if_long(f"simulating ({COMPILED_ONCE})"):
         measured = of_node_type(load_profile(profile), node_type)
-        simulation = simulate(measured, request, num_stages=pipeline_depth, window_slope=window_slope)
+        simulation = simulate(
+            measured, request, num_stages=pipeline_depth, window_slope=window_slope, engine=engine.value
+        )
         simulation = simulation.with_note(advice(measured, request, simulation))
     if png is not None:
         from simulator.render.timeline import draw_timeline
