@@ -6,18 +6,16 @@ works out by formulas, step by step and to the nanosecond.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import simpy
 
 from simulator.costs.finish import Finish, optimizer_steps_ns
 from simulator.costs.stage_costs import StageCosts
+from simulator.engine.reference import Acting
 from simulator.engine.times import Ints
 from simulator.inputs.conditions import Conditions
-
-Acting = Generator[simpy.Event, Any, None]
 
 
 def finish(

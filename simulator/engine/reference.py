@@ -4,9 +4,9 @@ It plays what the compiled loops play (:mod:`simulator.engine.mini_batch` and :m
 nanosecond, and is written to be read: tests hold the loops against it, and docs/simulator.md quotes it. Each stage of
 each replica is a process (``Worker``), and so is each direction between two of them (``Channel``).
 
-What a worker runs next is said by rules, of which the first that says something counts. Tasks are the letters F
-(forward), R (recompute) and B (backward). At one instant everything ends and arrives first, then workers decide, the
-last stage first and in it the lowest replica.
+What a worker runs next is said by the first rule that says something. Tasks are the letters F (forward), R (recompute)
+and B (backward). At one instant everything ends and arrives first; then workers decide, the last stage first and in it
+the lowest replica.
 """
 
 from __future__ import annotations
@@ -37,80 +37,70 @@ Decide = Callable[["Worker"], str]
 # --- rules ---------------------------------------------------------------------------------------------------
 
 
-def only_the_backward_after_a_recompute(worker: Worker) -> str | None:
-    """A recomputed micro-batch holds its activations until its backward, so nothing else runs before (Varuna, 3.2)."""
+def backward_after_recompute(worker: Worker) -> str | None:
+    """After a recompute nothing but its backward runs: its activations fill the memory (Varuna, 3.2, constraint 2)."""
     if worker.done["R"] > worker.done["B"]:
         return "B" if worker.gradient_is_there else WAIT
     return None
 
 
-def a_backward_first(worker: Worker) -> str | None:
-    """A backward whose gradient is there goes before forwards (Varuna, 3.2), behind its recompute if that is to do."""
+def backward_first(worker: Worker) -> str | None:
+    """A backward that is ready goes before a forward (Varuna, 3.2, constraint 3), and its recompute before it."""
     if worker.gradient_is_there:
         return "R" if worker.recomputes else "B"
     return None
 
 
-def a_forward_within_the_window(worker: Worker) -> str | None:
-    """A forward whose activation is there, while fewer than ``window`` micro-batches are in flight."""
+def forward_within_window(worker: Worker) -> str | None:
+    """A forward that is ready runs while fewer than ``window`` micro-batches are in flight: each takes memory."""
     if worker.activation_is_there and worker.done["F"] - worker.done["B"] < worker.window:
         return "F"
     return None
 
 
-def a_recompute_just_in_time(worker: Worker) -> str | None:
-    """Recompute so that it is done when the gradient arrives, or as soon after that as it can be (Varuna, 3.2).
+def recompute_in_time(worker: Worker) -> str | None:
+    """A recompute begins so early that it ends when the gradient arrives (Varuna, 3.2, constraint 1).
 
-    When that is, is known from the instant at which the next stage begins its backward.
+    When the gradient will arrive is known once the next stage has begun its backward.
     """
-    instant = worker.recompute_ns
-    return "R" if instant is not None and instant <= worker.now_ns else None
+    begin_ns = worker.recompute_ns
+    return "R" if begin_ns is not None and begin_ns <= worker.now_ns else None
 
 
-def a_forward_that_is_due(worker: Worker) -> str | None:
-    """Where the order has a forward next, nothing else runs before it."""
+def forward_that_is_due(worker: Worker) -> str | None:
+    """Where the order has a forward next, the worker runs it or waits for its activation."""
     if worker.due == "F":
         return "F" if worker.activation_is_there else WAIT
     return None
 
 
-def a_backward_that_is_due(worker: Worker) -> str | None:
-    """The backward that the order has next."""
+def backward_that_is_due(worker: Worker) -> str | None:
+    """Where the order has a backward next, it runs once its gradient is there."""
     return "B" if worker.due == "B" and worker.gradient_is_there else None
 
 
-def a_recompute_that_is_due(worker: Worker) -> str | None:
-    """The recompute that the order has next, whether or not it is known when the gradient comes."""
+def recompute_that_is_due(worker: Worker) -> str | None:
+    """Where the order has a recompute next, it runs, whether or not it is known when the gradient will arrive."""
     return "R" if worker.due == "R" else None
 
 
 Rules = tuple[Callable[["Worker"], str | None], ...]
-VARUNA: Rules = (
-    only_the_backward_after_a_recompute,
-    a_backward_first,
-    a_forward_within_the_window,
-    a_recompute_just_in_time,
-)
-"""They make the order of a plan."""
+VARUNA: Rules = (backward_after_recompute, backward_first, forward_within_window, recompute_in_time)
+"""They make the order of a plan: Varuna's static schedule."""
 FOLLOWING: Rules = (
-    only_the_backward_after_a_recompute,
-    a_backward_first,
-    a_forward_that_is_due,
-    a_forward_within_the_window,
-    a_recompute_that_is_due,
+    backward_after_recompute,
+    backward_first,
+    forward_that_is_due,
+    forward_within_window,  # where the backward that is due still lacks its gradient
+    recompute_that_is_due,
 )
-"""By them an executor follows an order, and leaves it where an input is late (Varuna, 3.2: opportunistic)."""
-STRICT: Rules = (
-    only_the_backward_after_a_recompute,
-    a_forward_that_is_due,
-    a_backward_that_is_due,
-    a_recompute_that_is_due,
-)
+"""An executor follows the order and deviates from it where a gradient is late (Varuna, 3.2: opportunistically)."""
+STRICT: Rules = (backward_after_recompute, forward_that_is_due, backward_that_is_due, recompute_that_is_due)
 """GPipe and 1F1B keep to their orders."""
 
 
 def by_rules(rules: Rules) -> Decide:
-    """Decide by the first rule that says something."""
+    """The first rule that says something decides; where none does, the worker waits."""
     return lambda worker: next((said for rule in rules if (said := rule(worker)) is not None), WAIT)
 
 

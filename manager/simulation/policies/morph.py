@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import simpy
 
@@ -16,6 +15,7 @@ from manager.simulation.spot.cluster import SpotCluster
 from manager.simulation.spot.job import SpotJob
 from manager.simulation.spot.outcome import Outcome
 from manager.simulation.spot.until import SpotPrices, Until
+from manager.simulation.spot.vms import Acting
 from morph.contract.trace import Trace, TraceEvent
 
 MANY_STEPS = 10**12
@@ -52,7 +52,7 @@ def play_morph(
         num_expected=sum(event.time_s == first_s for event in trace.events),
     )
 
-    def live(moments: list[_Moment]) -> Generator[simpy.Event, Any, None]:
+    def live(moments: list[_Moment]) -> Acting:
         """A VM's life: it comes, may be noticed, and is taken."""
         vm = ""
         for _, due, event, lead_s in sorted(moments, key=lambda moment: moment[0]):

@@ -6,9 +6,9 @@ import contextlib
 import gc
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import simpy
 
@@ -47,7 +47,7 @@ from manager.journal.records import DecisionRecord
 from manager.simulation.spot.job import FINGERPRINT, SpotJob
 from manager.simulation.spot.jumping import passed, steps_alike
 from manager.simulation.spot.outcome import Moment
-from manager.simulation.spot.vms import Told, Workers
+from manager.simulation.spot.vms import Acting, Told, Workers
 from morph.contract.messages import Prepared
 
 Kind = TypeVar("Kind", bound=Action)
@@ -92,7 +92,7 @@ class SpotCluster:
         self._told: list[Told] = []
         self._news = self.env.event()
         self._wake_s = self._until_s = math.inf
-        self.env.process(self._manage())
+        self.env.process(self._manage()).callbacks.append(_raise_as_it_is)
 
     # --- VMs -------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class SpotCluster:
     def after(self, delay_s: float, what: Callable[[], object]) -> None:
         """Do something after so long."""
 
-        def wait() -> Generator[simpy.Event, Any, None]:
+        def wait() -> Acting:
             yield self.env.timeout(delay_s)
             what()
 
@@ -168,7 +168,7 @@ class SpotCluster:
         if not self._news.triggered:
             self._news.succeed()
 
-    def _manage(self) -> Generator[simpy.Event, Any, None]:
+    def _manage(self) -> Acting:
         """The manager: hears at once of all that happens at one instant, decides, and has that carried out.
 
         It also wakes up at the controller's next deadline. Each decision moves that, and SimPy cannot take a timeout
@@ -189,7 +189,7 @@ class SpotCluster:
             wake_s = wake_at_s(self.state)
             self._wake_s = math.inf if wake_s is None else max(self.now_s, wake_s)
 
-    def _end_of_instant(self) -> Generator[simpy.Event, Any, None]:
+    def _end_of_instant(self) -> Acting:
         """Wait until all that happens at this instant has happened."""
         while self.env.peek() <= self.env.now:
             yield self.env.timeout(0)
@@ -240,7 +240,7 @@ class SpotCluster:
             self.finish = finish
         return _of(by_kind, SendStep)
 
-    def _give(self, steps: list[SendStep], *, jumps: bool) -> Generator[simpy.Event, Any, None]:
+    def _give(self, steps: list[SendStep], *, jumps: bool) -> Acting:
         """Give the orders of a step, and if nothing happens until many like it are decided, those of a later one."""
         order = steps[0].order
         if jumps:
@@ -277,6 +277,12 @@ class SpotCluster:
         last = self.moments[-1] if self.moments else None
         if last is None or (last.num_vms, last.shape) != (num_vms, shape):
             self.moments.append(Moment(self.now_s, num_vms, shape, speed))
+
+
+def _raise_as_it_is(process: simpy.Event) -> None:
+    """If a process failed: SimPy would raise a copy, which errors that take several arguments do not allow."""
+    if not process.ok:
+        raise process.value
 
 
 @contextlib.contextmanager
