@@ -407,6 +407,7 @@ class _Play:
             if s > 0:
                 wire_ns, latency_ns = times.gradient_wire_ns[s - 1, d], times.gradient_ns[s - 1, d]
                 self._connect("B", (s, d), s - 1, wire_ns, latency_ns)
+            if s > 0 and times.redundant_backward_ns is not None:
                 far = times.num_stages > 2  # of two stages the last one is itself the predecessor of the first
                 self._connect("copy", (s, d), (s - 2) % times.num_stages, wire_ns * far, latency_ns * far)
         self._turns: list[tuple[int, int, simpy.Event]] = []

@@ -281,7 +281,7 @@ class SpotCluster:
 
 def _raise_as_it_is(process: simpy.Event) -> None:
     """If a process failed: SimPy would raise a copy, which errors that take several arguments do not allow."""
-    if not process.ok:
+    if isinstance(process.value, BaseException):
         raise process.value
 
 
