@@ -3,7 +3,7 @@
     python -m benchmarks simulator_speed
 
 Prints milliseconds of CPU time, the best of several runs, after one run that compiles or loads the loops. The plain
-loop, the SimPy model and the compiled loop must agree on when the mini-batch ends, or the benchmark fails.
+loop, the reference engine and the compiled loop must agree on when the mini-batch ends, or the benchmark fails.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from benchmarks.harness import cpu_s, head, row
 from morph.contract.profile import Profile
 from simulator import plan, plan_table, synthetic_profile
 from simulator.costs.stage_costs import SectionCosts, stage_costs
+from simulator.engine import reference
 from simulator.engine.following import follow, lane_times
 from simulator.engine.mini_batch import StageTimes, run_pipeline
 from simulator.engine.schedules import stage_windows
 from simulator.search.partition import partition_table
-from tests.simulator.simpy_model import play_with_simpy
 
 DEPTH, REPLICAS, MICRO_BATCHES = 36, 3, 683
 
@@ -138,11 +138,11 @@ def one_configuration(uneven: bool, slope: int) -> None:
     plain = best_ms(lambda: run_pipeline(times, counts, skip_periods=False))
     lanes = replace(lane_times(times, REPLICAS), share_links=True)
     shared = best_ms(lambda: follow(lanes, planned.orders, times.window), 10)
-    reference = best_ms(lambda: HeapqPipeline(times, MICRO_BATCHES).play(), 2)
+    heap = best_ms(lambda: HeapqPipeline(times, MICRO_BATCHES).play(), 2)
     rate = MICRO_BATCHES * (3 * DEPTH - 1) / plain / 1e3
     name = f"{'uneven' if uneven else 'equal'} stages, slope {slope}"
-    cells = (f"{value:.2f}" for value in (skipping, plain, rate, shared, reference))
-    row(name, *cells, f"{reference / skipping:.0f}")
+    cells = (f"{value:.2f}" for value in (skipping, plain, rate, shared, heap))
+    row(name, *cells, f"{heap / skipping:.0f}")
 
 
 def main() -> None:
@@ -155,8 +155,11 @@ def main() -> None:
         for slope in (1, 2, 4):
             one_configuration(uneven, slope)
     times = stage_times(profile(False), 1)
-    reference = best_ms(lambda: play_with_simpy(times, (MICRO_BATCHES,)), repeats=1)
-    print(f"SimPy model, equal stages, slope 1: {reference:.0f} ms ({tasks / reference / 1e3:.2f} million tasks/s)")
+    one = (MICRO_BATCHES,)
+    slow, fast = (play(times, one) for play in (reference.run_pipeline, run_pipeline))
+    assert slow.makespan_ns == fast.makespan_ns, "the engines disagree"
+    slow_ms = best_ms(lambda: reference.run_pipeline(times, one), repeats=1)
+    print(f"reference engine, equal stages, slope 1: {slow_ms:.0f} ms ({tasks / slow_ms / 1e3:.2f} million tasks/s)")
     head("sweep over every P, m = 4 | best, ms | with five runners-up and their orders | table of 1 to so many GPUs")
     for gpus, batch_size, num_sections in ((128, 8192, 72), (10_000, 1_000_000, 96)):
         for uneven in (False, True):

@@ -7,7 +7,9 @@ those orders (:mod:`simulator.engine.following`), as an executor does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from morph.contract.errors import PlanError
 from simulator.costs.finish import Finish, finish
@@ -18,6 +20,40 @@ from simulator.engine.mini_batch import run_pipeline
 from simulator.engine.times import Played
 from simulator.inputs.conditions import Conditions
 from simulator.inputs.jitter import Luck, Spread, has_jitter, spread_of
+
+EngineName = Literal["compiled", "reference"]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Plays mini-batches: orders by the rules, workers that follow them, and what comes after their last backwards.
+
+    ``skips``: what must go the same way is not played twice.
+    """
+
+    run_pipeline: Callable[..., Played]
+    follow: Callable[..., Played]
+    finish: Callable[..., Finish]
+    skips: bool = False
+
+
+COMPILED = Engine(run_pipeline, follow, finish, skips=True)
+
+
+def engine_of(name: EngineName) -> Engine:
+    """Return the compiled loops, or the SimPy processes that they are held against.
+
+    Raises:
+        PlanError: there is no such engine.
+    """
+    if name not in get_args(EngineName):
+        raise PlanError("is unknown", field="engine", value=name, allowed=", ".join(get_args(EngineName)))
+    if name == "compiled":
+        return COMPILED
+    from simulator.costs import reference_finish  # only where it is asked for, as SimPy is
+    from simulator.engine import reference
+
+    return Engine(reference.run_pipeline, reference.follow, reference_finish.finish)
 
 
 @dataclass(frozen=True)
@@ -54,24 +90,26 @@ class Rehearsal:
     """
 
     conditions: Conditions
+    engine: Engine = COMPILED
 
     def planned(self, costs: StageCosts, counts: tuple[int, ...]) -> Finish:
         """As planned: devices and links of one's own."""
         sizes = _sizes(counts)
-        played = run_pipeline(costs.times, sizes, schedule=costs.schedule)
+        played = self.engine.run_pipeline(costs.times, sizes, schedule=costs.schedule)
         replicas = [sizes.index(count) for count in counts]
-        return finish(costs, played.last_backward_ns[:, replicas], costs.to_come_ns[:, None], self.conditions)
+        return self.engine.finish(
+            costs, played.last_backward_ns[:, replicas], costs.to_come_ns[:, None], self.conditions
+        )
 
     def full(self, costs: StageCosts, counts: tuple[int, ...], planned: Finish | None = None) -> Outcome:
         """Under the conditions."""
         planned = planned or self.planned(costs, counts)
         seed = self.conditions.jitter_seed
-        if is_plain(costs, counts, self.conditions):
+        if self.engine.skips and is_plain(costs, counts, self.conditions):
             after = planned
         else:
-            alike = (
-                costs.layout.placement is None and not self.conditions.slow and self.conditions.compute_slots is None
-            )
+            even = costs.layout.placement is None and not self.conditions.slow
+            alike = self.engine.skips and even and self.conditions.compute_slots is None
             sizes = _sizes(counts) if alike else counts
             replicas = [sizes.index(count) for count in counts] if alike else list(range(len(counts)))
             after = self.finished(costs, counts, self.played(costs, sizes).of_replicas(replicas))
@@ -82,7 +120,7 @@ class Rehearsal:
         self, costs: StageCosts, counts: tuple[int, ...], luck: Luck | None = None, *, keep_times: bool = False
     ) -> Played:
         """Follow the planned orders under the conditions."""
-        return follow(
+        return self.engine.follow(
             worker_times(costs, counts, self.conditions, luck),
             self.orders(costs, counts),
             costs.times.window,
@@ -95,12 +133,12 @@ class Rehearsal:
         """What follows what was played under the conditions; redundant tasks are over when workers are prepared."""
         redone_ns = 0 if played.redone_ns is None else int(played.redone_ns.max())
         to_come = to_come_ns(costs, counts, self.conditions, luck)
-        return finish(costs, played.last_backward_ns, to_come, self.conditions, redone_ns)
+        return self.engine.finish(costs, played.last_backward_ns, to_come, self.conditions, redone_ns)
 
     def orders(self, costs: StageCosts, counts: tuple[int, ...]) -> list[tuple[str, ...]]:
         """The planned order of each stage of each replica."""
         sizes = _sizes(counts)
-        played = run_pipeline(costs.times, sizes, schedule=costs.schedule, keep_orders=True)
+        played = self.engine.run_pipeline(costs.times, sizes, schedule=costs.schedule, keep_orders=True)
         by_size = dict(zip(sizes, played.orders, strict=True))
         return [by_size[count] for count in counts]
 
@@ -117,7 +155,7 @@ class Rehearsal:
         draws_s = []
         for draw in range(self.conditions.num_draws):
             luck = Luck(sections.profile, sections.micro_batch_size, total, seed, draw)
-            played = follow(
+            played = self.engine.follow(
                 worker_times(costs, counts, self.conditions, luck),
                 orders,
                 costs.times.window,

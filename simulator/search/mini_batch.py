@@ -11,7 +11,7 @@ from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from simulator.costs.answer import Simulation, deal, describe
-from simulator.costs.outcome import Rehearsal
+from simulator.costs.outcome import EngineName, Rehearsal, engine_of
 from simulator.costs.stage_costs import stage_costs
 from simulator.inputs.conditions import check_slow
 from simulator.inputs.layout import lay_out, placed
@@ -29,6 +29,7 @@ def simulate(
     boundaries: Sequence[int] | None = None,
     num_stages: int | None = None,
     window_slope: int | None = None,
+    engine: EngineName = "compiled",
     **more: Any,
 ) -> Simulation:
     """Simulate one mini-batch of one shape: Varuna's schedule and recompute, and one replica, unless asked otherwise.
@@ -41,11 +42,14 @@ def simulate(
         num_stages: P; the stages are then balanced exactly.
         window_slope: In-flight window slope, of GPipe the number of rounds; None: the smallest windows that are within
             1 % of the fastest.
+        engine: "reference" plays the shape as SimPy processes, some thousand times slower and to the same nanosecond
+            (:mod:`simulator.engine.reference`); windows are chosen with the compiled loops all the same.
         more: Fields of the request, in place of its own.
 
     Raises:
         PlanError: naming the argument, its value and what is allowed.
     """
+    played_by = engine_of(engine)
     request = replace(request, **more)
     profile = request.on_its_host(profile)
     num_replicas = 1 if request.num_replicas is None else request.num_replicas
@@ -70,10 +74,21 @@ def simulate(
         window_slope,
         moves=False,
     )
-    return describe(trial.best(), rehearsal)
+    best = trial.best()
+    if not played_by.skips:
+        rehearsal = Rehearsal(conditions, played_by)
+        best = rehearsal.full(best.costs, best.counts)
+    return describe(best, rehearsal)
 
 
-def simulate_plan(profile: Profile, plan: Plan, request: PlanRequest = PlanRequest(), **more: Any) -> Simulation:  # noqa: B008 (frozen)
+def simulate_plan(
+    profile: Profile,
+    plan: Plan,
+    request: PlanRequest = PlanRequest(),  # noqa: B008 (frozen)
+    *,
+    engine: EngineName = "compiled",
+    **more: Any,
+) -> Simulation:
     """Simulate one mini-batch of a plan as it stands, with its own cuts, schedule, windows, recompute and its groups.
 
     Args:
@@ -81,6 +96,7 @@ def simulate_plan(profile: Profile, plan: Plan, request: PlanRequest = PlanReque
         plan: Anything but its expectation counts.
         request: The conditions; what it says of shapes, schedules and nodes is left aside. With ``compute_slots`` all
             workers are on one machine, whatever the plan's nodes.
+        engine: As :func:`simulate`.
         more: Fields of the request, in place of its own.
 
     Raises:
@@ -106,7 +122,7 @@ def simulate_plan(profile: Profile, plan: Plan, request: PlanRequest = PlanReque
     costs = stage_costs(
         setting.sections, boundaries, windows, plan.schedule, layout, single=len(counts) == 1, live=live
     )
-    rehearsal = Rehearsal(conditions)
+    rehearsal = Rehearsal(conditions, engine_of(engine))
     return describe(rehearsal.full(costs, counts), rehearsal)
 
 

@@ -8,12 +8,13 @@ missing VM comes after an exponential delay. Prices wander around their mean.
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import simpy
 from pydantic import Field, ValidationError, model_validator
 
 from morph.contract.base import Value, first_problem, read_json
@@ -23,7 +24,6 @@ from morph.contract.trace import Trace, TraceEvent, TracePrice
 HOURS = 24
 _REVERSION = 0.9
 """Of a price: what is left, one step later, of how far its logarithm was from its mean's."""
-_COMING, _TAKING = 0, 1
 
 
 class Zone(Value):
@@ -152,7 +152,11 @@ def load_model(path: Path) -> TraceModel:
 
 
 class _Drawing:
-    """One trace that is being drawn."""
+    """One trace that is being drawn.
+
+    In each zone one process takes VMs away, and for each missing one another brings it back. Their time is in whole
+    milliseconds. A pause is drawn where it is decided, before the process that waits for it starts.
+    """
 
     def __init__(self, model: TraceModel, seed: int, duration_s: float, source: str) -> None:
         self._model, self._duration_s = model, duration_s
@@ -163,32 +167,48 @@ class _Drawing:
         self._own_per_s = _own_rates(
             [zone.vms * zone.losses_per_vm_h / 3600 / zone.mean_size for zone in model.zones], model.together
         )
-        self._agenda: list[tuple[float, int, int, int]] = []
+        self._env = simpy.Environment()
         self._num_added = 0
-        self._num_put = 0
 
     def trace(self) -> Trace:
         """Draw it."""
         for place, zone in enumerate(self._model.zones):
             initial = zone.vms if zone.initial is None else zone.initial
             for _ in range(initial):
-                self._come(place, 0.0)
+                self._come(place)
             for _ in range(zone.vms - initial):
-                self._put(_COMING, place, 0.0, zone.replacement_s)
-            self._put(_TAKING, place, 0.0, self._between_s(place))
-        while self._agenda and self._agenda[0][0] <= self._duration_s:
-            time_s, _, kind, place = heapq.heappop(self._agenda)
-            if kind == _COMING:
-                self._come(place, time_s)
-                continue
-            self._put(_TAKING, place, time_s, self._between_s(place))
-            if self._rng.random() < self._likely(place, time_s):
-                self._take(place, time_s)
-                for other in range(len(self._model.zones)):
-                    if other != place and self._rng.random() < self._model.together:
-                        self._take(other, time_s)
+                self._env.process(self._replacement(place, self._pause_ms(zone.replacement_s)))
+            between_s = self._between_s(place)
+            if between_s < math.inf:
+                self._env.process(self._revocations(place, between_s, self._pause_ms(between_s)))
+        while self._env.peek() / 1000 <= self._duration_s:
+            self._env.step()
         prices = sorted((price for place in range(len(self._model.zones)) for price in self._price(place)), key=_time)
         return Trace(events=tuple(self._events), prices=tuple(prices), end_s=self._duration_s)
+
+    @property
+    def _now_s(self) -> float:
+        return self._env.now / 1000
+
+    def _pause_ms(self, mean_s: float) -> int:
+        """Draw how long until something happens that does so at this rate."""
+        at_s = round(self._now_s + float(self._rng.exponential(mean_s)), 3)
+        return round(1000 * at_s) - int(self._env.now)
+
+    def _replacement(self, place: int, pause_ms: int) -> Generator[simpy.Event, Any, None]:
+        yield self._env.timeout(pause_ms)
+        self._come(place)
+
+    def _revocations(self, place: int, between_s: float, pause_ms: int) -> Generator[simpy.Event, Any, None]:
+        """Take VMs of a zone, and perhaps of others at the same moment."""
+        while True:
+            yield self._env.timeout(pause_ms)
+            pause_ms = self._pause_ms(between_s)
+            if self._rng.random() < self._likely(place):
+                self._take(place)
+                for other in range(len(self._model.zones)):
+                    if other != place and self._rng.random() < self._model.together:
+                        self._take(other)
 
     def _between_s(self, place: int) -> float:
         """Mean time between two moments at which a revocation may begin in a zone, all of its VMs being there."""
@@ -196,18 +216,18 @@ class _Drawing:
         peak = max(zone.factor(hour) for hour in range(HOURS))
         return 1 / (rate * peak) if rate else math.inf
 
-    def _likely(self, place: int, time_s: float) -> float:
+    def _likely(self, place: int) -> float:
         """How likely a revocation comes at such a moment."""
         zone = self._model.zones[place]
         peak = max(zone.factor(hour) for hour in range(HOURS))
-        return len(self._alive[place]) / zone.vms * zone.factor(self._model.start_hour + time_s / 3600) / peak
+        return len(self._alive[place]) / zone.vms * zone.factor(self._model.start_hour + self._now_s / 3600) / peak
 
-    def _come(self, place: int, time_s: float) -> None:
+    def _come(self, place: int) -> None:
         node, self._num_added = f"vm{self._num_added}", self._num_added + 1
-        self._alive[place][node] = time_s
-        self._record(place, time_s, node, "add")
+        self._alive[place][node] = self._now_s
+        self._record(place, node, "add")
 
-    def _take(self, place: int, time_s: float) -> None:
+    def _take(self, place: int) -> None:
         zone, alive = self._model.zones[place], self._alive[place]
         weights = np.array(list(zone.sizes.values()))
         size = int(self._rng.choice(list(zone.sizes), p=weights / weights.sum()))
@@ -215,21 +235,15 @@ class _Drawing:
         victims = [str(node) for node in self._rng.permutation(sorted(alive))][: max(0, min(size, spare))]
         noticed = self._rng.random() < self._model.noticed
         for node in victims:
-            lived_s = time_s - alive.pop(node)
+            lived_s = self._now_s - alive.pop(node)
             notice_s = min(self._model.notice_s, lived_s) if noticed and lived_s else None
-            self._record(place, time_s, node, "remove", notice_s)
-            self._put(_COMING, place, time_s, zone.replacement_s)
+            self._record(place, node, "remove", notice_s)
+            self._env.process(self._replacement(place, self._pause_ms(zone.replacement_s)))
 
-    def _record(self, place: int, time_s: float, node: str, event: str, notice_s: float | None = None) -> None:
+    def _record(self, place: int, node: str, event: str, notice_s: float | None = None) -> None:
         zone = self._model.zones[place].name
-        entry = {"time_s": time_s, "event": event, "node_id": node, "zone": zone, "notice_s": notice_s}
+        entry = {"time_s": self._now_s, "event": event, "node_id": node, "zone": zone, "notice_s": notice_s}
         self._events.append(TraceEvent.model_validate(entry | self._told))
-
-    def _put(self, kind: int, place: int, after_s: float, mean_s: float) -> None:
-        if mean_s < math.inf:
-            self._num_put += 1
-            at_s = round(after_s + float(self._rng.exponential(mean_s)), 3)
-            heapq.heappush(self._agenda, (at_s, self._num_put, kind, place))
 
     def _price(self, place: int) -> Iterator[TracePrice]:
         """The prices of a zone, one after the other."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from simulated_job import SIZES, UNITS, make_plan
 
+from manager.controller.decide import ImpossibleEvent
 from manager.controller.state.events import AnsweredAlike, Event
 from manager.controller.state.state import Decision
 from manager.simulation.spot.cluster import SpotCluster
@@ -85,6 +86,21 @@ def history_of(seed: int, *, jumps: bool, every: int | None) -> tuple[SpotCluste
         cluster.after(time_s + draw.randrange(60, 900), come)
     cluster.play(HOURS * 3600)
     return cluster, told
+
+
+def test_an_error_of_the_controller_comes_out_as_it_was_raised() -> None:
+    raised: list[Exception] = []
+
+    def watch(_now_s: float, event: Event, decision: Decision) -> None:
+        raised.append(ImpossibleEvent(decision.state, event))
+        raise raised[0]
+
+    job = SpotJob(name="job", batch_size=8, plans=PLANS, units=UNITS, unit_bytes=SIZES)
+    cluster = SpotCluster(job, num_steps=10, watcher=watch)
+    cluster.vm_came()
+    with pytest.raises(ImpossibleEvent) as caught:
+        cluster.play()
+    assert caught.value is raised[0]
 
 
 def is_step(event: Event) -> bool:

@@ -35,7 +35,7 @@ def spared(aborted_s: float) -> int:
     assert cluster.workers.formed is not None
     begun_s = cluster.state.saving.save_times.ordered_s
     assert begun_s is not None
-    cluster.agenda.put(begun_s + 1.0, lambda: cluster.vm_taken(names[-1]) or ())
+    cluster.after(begun_s + 1.0 - cluster.now_s, lambda: cluster.vm_taken(names[-1]))
     cluster.play(begun_s + 10.0)
     return num[0]
 

@@ -1,11 +1,27 @@
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from simulator.engine.mini_batch import StageTimes, run_pipeline
+from simulator.engine import reference
+from simulator.engine.mini_batch import Played, StageTimes, run_pipeline
 from tests.seeds import each_seed
-from tests.simulator.simpy_model import play_with_simpy
+
+
+def assert_alike(played: Played, other: Played) -> None:
+    """Every task, redundant ones too, was run in the same order and at the same nanosecond."""
+    assert played.orders == other.orders
+    for name in ("start_ns", "redundant_ns"):
+        starts, others = (
+            [[stage.tolist() for stage in stages] for stages in getattr(each, name)] for each in (played, other)
+        )
+        assert starts == others
+    assert played.last_backward_ns.tolist() == other.last_backward_ns.tolist()
+    assert (played.redone_ns is None) == (other.redone_ns is None)
+    if played.redone_ns is not None and other.redone_ns is not None:
+        assert played.redone_ns.tolist() == other.redone_ns.tolist()
 
 
 def _random_times(rng: np.random.Generator, num_stages: int) -> StageTimes:
@@ -45,15 +61,11 @@ def _even_times(num_stages: int, *, latency: int = 0, slope: int = 1, recompute:
 
 
 @each_seed(300)
-def test_every_task_starts_when_the_simpy_model_starts_it(seed: int) -> None:
+def test_every_task_starts_when_the_reference_engine_starts_it(seed: int) -> None:
     rng = np.random.default_rng(seed)
     times = _random_times(rng, int(rng.integers(1, 7)))
     counts = tuple(int(count) for count in rng.integers(1, 12, int(rng.integers(1, 4))))
-    played = run_pipeline(times, counts, keep_times=True)
-    for replica, stages in enumerate(play_with_simpy(times, counts)):
-        for stage, tasks in enumerate(stages):
-            assert played.orders[replica][stage] == "".join(letter for letter, _ in tasks)
-            assert played.start_ns[replica][stage].tolist() == [start for _, start in tasks]
+    assert_alike(run_pipeline(times, counts, keep_times=True), reference.run_pipeline(times, counts))
 
 
 @each_seed(300)
@@ -140,3 +152,11 @@ def test_replicas_with_their_own_devices_do_not_influence_each_other() -> None:
     both = run_pipeline(times, (5, 4), keep_orders=True)
     assert both.orders[0] == run_pipeline(times, (5,), keep_orders=True).orders[0]
     assert both.last_backward_ns[:, 1].tolist() == run_pipeline(times, (4,)).last_backward_ns[:, 0].tolist()
+
+
+def test_the_documentation_quotes_the_reference_engine_as_it_is() -> None:
+    root = Path(__file__).parents[2]
+    page, source = root / "docs" / "simulator.md", root / "simulator" / "engine" / "reference.py"
+    quoted = re.findall(r"```python\n((?:def |    def ).*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(quoted) == 2
+    assert all(block in source.read_text(encoding="utf-8") for block in quoted)

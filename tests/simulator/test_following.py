@@ -1,20 +1,22 @@
-"""Following a plan's orders: event for event as the SimPy model with the executor's own ScheduleFollower."""
+"""Following a plan's orders: event for event as the reference engine, by its rules and by the executor's own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from morph.contract.plan import Schedule
-from morph.runtime.step.schedule_follower import ScheduleFollower
+from morph.runtime.step.schedule_follower import Progress, ScheduleFollower
+from simulator.engine import reference
 from simulator.engine.following import ShapeTimes, follow, lane_times
 from simulator.engine.mini_batch import StageTimes, run_pipeline
 from simulator.engine.schedules import fixed_order, stage_windows
 from tests.seeds import each_seed
-from tests.simulator.simpy_following import follow_with_simpy
+from tests.simulator.test_engine import assert_alike
 
 SCHEDULES: list[Schedule] = ["varuna", "varuna", "varuna", "gpipe", "1f1b"]
 
@@ -70,34 +72,39 @@ def orders_of(times: StageTimes, counts: Sequence[int], schedule: Schedule) -> l
     return [run_pipeline(times, (count,), schedule=schedule, keep_orders=True).orders[0] for count in counts]
 
 
-def makers(
+def executors_rules(
     orders: Sequence[Sequence[str]], times: StageTimes, schedule: Schedule
-) -> Callable[[int, int], ScheduleFollower]:
-    def make(stage: int, replica: int) -> ScheduleFollower:
+) -> Callable[[int, int], reference.Decide]:
+    """For the reference engine, in place of its own rules."""
+
+    def make(stage: int, replica: int) -> reference.Decide:
         window = int(times.window[stage])
-        return ScheduleFollower(orders[replica][stage], window, opportunistic=schedule == "varuna")
+        follower = ScheduleFollower(orders[replica][stage], window, opportunistic=schedule == "varuna")
+
+        def decide(worker: reference.Worker) -> str:
+            follower.progress = Progress(*worker.done.values())
+            gradients = worker.done["F"] if worker.is_last else worker.gradients
+            return follower.next_task(worker.activations, gradients) or reference.WAIT
+
+        return decide
 
     return make
 
 
 @pytest.mark.slow
 @each_seed(200, in_long=400)
-def test_every_task_starts_when_the_simpy_model_with_the_executors_follower_starts_it(seed: int) -> None:
+def test_every_task_starts_when_the_reference_engine_starts_it_by_its_rules_and_by_the_executors(seed: int) -> None:
     rng = np.random.default_rng(seed)
     schedule = SCHEDULES[seed % len(SCHEDULES)]
     counts = tuple(int(count) for count in rng.integers(1, 10, int(rng.integers(1, 4))))
     times = random_stages(rng, int(rng.integers(1, 6)), schedule, max(counts))
     lanes, orders = random_lanes(rng, times, counts), orders_of(times, counts, schedule)
     slots = int(rng.integers(1, 5)) if rng.random() < 0.3 else None
-    played = follow(lanes, orders, times.window, strict=schedule != "varuna", compute_slots=slots, keep_times=True)
-    oracle, _ = follow_with_simpy(lanes, counts, makers(orders, times, schedule), slots)
-    for replica, stages in enumerate(oracle):
-        for stage, tasks in enumerate(stages):
-            assert played.orders[replica][stage] == "".join(letter for letter, _ in tasks)
-            assert played.start_ns[replica][stage].tolist() == [start for _, start in tasks]
-            durations = lanes.backward_ns[stage, replica]
-            end = tasks[-1][1] + int(durations[min(counts[replica], len(durations)) - 1])
-            assert played.last_backward_ns[stage, replica] == end
+    given: dict[str, Any] = {"strict": schedule != "varuna", "compute_slots": slots}
+    played = follow(lanes, orders, times.window, **given, keep_times=True)
+    assert_alike(played, reference.follow(lanes, orders, times.window, **given))
+    decide = executors_rules(orders, times, schedule)
+    assert_alike(played, reference.follow(lanes, orders, times.window, **given, decide=decide))
 
 
 @each_seed(100, in_long=200)
@@ -217,5 +224,6 @@ def test_gpipe_orders_that_wait_for_each_other_are_refused() -> None:
     times = random_stages(np.random.default_rng(0), 2, "gpipe", 2)
     assert fixed_order("gpipe", 0, 2, 2, True) == "FFRBRB"
     lanes = replace(lane_times(times, 1), recompute=np.array([False, False]))
-    with pytest.raises(PlanError, match="wait for each other"):
-        follow(lanes, [("FBFB", "FFBB")], [2, 2], strict=True)
+    for either in (follow, reference.follow):
+        with pytest.raises(PlanError, match="wait for each other"):
+            either(lanes, [("FBFB", "FFBB")], [2, 2], strict=True)

@@ -18,6 +18,7 @@ from morph.runtime.emulation.workload import stage_memory, task_times
 from simulator import PlanRequest, plan, simulate, simulate_plan, synthetic_profile
 from simulator.costs.answer import bound_ns, deal
 from simulator.costs.stage_costs import SectionCosts, stage_costs
+from simulator.engine import reference
 from simulator.engine.mini_batch import run_pipeline
 from simulator.inputs.conditions import Conditions
 from simulator.inputs.request import MemoryRules
@@ -26,7 +27,7 @@ from simulator.search.moves import moved_bounds_ns, neighbours
 from simulator.search.partition import least_bytes, partition_table
 from simulator.search.sweep import Sweep
 from tests.seeds import each_seed
-from tests.simulator.simpy_model import play_with_simpy
+from tests.simulator.test_engine import assert_alike
 from tests.simulator.test_memory import M, profile_of
 
 NOTHING_MORE = MemoryRules(keeps_sums=False, copies_sums=False, changes=False, saves=False)
@@ -124,18 +125,14 @@ def test_an_emulated_stage_takes_what_is_simulated_and_holds_one_group(seed: int
 
 
 @each_seed(100)
-def test_every_task_starts_when_the_simpy_model_starts_it(seed: int) -> None:
+def test_every_task_starts_when_the_reference_engine_starts_it(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_profile(seed, num_sections=6, micro_batch_sizes=(1,))
     cuts = (0, *sorted(rng.choice(np.arange(1, 6), int(rng.integers(0, 3)), replace=False).tolist()))
     sizes, counts = rng.integers(0, 4, len(cuts)).tolist(), tuple(rng.integers(1, 9, 2).tolist())
     windows = [int(rng.choice([1, 2])) * (len(cuts) - 1 - stage) + 1 for stage in range(len(cuts))]
     times = stage_costs(SectionCosts(profile, 1), cuts, windows, "varuna", live=sizes).times
-    played = run_pipeline(times, counts, keep_times=True)
-    for replica, stages in enumerate(play_with_simpy(times, counts)):
-        for stage, tasks in enumerate(stages):
-            assert played.orders[replica][stage] == "".join(letter for letter, _ in tasks)
-            assert played.start_ns[replica][stage].tolist() == [start for _, start in tasks]
+    assert_alike(run_pipeline(times, counts, keep_times=True), reference.run_pipeline(times, counts))
 
 
 @each_seed(40)

@@ -8,6 +8,7 @@ from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
 from simulator import PlanRequest, Simulation, plan, simulate, simulate_plan, synthetic_profile
 from simulator.search.planner import advice
+from tests.seeds import each_seed
 
 SHAPES = [(1, 1), (1, 3), (2, 2), (3, 2), (4, 1), (8, 3)]
 
@@ -36,6 +37,53 @@ _CONDITIONS: list[dict[str, Any]] = [
     {"all_reduce": "late"},
     {"compute_slots": 3},
 ]
+
+
+@pytest.mark.slow
+@each_seed(60, in_long=240)
+def test_a_shape_that_the_reference_engine_plays_comes_to_the_same_in_every_part(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    conditions: list[dict[str, Any]] = [
+        *_CONDITIONS,
+        {"jitter_seed": seed, "num_draws": 2},
+        {"jitter_seed": seed, "num_draws": 2, "num_gpus_per_node": 2, "slow": {(0, 0): 1.5}},
+        {"redundant_computation": "eflb"},
+        {"redundant_computation": "efeb", "recompute": False},
+    ]
+    profile = synthetic_profile(
+        num_sections=6,
+        forward_s=[float(value) for value in rng.uniform(0.001, 0.01, 6)],
+        parameter_bytes=[int(value) * 1_000_000 for value in rng.integers(1, 50, 6)],
+        bandwidth_bytes_per_s=float(rng.choice([1e7, 1e9])),
+        latency_s=float(rng.choice([0.0, 0.02])),
+        batch_size=int(rng.integers(4, 14)),
+        micro_batch_size=1,
+        tied=bool(rng.integers(2)),
+        jitter=0.3,
+    )
+    cuts = sorted(rng.choice(np.arange(1, 6), int(rng.integers(0, 4)), replace=False).tolist())
+    given: dict[str, Any] = {
+        "boundaries": [0, *cuts],
+        "num_replicas": int(rng.integers(1, 4)),
+        "schedule": ["varuna", "varuna", "gpipe", "1f1b"][rng.integers(4)],
+        "window_slope": [None, None, 2][rng.integers(3)],
+        **conditions[seed % len(conditions)],
+    }
+    compiled, reference = (simulate(profile, **given, engine=engine) for engine in ("compiled", "reference"))
+    assert reference.plan == compiled.plan
+    assert reference.breakdown_s == compiled.breakdown_s
+    assert reference.explanation == compiled.explanation
+    assert reference.jitter == compiled.jitter
+    assert reference.timeline.equals(compiled.timeline)
+    again = simulate_plan(profile, compiled.plan, engine="reference", compute_slots=1)
+    assert again.plan == simulate_plan(profile, compiled.plan, compute_slots=1).plan
+
+
+def test_an_unknown_engine_and_a_shape_too_large_for_the_reference_engine_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"is unknown .*compiled, reference"):
+        simulate(synthetic_profile(), num_stages=2, engine="fast")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"engine: would play 300000 tasks.*at most 262144"):
+        simulate(synthetic_profile(batch_size=50_000, micro_batch_size=1), num_stages=2, engine="reference")
 
 
 def _lower_bound_cases() -> list[Simulation]:

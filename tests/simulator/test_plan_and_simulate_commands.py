@@ -54,6 +54,17 @@ def test_simulate_prints_one_shape_and_draws_its_timeline(profile: Path, tmp_pat
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_simulate_prints_the_same_with_the_reference_engine_and_refuses_what_is_too_large_for_it(
+    profile: Path, tmp_path: Path
+) -> None:
+    arguments = ("simulate", profile, "-P", 3, "-D", 2, "--gpus-per-node", 2, "--json")
+    assert _run(*arguments, "--engine", "reference") == _run(*arguments)
+    large = tmp_path / "large.json"
+    large.write_text(synthetic_profile(batch_size=50_000, micro_batch_size=1).model_dump_json())
+    with pytest.raises(PlanError, match=r"--engine: would play 300000 tasks.*the compiled engine"):
+        _run("simulate", large, "-P", 2, "--engine", "reference")
+
+
 def test_simulate_prints_json_for_programs(profile: Path) -> None:
     answer = json.loads(_run("simulate", profile, "-P", 3, "-D", 2, "--schedule", "gpipe", "--json"))
     assert Plan.model_validate(answer["plan"]).schedule == "gpipe"

@@ -1,18 +1,19 @@
-"""Reductions beside the last backward: to the nanosecond as a SimPy model of stages and their links."""
+"""Reductions beside the last backward: to the nanosecond as the reference engine has them."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
-import simpy
 
 from morph.contract.profile import Profile
 from simulator import simulate, synthetic_profile
 from simulator.costs.answer import Simulation
 from simulator.costs.finish import Finish
+from simulator.costs.outcome import EngineName, engine_of
+from simulator.costs.worker_times import to_come_ns as to_come_ns_of
 from simulator.inputs.jitter import Luck
 from tests.seeds import each_seed
 
@@ -46,101 +47,43 @@ def random_simulation(rng: np.random.Generator, **more: Any) -> Simulation:
     return simulate(random_job(rng, **more), boundaries=[0, *cuts], num_replicas=replicas, **given)
 
 
-class SimPyModel:
-    """Each worker's last backward goes through its sections; each stage's link takes one section's units at a time."""
-
-    def __init__(self, found: Simulation, last_backward_ns: np.ndarray, section_ns: np.ndarray) -> None:
-        self.env, self.reduced = simpy.Environment(), found.costs.reduced
-        self.num_replicas = last_backward_ns.shape[1]
-        num_sections = found.costs.sections.num_sections
-        self.passed = [[self.env.event() for _ in range(self.num_replicas)] for _ in range(num_sections)]
-        self.links = [simpy.Resource(self.env) for _ in self.reduced.begin]
-        self.alone_ns: dict[int, int] = {}
-        self.tied: list[tuple[tuple[int, ...], int, int]] = []
-        owned = []
-        for stage, (first, end) in enumerate(zip(*found.costs.spans, strict=True)):
-            for replica in range(self.num_replicas):
-                worker = range(end - 1, first - 1, -1), replica, int(last_backward_ns[stage, replica])
-                self.env.process(self.backward(*worker, section_ns[:, replica]))
-            owned.append(self.env.process(self.own(stage, range(end - 1, first - 1, -1), int(first))))
-        self.env.process(self.together(owned))
-        self.env.run()
-
-    def backward(
-        self, sections: Sequence[int], replica: int, end_ns: int, section_ns: np.ndarray
-    ) -> Generator[Any, Any, None]:
-        yield self.env.timeout(end_ns - int(section_ns[list(sections)].sum()))
-        for section in sections:
-            yield self.env.timeout(int(section_ns[section]))
-            self.passed[section][replica].succeed()
-
-    def ar_ns(self, ring: int, num_bytes: float) -> int:
-        return int(self.reduced.all_reduce.times_ns(ring, np.array([num_bytes]))[0])
-
-    def own(self, stage: int, sections: Sequence[int], first: int) -> Generator[Any, Any, None]:
-        sums = self.reduced.sum_bytes
-        for section in sections:
-            yield simpy.AllOf(self.env, self.passed[section])
-            behind, without = (self.ar_ns(self.num_replicas, sums[k] - sums[first]) for k in (section + 1, section))
-            with self.links[stage].request() as turn:
-                yield turn
-                yield self.env.timeout(behind - without)
-        self.alone_ns[stage] = int(self.env.now)
-
-    def together(self, owned: Sequence[simpy.Process]) -> Generator[Any, Any, None]:
-        done = list(owned)
-        for stages, num_bytes in self.reduced.tied:
-            done_here = self.env.process(self.ring(stages, num_bytes, [done[stage] for stage in stages]))
-            for stage in stages:
-                done[stage] = done_here
-        yield simpy.AllOf(self.env, done)
-
-    def ring(
-        self, stages: tuple[int, ...], num_bytes: float, before: Sequence[simpy.Process]
-    ) -> Generator[Any, Any, None]:
-        yield simpy.AllOf(self.env, before)
-        begun_ns = int(self.env.now)
-        yield self.env.timeout(self.ar_ns(self.num_replicas * len(stages), num_bytes))
-        self.tied.append((stages, begun_ns, int(self.env.now) - begun_ns))
+def finished(found: Simulation, luck: Luck | None = None, engine: EngineName = "compiled") -> Finish:
+    counts, rehearsal = found.plan.micro_batches_per_replica, replace(found.rehearsal, engine=engine_of(engine))
+    return rehearsal.finished(found.costs, counts, found.rehearsal.played(found.costs, counts, luck), luck)
 
 
-def finished(found: Simulation, luck: Luck | None = None) -> tuple[Finish, np.ndarray]:
-    counts = found.plan.micro_batches_per_replica
-    played = found.rehearsal.played(found.costs, counts, luck)
-    return found.rehearsal.finished(found.costs, counts, played, luck), played.last_backward_ns
+def assert_same_end(one: Finish, other: Finish) -> None:
+    for field in fields(Finish):
+        first, second = (getattr(finish, field.name) for finish in (one, other))
+        assert first == second if field.name == "tied" else np.array_equal(first, second), field.name
 
 
 @pytest.mark.slow
 @each_seed(80)
-def test_reductions_end_when_the_simpy_model_ends_them(seed: int) -> None:
+def test_reductions_end_when_the_reference_engine_ends_them(seed: int) -> None:
     found = random_simulation(np.random.default_rng(seed))
-    after, last_backward_ns = finished(found)
-    section_ns = np.diff(found.costs.sections.backward_sum_ns)[:, None] * np.ones(last_backward_ns.shape[1], np.int64)
-    for stage, replica, factor in found.rehearsal.conditions.slow:
-        section_ns[found.costs.reduced.stage == stage, replica] *= int(factor)
-    model = SimPyModel(found, last_backward_ns, section_ns)
-    assert after.reduced_ns.tolist() == [model.alone_ns[stage] for stage in range(len(last_backward_ns))]
-    assert sorted(after.tied) == sorted(model.tied)
-    assert after.prepared_ns == model.env.now
+    after = finished(found)
+    assert_same_end(after, finished(found, engine="reference"))
     rows = found.timeline[found.timeline["task"] == "all_reduce"]
     ends_s = rows.groupby("stage")["end_s"].max()
-    shared = {stage for stages, _, _ in model.tied for stage in stages}
+    shared = {stage for stages, _, _ in after.tied for stage in stages}
     for stage in set(ends_s.index) - shared:
         assert after.reduced_ns[stage] == max(round(ends_s[stage] * 1e9), after.last_ready_ns[stage])
 
 
 @each_seed(20)
 def test_drawn_backwards_are_drawn_section_by_section(seed: int) -> None:
-    """Of the last micro-batch of each replica; a draw is no whole number of nanoseconds."""
     found = random_simulation(np.random.default_rng(seed), jitter=0.3)
     counts, costs = found.plan.micro_batches_per_replica, found.costs
     luck = Luck(costs.sections.profile, 1, sum(counts), 7, 0)
-    after, last_backward_ns = finished(found, luck)
+    assert_same_end(finished(found, luck), finished(found, luck, "reference"))
     section_ns = np.diff(luck.task_sums_ns("backward"), axis=0)[:, np.cumsum(counts) - 1]
     for stage, replica, factor in found.rehearsal.conditions.slow:
         section_ns[costs.reduced.stage == stage, replica] *= factor
-    model = SimPyModel(found, last_backward_ns, np.rint(section_ns))
-    assert after.prepared_ns == pytest.approx(model.env.now, abs=2 * costs.sections.num_sections)
+    to_come_ns = to_come_ns_of(costs, counts, found.rehearsal.conditions, luck)
+    for stage, (first, end) in enumerate(zip(*costs.spans, strict=True)):
+        behind_ns = np.cumsum(section_ns[first:end], axis=0) - section_ns[first:end]
+        assert to_come_ns[first:end] == pytest.approx(behind_ns, abs=1), stage
 
 
 def test_what_is_exposed_is_the_most_of_any_suffix() -> None:

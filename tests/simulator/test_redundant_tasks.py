@@ -1,4 +1,4 @@
-"""Redundant forwards and backwards: event for event as the SimPy model, and without them nothing changes."""
+"""Redundant forwards and backwards: event for event as the reference engine, and without them nothing changes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from simulator.engine import reference
 from simulator.engine.following import ShapeTimes, follow, lane_times
 from simulator.engine.mini_batch import StageTimes
 from tests.seeds import each_seed
-from tests.simulator.simpy_following import follow_with_simpy
-from tests.simulator.test_following import SCHEDULES, makers, orders_of, random_lanes, random_stages
+from tests.simulator.test_engine import assert_alike
+from tests.simulator.test_following import SCHEDULES, orders_of, random_lanes, random_stages
 
 
 def with_redundant_tasks(lanes: ShapeTimes, rng: np.random.Generator, *, backwards: bool) -> ShapeTimes:
@@ -30,7 +31,7 @@ def with_redundant_tasks(lanes: ShapeTimes, rng: np.random.Generator, *, backwar
 
 @pytest.mark.slow
 @each_seed(150, in_long=400)
-def test_every_task_and_every_redundant_one_is_when_the_simpy_model_has_it(seed: int) -> None:
+def test_every_task_and_every_redundant_one_is_when_the_reference_engine_has_it(seed: int) -> None:
     rng = np.random.default_rng(20_000 + seed)
     schedule = SCHEDULES[seed % len(SCHEDULES)]
     counts = tuple(int(count) for count in rng.integers(1, 10, int(rng.integers(1, 4))))
@@ -39,21 +40,11 @@ def test_every_task_and_every_redundant_one_is_when_the_simpy_model_has_it(seed:
     orders = orders_of(times, counts, schedule)
     strict = schedule != "varuna"
     played = follow(lanes, orders, times.window, strict=strict, keep_times=True)
-    oracle, redundant = follow_with_simpy(lanes, counts, makers(orders, times, schedule))
-    assert played.redone_ns is not None
-    for replica, stages in enumerate(oracle):
-        for stage, tasks in enumerate(stages):
-            assert played.orders[replica][stage] == "".join(letter for letter, _ in tasks)
-            assert played.start_ns[replica][stage].tolist() == [start for _, start in tasks]
-            ends = redundant[stage, replica]
-            kept = played.redundant_ns[replica][stage][:, :, 1]
-            assert kept.tolist() == [ends["f"], ends["b"]][: len(kept)]
-            assert len(ends["f"]) == counts[replica]
-            last = max(played.last_backward_ns[stage, replica], *ends["f"], *ends["b"])
-            assert played.redone_ns[stage, replica] == last
+    assert_alike(played, reference.follow(lanes, orders, times.window, strict=strict))
     quick = follow(lanes, orders, times.window, strict=strict)
     assert quick.last_backward_ns.tolist() == played.last_backward_ns.tolist()
     assert quick.redone_ns is not None
+    assert played.redone_ns is not None
     assert quick.redone_ns.tolist() == played.redone_ns.tolist()
 
 

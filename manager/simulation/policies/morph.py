@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
+
+import simpy
 
 from manager.accounting.account import Part
 from manager.controller.state.events import NodeFacts
@@ -14,6 +15,7 @@ from manager.simulation.spot.cluster import SpotCluster
 from manager.simulation.spot.job import SpotJob
 from manager.simulation.spot.outcome import Outcome
 from manager.simulation.spot.until import SpotPrices, Until
+from manager.simulation.spot.vms import Acting
 from morph.contract.lives import Recorded, recorded
 from morph.contract.trace import Trace, TraceEvent
 
@@ -41,7 +43,6 @@ def play_morph(
     if redundancy is not None:
         policy = job.policy.model_copy(update={"redundancy": redundancy})
         job = job.model_copy(update={"policy": policy})
-    names = dict[str, str]()
     first_s = trace.events[0].time_s
     cluster = SpotCluster(
         job,
@@ -50,20 +51,27 @@ def play_morph(
         num_expected=sum(event.time_s == first_s for event in trace.events),
     )
 
-    def happen(change: Recorded) -> tuple[()]:
-        event = change.event
-        match change.kind:
-            case "came":
-                facts = NodeFacts(provider="simulated", size=event.instance_type, zone=event.zone)
-                names[event.node_id] = cluster.vm_came(facts, usd_of(event, trace, prices))
-            case "warned":
-                cluster.vm_noticed(names[event.node_id], change.taken_s - change.time_s)
-            case "taken":
-                cluster.vm_taken(names.pop(event.node_id))
-        return ()
+    def live(changes: list[tuple[Recorded, simpy.Timeout]]) -> Acting:
+        """A VM's life: it comes, may be warned, and is taken."""
+        vm = ""
+        for change, due in changes:
+            yield due
+            event = change.event
+            match change.kind:
+                case "came":
+                    facts = NodeFacts(provider="simulated", size=event.instance_type, zone=event.zone)
+                    vm = cluster.vm_came(facts, usd_of(event, trace, prices))
+                case "warned":
+                    cluster.vm_noticed(vm, change.taken_s - change.time_s)
+                case "taken":
+                    cluster.vm_taken(vm)
 
+    lives: dict[str, list[tuple[Recorded, simpy.Timeout]]] = {}
     for change in recorded(trace):
-        cluster.agenda.put(change.time_s, partial(happen, change))
+        due = cluster.env.timeout(change.time_s)  # all of them now: those of one instant come in the order of the trace
+        lives.setdefault(change.event.node_id, []).append((change, due))
+    for of_one in lives.values():
+        cluster.env.process(live(of_one))
     end_s = end_of(until, trace)
     while cluster.finish is None and cluster.now_s < end_s:
         cluster.play(min(end_s, cluster.now_s + LOOK_EVERY_S))

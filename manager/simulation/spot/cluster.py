@@ -7,7 +7,10 @@ import gc
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
+
+import simpy
 
 from manager.accounting.account import Account
 from manager.accounting.ledger import Ledger
@@ -41,11 +44,10 @@ from manager.controller.state.events import (
 )
 from manager.controller.state.state import Decision, Phase, initial_state
 from manager.journal.records import DecisionRecord
-from manager.simulation.spot.agenda import Agenda
 from manager.simulation.spot.job import FINGERPRINT, SpotJob
 from manager.simulation.spot.jumping import passed, steps_alike
 from manager.simulation.spot.outcome import Moment
-from manager.simulation.spot.vms import Told, Workers
+from manager.simulation.spot.vms import Acting, Told, Workers
 from morph.contract.messages import Prepared
 
 Kind = TypeVar("Kind", bound=Action)
@@ -54,9 +56,10 @@ Watcher = Callable[[float, Event, Decision], None]
 
 
 class SpotCluster:
-    """Plays a job on VMs that come and go.
+    """Plays a job on VMs that come and go, as processes in the virtual time of ``env``.
 
-    VMs are told of by ``vm_came``, ``vm_noticed`` and ``vm_taken``, which may be put down for later with ``at``.
+    One process is the manager (``_manage``), others are what workers do (:mod:`manager.simulation.spot.vms`). The lives
+    of VMs are the caller's: its processes call ``vm_came``, ``vm_noticed`` and ``vm_taken``.
 
     Args:
         job: What is trained.
@@ -78,16 +81,18 @@ class SpotCluster:
         watcher: Watcher | None = None,
     ) -> None:
         self.job, self._jumps, self._watcher = job, jumps, watcher
-        self.now_s = 0.0
-        self.agenda: Agenda[Sequence[Told]] = Agenda()
-        self.workers = Workers(job, seed, self.after)
+        self.env = simpy.Environment(initial_time=0.0)
+        self.workers = Workers(job, seed, self.env, self.tell)
         self.state = initial_state(config_of(job, num_steps, num_expected))
         self.ledger = Ledger()
         self.finish: Finish | None = None
         self.moments: list[Moment] = []
         self.num_fatal = self.num_lost = self.num_decisions = self.lost_steps = 0
         self._names = itertools.count()
-        self._wake_s = math.inf
+        self._told: list[Told] = []
+        self._news = self.env.event()
+        self._wake_s = self._until_s = math.inf
+        self.env.process(self._manage()).callbacks.append(_raise_as_it_is)
 
     # --- VMs -------------------------------------------------------------------------------------------------
 
@@ -96,56 +101,101 @@ class SpotCluster:
         name = f"n{next(self._names)}"
         self.workers.alive.add(name)
         paid = None if usd_per_h is None else Paid(usd_per_h=usd_per_h)
-        self.agenda.put(self.now_s, lambda: [NodeAppeared(node=name, facts=facts, paid=paid)])
+        self.after(0.0, partial(self.tell, [NodeAppeared(node=name, facts=facts, paid=paid)]))
         return name
 
     def vm_noticed(self, name: str, lead_s: float) -> None:
         """A VM is said to be taken after so long."""
         if name in self.workers.alive:
-            self.agenda.put(self.now_s, lambda: [NoticeGiven(worker=name, lead_s=lead_s, notice=name)])
+            self.after(0.0, partial(self.tell, [NoticeGiven(worker=name, lead_s=lead_s, notice=name)]))
 
     def vm_taken(self, name: str) -> None:
         """A VM is gone; the manager hears of it a little later."""
         if name in self.workers.alive:
             self.workers.alive.discard(name)
             self.num_lost += 1
-            self.after(self.job.durations.noticed_s, lambda: [WorkerLost(worker=name, cause="its VM was taken")])
+            lost = WorkerLost(worker=name, cause="its VM was taken")
+            self.after(self.job.durations.noticed_s, partial(self.tell, [lost]))
 
     # --- time ------------------------------------------------------------------------------------------------
 
-    def after(self, delay_s: float, what: Callable[[], Sequence[Told]]) -> None:
-        """Put down what is to be called after so long; the controller is told what it returns."""
-        self.agenda.put(self.now_s + delay_s, what)
+    @property
+    def now_s(self) -> float:
+        """Virtual time."""
+        return float(self.env.now)
+
+    def after(self, delay_s: float, what: Callable[[], object]) -> None:
+        """Do something after so long."""
+
+        def wait() -> Acting:
+            yield self.env.timeout(delay_s)
+            what()
+
+        self.env.process(wait())
 
     def play(self, until_s: float = math.inf) -> None:
         """Go on until this time, or until the run has ended."""
+        self._until_s = until_s
         with _without_cycles():
-            while self.finish is None and math.inf > min(self.agenda.next_s, self._wake_s) <= until_s:
-                self._play_next(until_s)
-        if until_s < math.inf and self.finish is None:
-            self.now_s = max(self.now_s, until_s)
+            while self.finish is None and math.inf > min(self.env.peek(), self._wake_s) <= until_s:
+                if self._wake_s < self.env.peek():
+                    self._timeout_at(self._wake_s).callbacks.append(lambda _: self.tell(()))
+                self.env.step()
+        if self.now_s < until_s < math.inf and self.finish is None:
+            self._timeout_at(until_s)
+            self.env.step()
         self.ledger.advance(self.now_s)
 
-    def _play_next(self, until_s: float) -> None:
-        """Tell the controller what happens next."""
-        next_s = self.now_s = min(self.agenda.next_s, self._wake_s)
-        events: list[Told] = []
-        while self.agenda.next_s == next_s:
-            events += self.agenda.take()()
-        if self._wake_s == next_s:
-            self._wake_s = math.inf
-            events.append(Tick())
-        if events:
-            self._tell(events[0] if len(events) == 1 else _together(events), until_s)
+    def _timeout_at(self, time_s: float) -> simpy.Timeout:
+        """Return a timeout at exactly this time, which the difference, being rounded, may miss."""
+        now_s, delay_s = self.now_s, time_s - self.now_s
+        while now_s + delay_s < time_s:
+            delay_s = math.nextafter(delay_s, math.inf)
+        while now_s + delay_s > time_s:
+            delay_s = math.nextafter(delay_s, 0.0)
+        return self.env.timeout(delay_s)
 
     @property
     def account(self) -> Account:
         """Where the nodes' time went so far, and what it cost."""
         return self.ledger.account()
 
-    # --- the controller --------------------------------------------------------------------------------------
+    # --- the manager -----------------------------------------------------------------------------------------
 
-    def _tell(self, event: Event, until_s: float) -> None:
+    def tell(self, events: Sequence[Told]) -> None:
+        """Tell the manager something, with whatever else happens at this instant."""
+        self._told += events
+        if not self._news.triggered:
+            self._news.succeed()
+
+    def _manage(self) -> Acting:
+        """The manager: hears at once of all that happens at one instant, decides, and has that carried out.
+
+        It also wakes up at the controller's next deadline. Each decision moves that, and SimPy cannot take a timeout
+        back, so ``play`` sets the alarm only once nothing else happens before it.
+        """
+        while self.finish is None:
+            yield self._news
+            yield from self._end_of_instant()
+            events, self._told, self._news = self._told, [], self.env.event()
+            if self._wake_s <= self.now_s:
+                events.append(Tick())
+            self._wake_s = math.inf
+            if events:
+                was_training = self.state.phase is Phase.TRAINING
+                steps = self._decide(events[0] if len(events) == 1 else _together(events))
+                if steps:
+                    yield from self._give(steps, jumps=self._jumps and was_training)
+            wake_s = wake_at_s(self.state)
+            self._wake_s = math.inf if wake_s is None else max(self.now_s, wake_s)
+
+    def _end_of_instant(self) -> Acting:
+        """Wait until all that happens at this instant has happened."""
+        while self.env.peek() <= self.env.now:
+            yield self.env.timeout(0)
+
+    def _decide(self, event: Event) -> list[SendStep]:
+        """Let the controller decide; returns the orders of a step, which are still to be given."""
         before = self.state
         decision = decide(before, event, self.now_s)
         self.num_decisions += 1
@@ -160,13 +210,7 @@ class SpotCluster:
             self.num_fatal += 1
             self.lost_steps += before.version - decision.state.version
         self._note_moment()
-        steps = self._carry_out(by_kind)
-        if steps and self._jumps and before.phase is Phase.TRAINING:
-            self._jump(steps, until_s)
-        elif steps:
-            self.workers.step(steps, steps[0].order, self.now_s)
-        wake_s = wake_at_s(self.state)
-        self._wake_s = math.inf if wake_s is None else max(self.now_s, wake_s)
+        return self._carry_out(by_kind)
 
     def _book(self, event: Event, decision: Decision, by_kind: ByKind, *, step_decided: bool) -> None:
         events = event.events if isinstance(event, Together) else (event,)
@@ -182,36 +226,49 @@ class SpotCluster:
         for ended in _of(by_kind, EndWorker):
             self.workers.alive.discard(ended.worker)
         if SendReshape in by_kind:
-            self.workers.reshape(_of(by_kind, SendReshape), self.now_s)
+            self.workers.reshape(_of(by_kind, SendReshape))
         if SendCommit in by_kind:
             self.workers.commit(_of(by_kind, SendCommit))
         if SendPreCopy in by_kind:
             self.workers.send_ahead(_of(by_kind, SendPreCopy))
         if Abort in by_kind:
-            self.workers.abort(_of(by_kind, Abort), self.now_s)
+            self.workers.abort(_of(by_kind, Abort))
         for written in _of(by_kind, WriteManifest):
-            version = written.manifest.version
-            self.after(self.job.durations.manifest_s, lambda version=version: [ManifestWritten(version=version)])  # type: ignore[misc]
+            durable = ManifestWritten(version=written.manifest.version)
+            self.after(self.job.durations.manifest_s, partial(self.tell, [durable]))
         for finish in _of(by_kind, Finish):
             self.finish = finish
         return _of(by_kind, SendStep)
 
-    def _jump(self, steps: list[SendStep], until_s: float) -> None:
+    def _give(self, steps: list[SendStep], *, jumps: bool) -> Acting:
         """Give the orders of a step, and if nothing happens until many like it are decided, those of a later one."""
+        order = steps[0].order
+        if jumps:
+            yield from self._end_of_instant()
+            num = self._num_alike(steps)
+            if num:
+                formed = self.workers.formed
+                assert formed is not None
+                self.state = passed(self.state, self.now_s, formed.step_s, num)
+                yield self.env.timeout(num * formed.step_s)
+                self.ledger.advance(self.now_s)
+                self.ledger.settle(self.workers.prepared(order, num, begun_s=self.now_s))
+                order = order.model_copy(update={"step": self.state.version, "decided": self.state.decided})
+        self.workers.step(steps, order)
+
+    def _num_alike(self, steps: list[SendStep]) -> int:
+        """How many steps are decided, this one among them, before anything else happens."""
         formed = self.workers.formed
         assert formed is not None
-        num, order = 0, steps[0].order
+        next_s = min(self.env.peek(), self._until_s)
         if formed.order.follows and not formed.followed:  # until then the steps are alike, and then one is another
-            until_s = min(until_s, formed.following_at_s)
-        if until_s > self.now_s and not any(action.order.checkpoint_units for action in steps):
-            num = steps_alike(self.state, self.now_s, formed.step_s, min(self.agenda.next_s, until_s))
-        if num:
-            self.state = passed(self.state, self.now_s, formed.step_s, num)
-            self.now_s += num * formed.step_s
-            self.ledger.advance(self.now_s)
-            self.ledger.settle(self.workers.prepared(order, num, begun_s=self.now_s))
-            order = order.model_copy(update={"step": self.state.version, "decided": self.state.decided})
-        self.workers.step(steps, order, self.now_s)
+            next_s = min(next_s, formed.following_at_s)
+        if self._told or any(action.order.checkpoint_units for action in steps):
+            return 0
+        num = steps_alike(self.state, self.now_s, formed.step_s, next_s) if next_s > self.now_s else 0
+        while num and self.now_s + num * formed.step_s >= self.env.peek():  # by a rounding
+            num -= 1
+        return num
 
     def _note_moment(self) -> None:
         plan = self.state.plan if self.state.phase is Phase.TRAINING else None
@@ -220,6 +277,12 @@ class SpotCluster:
         last = self.moments[-1] if self.moments else None
         if last is None or (last.num_vms, last.shape) != (num_vms, shape):
             self.moments.append(Moment(self.now_s, num_vms, shape, speed))
+
+
+def _raise_as_it_is(process: simpy.Event) -> None:
+    """If a process failed: SimPy would raise a copy, which errors that take several arguments do not allow."""
+    if isinstance(process.value, BaseException):
+        raise process.value
 
 
 @contextlib.contextmanager

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import simpy
 
 from manager.controller.state.actions import Abort, SendCommit, SendPreCopy, SendReshape, SendStep
 from manager.controller.state.config import units_by_stage
@@ -33,8 +35,8 @@ from morph.contract.salvage import KeptSums, PartialSum, Salvage
 from morph.contract.timeline import ComputeTimes
 
 Told = Single | AnsweredAlike
-At = Callable[[float, Callable[[], Sequence[Told]]], None]
-"""Puts down what is to be called after so many seconds; what that returns is told the controller."""
+Acting = Generator[simpy.Event, Any, None]
+"""A process: what workers do that takes time."""
 NO_SUM = "0" * 64
 ALIKE: Literal["answered_alike"] = "answered_alike"
 
@@ -62,10 +64,10 @@ class Formed:
 
 
 class Workers:
-    """The workers of all VMs that are there. ``at`` puts down what comes of their orders."""
+    """The workers of all VMs that are there. Carrying out an order is a process of ``env``, which tells the manager."""
 
-    def __init__(self, job: SpotJob, seed: int, at: At) -> None:
-        self.job, self.at = job, at
+    def __init__(self, job: SpotJob, seed: int, env: simpy.Environment, tell: Callable[[Sequence[Told]], None]) -> None:
+        self.job, self._env, self._tell = job, env, tell
         self.alive: set[WorkerId] = set()
         self.formed: Formed | None = None
         self._sums = _Sums(job)
@@ -76,33 +78,33 @@ class Workers:
         """A VM's worker is started: it is ready after its setup."""
         setup_s = self.job.durations.setup_s
         ready = WorkerReady(worker=worker, pid=1, setup_s=setup_s)
-        self.at(setup_s, lambda: self._of_living([WorkerAnswered(worker=worker, answer=ready)]))
+        self._env.process(self._report(setup_s, [WorkerAnswered(worker=worker, answer=ready)]))
 
-    def abort(self, aborts: Sequence[Abort], now_s: float) -> None:
+    def abort(self, aborts: Sequence[Abort]) -> None:
         """Orders are given up."""
         self._aborted = aborts[0].generation
-        like = Aborted(worker="", generation=aborts[0].generation, peer_lost=True)
-        workers = [action.worker for action in aborts]
-        self._sums.stop(self.formed, now_s, self.job.durations.aborted_s, self.alive)
+        self._sums.stop(self.formed, self._env.now, self.job.durations.aborted_s, self.alive)
+        like = Aborted(worker="", generation=self._aborted, peer_lost=True)
+        self._env.process(self._give_up(like, [action.worker for action in aborts]))
 
-        def aborted() -> Sequence[Told]:
-            told: list[Told] = []
-            without: list[WorkerId] = []
-            for worker in workers:
-                if worker in self.alive:
-                    kept = self._sums.told(worker)
-                    if kept is None:
-                        without.append(worker)
-                    else:
-                        answer = like.model_copy(update={"worker": worker, "kept": kept})
-                        told.append(WorkerAnswered.model_construct(worker=worker, answer=answer))
-            if without:
-                told.append(AnsweredAlike.model_construct(kind=ALIKE, workers=tuple(without), answer=like))
-            return told
+    def _give_up(self, like: Aborted, workers: Sequence[WorkerId]) -> Acting:
+        """Those that are left say that they have given up, and what they have summed."""
+        yield self._env.timeout(self.job.durations.aborted_s)
+        told: list[Told] = []
+        without: list[WorkerId] = []
+        for worker in workers:
+            if worker in self.alive:
+                kept = self._sums.told(worker)
+                if kept is None:
+                    without.append(worker)
+                else:
+                    answer = like.model_copy(update={"worker": worker, "kept": kept})
+                    told.append(WorkerAnswered.model_construct(worker=worker, answer=answer))
+        if without:
+            told.append(AnsweredAlike.model_construct(kind=ALIKE, workers=tuple(without), answer=like))
+        self._tell(told)
 
-        self.at(self.job.durations.aborted_s, aborted)
-
-    def reshape(self, orders: Sequence[SendReshape], now_s: float) -> None:
+    def reshape(self, orders: Sequence[SendReshape]) -> None:
         """A shape is formed: who receives or sends most decides how long it takes."""
         order, times = orders[0].order, self.job.durations
         mini_batch_s, parts_s = order.plan.expected.mini_batch_s, order.plan.expected.parts_s
@@ -120,14 +122,14 @@ class Workers:
         longest_s = max(state_s.values(), default=0.0)
         step_s = times.slowness * luck * mini_batch_s + times.order_s + self._shared_s(order)
         following_s = times.groups_s + longest_s + self._following_s(order)
-        self.formed = Formed(order, step_s, compute, now_s + following_s)
+        self.formed = Formed(order, step_s, compute, self._env.now + following_s)
         like = Reshaped(worker="", generation=order.generation, groups_s=times.groups_s, state_s=0.0, received_bytes=0)
         movers = [
             like.model_copy(update={"worker": worker, "state_s": state_s[worker], "received_bytes": received[worker]})
             for worker in (action.worker for action in orders if action.worker in state_s)
         ]
         others = tuple(action.worker for action in orders if action.worker not in state_s)
-        self._when_all(times.groups_s + longest_s, others, like, movers)
+        self._env.process(self._answer(times.groups_s + longest_s, others, like, movers))
 
     def _shared_s(self, order: ReshapeOrder) -> float:
         """Return for how long a step's gradients travel to followers, once all are there (seconds)."""
@@ -170,7 +172,7 @@ class Workers:
             busy_s[worker] = busy_s.get(worker, 0.0) + sends_s
         return busy_s, received + loaded
 
-    def step(self, orders: Sequence[SendStep], order: StepOrder, now_s: float) -> None:
+    def step(self, orders: Sequence[SendStep], order: StepOrder) -> None:
         """A step is run, and a checkpoint written beside it: by who was given ``orders``, of which ``order`` is one."""
         assert self.formed is not None
         step_s = partial_step_s(self.formed.plan, self.formed.step_s, self.formed.begins_with(order))
@@ -178,8 +180,9 @@ class Workers:
         stall_s = self._save(writers, order.step) if writers else 0.0
         workers = tuple([action.worker for action in orders])
         if self.formed.order.keep_sums:
-            self._sums.begin(order, now_s + stall_s)
-        self._when_all(step_s + stall_s, workers, self.prepared(order, begun_s=now_s))
+            self._sums.begin(order, self._env.now + stall_s)
+        prepared = self.prepared(order, begun_s=self._env.now)
+        self._env.process(self._answer(step_s + stall_s, workers, prepared))
 
     def prepared(self, order: StepOrder, num_steps: int = 1, *, begun_s: float) -> Prepared:
         """The answer to a step that was begun then, or to so many at once: nothing in it differs between workers."""
@@ -206,7 +209,8 @@ class Workers:
         writers = {action.worker: action.order.checkpoint_units for action in orders if action.order.checkpoint_units}
         stall_s = self._save(writers, order.version) if writers else 0.0
         like = Committed(worker="", generation=order.generation, version=order.version)
-        self._when_all(self.job.durations.order_s + stall_s, tuple(action.worker for action in orders), like)
+        workers = tuple(action.worker for action in orders)
+        self._env.process(self._answer(self.job.durations.order_s + stall_s, workers, like))
 
     def send_ahead(self, orders: Iterable[SendPreCopy]) -> None:
         """Units travel beside training: each receiver has them once its links and its senders' have carried them."""
@@ -224,7 +228,7 @@ class Workers:
             report = PreCopyReport(number=number, following=tuple(sorted(units)), received_bytes=num_bytes)
             event = PreCopyReported(worker=receiver, report=report)
             # they are copied at a boundary, of which the next is half a step away on average
-            self.at(self.formed.step_s / 2 + busy_s, lambda event=event: self._of_living([event]))  # type: ignore[misc]
+            self._env.process(self._report(self.formed.step_s / 2 + busy_s, [event]))
 
     def _save(self, writers: dict[WorkerId, tuple[UnitId, ...]], version: int) -> float:
         """State is copied and written beside training; returns for how long that stalls it (seconds)."""
@@ -249,33 +253,30 @@ class Workers:
             )
             for worker, units in writers.items()
         ]
-        self.at(stall_s + durable_s, lambda: self._of_living(events))
+        self._env.process(self._report(stall_s + durable_s, events))
         return stall_s
 
-    def _when_all(
+    def _answer(
         self,
         after_s: float,
         workers: tuple[WorkerId, ...],
         like: Reshaped | Prepared | Committed,
         others: Sequence[Reshaped] = (),
-    ) -> None:
+    ) -> Acting:
         """Everybody answers after so long, these workers alike, unless one is gone by then, or was told to give up."""
+        yield self._env.timeout(after_s)
         everybody = (*workers, *(answer.worker for answer in others))
+        if like.generation <= self._aborted or not self.alive.issuperset(everybody):
+            return
+        events: list[Told] = [WorkerAnswered.model_construct(worker=answer.worker, answer=answer) for answer in others]
+        if workers:
+            events.append(AnsweredAlike.model_construct(kind=ALIKE, workers=workers, answer=like))
+        self._tell(events)
 
-        def answered() -> Sequence[Told]:
-            if like.generation <= self._aborted or not self.alive.issuperset(everybody):
-                return ()
-            events: list[Told] = [
-                WorkerAnswered.model_construct(worker=answer.worker, answer=answer) for answer in others
-            ]
-            if workers:
-                events.append(AnsweredAlike.model_construct(kind=ALIKE, workers=workers, answer=like))
-            return events
-
-        self.at(after_s, answered)
-
-    def _of_living(self, events: Sequence[Single]) -> Sequence[Told]:
-        return [event for event in events if getattr(event, "worker", None) in self.alive]
+    def _report(self, after_s: float, events: Sequence[Single]) -> Acting:
+        """Each worker that is left by then reports what it has done."""
+        yield self._env.timeout(after_s)
+        self._tell([event for event in events if getattr(event, "worker", None) in self.alive])
 
 
 class _Sums:

@@ -31,6 +31,13 @@ from morph.contract.files import check_output
 from morph.yaml_files import read_settings
 
 
+class EngineName(StrEnum):
+    """What plays the mini-batch."""
+
+    COMPILED = "compiled"
+    REFERENCE = "reference"
+
+
 @with_settings(SimulateSettings)
 def simulate_command(
     context: typer.Context,
@@ -48,6 +55,10 @@ def simulate_command(
     slow: SlowOption = None,
     jitter_seed: JitterOption = None,
     settings: SettingsOption = None,
+    engine: Annotated[
+        EngineName,
+        typer.Option("--engine", help="Compiled loops, or the slow and readable model with the same answers."),
+    ] = EngineName.COMPILED,
     as_json: JsonOption = False,
     png: PngOption = None,
 ) -> None:
@@ -77,7 +88,13 @@ def simulate_command(
     request = replace(request_of(context, chosen), recompute=not no_recompute)
     with from_options(context, profile, chosen), doing_if_long(f"simulating ({COMPILED_ONCE})"):
         measured = of_node_type(load_profile(profile), node_type)
-        simulation = simulate(measured, request, num_stages=pipeline_depth, window_slope=chosen.window_slope)
+        simulation = simulate(
+            measured,
+            request,
+            num_stages=pipeline_depth,
+            window_slope=chosen.window_slope,
+            engine=engine.value,
+        )
         simulation = simulation.with_note(advice(measured, request, simulation))
     if png is not None:
         from simulator.render.timeline import draw_timeline
