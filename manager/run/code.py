@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from manager.journal.records import Fact
-from manager.run.job_snapshot import changed, digests, from_elsewhere, keep, kept, pack
+from manager.run.job_snapshot import changed, digests, from_elsewhere, keep, kept, kept_cut, pack
 from manager.run.request import IfChanged
 from manager.run_dir import RunDir
 from morph.contract.errors import JobError, RunDirError
 from morph.contract.job_file import JobFacts, changes, told
-from morph.contract.messages import JobCode
+from morph.contract.messages import HandedCut, JobCode
 from morph.contract.profile import Profile
 from morph.jobs.files import JobFiles
 from morph.jobs.packed_code import files_of
 
 SAME_JOB = "; for the same job under another name: --if-changed accept"
-CheckJob = Callable[[str, Profile], JobFacts]
-"""Loads the job, path/to/file.py:name, and holds it against a profile; by what the job is known. Raises InputError."""
+
+
+@dataclass(frozen=True)
+class CheckedJob:
+    """What checking a job gives.
+
+    ``facts``: by what the job is known. ``cut``: makes, for a micro-batch size, the cut that workers are handed; None:
+    each of them has to export the model.
+    """
+
+    facts: JobFacts
+    cut: Callable[[int], HandedCut | None]
+
+
+CheckJob = Callable[[str, Profile], CheckedJob]
+"""Loads the job, path/to/file.py:name, and holds it against a profile. Raises InputError."""
 
 
 class RunCode:
@@ -50,9 +65,11 @@ class RunCode:
         self._check_job = check_job
         self._unpack = unpack
         self._changed: list[str] = []
-        self._found: JobFacts | None = None
+        self._checked: CheckedJob | None = None
         self._kept: JobCode | None = None
         self._accepted = ""
+        self.cut: HandedCut | None = None
+        """What workers are handed, once it is known what the run trains on."""
 
     def check(self) -> None:
         """Check the job, which loads torch, and name the code that no snapshot holds.
@@ -62,7 +79,7 @@ class RunCode:
         """
         before = set(sys.modules)
         with self._files.in_use():
-            self._found = self._check_job(self._job_path, self._profile)
+            self._checked = self._check_job(self._job_path, self._profile)
             elsewhere = from_elsewhere(self._files, before)
         if elsewhere:
             print(
@@ -81,6 +98,7 @@ class RunCode:
         if sha256 is None:
             return pack(self._job_path, self._files, unpack=self._unpack)
         code = kept(run_dir.path, sha256, self._job_path, unpack=self._unpack)
+        self.cut = kept_cut(run_dir.path, sha256)
         began = JobFiles(self._files.folder, files_of(code))
         self._changed = changed(digests(began.files), self._files)
         if self._changed and self._if_changed is IfChanged.REFUSE and run_dir.other_job is not None:
@@ -109,11 +127,11 @@ class RunCode:
             InputError: the job is not right, is another one, or its settings or data are not what the run began with.
             RunDirError: the directory cannot be written.
         """
-        if self._found is None:
+        if self._checked is None:
             self.check()
-        assert self._found is not None
-        began = run_dir.facts
-        differing = list(changes(self._found, began.known_by))
+        assert self._checked is not None
+        began, found = run_dir.facts, self._checked.facts
+        differing = list(changes(found, began.known_by))
         for change in differing:
             refusal, why = change.refusal(self._job_path), change.cannot_apply
             if why is None and self._if_changed is IfChanged.ACCEPT:
@@ -125,19 +143,19 @@ class RunCode:
             raise JobError(
                 message, source=refusal.source, field=refusal.field, value=refusal.value, allowed=allowed
             ) from None
-        self._tell_accepted(told(differing))
+        self._tell_accepted(told(differing), found.settings)
         code = self._kept or pack(self._job_path, self._files, unpack=self._unpack)
-        if (code.sha256, self._found) != (began.code_sha256, began.known_by):
-            keep(run_dir.path, code)
-            run_dir.begin_with(began.model_copy(update={"code_sha256": code.sha256, "known_by": self._found}))
+        with self._files.in_use():
+            self.cut = self._checked.cut(began.micro_batch_size)
+        keep(run_dir.path, code, self.cut)
+        if (code.sha256, found) != (began.code_sha256, began.known_by):
+            run_dir.begin_with(began.model_copy(update={"code_sha256": code.sha256, "known_by": found}))
         return code
 
-    def _tell_accepted(self, differing: str) -> None:
+    def _tell_accepted(self, differing: str, settings: Mapping[str, str]) -> None:
         """Say on standard error what changed and applies from now on, and what stays as it was saved."""
         if self._if_changed is not IfChanged.ACCEPT or not (differing or self._changed):
             return
-        assert self._found is not None
-        settings = self._found.settings
         stays = ["weights", "optimizer state", "step counts"]
         if settings.get("effective_loss_scaling", "None") != "None" and "effective_loss_scaling" not in differing:
             stays.append("loss scale")

@@ -9,17 +9,19 @@ import stat
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
 from pathlib import Path
 
 from manager.run_dir import not_writable, write_in_run_dir
 from morph.contract.errors import ConfigError, RunDirError
-from morph.contract.messages import JobCode
+from morph.contract.messages import HandedCut, JobCode
 from morph.jobs.files import OWN, JobFiles, file_of, is_installed
 
 MAX_BYTES = 32 * 1024 * 1024
 """Of all files together: they travel to each worker with its setup."""
 FOLDER = "code"
+_CUT = ".cut"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _LEFT_OUT = {"__pycache__", ".git"}
 _SECRETS = ".env"
@@ -81,8 +83,10 @@ def pack(job_path: str, found: JobFiles, *, unpack: bool = False) -> JobCode:
     )
 
 
-def keep(run_dir: Path, code: JobCode) -> None:
+def keep(run_dir: Path, code: JobCode, cut: HandedCut | None = None) -> None:
     """Store it in the run's directory under its digest, readable by the user alone; whole or not at all.
+
+    The cut lies beside it, for a manager that takes over and hands it to new workers.
 
     Raises:
         RunDirError: it cannot be written.
@@ -93,6 +97,8 @@ def keep(run_dir: Path, code: JobCode) -> None:
     except OSError as error:
         raise not_writable(path.parent, error) from error
     write_in_run_dir(path, code.archive)
+    if cut is not None:
+        write_in_run_dir(path.with_suffix(_CUT), cut.content)
 
 
 def kept(run_dir: Path, sha256: str, job_path: str, *, unpack: bool = False) -> JobCode:
@@ -113,6 +119,14 @@ def kept(run_dir: Path, sha256: str, job_path: str, *, unpack: bool = False) -> 
     return JobCode(
         job_path=f"{file.name}:{name}", folder=str(file.parent), sha256=sha256, archive=archive, unpack=unpack
     )
+
+
+def kept_cut(run_dir: Path, code_sha256: str) -> HandedCut | None:
+    """Read the cut that lies beside this code; None: there is none. A worker finds out if it is damaged."""
+    with suppress(OSError):
+        content = (run_dir / FOLDER / f"{code_sha256}{_CUT}").read_bytes()
+        return HandedCut(sha256=hashlib.sha256(content).hexdigest(), content=content)
+    return None
 
 
 def digests(files: Mapping[str, bytes]) -> dict[str, str]:

@@ -81,7 +81,7 @@ def test_what_was_found_of_a_job_is_kept_until_its_code_its_data_or_its_profile_
         nonlocal looks
         looks = 0
         with collect(job).in_use():
-            facts = check_job(job, profile)
+            facts = check_job(job, profile).facts
         assert WARNING in capsys.readouterr().err
         return looks, facts
 

@@ -289,3 +289,4 @@ def test_shapes_are_planned_once_and_not_at_all_for_a_run_that_is_taken_over(
     assert [spec.config.num_steps for spec in sessions] == [9, 7]
     assert sessions[1].micro_batch_size == sessions[0].micro_batch_size
     assert sessions[1].command == sessions[0].command
+    assert sessions[1].cut == sessions[0].cut is not None  # though the job was not loaded

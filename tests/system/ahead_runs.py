@@ -25,7 +25,7 @@ from morph.contract.profile import Profile
 from morph.contract.rules import PreCopyRules, Rules, StutterRules
 from simulator import plan, synthetic_profile
 from tests.system.emulated import emulated_run
-from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, constant_vms, load_tiny_job
+from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, constant_vms, cut_for_workers, load_tiny_job
 
 M = 4
 PROFILE = synthetic_profile(
@@ -129,6 +129,7 @@ def real(case: Case, log_path: Path) -> tuple[RunSpec, RunFacts]:
         faults=case.faults,
         machines=Processes(log_path, job_path=JOB),
         code=pack(JOB, collect(JOB)),
+        cut=cut_for_workers(JOB),
     )
     facts = RunFacts(
         job=JOB,

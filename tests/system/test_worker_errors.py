@@ -69,12 +69,12 @@ def failing_run(directory: Path, fail: str, at_version: int, faults: tuple[Fault
     shutil.copy(JOB.rpartition(":")[0], directory / "neighbour.py")
     (directory / "job.py").write_text(JOB_FILE.format(fail=fail.format(armed=str(armed)).strip()), encoding="utf-8")
     job_path = f"{directory / 'job.py'}:job"
-    cut_for_workers(job_path)
+    cut = cut_for_workers(job_path)
     shapes = {4: "2x2", 3: "3x1", 2: "2x1", 1: "1x1"}
     case = Case(shapes, num_vms=4, steps=REFERENCE_STEPS, faults=faults)
     spec, facts = real(case, directory / "workers.log")
     machines = Processes(directory / "workers.log", job_path=job_path)
-    spec = replace(spec, job_path=job_path, machines=machines, code=pack(job_path, collect(job_path)))
+    spec = replace(spec, job_path=job_path, machines=machines, code=pack(job_path, collect(job_path)), cut=cut)
     ended = Ended(Finish(outcome="failed", sentence=""), 0, {}, [], set())
     arm: list[Callable[[], object]] = [armed.touch]
 

@@ -5,28 +5,26 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from morph.contract.cluster import ClusterConfig
-    from morph.contract.errors import ProfileError
-    from morph.contract.job_file import JobFacts
-    from morph.contract.profile import Profile
-    from morph.cutting import ExportedJob
-    from morph.cutting.cache.cut_job import LoadedJob
-    from morph.jobs.job import Job
-if TYPE_CHECKING:
     import torch
 
+    from manager.run.code import CheckedJob
+    from morph.contract.cluster import ClusterConfig
+    from morph.contract.errors import ProfileError
+    from morph.contract.messages import HandedCut
+    from morph.contract.profile import Profile
     from morph.cutting import CutModel, ExportedJob
+    from morph.cutting.cache.cut_job import LoadedJob
     from morph.jobs.job import Job
     from morph.preflight.plain_comparison import Agreement
 
@@ -182,8 +180,8 @@ def check_device(cluster: ClusterConfig, source: str) -> None:
             )
 
 
-def check_job(job_path: str, profile: Profile) -> JobFacts:
-    """Cut the job and hold it against the profile; returns by what it is known. Its cuts are kept for workers.
+def check_job(job_path: str, profile: Profile) -> CheckedJob:
+    """Cut the job and hold it against the profile.
 
     What was found is kept too: a job that is the same to the byte, with the same data and profile, is not tried again.
 
@@ -194,6 +192,7 @@ def check_job(job_path: str, profile: Profile) -> JobFacts:
     """
     import torch
 
+    from manager.run.code import CheckedJob
     from manager.run.job_snapshot import from_elsewhere
     from morph.contract.job_file import JobFacts
     from morph.cutting.cache.cut_job import LoadedJob
@@ -218,7 +217,21 @@ def check_job(job_path: str, profile: Profile) -> JobFacts:
             loaded.keep_findings(about, json.dumps(asdict(found)).encode())
     for note in found.notes:
         print(note, file=sys.stderr)
-    return JobFacts(data=data_facts(job), settings=found.settings)
+    facts = JobFacts(data=data_facts(job), settings=found.settings)
+    return CheckedJob(facts, partial(_cut_for_workers, loaded, job_path, profile.num_sections))
+
+
+def _cut_for_workers(loaded: LoadedJob, job_path: str, num_sections: int, micro_batch_size: int) -> HandedCut | None:
+    from morph.cutting.cache.artefact import CannotKeep
+
+    try:
+        with users_code(job_path):
+            return loaded.handed(num_sections, micro_batch_size)
+    except CannotKeep as reason:
+        print(
+            f"note: each worker exports the model itself, for its cut cannot be written down: {reason}", file=sys.stderr
+        )
+        return None
 
 
 def _other_profile(
@@ -268,14 +281,12 @@ def _read_findings(content: bytes | None) -> _Findings | None:
 
 
 def _look_at(loaded: LoadedJob, profile: Profile, job_path: str) -> _Findings:
-    from manager.host.handed_on import handed_on
-    from morph.cutting import cut
     from morph.cutting.cuts.report import num_elements
     from morph.preflight.data_check import check_data
     from morph.runtime.workloads.job_workload import check_training
 
-    job, exported = loaded.job, loaded.export()
-    model = cut(exported, num_sections=profile.num_sections, micro_batch_size=profile.micro_batch_sizes[0])
+    job, exported = loaded.job, loaded.exported
+    model = loaded.cut(profile.num_sections, profile.micro_batch_sizes[0]).model
     if model.fingerprint != profile.job.fingerprint:
         raise _other_profile(job, profile, job_path, "the profile is of another model")
     units = {unit.id: unit.sections for unit in model.units}
@@ -291,7 +302,6 @@ def _look_at(loaded: LoadedJob, profile: Profile, job_path: str) -> _Findings:
     if compared.how != "whole" or not compared.num_steps:
         notes.append(f"note: {agreement_note(compared)}")
     notes += of_dependencies
-    loaded.keep_for_workers(exported, model, profile.micro_batch_sizes, handed_on(os.environ))
     return _Findings(tuple(notes), settings, compared.how != "none")
 
 

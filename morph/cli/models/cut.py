@@ -69,22 +69,20 @@ def _find(job_path: str, num_sections: int | None, m: int | None) -> tuple[CutRe
     doing(f"loading PyTorch and {job_path}")
     say = partial(doing, file=sys.stderr)  # as it is now: what the job's code prints there is held back
     from morph.cli.models.checks import TRIED_ONCE, agreement_note, compare_once, users_code, warn_of_loss
-    from morph.cutting import cut, export_job
+    from morph.cutting.cache.cut_job import LoadedJob
     from morph.cutting.cuts.report import report_cuts
-    from morph.jobs.job import load_job
+    from morph.jobs.files import imported_once
     from morph.preflight.data_check import check_data
     from morph.runtime.workloads.job_workload import check_training
 
-    with users_code(job_path):
-        job = load_job(job_path)
+    with users_code(job_path), imported_once(job_path):
+        loaded = LoadedJob(job_path)
+        job = loaded.job
         say("tracing the model")
-        exported = export_job(job)
+        exported = loaded.exported
         check_data(job)
-        model = cut(
-            exported,
-            num_sections=num_sections if num_sections is not None else job.num_sections,
-            micro_batch_size=m or job.micro_batch_size or 1,
-        )
+        wanted = num_sections if num_sections is not None else job.num_sections
+        model = loaded.cut(wanted, m or job.micro_batch_size or 1).model
         check_training(job, model)
         report = report_cuts(exported, model)
         say("comparing the cut model with the plain one")

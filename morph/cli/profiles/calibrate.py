@@ -142,10 +142,10 @@ def _check_job(subject: Subject) -> None:
     from morph.cli.models.checks import agreement_note, compare_once, refuse_dependencies
     from morph.runtime.workloads.job_workload import check_training
 
-    model = subject.cut(subject.job.micro_batch_size or 1)
+    model, exported = subject.cut(subject.job.micro_batch_size or 1), subject.loaded.exported
     check_training(subject.job, model)
-    refuse_dependencies(subject.job, subject.exported, subject.job_path, len(model.sections), model.micro_batch_size)
-    found = compare_once(subject.job, subject.exported, model, device=subject.device)
+    refuse_dependencies(subject.job, exported, subject.job_path, len(model.sections), model.micro_batch_size)
+    found = compare_once(subject.job, exported, model, device=subject.device)
     print(agreement_note(found), file=sys.stderr)
 
 

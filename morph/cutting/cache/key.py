@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,61 +18,51 @@ import torch
 
 import morph
 from morph.cutting.trial_run.trial import example_batch
-from morph.jobs.files import OWN, JobFiles, file_of, held, is_installed
+from morph.jobs.files import OWN, JobFiles, file_of, is_installed
 from morph.jobs.job import Job
 
 _NOT_OF_THE_JOB = frozenset({
-    *("_", "SHLVL", "PWD", "OLDPWD", "LINES", "COLUMNS", "SPT_NOENV", "PYTHONBREAKPOINT", "TORCHINDUCTOR_CACHE_DIR"),
-    *("MORPH_CACHE_DIR", "MORPH_DATA_DIR", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG"),
+    *("_", "SHLVL", "PWD", "OLDPWD", "LINES", "COLUMNS", "TERM", "HOME", "PATH", "TMPDIR", "VIRTUAL_ENV", "SPT_NOENV"),
+    *("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTHONBREAKPOINT", "TORCHINDUCTOR_CACHE_DIR"),
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
 })  # fmt: skip
+_NOT_OF_THE_JOB_PREFIXES = ("MORPH_", "PYTEST_", "RAY_", "SSH_", "XDG_")
+"""Variables of the terminal and the session, those that say where things lie, and what Morph, Ray and torch set."""
 _THAT_CUT_OR_CHECK = ("cutting", "data", "jobs", "preflight", "tracing", "runtime/workloads", "cli/models")
-_NOT_OF_THE_JOB_PREFIXES = ("PYTEST_", "RAY_")
-"""Variables that the terminal, Morph, Ray and torch set as they go, in workers other ones than in the manager: Python's
-readline tells of the terminal's size in every process that is started later, and not in its own ``os.environ``."""
 
 
-def job_facts(job_path: str, job: Job) -> dict[str, object] | None:
-    """Gather digests of the job's code and data, versions of packages, and settings of this process.
+def content_key(job_path: str, job: Job, files: JobFiles) -> str | None:
+    """Return one digest of a job's code and data, versions of packages, and settings of this process.
 
-    None where the code is not known to the byte: files that were not imported as part of the job (``JobFiles``), or a
-    package that is neither installed nor among them.
+    No folder is in it. None where the code is not known to the byte: the job imports a package that is neither
+    installed nor among its files.
 
     Args:
         job_path: path/to/file.py:name.
         job: What it names, just loaded, before anything of it is run.
+        files: From which it was imported.
     """
-    path, _, name = job_path.rpartition(":")
-    files = held(Path(path))
-    if files is None:
-        return None
     packages = _packages(files)
     if packages is None:
         return None
-    batch = {
-        key: [str(entry.dtype), list(entry.shape), _digest(entry.contiguous().flatten().view(torch.uint8).numpy())]
-        for key, entry in example_batch(job).items()
-    }
-    return {
-        "job": [str(Path(path).absolute()), name],
+    path, _, name = job_path.rpartition(":")
+    facts = {
+        "job": [files.inside(path), name],
         "files": {inside: _digest(content) for inside, content in sorted(files.files.items())},
-        "data": batch,
-        "packages": packages,
-        "installed": _installed(),
+        "data": {
+            key: [str(entry.dtype), list(entry.shape), _digest(entry.contiguous().flatten().view(torch.uint8).numpy())]
+            for key, entry in example_batch(job).items()
+        },
+        "packages": [packages, _installed()],
         "versions": [torch.__version__, morph.__version__, sys.version, platform.machine(), _own_code()],
         "torch": [str(torch.get_default_dtype()), str(torch.get_default_device()), torch.cuda.is_available()],
-        "folder": str(Path.cwd()),
+        "environment": {
+            name: value
+            for name, value in os.environ.items()
+            if name not in _NOT_OF_THE_JOB and not name.startswith(_NOT_OF_THE_JOB_PREFIXES)
+        },
     }
-
-
-def job_key(facts: Mapping[str, object], environment: Mapping[str, str]) -> str:
-    """Return one digest of what was gathered and of the environment in which the job is loaded."""
-    of_the_job = {
-        name: value
-        for name, value in environment.items()
-        if name not in _NOT_OF_THE_JOB and not name.startswith(_NOT_OF_THE_JOB_PREFIXES)
-    }
-    return hashlib.sha256(json.dumps([facts, of_the_job], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def loaded(files: JobFiles) -> set[str]:
@@ -123,10 +114,11 @@ def _place(name: str) -> str | None:
     return spec.origin or next(iter(spec.submodule_search_locations or ()), None)
 
 
-def _installed() -> list[list[object]]:
-    """Where packages are installed, and when one was last added, removed or brought to another version there."""
+def _installed() -> list[str]:
+    """Names and versions of what is installed, as the names of the folders that say so."""
     folders = {Path(entry) for entry in sys.path if Path(entry).name in {"site-packages", "dist-packages"}}
-    return [[str(folder), folder.stat().st_mtime_ns] for folder in sorted(folders) if folder.is_dir()]
+    found = (entry for folder in folders if folder.is_dir() for entry in folder.iterdir())
+    return sorted(entry.name for entry in found if entry.suffix in {".dist-info", ".egg-info"})
 
 
 @cache

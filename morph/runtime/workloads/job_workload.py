@@ -163,7 +163,7 @@ class JobWorkload:
             setup.job_path,
             num_sections=setup.num_sections,
             micro_batch_size=setup.micro_batch_size,
-            fingerprint=setup.fingerprint,
+            handed=setup.cut,
         )
         self._job, self._model, self._initial = found.job, found.model, found.initial
         self._data_workers = self._start_data_workers(setup) if self._job.data_workers else None
