@@ -23,8 +23,8 @@ from morph.runtime.emulation.workload import EmulatedWorkload
 from morph.runtime.groups.store import StoreHost
 from morph.runtime.process.serving import serve, until_ended
 from morph.runtime.process.worker import Worker
-from morph.runtime.state.deferred_compiler import prepare_torch
 from morph.runtime.state.fixed_point import prepare
+from morph.runtime.state.optimizer_state import prepare_torch
 from morph.runtime.workloads.job_workload import JobWorkload
 
 HOST = "manager.engine.on_processes.process_host"

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +20,30 @@ TRUNCATED = "_no_grad_trunc_normal_"
 
 
 @contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Let an attribute of a class or module be another while the block runs: for what torch offers no mode for."""
+    own, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+@contextmanager
 def recordable(tape: Tape) -> Iterator[None]:
     """Patch torch for one constructor: ``trunc_normal_``, ``Module.to`` and copies of modules."""
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         # deepcopy asks a tensor for its address; a fake one answers 0, which is what it is asked about
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply_by_data(nn.Module._apply)))
+        stack.enter_context(replaced(nn.Module, "_apply", _apply_by_data(nn.Module._apply)))
         truncated = getattr(nn.init, TRUNCATED, None)
         if truncated is not None:
-            stack.enter_context(mock.patch.object(nn.init, TRUNCATED, _as_one_operation(truncated, tape)))
+            stack.enter_context(replaced(nn.init, TRUNCATED, _as_one_operation(truncated, tape)))
         yield
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 from torch import nn
 
+from morph.cutting.deferred_init.recordable import replaced
 from morph.cutting.source.locate import is_users
 
 TRANSFORMS = ("torch._functorch.eager_transforms", "torch._functorch.vmap", "torch._functorch.predispatch")
@@ -52,7 +52,7 @@ def watched_guards() -> Iterator[list[Guard]]:
         found.append(Guard(str(guard), equality, line_in_loss(), _running_module(), _in_a_transform()))
         original(self, prefix, guard, *args, **kwargs)
 
-    with mock.patch.object(ShapeEnv, "_log_guard", log_guard):
+    with replaced(ShapeEnv, "_log_guard", log_guard):
         yield found
 
 

@@ -28,9 +28,14 @@ from morph.runtime.device.task_clock import clock_of
 from morph.runtime.groups.channels import Carrier, Channel
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.state.deferred_compiler import prepare_torch
 from morph.runtime.state.fixed_point import prepare
-from morph.runtime.state.optimizer_state import build_optimizer, build_scheduler, group_numbers, scheduler_numbers
+from morph.runtime.state.optimizer_state import (
+    build_optimizer,
+    build_scheduler,
+    group_numbers,
+    prepare_torch,
+    scheduler_numbers,
+)
 from morph.runtime.state.unit_state import UnitState, update_rules
 from morph.runtime.step.compiled import compile_all, compiled, refuse_marked
 from morph.runtime.step.executor import Executor, finish_reduction
