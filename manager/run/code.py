@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from manager.journal.records import Fact
-from manager.run.job_snapshot import changed, digests, from_elsewhere, keep, kept, kept_cut, pack
 from manager.run.request import IfChanged
-from manager.run_dir import RunDir
+from manager.run_dir import RunDir, not_writable, write_in_run_dir
 from morph.contract.errors import JobError, RunDirError
-from morph.contract.job_file import JobFacts, changes, told
+from morph.contract.job_file import JobFacts
 from morph.contract.messages import HandedCut, JobCode
 from morph.contract.profile import Profile
+from morph.jobs.changes import changes, told
 from morph.jobs.files import JobFiles
-from morph.jobs.packed_code import files_of
+from morph.jobs.snapshot import changed, digests, files_of, from_elsewhere, pack
 
+FOLDER = "code"
+_CUT = ".cut"
 SAME_JOB = "; for the same job under another name: --if-changed accept"
 
 
@@ -185,3 +190,49 @@ class RunCode:
     @property
     def _names(self) -> str:
         return ", ".join(self._changed)
+
+
+def keep(run_dir: Path, code: JobCode, cut: HandedCut | None = None) -> None:
+    """Store it in the run's directory under its digest, readable by the user alone; whole or not at all.
+
+    The cut lies beside it, for a manager that takes over and hands it to new workers.
+
+    Raises:
+        RunDirError: it cannot be written.
+    """
+    path = run_dir / FOLDER / f"{code.sha256}.zip"
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise not_writable(path.parent, error) from error
+    write_in_run_dir(path, code.archive)
+    if cut is not None:
+        write_in_run_dir(path.with_suffix(_CUT), cut.content)
+
+
+def kept(run_dir: Path, sha256: str, job_path: str, *, unpack: bool = False) -> JobCode:
+    """Read what a run began with, as the code of the job at ``job_path``.
+
+    Raises:
+        RunDirError: it is gone or damaged.
+    """
+    path = run_dir / FOLDER / f"{sha256}.zip"
+    try:
+        archive = path.read_bytes()
+    except OSError as error:
+        raise RunDirError(f"cannot be read: {error.strerror}", source=str(path)) from error
+    if hashlib.sha256(archive).hexdigest() != sha256:
+        raise RunDirError("is damaged: its digest is not its name", source=str(path))
+    code, _, name = job_path.rpartition(":")
+    file = Path(code).resolve()
+    return JobCode(
+        job_path=f"{file.name}:{name}", folder=str(file.parent), sha256=sha256, archive=archive, unpack=unpack
+    )
+
+
+def kept_cut(run_dir: Path, code_sha256: str) -> HandedCut | None:
+    """Read the cut that lies beside this code; None: there is none. A worker finds out if it is damaged."""
+    with suppress(OSError):
+        content = (run_dir / FOLDER / f"{code_sha256}{_CUT}").read_bytes()
+        return HandedCut(sha256=hashlib.sha256(content).hexdigest(), content=content)
+    return None

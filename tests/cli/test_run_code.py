@@ -15,7 +15,6 @@ from manager.controller.state.config import ControllerConfig
 from manager.controller.state.state import initial_state
 from manager.engine.run.session import RunSpec
 from manager.run.code import RunCode
-from manager.run.job_snapshot import collect
 from manager.run.managed import managed_run
 from manager.run.prepared import PreparedRun
 from manager.run.request import IfChanged, RunRequest, keep_request
@@ -25,6 +24,7 @@ from morph.cli.views.run_view import run_view
 from morph.contract.cluster import ClusterConfig, LocalVms
 from morph.contract.errors import JobError, RunDirError
 from morph.contract.profile import load_profile
+from morph.jobs.snapshot import collect
 from tests.cli.given import JOBS, Given, without_phases
 
 pytestmark = pytest.mark.slow

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from manager.run import job_snapshot as job_code
-from manager.run.job_snapshot import changed, collect, digests, from_elsewhere, keep, kept, pack
+from manager.run.code import keep, kept
 from morph.contract.errors import ConfigError, JobError, RunDirError
 from morph.contract.messages import Failed, JobCode, WorkerSetup
+from morph.jobs import snapshot
 from morph.jobs.files import JobFiles
-from morph.jobs.packed_code import files_of, use
+from morph.jobs.snapshot import changed, collect, digests, files_of, from_elsewhere, pack, use
 from tests.worker_setup import SETUP
 
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_brought_is_refused_by_name(folder: Path, given: str, tol
 
 
 def test_too_much_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_code, "MAX_BYTES", 100)
+    monkeypatch.setattr(snapshot, "MAX_BYTES", 100)
     (folder / "data.bin").write_bytes(b"x" * 101)
     with pytest.raises(ConfigError, match="too long together"):
         packed(folder, "data.bin")

@@ -15,7 +15,6 @@ from manager.engine.run.session import RunSpec, run_session
 from manager.rehearsal.device import EmulationOptions
 from manager.report.reading import read_report
 from manager.report.values import RunReport
-from manager.run.job_snapshot import collect, pack
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import ClusterConfig, Policy
@@ -23,6 +22,7 @@ from morph.contract.faults import Fault, SlowSpell
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from morph.contract.rules import PreCopyRules, Rules, StutterRules
+from morph.jobs.snapshot import collect, pack
 from simulator import plan, synthetic_profile
 from tests.system.emulated import emulated_run
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, constant_vms, cut_for_workers, load_tiny_job

@@ -12,7 +12,6 @@ from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed, Observer
 from manager.engine.run.machines import OpenMachines
 from manager.engine.run.session import RunSpec, run_session
-from manager.run.job_snapshot import collect, pack
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.checkpoint import Manifest
@@ -24,6 +23,7 @@ from morph.contract.rules import Rules, StutterRules
 from morph.contract.trace import Trace, TraceEvent
 from morph.cutting.cache.cut_job import LoadedJob, load_and_cut
 from morph.jobs.files import imported_once
+from morph.jobs.snapshot import collect, pack
 from morph.runtime.process.single import run_single
 from simulator import plan, synthetic_profile
 

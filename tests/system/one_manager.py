@@ -26,13 +26,13 @@ from manager.engine.run.again import Again, until_it_ends
 from manager.engine.run.attachment import find_living
 from manager.engine.run.session import RunSpec
 from manager.journal.records import Fact
-from manager.run.job_snapshot import collect, pack
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.base import Value
 from morph.contract.cluster import ClusterConfig, LocalVms
 from morph.contract.messages import HandedCut, WorkerReady
 from morph.contract.trace import Trace
+from morph.jobs.snapshot import collect, pack
 
 
 class Death(Value):

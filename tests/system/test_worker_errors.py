@@ -15,11 +15,11 @@ from manager.controller.state.state import Phase
 from manager.engine.loop.driver import Observed
 from manager.engine.run.machines import Processes
 from manager.engine.run.session import run_session
-from manager.run.job_snapshot import collect, pack
 from manager.run_dir import RunDir
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.faults import Fault
 from morph.contract.messages import Failed
+from morph.jobs.snapshot import collect, pack
 from tests.system.ahead_runs import Case, real
 from tests.system.conftest import REFERENCE_STEPS
 from tests.system.harness import JOB, cut_for_workers

@@ -193,11 +193,11 @@ def check_job(job_path: str, profile: Profile) -> CheckedJob:
     import torch
 
     from manager.run.code import CheckedJob
-    from manager.run.job_snapshot import from_elsewhere
     from morph.contract.job_file import JobFacts
     from morph.cutting.cache.cut_job import LoadedJob
     from morph.data.fingerprint import data_facts
     from morph.jobs.files import held
+    from morph.jobs.snapshot import from_elsewhere
 
     before = set(sys.modules)
     torch.set_num_threads(1)

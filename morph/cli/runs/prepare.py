@@ -8,7 +8,6 @@ from pathlib import Path
 from manager.providers.azure.spec import AzureSpec
 from manager.providers.hosts.static import Hosts
 from manager.run.cloud import Cloud, check_address, check_storage, check_url
-from manager.run.job_snapshot import collect
 from manager.run.preparation import from_its_first_event
 from manager.run.prepared import PreparedRun
 from manager.run.request import RunRequest, absolute_url
@@ -20,6 +19,7 @@ from morph.contract.errors import ConfigError, ProfileError
 from morph.contract.job_file import JobFile
 from morph.contract.profile import Profile, load_profile
 from morph.contract.trace import load_trace
+from morph.jobs.snapshot import collect
 
 
 def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:

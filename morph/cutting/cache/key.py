@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
@@ -20,6 +17,7 @@ import morph
 from morph.cutting.trial_run.trial import example_batch
 from morph.jobs.files import OWN, JobFiles, file_of, is_installed
 from morph.jobs.job import Job
+from morph.jobs.snapshot import imported_names
 
 _NOT_OF_THE_JOB = frozenset({
     *("_", "SHLVL", "PWD", "OLDPWD", "LINES", "COLUMNS", "TERM", "HOME", "PATH", "TMPDIR", "VIRTUAL_ENV", "SPT_NOENV"),
@@ -42,8 +40,7 @@ def content_key(job_path: str, job: Job, files: JobFiles) -> str | None:
         job: What it names, just loaded, before anything of it is run.
         files: From which it was imported.
     """
-    packages = _packages(files)
-    if packages is None:
+    if not _imports_known_code(files):
         return None
     path, _, name = job_path.rpartition(":")
     facts = {
@@ -53,7 +50,7 @@ def content_key(job_path: str, job: Job, files: JobFiles) -> str | None:
             key: [str(entry.dtype), list(entry.shape), _digest(entry.contiguous().flatten().view(torch.uint8).numpy())]
             for key, entry in example_batch(job).items()
         },
-        "packages": [packages, _installed()],
+        "packages": _installed(),
         "versions": [torch.__version__, morph.__version__, sys.version, platform.machine(), _own_code()],
         "torch": [str(torch.get_default_dtype()), str(torch.get_default_device()), torch.cuda.is_available()],
         "environment": {
@@ -74,37 +71,23 @@ def loaded(files: JobFiles) -> set[str]:
     return {inside for inside in found if inside is not None}
 
 
-def _packages(files: JobFiles) -> dict[str, str] | None:
-    """Versions of the installed packages that a job's files import."""
-    found: dict[str, str] = {}
+def _imports_known_code(files: JobFiles) -> bool:
+    """Whether each package that a job's files import is installed, or among them."""
     read: set[str] = set()
     while waiting := {inside for inside in files.files if inside.endswith(".py")} - read:
         read |= waiting  # what is found on the way joins the files
-        for name in {name for inside in waiting for name in _imported(files.files[inside])}:
-            module = sys.modules.get(name)
-            place = _file(module) if module is not None else _place(name)
-            if place is not None and files.inside(place) is None and name not in OWN:
-                if not is_installed(Path(place), Path(place)):
-                    return None
-                found[name] = str(getattr(module, "__version__", None))
-    return found
-
-
-def _imported(content: bytes) -> Iterator[str]:
-    """Yield the top packages of absolute imports."""
-    for node in ast.walk(ast.parse(content)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
-
-
-def _file(module: ModuleType) -> str | None:
-    """A module's file; of a package without one, its first folder."""
-    return file_of(module) or next(iter(module.__dict__.get("__path__", ())), None)
+        names = {name[0] for inside in waiting for name in imported_names(files.files[inside])}
+        places = {place for name in names - OWN if (place := _place(name)) is not None}
+        if not all(files.inside(place) is not None or is_installed(Path(place), Path(place)) for place in places):
+            return False
+    return True
 
 
 def _place(name: str) -> str | None:
+    """The file of a package, or its first folder where it has none."""
+    module = sys.modules.get(name)
+    if module is not None:
+        return file_of(module) or next(iter(module.__dict__.get("__path__", ())), None)
     try:
         spec = find_spec(name)
     except (ImportError, ValueError):

@@ -14,23 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 
 from morph.cutting.deferred_init.tape import Tape
+from morph.cutting.source.guards import replaced
 
 TRUNCATED = "_no_grad_trunc_normal_"
 """Of ``nn.init``: a function that a tape holds as one operation."""
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Let an attribute of a class or module be another while the block runs: for what torch offers no mode for."""
-    own, before = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot
 
-from morph.cutting.deferred_init.recordable import replaced
+from morph.cutting.source.guards import replaced
 
 _EXPAND = torch.ops.aten.expand.default
 Indices = Callable[[Tensor], "Tensor | None"]

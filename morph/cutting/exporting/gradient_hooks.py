@@ -13,8 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from morph.contract.errors import ExportError, JobError
-from morph.cutting.deferred_init.recordable import replaced
-from morph.cutting.source.guards import line_in_loss
+from morph.cutting.source.guards import line_in_loss, replaced
 from morph.cutting.source.locate import calling_line, definition_line
 from morph.cutting.source.refusal import OR_MARK
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.flop_counter import flop_registry
 
 from morph.contract.errors import ExportError
-from morph.cutting.deferred_init.recordable import replaced
+from morph.cutting.source.guards import replaced
 from morph.cutting.source.locate import definition_line
 from morph.cutting.source.refusal import OR_MARK
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from morph.cutting.deferred_init.recordable import replaced
 from morph.cutting.source.locate import is_users
 
 TRANSFORMS = ("torch._functorch.eager_transforms", "torch._functorch.vmap", "torch._functorch.predispatch")
@@ -37,6 +36,20 @@ class Guard:
     line: str | None
     module: str | None
     transformed: bool = False
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Let an attribute of a class or module be another while the block runs: for what torch offers no mode for."""
+    own, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from morph.contract.errors import ProfileError
-from morph.contract.job_file import JobFacts, require_same
+from morph.contract.job_file import JobFacts
 from morph.contract.messages import Evaluation, EvaluationSize, StepOrder, WorkerSetup
 from morph.cutting import CutModel
 from morph.cutting.cache.cut_job import load_and_cut
@@ -22,6 +22,7 @@ from morph.cutting.sections.section import BoundaryTensor, ParameterUnit
 from morph.cutting.trial_run.trial import run_users_code
 from morph.data import DataWorkers, MicroBatchLoader, data_of
 from morph.data.fingerprint import data_facts
+from morph.jobs.changes import require_same
 from morph.jobs.job import Job
 from morph.runtime.device.staging import placed
 from morph.runtime.device.task_clock import clock_of
