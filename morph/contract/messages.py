@@ -27,8 +27,8 @@ from morph.contract.timeline import ComputeTimes, MicroBatchTimes, StepTimeline
 DEFAULT_LIMIT_S = 120.0
 """Of a wait for others in an order that does not say it."""
 
-MOST_CUT_BYTES = 32 * 1024 * 1024
-"""Of a cut that is handed to workers, compressed: one of 72 layers takes 160 kB."""
+MOST_CUT_BYTES = 8 * 1024 * 1024
+"""Of a cut that is handed to workers, compressed, beside the job's code: one of 72 layers takes 160 kB."""
 
 WorkerId = str
 UnitId = str

@@ -20,6 +20,7 @@ from morph.contract.errors import JobError
 from morph.contract.messages import HandedCut
 from morph.cutting import cut
 from morph.cutting.cache import key
+from morph.cutting.cache.artefact import CannotKeep
 from morph.cutting.cache.cut_job import CutJob, LoadedJob, load_and_cut
 from morph.cutting.exporting import export
 from morph.cutting.exporting.exported import ExportedJob
@@ -259,6 +260,16 @@ def test_a_handed_cut_whose_digest_differs_is_refused(
         handed = LoadedJob(job_path).handed(2, 2)
     with pytest.raises(JobError, match="its digest differs"):
         load(job_path, handed=handed.model_copy(update={"content": handed.content + b" "}))
+
+
+def test_a_cut_that_is_too_long_for_a_setup_is_not_handed(
+    exports: Exports, plain: ExportedJob, write: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exports.ready = plain
+    monkeypatch.setattr("morph.cutting.cache.cut_job.MOST_CUT_BYTES", 1000)
+    job_path = write(PLAIN)
+    with imported_once(job_path), pytest.raises(CannotKeep, match=r"^\d{4} bytes, more than 1000$"):
+        LoadedJob(job_path).handed(2, 2)
 
 
 def test_a_job_in_another_folder_is_the_same_and_its_lines_are_those_there(

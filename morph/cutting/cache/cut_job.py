@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from morph.contract.errors import JobError
-from morph.contract.messages import HandedCut
+from morph.contract.messages import MOST_CUT_BYTES, HandedCut
 from morph.cutting.cache.artefact import CannotKeep, Entry, read_entry, write_entry
 from morph.cutting.cache.key import content_key, loaded
 from morph.cutting.exporting.exported import ExportedJob, InitialState
@@ -106,6 +106,8 @@ class LoadedJob:
             model = self._made(num_sections, micro_batch_size)
             content = write_entry(self.exported, model, self._folder)
             self._keep(content, model, num_sections)
+        if len(content) > MOST_CUT_BYTES:
+            raise CannotKeep(f"{len(content)} bytes, more than {MOST_CUT_BYTES}")
         return HandedCut(sha256=hashlib.sha256(content).hexdigest(), content=content)
 
     def findings(self, about: str) -> bytes | None:
