@@ -155,6 +155,7 @@ class RunCode:
         keep(run_dir.path, code, self.cut)
         if (code.sha256, found) != (began.code_sha256, began.known_by):
             run_dir.begin_with(began.model_copy(update={"code_sha256": code.sha256, "known_by": found}))
+        self._checked = None  # lets go of the exported model
         return code
 
     def _tell_accepted(self, differing: str, settings: Mapping[str, str]) -> None:
