@@ -11,14 +11,12 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import decode_source, spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType
-
-from morph.contract.errors import JobError
 
 OWN = frozenset({"morph", "calibrate", "simulator", "manager", "__main__"})
 """Morph's own packages, and its command: never part of a job."""
@@ -200,22 +198,3 @@ def imported_once(job_path: str) -> Iterator[None]:
         return
     with JobFiles(path.parent, {path.name: path.read_bytes()}, growing=True).in_use():
         yield
-
-
-def imported_for_forks(job_path: str) -> bool:
-    """Import what a job does; say whether this process can still be forked: no thread was started, no device opened.
-
-    A worker that cannot load the job says what is wrong with it.
-    """
-    import torch  # the manager, which reads files alone, does without
-
-    from morph.jobs.job import load_job  # which needs this module
-
-    with imported_once(job_path), suppress(JobError, SystemExit):
-        load_job(job_path)
-    return not has_threads() and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch ships no types
-
-
-def has_threads() -> bool:
-    """Whether this process has threads; Linux alone."""
-    return len(os.listdir("/proc/self/task")) > 1  # noqa: PTH208

@@ -6,18 +6,21 @@ import ast
 import atexit
 import hashlib
 import io
+import os
 import shutil
 import stat
 import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
 from pathlib import Path, PurePosixPath
 
 from morph.contract.errors import ConfigError, JobError
 from morph.contract.messages import JobCode
-from morph.jobs.files import OWN, JobFiles, file_of, is_installed
+from morph.jobs.files import OWN, JobFiles, file_of, imported_once, is_installed
+from morph.jobs.job import load_job
 
 MAX_BYTES = 32 * 1024 * 1024
 """Of all files together: they travel to each worker with its setup."""
@@ -117,6 +120,23 @@ def use(code: JobCode) -> str:
             path.write_bytes(content)
     JobFiles(folder, files).install()
     return str(folder / code.job_path)
+
+
+def imported_for_forks(job_path: str) -> bool:
+    """Import what a job does; say whether this process can still be forked: no thread was started, no device opened.
+
+    A worker that cannot load the job says what is wrong with it.
+    """
+    import torch  # the manager, which reads files alone, does without
+
+    with imported_once(job_path), suppress(JobError, SystemExit):
+        load_job(job_path)
+    return not has_threads() and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch ships no types
+
+
+def has_threads() -> bool:
+    """Whether this process has threads; Linux alone."""
+    return len(os.listdir("/proc/self/task")) > 1  # noqa: PTH208
 
 
 def digests(files: Mapping[str, bytes]) -> dict[str, str]:

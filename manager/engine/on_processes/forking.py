@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from manager.engine.local_vms.control_socket import ControlSocket, hear, tell
 from manager.engine.local_vms.namespaces import enter, remove_all
-from morph.jobs.files import has_threads, imported_for_forks
+from morph.jobs.snapshot import has_threads, imported_for_forks
 from morph.link.home import Home
 from morph.runtime.emulation.workload import EmulatedWorkload
 from morph.runtime.groups.store import StoreHost
