@@ -25,6 +25,7 @@ from calibrate.helpers.helper_end import Line, serve
 from calibrate.timing.bench import Bench
 from calibrate.timing.clocks import clock_of, give_back_memory
 from calibrate.timing.samples import Sampling
+from morph.jobs.files import imported_once
 
 BUSY_AT_MOST_S = 120.0
 
@@ -32,7 +33,11 @@ BUSY_AT_MOST_S = 120.0
 def _work(line: Line) -> None:
     torch.set_num_threads(1)
     spec = line.next()
-    subject = load_subject(spec["job_path"], torch.device(spec["device"]), spec["num_sections"])
+    with imported_once(spec["job_path"]):  # so that the cut is read that the process which started this one has made
+        _serve(load_subject(spec["job_path"], torch.device(spec["device"]), spec["num_sections"]), line)
+
+
+def _serve(subject: Subject, line: Line) -> None:
     benches: dict[tuple[str, int], Bench] = {}
     line.answer({"ready": True})
     while True:

@@ -41,7 +41,7 @@ def measure_units(subject: Subject, model: CutModel, sampling: Sampling) -> dict
     """Step each unit's optimizer, as a worker does; units of the same shapes in the same order are measured once."""
     by_shapes: dict[tuple[tuple[tuple[int, ...], torch.dtype], ...], UnitMeasurement] = {}
     result: dict[str, UnitMeasurement] = {}
-    job, device, initial = subject.job, subject.device, subject.exported.initial_state
+    job, device, initial = subject.job, subject.device, subject.loaded.initial
     for unit in model.units:
         shapes = tuple(model.specs[name] for name in unit.names)
         if shapes not in by_shapes:

@@ -1,4 +1,4 @@
-"""What is measured: a job, exported, on one device."""
+"""What is measured: a job, cut, on one device."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 from calibrate.timing.bench import Bench, make_bench, one_of_each
 from calibrate.timing.clocks import use_device
-from morph.cutting import CutModel, ExportedJob, cut, export_job
+from morph.cutting import CutModel
+from morph.cutting.cache.cut_job import LoadedJob
 from morph.data import MicroBatchLoader, data_of
-from morph.jobs.job import Job, MapDataset, load_job
+from morph.jobs.job import Job, MapDataset
 from morph.preflight.data_check import check_data
 from morph.runtime.step.compiled import compiled
 from morph.runtime.step.kernels import kernels_for, kernels_now, prepare_cublas, set_kernels
@@ -23,28 +24,28 @@ class Subject:
 
     job_path: str
     job: Job
-    exported: ExportedJob
+    loaded: LoadedJob
     dataset: MapDataset
     num_sections: int | None
     device: torch.device
 
     def cut(self, micro_batch_size: int) -> CutModel:
         """Cut the job for one m; its sections are run as workers run them."""
-        model = cut(self.exported, num_sections=self.num_sections, micro_batch_size=micro_batch_size)
+        model = self.loaded.cut(self.num_sections, micro_batch_size).model
         return compiled(model) if self.job.compile else model
 
     def benches(self, model: CutModel, signatures: Container[str] | None = None) -> list[Bench]:
         """Set up one section of each kind, or of these kinds."""
         loader = MicroBatchLoader(self.dataset, self.job.seed, self.job.batch_size, model.micro_batch_size)
         return [
-            make_bench(self.job, section, self.exported.initial_state, loader, self.device)
+            make_bench(self.job, section, self.loaded.initial, loader, self.device)
             for section in one_of_each(model)
             if signatures is None or section.signature in signatures
         ]
 
 
 def load_subject(job_path: str, device: torch.device, num_sections: int | None = None) -> Subject:
-    """Load and export a job; torch is set to the kernels that its workers take.
+    """Load a job, which is exported when it is first cut; torch is set to the kernels that its workers take.
 
     Args:
         job_path: ``path/to/file.py:name``.
@@ -52,18 +53,18 @@ def load_subject(job_path: str, device: torch.device, num_sections: int | None =
         num_sections: K; None: the job's.
 
     Raises:
-        JobError, ExportError: the job cannot be measured.
+        JobError: the job cannot be measured.
     """
     prepare_cublas()
     use_device(device)
-    job = load_job(job_path)
+    loaded = LoadedJob(job_path)
+    job = loaded.job
     set_kernels(kernels_for(job.accumulation, kernels_now()))
-    exported = export_job(job)
     check_data(job)
     return Subject(
         job_path=job_path,
         job=job,
-        exported=exported,
+        loaded=loaded,
         dataset=data_of(job),
         num_sections=job.num_sections if num_sections is None else num_sections,
         device=device,

@@ -23,6 +23,7 @@ from calibrate.writing.storage import (
     measure_upload_speed,
 )
 from morph.contract.profile import Profile
+from morph.jobs.files import imported_once
 from morph.jobs.job import Job
 from morph.runtime.step.kernels import kernels_now, set_kernels
 
@@ -66,7 +67,7 @@ def calibrate(
     devices = devices_of(device)
     if checkpoint_url is not None:
         check_upload_url(checkpoint_url)
-    with one_thread(), nullcontext() if peer is None else OtherNode(peer) as other:
+    with one_thread(), imported_once(job_path), nullcontext() if peer is None else OtherNode(peer) as other:
         subject = load_subject(job_path, devices[0])
         if check is not None:
             check(subject)

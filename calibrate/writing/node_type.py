@@ -13,6 +13,7 @@ from calibrate.writing.assemble import assemble_node_type
 from calibrate.writing.measure import MAX_SAMPLES, one_thread, silent
 from morph.contract.errors import ProfileError
 from morph.contract.profile import LinkProfile, NodeTypeProfile, Profile, SendTime
+from morph.jobs.files import imported_once
 
 LINK_DIFFERS = 0.2
 """Links of another node are kept when a median differs by more than this share, and by more than the spreads."""
@@ -45,7 +46,7 @@ def add_node_type(
     progress = progress or silent
     progress("exporting the model", 0.0)
     devices = devices_of(device)
-    with one_thread():
+    with one_thread(), imported_once(job_path):
         subject = load_subject(job_path, devices[0], profile.num_sections)
         _check_same_job(subject, profile)
         sizes = profile.micro_batch_sizes

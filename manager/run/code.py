@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
 from manager.journal.records import Fact
-from manager.run.job_snapshot import changed, digests, from_elsewhere, keep, kept, pack
 from manager.run.request import IfChanged
-from manager.run_dir import RunDir
+from manager.run_dir import CODE, RunDir, not_writable, write_in_run_dir
 from morph.contract.errors import JobError, RunDirError
-from morph.contract.job_facts import JobFacts, changes, told
-from morph.contract.messages import JobCode
+from morph.contract.job_facts import JobFacts
+from morph.contract.messages import HandedCut, JobCode
 from morph.contract.profile import Profile
+from morph.jobs.changes import changes, told
 from morph.jobs.files import JobFiles
-from morph.jobs.packed_code import files_of
+from morph.jobs.snapshot import changed, digests, files_of, from_elsewhere, pack
 
+_CUT = ".cut"
 SAME_JOB = "; for the same job under another name: --if-changed accept"
-CheckJob = Callable[[str, Profile], JobFacts]
-"""Loads the job, path/to/file.py:name, and holds it against a profile; by what the job is known. Raises InputError."""
+
+
+@dataclass(frozen=True)
+class CheckedJob:
+    """What checking a job gives.
+
+    ``facts``: by what the job is known. ``cut``: makes, for a micro-batch size, the cut that workers are handed; None:
+    each of them has to export the model.
+    """
+
+    facts: JobFacts
+    cut: Callable[[int], HandedCut | None]
+
+
+CheckJob = Callable[[str, Profile], CheckedJob]
+"""Loads the job, path/to/file.py:name, and holds it against a profile. Raises InputError."""
 
 
 class RunCode:
@@ -50,9 +69,11 @@ class RunCode:
         self._check_job = check_job
         self._unpack = unpack
         self._changed: list[str] = []
-        self._found: JobFacts | None = None
+        self._checked: CheckedJob | None = None
         self._kept: JobCode | None = None
         self._accepted = ""
+        self.cut: HandedCut | None = None
+        """What workers are handed, once it is known what the run trains on."""
 
     def check(self) -> None:
         """Check the job, which loads torch, and name the code that no snapshot holds.
@@ -62,7 +83,7 @@ class RunCode:
         """
         before = set(sys.modules)
         with self._files.in_use():
-            self._found = self._check_job(self._job_path, self._profile)
+            self._checked = self._check_job(self._job_path, self._profile)
             elsewhere = from_elsewhere(self._files, before)
         if elsewhere:
             print(
@@ -81,6 +102,7 @@ class RunCode:
         if sha256 is None:
             return pack(self._job_path, self._files, unpack=self._unpack)
         code = kept(run_dir.path, sha256, self._job_path, unpack=self._unpack)
+        self.cut = kept_cut(run_dir.path, sha256)
         began = JobFiles(self._files.folder, files_of(code))
         self._changed = changed(digests(began.files), self._files)
         if self._changed and self._if_changed is IfChanged.REFUSE and run_dir.other_job is not None:
@@ -109,11 +131,11 @@ class RunCode:
             InputError: the job is not right, is another one, or its settings or data are not what the run began with.
             RunDirError: the directory cannot be written.
         """
-        if self._found is None:
+        if self._checked is None:
             self.check()
-        assert self._found is not None
-        began = run_dir.facts
-        differing = list(changes(self._found, began.known_by))
+        assert self._checked is not None
+        began, found = run_dir.facts, self._checked.facts
+        differing = list(changes(found, began.known_by))
         for change in differing:
             refusal, why = change.refusal(self._job_path), change.cannot_apply
             if why is None and self._if_changed is IfChanged.ACCEPT:
@@ -125,19 +147,20 @@ class RunCode:
             raise JobError(
                 message, source=refusal.source, field=refusal.field, value=refusal.value, allowed=allowed
             ) from None
-        self._tell_accepted(told(differing))
+        self._tell_accepted(told(differing), found.settings)
         code = self._kept or pack(self._job_path, self._files, unpack=self._unpack)
-        if (code.sha256, self._found) != (began.code_sha256, began.known_by):
-            keep(run_dir.path, code)
-            run_dir.begin_with(began.model_copy(update={"code_sha256": code.sha256, "known_by": self._found}))
+        with self._files.in_use():
+            self.cut = self._checked.cut(began.micro_batch_size)
+        keep(run_dir.path, code, self.cut)
+        if (code.sha256, found) != (began.code_sha256, began.known_by):
+            run_dir.begin_with(began.model_copy(update={"code_sha256": code.sha256, "known_by": found}))
+        self._checked = None  # lets go of the exported model
         return code
 
-    def _tell_accepted(self, differing: str) -> None:
+    def _tell_accepted(self, differing: str, settings: Mapping[str, str]) -> None:
         """Say on standard error what changed and applies from now on, and what stays as it was saved."""
         if self._if_changed is not IfChanged.ACCEPT or not (differing or self._changed):
             return
-        assert self._found is not None
-        settings = self._found.settings
         stays = ["weights", "optimizer state", "step counts"]
         if settings.get("effective_loss_scaling", "None") != "None" and "effective_loss_scaling" not in differing:
             stays.append("loss scale")
@@ -167,3 +190,49 @@ class RunCode:
     @property
     def _names(self) -> str:
         return ", ".join(self._changed)
+
+
+def keep(run_dir: Path, code: JobCode, cut: HandedCut | None = None) -> None:
+    """Store it in the run's directory under its digest, readable by the user alone; whole or not at all.
+
+    The cut lies beside it, for a manager that takes over and hands it to new workers.
+
+    Raises:
+        RunDirError: it cannot be written.
+    """
+    path = run_dir / CODE / f"{code.sha256}.zip"
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise not_writable(path.parent, error) from error
+    write_in_run_dir(path, code.archive)
+    if cut is not None:
+        write_in_run_dir(path.with_suffix(_CUT), cut.content)
+
+
+def kept(run_dir: Path, sha256: str, job_path: str, *, unpack: bool = False) -> JobCode:
+    """Read what a run began with, as the code of the job at ``job_path``.
+
+    Raises:
+        RunDirError: it is gone or damaged.
+    """
+    path = run_dir / CODE / f"{sha256}.zip"
+    try:
+        archive = path.read_bytes()
+    except OSError as error:
+        raise RunDirError(f"cannot be read: {error.strerror}", source=str(path)) from error
+    if hashlib.sha256(archive).hexdigest() != sha256:
+        raise RunDirError("is damaged: its digest is not its name", source=str(path))
+    code, _, name = job_path.rpartition(":")
+    file = Path(code).resolve()
+    return JobCode(
+        job_path=f"{file.name}:{name}", folder=str(file.parent), sha256=sha256, archive=archive, unpack=unpack
+    )
+
+
+def kept_cut(run_dir: Path, code_sha256: str) -> HandedCut | None:
+    """Read the cut that lies beside this code; None: there is none. A worker finds out if it is damaged."""
+    with suppress(OSError):
+        content = (run_dir / CODE / f"{code_sha256}{_CUT}").read_bytes()
+        return HandedCut(sha256=hashlib.sha256(content).hexdigest(), content=content)
+    return None

@@ -202,6 +202,7 @@ class ManagedRun:
             patient_trace=run.stop_with_trace,
             providing=self._providing,
             code=code,
+            cut=self._trained.cut,
             machines=self._machines.pop() if self._machines else None,
             facts=self._trained.facts(code),
             command=self._command(code),

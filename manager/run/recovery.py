@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from manager.providers.azure.spec import AzureSpec
 from manager.providers.hosts.static import Hosts
-from manager.run.job_snapshot import changed, collect, digests, keep, pack
+from manager.run.code import keep
 from manager.run.prepared import PreparedRun
 from manager.run.request import IfChanged, RunRequest, absolute_job, kept_request
 from manager.run.resolution import folder_of
@@ -47,6 +47,7 @@ from morph.contract.cluster import ClusterConfig, ProvidedVms
 from morph.contract.errors import ConfigError, JobError, RunDirError
 from morph.contract.profile import Profile
 from morph.jobs.files import JobFiles
+from morph.jobs.snapshot import changed, collect, digests, pack
 
 
 class Recovery(Value):

@@ -8,7 +8,6 @@ from pathlib import Path
 from manager.providers.azure.spec import AzureSpec
 from manager.providers.hosts.static import Hosts
 from manager.run.cloud import Cloud, check_address, check_storage, check_url
-from manager.run.job_snapshot import collect
 from manager.run.preparation import from_its_first_event
 from manager.run.prepared import PreparedRun
 from manager.run.request import RunRequest, absolute_url
@@ -16,6 +15,7 @@ from morph.contract.cluster import AzureVms, ClusterConfig, JobFile, LocalVms
 from morph.contract.errors import ConfigError, ProfileError
 from morph.contract.profile import Profile, load_profile
 from morph.contract.trace import load_trace
+from morph.jobs.snapshot import collect
 from morph.yaml_files import load_cluster, load_job_file, load_yaml
 
 

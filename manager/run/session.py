@@ -34,7 +34,7 @@ from morph.contract.cluster import ClusterConfig, LocalVms, ProvidedVms
 from morph.contract.emulation import EmulatedDevice
 from morph.contract.errors import ClusterError, ClusterLost
 from morph.contract.faults import Fault, SlowSpell
-from morph.contract.messages import JobCode, WorkerSetup
+from morph.contract.messages import HandedCut, JobCode, WorkerSetup
 from morph.contract.trace import Trace
 
 
@@ -71,10 +71,10 @@ class RunSpec:
     not depend on how fast this machine starts processes.
     ``emulation``: the workers take these times instead of training the job. ``machines``: where the workers run;
     absent: as the cluster file says. ``providing``: opens the provider, where one brings the VMs. ``code``: the files
-    that every worker loads the job from; absent, in experiments: whatever lies at ``job_path``. ``facts``: for the
-    journal. ``played``: where the trace stands, in a session that follows one whose cluster was lost. ``command``: what
-    the user asked for; who takes over must be asked for the same. ``variables``: of the environment, for the workers'
-    alone.
+    that every worker loads the job from; absent, in experiments: whatever lies at ``job_path``. ``cut``: the cut
+    model that every worker is handed; absent: each exports the job. ``facts``: for the journal. ``played``: where the
+    trace stands, in a session that follows one whose cluster was lost. ``command``: what the user asked for; who takes
+    over must be asked for the same. ``variables``: of the environment, for the workers' alone.
     """
 
     job_path: str
@@ -91,6 +91,7 @@ class RunSpec:
     machines: OpenMachines | None = None
     providing: Providing | None = None
     code: JobCode | None = None
+    cut: HandedCut | None = None
     facts: tuple[Fact, ...] = ()
     played: TraceMoment = field(default_factory=TraceMoment)
     command: Mapping[str, str] = field(default_factory=dict)
@@ -278,6 +279,7 @@ class Session:
             heartbeat_wait_s=heartbeat_wait_s(policy.heartbeat_timeout_s),
             emulation=spec.emulation,
             code=spec.code,
+            cut=spec.cut,
             variables=dict(spec.variables),
             known_by=self._run_dir.facts.known_by,
         )

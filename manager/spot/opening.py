@@ -17,7 +17,6 @@ from manager.providers.interface.run_name import name_of
 from manager.providers.local import LocalProvider
 from manager.providers.opening import ending_command
 from manager.run.cloud import Cloud
-from manager.run.job_snapshot import MAX_BYTES
 from manager.spot.launcher import Launcher, Source, log
 from manager.spot.local import LocalMachines
 from manager.spot.provided import ProvidedMachines
@@ -26,6 +25,7 @@ from morph.contract.cluster import AzureVms
 from morph.contract.errors import ConfigError
 from morph.contract.files import code_files, packed
 from morph.contract.lives import Lives
+from morph.jobs.snapshot import MAX_BYTES
 from morph.link.proof import new_secret
 
 

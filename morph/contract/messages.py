@@ -28,6 +28,9 @@ from morph.contract.timeline import ComputeTimes, MicroBatchTimes, StepTimeline
 DEFAULT_LIMIT_S = 120.0
 """Of a wait for others in an order that does not say it."""
 
+MOST_CUT_BYTES = 8 * 1024 * 1024
+"""Of a cut that is handed to workers, compressed, beside the job's code: one of 72 layers takes 160 kB."""
+
 WorkerId = str
 UnitId = str
 Version = Annotated[int, Field(ge=0)]
@@ -43,6 +46,15 @@ class JobCode(Value):
     sha256: str = Field(description="of the archive")
     archive: bytes = Field(repr=False)
     unpack: bool = Field(default=False, description="the worker does not see that folder, and makes one of its own")
+
+
+class HandedCut(Value):
+    """A job's model as the manager cut it, so that no worker need export it."""
+
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+    sha256: str = Field(description="of the content")
+    content: bytes = Field(repr=False, max_length=MOST_CUT_BYTES)
 
 
 class WorkerSetup(Value):
@@ -73,6 +85,7 @@ class WorkerSetup(Value):
     slow_spells: tuple[SlowSpell, ...] = ()
     emulation: EmulatedDevice | None = Field(default=None, description="take these times; there is no job to load")
     code: JobCode | None = Field(default=None, description="absent: whatever lies at ``job_path``")
+    cut: HandedCut | None = Field(default=None, description="absent: the worker cuts the model itself")
     variables: dict[str, str] = Field(default={}, repr=False, description="of the environment, which the user named")
     known_by: JobFacts = Field(default=JobFacts(), description="what the job, once it is loaded, must show")
 

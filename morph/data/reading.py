@@ -26,11 +26,12 @@ from typing import Any
 
 import torch
 
-from morph.contract.job_facts import JobFacts, require_same
+from morph.contract.job_facts import JobFacts
 from morph.data.evaluation import EPOCH
 from morph.data.fingerprint import data_facts
 from morph.data.loader import data_of, read_samples, require_alike, stack_entry
 from morph.data.slots import Slots
+from morph.jobs.changes import require_same
 from morph.jobs.files import JobFiles
 from morph.jobs.job import Job, load_job
 

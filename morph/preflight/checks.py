@@ -39,7 +39,7 @@ class Needs(StrEnum):
 
 
 @dataclass(frozen=True)
-class CheckedJob:
+class CutJob:
     """What is checked: a job, exported and cut. ``path``: path/to/file.py:name."""
 
     path: str
@@ -108,10 +108,10 @@ class Check:
     name: str
     needs: Needs
     finds: str
-    carry_out: Callable[[CheckedJob, Effort, Report], Report]
+    carry_out: Callable[[CutJob, Effort, Report], Report]
 
 
-def check(checked: CheckedJob, effort: Effort) -> Report:
+def check(checked: CutJob, effort: Effort) -> Report:
     """Carry out the checks that a command asks for, the cheapest first.
 
     Raises:
@@ -127,16 +127,16 @@ def check(checked: CheckedJob, effort: Effort) -> Report:
     return report
 
 
-def _settings(checked: CheckedJob, _effort: Effort, report: Report) -> Report:
+def _settings(checked: CutJob, _effort: Effort, report: Report) -> Report:
     return replace(report, settings=check_training(checked.job, checked.model))
 
 
-def _data(checked: CheckedJob, _effort: Effort, report: Report) -> Report:
+def _data(checked: CutJob, _effort: Effort, report: Report) -> Report:
     check_data(checked.job)
     return report
 
 
-def _dependencies(checked: CheckedJob, effort: Effort, report: Report) -> Report:
+def _dependencies(checked: CutJob, effort: Effort, report: Report) -> Report:
     model = checked.model
     found = check_dependencies(
         checked.job,
@@ -149,13 +149,13 @@ def _dependencies(checked: CheckedJob, effort: Effort, report: Report) -> Report
     return replace(report, dependencies=found)
 
 
-def _loss(checked: CheckedJob, effort: Effort, report: Report) -> Report:
+def _loss(checked: CutJob, effort: Effort, report: Report) -> Report:
     if num_elements(checked.model) > effort.most_parameters:
         return report
     return replace(report, warnings=tuple(f"warning: {sentence}" for sentence in loss_warnings(checked.job)))
 
 
-def _comparison(checked: CheckedJob, effort: Effort, report: Report) -> Report:
+def _comparison(checked: CutJob, effort: Effort, report: Report) -> Report:
     dependencies = report.dependencies
     limits = Limits(
         effort.memory_bytes,

@@ -85,7 +85,7 @@ def test_sections_that_are_compiled_are_measured_with_the_memory_of_their_operat
 
 
 def test_measuring_changes_no_initial_parameter(subject: Subject, model: CutModel) -> None:
-    initial = subject.exported.initial_parameters
+    initial = subject.loaded.exported.initial_parameters
     before = {name: initial[name].clone() for name in initial}
     measure_units(subject, model, FEW)
     for name in initial:
@@ -94,7 +94,7 @@ def test_measuring_changes_no_initial_parameter(subject: Subject, model: CutMode
 
 
 def test_the_optimizer_state_of_adam_is_twice_the_parameters(subject: Subject, model: CutModel) -> None:
-    initial = subject.exported.initial_parameters
+    initial = subject.loaded.exported.initial_parameters
     units = measure_units(subject, model, FEW)
     assert units.keys() == {unit.id for unit in model.units}
     for unit in model.units:

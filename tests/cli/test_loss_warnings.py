@@ -12,13 +12,13 @@ from calibrate.computing import compute
 from calibrate.links.network import NetworkMeasurement
 from calibrate.timing.samples import timing
 from calibrate.writing import measure
-from manager.run.job_snapshot import collect
 from morph.cli.main import app
 from morph.cli.models import checks
 from morph.cli.models.checks import check_job
 from morph.contract.errors import ProfileError
 from morph.contract.job_facts import JobFacts
 from morph.contract.profile import LinkProfile, Profile, SendTime, load_profile
+from morph.jobs.snapshot import collect
 from tests.cli.given import JOBS, without_phases
 
 SUMMED = JOBS.replace("functional.mse_loss(model(", 'functional.mse_loss(reduction="sum", input=model(').replace(
@@ -81,7 +81,7 @@ def test_what_was_found_of_a_job_is_kept_until_its_code_its_data_or_its_profile_
         nonlocal looks
         looks = 0
         with collect(job).in_use():
-            facts = check_job(job, profile)
+            facts = check_job(job, profile).facts
         assert WARNING in capsys.readouterr().err
         return looks, facts
 

@@ -14,7 +14,6 @@ import pytest
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.state import initial_state
 from manager.run.code import RunCode
-from manager.run.job_snapshot import collect
 from manager.run.managed import managed_run
 from manager.run.prepared import PreparedRun
 from manager.run.request import IfChanged, RunRequest, keep_request
@@ -25,6 +24,7 @@ from morph.cli.views.run_view import run_view
 from morph.contract.cluster import ClusterConfig, LocalVms
 from morph.contract.errors import JobError, RunDirError
 from morph.contract.profile import load_profile
+from morph.jobs.snapshot import collect
 from tests.cli.given import JOBS, Given, without_phases
 
 pytestmark = pytest.mark.slow
@@ -289,3 +289,4 @@ def test_shapes_are_planned_once_and_not_at_all_for_a_run_that_is_taken_over(
     assert [spec.config.num_steps for spec in sessions] == [9, 7]
     assert sessions[1].micro_batch_size == sessions[0].micro_batch_size
     assert sessions[1].command == sessions[0].command
+    assert sessions[1].cut == sessions[0].cut is not None  # though the job was not loaded

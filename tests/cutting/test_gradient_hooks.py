@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from morph.contract.errors import ExportError, JobError
 from morph.cutting import cut, export_job
 from morph.cutting.sections.cut_point import CutPoint
+from morph.cutting.source.guards import replaced
 
 ITEMS = [{"x": torch.randn(6, generator=torch.Generator().manual_seed(index))} for index in range(8)]
 
@@ -195,3 +196,17 @@ def test_cut_at_marks_hooks_and_checkpoints_act_as_in_the_plain_model(tools: Any
 def test_cut_at_marks_a_hook_on_a_parameter_is_refused(tools: Any) -> None:
     with pytest.raises(JobError, match=r"a hook on the gradient of second\.weight would not run"):
         export_job(tools.make_job(marked(ParameterHook), loss, ITEMS))
+
+
+def test_what_is_replaced_is_put_back_where_it_was() -> None:
+    class Base:
+        @classmethod
+        def name(cls) -> str:
+            return cls.__name__
+
+    class Below(Base):
+        pass
+
+    with replaced(Base, "name", lambda: "another"), replaced(Below, "name", lambda: "third"):
+        assert (Base.name(), Below.name()) == ("another", "third")
+    assert (Base.name(), Below.name(), "name" in vars(Below)) == ("Base", "Below", False)

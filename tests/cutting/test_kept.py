@@ -1,11 +1,13 @@
-"""Cut models that are kept: the same bits as made anew, and never read where anything may be another."""
+"""Cut models that are kept or handed on: the same bits as made anew, and never read where anything may be another."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import textwrap
+import zlib
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -14,14 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from manager.host.handed_on import handed_on
+from morph.contract.errors import JobError
+from morph.contract.messages import HandedCut
+from morph.cutting import cut
 from morph.cutting.cache import key
+from morph.cutting.cache.artefact import CannotKeep
 from morph.cutting.cache.cut_job import CutJob, LoadedJob, load_and_cut
 from morph.cutting.exporting import export
 from morph.cutting.exporting.exported import ExportedJob
 from morph.cutting.exporting.functional import WRITTEN
 from morph.jobs.files import imported_once
-from morph.jobs.job import Job
+from morph.jobs.job import Job, load_job
 from morph.runtime.process.single import run_single
 from morph.user_cache import keep
 
@@ -92,6 +97,7 @@ class Exports:
 
 
 EXPORT_JOB = export.export_job
+NUMBER = torch.__version__.partition("+")[0]
 
 
 @pytest.fixture
@@ -118,9 +124,9 @@ def write(tmp_path: Path) -> Callable[[str], str]:
     return written
 
 
-def load(job_path: str, num_sections: int | None = 2, m: int = 2, fingerprint: str | None = None) -> CutJob:
+def load(job_path: str, num_sections: int | None = 2, m: int = 2, handed: HandedCut | None = None) -> CutJob:
     with imported_once(job_path):
-        return load_and_cut(job_path, num_sections=num_sections, micro_batch_size=m, fingerprint=fingerprint)
+        return load_and_cut(job_path, num_sections=num_sections, micro_batch_size=m, handed=handed)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +135,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> ExportedJob:
     path = tmp_path_factory.mktemp("plain") / "job.py"
     path.write_text(HEAD + PLAIN, encoding="utf-8")
     with imported_once(f"{path}:job"):
-        return LoadedJob(f"{path}:job").export()
+        return LoadedJob(f"{path}:job").exported
 
 
 @pytest.fixture
@@ -167,7 +173,7 @@ def test_a_second_worker_does_not_export_and_its_weights_are_the_same_bits(
     assert exports.count == 1
     monkeypatch.setenv("MORPH_CACHE_DIR", "/dev/null")
     assert run("never kept") == cold
-    assert exports.count == 3
+    assert exports.count == 2
 
 
 def test_a_terminal_s_size_makes_no_other_cut(
@@ -181,12 +187,16 @@ def test_a_terminal_s_size_makes_no_other_cut(
     assert exports.count == 1
 
 
-@pytest.mark.parametrize("text", ROOMS.values(), ids=ROOMS.keys())
-def test_what_is_read_is_what_was_cut(text: str, exports: Exports, write: Callable[[str], str]) -> None:
-    job_path = write(text)
-    made, kept = load(job_path), load(job_path)
-    assert exports.count == 1
-    for one, other in zip(made.model.sections, kept.model.sections, strict=True):
+def made_here(job_path: str, num_sections: int = 2, m: int = 2) -> CutJob:
+    """Without anything that is kept or written down."""
+    with imported_once(job_path):
+        job = load_job(job_path)
+        exported = EXPORT_JOB(job)
+    return CutJob(job, cut(exported, num_sections=num_sections, micro_batch_size=m), exported.initial_state)
+
+
+def require_equal(made: CutJob, found: CutJob) -> None:
+    for one, other in zip(made.model.sections, found.model.sections, strict=True):
         assert other.code.code == one.code.code  # type: ignore[attr-defined]
         left_out = {"code", "constant_values", "_on_device"}
         assert {k: v for k, v in vars(other).items() if k not in left_out} == {
@@ -200,12 +210,80 @@ def test_what_is_read_is_what_was_cut(text: str, exports: Exports, write: Callab
         ]
         assert metas[0] == metas[1]
     for field in ("units", "fingerprint", "specs", "unused_parameters", "metric_names", "micro_batch_size"):
-        assert getattr(kept.model, field) == getattr(made.model, field)
-    assert list(kept.initial) == list(made.initial)
+        assert getattr(found.model, field) == getattr(made.model, field)
+    assert list(found.initial) == list(made.initial)
     for name in made.initial:
-        assert torch.equal(made.initial[name], kept.initial[name])
-        empty = kept.initial.empty(name, torch.device("cpu"))
+        assert torch.equal(made.initial[name], found.initial[name])
+        empty = found.initial.empty(name, torch.device("cpu"))
         assert (empty.stride(), empty.dtype) == (made.initial[name].stride(), made.initial[name].dtype)
+
+
+@pytest.mark.parametrize("text", ROOMS.values(), ids=ROOMS.keys())
+def test_what_is_handed_to_another_machine_is_what_was_cut(
+    text: str, exports: Exports, write: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job lies in another folder there, and nothing is kept."""
+    job_path = write(text)
+    with imported_once(job_path):
+        handed = LoadedJob(job_path).handed(2, 2)
+    there = f"{shutil.copytree(tmp_path / 'user', tmp_path / 'there')}/job.py:job"
+    monkeypatch.setenv("MORPH_CACHE_DIR", "/dev/null")
+    monkeypatch.setattr(torch, "__version__", f"{torch.__version__.partition('+')[0]}+of_the_gpu")
+    require_equal(made_here(there), load(there, handed=HandedCut.model_validate_json(handed.model_dump_json())))
+    assert exports.count == 1
+
+
+def test_what_another_torch_cut_is_told_of_and_made_anew(
+    exports: Exports,
+    plain: ExportedJob,
+    write: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    exports.ready = plain
+    job_path = write(PLAIN)
+    with imported_once(job_path), monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.99")
+        handed = LoadedJob(job_path).handed(2, 2)
+    found = load(job_path, handed=handed)
+    assert (exports.count, found.model.micro_batch_size) == (2, 2)
+    (record,) = caplog.records
+    assert record.getMessage().endswith(f"cannot be used: it was made by torch 2.99, and this is torch {NUMBER}")
+
+
+def test_a_handed_cut_whose_digest_differs_is_refused(
+    exports: Exports, plain: ExportedJob, write: Callable[[str], str]
+) -> None:
+    exports.ready = plain
+    job_path = write(PLAIN)
+    with imported_once(job_path):
+        handed = LoadedJob(job_path).handed(2, 2)
+    with pytest.raises(JobError, match="its digest differs"):
+        load(job_path, handed=handed.model_copy(update={"content": handed.content + b" "}))
+
+
+def test_a_cut_that_is_too_long_for_a_setup_is_not_handed(
+    exports: Exports, plain: ExportedJob, write: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exports.ready = plain
+    monkeypatch.setattr("morph.cutting.cache.cut_job.MOST_CUT_BYTES", 1000)
+    job_path = write(PLAIN)
+    with imported_once(job_path), pytest.raises(CannotKeep, match=r"^\d{4} bytes, more than 1000$"):
+        LoadedJob(job_path).handed(2, 2)
+
+
+def test_a_job_in_another_folder_is_the_same_and_its_lines_are_those_there(
+    exports: Exports, write: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(write(TIED))
+    there = f"{shutil.copytree(tmp_path / 'user', tmp_path / 'there')}/job.py:job"
+    monkeypatch.chdir(tmp_path)
+    for name in ("HOME", "TMPDIR", "VIRTUAL_ENV"):
+        monkeypatch.setenv(name, str(tmp_path))
+    found = load(there)
+    assert exports.count == 1
+    require_equal(made_here(there), found)
+    assert str(found.model.sections[0].source).startswith(f"{tmp_path / 'there'}/job.py:")
 
 
 def test_it_is_kept_under_the_number_of_sections_that_was_found(exports: Exports, write: Callable[[str], str]) -> None:
@@ -216,40 +294,27 @@ def test_it_is_kept_under_the_number_of_sections_that_was_found(exports: Exports
     assert exports.count == 1
 
 
-def test_who_checked_a_job_keeps_it_for_workers_of_any_micro_batch(
-    exports: Exports, write: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from morph.cutting import cut
-
-    job_path = write(PLAIN)
-    for name in os.environ.keys() - handed_on(os.environ).keys():
-        monkeypatch.delenv(name)  # as in a VM of this machine
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    with imported_once(job_path):
-        checked = LoadedJob(job_path)
-        exported = checked.export()
-        model = cut(exported, num_sections=2, micro_batch_size=1)
-        checked.keep_for_workers(exported, model, [1, 2, 3], handed_on({**os.environ, "CLOUD_SECRET": "s"}))
-    for m in (1, 2, 3):
-        found = load(job_path, m=m, fingerprint=model.fingerprint)
-        assert found.model.sections[1].inputs[0].shape == (m, 8)
-    assert exports.count == 1
-
-
 def rewritten(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     """A file with a good digest, as this user could have written it."""
 
     def harm(path: Path) -> None:
-        form = json.loads(path.read_bytes()[32:])
+        form = json.loads(zlib.decompress(path.read_bytes()[32:]))
         change(form)
-        keep(path.parent, path.name, json.dumps(form).encode())
+        keep(path.parent, path.name, zlib.compress(json.dumps(form).encode()))
 
     return harm
 
 
+def graph(form: dict[str, Any]) -> list[Any]:
+    """Of the first section."""
+    sections, *_ = form["model"]["CutModel"]
+    found: list[Any] = next(field["graph"] for field in sections["tuple"][0]["Section"] if "graph" in (field or {}))
+    return found
+
+
 def call(form: dict[str, Any], name: str) -> None:
-    node = next(node for node in form["sections"][0]["code"] if node[0] == "call_function")
-    node[2] = name
+    node = next(node for node in graph(form) if node[0] == "call_function")
+    node[2] = {"function": name}
 
 
 HARM: dict[str, Callable[[Path], object]] = {
@@ -258,12 +323,13 @@ HARM: dict[str, Callable[[Path], object]] = {
     "no JSON": lambda path: keep(path.parent, path.name, b"\x80\x04cos\nsystem\n."),
     "another form": rewritten(lambda form: form.update(form=0)),
     "a part missing": rewritten(lambda form: form.pop("tape")),
-    "another m": rewritten(lambda form: form.update(micro_batch_size=4)),
+    "another m": rewritten(lambda form: form["model"]["CutModel"].__setitem__(3, 4)),
     "a call of code": rewritten(lambda form: call(form, "operator.methodcaller")),
     "a call of a module": rewritten(lambda form: call(form, "os.system")),
     "a call of nothing": rewritten(lambda form: call(form, "aten.no_such_operation.default")),
-    "a node that is not there": rewritten(lambda form: form["sections"][0]["code"][-1].__setitem__(3, {"node": 99})),
-    "what has no type": rewritten(lambda form: form["parameter_specs"][0].__setitem__(2, "load")),
+    "a call of what is no function": rewritten(lambda form: graph(form)[-2].__setitem__(2, {"dtype": "float32"})),
+    "a node that is not there": rewritten(lambda form: graph(form)[-1].__setitem__(3, {"node": 99})),
+    "what has no type": rewritten(lambda form: form["tensors"][0][1].update(dict=[["w", {"dtype": "load"}]])),
 }
 
 
@@ -287,7 +353,6 @@ def edited(path: Path) -> None:
         lambda user, patch: edited(user / "job.py"),
         lambda user, patch: edited_data(user / "job.py"),
         lambda user, patch: patch.setenv("NUM_LAYERS", "3"),
-        lambda user, patch: patch.chdir(user),
         lambda user, patch: patch.setattr(torch, "__version__", "2.99"),
         lambda user, patch: patch.setattr("morph.__version__", "99"),
         lambda user, patch: patch.setattr("sys.version", "3.99"),
@@ -295,7 +360,7 @@ def edited(path: Path) -> None:
         lambda user, patch: patch.setattr(key, "_installed", lambda: "another package"),
         lambda user, patch: patch.setattr(torch.cuda, "is_available", lambda: True),
     ],
-    ids=["code", "data", "variable", "folder", "torch", "morph", "python", "own code", "packages", "device"],
+    ids=["code", "data", "variable", "torch", "morph", "python", "own code", "packages", "device"],
 )
 def test_what_may_be_another_model_is_made_again(
     change: Callable[[Path, pytest.MonkeyPatch], object],
@@ -312,7 +377,7 @@ def edited_data(path: Path) -> None:
     path.write_text(path.read_text().replace("return 12", "return 13"))
 
 
-@pytest.mark.parametrize("given", [{"m": 3}, {"num_sections": 1}, {"fingerprint": "of the run"}])
+@pytest.mark.parametrize("given", [{"m": 3}, {"num_sections": 1}])
 def test_another_cut_is_made(given: dict[str, Any], again: Callable[..., str]) -> None:
     assert again(**given) == "made"
 

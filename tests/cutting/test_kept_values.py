@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from morph.cutting.cache.values import CannotKeep, read_code, read_value, write_value
+from morph.cutting.cache.artefact import CannotKeep, read_value, write_value
 from morph.cutting.deferred_init.tape import TensorRef
 
 
@@ -66,4 +66,4 @@ def test_a_form_that_names_something_else_is_refused(form: Any) -> None:
 @pytest.mark.parametrize("op", ["call_module", "call_method", "get_attr"])
 def test_a_graph_calls_operations_alone(op: str) -> None:
     with pytest.raises(ValueError, match=op):
-        read_code([[op, "x", "eval", {"tuple": []}, {"dict": []}, {}]])
+        read_value({"graph": [[op, "x", "eval", {"tuple": []}, {"dict": []}, {}]]})

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from morph.contract.errors import JobError
-from morph.contract.job_facts import JobFacts, require_same
+from morph.contract.job_facts import JobFacts
 from morph.data.fingerprint import data_facts
+from morph.jobs.changes import require_same
 from tests.data.jobs import job_with
 
 LENGTH = 100

@@ -24,9 +24,6 @@ from torch import Tensor, nn
 import morph.elastic
 import morph.losses
 from morph.elastic.peers import Incoming
-from morph.runtime.state.deferred_compiler import defer_compiler
-
-defer_compiler()  # dozens of these processes start
 
 FAULTS: dict[str, dict[str, list[int]]] = json.loads(os.environ.get("FAULTS", "{}"))
 FOLDER = Path(os.environ["FOLDER"])

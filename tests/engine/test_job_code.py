@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from manager.run import job_snapshot as job_code
-from manager.run.job_snapshot import changed, collect, digests, from_elsewhere, keep, kept, pack
+from manager.run.code import keep, kept
 from morph.contract.errors import ConfigError, JobError, RunDirError
 from morph.contract.messages import Failed, JobCode, WorkerSetup
-from morph.jobs import packed_code
+from morph.jobs import snapshot
 from morph.jobs.files import JobFiles
-from morph.jobs.packed_code import files_of, imported_for_forks, use
+from morph.jobs.snapshot import changed, collect, digests, files_of, from_elsewhere, imported_for_forks, pack, use
 from tests.worker_setup import SETUP
 
 
@@ -83,7 +82,7 @@ def test_a_job_that_opens_a_device_ends_forking_and_one_that_looks_for_it_does_n
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
-    monkeypatch.setattr(packed_code, "has_threads", lambda: False)
+    monkeypatch.setattr(snapshot, "has_threads", lambda: False)
     (tmp_path / "train.py").write_text(f"import torch\n{asks}\njob = None\n")
     assert imported_for_forks(f"{tmp_path / 'train.py'}:job") is not ends_it
 
@@ -127,7 +126,7 @@ def test_what_cannot_be_brought_is_refused_by_name(folder: Path, given: str, tol
 
 
 def test_too_much_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_code, "MAX_BYTES", 100)
+    monkeypatch.setattr(snapshot, "MAX_BYTES", 100)
     (folder / "data.bin").write_bytes(b"x" * 101)
     with pytest.raises(ConfigError, match="too long together"):
         packed(folder, "data.bin")

@@ -15,10 +15,10 @@ from manager.controller.state.state import initial_state
 from manager.engine.loop.driver import Driver, Observer
 from manager.engine.loop.event_queue import EventQueue
 from manager.journal.journal import Journal
-from manager.run.job_snapshot import collect, pack
 from manager.run_dir import RunDir
 from morph.contract.faults import Fault
 from morph.contract.messages import CommitOrder, PreCopyOrder, ProbeOrder, ReshapeOrder, StepOrder, WorkerSetup
+from morph.jobs.snapshot import collect, pack
 from morph.runtime.groups.store import StoreHost
 from tests.runtime.worker_crew import LOOPBACK, Member
 from tests.system.harness import JOB, TinyJob

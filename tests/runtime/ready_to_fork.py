@@ -8,8 +8,8 @@ from __future__ import annotations
 import gc
 import importlib
 
-from morph.runtime.state.deferred_compiler import prepare_torch
 from morph.runtime.state.fixed_point import prepare
+from morph.runtime.state.optimizer_state import prepare_torch
 
 for name in (
     "morph.runtime.workloads.job_workload",

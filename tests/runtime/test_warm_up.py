@@ -6,47 +6,49 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from morph.cutting.cache.cut_job import load_and_cut
-from morph.jobs.files import imported_once
-from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS
+from morph.contract.messages import WorkerSetup
+from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, cut_for_workers, load_tiny_job
 
-EXPORTER = "torch.export._trace"
+EXPORTERS = ("torch.export._trace", "torch._dynamo", "sympy")
 WORKER = f"""
 import json, sys
-from morph.contract.messages import WorkerSetup
+from morph.contract.messages import HandedCut, WorkerSetup
 from morph.cutting.cache.cut_job import load_and_cut
-from morph.jobs.files import imported_once
 from morph.runtime.process.worker import Worker
 from morph.runtime.workloads.job_workload import JobWorkload
 
-with imported_once({JOB!r}):
-    cut = load_and_cut({JOB!r}, num_sections={NUM_SECTIONS}, micro_batch_size={MICRO_BATCH_SIZE})
-    exported = "{EXPORTER}" in sys.modules
-    workload = JobWorkload(WorkerSetup(
-        worker="w", job_path={JOB!r}, fingerprint=cut.model.fingerprint, num_sections={NUM_SECTIONS},
-        micro_batch_size={MICRO_BATCH_SIZE}, checkpoint_url="", store_host="", store_port=1, listen_host="",
-    ))
-    before = set(sys.modules)
-    for unit in workload.units:
-        workload.make_unit(unit.id, 1)
-    print(json.dumps([exported, sorted(set(sys.modules) - before)]))
+setup = WorkerSetup.model_validate_json(sys.stdin.read())
+load_and_cut(
+    setup.job_path, num_sections=setup.num_sections, micro_batch_size=setup.micro_batch_size, handed=setup.cut
+)
+exporters = [name for name in {EXPORTERS} if name in sys.modules]
+workload = JobWorkload(setup)
+before = set(sys.modules)
+for unit in workload.units:
+    workload.make_unit(unit.id, 1)
+print(json.dumps([exporters, "torch.export._trace" in before, sorted(set(sys.modules) - before)]))
 """
 
 
 @pytest.mark.slow
-def test_a_worker_that_reads_a_kept_cut_loads_nothing_for_its_first_units(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MORPH_CACHE_DIR", str(tmp_path))
-    with imported_once(JOB):
-        load_and_cut(JOB, num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE)
-    assert EXPORTER in sys.modules
-    run = subprocess.run([sys.executable, "-c", WORKER], env=os.environ, capture_output=True, text=True, timeout=200)
+def test_a_worker_that_is_handed_its_cut_loads_no_exporter_and_nothing_for_its_first_units() -> None:
+    setup = WorkerSetup(
+        worker="w",
+        job_path=JOB,
+        fingerprint=load_tiny_job().fingerprint,
+        num_sections=NUM_SECTIONS,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        checkpoint_url="",
+        store_host="",
+        store_port=1,
+        listen_host="",
+        cut=cut_for_workers(JOB),
+    )
+    command, environment = [sys.executable, "-c", WORKER], {**os.environ, "MORPH_CACHE_DIR": "/dev/null"}
+    given = setup.model_dump_json()
+    run = subprocess.run(command, env=environment, input=given, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run
-    exported_again, loaded = json.loads(run.stdout.splitlines()[-1])
-    assert not exported_again
-    assert loaded == []
+    assert json.loads(run.stdout.splitlines()[-1]) == [[], False, []]

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from manager.controller.shape.placement import choose_sources, place, share_units
 from manager.controller.state.config import units_by_stage
-from manager.run.job_snapshot import collect, pack
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.cluster import LinkSetting, RingSetting
 from morph.contract.faults import Fault
@@ -35,6 +34,7 @@ from morph.contract.messages import (
 )
 from morph.contract.plan import Plan
 from morph.contract.salvage import counted_in
+from morph.jobs.snapshot import collect, pack
 from morph.runtime.groups.store import StoreHost
 from morph.runtime.pre_copy.lane import PreCopyLane
 from morph.runtime.pre_copy.wire import Frame

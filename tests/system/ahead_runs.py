@@ -14,7 +14,6 @@ from manager.engine.machines.machines import Processes
 from manager.rehearsal.device import EmulationOptions
 from manager.report.reading import read_report
 from manager.report.values import RunReport
-from manager.run.job_snapshot import collect, pack
 from manager.run.session import RunSpec, run_session
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
@@ -23,9 +22,10 @@ from morph.contract.faults import Fault, SlowSpell
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from morph.contract.rules import PreCopyRules, Rules, StutterRules
+from morph.jobs.snapshot import collect, pack
 from simulator import plan, synthetic_profile
 from tests.system.emulated import emulated_run
-from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, constant_vms, load_tiny_job
+from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, constant_vms, cut_for_workers, load_tiny_job
 
 M = 4
 PROFILE = synthetic_profile(
@@ -129,6 +129,7 @@ def real(case: Case, log_path: Path) -> tuple[RunSpec, RunFacts]:
         faults=case.faults,
         machines=Processes(log_path, job_path=JOB),
         code=pack(JOB, collect(JOB)),
+        cut=cut_for_workers(JOB),
     )
     facts = RunFacts(
         job=JOB,

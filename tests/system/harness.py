@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from manager.controller.state.config import ControllerConfig
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed, Observer
 from manager.engine.machines.machines import OpenMachines
-from manager.host.handed_on import handed_on
-from manager.run.job_snapshot import collect, pack
 from manager.run.session import RunSpec, run_session
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import ClusterConfig, LocalVms, Policy
 from morph.contract.faults import Fault, SlowSpell
+from morph.contract.messages import HandedCut
 from morph.contract.plan import Plan
 from morph.contract.rules import Rules, StutterRules
 from morph.contract.trace import Trace, TraceEvent
 from morph.cutting.cache.cut_job import LoadedJob, load_and_cut
-from morph.cutting.cuts.cut_model import cut
 from morph.jobs.files import imported_once
+from morph.jobs.snapshot import collect, pack
 from morph.runtime.process.single import run_single
 from simulator import plan, synthetic_profile
 
@@ -69,13 +68,11 @@ def load_tiny_job(num_sections: int = NUM_SECTIONS, micro_batch_size: int = MICR
     return TinyJob(found.model.fingerprint, found.job.batch_size, units, num_sections, micro_batch_size)
 
 
-def cut_for_workers(job_path: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Keep a job's cut for the workers of a manager with this environment, as ``morph run`` does: they need not cut."""
+@cache
+def cut_for_workers(job_path: str) -> HandedCut:
+    """What ``morph run`` hands to the workers of a job: they need not cut."""
     with imported_once(job_path):
-        loaded = LoadedJob(job_path)
-        exported = loaded.export()
-        model = cut(exported, num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE)
-        loaded.keep_for_workers(exported, model, [MICRO_BATCH_SIZE], handed_on(environment))
+        return LoadedJob(job_path).handed(NUM_SECTIONS, MICRO_BATCH_SIZE)
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ def managed(
     )
     cluster = ClusterConfig(vms=vms, policy=policy)
     spec = RunSpec(job_path, config, cluster, trace, NUM_SECTIONS, MICRO_BATCH_SIZE, faults, slow_spells)
-    spec = replace(spec, machines=machines, code=pack(job_path, collect(job_path)))
+    spec = replace(spec, machines=machines, code=pack(job_path, collect(job_path)), cut=cut_for_workers(job_path))
     history: list[str] = []
     formed: list[str] = []
 

@@ -25,14 +25,14 @@ from manager.engine.machines.attachment import find_living
 from manager.journal.records import Fact
 from manager.run import session
 from manager.run.again import Again, until_it_ends
-from manager.run.job_snapshot import collect, pack
 from manager.run.session import RunSpec
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.base import Value
 from morph.contract.cluster import ClusterConfig, LocalVms
-from morph.contract.messages import WorkerReady
+from morph.contract.messages import HandedCut, WorkerReady
 from morph.contract.trace import Trace
+from morph.jobs.snapshot import collect, pack
 
 
 class Death(Value):
@@ -63,6 +63,7 @@ class Orders(Value):
 
     run_dir: Path
     job: str
+    cut: HandedCut
     num_sections: int
     micro_batch_size: int
     batch_size: int
@@ -154,6 +155,7 @@ def main() -> None:
         num_sections=orders.num_sections,
         micro_batch_size=orders.micro_batch_size,
         code=pack(orders.job, collect(orders.job)),
+        cut=orders.cut,
     )
     if any(death.unwritten for death in orders.deaths):
         session.EventQueue = DeafEventQueue  # type: ignore[misc]

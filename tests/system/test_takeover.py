@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,10 +58,6 @@ class Managed:
         self.directory, self._orders_path = directory / "run", directory / "orders.json"
         self._environment = {**os.environ, "PYTHONPATH": str(commands.ROOT), "PYTHONWARNINGS": "default"}
         self.held = HeldJob(directory / "code", directory / "gate", HELD_AFTER) if held else None
-        if self.held is not None:
-            cut_for_workers(self.held.path, self._environment)
-        else:
-            cut_once(tuple(self._environment.items()))
         policy = Policy(
             checkpoint_every_steps=4,
             start_patience_s=200,
@@ -73,6 +68,7 @@ class Managed:
         self._orders = Orders(
             run_dir=self.directory,
             job=self.held.path if self.held else JOB,
+            cut=cut_for_workers(self.held.path if self.held else JOB),
             num_sections=NUM_SECTIONS,
             micro_batch_size=MICRO_BATCH_SIZE,
             batch_size=job.batch_size,
@@ -167,12 +163,6 @@ class Managed:
 
     def _events(self) -> list[Event]:
         return [EVENT.validate_json(entry.payload_json) for entry in self._entries() if entry.kind == "event"]
-
-
-@cache
-def cut_once(environment: tuple[tuple[str, str], ...]) -> None:
-    """Keep the tiny job's cut for the workers of all that are started with this environment."""
-    cut_for_workers(JOB, dict(environment))
 
 
 def wait_until_gone(pids: list[int], directory: Path) -> None:

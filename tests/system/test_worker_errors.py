@@ -14,12 +14,12 @@ from manager.controller.state.events import WorkerAnswered
 from manager.controller.state.state import Phase
 from manager.engine.loop.driver import Observed
 from manager.engine.machines.machines import Processes
-from manager.run.job_snapshot import collect, pack
 from manager.run.session import run_session
 from manager.run_dir import RunDir
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.faults import Fault
 from morph.contract.messages import Failed
+from morph.jobs.snapshot import collect, pack
 from tests.system.ahead_runs import Case, real
 from tests.system.conftest import REFERENCE_STEPS
 from tests.system.harness import JOB, cut_for_workers
@@ -69,12 +69,12 @@ def failing_run(directory: Path, fail: str, at_version: int, faults: tuple[Fault
     shutil.copy(JOB.rpartition(":")[0], directory / "neighbour.py")
     (directory / "job.py").write_text(JOB_FILE.format(fail=fail.format(armed=str(armed)).strip()), encoding="utf-8")
     job_path = f"{directory / 'job.py'}:job"
-    cut_for_workers(job_path)
+    cut = cut_for_workers(job_path)
     shapes = {4: "2x2", 3: "3x1", 2: "2x1", 1: "1x1"}
     case = Case(shapes, num_vms=4, steps=REFERENCE_STEPS, faults=faults)
     spec, facts = real(case, directory / "workers.log")
     machines = Processes(directory / "workers.log", job_path=job_path)
-    spec = replace(spec, job_path=job_path, machines=machines, code=pack(job_path, collect(job_path)))
+    spec = replace(spec, job_path=job_path, machines=machines, code=pack(job_path, collect(job_path)), cut=cut)
     ended = Ended(Finish(outcome="failed", sentence=""), 0, {}, [], set())
     arm: list[Callable[[], object]] = [armed.touch]
 

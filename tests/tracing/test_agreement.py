@@ -20,7 +20,7 @@ from morph.cutting.cuts.analysis import REFERENCE_SAMPLES, analyse
 from morph.cutting.exporting.exported import GraphJob
 from morph.jobs.job import Job, load_job
 from morph.preflight import checks
-from morph.preflight.checks import CHECKS, CheckedJob, Effort, Needs, check
+from morph.preflight.checks import CHECKS, CutJob, Effort, Needs, check
 from morph.preflight.comparison_cache import agreement_key, keep_agreement, kept_agreement
 from morph.preflight.plain_comparison import QUICK_FLOPS, Agreement, Limits, agreement_note, compare_with_plain
 from morph.runtime.state.accumulators import ExactAccumulator, Reduced
@@ -468,14 +468,14 @@ def test_checks_are_carried_out_the_cheapest_first_but_for_those_that_are_left_o
     assert costs == sorted(costs)
     carried_out: list[str] = []
 
-    def noted(name: str) -> Callable[[CheckedJob, Effort, checks.Report], checks.Report]:
+    def noted(name: str) -> Callable[[CutJob, Effort, checks.Report], checks.Report]:
         return lambda _checked, _effort, report: carried_out.append(name) or report
 
     monkeypatch.setattr(checks, "CHECKS", [replace(entry, carry_out=noted(entry.name)) for entry in CHECKS])
     said: list[str] = []
     model = cut(good[1], num_sections=2, micro_batch_size=1)
     effort = Effort(memory_bytes=1, leave_out=frozenset({"dependencies", "loss"}), say=said.append)
-    check(CheckedJob("jobs.py:good", *good, model), effort)
+    check(CutJob("jobs.py:good", *good, model), effort)
     assert carried_out == ["settings", "data", "comparison"]
     assert said[-1] == "checking that the cut model trains as the plain one does"
 

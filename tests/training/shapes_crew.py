@@ -14,7 +14,6 @@ from typing import Any
 from manager.controller.shape.placement import choose_sources, place, share_units
 from manager.controller.state.config import units_by_stage
 from manager.report.means import EvaluationReader, extreme_rates
-from manager.run.job_snapshot import collect, pack
 from morph.checkpoint.manifest import write_manifest
 from morph.checkpoint.unit_files import from_payload
 from morph.contract.checkpoint import Manifest, UnitFile
@@ -37,6 +36,7 @@ from morph.contract.messages import (
 from morph.contract.plan import Plan
 from morph.cutting.cache.cut_job import load_and_cut
 from morph.jobs.files import imported_once
+from morph.jobs.snapshot import collect, pack
 from morph.runtime.groups.store import StoreHost
 from simulator import plan, synthetic_profile
 from tests.runtime.worker_crew import ANSWER_S, LOOPBACK, SETUP_S, Member

@@ -11,7 +11,7 @@ from torch import Tensor
 from calibrate.timing.bench import make_bench
 from morph.contract.errors import JobError
 from morph.cutting import CutModel, cut, export_job
-from morph.cutting.cache.entry import read_entry, write_entry
+from morph.cutting.cache.artefact import read_entry, write_entry
 from morph.data import MicroBatchLoader
 from morph.jobs.job import Job
 from morph.runtime.step.stage import Stage
@@ -98,7 +98,7 @@ def test_gradients_have_the_same_bits_wherever_stages_begin(model: CutModel, beg
 
 def test_a_kept_cut_has_the_narrow_borders(model: CutModel) -> None:
     exported = export_job(narrow)
-    again = read_entry(write_entry(exported, model)).model  # type: ignore[arg-type]
+    again = read_entry(write_entry(exported, model, "/jobs"), "/jobs").model
     assert [section.outputs for section in again.sections] == [section.outputs for section in model.sections]
     assert again.fingerprint == model.fingerprint
 

@@ -17,9 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from morph.checkpoint.unit_files import from_payload, to_payload
 from morph.contract.errors import JobError
-from morph.contract.job_facts import Change
 from morph.cutting import cut, export_job
 from morph.cutting.cuts.cut_model import ParameterUnit
+from morph.jobs.changes import Change
 from morph.runtime.state.accumulators import Reduced
 from morph.runtime.state.optimizer_state import MakeOptimizer, from_plain, to_plain
 from morph.runtime.state.unit_state import UnitState, UpdateRules, update_rules

@@ -17,14 +17,14 @@ from typing import Any, NoReturn
 
 from manager.engine.local_vms.control_socket import ControlSocket, hear, tell
 from manager.engine.local_vms.namespaces import enter, remove_all
-from morph.jobs.packed_code import has_threads, imported_for_forks
+from morph.jobs.snapshot import has_threads, imported_for_forks
 from morph.link.home import Home
 from morph.runtime.emulation.workload import EmulatedWorkload
 from morph.runtime.groups.store import StoreHost
 from morph.runtime.process.serving import serve, until_ended
 from morph.runtime.process.worker import set_up
-from morph.runtime.state.deferred_compiler import prepare_torch
 from morph.runtime.state.fixed_point import prepare
+from morph.runtime.state.optimizer_state import prepare_torch
 from morph.runtime.workloads.job_workload import JobWorkload
 
 HOST = "manager.engine.on_processes.process_host"

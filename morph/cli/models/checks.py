@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from manager.run.code import CheckedJob
     from morph.contract.cluster import ClusterConfig
     from morph.contract.errors import ProfileError
-    from morph.contract.job_facts import JobFacts
+    from morph.contract.messages import HandedCut
     from morph.contract.profile import Profile
     from morph.cutting.cache.cut_job import LoadedJob
     from morph.jobs.job import Job
@@ -47,8 +48,8 @@ def check_device(cluster: ClusterConfig, source: str) -> None:
             )
 
 
-def check_job(job_path: str, profile: Profile) -> JobFacts:
-    """Cut the job and hold it against the profile; returns by what it is known. Its cuts are kept for workers.
+def check_job(job_path: str, profile: Profile) -> CheckedJob:
+    """Cut the job and hold it against the profile.
 
     What was found is kept too: a job that is the same to the byte, with the same data and profile, is not tried again.
 
@@ -59,11 +60,12 @@ def check_job(job_path: str, profile: Profile) -> JobFacts:
     """
     import torch
 
-    from manager.run.job_snapshot import from_elsewhere
+    from manager.run.code import CheckedJob
     from morph.contract.job_facts import JobFacts
     from morph.cutting.cache.cut_job import LoadedJob
     from morph.data.fingerprint import data_facts
     from morph.jobs.files import held
+    from morph.jobs.snapshot import from_elsewhere
     from morph.preflight.checks import users_code
 
     before = set(sys.modules)
@@ -84,7 +86,22 @@ def check_job(job_path: str, profile: Profile) -> JobFacts:
             loaded.keep_findings(about, json.dumps(asdict(found)).encode())
     for note in found.notes:
         print(note, file=sys.stderr)
-    return JobFacts(data=data_facts(job), settings=found.settings)
+    facts = JobFacts(data=data_facts(job), settings=found.settings)
+    return CheckedJob(facts, partial(_cut_for_workers, loaded, job_path, profile.num_sections))
+
+
+def _cut_for_workers(loaded: LoadedJob, job_path: str, num_sections: int, micro_batch_size: int) -> HandedCut | None:
+    from morph.cutting.cache.artefact import CannotKeep
+    from morph.preflight.checks import users_code
+
+    try:
+        with users_code(job_path):
+            return loaded.handed(num_sections, micro_batch_size)
+    except CannotKeep as reason:
+        print(
+            f"note: each worker exports the model itself, for its cut cannot be written down: {reason}", file=sys.stderr
+        )
+        return None
 
 
 def _other_profile(
@@ -135,12 +152,10 @@ def _read_findings(content: bytes | None) -> _Findings | None:
 
 def _look_at(loaded: LoadedJob, profile: Profile, job_path: str) -> _Findings:
     from calibrate.timing.environment import available_bytes
-    from manager.host.handed_on import handed_on
-    from morph.cutting import cut
-    from morph.preflight.checks import TRIED_BEFORE_RUNS, CheckedJob, Effort, check
+    from morph.preflight.checks import TRIED_BEFORE_RUNS, CutJob, Effort, check
 
-    job, exported = loaded.job, loaded.export()
-    model = cut(exported, num_sections=profile.num_sections, micro_batch_size=profile.micro_batch_sizes[0])
+    job, exported = loaded.job, loaded.exported
+    model = loaded.cut(profile.num_sections, profile.micro_batch_sizes[0]).model
     if model.fingerprint != profile.job.fingerprint:
         raise _other_profile(job, profile, job_path, "the profile is of another model")
     units = {unit.id: unit.sections for unit in model.units}
@@ -149,7 +164,6 @@ def _look_at(loaded: LoadedJob, profile: Profile, job_path: str) -> _Findings:
         shown, allowed = (", ".join(sorted(names)) or "none" for names in (units, known))
         raise _other_profile(job, profile, job_path, "the profile is of other parameter units", shown, allowed)
     effort = Effort(memory_bytes=available_bytes(), most_parameters=TRIED_BEFORE_RUNS)
-    report = check(CheckedJob(job_path, job, exported, model), effort)
-    loaded.keep_for_workers(exported, model, profile.micro_batch_sizes, handed_on(os.environ))
+    report = check(CutJob(job_path, job, exported, model), effort)
     lasting = report.compared is not None and report.compared.how != "none"
     return _Findings((*report.warnings, *report.notes), report.settings, lasting)

@@ -62,24 +62,22 @@ def _find(job_path: str, num_sections: int | None, m: int | None) -> tuple[CutRe
     doing(f"loading PyTorch and {job_path}")
     say = partial(doing, file=sys.stderr)  # as it is now: what the job's code prints there is held back
     from calibrate.timing.environment import available_bytes
-    from morph.cutting import cut, export_job
+    from morph.cutting.cache.cut_job import LoadedJob
     from morph.cutting.cuts.report import report_cuts
-    from morph.jobs.job import load_job
-    from morph.preflight.checks import CheckedJob, Effort, check, users_code
+    from morph.jobs.files import imported_once
+    from morph.preflight.checks import CutJob, Effort, check, users_code
 
-    with users_code(job_path):
-        job = load_job(job_path)
+    with users_code(job_path), imported_once(job_path):
+        loaded = LoadedJob(job_path)
+        job = loaded.job
         say("tracing the model")
-        exported = export_job(job)
-        model = cut(
-            exported,
-            num_sections=num_sections if num_sections is not None else job.num_sections,
-            micro_batch_size=m or job.micro_batch_size or 1,
-        )
+        exported = loaded.exported
+        wanted = num_sections if num_sections is not None else job.num_sections
+        model = loaded.cut(wanted, m or job.micro_batch_size or 1).model
         effort = Effort(
             memory_bytes=available_bytes(), quick=True, leave_out=frozenset({"dependencies"}), refuse=False, say=say
         )
-        found = check(CheckedJob(job_path, job, exported, model), effort)
+        found = check(CutJob(job_path, job, exported, model), effort)
         for warning in found.warnings:
             print(warning, file=sys.stderr)
         return report_cuts(exported, model), found.comparison

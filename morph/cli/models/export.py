@@ -79,12 +79,12 @@ def export_command(
 
 def _loaded(stored: Stored, job: str | None) -> Job:
     """The job that is named; else the one that the run trains, whatever became of its files."""
-    from manager.run.job_snapshot import kept
+    from manager.run.code import kept
     from manager.run_dir import read_facts
     from morph.contract.errors import InputError
     from morph.jobs.files import JobFiles
     from morph.jobs.job import load_job
-    from morph.jobs.packed_code import files_of
+    from morph.jobs.snapshot import files_of
 
     if job is not None:
         return load_job(job)

@@ -44,7 +44,7 @@ def trace_deps_command(
     from calibrate.timing.environment import available_bytes
     from morph.cutting import cut, export_job
     from morph.jobs.job import load_job
-    from morph.preflight.checks import CheckedJob, Effort, check, users_code
+    from morph.preflight.checks import CutJob, Effort, check, users_code
     from morph.tracing import micro_batch_size_of
 
     torch.set_num_threads(1)
@@ -57,7 +57,7 @@ def trace_deps_command(
         effort = Effort(
             memory_bytes=available_bytes(), quick=True, leave_out=frozenset({"loss"}), refuse=False, say=say
         )
-        found = check(CheckedJob(job, loaded, exported, model), effort)
+        found = check(CutJob(job, loaded, exported, model), effort)
     report = found.dependencies
     assert report is not None
     if as_json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from enum import StrEnum
 from typing import Annotated
 
 import typer

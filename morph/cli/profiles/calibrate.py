@@ -138,11 +138,11 @@ calibrate_command.__doc__ = CALIBRATE_HELP
 def _check_job(subject: Subject) -> None:
     """Check what a run would refuse; the data was, when the subject was loaded."""
     from calibrate.timing.environment import available_bytes
-    from morph.preflight.checks import CheckedJob, Effort, check
+    from morph.preflight.checks import CutJob, Effort, check
 
     device, model = subject.device, subject.cut(subject.job.micro_batch_size or 1)
     effort = Effort(memory_bytes=available_bytes(device), device=device, leave_out=frozenset({"data"}))
-    found = check(CheckedJob(subject.job_path, subject.job, subject.exported, model), effort)
+    found = check(CutJob(subject.job_path, subject.job, subject.loaded.exported, model), effort)
     for line in (*found.warnings, found.comparison):
         print(line, file=sys.stderr)
 

@@ -18,6 +18,7 @@ from manager.report.live import LiveRun
 from manager.report.summary import summarise
 from manager.report.timelines import read_timelines
 from manager.report.values import RunReport
+from manager.run.code import CheckedJob
 from manager.run.managed import managed_run
 from manager.run.request import IfChanged, RunRequest
 from manager.run.resolution import prepare
@@ -27,7 +28,6 @@ from morph.cli.reading.errors import EXIT_GOES_ON, EXIT_INTERRUPTED, places
 from morph.cli.reading.progress import doing, doing_if_long
 from morph.cli.views.run_view import run_view
 from morph.contract.errors import TrainingStopped
-from morph.contract.job_facts import JobFacts
 from morph.contract.profile import Profile
 from morph.runtime.step.timeline import write_trace
 
@@ -75,11 +75,11 @@ def carry_out(request: RunRequest, run_dir: Path | None, shown: Shown, if_change
     raise typer.Exit(_exit_code(finish))
 
 
-def _checked(job_path: str, profile: Profile) -> JobFacts:
+def _checked(job_path: str, profile: Profile) -> CheckedJob:
     doing("checking the job: loading PyTorch, cutting the model, comparing it with the plain one")
-    facts = check_job(job_path, profile)
+    checked = check_job(job_path, profile)
     doing("planning shapes")
-    return facts
+    return checked
 
 
 def _exit_code(finish: Finish) -> int:

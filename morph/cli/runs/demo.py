@@ -53,7 +53,6 @@ def demo_command(
     doing("loading PyTorch and the simulator")
     from calibrate import calibrate
     from manager.report.picture import draw_run
-    from manager.run.job_snapshot import collect
     from manager.run.managed import managed_run
     from manager.run.preparation import memory_of
     from manager.run.prepared import PreparedRun
@@ -65,6 +64,7 @@ def demo_command(
     from morph.contract.cluster import LocalVms
     from morph.contract.errors import ConfigError
     from morph.contract.trace import write_trace
+    from morph.jobs.snapshot import collect
     from morph.yaml_files import load_cluster
     from simulator import plan_table, spot_model
 

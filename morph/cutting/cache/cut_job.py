@@ -1,31 +1,30 @@
-"""Load a job and cut its model, from what was kept of it where that is surely the same.
+"""Load a job and cut its model, or take the cut that was made of the same content before.
 
-Nothing but JSON is read, and it can name no code but torch's own operations. What is not surely the same, damaged or
-not this user's is made again without a word; a model that the form does not hold is exported each time.
+A cut is kept for its user under a digest of everything that it depends on; a run hands it to its workers, which then
+load no exporter. A model that the form does not hold is exported by each of them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-from collections.abc import Mapping, Sequence
+import logging
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from morph.cutting.cache.entry import Entry, read_entry, write_entry
-from morph.cutting.cache.key import job_facts, job_key, loaded
-from morph.cutting.cache.values import CannotKeep
-from morph.cutting.exporting.exported import ExportedJob, GraphJob, InitialState
+from morph.contract.errors import JobError
+from morph.contract.messages import MOST_CUT_BYTES, HandedCut
+from morph.cutting.cache.artefact import CannotKeep, Entry, read_entry, write_entry
+from morph.cutting.cache.key import content_key, loaded
+from morph.cutting.exporting.exported import ExportedJob, InitialState
 from morph.cutting.sections.section import CutModel
 from morph.cutting.source.reads import Reads
 from morph.jobs.files import held
 from morph.jobs.job import Job, load_job
 from morph.user_cache import cache_folder, keep, read_kept
 
-_FOLDER = "cuts"
-_CHECKS = "checks"
-_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class CutJob:
 
 
 class LoadedJob:
-    """A job file that was loaded, and what stands for it where its cut models are kept.
+    """A job file that was loaded, and its cuts.
 
     Args:
         job_path: path/to/file.py:name.
@@ -48,115 +47,128 @@ class LoadedJob:
     """
 
     def __init__(self, job_path: str) -> None:
+        self._folder = _folder_of(job_path)
         self._files = held(Path(job_path.rpartition(":")[0]))
         self._reads = Reads()
         with self._reads:
             self.job = load_job(job_path)
-        self._facts = None if self._reads.found else job_facts(job_path, self.job)
+        self._key: str | None = None
+        """What stands for all that cuts depend on; None where that is not known to the byte."""
+        if self._files is not None and not self._reads.found:
+            self._key = content_key(job_path, self.job, self._files)
         self._known = set(self._files.files) if self._files is not None else set()
+        self._initial: InitialState | None = None
 
-    def export(self) -> ExportedJob:
+    @cached_property
+    def exported(self) -> ExportedJob:
         """See ``export_job``."""
         from morph.cutting.exporting.export import export_job
 
         with self._reads:
             exported = export_job(self.job)
         if self._reads.found or (self._files is not None and not loaded(self._files) <= self._known):
-            self._facts = None
+            self._key = None
         return exported
 
-    def kept(self, num_sections: int | None, micro_batch_size: int, fingerprint: str | None) -> Entry | None:
-        """Return what was kept of this cut; of a model with this fingerprint, if one is given."""
-        if self._facts is None:
-            return None
-        content = read_kept(*self._place(os.environ, num_sections, micro_batch_size))
-        with contextlib.suppress(*_UNREADABLE):
-            entry = read_entry(content) if content is not None else None
-            if entry is not None and entry.model.micro_batch_size == micro_batch_size:
-                return entry if fingerprint in {None, entry.model.fingerprint} else None
-        return None
+    @property
+    def initial(self) -> InitialState:
+        """What the model starts from, however it is cut."""
+        return self._initial or self.exported.initial_state
+
+    def cut(self, num_sections: int | None, micro_batch_size: int) -> CutJob:
+        """Return this cut: as it was kept, or made anew, and kept.
+
+        Args:
+            num_sections: K; None chooses it.
+            micro_batch_size: m.
+
+        Raises:
+            InputError: as ``export_job`` and ``cut``.
+        """
+        entry, _ = self._kept(num_sections, micro_batch_size)
+        if entry is not None:
+            self._initial = entry.initial
+            return CutJob(self.job, entry.model, entry.initial)
+        model = self._made(num_sections, micro_batch_size)
+        with suppress(CannotKeep):
+            self._keep(write_entry(self.exported, model, self._folder), model, num_sections)
+        return CutJob(self.job, model, self.exported.initial_state)
+
+    def handed(self, num_sections: int, micro_batch_size: int) -> HandedCut:
+        """Return this cut for workers, wherever they are.
+
+        Raises:
+            InputError: as ``cut``.
+            CannotKeep: the form does not hold the model: each worker exports it.
+        """
+        entry, content = self._kept(num_sections, micro_batch_size)
+        if entry is None:
+            model = self._made(num_sections, micro_batch_size)
+            content = write_entry(self.exported, model, self._folder)
+            self._keep(content, model, num_sections)
+        if len(content) > MOST_CUT_BYTES:
+            raise CannotKeep(f"{len(content)} bytes, more than {MOST_CUT_BYTES}")
+        return HandedCut(sha256=hashlib.sha256(content).hexdigest(), content=content)
 
     def findings(self, about: str) -> bytes | None:
         """Return what was kept of a check of this job. ``about``: what else the check depends on."""
-        return read_kept(*self._of_check(about)) if self._facts is not None else None
+        return read_kept(*self._of_check(about)) if self._key is not None else None
 
     def keep_findings(self, about: str, content: bytes) -> None:
         """Keep what a check of this job found, for ``findings``."""
-        if self._facts is not None:
+        if self._key is not None:
             keep(*self._of_check(about), content)
 
     def _of_check(self, about: str) -> tuple[Path, str]:
-        assert self._facts is not None
-        key = hashlib.sha256(f"{job_key(self._facts, os.environ)} {about}".encode()).hexdigest()
-        return cache_folder() / _CHECKS, f"{key}.json"
+        return cache_folder() / "checks", hashlib.sha256(f"{self._key} {about}".encode()).hexdigest() + ".json"
 
-    def keep(
-        self,
-        exported: ExportedJob,
-        model: CutModel,
-        asked: Sequence[int | None],
-        environment: Mapping[str, str] = os.environ,
-    ) -> None:
-        """Keep what was exported by this and cut, under each number of sections that gives the same.
-
-        Args:
-            exported: What ``export`` returned.
-            model: The same, cut.
-            asked: K, or None where that chose it.
-            environment: Of the processes that may read it.
-        """
-        if self._facts is None or not isinstance(exported, GraphJob):
-            return
-        with contextlib.suppress(CannotKeep):
-            content = write_entry(exported, model)
-            for num_sections in asked:
-                keep(*self._place(environment, num_sections, model.micro_batch_size), content)
-
-    def keep_for_workers(
-        self,
-        exported: ExportedJob,
-        model: CutModel,
-        micro_batch_sizes: Sequence[int],
-        environment: Mapping[str, str],
-    ) -> None:
-        """Keep the same cut for each m that a plan may have, for processes with this environment."""
+    def _made(self, num_sections: int | None, micro_batch_size: int) -> CutModel:
         from morph.cutting.cuts.cut_model import cut
 
-        num_sections = len(model.sections)
-        for m in micro_batch_sizes if self._facts is not None and isinstance(exported, GraphJob) else ():
-            known = model.micro_batch_size == m
-            fixed = model if known else cut(exported, num_sections=num_sections, micro_batch_size=m)
-            self.keep(exported, fixed, [num_sections], environment)
+        return cut(self.exported, num_sections=num_sections, micro_batch_size=micro_batch_size)
 
-    def _place(
-        self, environment: Mapping[str, str], num_sections: int | None, micro_batch_size: int
-    ) -> tuple[Path, str]:
-        assert self._facts is not None
-        key = job_key(self._facts, environment)
-        return cache_folder() / _FOLDER, f"{key}-{num_sections}-{micro_batch_size}.json"
+    def _kept(self, num_sections: int | None, micro_batch_size: int) -> tuple[Entry | None, bytes]:
+        content = read_kept(*self._place(num_sections, micro_batch_size)) if self._key is not None else None
+        with suppress(ValueError):
+            entry = None if content is None else read_entry(content, self._folder)
+            if content is not None and entry is not None and entry.model.micro_batch_size == micro_batch_size:
+                return entry, content
+        return None, b""
+
+    def _keep(self, content: bytes, model: CutModel, num_sections: int | None) -> None:
+        """Keep it under each number of sections that gives the same."""
+        if self._key is not None:
+            for number in {num_sections, len(model.sections)}:
+                keep(*self._place(number, model.micro_batch_size), content)
+
+    def _place(self, num_sections: int | None, micro_batch_size: int) -> tuple[Path, str]:
+        return cache_folder() / "cuts", f"{self._key}-{num_sections}-{micro_batch_size}"
 
 
 def load_and_cut(
-    job_path: str, *, num_sections: int | None, micro_batch_size: int, fingerprint: str | None = None
+    job_path: str, *, num_sections: int | None, micro_batch_size: int, handed: HandedCut | None = None
 ) -> CutJob:
-    """Load a job, and read its cut model; export and cut it, and keep that, where there is none to read.
+    """Load a job, and take the cut of its model that was handed; the kept or a new one where there is none.
 
     Args:
         job_path: path/to/file.py:name.
         num_sections: K; None chooses it.
         micro_batch_size: m.
-        fingerprint: What is kept of another one is not read.
+        handed: What the manager made. One of another version of torch is told of in one line, and not taken.
 
     Raises:
-        InputError: as ``load_job``, ``export_job`` and ``cut``.
+        InputError: as ``load_job``, ``export_job`` and ``cut``; or what was handed is damaged.
     """
-    loaded_job = LoadedJob(job_path)
-    entry = loaded_job.kept(num_sections, micro_batch_size, fingerprint)
-    if entry is not None:
-        return CutJob(loaded_job.job, entry.model, entry.initial)
-    from morph.cutting.cuts.cut_model import cut
+    if handed is not None:
+        if hashlib.sha256(handed.content).hexdigest() != handed.sha256:
+            raise JobError("has a cut that is not the manager's: its digest differs", source=job_path)
+        try:
+            entry = read_entry(handed.content, _folder_of(job_path))
+            return CutJob(load_job(job_path), entry.model, entry.initial)
+        except ValueError as error:
+            log.warning("this worker exports the job itself, for the manager's cut cannot be used: %s", error)
+    return LoadedJob(job_path).cut(num_sections, micro_batch_size)
 
-    exported = loaded_job.export()
-    model = cut(exported, num_sections=num_sections, micro_batch_size=micro_batch_size)
-    loaded_job.keep(exported, model, [*{num_sections, len(model.sections)}])
-    return CutJob(loaded_job.job, model, exported.initial_state)
+
+def _folder_of(job_path: str) -> str:
+    return str(Path(job_path.rpartition(":")[0]).resolve().parent)

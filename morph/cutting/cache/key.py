@@ -2,76 +2,64 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
+import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
 import morph
 from morph.cutting.trial_run.trial import example_batch
-from morph.jobs.files import OWN, JobFiles, file_of, held, is_installed
+from morph.jobs.files import OWN, JobFiles, file_of, is_installed
 from morph.jobs.job import Job
+from morph.jobs.snapshot import imported_names
 
 _NOT_OF_THE_JOB = frozenset({
-    *("_", "SHLVL", "PWD", "OLDPWD", "LINES", "COLUMNS", "SPT_NOENV", "PYTHONBREAKPOINT", "TORCHINDUCTOR_CACHE_DIR"),
-    *("MORPH_CACHE_DIR", "MORPH_DATA_DIR", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG"),
+    *("_", "SHLVL", "PWD", "OLDPWD", "LINES", "COLUMNS", "TERM", "HOME", "PATH", "TMPDIR", "VIRTUAL_ENV", "SPT_NOENV"),
+    *("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTHONBREAKPOINT", "TORCHINDUCTOR_CACHE_DIR"),
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
 })  # fmt: skip
+_NOT_OF_THE_JOB_PREFIXES = ("MORPH_", "PYTEST_", "RAY_", "SSH_", "XDG_")
+"""Variables of the terminal and the session, those that say where things lie, and what Morph, Ray and torch set."""
 _THAT_CUT_OR_CHECK = ("cutting", "data", "jobs", "preflight", "tracing", "runtime/workloads", "cli/models")
-_NOT_OF_THE_JOB_PREFIXES = ("PYTEST_", "RAY_")
-"""Variables that the terminal, Morph, Ray and torch set as they go, in workers other ones than in the manager: Python's
-readline tells of the terminal's size in every process that is started later, and not in its own ``os.environ``."""
 
 
-def job_facts(job_path: str, job: Job) -> dict[str, object] | None:
-    """Gather digests of the job's code and data, versions of packages, and settings of this process.
+def content_key(job_path: str, job: Job, files: JobFiles) -> str | None:
+    """Return one digest of a job's code and data, versions of packages, and settings of this process.
 
-    None where the code is not known to the byte: files that were not imported as part of the job (``JobFiles``), or a
-    package that is neither installed nor among them.
+    No folder is in it. None where the code is not known to the byte: the job imports a package that is neither
+    installed nor among its files.
 
     Args:
         job_path: path/to/file.py:name.
         job: What it names, just loaded, before anything of it is run.
+        files: From which it was imported.
     """
+    if not _imports_known_code(files):
+        return None
     path, _, name = job_path.rpartition(":")
-    files = held(Path(path))
-    if files is None:
-        return None
-    packages = _packages(files)
-    if packages is None:
-        return None
-    batch = {
-        key: [str(entry.dtype), list(entry.shape), _digest(entry.contiguous().flatten().view(torch.uint8).numpy())]
-        for key, entry in example_batch(job).items()
-    }
-    return {
-        "job": [str(Path(path).absolute()), name],
+    facts = {
+        "job": [files.inside(path), name],
         "files": {inside: _digest(content) for inside, content in sorted(files.files.items())},
-        "data": batch,
-        "packages": packages,
-        "installed": _installed(),
+        "data": {
+            key: [str(entry.dtype), list(entry.shape), _digest(entry.contiguous().flatten().view(torch.uint8).numpy())]
+            for key, entry in example_batch(job).items()
+        },
+        "packages": _installed(),
         "versions": [torch.__version__, morph.__version__, sys.version, platform.machine(), _own_code()],
         "torch": [str(torch.get_default_dtype()), str(torch.get_default_device()), torch.cuda.is_available()],
-        "folder": str(Path.cwd()),
+        "environment": {
+            name: value
+            for name, value in os.environ.items()
+            if name not in _NOT_OF_THE_JOB and not name.startswith(_NOT_OF_THE_JOB_PREFIXES)
+        },
     }
-
-
-def job_key(facts: Mapping[str, object], environment: Mapping[str, str]) -> str:
-    """Return one digest of what was gathered and of the environment in which the job is loaded."""
-    of_the_job = {
-        name: value
-        for name, value in environment.items()
-        if name not in _NOT_OF_THE_JOB and not name.startswith(_NOT_OF_THE_JOB_PREFIXES)
-    }
-    return hashlib.sha256(json.dumps([facts, of_the_job], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def loaded(files: JobFiles) -> set[str]:
@@ -83,37 +71,23 @@ def loaded(files: JobFiles) -> set[str]:
     return {inside for inside in found if inside is not None}
 
 
-def _packages(files: JobFiles) -> dict[str, str] | None:
-    """Versions of the installed packages that a job's files import."""
-    found: dict[str, str] = {}
+def _imports_known_code(files: JobFiles) -> bool:
+    """Whether each package that a job's files import is installed, or among them."""
     read: set[str] = set()
     while waiting := {inside for inside in files.files if inside.endswith(".py")} - read:
         read |= waiting  # what is found on the way joins the files
-        for name in {name for inside in waiting for name in _imported(files.files[inside])}:
-            module = sys.modules.get(name)
-            place = _file(module) if module is not None else _place(name)
-            if place is not None and files.inside(place) is None and name not in OWN:
-                if not is_installed(Path(place), Path(place)):
-                    return None
-                found[name] = str(getattr(module, "__version__", None))
-    return found
-
-
-def _imported(content: bytes) -> Iterator[str]:
-    """Yield the top packages of absolute imports."""
-    for node in ast.walk(ast.parse(content)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
-
-
-def _file(module: ModuleType) -> str | None:
-    """A module's file; of a package without one, its first folder."""
-    return file_of(module) or next(iter(module.__dict__.get("__path__", ())), None)
+        names = {name[0] for inside in waiting for name in imported_names(files.files[inside])}
+        places = {place for name in names - OWN if (place := _place(name)) is not None}
+        if not all(files.inside(place) is not None or is_installed(Path(place), Path(place)) for place in places):
+            return False
+    return True
 
 
 def _place(name: str) -> str | None:
+    """The file of a package, or its first folder where it has none."""
+    module = sys.modules.get(name)
+    if module is not None:
+        return file_of(module) or next(iter(module.__dict__.get("__path__", ())), None)
     try:
         spec = find_spec(name)
     except (ImportError, ValueError):
@@ -123,10 +97,11 @@ def _place(name: str) -> str | None:
     return spec.origin or next(iter(spec.submodule_search_locations or ()), None)
 
 
-def _installed() -> list[list[object]]:
-    """Where packages are installed, and when one was last added, removed or brought to another version there."""
+def _installed() -> list[str]:
+    """Names and versions of what is installed, as the names of the folders that say so."""
     folders = {Path(entry) for entry in sys.path if Path(entry).name in {"site-packages", "dist-packages"}}
-    return [[str(folder), folder.stat().st_mtime_ns] for folder in sorted(folders) if folder.is_dir()]
+    found = (entry for folder in folders if folder.is_dir() for entry in folder.iterdir())
+    return sorted(entry.name for entry in found if entry.suffix in {".dist-info", ".egg-info"})
 
 
 @cache

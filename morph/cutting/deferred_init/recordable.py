@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 
 from morph.cutting.deferred_init.tape import Tape
+from morph.cutting.source.guards import replaced
 
 TRUNCATED = "_no_grad_trunc_normal_"
 """Of ``nn.init``: a function that a tape holds as one operation."""
@@ -27,10 +27,10 @@ def recordable(tape: Tape) -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         # deepcopy asks a tensor for its address; a fake one answers 0, which is what it is asked about
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply_by_data(nn.Module._apply)))
+        stack.enter_context(replaced(nn.Module, "_apply", _apply_by_data(nn.Module._apply)))
         truncated = getattr(nn.init, TRUNCATED, None)
         if truncated is not None:
-            stack.enter_context(mock.patch.object(nn.init, TRUNCATED, _as_one_operation(truncated, tape)))
+            stack.enter_context(replaced(nn.init, TRUNCATED, _as_one_operation(truncated, tape)))
         yield
 
 

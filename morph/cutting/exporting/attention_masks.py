@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -24,6 +23,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot
+
+from morph.cutting.source.guards import replaced
 
 _EXPAND = torch.ops.aten.expand.default
 Indices = Callable[[Tensor], "Tensor | None"]
@@ -41,8 +42,8 @@ def masks_as_untraced() -> Iterator[None]:
         return
     found = _none_for_one_sequence(masking.find_packed_sequence_indices)  # type: ignore[union-attr]
     with (
-        mock.patch.object(masking, "is_torchdynamo_exporting", return_value=False),
-        mock.patch.object(masking, "find_packed_sequence_indices", found),
+        replaced(masking, "is_torchdynamo_exporting", lambda: False),
+        replaced(masking, "find_packed_sequence_indices", found),
     ):
         yield
 

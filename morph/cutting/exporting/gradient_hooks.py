@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from morph.contract.errors import ExportError, JobError
-from morph.cutting.source.guards import line_in_loss
+from morph.cutting.source.guards import line_in_loss, replaced
 from morph.cutting.source.locate import calling_line, definition_line
 from morph.cutting.source.refusal import OR_MARK
 
@@ -22,7 +21,7 @@ _INSTEAD = (
     "an operation of the forward with a backward of its own: a torch.autograd.Function, or "
     "torch.library.custom_op with register_autograd"
 )
-_REGISTER = ("register_hook", "register_post_accumulate_grad_hook")
+_REGISTER = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 
 
 @contextmanager
@@ -32,8 +31,8 @@ def plain_checkpoints() -> Iterator[None]:
     Gradients are those of a plain call. What ``checkpoint`` calls is replaced, for users import it by name.
     """
     with (
-        mock.patch.object(checkpoint.CheckpointFunction, "apply", _call),
-        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", _nothing_around),
+        replaced(checkpoint.CheckpointFunction, "apply", _call),
+        replaced(checkpoint, "_checkpoint_without_reentrant_generator", _nothing_around),
     ):
         yield
 
@@ -81,7 +80,7 @@ def refuse_module_hooks(model: nn.Module) -> None:
 
 
 class _Calls(TorchFunctionMode):
-    """Refuses ``torch.autograd.grad``, also where it was imported by name or is called by torch.autograd.functional.
+    """Refuses hooks on tensors, and ``torch.autograd.grad``, also where it was imported by name or is called by torch.
 
     Attributes:
         numbers: Where numbers were taken out of tensors, by the symbols that stand for them.
@@ -98,6 +97,8 @@ class _Calls(TorchFunctionMode):
                 source=calling_line(),
                 allowed="a loss of outputs alone" + OR_MARK,
             )
+        if func in _REGISTER:
+            raise _refused(f"a hook on a gradient ({func.__name__}) would not run", calling_line())
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.SymInt | torch.SymFloat | torch.SymBool):
             self.numbers.setdefault(str(result), line_in_loss())
@@ -110,17 +111,8 @@ def gradients_refused() -> Iterator[Mapping[str, str | None]]:
 
     Gives the lines at which numbers are taken out of tensors, by the symbols that stand for them.
     """
-    with ExitStack() as stack, _Calls() as calls:
-        for name in _REGISTER:
-            stack.enter_context(mock.patch.object(torch.Tensor, name, _refuse(name)))
+    with _Calls() as calls:
         yield calls.numbers
-
-
-def _refuse(name: str) -> Callable[..., Any]:
-    def register(*_args: Any, **_kwargs: Any) -> Any:
-        raise _refused(f"a hook on a gradient ({name}) would not run", calling_line())
-
-    return register
 
 
 def _refused(what: str, line: str | None) -> ExportError:

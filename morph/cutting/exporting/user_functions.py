@@ -13,7 +13,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.flop_counter import flop_registry
 
 from morph.contract.errors import ExportError
+from morph.cutting.source.guards import replaced
 from morph.cutting.source.locate import definition_line
 from morph.cutting.source.refusal import OR_MARK
 
@@ -138,7 +138,7 @@ def kept_whole() -> Iterator[None]:
     """
     _calls.clear()
     try:
-        with mock.patch.object(_SingleLevelFunction, "apply", classmethod(_apply)):
+        with replaced(_SingleLevelFunction, "apply", classmethod(_apply)):
             yield
     finally:
         _calls.clear()

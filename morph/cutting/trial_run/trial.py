@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -174,12 +173,12 @@ def _with_the_same_buffers(model: nn.Module, run: Callable[[], object]) -> Calla
 @contextmanager
 def _as_when_exported(built: BuiltModel) -> Iterator[None]:
     """Let code that asks take the way on fakes that it takes in an export: others may only work on numbers."""
-    fake = built.tape is not None
-    with (
-        mock.patch.object(torch.compiler, "_is_compiling_flag", fake),
-        mock.patch.object(torch.compiler, "_is_exporting_flag", fake),
-        unvalidated_distributions() if fake else nullcontext(),
-    ):
+    if built.tape is None:
+        yield
+        return
+    from torch._export.utils import _compiling_state_context  # not at the top: a worker does without
+
+    with _compiling_state_context(), unvalidated_distributions():
         yield
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,7 +35,8 @@ from morph.contract.messages import (
     weights_of,
 )
 from morph.contract.plan import Expectation, Plan, StagePlan
-from morph.cutting.cache.cut_job import load_and_cut
+from morph.cutting.cache.artefact import CannotKeep
+from morph.cutting.cache.cut_job import LoadedJob
 from morph.jobs.files import imported_once
 from morph.runtime.process.worker import Worker, set_up
 
@@ -94,8 +96,10 @@ def _run_single(
     on_step: Callable[[int, float], None] | None,
 ) -> Manifest:
     torch.set_num_threads(1)
-    found = load_and_cut(job_path, num_sections=num_sections, micro_batch_size=micro_batch_size)
-    job, model = found.job, found.model
+    loaded = LoadedJob(job_path)
+    job, model, cut = loaded.job, loaded.cut(num_sections, micro_batch_size).model, None
+    with suppress(CannotKeep):
+        cut = loaded.handed(len(model.sections), micro_batch_size)
     plan = single_plan(model.fingerprint, len(model.sections), micro_batch_size, job.batch_size // micro_batch_size)
     setup = WorkerSetup(
         worker=ME,
@@ -107,6 +111,7 @@ def _run_single(
         store_host="127.0.0.1",
         store_port=1,
         listen_host="127.0.0.1",
+        cut=cut,
     )
     worker = _expect(set_up(setup), Worker)
     sources = tuple(Source(worker=ME, unit=unit.id, kind="initial") for unit in model.units)

@@ -40,7 +40,7 @@ from morph.contract.messages import (
     WorkerReady,
     WorkerSetup,
 )
-from morph.jobs.packed_code import use
+from morph.jobs.snapshot import use
 from morph.runtime.device.formed import form_on_devices
 from morph.runtime.following.known_sums import KnownSums
 from morph.runtime.following.lane import FollowLane

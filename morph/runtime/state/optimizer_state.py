@@ -20,12 +20,19 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from morph.checkpoint.manifest import ALIGNMENT
 from morph.contract.errors import JobError
-from morph.runtime.state.deferred_compiler import defer_compiler
 
 MakeOptimizer = Callable[[Iterable[tuple[str, Parameter]]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 
 NOT_HYPERPARAMETERS = ("params", "param_names")
+
+
+def prepare_torch() -> None:
+    """Load at once what torch loads with a process's first optimizer and backward; no thread is started.
+
+    That is torch's compiler, though nothing is compiled: a second of processor time (docs/benchmarks.md).
+    """
+    SGD([Parameter(torch.zeros(1))])
 
 
 def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Parameter]) -> Optimizer:
@@ -34,7 +41,6 @@ def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Para
     Raises:
         JobError: it returns no optimizer, or one that wants to evaluate the loss itself.
     """
-    defer_compiler()
     if not parameters:
         return SGD([{"params": []}])
     optimizer = make_optimizer(list(parameters.items()))

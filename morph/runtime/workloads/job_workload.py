@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from morph.contract.errors import ProfileError
-from morph.contract.job_facts import JobFacts, require_same
+from morph.contract.job_facts import JobFacts
 from morph.contract.messages import Evaluation, EvaluationSize, StepOrder, WorkerSetup
 from morph.cutting import CutModel
 from morph.cutting.cache.cut_job import load_and_cut
@@ -22,15 +22,21 @@ from morph.cutting.sections.section import BoundaryTensor, ParameterUnit
 from morph.cutting.trial_run.trial import run_users_code
 from morph.data import DataWorkers, MicroBatchLoader, data_of
 from morph.data.fingerprint import data_facts
+from morph.jobs.changes import require_same
 from morph.jobs.job import Job
 from morph.runtime.device.staging import placed
 from morph.runtime.device.task_clock import clock_of
 from morph.runtime.groups.channels import Carrier, Channel
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.state.deferred_compiler import prepare_torch
 from morph.runtime.state.fixed_point import prepare
-from morph.runtime.state.optimizer_state import build_optimizer, build_scheduler, group_numbers, scheduler_numbers
+from morph.runtime.state.optimizer_state import (
+    build_optimizer,
+    build_scheduler,
+    group_numbers,
+    prepare_torch,
+    scheduler_numbers,
+)
 from morph.runtime.state.unit_state import UnitState, update_rules
 from morph.runtime.step.compiled import compile_all, compiled, refuse_marked
 from morph.runtime.step.executor import Executor, finish_reduction
@@ -163,7 +169,7 @@ class JobWorkload:
             setup.job_path,
             num_sections=setup.num_sections,
             micro_batch_size=setup.micro_batch_size,
-            fingerprint=setup.fingerprint,
+            handed=setup.cut,
         )
         self._job, self._model, self._initial = found.job, found.model, found.initial
         self._data_workers = self._start_data_workers(setup) if self._job.data_workers else None

@@ -1,20 +1,27 @@
-"""The job's own files: found, packed for the workers of a run, and kept in its directory."""
+"""The snapshot of a job's files on which a run trains: found, packed, and imported in place of those on the disk."""
 
 from __future__ import annotations
 
 import ast
+import atexit
 import hashlib
+import io
+import os
+import shutil
 import stat
 import sys
+import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from manager.run_dir import CODE, not_writable, write_in_run_dir
-from morph.contract.errors import ConfigError, RunDirError
+from morph.contract.errors import ConfigError, JobError
 from morph.contract.files import packed
 from morph.contract.messages import JobCode
-from morph.jobs.files import OWN, JobFiles, file_of, is_installed
+from morph.jobs.files import OWN, JobFiles, file_of, imported_once, is_installed
+from morph.jobs.job import load_job
 
 MAX_BYTES = 32 * 1024 * 1024
 """Of all files together: they travel to each worker with its setup."""
@@ -77,38 +84,79 @@ def pack(job_path: str, found: JobFiles, *, unpack: bool = False) -> JobCode:
     )
 
 
-def keep(run_dir: Path, code: JobCode) -> None:
-    """Store it in the run's directory under its digest, readable by the user alone; whole or not at all.
+def files_of(code: JobCode) -> dict[str, bytes]:
+    """The files by their path below the job's folder.
 
     Raises:
-        RunDirError: it cannot be written.
+        JobError: it is not what its digest says, or a file would lie outside of the folder.
     """
-    path = run_dir / CODE / f"{code.sha256}.zip"
-    try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise not_writable(path.parent, error) from error
-    write_in_run_dir(path, code.archive)
+    if hashlib.sha256(code.archive).hexdigest() != code.sha256:
+        raise JobError("is not the code that the run began with: its digest differs", source=code.job_path)
+    with zipfile.ZipFile(io.BytesIO(code.archive)) as archive:
+        for name in archive.namelist():
+            inside = PurePosixPath(name)
+            if inside.is_absolute() or ".." in inside.parts:
+                raise JobError("would be written outside of the job's folder", source=name)
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
-def kept(run_dir: Path, sha256: str, job_path: str, *, unpack: bool = False) -> JobCode:
-    """Read what a run began with, as the code of the job at ``job_path``.
+def use(code: JobCode) -> str:
+    """Import the job from these files from now on; returns the job's path.
+
+    A worker of the manager's machine finds data beside them in the folder they came from. Elsewhere they are written
+    into a new folder of this user's alone, removed at exit.
 
     Raises:
-        RunDirError: it is gone or damaged.
+        JobError: as ``files_of``.
     """
-    path = run_dir / CODE / f"{sha256}.zip"
-    try:
-        archive = path.read_bytes()
-    except OSError as error:
-        raise RunDirError(f"cannot be read: {error.strerror}", source=str(path)) from error
-    if hashlib.sha256(archive).hexdigest() != sha256:
-        raise RunDirError("is damaged: its digest is not its name", source=str(path))
-    code, _, name = job_path.rpartition(":")
-    file = Path(code).resolve()
-    return JobCode(
-        job_path=f"{file.name}:{name}", folder=str(file.parent), sha256=sha256, archive=archive, unpack=unpack
-    )
+    files, folder = files_of(code), Path(code.folder)
+    if code.unpack:
+        folder = Path(tempfile.mkdtemp(prefix="morph-job-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        for name, content in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    JobFiles(folder, files).install()
+    return str(folder / code.job_path)
+
+
+def imported_for_forks(job_path: str) -> bool:
+    """Import what a job does; say whether this process can still be forked: no thread, and children may use CUDA.
+
+    A worker that cannot load the job says what is wrong with it.
+    """
+    import torch  # the manager, which reads files alone, does without
+
+    # torch.cuda.is_available() then asks NVML, not the driver, after which children may still use CUDA
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    with imported_once(job_path), suppress(JobError, SystemExit):
+        load_job(job_path)
+    has_cuda = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call] # torch ships no types
+    return not has_threads() and (not has_cuda or _child_may_use_cuda())
+
+
+def _child_may_use_cuda() -> bool:
+    """Try it: a call as harmless as ``torch.cuda.device_count()`` ends that, and ``is_initialized()`` does not tell."""
+    import torch
+
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call] # torch ships no types
+            code = 0
+        except (RuntimeError, AssertionError) as error:
+            code = int("fork" in str(error))  # without a device, or with a broken driver, workers say so themselves
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    return status == 0
+
+
+def has_threads() -> bool:
+    """Whether this process has threads; Linux alone."""
+    return len(os.listdir("/proc/self/task")) > 1  # noqa: PTH208
 
 
 def digests(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -145,7 +193,9 @@ def _imported(code: Path, found: JobFiles) -> set[Path]:
     ahead: list[tuple[Path, _Name]] = [(code, ())]
     while ahead:
         file, package = ahead.pop()
-        for name in {name for name in _names(file, package) if not _is_elsewhere(name[0], elsewhere)}:
+        for name in {
+            name for name in imported_names(file.read_bytes(), package) if not _is_elsewhere(name[0], elsewhere)
+        }:
             for led_to, its_package in _leads_to(found.folder, name):
                 if led_to not in files:
                     files.add(led_to)
@@ -153,10 +203,10 @@ def _imported(code: Path, found: JobFiles) -> set[Path]:
     return files
 
 
-def _names(file: Path, package: _Name) -> Iterator[_Name]:
+def imported_names(source: bytes, package: _Name = ()) -> Iterator[_Name]:
     """Full names that a file of this package imports: of modules, and of what may be one."""
     try:
-        tree = ast.parse(file.read_bytes())
+        tree = ast.parse(source)
     except (SyntaxError, ValueError):  # told when it is imported, if it is; an extension has none
         return
     for node in ast.walk(tree):

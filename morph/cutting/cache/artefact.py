@@ -1,0 +1,288 @@
+"""A cut model and what it starts from, as bytes and back.
+
+The form is JSON: numbers, names, and operations of torch's own by name. Nothing that is read is code.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import operator
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.fx import Graph, GraphModule, Node
+
+from morph.cutting.deferred_init.construct import LazyTensors
+from morph.cutting.deferred_init.recordable import TRUNCATED
+from morph.cutting.deferred_init.tape import Operation, Tape, TensorRef
+from morph.cutting.exporting.exported import ExportedJob, GraphJob, InitialState
+from morph.cutting.exporting.functional import WRITTEN
+from morph.cutting.sections.section import BoundaryTensor, CutModel, ParameterUnit, Section
+
+Json = Any
+MOST_BYTES = 256 << 20
+"""Of one artefact's JSON: a graph of 96 layers takes 5 MB."""
+_FORM = 3
+_FOLDER = "<folder of the job>/"
+_MOST_DATA_BYTES = 1 << 16
+"""Of one tensor that the constructor or the forward takes from elsewhere: more of it are weights."""
+_NAMESPACES = frozenset({"aten", "prims", "morph"})
+_OPERATORS = frozenset(
+    {"getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "eq", "ne", "lt", "le"}
+)
+_PLAIN = (type(None), bool, int, float, str)
+_RECORDS = {kind.__name__: kind for kind in (CutModel, Section, ParameterUnit, BoundaryTensor, Operation, TensorRef)}
+_OF_A_PROCESS = frozenset({"finish", "_on_device"})
+"""Fields of a section that are set when it is run."""
+_META = ("stack_trace", WRITTEN)
+"""What running or evaluating a section reads of a node besides its operation."""
+_OF_TORCH = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+
+
+class CannotKeep(Exception):
+    """Something that the form does not hold."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a worker needs of its job's model."""
+
+    model: CutModel
+    initial: InitialState
+
+
+def write_entry(exported: ExportedJob, model: CutModel, folder: str) -> bytes:
+    """Return the form of a model that was cut, compressed.
+
+    Args:
+        exported: The job.
+        model: The same, cut.
+        folder: Of the job: lines of code are written relative to it.
+
+    Raises:
+        CannotKeep: the model was not recorded, or has something that the form does not hold.
+    """
+    tape = exported.initial_parameters.tape
+    if not isinstance(exported, GraphJob):
+        raise CannotKeep("a model that torch.export refuses")
+    if tape is None:
+        raise CannotKeep("a model whose constructor cannot be recorded")
+    lazy = (exported.initial_parameters, exported.initial_buffers, exported.initial_constants)
+    places = _needed(tape, lazy)
+    form = {
+        "form": _FORM,
+        "torch": _torch_version(),
+        "seed": tape.seed,
+        "tape": [write_value(tape.operations[place]) for place in places],
+        "tensors": [
+            [write_value(one.entries), write_value(one.specs), sum(place < one.num_operations for place in places)]
+            for one in lazy
+        ],
+        "model": write_value(model),
+    }
+    text = json.dumps(form, separators=(",", ":"))
+    content = zlib.compress(text.replace(_in_json(folder), _FOLDER).encode())
+    for section, again in zip(model.sections, read_entry(content, folder).model.sections, strict=True):
+        if section.code.code != again.code.code:  # type: ignore[attr-defined]  # of a GraphModule
+            raise CannotKeep("a graph that reads back as another")
+    return content
+
+
+def read_entry(content: bytes, folder: str) -> Entry:
+    """Return what ``write_entry`` wrote, for a job in this folder.
+
+    Raises:
+        ValueError: it is not that, or was written by another version of torch.
+    """
+    try:
+        text = zlib.decompressobj().decompress(content, MOST_BYTES).decode()
+        form = json.loads(text.replace(_FOLDER, _in_json(folder)))
+        if form["form"] != _FORM or form["torch"] != _torch_version():
+            raise ValueError(f"it was made by torch {form['torch']}, and this is torch {_torch_version()}")
+        tape = Tape(form["seed"], [read_value(operation) for operation in form["tape"]])
+        parameters, buffers, constants = (
+            LazyTensors.of(read_value(entries), read_value(specs), tape, num_operations)
+            for entries, specs, num_operations in form["tensors"]
+        )
+        return Entry(read_value(form["model"], constants=constants), InitialState(parameters, buffers))
+    except (TypeError, LookupError, AttributeError, RuntimeError, AssertionError, zlib.error) as error:
+        raise ValueError(f"it cannot be read: {type(error).__name__}: {error}") from error
+
+
+def write_value(value: Any, numbers: dict[Node, int] | None = None) -> Json:
+    """Return the form of a value; nodes become the numbers given for them.
+
+    Raises:
+        CannotKeep: it has none.
+    """
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, list):
+        return [write_value(item, numbers) for item in value]
+    kind = type(value).__name__
+    if type(value) is tuple:
+        return {kind: [write_value(item, numbers) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": [[write_value(key), write_value(item, numbers)] for key, item in value.items()]}
+    if _RECORDS.get(kind) is type(value):
+        return {kind: [write_value(getattr(value, name), numbers) for name in _fields(type(value))]}
+    if isinstance(value, Node) and numbers is not None:
+        return {"node": numbers[value]}
+    for kind, (of_type, write, _) in _LEAVES.items():
+        if isinstance(value, of_type):
+            return {kind: write(value)}
+    if callable(value) and not isinstance(value, type):
+        return {"function": _write_function(value)}
+    raise CannotKeep(f"a {kind}")
+
+
+def read_value(form: Json, nodes: Sequence[Node] = (), constants: LazyTensors | None = None) -> Any:
+    """Return what ``write_value`` wrote.
+
+    Raises:
+        ValueError: no such form.
+    """
+    if isinstance(form, list):
+        return [read_value(item, nodes, constants) for item in form]
+    if not isinstance(form, dict):
+        return form
+    ((kind, content),) = form.items()
+    if kind == "node":
+        return nodes[content]
+    if kind == "constants":
+        return constants
+    if kind == "function":
+        return _read_function(content)
+    if kind in _LEAVES:
+        return _LEAVES[kind][2](content)
+    items = read_value(content, nodes, constants)
+    if kind == "tuple":
+        return tuple(items)
+    if kind == "dict":
+        return dict(items)
+    if kind in _RECORDS:
+        return _RECORDS[kind](**dict(zip(_fields(_RECORDS[kind]), items, strict=True)))
+    raise ValueError(f"{kind} is no kind of value")
+
+
+def _fields(record: type) -> list[str]:
+    return [field.name for field in fields(record) if field.name not in _OF_A_PROCESS]
+
+
+def _write_graph(code: GraphModule) -> Json:
+    numbers: dict[Node, int] = {}
+    forms: list[Json] = []
+    for node in code.graph.nodes:
+        if node.op not in {"placeholder", "call_function", "output"}:
+            raise CannotKeep(f"a graph's {node.op}")
+        meta = {key: node.meta[key] for key in _META if isinstance(node.meta.get(key), str)}
+        given = [write_value(part, numbers) for part in (node.target, node.args, dict(node.kwargs))]
+        forms.append([node.op, node.name, *given, meta])
+        numbers[node] = len(numbers)
+    return forms
+
+
+def _read_graph(forms: Json) -> GraphModule:
+    graph = Graph()
+    nodes: list[Node] = []
+    for op, name, target, args, kwargs, meta in forms:
+        if op not in {"placeholder", "call_function", "output"}:
+            raise ValueError(f"a graph's {op} is no operation")
+        called, given, named = (read_value(part, nodes) for part in (target, args, kwargs))
+        node = graph.create_node(op, called, given, named, name=name)
+        node.meta.update(meta)
+        nodes.append(node)
+    graph.lint()
+    return GraphModule(nn.Module(), graph)
+
+
+def _write_function(function: Any) -> str:
+    name = getattr(function, "__name__", "")
+    if isinstance(function, OpOverload) and function.namespace in _NAMESPACES:
+        return str(function)
+    if function is getattr(nn.init, TRUNCATED, None):
+        return TRUNCATED
+    if name in _OPERATORS and function is getattr(operator, name):
+        return f"operator.{name}"
+    raise CannotKeep(f"a call of {function}")
+
+
+def _read_function(name: str) -> Callable[..., Any]:
+    namespace, _, rest = name.partition(".")
+    found: Any = None
+    if name == TRUNCATED:
+        found = getattr(nn.init, TRUNCATED)
+    elif namespace == "operator" and rest in _OPERATORS:
+        found = getattr(operator, rest)
+    elif namespace in _NAMESPACES:
+        packet, _, overload = rest.partition(".")
+        found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        found = found if isinstance(found, OpOverload) else None
+    if found is None:
+        raise ValueError(f"{name} is no operation of torch")
+    return found  # type: ignore[no-any-return]  # looked up by name
+
+
+def _name(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _of_torch(kind: str, name: str) -> Any:
+    value = getattr(torch, name)
+    if not isinstance(value, _OF_TORCH[kind]):
+        raise ValueError(f"torch.{name} is no {kind}")
+    return value
+
+
+def _write_data(tensor: Tensor) -> Json:
+    plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
+    if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        raise CannotKeep("a tensor that is not plain")
+    if not tensor.is_contiguous() or tensor.numel() * tensor.element_size() > _MOST_DATA_BYTES:
+        raise CannotKeep("much data")
+    content = base64.b64encode(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()).decode()
+    return [_name(tensor.dtype), list(tensor.shape), list(tensor.stride()), content]
+
+
+def _read_data(form: Json) -> Tensor:
+    name, shape, stride, text = form
+    dtype, content = _of_torch("dtype", name), bytearray(base64.b64decode(text, validate=True))
+    found = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    return found.as_strided(shape, stride)
+
+
+_LEAVES: dict[str, tuple[type, Callable[[Any], Json], Callable[[Json], Any]]] = {
+    "frozenset": (frozenset, sorted, frozenset),
+    "graph": (GraphModule, _write_graph, _read_graph),
+    "constants": (LazyTensors, lambda _: None, lambda _: None),
+    "data": (Tensor, _write_data, _read_data),
+    "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    "device": (torch.device, str, torch.device),
+    **{kind: (of_type, _name, partial(_of_torch, kind)) for kind, of_type in _OF_TORCH.items()},
+}
+"""Kinds of values that hold no others: their type, how they are written, and how they are read."""
+
+
+def _in_json(folder: str) -> str:
+    return json.dumps(f"{folder}/")[1:-1]
+
+
+def _torch_version() -> str:
+    """Without what it was built for: a manager without a GPU cuts for workers that have one."""
+    return torch.__version__.partition("+")[0]
+
+
+def _needed(tape: Tape, lazy: Sequence[LazyTensors]) -> list[int]:
+    """Places of the operations that some of the tensors depend on."""
+    wanted: set[int] = set()
+    for tensors in lazy:
+        storages = {entry.storage for entry in tensors.entries.values() if isinstance(entry, TensorRef)}
+        wanted |= {id(operation) for operation in tape.needed_for(storages, tensors.num_operations)}
+    return [place for place, operation in enumerate(tape.operations) if id(operation) in wanted]

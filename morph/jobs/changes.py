@@ -1,0 +1,94 @@
+"""What has changed in a job since its run began, besides its code: settings and data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from morph.contract.base import Value
+from morph.contract.errors import JobError
+from morph.contract.job_facts import JobFacts
+
+
+class Change(Value):
+    """One thing in a job that has changed since the run began: a setting, or an entry of its data."""
+
+    what: Literal["setting", "data"]
+    name: str
+    now: str | int
+    was: str | int
+
+    def refusal(self, source: str) -> JobError:
+        """Return the error that says so of a job."""
+        message = f"is not the {self.what} that the run began with"
+        return JobError(message, source=source, field=self.name, value=self.now, allowed=str(self.was))
+
+    @property
+    def cannot_apply(self) -> str | None:
+        """Why a run cannot go on from its checkpoints with it; None: it can."""
+        if self.what == "data" or not _FIXED.fullmatch(self.name):
+            return None
+        if not self.name.endswith(" needs"):
+            return "cannot be changed within a run"
+        lacking = sorted(set(str(self.now).split(", ")) - {*str(self.was).split(", "), ""})
+        names = ", ".join(map(repr, lacking))
+        return f"cannot be met: the run's checkpoints do not hold {names} of the optimizer's state" if lacking else None
+
+
+_FIXED = re.compile(r"master_weights|micro_batch_size|num_sections|optimizer\([^)]*\)( groups| needs)?")
+_UNIT = re.compile(r"^(optimizer|lr_scheduler)\(([^)]*)\)")
+
+
+def told(accepted: Iterable[Change]) -> str:
+    """Say what was accepted; a change that parameter units share is said once."""
+    units: dict[tuple[str, str | int, str | int], list[str]] = {}
+    for change in accepted:
+        unit = _UNIT.match(change.name)
+        key = (_UNIT.sub(r"\1", change.name), change.now, change.was)
+        if not change.name.endswith(" needs"):
+            units.setdefault(key, []).extend(unit.groups()[1:] if unit else ())
+    return "; ".join(
+        f"{name}{' of ' + ', '.join(found) if found else ''}: {now} (was {was})"
+        for (name, now, was), found in units.items()
+    )
+
+
+def changes(found: JobFacts, began: JobFacts) -> Iterator[Change]:
+    """Every difference between a job, as it was loaded here, and the one that a run began with.
+
+    What ``began`` does not name is not compared, nor are settings that there are not here: another version of torch may
+    know more.
+    """
+    for name, was in began.settings.items():
+        now = found.settings.get(name, was)
+        if now != was:
+            yield Change(what="setting", name=name, now=now, was=was)
+    for name, had in began.data.items():
+        has = found.data.get(name)
+        if has is None:
+            yield Change(what="data", name=name, now="none", was=f"{had.num_samples} samples")
+        elif has.num_samples != had.num_samples:
+            yield Change(what="data", name=f"len({name}())", now=has.num_samples, was=had.num_samples)
+        else:
+            for ours, theirs in zip(has.samples, had.samples, strict=True):
+                for key in sorted(ours.entries.keys() | theirs.entries.keys()):
+                    now, was = ours.entries.get(key, "absent"), theirs.entries.get(key, "absent")
+                    if now != was:
+                        yield Change(what="data", name=f"{name}()[{ours.index}][{key!r}]", now=now, was=was)
+
+
+def require_same(found: JobFacts, began: JobFacts, source: str) -> None:
+    """See that a job, as it was loaded here, is the one that a run began with.
+
+    Args:
+        found: As it is here.
+        began: As it was.
+        source: The job, for errors.
+
+    Raises:
+        JobError: naming the first setting or entry that differs.
+    """
+    first = next(changes(found, began), None)
+    if first is not None:
+        raise first.refusal(source)
