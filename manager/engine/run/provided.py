@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from manager.engine.joining.certificates import load_authority
 from manager.engine.joining.notice_server import NoticeServer
 from manager.engine.loop.event_queue import EventQueue
-from manager.engine.on_ray.ray_environment import leave_loopback
+from manager.engine.on_ray.ray_cluster import RayCluster
 from manager.engine.run.attachment import Attachment
 from manager.engine.run.machines import Machines, Opening, OpenMachines, Provided
 from manager.engine.run.ray_machines import OnRay
@@ -54,9 +54,6 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
     """
 
     def open_machines(opening: Opening) -> Machines:
-        leave_loopback()
-        from manager.engine.on_ray.ray_cluster import RayCluster
-
         found, ending = opening.found, opening.ending
         ports = Ports(vms.first_port or 0)
         head_port = vms.ray_port or ports.head
