@@ -88,7 +88,7 @@ def private_uses(code: str) -> list[str]:
         elif isinstance(node, ast.Attribute):
             names = ast.unparse(node).replace("self._library", "ray").split(".")
             is_private = names[0] == "ray" and any(name.startswith("_") for name in names)
-            is_set = names[0] == "ray" and isinstance(node.ctx, ast.Store)
+            is_set = names[0] == "ray" and len(names) > 1 and isinstance(node.ctx, ast.Store)
             found += [ast.unparse(node)] if is_private or is_set else []
         elif isinstance(node, ast.ClassDef):
             found += [name for name in map(ast.unparse, node.bases) if name in ("Node", "Cluster", "RayParams")]

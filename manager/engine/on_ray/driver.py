@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from manager.engine.on_ray.driver_messages import MAX_LINE_BYTES, Kill, Nodes, Start, Told, read_order, write
+from manager.engine.on_ray.driver_messages import MAX_LINE_BYTES, Hello, Kill, Nodes, Start, Told, read_order, write
 from manager.engine.on_ray.ray_environment import confine_to
 from manager.host.ports import VM_RESOURCE
 from morph.contract.vm_names import workers_of
@@ -90,16 +90,16 @@ class Driver:
             self._actors[order.worker] = actor
             call = actor.serve_home.remote(order.home.get_secret_value().encode())
         except Exception as error:  # Ray's have no common class, and a ValueError says that there is no such actor
-            self._tell(Told(kind="ended", worker=order.worker, cause=f"{type(error).__name__}: {error}"[:1000]))
+            self.tell(Told(kind="ended", worker=order.worker, cause=f"{type(error).__name__}: {error}"[:1000]))
             return
-        self._tell(Told(kind="started", worker=order.worker))
+        self.tell(Told(kind="started", worker=order.worker))
         call.future().add_done_callback(lambda ended: self._tell_end(order.worker, ended))
 
     def _tell_end(self, worker: str, call: Future[Any]) -> None:
         """Say how a worker's call ended. What the other end wrote of it is left out."""
         name = type(call.exception()).__name__
         kind: Literal["ended", "unreachable"] = "unreachable" if name == "ActorUnavailableError" else "ended"
-        self._tell(Told(kind=kind, worker=worker, cause=f"{name}: the worker's process or VM is gone"))
+        self.tell(Told(kind=kind, worker=worker, cause=f"{name}: the worker's process or VM is gone"))
 
     def _tell_nodes(self) -> None:
         told: Nodes | None = None
@@ -116,11 +116,12 @@ class Driver:
                     }
                 )
                 if found != told:
-                    self._tell(found)
+                    self.tell(found)
                     told = found
             time.sleep(NODES_EVERY_S)
 
-    def _tell(self, value: Told | Nodes) -> None:
+    def tell(self, value: Hello | Told | Nodes) -> None:
+        """Send the manager a line, from any thread."""
         with self._lock:
             try:
                 self._connection.sendall(write(value))
@@ -132,10 +133,11 @@ def main() -> None:
     """Confine this process, then serve the manager."""
     connection, directory, address = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]), sys.argv[3]
     connection.set_inheritable(False)
-    confine_to(directory)
+    lacks = confine_to(directory).lacks
     import ray
 
     driver = Driver(ray, connection)
+    driver.tell(Hello(lacks=lacks))
     driver.connect(address)
     driver.serve()
     os._exit(0)  # Ray's exit hooks would wait for what is gone

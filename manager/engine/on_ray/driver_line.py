@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from manager.engine.on_ray.driver_messages import MAX_LINE_BYTES, Kill, Nodes, Start, Told, read_told, write
+from manager.engine.on_ray.driver_messages import MAX_LINE_BYTES, Hello, Kill, Nodes, Start, Told, read_told, write
 from morph.contract.errors import ClusterError
 
 log = logging.getLogger(__name__)
@@ -34,10 +34,13 @@ class DriverLine:
 
     Args:
         launch: Starts a driver's process, connected by this file descriptor; raises ClusterError where it cannot.
+
+    ``lacks``: what of the confinement of drivers this machine does not allow.
     """
 
     def __init__(self, launch: Callable[[int], None]) -> None:
         self._launch = launch
+        self.lacks = ""
         self._changed = threading.Condition()
         self._connection: socket.socket | None = None
         self._nodes: dict[str, str] | None = None
@@ -128,7 +131,12 @@ class DriverLine:
                 with self._changed:
                     self._connection = self._nodes = None
 
-    def _take(self, told: Told | Nodes) -> None:
+    def _take(self, told: Hello | Told | Nodes) -> None:
+        if isinstance(told, Hello):
+            if told.lacks and not self.lacks:
+                log.warning("Ray's processes on this machine are not wholly confined (docs/safety.md): no %s", told.lacks)
+            self.lacks = told.lacks
+            return
         if isinstance(told, Told):
             if self._attendant is not None:
                 self._attendant.told(told)

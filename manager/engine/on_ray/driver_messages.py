@@ -43,6 +43,13 @@ class Told(Value):
     cause: str = Field(default="", max_length=1000)
 
 
+class Hello(Value):
+    """The first line of a driver. ``lacks``: what of the confinement this machine does not allow, for a user."""
+
+    kind: Literal["hello"] = "hello"
+    lacks: str = Field(default="", max_length=1000)
+
+
 class Nodes(Value):
     """The workers for which there are nodes in the cluster now, and their addresses."""
 
@@ -51,10 +58,10 @@ class Nodes(Value):
 
 
 _ORDER: TypeAdapter[Start | Kill] = TypeAdapter(Annotated[Start | Kill, Field(discriminator="kind")])
-_TOLD: TypeAdapter[Told | Nodes] = TypeAdapter(Annotated[Told | Nodes, Field(discriminator="kind")])
+_TOLD: TypeAdapter[Hello | Told | Nodes] = TypeAdapter(Annotated[Hello | Told | Nodes, Field(discriminator="kind")])
 
 
-def write(value: Start | Kill | Told | Nodes) -> bytes:
+def write(value: Start | Kill | Hello | Told | Nodes) -> bytes:
     """Write one line."""
     return value.model_dump_json().encode() + b"\n"
 
@@ -68,7 +75,7 @@ def read_order(line: bytes) -> Start | Kill:
     return _ORDER.validate_json(line)
 
 
-def read_told(line: bytes) -> Told | Nodes:
+def read_told(line: bytes) -> Hello | Told | Nodes:
     """Read what the driver says.
 
     Raises:

@@ -27,7 +27,9 @@ class _Started:
 
 
 class RayLauncher:
-    """See ``Launcher``. A worker is asked for again of each driver that follows one that ended.
+    """See ``Launcher``. A worker of which no driver said that it is there is asked for again of the next driver.
+
+    One that is there is not: its end is known by its connection, and what it sent may be what ended the driver.
 
     Args:
         driver: Is connected.
@@ -104,7 +106,7 @@ class RayLauncher:
         """See ``Attendant``."""
         with self._changed:
             kills, self._unsent_kills = self._unsent_kills, set()
-            workers = tuple(self._workers)
+            workers = [worker for worker, found in self._workers.items() if not found.is_known]
         for worker in kills:
             self._driver.send(Kill(worker=worker))
         for worker in workers:

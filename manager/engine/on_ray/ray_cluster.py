@@ -27,7 +27,6 @@ from manager.engine.on_ray.driver_line import DriverLine
 from manager.engine.on_ray.ray_environment import environment
 from manager.host.folders import OWN_SOCKET
 from manager.host.gone import runs, session_of, wait_gone
-from manager.host.ports import LOOPBACK
 from morph.contract.errors import ClusterError, ClusterLost
 
 log = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ class RayCluster:
     Args:
         directory: What ``ray_environment.prepare`` returned; Ray's sessions lie below it.
         patience_s: How long everything outlives this process, should it be killed.
-        host: The address of the head node; VMs elsewhere must reach it.
+        host: The address of the head node, at which VMs elsewhere reach it; empty: all VMs are of this machine.
         port: Of the head node; 0: any free one.
         first_port: Of those on which the head node's other processes listen; 0: any free ones.
         gone: Told, in a thread of this object's, of a VM that was up and ended by itself.
@@ -59,7 +58,7 @@ class RayCluster:
         self,
         directory: Path,
         patience_s: float = 0.0,
-        host: str = LOOPBACK,
+        host: str = "",
         port: int = 0,
         first_port: int = 0,
         gone: Callable[[str], None] = lambda _vm: None,
@@ -107,9 +106,10 @@ class RayCluster:
 
     def _start_once(self, workers: socket.socket) -> None:
         self.control_socket.unlink(missing_ok=True)
-        host, directory = self._where[0], self._directory.parent
+        directory = self._directory.parent
         arguments = (str(workers.fileno()), str(directory), *self._where)
-        env, log_path = environment(self._directory, host), directory / "vm_host.log"
+        env = environment(self._directory, on_loopback=not self._where[0])
+        log_path = directory / "vm_host.log"
         self._line = HostLine.start(
             "manager.engine.on_ray.vm_host", self.control_socket, self._patience_s, log_path, arguments, env, workers
         )

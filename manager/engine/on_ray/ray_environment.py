@@ -7,10 +7,10 @@ import secrets
 from pathlib import Path
 
 from manager.engine.joining.certificates import Tls, certificates_of, make_certificates
-from manager.host.confinement import confine
+from manager.host.confinement import Confined, confine
 from manager.host.folders import RAYS_SOCKET, hold, make_folder, remove_at_exit
 from manager.host.handed_on import handed_on
-from manager.host.ports import LOOPBACK, RAY_SETTINGS
+from manager.host.ports import RAY_SETTINGS
 from morph.contract.errors import ClusterError
 
 SETTINGS = {
@@ -61,8 +61,8 @@ def adopt(ray_directory: Path, tls: Tls | None = None) -> Path:
     return ray_directory
 
 
-def environment(ray_directory: Path, host: str) -> dict[str, str]:
-    """Return the whole environment of Ray's processes on this machine; ``host``: the address of the head node."""
+def environment(ray_directory: Path, *, on_loopback: bool) -> dict[str, str]:
+    """Return the whole environment of Ray's processes on this machine. ``on_loopback``: that is where they listen."""
     directory = ray_directory.parent
     kept = {name: value for name, value in handed_on(os.environ).items() if name != MAY_LEAVE_LOOPBACK}
     certificates = certificates_of(directory)
@@ -70,21 +70,21 @@ def environment(ray_directory: Path, host: str) -> dict[str, str]:
         **kept,
         **SETTINGS,
         **(certificates.ray_environment if certificates.key.is_file() else {}),
-        **({MAY_LEAVE_LOOPBACK: "0"} if host == LOOPBACK else {}),
+        **({MAY_LEAVE_LOOPBACK: "0"} if on_loopback else {}),
         "RAY_AUTH_TOKEN_PATH": str(token_of(directory)),
         "RAY_TMPDIR": str(directory),
     }
 
 
-def confine_to(directory: Path) -> None:
-    """Confine this process, where the kernel can, to the part of a run's directory that is Ray's.
+def confine_to(directory: Path) -> Confined:
+    """Confine this process, as far as the machine allows, to the part of a run's directory that is Ray's.
 
     ``directory``: the one with the token.
     """
     own, certificates = directory / "ray", certificates_of(directory)
     os.environ["TMPDIR"] = str(own / "tmp")
     public = (certificates.authority, certificates.certificate, certificates.key)
-    confine(reads=[token_of(directory), *public], writes=[own])
+    return confine(reads=[token_of(directory), *public], writes=[own])
 
 
 def token_of(directory: Path) -> Path:

@@ -2,7 +2,8 @@
 
 ``python -m manager.engine.on_ray.vm_host FD PATIENCE_S WORKERS_FD DIRECTORY HOST PORT FIRST`` starts it. FD: see
 ``control_socket``. WORKERS_FD: a socket at which workers call, which it keeps for the managers. DIRECTORY: the run's,
-with Ray's token. HOST and PORT: of the head node; FIRST: of the ports of its other processes; 0: any free one.
+with Ray's token. HOST and PORT: of the head node, HOST being empty where all VMs are of this machine; FIRST: of the
+ports of its other processes; 0: any free one.
 
 A process of its own, because Ctrl-C in the user's terminal must reach the manager alone. Nodes outlive a manager that
 was killed for ``PATIENCE_S``, in which another may take over. Then, or at ``{"end": true}``, every node is ended; if no
@@ -310,7 +311,7 @@ def main() -> None:
         manager = control_socket.next()
         try:
             host, port, first_port = sys.argv[5], int(sys.argv[6]), int(sys.argv[7])
-            head = _LocalHead() if host == LOOPBACK else _ConfinedHead(directory, host, port, first_port)
+            head = _ConfinedHead(directory, host, port, first_port) if host else _LocalHead()
         except Exception as error:  # Ray's own, which have no common class
             if manager is not None:
                 tell(manager, error=f"{type(error).__name__}: {error}")
