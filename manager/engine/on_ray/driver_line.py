@@ -130,6 +130,7 @@ class DriverLine:
             finally:
                 with self._changed:
                     self._connection = self._nodes = None
+                    self._changed.notify_all()
 
     def _take(self, told: Hello | Told | Nodes) -> None:
         if isinstance(told, Hello):

@@ -243,6 +243,8 @@ class _Nodes:
         with self._lock:
             del self._vms[name]
             self._say(gone=name)
+        with suppress(ChildProcessError):
+            os.waitpid(raylet.pid, 0)
 
     def _say(self, **entries: object) -> None:
         if self._manager is not None:
@@ -298,7 +300,7 @@ def _attend(manager: socket.socket, nodes: _Nodes, control_socket: ControlSocket
 def main() -> None:
     """Serve managers until one asks for the end, or none comes any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":  # so that nothing that was started below leaves its family
+    if sys.argv[5] and sys.platform == "linux":  # so that nothing that a confined process starts leaves its family
         ctypes.CDLL(None).prctl(_SET_REAPER_OF_ORPHANS, 1, 0, 0, 0)
     control_socket = ControlSocket(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]))
     calls = socket.socket(fileno=int(sys.argv[3]))
