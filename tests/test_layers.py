@@ -143,3 +143,12 @@ def test_tested_versions_name_no_build_and_no_place() -> None:
 
 def test_the_makefile_installs_the_tested_torch() -> None:
     assert f" torch=={pins()['torch']}\n" in (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+
+
+def test_the_installed_ray_is_the_newest_of_its_range_and_the_oldest_is_tested_too() -> None:
+    (asked,) = [name for name in PYPROJECT["project"]["dependencies"] if name.startswith("ray")]
+    oldest, end = asked.removeprefix("ray>=").split(",<")
+    major, minor, _ = pins()["ray"].split(".")
+    assert end == f"{major}.{int(minor) + 1}"
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    assert f"\nOLDEST_RAY := {oldest}.0\n" in makefile

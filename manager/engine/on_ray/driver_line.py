@@ -135,7 +135,7 @@ class DriverLine:
     def _take(self, told: Hello | Told | Nodes) -> None:
         if isinstance(told, Hello):
             if told.lacks and not self.lacks:
-                log.warning("Ray's processes on this machine are not wholly confined (docs/safety.md): no %s", told.lacks)
+                log.warning("Ray's processes here are not wholly confined (docs/safety.md): no %s", told.lacks)
             self.lacks = told.lacks
             return
         if isinstance(told, Told):

@@ -32,6 +32,7 @@ from morph.contract.errors import ClusterError, ClusterLost
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
+START_TRIES = 3
 TAKE_OVER_TIMEOUT_S = 30.0
 ADD_TIMEOUT_S = 120.0
 STORE_TIMEOUT_S = 60.0
@@ -88,20 +89,20 @@ class RayCluster:
     def start(self, workers: socket.socket) -> None:
         """Start the head node and a driver. ``workers``: where they call, which the nodes' host keeps.
 
-        A head node that ends while it starts is started once more, for a raylet gives up agents that need too long.
+        Where it does not come up it is tried again, for on a busy machine Ray gives up what needs more than 15 s.
 
         Raises:
             ClusterError: when Ray does not come up within ``START_TIMEOUT_S``.
         """
-        for is_last in (False, True):
+        for tries_left in reversed(range(START_TRIES)):
             try:
                 self._start_once(workers)
                 return
             except ClusterError as error:
                 self.close()
-                if is_last:
+                if not tries_left:
                     raise ClusterError(f"Ray did not start: {error}") from error
-                log.warning("Ray did not start, and is started once more: %s", error)
+                log.warning("Ray did not start, and is tried again: %s", error)
                 self.driver = DriverLine(self._launch_driver)
 
     def _start_once(self, workers: socket.socket) -> None:
