@@ -199,7 +199,7 @@ def test_vms_boot_together_and_the_death_of_one_is_told_at_once_while_it_boots_a
     _wait_until(found, "no raylets were started")
     raylets["vm1"].kill()
     boots[1].join(GONE_S)
-    assert outcomes.get("vm1") == "VM vm1 did not come up: its raylet ended while it booted"
+    assert outcomes.get("vm1", "").startswith("VM vm1 did not come up: "), "whoever saw it first: its owner, or Ray"
     assert "vm2" not in outcomes, "it booted only behind the others"
     raylets["vm2"].resume()
     for thread in boots:
