@@ -34,7 +34,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_NUM_THREADS=1 RAY_USAGE_
 TEST_ENV += PYTHONDONTWRITEBYTECODE=
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-fast test-long test-gpu bench-gpu gpu-kit soak check lint types layers format clean
+.PHONY: help setup demo test test-fast test-long test-oldest-ray test-gpu bench-gpu gpu-kit soak check lint types layers format clean
 .PHONY: .packages .byte-code .first-plan
 .DELETE_ON_ERROR:
 
@@ -82,8 +82,19 @@ test: $(READY) tests/__pycache__
 test-fast: $(READY) tests/__pycache__
 	$(PYTEST) -m "not system and not slow and not long" $(PYTEST_ARGS)
 
-test-long: $(READY) tests/__pycache__
+test-long: $(READY) tests/__pycache__ test-oldest-ray
 	MORPH_HISTORIES=10000 MORPH_EXPLORE=long $(PYTEST) $(PYTEST_ARGS)
+
+# The installed Ray is the newest of the range in pyproject.toml; the oldest is put before it on the path of these tests.
+OLDEST_RAY := 2.55.0
+OLD_PACKAGES := $(VENV)/ray-$(OLDEST_RAY)/site-packages
+
+test-oldest-ray: $(READY) | $(OLD_PACKAGES)
+	PYTHONPATH=$(abspath $(OLD_PACKAGES)) $(PYTEST) tests/system/test_vm_host.py \
+		tests/system/test_silent_loss.py::test_a_run_on_ray_nodes_bears_broken_connections_silent_workers_and_a_revoked_vm
+
+$(OLD_PACKAGES): | $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --target $@ ray==$(OLDEST_RAY)
 
 test-gpu: $(READY)
 	$(TEST_ENV) $(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import tomllib
@@ -64,13 +65,61 @@ def test_the_contract_loads_neither_torch_nor_ray(module: str) -> None:
 
 @pytest.mark.slow
 def test_a_manager_that_takes_over_a_run_on_rays_nodes_loads_no_torch() -> None:
-    """Its workers wait for it."""
+    """Its workers wait for it. Nor does it load Ray, which would read there what VMs send."""
     code = "import sys, manager.run.managed, manager.engine.on_ray.ray_cluster, manager.engine.on_ray.launcher; "
     done = subprocess.run(
-        [sys.executable, "-c", f"{code}print('torch' in sys.modules)"],
+        [sys.executable, "-c", f"{code}print([name for name in ('torch', 'ray') if name in sys.modules])"],
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    assert done.stdout.strip() == "False"
+    assert done.stdout.strip() == "[]"
+
+
+PUBLIC_OF_RAY = {"ray", "ray.cluster_utils"}
+
+
+def private_uses(code: str) -> list[str]:
+    """What a module does with Ray beside calling its public interface: import-linter knows only whole packages."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found += [name.name for name in node.names if name.name.split(".")[0] == "ray"]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ray":
+            found += [node.module or "", *(f"ray.{name.name}" for name in node.names if name.name.startswith("_"))]
+        elif isinstance(node, ast.Attribute):
+            names = ast.unparse(node).replace("self._library", "ray").split(".")
+            is_private = names[0] == "ray" and any(name.startswith("_") for name in names)
+            is_set = names[0] == "ray" and len(names) > 1 and isinstance(node.ctx, ast.Store)
+            found += [ast.unparse(node)] if is_private or is_set else []
+        elif isinstance(node, ast.ClassDef):
+            found += [name for name in map(ast.unparse, node.bases) if name in ("Node", "Cluster", "RayParams")]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found += [node.value] if node.value.startswith("ray._") else []
+    return [name for name in found if name not in PUBLIC_OF_RAY]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import ray._private",
+        "from ray._private import services",
+        "from ray import _raylet",
+        "ray._private.worker.global_worker",
+        "ray.get = None",
+        "from ray.core.generated import common_pb2",
+        "sys.modules['ray._private.ray_constants']",
+        "class Mine(Node): pass",
+    ],
+)
+def test_a_use_of_rays_internals_is_seen(code: str) -> None:
+    assert private_uses(code)
+
+
+def test_ray_is_used_through_its_public_interface() -> None:
+    assert private_uses("import ray\nfrom ray.cluster_utils import Cluster\nray.init()\n") == []
+    folders = ("morph", "calibrate", "simulator", "manager", "benchmarks")
+    files = [path for folder in folders for path in (REPOSITORY / folder).rglob("*.py")]
+    found = {str(path): private_uses(path.read_text(encoding="utf-8")) for path in files}
+    assert {path: uses for path, uses in found.items() if uses} == {}
 
 
 def pins() -> dict[str, str]:
@@ -94,3 +143,12 @@ def test_tested_versions_name_no_build_and_no_place() -> None:
 
 def test_the_makefile_installs_the_tested_torch() -> None:
     assert f" torch=={pins()['torch']}\n" in (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+
+
+def test_the_installed_ray_is_the_newest_of_its_range_and_the_oldest_is_tested_too() -> None:
+    (asked,) = [name for name in PYPROJECT["project"]["dependencies"] if name.startswith("ray")]
+    oldest, end = asked.removeprefix("ray>=").split(",<")
+    major, minor, _ = pins()["ray"].split(".")
+    assert end == f"{major}.{int(minor) + 1}"
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    assert f"\nOLDEST_RAY := {oldest}.0\n" in makefile

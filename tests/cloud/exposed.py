@@ -37,6 +37,7 @@ OF_MANAGER: set[Socket] = {
 OF_VM: set[Socket] = {
     ("raylet", "all", "node_manager_port"),
     ("raylet", "all", "object_manager_port"),
+    ("ray::RuntimeEnvAgent", "own", "runtime_env_agent_port"),
     ("ray::WorkerActor", "all", "workers"),
     ("ray::WorkerActor", "own", "any"),
 }

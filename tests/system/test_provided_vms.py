@@ -134,7 +134,7 @@ def facts_of(run_dir: Path) -> list[Fact]:
 
 def check_encrypted(run: RunningMorph, hosts: Hosts, node: str, directory: Path) -> None:
     """Ray on both sides takes nobody without a certificate; keys are their owner's alone, and nobody shows one."""
-    kept = Path(json.loads((directory / "run" / "attach.json").read_text())["control_socket"]).parent.parent
+    kept = Path(json.loads((directory / "run" / "attach.json").read_text())["control_socket"]).parent
     manager = certificates_of(kept)
     (folder,) = hosts.directory.glob(f"h*/.morph/nodes/{node}")
     vm = Certificates.below(folder / "tls")

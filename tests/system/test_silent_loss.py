@@ -223,6 +223,23 @@ class Breaking:
             self.num_broken.append(break_connections(self._fault.pids[self._fault.victim]))
 
 
+class WithoutDriver:
+    """Kills the process that is Ray's driver once some steps are decided."""
+
+    def __init__(self, fault: Fault, versions: set[int]) -> None:
+        self._fault, self.left, self.killed = fault, versions, set[int]()
+
+    def __call__(self, observed: Observed) -> None:
+        state = observed.decision.state
+        if state.phase is Phase.TRAINING and state.version in self.left:
+            self.left.remove(state.version)
+            host = psutil.Process(self._fault.pids[self._fault.victim]).parents()[1]
+            for process in host.children():
+                if "manager.engine.on_ray.driver" in process.cmdline():
+                    process.kill()
+                    self.killed.add(process.pid)
+
+
 class Revoking:
     """Takes the last VM once it has trained alone for some steps, and asks for another."""
 
@@ -242,7 +259,8 @@ def test_a_run_on_ray_nodes_bears_broken_connections_silent_workers_and_a_revoke
 ) -> None:
     """One after the other, for each node takes long to start.
 
-    The connections of one VM's worker are reset, twice, which costs nobody anything. It is stopped, then another VM
+    Ray's driver is killed, and the connections of one VM's worker are reset, twice, which costs nobody anything. The
+    next driver starts the worker of the VM that comes last. The worker is stopped, then another VM
     with all that it runs: who was stopped is given up and cannot go on when it wakes. The last one is taken, and the
     run goes on on its successor.
     """
@@ -271,7 +289,7 @@ def test_a_run_on_ray_nodes_bears_broken_connections_silent_workers_and_a_revoke
                 process.resume()
 
     faults = [Fault(stop_worker, at=5), Fault(stop_vm, "vm2", 7)]
-    breaking = Breaking(faults[0], {2, 4})
+    breaking, driverless = Breaking(faults[0], {2, 4}), WithoutDriver(faults[0], {1})
     spells = tuple(SlowSpell(worker=vm, factor=10_000, first_step=at) for vm, at in ((VICTIM, 5), ("vm2", 7)))
     emulated = Emulated(
         PROFILE,
@@ -279,13 +297,13 @@ def test_a_run_on_ray_nodes_bears_broken_connections_silent_workers_and_a_revoke
         STEPS,
         num_vms=3,
         policy=Policy(checkpoint_every_steps=1000, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S),
-        observers=[breaking, *(wakings := [Waking(faults[0]), Waking(faults[1], wake_vm)])],
+        observers=[driverless, breaking, *(wakings := [Waking(faults[0]), Waking(faults[1], wake_vm)])],
         attend=lambda fleet: Revoking(fleet, 9),
         spells=spells,
         under_ray=True,
     )
     weights, version = emulated.run(tmp_path / "run")
-    assert breaking.left == set()
+    assert (breaking.left, driverless.left, len(driverless.killed)) == (set(), set(), 1)
     assert all(breaking.num_broken)
     assert ["silent for" in fault.cause for fault in faults] == [True, True]
     assert [len(fault.members) for fault in faults] == [3, 2]

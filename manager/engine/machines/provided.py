@@ -20,7 +20,7 @@ from manager.engine.loop.event_queue import EventQueue
 from manager.engine.machines.attachment import Attachment
 from manager.engine.machines.machines import Machines, Opening, OpenMachines, Provided
 from manager.engine.machines.ray_machines import OnRay
-from manager.engine.on_ray.ray_environment import leave_loopback
+from manager.engine.on_ray.ray_cluster import RayCluster
 from manager.host.ports import Ports
 from manager.providers.boot.cloud_init import NodeStart
 from manager.providers.boot.own_wheel import kept_wheel, python_version, requirements
@@ -54,9 +54,6 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
     """
 
     def open_machines(opening: Opening) -> Machines:
-        leave_loopback()
-        from manager.engine.on_ray.ray_cluster import RayCluster
-
         found, ending = opening.found, opening.ending
         ports = Ports(vms.first_port or 0)
         head_port = vms.ray_port or ports.head

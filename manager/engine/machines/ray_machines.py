@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from manager.controller.state.events import WorkerLost
 from manager.engine.joining.certificates import certificates_of
@@ -14,13 +13,11 @@ from manager.engine.loop.worker_pool import WorkerPool
 from manager.engine.machines.attachment import Attachment
 from manager.engine.machines.machines import Machines, Opening, OpenMachines, open_pool
 from manager.engine.machines.store_watch import StartedStore, StoreWatch
-from manager.engine.on_ray.ray_environment import stay_on_loopback
+from manager.engine.on_ray.launcher import RayLauncher
+from manager.engine.on_ray.ray_cluster import RayCluster
 from manager.host.ports import LOOPBACK
 from morph.contract.errors import ClusterError
 from morph.link.proof import new_secret
-
-if TYPE_CHECKING:
-    from manager.engine.on_ray.ray_cluster import RayCluster
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,6 @@ class OnRay:
         Raises:
             ClusterError: Ray or the store does not start, or an address or port cannot be listened on.
         """
-        from manager.engine.on_ray.launcher import RayLauncher
-
         found, ending = opening.found, opening.ending
         ending.callback(cluster.close)
         certificates = certificates_of(self.directory.parent) if self.tls else None
@@ -73,8 +68,9 @@ class OnRay:
             store = StartedStore(cluster.start_store, self.host, left.store_port, found.greeting["store"])
         watch = StoreWatch(store, opening.event_queue)
         ending.callback(watch.close)
-        launcher = RayLauncher(entrance.home, living, lambda worker, cause: pool.failed(worker, cause), gpus=self.gpus)
-        ending.callback(launcher.close)
+        launcher = RayLauncher(
+            cluster.driver, entrance.home, living, lambda worker, cause: pool.failed(worker, cause), gpus=self.gpus
+        )
         pool = open_pool(opening, entrance, launcher, cluster.check_head, watch.check)
         return store, entrance, pool
 
@@ -86,9 +82,6 @@ def open_ray(directory: Path, *, tls: bool = False) -> OpenMachines:
     """
 
     def open_machines(opening: Opening) -> Machines:
-        stay_on_loopback()
-        from manager.engine.on_ray.ray_cluster import RayCluster
-
         found = opening.found
         up = found.vms if found else ()
         cluster = RayCluster(directory, opening.patience_s, gone=lambda vm: opening.event_queue.put(_ended(vm)))

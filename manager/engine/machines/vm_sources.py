@@ -44,7 +44,7 @@ def machines_of(
     if isinstance(vms, LocalVms) and not vms.under_ray:
         return Processes(run_dir / WORKERS_LOG, job_path="" if vms.pass_variables else job_path)
     tls = _tls(vms)
-    directory = adopt(found.attachment.control_socket.parent, tls) if found else prepare(tls)
+    directory = adopt(found.attachment.control_socket.parent / "ray", tls) if found else prepare(tls)
     if isinstance(vms, LocalVms):
         return open_ray(directory, tls=vms.tls)
     assert providing is not None, "nobody said how to open the provider"

@@ -4,69 +4,69 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass
 
-import ray
-from ray.exceptions import ActorUnavailableError
+from pydantic import SecretStr
 
-from manager.host.ports import VM_RESOURCE
+from manager.engine.on_ray.driver_line import DriverLine
+from manager.engine.on_ray.driver_messages import Kill, Start, Told
+from morph.contract.vm_names import vm_of
 from morph.link.home import Home
-from morph.runtime.process.actor import WorkerActor
 
 CALL_AGAIN_S = 0.2
+ADOPT_TIMEOUT_S = 15.0
+
+
+@dataclass
+class _Started:
+    """``is_adopted``: another manager started it, if anyone did. ``is_known``: the driver said that it is there."""
+
+    vm: str
+    is_adopted: bool = False
+    is_known: bool = False
 
 
 class RayLauncher:
-    """See ``Launcher``. An actor is called once, and returns from that call when its worker's process ends.
+    """See ``Launcher``. A worker of which no driver said that it is there is asked for again of the next driver.
 
-    A call that Ray could not bring through, because a connection broke, is made again, and so it is by a manager that
-    takes over: it waits behind the one that the worker is in.
+    One that is there is not: its end is known by its connection, and what it sent may be what ended the driver.
 
     Args:
+        driver: Is connected.
         home: Where a worker calls.
         living: The workers that there may be.
-        failed: Told, in a thread of Ray's, of a worker whose process could not be started, or ended; and why.
+        failed: Told, in a thread of the line's, of a worker whose process could not be started, or ended; and why.
         gpus: Ray deals the GPUs of each VM, and lets each worker see one (CUDA_VISIBLE_DEVICES).
     """
 
     def __init__(
         self,
+        driver: DriverLine,
         home: Callable[[str], Home],
         living: Callable[[], Collection[str]],
         failed: Callable[[str, str], None],
         *,
         gpus: bool = False,
     ) -> None:
-        self._home, self._living, self._failed = home, living, failed
+        self._driver, self._home, self._living, self._failed = driver, home, living, failed
         self._num_gpus = 1 if gpus else 0
-        self._actors: dict[str, Any] = {}
-        self._lock = threading.RLock()
-        self._closed = False
-        remote: Any = ray.remote  # its types know only the plain form
-        self._actor_class = remote(WorkerActor)
+        self._workers: dict[str, _Started] = {}
+        self._unsent_kills: set[str] = set()
+        self._changed = threading.Condition()
+        driver.attend(self)
 
     def start_worker(self, worker: str, vm: str) -> None:
-        """See ``Launcher``. The actor is detached and named, so that another manager finds it."""
-        options = self._actor_class.options(
-            name=worker,
-            lifetime="detached",
-            num_cpus=1,
-            num_gpus=self._num_gpus,
-            resources={VM_RESOURCE + vm: 1},
-            max_restarts=0,
-            max_task_retries=0,
-        )
-        with self._lock:
-            self._actors[worker] = options.remote()
-        self._call(worker)
+        """See ``Launcher``."""
+        with self._changed:
+            self._workers[worker] = _Started(vm)
+        self._ask_for(worker)
 
     def kill(self, worker: str) -> None:
         """See ``Launcher``."""
-        with self._lock:
-            actor = self._actors.pop(worker, None)
-            if actor is not None and not self._closed:
-                ray.kill(actor, no_restart=True)
+        with self._changed:
+            was_started = self._workers.pop(worker, None) is not None
+            if was_started and not self._driver.send(Kill(worker=worker)):
+                self._unsent_kills.add(worker)
 
     def has_ended(self, _worker: str) -> bool:
         """See ``Launcher``: Ray says so itself."""
@@ -74,36 +74,48 @@ class RayLauncher:
 
     def adopt(self) -> Collection[str]:
         """See ``Launcher``."""
-        for worker in self._living():
-            try:
-                self._actors[worker] = ray.get_actor(worker)
-            except ValueError:  # it was not started, or is gone
-                continue
-            self._call(worker)
-        return tuple(self._actors)
+        living = tuple(self._living())
+        with self._changed:
+            self._workers.update({worker: _Started(vm_of(worker), is_adopted=True) for worker in living})
+        for worker in living:
+            self._ask_for(worker)
+        with self._changed:
+            self._changed.wait_for(lambda: all(found.is_known for found in self._workers.values()), ADOPT_TIMEOUT_S)
+            return [worker for worker, found in self._workers.items() if found.is_known]
 
-    def close(self) -> None:
-        """Call Ray no more, from whatever thread: a callback that did while Ray shuts down would hang both for ever."""
-        with self._lock:
-            self._closed = True
-
-    def _call(self, worker: str) -> None:
-        with self._lock:
-            actor = self._actors.get(worker)
-            if actor is None or self._closed:
+    def told(self, told: Told) -> None:
+        """See ``Attendant``."""
+        with self._changed:
+            found = self._workers.get(told.worker)
+            if found is None:
                 return
-            try:
-                call = actor.serve_home.remote(self._home(worker).model_dump_json().encode())
-            except Exception as error:  # in Ray's thread nobody else would see it
-                self._failed(worker, f"{type(error).__name__}: {error}")
-                return
-        call.future().add_done_callback(lambda ended: self._ended(worker, ended))
-
-    def _ended(self, worker: str, call: Future[Any]) -> None:
-        error = call.exception()
-        if isinstance(error, ActorUnavailableError):
-            later = threading.Timer(CALL_AGAIN_S, self._call, (worker,))
+            is_news = told.kind == "ended" and (found.is_known or not found.is_adopted)
+            if told.kind == "started":
+                found.is_known = True
+            elif told.kind == "ended":
+                del self._workers[told.worker]
+            self._changed.notify_all()
+        if told.kind == "unreachable":
+            later = threading.Timer(CALL_AGAIN_S, self._ask_for, (told.worker,))
             later.daemon = True
             later.start()
-        else:
-            self._failed(worker, f"{type(error).__name__}: the worker's process or VM is gone")
+        elif is_news:
+            self._failed(told.worker, told.cause)
+
+    def connected(self) -> None:
+        """See ``Attendant``."""
+        with self._changed:
+            kills, self._unsent_kills = self._unsent_kills, set()
+            workers = [worker for worker, found in self._workers.items() if not found.is_known]
+        for worker in kills:
+            self._driver.send(Kill(worker=worker))
+        for worker in workers:
+            self._ask_for(worker)
+
+    def _ask_for(self, worker: str) -> None:
+        """Where no driver takes it, the next one is asked."""
+        with self._changed:
+            found = self._workers.get(worker)
+        if found is not None:
+            home, exists = SecretStr(self._home(worker).model_dump_json()), found.is_adopted or found.is_known
+            self._driver.send(Start(worker=worker, vm=found.vm, home=home, num_gpus=self._num_gpus, exists=exists))

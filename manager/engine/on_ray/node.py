@@ -1,14 +1,46 @@
-"""``ray`` on a VM of a provider, as ``python -m manager.engine.on_ray.node start ..``: its agents are Morph's."""
+"""``ray`` as a process that can be tied and confined: ``python -m manager.engine.on_ray.node [OPTIONS] start ...``.
+
+``--parent=PID``: it is ended when the thread that started it ends, and so is what it started. ``--confined=FOLDER``: it
+and all that it starts can read Ray's token and certificates in that folder, and write Ray's own folder below it.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import argparse
+import ctypes
+import os
+import signal
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
 
-from ray.scripts import scripts
+from manager.engine.on_ray.ray_environment import confine_to
 
-from manager.engine.on_ray.agents import start_agents_of_ours
+_SET_SIGNAL_OF_PARENTS_END = 1
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel end this process when the thread that started it ends. Linux alone can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_SIGNAL_OF_PARENTS_END, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit("the process that started this one is gone")
+
+
+def main() -> None:
+    """Become ``ray``, whose command line the package names."""
+    parser = argparse.ArgumentParser(prog="python -m manager.engine.on_ray.node", allow_abbrev=False)
+    parser.add_argument("--parent", type=int)
+    parser.add_argument("--confined", type=Path)
+    given, command = parser.parse_known_args()
+    if given.parent is not None:
+        end_with_parent(given.parent)
+    if given.confined is not None:
+        confine_to(given.confined)
+    (ray,) = entry_points(group="console_scripts", name="ray")
+    sys.argv = ["ray", *command]
+    ray.load()()
+
 
 if __name__ == "__main__":
-    main: Any = scripts.main  # which has no types
-    start_agents_of_ours()
     main()

@@ -1,8 +1,8 @@
-"""A Ray cluster on this machine whose nodes stand for spot VMs.
+"""A Ray cluster whose head node is on this machine, and local VMs, each a Ray node of its own.
 
-A VM is one raylet and what it starts. ``prepare_kill`` takes them all away with SIGKILL at once, as a
-revocation does. The nodes belong to a process of their own (``vm_host``); nothing outlives ``close``,
-nor this process.
+A VM is one raylet and what it starts. ``prepare_kill`` takes them all away with SIGKILL at once, as a revocation does.
+The nodes, and the process that is Ray's driver, belong to a process of their own (``vm_host``); nothing outlives
+``close``, nor this process. Ray itself is not imported here.
 """
 
 from __future__ import annotations
@@ -21,28 +21,24 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import ray
 
 from manager.engine.local_vms.host_line import HostLine
-from manager.engine.on_ray.plain_answers import believe_no_names, take_bytes_alone
+from manager.engine.on_ray.driver_line import DriverLine
+from manager.engine.on_ray.ray_environment import environment
 from manager.host.folders import OWN_SOCKET
 from manager.host.gone import runs, session_of, wait_gone
-from manager.host.handed_on import handed_on
-from manager.host.ports import LOOPBACK, VM_RESOURCE
 from morph.contract.errors import ClusterError, ClusterLost
-from morph.contract.vm_names import workers_of
-from morph.runtime.process.actor import WorkerActor
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 180.0
-"""Of a head node, which may have to be started twice."""
-ADD_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
+START_TRIES = 3
+TAKE_OVER_TIMEOUT_S = 30.0
+ADD_TIMEOUT_S = 120.0
 STORE_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 15.0
-NAMESPACE = "morph"
 LOOK_EVERY_S = 1.0
-HEAD_PROCESSES = ("gcs_server", "raylet")
+START_LOOK_EVERY_S = 0.2
 
 
 class RayCluster:
@@ -51,7 +47,7 @@ class RayCluster:
     Args:
         directory: What ``ray_environment.prepare`` returned; Ray's sessions lie below it.
         patience_s: How long everything outlives this process, should it be killed.
-        host: The address of the head node; VMs elsewhere must reach it.
+        host: The address of the head node, at which VMs elsewhere reach it; empty: all VMs are of this machine.
         port: Of the head node; 0: any free one.
         first_port: Of those on which the head node's other processes listen; 0: any free ones.
         gone: Told, in a thread of this object's, of a VM that was up and ended by itself.
@@ -63,7 +59,7 @@ class RayCluster:
         self,
         directory: Path,
         patience_s: float = 0.0,
-        host: str = LOOPBACK,
+        host: str = "",
         port: int = 0,
         first_port: int = 0,
         gone: Callable[[str], None] = lambda _vm: None,
@@ -72,40 +68,54 @@ class RayCluster:
         self._where = (host, str(port), str(first_port))
         self._gone = gone
         self.address = ""
+        self.driver = DriverLine(self._launch_driver)
         self._patience_s = patience_s
         self._line: HostLine | None = None
         self._host: psutil.Process | None = None
-        self._head: dict[str, int] = {}
+        self._head: list[int] = []
         self._looked_s = -LOOK_EVERY_S
-        self._vms: dict[str, list[int]] = {}
-        self._boots: dict[str, Future[list[int]]] = {}
-        self._store_asked: Future[tuple[int, int]] | None = None
+        self._vms: dict[str, int] = {}
+        self._up: set[str] = set()
+        self._boots: dict[str, str] = {}
         self._given_up: set[str] = set()
+        self._store_asked: Future[tuple[int, int]] | None = None
         self._lock = threading.Lock()
 
     @property
     def control_socket(self) -> Path:
-        """Where another manager finds the host of the nodes."""
-        return self._directory / OWN_SOCKET
+        """Where another manager finds the host of the nodes; nothing that Ray runs here can reach it."""
+        return self._directory.parent / OWN_SOCKET
 
     def start(self, workers: socket.socket) -> None:
-        """Start the head node and connect to it. ``workers``: where they call, which its host keeps.
+        """Start the head node and a driver. ``workers``: where they call, which the nodes' host keeps.
+
+        Where it does not come up it is tried again, for on a busy machine Ray gives up what needs more than 15 s.
 
         Raises:
             ClusterError: when Ray does not come up within ``START_TIMEOUT_S``.
         """
+        for tries_left in reversed(range(START_TRIES)):
+            try:
+                self._start_once(workers)
+                return
+            except ClusterError as error:
+                self.close()
+                if not tries_left:
+                    raise ClusterError(f"Ray did not start: {error}") from error
+                log.warning("Ray did not start, and is tried again: %s", error)
+                self.driver = DriverLine(self._launch_driver)
+
+    def _start_once(self, workers: socket.socket) -> None:
         self.control_socket.unlink(missing_ok=True)
-        log_path = self._directory / "vm_host.log"
-        arguments, env = (str(workers.fileno()), *self._where), handed_on(os.environ)
+        directory = self._directory.parent
+        arguments = (str(workers.fileno()), str(directory), *self._where)
+        env = environment(self._directory, on_loopback=not self._where[0])
+        log_path = directory / "vm_host.log"
         self._line = HostLine.start(
             "manager.engine.on_ray.vm_host", self.control_socket, self._patience_s, log_path, arguments, env, workers
         )
         self._host = psutil.Process(self._line.pid)
-        try:
-            self._connect(self._line.greeting(START_TIMEOUT_S))
-        except ClusterError as error:
-            self.close()
-            raise ClusterError(f"Ray did not start: {error}") from error
+        self._connect(self._line.greeting(START_TIMEOUT_S), START_TIMEOUT_S)
 
     def take_over(self, line: HostLine, greeting: Mapping[str, Any]) -> None:
         """Instead of ``start``: connect to the nodes that another manager left.
@@ -116,7 +126,8 @@ class RayCluster:
         self._line = line
         try:
             self._host = psutil.Process(line.pid)
-            self._connect(greeting)
+            self._up = set(greeting["vms"])
+            self._connect(greeting, TAKE_OVER_TIMEOUT_S)
         except psutil.NoSuchProcess as error:
             self.close()
             raise ClusterError("the process that owned its VMs is gone") from error
@@ -129,20 +140,25 @@ class RayCluster:
         assert self._line is not None
         self._line.settle()
 
-    def _connect(self, greeting: Mapping[str, Any]) -> None:
-        self._head = {name: greeting["head"][name] for name in HEAD_PROCESSES}
+    def _connect(self, greeting: Mapping[str, Any], timeout_s: float) -> None:
+        self._head = greeting["head"]
         self.check_head()
         self.address = greeting["address"]
-        _silence_ray()
-        believe_no_names()
-        try:
-            ray.init(address=greeting["address"], log_to_driver=False, logging_level=logging.ERROR, namespace=NAMESPACE)
-        except ConnectionError as error:
-            raise ClusterError(str(error)) from error
-        take_bytes_alone(WorkerActor)
-        assert self._line is not None
         self._vms = dict(greeting["vms"])
+        assert self._line is not None
         self._line.listen(self._told)
+        self.driver.start()
+        until_s = time.monotonic() + timeout_s
+        while not self.driver.wait_for_nodes(lambda nodes: nodes is not None, START_LOOK_EVERY_S):
+            if not self._head_runs():
+                raise ClusterError(f"its head node ended; see {self._directory.parent / 'vm_host.log'}")
+            if time.monotonic() > until_s:
+                raise ClusterError(f"its driver was not connected within {timeout_s:g} s")
+
+    def _launch_driver(self, connection: int) -> None:
+        if self._line is None or not self._head_runs():
+            raise ClusterError("the cluster is closed")
+        self._line.send({"driver": True}, [connection])
 
     def check_head(self) -> None:
         """See that the head node lives, once in ``LOOK_EVERY_S``.
@@ -154,9 +170,11 @@ class RayCluster:
         if now_s < self._looked_s + LOOK_EVERY_S:
             return
         self._looked_s = now_s
-        for name, pid in self._head.items():
-            if not runs(pid):
-                raise ClusterLost(f"Ray's head node is gone (its {name} died), and every VM with it")
+        if not self._head_runs():
+            raise ClusterLost("Ray's head node is gone, and every VM with it")
+
+    def _head_runs(self) -> bool:
+        return all(map(runs, self._head))
 
     def add_vm(self, name: str) -> None:
         """Bring up a VM; blocks until Ray knows it, some seconds.
@@ -164,22 +182,30 @@ class RayCluster:
         Raises:
             ClusterError: when the node does not come up within ``ADD_TIMEOUT_S``.
         """
-        line, boot = self._line, Future[list[int]]()
-        with self._lock:
-            self._boots[name] = boot
         try:
-            if line is None:
+            if self._line is None:
                 raise ClusterError("the cluster is closed")
-            line.send({"add": name})
-            boot.result(ADD_TIMEOUT_S)
-        except TimeoutError as error:
-            self._given_up.add(name)
-            raise ClusterError(f"VM {name} did not come up within {ADD_TIMEOUT_S:g} s") from error
-        except ClusterError as error:
-            raise ClusterError(f"VM {name} did not come up: {error}") from error
+            with self._lock:
+                self._boots[name] = ""
+            self._line.send({"add": name})
+            is_over = self.driver.wait_for_nodes(
+                lambda nodes: bool(self._boots[name]) or name in (nodes or {}), ADD_TIMEOUT_S
+            )
+            with self._lock:
+                error = self._boots[name]
+                if is_over and not error:
+                    self._up.add(name)
+        except ClusterError as error_of_host:
+            raise ClusterError(f"VM {name} did not come up: {error_of_host}") from error_of_host
         finally:
             with self._lock:
                 self._boots.pop(name, None)
+        if error:
+            raise ClusterError(f"VM {name} did not come up: {error}")
+        if not is_over:
+            self._given_up.add(name)
+            self.prepare_kill([name])()
+            raise ClusterError(f"VM {name} did not come up within {ADD_TIMEOUT_S:g} s")
 
     def _told(self, packet: dict[str, Any]) -> None:
         """Take what the process that owns the nodes tells; nothing: it is gone."""
@@ -190,26 +216,31 @@ class RayCluster:
                 asked.set_result((packet["store"], packet["port"]))
             elif asked is not None:
                 asked.set_exception(ClusterError(packet.get("error", "the process that owns the VMs ended")))
-        if "store" in packet:
-            return
-        if "gone" in packet:
+        if "name" in packet and "error" in packet:
             with self._lock:
-                was_wanted = self._vms.pop(packet["gone"], None) is not None
-            if was_wanted:
-                self._gone(packet["gone"])
-            return
+                self._boots.update({packet["name"]: packet["error"]} if packet["name"] in self._boots else {})
+            self.driver.notify()
+        elif "name" in packet:
+            with self._lock:
+                self._vms[packet["name"]] = packet["pid"]
+            if packet["name"] in self._given_up:
+                self.prepare_kill([packet["name"]])()
+        if "gone" in packet:
+            self._take_end(packet["gone"])
+        elif not packet:
+            with self._lock:
+                self._boots = dict.fromkeys(self._boots, "the process that owns the VMs ended")
+            self.driver.notify()
+
+    def _take_end(self, name: str) -> None:
         with self._lock:
-            if "pids" in packet:
-                self._vms[packet["name"]] = packet["pids"]
-            boots = [self._boots[packet["name"]]] if packet.get("name") in self._boots else []
-            boots = boots if packet else list(self._boots.values())
-        for boot in boots:
-            if "pids" in packet:
-                boot.set_result(packet["pids"])
-            else:
-                boot.set_exception(ClusterError(packet.get("error", "the process that owns the VMs ended")))
-        if "pids" in packet and packet["name"] in self._given_up:
-            self.prepare_kill([packet["name"]])()
+            was_wanted = self._vms.pop(name, None) is not None and name in self._up
+            self._up.discard(name)
+            if name in self._boots:
+                self._boots[name] = "its raylet ended while it booted"
+        self.driver.notify()
+        if was_wanted:
+            self._gone(name)
 
     def start_store(self, host: str, port: int = 0) -> tuple[int, int]:
         """Start the rendezvous store, ending an earlier one; returns its process and port.
@@ -234,21 +265,9 @@ class RayCluster:
         """The workers for which there are VMs in the cluster now, whoever started these, with their addresses.
 
         Raises:
-            ClusterError: Ray does not say.
+            ClusterError: no driver is connected.
         """
-        try:
-            list_nodes: Any = ray.nodes  # which has no types
-            nodes = list_nodes()
-        except Exception as error:  # Ray's own, which have no common class
-            raise ClusterError(f"Ray does not say which nodes there are: {type(error).__name__}: {error}") from error
-        return {
-            worker: node["NodeManagerAddress"]
-            for node in nodes
-            if node["Alive"]
-            for resource, num_devices in node["Resources"].items()
-            if resource.startswith(VM_RESOURCE)
-            for worker in workers_of(resource.removeprefix(VM_RESOURCE), int(num_devices))
-        }
+        return self.driver.nodes
 
     def prepare_kill(self, names: Sequence[str]) -> Callable[[], None]:
         """Find everything that runs on some VMs; calling the result takes them all away at once, with SIGKILL.
@@ -261,6 +280,7 @@ class RayCluster:
             with self._lock:
                 for name in names:
                     self._vms.pop(name, None)
+                    self._up.discard(name)
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -270,14 +290,13 @@ class RayCluster:
     def vm_pids(self, name: str) -> list[int]:
         """Process ids of a VM, raylet first."""
         with self._lock:
-            roots = self._vms.get(name, [])
-        return [process.pid for root in roots for process in _tree(root)]
+            root = self._vms.get(name)
+        return [process.pid for process in _tree(root)] if root is not None else []
 
     def close(self) -> None:
         """End every process of the cluster and remove its files. Safe to call twice."""
         line, self._line = self._line, None
-        if ray.is_initialized():
-            ray.shutdown()
+        self.driver.close()
         if line is not None:
             nodes = session_of(self._host) if self._host is not None else []
             if not line.end():
@@ -294,14 +313,6 @@ class RayCluster:
                 session.unlink()
             else:
                 shutil.rmtree(session, ignore_errors=True)
-
-
-def _silence_ray() -> None:
-    """Keep Ray from printing every worker's death into the user's terminal: the manager tells of it itself."""
-    from ray._private import worker
-
-    if hasattr(worker, "print_to_stdstream"):
-        worker.print_to_stdstream = lambda data, ignore_prefix: log.debug("%s %s", data, ignore_prefix)
 
 
 def _tree(pid: int) -> list[psutil.Process]:

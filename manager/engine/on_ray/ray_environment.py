@@ -1,34 +1,29 @@
-"""Environment that Ray reads once, when it is imported: token authentication, time-outs, one thread a worker.
-
-``prepare`` must run before the first ``import ray`` of the process; the other modules here import Ray
-at their top, so whoever starts a cluster calls ``prepare`` and only then imports them.
-"""
+"""Ray's folder, token and settings in a run, and what of the machine the processes beside the manager can reach."""
 
 from __future__ import annotations
 
 import os
 import secrets
-import sys
 from pathlib import Path
 
 from manager.engine.joining.certificates import Tls, certificates_of, make_certificates
+from manager.host.confinement import Confined, confine
 from manager.host.folders import RAYS_SOCKET, hold, make_folder, remove_at_exit
+from manager.host.handed_on import handed_on
 from manager.host.ports import RAY_SETTINGS
 from morph.contract.errors import ClusterError
 
-_ENVIRONMENT = {
+SETTINGS = {
     **RAY_SETTINGS,
     "RAY_ENABLE_AUTO_CONNECT": "0",  # a call before or after the session must fail, not find some other cluster
     "RAY_task_events_report_interval_ms": "0",  # else the head keeps a record of each of the last 100,000 orders
 }
-
-
-_MAY_LEAVE_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-_prepared: tuple[Path, Tls | None] | None = None
+MAY_LEAVE_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Where it is 0, Ray listens on 127.0.0.1 if that is a node's address; else it takes a real interface's instead."""
 
 
 def prepare(tls: Tls | None = None) -> Path:
-    """Make this process's Ray directory and token (readable by the user alone), set Ray's environment; once.
+    """Make Ray's directory of a run and its token, readable by the user alone.
 
     Returns the directory, below which Ray keeps its sessions; it goes when the process exits.
 
@@ -37,77 +32,61 @@ def prepare(tls: Tls | None = None) -> Path:
             None: they do not.
 
     Raises:
-        ClusterError: when Ray was imported before, without the token, or prepared before with another ``tls``.
         ConfigError: certificates cannot be made.
     """
-    if _prepared is not None:
-        if tls != _prepared[1]:
-            raise ClusterError("Ray reads whether to use TLS once: another process is needed to change it")
-        return _prepared[0]
-    _check_not_imported()
     directory = make_folder(RAYS_SOCKET)
-    token = _token(directory)
+    remove_at_exit(directory)
+    token = token_of(directory)
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32), encoding="utf-8")
-    (directory / "ray").mkdir()
+    (directory / "ray" / "tmp").mkdir(parents=True)
     if tls is not None:
         make_certificates(directory, tls)
-    return _use(directory, tls)
+    return directory / "ray"
 
 
 def adopt(ray_directory: Path, tls: Tls | None = None) -> Path:
     """Instead of ``prepare``: use the directory, token and certificates of a manager that was killed; removed at exit.
 
     Raises:
-        ClusterError: there are none, or Ray was imported before.
+        ClusterError: there are none.
     """
-    _check_not_imported()
-    if not _token(ray_directory.parent).is_file():
+    directory = ray_directory.parent
+    if not token_of(directory).is_file():
         raise ClusterError("Ray's token is gone")
-    if tls is not None and not certificates_of(ray_directory.parent).key.is_file():
+    if tls is not None and not certificates_of(directory).key.is_file():
         raise ClusterError("the run's certificates are gone")
-    hold(ray_directory.parent)
-    return _use(ray_directory.parent, tls)
-
-
-def stay_on_loopback() -> None:
-    """Let every process of Ray listen on 127.0.0.1 alone: for a cluster whose nodes are all of this machine.
-
-    Without this Ray replaces 127.0.0.1 by the address of a real interface, and with any other address it listens on
-    all of them. What it does by default on desktop systems is asked for by a variable whose name tells only that.
-    """
-    os.environ[_MAY_LEAVE_LOOPBACK] = "0"
-    _tell_ray(may_leave=False)
-
-
-def leave_loopback() -> None:
-    """The opposite, for a cluster with nodes elsewhere."""
-    os.environ.pop(_MAY_LEAVE_LOOPBACK, None)
-    _tell_ray(may_leave=True)
-
-
-def _tell_ray(*, may_leave: bool) -> None:
-    """Ray reads the variable when it is imported, which it was where this process had a cluster before."""
-    constants = sys.modules.get("ray._private.ray_constants")
-    if constants is not None:
-        vars(constants)["ENABLE_RAY_CLUSTER"] = may_leave
-
-
-def _check_not_imported() -> None:
-    if "ray" in sys.modules:
-        raise ClusterError("Ray was imported before Morph could switch its token authentication on")
-
-
-def _token(directory: Path) -> Path:
-    return directory / "token"
-
-
-def _use(directory: Path, tls: Tls | None) -> Path:
-    global _prepared
+    hold(directory)
     remove_at_exit(directory)
-    if tls is not None:
-        os.environ.update(certificates_of(directory).ray_environment)
-    os.environ.pop("RAY_AUTH_TOKEN", None)  # of another cluster: it would go before the path, and to every process
-    os.environ.update(_ENVIRONMENT, RAY_AUTH_TOKEN_PATH=str(_token(directory)), RAY_TMPDIR=str(directory))
-    _prepared = (directory / "ray", tls)
-    return _prepared[0]
+    return ray_directory
+
+
+def environment(ray_directory: Path, *, on_loopback: bool) -> dict[str, str]:
+    """Return the whole environment of Ray's processes on this machine. ``on_loopback``: that is where they listen."""
+    directory = ray_directory.parent
+    kept = {name: value for name, value in handed_on(os.environ).items() if name != MAY_LEAVE_LOOPBACK}
+    certificates = certificates_of(directory)
+    return {
+        **kept,
+        **SETTINGS,
+        **(certificates.ray_environment if certificates.key.is_file() else {}),
+        **({MAY_LEAVE_LOOPBACK: "0"} if on_loopback else {}),
+        "RAY_AUTH_TOKEN_PATH": str(token_of(directory)),
+        "RAY_TMPDIR": str(directory),
+    }
+
+
+def confine_to(directory: Path) -> Confined:
+    """Confine this process, as far as the machine allows, to the part of a run's directory that is Ray's.
+
+    ``directory``: the one with the token.
+    """
+    own, certificates = directory / "ray", certificates_of(directory)
+    os.environ["TMPDIR"] = str(own / "tmp")
+    public = (certificates.authority, certificates.certificate, certificates.key)
+    return confine(reads=[token_of(directory), *public], writes=[own])
+
+
+def token_of(directory: Path) -> Path:
+    """Where the token of a run is."""
+    return directory / "token"

@@ -1,23 +1,25 @@
-"""The process that owns the local Ray nodes.
+"""The process that owns Ray's nodes on this machine, and the process that is Ray's driver.
 
-``python -m manager.engine.on_ray.vm_host FD PATIENCE_S WORKERS_FD HOST PORT FIRST`` starts it. FD: see
-``control_socket``. WORKERS_FD: a socket at which workers call, which it keeps for the managers. HOST and PORT: of the
-head node; FIRST: of the ports of its other processes. 0: any free one.
+``python -m manager.engine.on_ray.vm_host FD PATIENCE_S WORKERS_FD DIRECTORY HOST PORT FIRST`` starts it. FD: see
+``control_socket``. WORKERS_FD: a socket at which workers call, which it keeps for the managers. DIRECTORY: the run's,
+with Ray's token. HOST and PORT: of the head node, HOST being empty where all VMs are of this machine; FIRST: of the
+ports of its other processes; 0: any free one.
 
-A process of its own, because the nodes must die with the thread that started them (the kernel's
-parent-death signal), Ray wants that of the head node to be a main thread, and Ctrl-C in the user's terminal must reach
-the manager alone. They outlive a manager that was killed for ``PATIENCE_S``, in which another may take over. Then, or
-at ``{"end": true}``, every node is ended; if no manager asked for that, the Ray directory, with the token, is removed.
+A process of its own, because Ctrl-C in the user's terminal must reach the manager alone. Nodes outlive a manager that
+was killed for ``PATIENCE_S``, in which another may take over. Then, or at ``{"end": true}``, every node is ended; if no
+manager asked for that, the directory is removed. If this process is killed, another one ends its session.
 
-Every manager is greeted with that socket and ``{"host": pid, "address": .., "head": {name: pid}, "store": pid, "vms":
-{"vm0": [pids]}}``. Requests: ``{"add": "vm0"}``, answered with ``{"name": "vm0", "pids": [..]}`` or ``{"name": "vm0",
-"error": ".."}`` as soon as the VM is up, or dead, whatever else boots meanwhile; ``{"store": host, "port": 0}``, for
-which an earlier store ends, answered with ``{"store": pid, "port": 4711}`` or ``{"store": 0, "error": ".."}``; and
-``{"settled": true}``. ``{"gone": "vm0"}`` tells of a VM that was up and whose raylet ended.
+Every manager is greeted with that socket and ``{"host": pid, "address": .., "head": [pid, ..], "store": pid, "vms":
+{"vm0": pid}}``: without one of the head's processes there is no cluster, and a VM is its raylet. Requests: ``{"add":
+"vm0"}``, answered with ``{"name": "vm0", "pid": ..}`` once it boots, or with ``{"name": "vm0", "error": ".."}``;
+``{"driver": true}`` with a connection, to which a new process of ``driver`` is connected, and an earlier one ends;
+``{"store": host, "port": 0}``, for which an earlier store ends, answered with ``{"store": pid, "port": 4711}`` or
+``{"store": 0, "error": ".."}``; and ``{"settled": true}``. ``{"gone": "vm0"}`` tells of a VM that ended.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -25,62 +27,122 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-import traceback
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
-from ray._private import services
-from ray._private.node import Node
-from ray._private.parameter import RayParams
-from ray.cluster_utils import Cluster
 
 from manager.engine.local_vms.control_socket import ControlSocket, hear, tell
-from manager.engine.on_ray.agents import start_agents_of_ours
 from manager.host.gone import wait_gone
 from manager.host.ports import LOOPBACK, VM_RESOURCE, Ports
 from morph.contract.errors import ClusterError
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
-HEAD_STORE_BYTES = 512 * 1024 * 1024
-"""At most: the code of the job waits in it for workers that are set up, and no worker spills it to disk."""
 END_TIMEOUT_S = 10.0
-NODE_TIMEOUT_S = 60.0
-LOOK_EVERY_S = 0.1
-NO_WORKERS = str(Path(__file__).with_name("no_workers.py"))
+LOOK_EVERY_S = 0.05
 LOG = "vm_host.log"
-_PARAMS: Any = RayParams  # whose types are wrong
+HEAD_PROCESSES = ("gcs_server", "raylet")
+_SET_REAPER_OF_ORPHANS = 36
+END_SESSION = """
+import contextlib, os, signal, sys
+sys.stdin.read()
+own, session, left = os.getpid(), os.getsid(0), True
+while left:
+    left = False
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):
+            if pid != own and os.getsid(pid) == session:
+                with open(f"/proc/{pid}/stat") as stat:
+                    left = left or stat.read().rpartition(")")[2].split()[0] != "Z"
+                os.kill(pid, signal.SIGKILL)
+"""
+"""Of a process that outlives this one by a moment: its end of the pipe closes when this process is killed."""
 
 
-class _Node(Node):
-    """A Ray node that hands out its raylet's process as soon as there is one: the constructor waits on for Ray."""
+class _Head(Protocol):
+    """A head node. ``pids``: of the processes without which there is none."""
 
-    def __init__(self, params: RayParams, started: Callable[[int], None]) -> None:
-        self._started = started
-        super().__init__(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
+    address: str
+    pids: list[int]
 
-    def start_raylet(self, *args: Any, **kwargs: Any) -> None:
-        super().start_raylet(*args, **kwargs)
-        self._started(self.all_processes["raylet"][0].process.pid)
+    def add(self, name: str) -> Any:
+        """Start the node of a VM on this machine; blocks until Ray knows it."""
+
+
+class _ConfinedHead:
+    """``ray start --head`` for VMs that are elsewhere: nothing that these have it run can leave its folder."""
+
+    def __init__(self, directory: Path, host: str, port: int, first_port: int) -> None:
+        if not port:
+            with socket.create_server((host, 0)) as free:
+                port = free.getsockname()[1]
+        command = [
+            *(sys.executable, "-m", "manager.engine.on_ray.node", f"--parent={os.getpid()}", f"--confined={directory}"),
+            *("start", "--head", "--block", f"--node-ip-address={host}", f"--port={port}", "--disable-usage-stats"),
+            *("--num-cpus=0", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}"),
+            f"--plasma-directory={directory / 'ray' / 'tmp'}",  # Ray's usual one is everybody's
+            "--include-dashboard=false",
+            "--include-log-monitor=false",  # it holds a file for each worker there ever was, and nobody reads them
+            "--no-monitor",  # of the autoscaler: its metrics are open to everybody, at a port of Ray's choice
+            *Ports(first_port).options(),
+        ]
+        self.address = f"{host}:{port}"
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+        self.pids = [self._process.pid]  # it ends when one of its own does
+
+    def add(self, name: str) -> Any:
+        raise ClusterError(f"{name} would be a VM of this machine beside a provider's")
+
+
+class _LocalHead:
+    """A cluster whose nodes are all of this machine and listen on loopback, which ``ray start`` has no option for.
+
+    It is not confined: nobody has its token but its user, as whom its workers run.
+    """
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._cluster: Any = Cluster(
+            shutdown_at_exit=False,  # which could start nodes in the main thread alone
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 0,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "include_dashboard": False,
+                "include_log_monitor": False,
+                "no_monitor": True,
+                "node_ip_address": LOOPBACK,
+            },
+        )
+        self.address: str = self._cluster.address
+        self.pids = [child.pid for child in psutil.Process().children() if child.name() in HEAD_PROCESSES]
+
+    def add(self, name: str) -> Any:
+        return self._cluster.add_node(
+            wait=False,
+            num_cpus=1,
+            num_gpus=0,
+            resources={VM_RESOURCE + name: 1},
+            object_store_memory=OBJECT_STORE_BYTES,
+            node_ip_address=LOOPBACK,
+        )
 
 
 class _Nodes:
-    """What runs: Ray's cluster, and the processes of each VM, raylet first. Each VM has a thread that ends with it."""
+    """What runs: the head node, VMs and the driver. Each VM has a thread that ends with it."""
 
-    def __init__(self, cluster: Any, calls: socket.socket) -> None:
-        self._cluster, self._calls = cluster, calls
-        self._vms: dict[str, list[int]] = {}
-        self._booting: set[str] = set()
+    def __init__(self, directory: Path, head: _Head, calls: socket.socket) -> None:
+        self._directory, self._head, self._calls = directory, head, calls
+        self._vms: dict[str, int] = {}
+        self._asked: set[str] = set()
         self._manager: socket.socket | None = None
         self._store: subprocess.Popen[bytes] | None = None
+        self._driver: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._launching = threading.Lock()
         self._storing = threading.Lock()
-        self._numbers = count(1)
 
     def greet(self, manager: socket.socket) -> None:
         """Tell a manager what it must know, and from now on what happens."""
@@ -90,8 +152,8 @@ class _Nodes:
                 manager,
                 self._calls.fileno(),
                 host=os.getpid(),
-                address=self._cluster.address,
-                head=_pids(self._cluster.head_node),
+                address=self._head.address,
+                head=self._head.pids,
                 store=self._store.pid if self._store else 0,
                 vms=self._vms,
             )
@@ -100,6 +162,16 @@ class _Nodes:
         """The manager is gone: nothing is told any more."""
         with self._lock:
             self._manager = None
+
+    def start_driver(self, connection: int) -> None:
+        """Start the driver's process anew, connected to a manager by this file descriptor."""
+        if self._driver is not None:
+            self._driver.kill()
+            self._driver.wait()
+        command = [sys.executable, "-m", "manager.engine.on_ray.driver", str(connection), str(self._directory)]
+        self._driver = subprocess.Popen(
+            [*command, self._head.address], stdin=subprocess.DEVNULL, pass_fds=[connection], process_group=0
+        )
 
     def start_store(self, host: str, port: int) -> None:
         """Start the rendezvous store; the answer follows."""
@@ -122,78 +194,57 @@ class _Nodes:
                 self._say(store=0, error=f"it ended at once; see {LOG}")
 
     def add(self, name: str) -> None:
-        """Bring up a VM; the answer follows. One that boots already, or is up, is not brought up twice."""
+        """Start a VM; the answer follows. One that there is already is not started twice."""
         with self._lock:
             if name in self._vms:
-                self._say(name=name, pids=self._vms[name])
-            elif name not in self._booting:
-                self._booting.add(name)
-                threading.Thread(target=self._boot, args=(name,), name=f"vm-{name}", daemon=True).start()
+                self._say(name=name, pid=self._vms[name])
+            elif name not in self._asked:
+                self._asked.add(name)
+                threading.Thread(target=self._run, args=(name,), name=f"vm-{name}", daemon=True).start()
 
-    def _boot(self, name: str) -> None:
-        """Body of a VM's thread; the kernel ends the raylet with it."""
-        ended = threading.Event()
-        try:
-            node = self._launched(name, ended)
-        except Exception as error:
-            self._did_not_come_up(name, f"{type(error).__name__}: {error}")
-            return
-        with self._lock:
-            is_up = name in self._booting
-            if is_up:
-                self._booting.remove(name)
-                self._vms[name] = list(_pids(node).values())
-                self._say(name=name, pids=self._vms[name])
-        ended.wait()
-        if is_up:
-            with self._lock:
-                del self._vms[name]
-                self._say(gone=name)
-        node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
-
-    def _launched(self, name: str, ended: threading.Event) -> _Node:
-        """A node that Ray knows. One is launched after the other, for Ray would give two the same files."""
-        number = next(self._numbers)
-        sockets = Path(self._cluster.head_node.get_sockets_dir_path())
-        params = _PARAMS(
-            num_cpus=1,
-            num_gpus=0,
-            resources={VM_RESOURCE + name: 1},
-            object_store_memory=OBJECT_STORE_BYTES,
-            node_ip_address=LOOPBACK,
-            gcs_address=self._cluster.gcs_address,
-            redis_address=self._cluster.redis_address,
-            min_worker_port=0,
-            max_worker_port=0,
-            node_manager_port=0,
-            dashboard_agent_listen_port=None,
-            include_log_monitor=False,
-            raylet_socket_name=str(sockets / f"raylet.{number}"),
-            plasma_store_socket_name=str(sockets / f"plasma_store.{number}"),
-        )
-        self._launching.acquire()
+    def _run(self, name: str) -> None:
+        """Body of a VM's thread."""
+        found = threading.Event()
+        self._launching.acquire()  # Ray would give two nodes that start together the same files
         launched = ExitStack()
         launched.callback(self._launching.release)
 
-        def started(raylet: int) -> None:
+        def watch() -> None:
+            raylet = None
+            while raylet is None and not over.wait(LOOK_EVERY_S):
+                raylet = _raylet_of(name)
             launched.close()
-            threading.Thread(target=self._watch, args=(name, raylet, ended), name=f"end-{name}", daemon=True).start()
+            if raylet is not None:
+                self._watch(name, raylet)
+            found.set()
 
-        with launched:
-            return _Node(params, started)
-
-    def _watch(self, name: str, raylet: int, ended: threading.Event) -> None:
-        """Wait for a raylet's end, and leave the zombie: until the manager was told, its number is nobody else's."""
-        with suppress(ChildProcessError):
-            os.waitid(os.P_PID, raylet, os.WEXITED | os.WNOWAIT)
-        self._did_not_come_up(name, "its raylet ended while it booted")
-        ended.set()
-
-    def _did_not_come_up(self, name: str, error: str) -> None:
+        over = threading.Event()
+        threading.Thread(target=watch, name=f"raylet-{name}", daemon=True).start()
+        error = "its raylet ended while it booted"
+        try:
+            self._head.add(name)
+        except Exception as raised:  # Ray's own, which have no common class
+            error = f"{type(raised).__name__}: {raised}"
+        over.set()
+        found.wait()
         with self._lock:
-            if name in self._booting:
-                self._booting.remove(name)
+            if name in self._asked:
+                self._asked.remove(name)
                 self._say(name=name, error=error)
+
+    def _watch(self, name: str, raylet: psutil.Process) -> None:
+        """Tell of a raylet and wait for its end; its zombie stays until the manager was told, for the number's sake."""
+        with self._lock:
+            self._asked.remove(name)
+            self._vms[name] = raylet.pid
+            self._say(name=name, pid=raylet.pid)
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, raylet.pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            del self._vms[name]
+            self._say(gone=name)
+        with suppress(ChildProcessError):
+            os.waitpid(raylet.pid, 0)
 
     def _say(self, **entries: object) -> None:
         if self._manager is not None:
@@ -201,80 +252,14 @@ class _Nodes:
                 tell(self._manager, **entries)
 
 
-def _start_no_server() -> None:
-    """Ray's dashboard has a server, which is started without the dashboard too: the head node would wait for it."""
-
-    def start_no_server(*_args: Any, **_settings: Any) -> tuple[None, None]:
-        return None, None  # as where it does not come up
-
-    vars(services)["start_api_server"] = start_no_server
-
-
-def _start_head(calls: socket.socket, host: str, port: int, first_port: int) -> _Nodes:
-    return _Nodes(
-        Cluster(
-            initialize_head=True,
-            head_node_args={
-                "num_cpus": 0,
-                "worker_path": NO_WORKERS,
-                "setup_worker_path": NO_WORKERS,
-                "object_store_memory": HEAD_STORE_BYTES,
-                "include_dashboard": False,
-                "include_log_monitor": False,  # it holds a file for each worker there ever was, and nobody reads them
-                "no_monitor": True,  # of the autoscaler: its metrics are open to everybody, at a port of Ray's choice
-                "node_ip_address": host,
-                **({"gcs_server_port": port} if port else {}),
-                **Ports(first_port).of_node(),
-            },
-        ),
-        calls,
-    )
-
-
-def _started_head(calls: socket.socket, host: str, port: int, first_port: int) -> _Nodes:
-    """A head node; one that does not come up is started once more, for a raylet gives up agents that need 15 s.
-
-    Raises:
-        ClusterError: this version of Ray is not known.
-        Exception: whatever Ray raises the second time.
-    """
-    try:
-        return _start_head(calls, host, port, first_port)
-    except ClusterError:
-        raise
-    except Exception:
-        traceback.print_exc()
-        _end_children()
-        return _start_head(calls, host, port, first_port)
-
-
-def _wait_longer() -> None:
-    """Ray gives a node 30 s to be known to its head, which a busy machine may need to load its processes alone."""
-    get_node: Any = services.get_node
-
-    def patiently(*args: Any) -> Any:
-        until_s = time.monotonic() + NODE_TIMEOUT_S
-        while True:
-            try:
-                return get_node(*args)
-            except RuntimeError:
-                if not any(map(_is_living_raylet, psutil.Process().children())):
-                    raise ChildProcessError("its raylet ended while it booted") from None  # Ray would ask on
-                if time.monotonic() > until_s:
-                    raise
-                time.sleep(LOOK_EVERY_S)
-
-    vars(services)["get_node"] = patiently
-
-
-def _is_living_raylet(child: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def _pids(node: Any) -> dict[str, int]:
-    return {name: info.process.pid for name, infos in node.all_processes.items() for info in infos}
+def _raylet_of(name: str) -> psutil.Process | None:
+    """Find what Ray started for a VM, by the resource that tells its nodes apart."""
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            is_raylet = child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE
+            if is_raylet and f"{VM_RESOURCE}{name}," in f"{' '.join(child.cmdline())},":
+                return child
+    return None
 
 
 def _end_children() -> None:
@@ -292,15 +277,21 @@ def _attend(manager: socket.socket, nodes: _Nodes, control_socket: ControlSocket
         try:
             nodes.greet(manager)
             while True:
-                request, _ = hear(manager)
-                if request is None or "end" in request:
-                    return request is not None
-                if "settled" in request:
-                    control_socket.settle()
-                elif "store" in request:
-                    nodes.start_store(request["store"], request["port"])
-                else:
-                    nodes.add(request["add"])
+                request, descriptors = hear(manager, 1)
+                try:
+                    if request is None or "end" in request:
+                        return request is not None
+                    if "settled" in request:
+                        control_socket.settle()
+                    elif "store" in request:
+                        nodes.start_store(request["store"], request["port"])
+                    elif "add" in request:
+                        nodes.add(request["add"])
+                    elif descriptors:
+                        nodes.start_driver(descriptors[0])
+                finally:
+                    for descriptor in descriptors:
+                        os.close(descriptor)
         finally:
             nodes.part()
     return False
@@ -309,30 +300,34 @@ def _attend(manager: socket.socket, nodes: _Nodes, control_socket: ControlSocket
 def main() -> None:
     """Serve managers until one asks for the end, or none comes any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.argv[5] and sys.platform == "linux":  # so that nothing that a confined process starts leaves its family
+        ctypes.CDLL(None).prctl(_SET_REAPER_OF_ORPHANS, 1, 0, 0, 0)
     control_socket = ControlSocket(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]))
     calls = socket.socket(fileno=int(sys.argv[3]))
     calls.set_inheritable(False)
-    asked_to_end = False
-    _wait_longer()
-    start_agents_of_ours()
-    _start_no_server()
+    directory, asked_to_end = Path(sys.argv[4]), False
+    end_of_this, _ = os.pipe()  # whose other end the kernel closes
+    subprocess.Popen([sys.executable, "-I", "-S", "-c", END_SESSION], stdin=end_of_this)
+    os.close(end_of_this)
     try:
         manager = control_socket.next()
         try:
-            nodes = _started_head(calls, sys.argv[4], int(sys.argv[5]), int(sys.argv[6]))
-        except Exception as error:
+            host, port, first_port = sys.argv[5], int(sys.argv[6]), int(sys.argv[7])
+            head = _ConfinedHead(directory, host, port, first_port) if host else _LocalHead()
+        except Exception as error:  # Ray's own, which have no common class
             if manager is not None:
                 tell(manager, error=f"{type(error).__name__}: {error}")
             return
+        nodes = _Nodes(directory, head, calls)
         while manager is not None and not asked_to_end:
             asked_to_end = _attend(manager, nodes, control_socket)
             manager = None if asked_to_end else control_socket.next()
     finally:
         control_socket.close()
         _end_children()
-        if not asked_to_end and "RAY_TMPDIR" in os.environ:
-            shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
-        os._exit(0)  # Ray's exit hooks would wait for nodes that are gone
+        if not asked_to_end:
+            shutil.rmtree(directory, ignore_errors=True)
+        os._exit(0)  # whatever its threads wait for
 
 
 if __name__ == "__main__":

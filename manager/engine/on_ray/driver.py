@@ -1,0 +1,147 @@
+"""The process that is Ray's driver: it starts workers as actors, and says which nodes there are.
+
+``python -m manager.engine.on_ray.driver FD DIRECTORY ADDRESS`` starts it. FD: its connection to the manager, over which
+both send lines, each one value of ``driver_messages``. DIRECTORY: the run's, with Ray's token. ADDRESS: of the head
+node. It ends with the connection.
+
+What a VM sends over Ray is a pickle, and the sender chooses what it does when it is read. It is read here, where there
+is nothing to take: this process has no credentials, no secret of the run but Ray's token, which every VM has, and the
+secret of a worker for as long as it takes to start that worker; and it is confined.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from manager.engine.on_ray.driver_messages import MAX_LINE_BYTES, Hello, Kill, Nodes, Start, Told, read_order, write
+from manager.engine.on_ray.ray_environment import confine_to
+from manager.host.ports import VM_RESOURCE
+from morph.contract.vm_names import workers_of
+from morph.runtime.process.actor import WorkerActor
+
+NAMESPACE = "morph"
+HEAD_TIMEOUT_S = 120.0
+NODES_EVERY_S = 0.25
+LOOK_EVERY_S = 0.05
+
+
+class Driver:
+    """Carries out the manager's orders. Actors are detached and named, so that the next driver finds them.
+
+    An actor is called once, and returns from that call when its worker's process ends. A later driver's call waits
+    behind the one that the worker is in.
+    """
+
+    def __init__(self, library: Any, connection: socket.socket) -> None:
+        self._library, self._connection = library, connection  # the first is ray, imported once this is confined
+        self._lock = threading.Lock()
+        self._actor_class = library.remote(WorkerActor)
+        self._actors: dict[str, Any] = {}
+
+    def connect(self, address: str) -> None:
+        """Wait for the head node, connect to it, and say from now on which nodes there are."""
+        host, port = address.rsplit(":", 1)
+        until_s = time.monotonic() + HEAD_TIMEOUT_S
+        while True:
+            with suppress(OSError), socket.create_connection((host, int(port)), LOOK_EVERY_S):
+                break
+            if time.monotonic() > until_s:
+                sys.exit(f"no head node came up at {address} within {HEAD_TIMEOUT_S:g} s")
+            time.sleep(LOOK_EVERY_S)
+        self._library.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=NAMESPACE)
+        threading.Thread(target=self._tell_nodes, name="nodes", daemon=True).start()
+
+    def serve(self) -> None:
+        """Do what is ordered until the manager is gone."""
+        with self._connection.makefile("rb") as lines:
+            while line := lines.readline(MAX_LINE_BYTES):
+                order = read_order(line)
+                if isinstance(order, Kill):
+                    with suppress(ValueError):  # it is gone already
+                        actor = self._actors.pop(order.worker, None) or self._library.get_actor(order.worker)
+                        self._library.kill(actor, no_restart=True)
+                else:
+                    self._start(order)
+
+    def _start(self, order: Start) -> None:
+        try:
+            if order.exists:
+                actor = self._library.get_actor(order.worker)
+            else:
+                actor = self._actor_class.options(
+                    name=order.worker,
+                    get_if_exists=True,
+                    lifetime="detached",
+                    num_cpus=1,
+                    num_gpus=order.num_gpus,
+                    resources={VM_RESOURCE + order.vm: 1},
+                    max_restarts=0,
+                    max_task_retries=0,
+                ).remote()
+            self._actors[order.worker] = actor
+            call = actor.serve_home.remote(order.home.get_secret_value().encode())
+        except Exception as error:  # Ray's have no common class, and a ValueError says that there is no such actor
+            self.tell(Told(kind="ended", worker=order.worker, cause=f"{type(error).__name__}: {error}"[:1000]))
+            return
+        self.tell(Told(kind="started", worker=order.worker))
+        call.future().add_done_callback(lambda ended: self._tell_end(order.worker, ended))
+
+    def _tell_end(self, worker: str, call: Future[Any]) -> None:
+        """Say how a worker's call ended. What the other end wrote of it is left out."""
+        name = type(call.exception()).__name__
+        kind: Literal["ended", "unreachable"] = "unreachable" if name == "ActorUnavailableError" else "ended"
+        self.tell(Told(kind=kind, worker=worker, cause=f"{name}: the worker's process or VM is gone"))
+
+    def _tell_nodes(self) -> None:
+        told: Nodes | None = None
+        while True:
+            with suppress(Exception):  # of Ray's, which have no common class: it does not say, and is asked again
+                found = Nodes(
+                    workers={
+                        worker: node["NodeManagerAddress"]
+                        for node in self._library.nodes()
+                        if node["Alive"]
+                        for resource, num_devices in node["Resources"].items()
+                        if resource.startswith(VM_RESOURCE)
+                        for worker in workers_of(resource.removeprefix(VM_RESOURCE), int(num_devices))
+                    }
+                )
+                if found != told:
+                    self.tell(found)
+                    told = found
+            time.sleep(NODES_EVERY_S)
+
+    def tell(self, value: Hello | Told | Nodes) -> None:
+        """Send the manager a line, from any thread."""
+        with self._lock:
+            try:
+                self._connection.sendall(write(value))
+            except OSError:  # the manager is gone
+                os._exit(0)
+
+
+def main() -> None:
+    """Confine this process, then serve the manager."""
+    connection, directory, address = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]), sys.argv[3]
+    connection.set_inheritable(False)
+    lacks = confine_to(directory).lacks
+    import ray
+
+    driver = Driver(ray, connection)
+    driver.tell(Hello(lacks=lacks))
+    driver.connect(address)
+    driver.serve()
+    os._exit(0)  # Ray's exit hooks would wait for what is gone
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The manager's connection to the process that is Ray's driver, which is started again when it ends."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from manager.engine.on_ray.driver_messages import MAX_LINE_BYTES, Hello, Kill, Nodes, Start, Told, read_told, write
+from morph.contract.errors import ClusterError
+
+log = logging.getLogger(__name__)
+
+SEND_TIMEOUT_S = 10.0
+SHORT_LIFE_S = 30.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+
+
+class Attendant(Protocol):
+    """Who is told what, in a thread of the line's."""
+
+    def told(self, told: Told) -> None:
+        """The driver said something of a worker."""
+
+    def connected(self) -> None:
+        """A driver is connected, which knows of no worker."""
+
+
+class DriverLine:
+    """A driver, or the next one. What it says is checked: a line that is not as it should be ends that driver.
+
+    Args:
+        launch: Starts a driver's process, connected by this file descriptor; raises ClusterError where it cannot.
+
+    ``lacks``: what of the confinement of drivers this machine does not allow.
+    """
+
+    def __init__(self, launch: Callable[[int], None]) -> None:
+        self._launch = launch
+        self.lacks = ""
+        self._changed = threading.Condition()
+        self._connection: socket.socket | None = None
+        self._nodes: dict[str, str] | None = None
+        self._attendant: Attendant | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="morph-ray-driver", daemon=True)
+
+    def start(self) -> None:
+        """Start the driver; ``wait_for_nodes`` tells whether it came up."""
+        self._thread.start()
+
+    def attend(self, attendant: Attendant) -> None:
+        """From now on tell this one. Called once, after the driver was connected."""
+        self._attendant = attendant
+
+    @property
+    def nodes(self) -> dict[str, str]:
+        """The workers for which there are nodes, with their addresses.
+
+        Raises:
+            ClusterError: no driver is connected.
+        """
+        with self._changed:
+            if self._nodes is None:
+                raise ClusterError("Ray does not say which nodes there are: its driver is not connected")
+            return dict(self._nodes)
+
+    def wait_for_nodes(self, reached: Callable[[dict[str, str] | None], bool], timeout_s: float) -> bool:
+        """Wait until what is known of the nodes is like this; returns whether it is within ``timeout_s``."""
+        with self._changed:
+            return self._changed.wait_for(lambda: reached(self._nodes), timeout_s)
+
+    def notify(self) -> None:
+        """Have those who wait for nodes look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def send(self, order: Start | Kill) -> bool:
+        """Send an order; returns False where no driver takes it."""
+        with self._changed:
+            connection = self._connection if self._nodes is not None else None
+            if connection is None or self._closed.is_set():
+                return False
+            try:
+                connection.sendall(write(order))
+            except OSError:  # also when it took nothing for too long: then half a line may have gone
+                connection.close()
+                return False
+        return True
+
+    def close(self) -> None:
+        """Let the driver end. It is not waited for: its host ends it."""
+        self._closed.set()
+        with self._changed:
+            if self._connection is not None:
+                self._connection.close()
+
+    def _run(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while not self._closed.is_set():
+            begin_s = time.monotonic()
+            try:
+                self._hear_one()
+            except ClusterError:  # its host is gone, and so is everything else
+                return
+            lived_s = time.monotonic() - begin_s
+            pause_s = FIRST_PAUSE_S if lived_s > SHORT_LIFE_S else min(2 * pause_s, LONGEST_PAUSE_S)
+            if not self._closed.wait(pause_s):
+                log.warning("the process that is Ray's driver ended after %.0f s: another one is started", lived_s)
+
+    def _hear_one(self) -> None:
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                self._launch(theirs.fileno())
+            ours.settimeout(None)
+            with self._changed:
+                self._connection = ours
+            try:
+                with ours.makefile("rb") as lines:
+                    while line := lines.readline(MAX_LINE_BYTES):
+                        self._take(read_told(line))
+            except OSError:
+                pass
+            except ValueError as error:
+                log.warning("what Ray's driver says cannot be read, so that it is ended: %s", error)
+            finally:
+                with self._changed:
+                    self._connection = self._nodes = None
+                    self._changed.notify_all()
+
+    def _take(self, told: Hello | Told | Nodes) -> None:
+        if isinstance(told, Hello):
+            if told.lacks and not self.lacks:
+                log.warning("Ray's processes here are not wholly confined (docs/safety.md): no %s", told.lacks)
+            self.lacks = told.lacks
+            return
+        if isinstance(told, Told):
+            if self._attendant is not None:
+                self._attendant.told(told)
+            return
+        with self._changed:
+            is_first = self._nodes is None
+            self._nodes = told.workers
+            self._changed.notify_all()
+        if is_first and self._attendant is not None:
+            self._attendant.connected()
