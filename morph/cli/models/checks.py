@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -157,7 +156,7 @@ def _warnings_of_loss(job: Job, num_parameters: int, most_parameters: int) -> tu
 
 
 def check_device(cluster: ClusterConfig, source: str) -> None:
-    """Refuse a device that this machine lacks, where VMs share its devices, or a library that their TLS wants.
+    """Refuse a device that this machine lacks, where VMs share its devices.
 
     Raises:
         ConfigError: naming the cluster file.
@@ -165,14 +164,6 @@ def check_device(cluster: ClusterConfig, source: str) -> None:
     from morph.contract.cluster import LocalVms
     from morph.contract.errors import ConfigError
 
-    if cluster.vms.tls and find_spec("cryptography") is None:
-        raise ConfigError(
-            "certificates need a library that is not installed",
-            source=source,
-            field="vms.tls",
-            value=True,
-            allowed="pip install -e '.[tls]' in the clone of Morph, or false",
-        )
     if isinstance(cluster.vms, LocalVms) and cluster.vms.device == "cuda":
         import torch
 
