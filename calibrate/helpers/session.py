@@ -14,7 +14,7 @@ from typing import Any
 
 from morph.contract.errors import ClusterError, ConfigError, WaitTimeout
 from morph.link import session as link
-from morph.link.authority import authority_of
+from morph.link.authority import credential_of
 from morph.link.wire import Wire
 
 NAME = "morph calibrate-peer"
@@ -87,7 +87,7 @@ def call(host: str, port: int, token: str) -> Session:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ClusterError(f"{what} cannot be reached: {reason}; is `{NAME}` running there?") from error
-    session = link.Session(connection, Wire(authority_of(token).credential(), listens=False))
+    session = link.Session(connection, Wire(credential_of(token), listens=False))
     try:
         with ExitStack() as failing:
             failing.callback(session.close)
@@ -111,7 +111,7 @@ def answer(connection: socket.socket, token: str) -> Session:
         ClusterError: it does not know the secret, or is gone.
         WaitTimeout: it does not speak.
     """
-    session = link.Session(connection, Wire(authority_of(token).credential(), listens=True))
+    session = link.Session(connection, Wire(credential_of(token), listens=True))
     try:
         with ExitStack() as failing:
             failing.callback(session.close)

@@ -11,7 +11,7 @@ from typing import Any
 
 from manager.notices.call import AGENT, ROLES
 from morph.contract.vm_names import MAX_DEVICES
-from morph.link.authority import authority_of
+from morph.link.authority import credential_of
 from morph.link.listener import HELLO_TIMEOUT_S, Caller, Listener
 from morph.link.session import Session
 from morph.link.wire import Wire
@@ -40,7 +40,7 @@ class VmServer(ABC):
     """
 
     def __init__(self, secret: str, host: str, port: int, files: Mapping[str, bytes]) -> None:
-        self._credential, self._files = authority_of(secret).credential(), files
+        self._credential, self._files = credential_of(secret), files
         self._agents: dict[str, Session] = {}
         self._lock = threading.Lock()
         self._listener = Listener.at(host, port, self._serve, "morph-notices")

@@ -35,9 +35,9 @@ class Invitation:
     @property
     def credential(self) -> str:
         """Return what this process shows to others of the job, and demands of them."""
-        from morph.link.authority import authority_of
+        from morph.link.authority import credential_of
 
-        return authority_of(self.secret).credential()
+        return credential_of(self.secret)
 
     @classmethod
     def of_environment(cls) -> Invitation:

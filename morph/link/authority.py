@@ -42,6 +42,12 @@ def authority_of(secret: str) -> Authority:
     return Authority(ec.derive_private_key(int.from_bytes(found, "big") % (ORDER - 1) + 1, CURVE()))
 
 
+@lru_cache(maxsize=8)
+def credential_of(secret: str) -> str:
+    """Return what one shows who has a secret, to call and to be called; the same for the life of this process."""
+    return authority_of(secret).credential()
+
+
 class Authority:
     """Signs certificates; none of them signs another."""
 

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-from morph.link.authority import authority_of
+from morph.link.authority import authority_of, credential_of
 from morph.link.wire import Wire
 
 SECRET = "s3cret-of-this-run"
@@ -17,7 +17,7 @@ Change = Callable[[bytes], bytes]
 
 def own(secret: str = SECRET) -> str:
     """What one who has the secret shows."""
-    return authority_of(secret).credential()
+    return credential_of(secret)
 
 
 def of_caller(name: str = "vm0", secret: str = SECRET) -> str:

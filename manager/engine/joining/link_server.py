@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from manager.engine.loop.worker_pool import Line
-from morph.link.authority import authority_of
+from morph.link.authority import authority_of, credential_of
 from morph.link.caller import LIVENESS, ROLES, TALK, bounded
 from morph.link.home import Home
 from morph.link.listener import BACKLOG, HELLO_TIMEOUT_S, LOOK_EVERY_S, MOST_KNOWN, PAUSE_S, Strangers
@@ -116,7 +116,7 @@ class LinkServer:
 
     def __init__(self, entrance: Entrance, events: LinkEvents) -> None:
         self._entrance, self._events = entrance, events
-        self._credential = authority_of(entrance.secret).credential()
+        self._credential = credential_of(entrance.secret)
         self._strangers = Strangers()
         self._known: dict[tuple[str, str], _Caller] = {}
         self._callers: set[_Caller] = set()
