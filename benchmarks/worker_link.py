@@ -4,10 +4,9 @@
 
 One round is one order to each worker and all answers back, with the orders of a real step and a real reshape, such as
 the controller makes for so many nodes. Workers are processes that read and answer, and train nothing; who started them
-makes no difference to their link. ``sealed``: every message is sealed (HMAC-SHA256); ``tls``: both ends show the run's
-certificates.
+makes no difference to their link.
 
-Every link of every size has a process of its own. Prints, for each: the round's median and 95th percentile; the CPU
+Every size has a process of its own. Prints, for each: the round's median and 95th percentile; the CPU
 time of the manager's process and of all others in a round; what its memory grew by; and its CPU time while nothing is
 ordered and only heartbeats come, one a second and worker. The table says how many workers there were: no more are set
 up than memory takes.
@@ -16,7 +15,6 @@ up than memory takes.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import statistics
 import tempfile
@@ -31,9 +29,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks.controller_scale import Run, make_config
-from benchmarks.harness import LOOPBACK, forked, head, kill, machine, numbers, row, words
+from benchmarks.harness import LOOPBACK, forked, head, kill, machine, numbers, row
 from manager.controller.state.events import NodeAppeared, WorkerAnswered
-from manager.engine.joining.certificates import Tls, make_certificates
 from manager.engine.joining.link_server import Entrance, LinkServer, listen
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.loop.worker_pool import WorkerPool
@@ -53,7 +50,6 @@ from morph.contract.timeline import ComputeTimes
 from morph.link.proof import new_secret
 from morph.runtime.process.serving import serve
 
-LINKS = ("sealed", "tls")
 WARM_UP, LEAST_ROUNDS, IDLE_S = 3, 20, 5.0
 STARTED_AT_ONCE = 8
 LEAST_MEMORY_BYTES = 1_500_000_000
@@ -152,14 +148,10 @@ class Launcher:
         return ()
 
 
-def open_pool(event_queue: EventQueue, workers: list[str], ending: ExitStack, *, tls: bool) -> WorkerPool:
+def open_pool(event_queue: EventQueue, workers: list[str], ending: ExitStack) -> WorkerPool:
     """Fork the workers, which call until somebody answers, and let them in."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    certificates = None
-    if tls:
-        certificates = make_certificates(Path(ending.enter_context(tempfile.TemporaryDirectory())), Tls())
-        os.environ.update(certificates.ray_environment)
-    entrance = Entrance(listen(LOOPBACK), new_secret(), certificates)
+    entrance = Entrance(listen(LOOPBACK), new_secret())
     for worker in workers:
         ending.callback(kill, [forked(partial(serve, entrance.home(worker), lambda setup: Answerer(setup.worker)))])
     pool = WorkerPool(event_queue, make_setup, Launcher(), 60.0)
@@ -169,7 +161,7 @@ def open_pool(event_queue: EventQueue, workers: list[str], ending: ExitStack, *,
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one link and size; ``growth``: kB of the driver's memory for each order."""
+    """Of one size; ``growth``: kB of the driver's memory for each order."""
 
     num_workers: int
     step_s: list[float]
@@ -182,11 +174,11 @@ class Figures:
     order_bytes: tuple[int, int]
 
 
-def measure(link: str, num_workers: int, seconds: float) -> Figures:
+def measure(num_workers: int, seconds: float) -> Figures:
     with ExitStack() as ending:
         event_queue = EventQueue()
         workers = [worker_name(number) for number in range(num_workers)]
-        pool = open_pool(event_queue, workers, ending, tls=link == "tls")
+        pool = open_pool(event_queue, workers, ending)
         there = 0
         while there < num_workers and psutil.virtual_memory().available > LEAST_MEMORY_BYTES:
             batch = workers[there : there + STARTED_AT_ONCE]
@@ -260,15 +252,14 @@ def quantiles_ms(values_s: list[float]) -> str:
     return f"{statistics.median(values_s) * 1e3:.1f}, {statistics.quantiles(values_s, n=20)[-1] * 1e3:.1f} ms"
 
 
-def main(workers: str = "8,64,256", links: str = "sealed,tls", seconds: float = 6.0) -> None:
+def main(workers: str = "8,64,256", seconds: float = 6.0) -> None:
     print(machine())
     step = "a step: median, p95 | CPU of the manager | of all others | its memory, an order"
-    head(f"link | workers | {step} | a reshape: median, p95 | CPU of the manager | CPU while idle | its order")
+    head(f"workers | {step} | a reshape: median, p95 | CPU of the manager | CPU while idle | its order")
     for size in numbers(workers):
-        for link in words(links, LINKS):
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                found = pool.submit(measure, link, size, seconds).result()
-            cpu = (f"{value * 1e3:.1f} ms" for value in (found.step_cpu_s, found.others_cpu_s))
-            reshape = (quantiles_ms(found.reshape_s), f"{found.reshape_cpu_s * 1e3:.1f} ms", f"{found.idle_cpu:.1%}")
-            size_kb = f"{found.order_bytes[1] / 1e3:.1f} kB"
-            row(link, found.num_workers, quantiles_ms(found.step_s), *cpu, f"{found.growth:.2f} kB", *reshape, size_kb)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            found = pool.submit(measure, size, seconds).result()
+        cpu = (f"{value * 1e3:.1f} ms" for value in (found.step_cpu_s, found.others_cpu_s))
+        reshape = (quantiles_ms(found.reshape_s), f"{found.reshape_cpu_s * 1e3:.1f} ms", f"{found.idle_cpu:.1%}")
+        size_kb = f"{found.order_bytes[1] / 1e3:.1f} kB"
+        row(found.num_workers, quantiles_ms(found.step_s), *cpu, f"{found.growth:.2f} kB", *reshape, size_kb)

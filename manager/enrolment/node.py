@@ -16,10 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from manager.enrolment.authority import WrongCertificate, check_certificate, signing_request
 from manager.enrolment.files import Certificates
 from manager.notices.call import ERRAND, arguments_of_node, called, secret_in
 from morph.contract.errors import MorphError
 from morph.contract.files import PRIVATE, write_whole
+from morph.link.authority import key_pem, new_key
 
 ANSWER_TIMEOUT_S = 10.0
 RETRY_S = 2.0
@@ -89,11 +91,6 @@ def enrol(place: Place, authority: Path, directory: Path, patience_s: float) -> 
     Raises:
         NotEnrolled: there is none.
     """
-    try:
-        from manager.enrolment.authority import WrongCertificate, check_certificate, key_pem, new_key, signing_request
-    except ImportError:
-        ask_for_long(place, lambda _address: "", patience_s)  # which it refuses, so that its user reads why
-        raise NotEnrolled("the package cryptography is not installed") from None
     key, trusted = new_key(), authority.read_bytes()
     granted = ask_for_long(place, lambda address: signing_request(key, place.node, address), patience_s)
     try:

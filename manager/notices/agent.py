@@ -49,13 +49,12 @@ def sources_of(name: str) -> list[NoticeSource]:
 class Agent:
     """Tells the manager of notices; a notice that stands is told again after each new connection.
 
-    Whoever answers at the manager's address without the secret is not the manager: he is told nothing, and the VM is as
-    lonely as without him.
+    Whoever answers at the manager's address and may not listen there is told nothing, and does not end the loneliness.
 
     Args:
         address: Of the manager.
         node: This VM's name.
-        secret: Shared with the manager.
+        secret: The nodes' credential.
         sources: What to poll.
         lonely_s: Without the manager for this long, ``end`` is called, again and again.
         end: Ends this VM.

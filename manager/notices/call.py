@@ -1,4 +1,4 @@
-"""How a node calls its manager, for which it proves the nodes' secret (``morph.link``); messages are JSON objects.
+"""How a node calls its manager, over TLS with the nodes' credential (``morph.link``); messages are JSON objects.
 
 Its agent keeps its connection. It sends ``Told`` values and beats, the manager ``left`` messages, and ``heard`` for
 each of the agent's. On an errand a node asks for one thing, and hangs up::
@@ -7,10 +7,8 @@ each of the agent's. On an errand a node asks for one thing, and hangs up::
     {"kind": "unfit", "why": SENTENCE}                       {"heard": true}
     {"kind": "certificate", "request": CSR}                  {"certificate": PEM} or {"refused": SENTENCE}
 
-CSR is the node's signing request in PEM, empty where the node has nothing to make one with; it proves by its own
-signature that the node has the key. So the secret never travels, a node cannot speak for another job, and whoever does
-not have the secret can neither stand in for the manager nor add, change or repeat a message, nor use it on another
-connection. Nothing that is sent is secret.
+CSR is the node's signing request in PEM; it proves by its own signature that the node has the key. A node cannot speak
+for another job, and no node has what it takes to stand in for the manager.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from typing import Iterator, Tuple  # noqa: UP035 (a VM that boots may have Pyth
 from morph.link.session import Session
 from morph.link.wire import Wire
 
-PURPOSE = "morph-notices"
 AGENT, ERRAND = ROLES = ("agent", "errand")
 CONNECT_TIMEOUT_S = 10.0
 
@@ -44,7 +41,7 @@ def called(
 
     Args:
         manager: Its address.
-        secret: Of the nodes.
+        secret: The nodes' credential.
         node: Who calls.
         role: ``AGENT`` or ``ERRAND``.
         num_devices: That the node has.
@@ -55,8 +52,8 @@ def called(
         OSError: the manager is not there, is slow, or somebody else answers.
     """
     with socket.create_connection(manager, CONNECT_TIMEOUT_S, (source, 0) if source else None) as connection:
-        session = Session(connection, Wire(None, manager[0]))
-        session.greet(secret, PURPOSE, node, str(num_devices), role, timeout_s=timeout_s)
+        session = Session(connection, Wire(secret, listens=False))
+        session.greet(node, str(num_devices), role, timeout_s=timeout_s)
         yield session
 
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from manager.notices.call import AGENT, PURPOSE, ROLES
+from manager.notices.call import AGENT, ROLES
 from morph.contract.vm_names import MAX_DEVICES
+from morph.link.authority import credential_of
 from morph.link.listener import HELLO_TIMEOUT_S, Caller, Listener
 from morph.link.session import Session
 from morph.link.wire import Wire
@@ -21,7 +22,7 @@ SEND_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class CallingNode:
-    """Who calls, which it has proven; ``address``: from where."""
+    """Who calls, as it says itself, with the nodes' credential; ``address``: from where."""
 
     node: str
     num_devices: int
@@ -29,17 +30,17 @@ class CallingNode:
 
 
 class VmServer(ABC):
-    """Listens for nodes, which prove that they know the secret. Subclasses say what their messages mean.
+    """Listens for nodes, which show a certificate. Subclasses say what their messages mean.
 
     Args:
-        secret: Shared with the nodes; whoever does not prove it is sent away.
+        secret: From which the nodes' credential follows; whoever calls without that is sent away.
         host: Address to listen on.
         port: 0: any free one.
         files: What nodes may ask for, by name.
     """
 
     def __init__(self, secret: str, host: str, port: int, files: Mapping[str, bytes]) -> None:
-        self._secret, self._files = secret, files
+        self._credential, self._files = credential_of(secret), files
         self._agents: dict[str, Session] = {}
         self._lock = threading.Lock()
         self._listener = Listener.at(host, port, self._serve, "morph-notices")
@@ -55,14 +56,13 @@ class VmServer(ABC):
 
     def _serve(self, caller: Caller) -> None:
         """Hear one node, until it is gone or silent; an agent comes again if it can."""
-        session = Session(caller.connection, Wire(None))
-        greeting = session.welcome(self._secret, PURPOSE, 3, HELLO_TIMEOUT_S)
-        name, num_devices, role = greeting.facts
+        session = Session(caller.connection, Wire(self._credential, listens=True))
+        name, num_devices, role = session.welcome(3, HELLO_TIMEOUT_S)
         if role not in ROLES or not 1 <= int(num_devices) <= MAX_DEVICES:
             raise ConnectionError("no node speaks like this")
         node = CallingNode(name, int(num_devices), caller.source)
         caller.known()
-        session.let_in(greeting, self._secret)
+        session.let_in()
         if role == AGENT:
             with self._lock:
                 before, self._agents[name] = self._agents.get(name), session

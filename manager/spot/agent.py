@@ -42,7 +42,7 @@ class VmAgent:
     Args:
         manager: HOST:PORT.
         node: This VM's name.
-        secret: Shared with the launcher.
+        secret: The VMs' credential.
         folder: Empty; holds the script's code and what it says.
         uid: Of the user that the script is; 0: this process's.
     """

@@ -26,6 +26,7 @@ from morph.contract.errors import ConfigError
 from morph.contract.files import code_files, packed
 from morph.contract.lives import Lives
 from morph.jobs.snapshot import MAX_BYTES
+from morph.link.authority import authority_of
 from morph.link.proof import new_secret
 
 
@@ -59,7 +60,7 @@ def open_provided(
         ) from error
     start = NodeStart(
         manager_address=f"{vms.address}:{machines.port}",
-        node_secret=SecretStr(secret),
+        node_secret=SecretStr(authority_of(secret).credential("node")),
         setup=vms.environment.setup,
         python=vms.environment.python,
         python_version=python_version(),
@@ -77,17 +78,6 @@ def open_provided(
     launcher = Launcher(named, command, source, machines, lives)
     machines.noticed = launcher.noticed
     return launcher
-
-
-def check_provided(cloud: Cloud, source: str) -> None:
-    """Refuse what a script's VMs do not heed.
-
-    Raises:
-        ConfigError: naming the field.
-    """
-    if cloud.vms.tls:
-        allowed = "false: the script's code and variables are not encrypted on their way to the VMs"
-        raise ConfigError("is not heeded by spot-run", source=source, field="vms.tls", value=True, allowed=allowed)
 
 
 def packed_code(folder: Path) -> bytes:

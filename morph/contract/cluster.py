@@ -55,6 +55,7 @@ EPHEMERAL = 32768
 
 KIND = "whose VMs: local, of processes of this machine; azure, spot VMs of Azure; static, hosts of yours over ssh"
 DEVICE = "what a worker computes on"
+TLS = "encrypt what Ray's processes say to one another; orders and answers are always encrypted, tensors never"
 
 
 class Limits(Value):
@@ -88,9 +89,7 @@ class LocalVms(Value):
     device: Literal["cpu", "cuda"] = Field(default="cpu", description=DEVICE)
     rings: Rings = "gloo"
     links: Links = "staged"
-    tls: bool = Field(
-        default=False, description="encrypt orders and answers (not tensors); wants the package cryptography"
-    )
+    tls: bool = Field(default=False, description=TLS)
     pass_variables: VariableNames = ()
     keep: Annotated[int, Field(ge=1, le=64)] | None = Field(
         default=None, description="ask for so many VMs, and again for each that is lost; absent: num_vms, once"
@@ -167,10 +166,7 @@ class ProvidedVms(Value):
         description=f"of {NUM_PORTS} ports, the same on each VM and here, on which all but tensors arrives; "
         "absent: any free ones",
     )
-    tls: bool = Field(
-        default=False,
-        description="encrypt orders and answers (not tensors); wants the package cryptography",
-    )
+    tls: bool = Field(default=False, description=TLS)
     lonely_s: Seconds = Field(default=900.0, description="a VM without a manager for so long ends itself")
     shared_storage: bool = Field(
         default=False, description="every VM sees this machine's folders under their paths: checkpoints may lie there"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from dataclasses import dataclass
 
 from morph.contract.errors import InputError
@@ -31,6 +32,13 @@ class Invitation:
     secret: str = ""
     silence_s: float = SILENCE_S
 
+    @property
+    def credential(self) -> str:
+        """Return what this process shows to others of the job, and demands of them."""
+        from morph.link.authority import credential_of
+
+        return credential_of(self.secret)
+
     @classmethod
     def of_environment(cls) -> Invitation:
         """What ``morph elastic`` said; without it, a ring of this process alone.
@@ -46,7 +54,7 @@ class Invitation:
                 listen_fd=int(fd) if fd else None,
                 join=parse_address(join, JOIN) if join else None,
                 num_founders=int(found[FOUNDERS] or 1),
-                secret=found[SECRET] or "",
+                secret=found[SECRET] or secrets.token_hex(32),
                 silence_s=float(found[SILENCE] or SILENCE_S),
             )
         except ValueError as error:

@@ -52,26 +52,27 @@ def meet(invitation: Invitation) -> tuple[Membership, StoreHost, Sponsor | None]
     else:
         listening = socket.create_server((invitation.listen_host, 0))
     store = StoreHost(invitation.listen_host)
-    membership = Membership(listening, invitation.listen_host, store.port(), invitation.secret, invitation.silence_s)
+    credential = invitation.credential
+    membership = Membership(listening, invitation.listen_host, store.port(), credential, invitation.silence_s)
     sponsor = None
     try:
         if invitation.join is None:
             membership.found(invitation.num_founders, MEET_TIMEOUT_S)
         else:
-            sponsor = _ask(membership, invitation.join, invitation.secret)
+            sponsor = _ask(membership, invitation.join, credential)
     except BaseException:
         membership.close()
         raise
     return membership, store, sponsor
 
 
-def _ask(membership: Membership, where: tuple[str, int], secret: str) -> Sponsor | None:
+def _ask(membership: Membership, where: tuple[str, int], credential: str) -> Sponsor | None:
     until_s = time.monotonic() + MEET_TIMEOUT_S
     host, port = where
     problem: Exception | None = None
     while time.monotonic() < until_s:
         try:
-            call = Call(home_at(Address(host, port, 0), "", secret), JOINER)
+            call = Call(home_at(Address(host, port, 0), "", credential), JOINER)
         except (OSError, ValueError) as error:
             problem, (host, port) = error, where  # whoever was named may be gone
             time.sleep(AGAIN_S)

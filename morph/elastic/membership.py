@@ -80,13 +80,13 @@ class Membership:
         listening: A listening socket, which is closed with this object.
         host: The address under which the others reach it.
         store_port: Where this process's rendezvous store listens.
-        secret: That all members of a job know.
+        credential: That follows from the secret of the job.
         silence_s: A member that does not answer for so long is taken for lost.
     """
 
-    def __init__(self, listening: socket.socket, host: str, store_port: int, secret: str, silence_s: float) -> None:
+    def __init__(self, listening: socket.socket, host: str, store_port: int, credential: str, silence_s: float) -> None:
         self._changed = threading.Condition(threading.RLock())
-        self._secret, self._silence_s = secret, silence_s
+        self._credential, self._silence_s = credential, silence_s
         self._state: MemberState | None = None
         self._place: Place | None = None
         self._halted: str | None = None
@@ -277,7 +277,7 @@ class Membership:
         link = self._links.get(to)
         if link is None:
             assert self._state is not None
-            link = Outgoing(to, home_at(self._book[to], str(self._state.me), self._secret), self._ended)
+            link = Outgoing(to, home_at(self._book[to], str(self._state.me), self._credential), self._ended)
             self._links[to] = link
         return link
 
@@ -307,7 +307,7 @@ class Membership:
     # -- who calls
 
     def _serve(self, caller: Caller) -> None:
-        incoming = Incoming(caller, self._secret)
+        incoming = Incoming(caller, self._credential)
         if incoming.role == FETCH:
             self.shelf.serve(incoming)
         if incoming.role != MEMBER:

@@ -1,4 +1,4 @@
-"""Connections between members: each calls those that follow it in the ring; both ends prove that they know the secret.
+"""Connections between members: each calls those that follow it in the ring; both ends show that they know the secret.
 
 The end of a connection that a member made is how it learns of a loss, and silence on it for too long.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from morph.elastic.codec import Address
-from morph.link.caller import PURPOSE, Call, bounded
+from morph.link.caller import Call, bounded
 from morph.link.home import Home
 from morph.link.listener import Caller
 from morph.link.session import Session
@@ -28,7 +28,7 @@ class Outgoing:
 
     Args:
         to: Whom it calls.
-        home: Where, and with which secret.
+        home: Where, and with which credential.
         gone: Told once, in the connection's own thread, that it has ended or could not be made.
     """
 
@@ -77,30 +77,20 @@ class Outgoing:
 
 
 class Incoming(Session):
-    """The called end of a connection, once the caller has proven that it knows the secret.
+    """The called end of a connection, once the caller has shown that it knows the secret.
 
     Raises:
-        OSError, ValueError: it does not, or is gone.
+        OSError: it does not, or is gone.
     """
 
-    def __init__(self, caller: Caller, secret: str) -> None:
+    def __init__(self, caller: Caller, credential: str) -> None:
         bounded(caller.connection)
-        super().__init__(caller.connection, Wire(None))
-        greeting = self.welcome(secret, PURPOSE, 2)
+        super().__init__(caller.connection, Wire(credential, listens=True))
+        self.name, self.role = self.welcome(2)
         caller.known()
-        self.name, self.role = greeting.facts
-        self.let_in(greeting, secret)
-
-    def pour(self, data: memoryview) -> None:
-        """Send bytes as they are, neither sealed nor copied, once the other end has said that it waits for them.
-
-        Raises:
-            OSError: the connection is over.
-        """
-        with self._lock:
-            self._connection.sendall(data)
+        self.let_in()
 
 
-def home_at(address: Address, me: str, secret: str) -> Home:
+def home_at(address: Address, me: str, credential: str) -> Home:
     """Where and as whom to call a member."""
-    return Home(worker=me, host=address.host, port=address.port, secret=secret)
+    return Home(worker=me, host=address.host, port=address.port, secret=credential)

@@ -43,7 +43,7 @@ class Session:
         self._state, self._invitation, self._become_one = state, invitation, become_one
         self._membership, self._store, self._sponsor = meet(invitation)
         self.journal = Journal(self._membership.shelf)
-        self._fetcher = Fetcher(invitation.secret)
+        self._fetcher = Fetcher(invitation.credential)
         self._reaper = Reaper()
         self._groups: GroupSet | None = None
         self._place: Place | None = None

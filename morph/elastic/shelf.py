@@ -81,8 +81,8 @@ class Fetch:
 class Fetcher:
     """Gets what others hold; keeps a connection to each. A fetch that is not done when the next begins is given up."""
 
-    def __init__(self, secret: str) -> None:
-        self._secret = secret
+    def __init__(self, credential: str) -> None:
+        self._credential = credential
         self._idle: dict[int, Call] = {}
         self._busy: Call | None = None
 
@@ -97,7 +97,7 @@ class Fetcher:
         def work() -> Tensor | None:
             call: Call | None = None
             try:
-                call = self._idle.pop(other, None) or Call(home_at(address, str(me), self._secret), FETCH)
+                call = self._idle.pop(other, None) or Call(home_at(address, str(me), self._credential), FETCH)
                 self._busy = call
                 value = _received(call, name, wait_s)
             except (OSError, ValueError, KeyError):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import socket
-import ssl
 import struct
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from morph.link.contexts import client_context
 from morph.link.home import Home
 from morph.link.session import Session
 from morph.link.wire import Wire
@@ -19,7 +17,6 @@ CALL_TIMEOUT_S = 10.0
 AGAIN_S = 0.1
 UNTAKEN_MS = 10_000
 """After this a connection is over on which nothing of what was sent arrives, whether anybody said so or not."""
-PURPOSE = "worker"
 TALK, LIVENESS = ROLES = ("talk", "liveness")
 
 
@@ -31,7 +28,7 @@ def bounded(connection: socket.socket) -> None:
 
 
 class Call(Session):
-    """One connection to the manager, both ends of which have proven who they are.
+    """One connection to the manager, both ends of which have shown who they are.
 
     Raises:
         OSError: nobody is there within ``CALL_TIMEOUT_S``, or somebody else is.
@@ -41,25 +38,12 @@ class Call(Session):
         connection = socket.create_connection((home.host, home.port), timeout=CALL_TIMEOUT_S)
         try:
             bounded(connection)
-            super().__init__(connection, Wire(_context(home), home.host))
-            self.greet(home.secret, PURPOSE, home.worker, role, timeout_s=CALL_TIMEOUT_S)
+            super().__init__(connection, Wire(home.secret, listens=False))
+            self.greet(home.worker, role, timeout_s=CALL_TIMEOUT_S)
             connection.settimeout(None)
         except BaseException:
             _reset(connection)
             raise
-
-    def fill(self, data: memoryview) -> None:
-        """Wait for bytes that come as they are, after a message that this end has answered.
-
-        Raises:
-            OSError: the connection is over.
-        """
-        first = 0
-        while first < len(data):
-            num = self._connection.recv_into(data[first:])
-            if not num:
-                raise ConnectionError("the other end hung up")
-            first += num
 
     def reset(self) -> None:
         """End it as one that broke, for its end in good order would say that this process is gone."""
@@ -71,10 +55,6 @@ def _reset(connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.shutdown(socket.SHUT_RD)  # wakes whoever waits on it
     connection.close()
-
-
-def _context(home: Home) -> ssl.SSLContext | None:
-    return client_context() if home.tls else None
 
 
 def called(home: Home, role: str) -> Call:

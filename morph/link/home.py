@@ -8,7 +8,7 @@ from morph.contract.base import Value
 
 
 class Home(Value):
-    """Where the manager listens to one worker; ``secret`` is this worker's alone."""
+    """Where the manager listens to one worker; ``secret`` is a credential that is this worker's alone."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
@@ -16,4 +16,3 @@ class Home(Value):
     host: str
     port: int = Field(ge=1, le=65535)
     secret: str = Field(repr=False)
-    tls: bool = Field(default=False, description="with the certificates that the worker's environment names")

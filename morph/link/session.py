@@ -1,4 +1,4 @@
-"""One connection between two ends that prove to one another that they have a secret; later messages are sealed.
+"""One connection between two ends that show certificates of the same authority.
 
 Each is opened elsewhere, by a socket or by a listener. A manager's other end may be an old Python that has nothing but
 the standard library (``manager.providers.boot``): nothing here needs more than 3.8.
@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import threading
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, Tuple  # noqa: UP035 (a VM that boots may have Python 3.8)
 
-from morph.link.greeting import Greeting
-from morph.link.proof import new_secret
 from morph.link.wire import CHUNK_BYTES, Wire
 
 
 class Session:
     """One end of a connection. One thread reads; any may write, also meanwhile.
 
-    What it raises is an OSError: ``ConnectionError`` when the other end is gone, does not have the secret, or did not
-    send what came; ``TimeoutError`` when a whole message is not there in time. A time of None is without end.
+    What it raises is an OSError: ``ConnectionError`` when the other end is gone, or did not send what came;
+    ``ssl.SSLError`` when it does not show a certificate that it should; ``TimeoutError`` when a whole message is not
+    there in time. A time of None is without end.
     """
 
     def __init__(self, connection: socket.socket, wire: Wire) -> None:
@@ -38,6 +38,12 @@ class Session:
     def other_address(self) -> str:
         """The other end's address."""
         return str(self._connection.getpeername()[0])
+
+    @property
+    def other_name(self) -> str:
+        """The name in the other end's certificate."""
+        with self._lock:
+            return self._wire.other_name
 
     def send(self, body: bytes, timeout_s: float | None = None) -> None:
         """Send a message. Where another thread reads, its own time counts, so none may be given."""
@@ -58,13 +64,37 @@ class Session:
             if left_s is not None and left_s <= 0:
                 raise TimeoutError(f"no whole message came within {timeout_s:g} s")
             self._connection.settimeout(left_s)
-            data = self._connection.recv(CHUNK_BYTES)
-            if not data:
-                raise ConnectionError("the other end closed the connection")
+            self._take()
+
+    def pour(self, data: memoryview) -> None:
+        """Send bytes that are not a message, once the other end has said that it waits for them."""
+        for first in range(0, len(data), CHUNK_BYTES):
             with self._lock:
+                self._connection.sendall(self._wire.encrypt(data[first : first + CHUNK_BYTES]))
+
+    def fill(self, data: memoryview) -> None:
+        """Wait for bytes that the other end pours, until ``data`` is full of them."""
+        first = 0
+        while True:
+            with self._lock:
+                first += self._wire.fill(data[first:])
+            if first == len(data):
+                return
+            self._take()
+
+    def _take(self) -> None:
+        data = self._connection.recv(CHUNK_BYTES)
+        if not data:
+            raise ConnectionError("the other end closed the connection")
+        with self._lock:
+            try:
                 reply = self._wire.take(data)
-                if reply:
-                    self._connection.sendall(reply)
+            except ssl.SSLError:
+                with suppress(OSError):
+                    self._connection.sendall(self._wire.alert())
+                raise
+            if reply:
+                self._connection.sendall(reply)
 
     def tell(self, value: object) -> None:
         """Send a value as JSON."""
@@ -80,42 +110,42 @@ class Session:
             raise ConnectionError("a message is not an object")
         return found
 
-    def greet(self, secret: str, purpose: str, *facts: str, timeout_s: float | None = None) -> None:
-        """Prove to the listener that this end has the secret, as whoever ``facts`` say, and let it prove the same."""
+    def greet(self, *facts: str, timeout_s: float | None = None) -> None:
+        """Call: show a certificate, say who this end is, and wait until the listener lets it in."""
         with self._lock:
-            shake = self._wire.shake()
             self._connection.settimeout(timeout_s)
-            self._connection.sendall(shake)
-        greeting = Greeting.to(self.receive(timeout_s), purpose, *facts)
-        self.send(greeting.hello(secret))
-        if not greeting.is_of_listener(self.receive(timeout_s), secret):
-            raise ConnectionError("whoever is there does not have the secret")
-        self.seal(greeting, secret)
+            self._connection.sendall(self._wire.shake())
+        self.tell(facts)
+        self.receive(timeout_s)
 
-    def welcome(self, secret: str, purpose: str, num_facts: int, timeout_s: float | None = None) -> Greeting:
-        """Let the caller prove that it has the secret; what it then is told comes from ``let_in``.
+    def welcome(self, num_facts: int, timeout_s: float | None = None) -> Tuple[str, ...]:  # noqa: UP006
+        """Be called: return what a caller with a certificate says of itself; it then waits for ``let_in``."""
+        return facts_of(self.receive(timeout_s), num_facts)
 
-        Raises:
-            ValueError: what comes is no hello.
-        """
-        nonce = new_secret()
-        self.send(nonce.encode(), timeout_s)
-        greeting, given = Greeting.heard(self.receive(timeout_s), nonce, purpose, num_facts)
-        if not greeting.is_of_caller(given, secret):
-            raise ConnectionError("the caller does not have the secret")
-        return greeting
-
-    def let_in(self, greeting: Greeting, secret: str) -> None:
-        """Prove the same to the caller."""
-        self.send(greeting.welcome(secret))
-        self.seal(greeting, secret)
-
-    def seal(self, greeting: Greeting, secret: str) -> None:
-        """Both ends are known: messages may be long from now on, and are sealed."""
-        self._wire.seal(greeting.key(secret))
+    def let_in(self) -> None:
+        """Let the caller go on."""
+        self.send(WELCOME)
 
     def close(self) -> None:
         """Close the connection; a thread that reads is told so. May be called twice."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
+
+
+WELCOME = b"welcome"
+
+
+def facts_of(message: bytes, num_facts: int) -> Tuple[str, ...]:  # noqa: UP006
+    """Read what a caller says of itself.
+
+    Raises:
+        ConnectionError: it says something else.
+    """
+    try:
+        said = json.loads(message)
+    except (ValueError, RecursionError) as error:
+        raise ConnectionError("the caller does not say who it is") from error
+    if not (isinstance(said, list) and len(said) == num_facts and all(isinstance(part, str) for part in said)):
+        raise ConnectionError("the caller does not say who it is")
+    return tuple(said)

@@ -1,126 +1,181 @@
-"""Messages out of the bytes of a connection and back, encrypted or sealed, without the connection itself."""
+"""Messages out of the bytes of a connection and back, over TLS 1.3, without the connection itself.
+
+Both ends show a certificate of the same authority (``morph.link.authority``). What an end shows and whom it trusts
+comes as one line of text, its *credential*. A manager's other end may be an old Python that has nothing but the
+standard library (``manager.providers.boot``): nothing here needs more than 3.8.
+"""
 
 from __future__ import annotations
 
-import hmac
+import base64
+import os
 import ssl
 import struct
+import tempfile
 from contextlib import suppress
+from functools import lru_cache
+from typing import cast
 
-STRANGERS_BYTES = 4096
-"""The longest message before the other end is known."""
+LISTENER = "listener"
+"""The name in the certificate of an end that may be called."""
 MOST_BYTES = 64 * 1024 * 1024
-"""The longest message after that: a setup with the largest code that a job may have fits."""
+"""The longest message: a setup with the largest code that a job may have fits."""
 CHUNK_BYTES = 1 << 18
-SEAL_BYTES = 32
+RECORD_BYTES = 1 << 14
+"""TLS decrypts so much at a time."""
 SIZE = struct.Struct(">I")
+
+
+@lru_cache(maxsize=8)
+def context(credential: str, *, listens: bool) -> ssl.SSLContext:
+    """Return what one end shows and demands. A caller also demands that the other end may listen.
+
+    Raises:
+        ValueError: this is not a credential.
+    """
+    try:
+        key, certificate, authority = (base64.b64decode(part, validate=True) for part in credential.split("."))
+        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if listens else ssl.PROTOCOL_TLS_CLIENT)
+        made.minimum_version = ssl.TLSVersion.TLSv1_3
+        made.verify_mode = ssl.CERT_REQUIRED
+        made.load_verify_locations(cadata=authority)
+        _show(made, key, certificate)
+    except (ValueError, ssl.SSLError) as error:
+        raise ValueError("this is not a credential") from error
+    if listens:
+        made.num_tickets = 0  # they would lie unread on connections on which nothing else comes
+    return made
+
+
+def _show(made: ssl.SSLContext, key: bytes, certificate: bytes) -> None:
+    """Have a context show a certificate; it takes the key from a file alone, which is in memory where that can be."""
+    begin, end = (f"-----{word} PRIVATE KEY-----\n" for word in ("BEGIN", "END"))
+    text = begin + base64.encodebytes(key).decode() + end + ssl.DER_cert_to_PEM_cert(certificate)
+    in_memory = hasattr(os, "memfd_create")
+    with os.fdopen(os.memfd_create("key"), "wb") if in_memory else tempfile.NamedTemporaryFile() as file:
+        file.write(text.encode())
+        file.flush()
+        made.load_cert_chain(f"/proc/self/fd/{file.fileno()}" if in_memory else file.name)
 
 
 class Wire:
     """One end of a connection. The caller locks: two threads in one TLS object at once would break it.
 
     Args:
-        context: For TLS; None: messages travel as they are, sealed once there is a key.
-        server_name: The address that was called, which the other end's certificate must name; None: this is the end
-            that was called.
+        credential: What this end shows, and whom it trusts.
+        listens: This is the end that was called.
+
+    Raises:
+        ValueError: this is not a credential.
     """
 
-    def __init__(self, context: ssl.SSLContext | None, server_name: str | None = None) -> None:
-        is_server = server_name is None
+    def __init__(self, credential: str, *, listens: bool) -> None:
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = None
-        if context is not None:
-            self._tls = context.wrap_bio(self._in, self._out, server_side=is_server, server_hostname=server_name)
-        self._shaken = self._tls is None
-        self._names = (b"listener", b"caller") if is_server else (b"caller", b"listener")
+        name = None if listens else LISTENER
+        self._tls = context(credential, listens=listens).wrap_bio(self._in, self._out, listens, name)
+        self._is_shaken = False
         self._received, self._waiting = bytearray(), bytearray()
-        self._key = b""
-        self._most_bytes = STRANGERS_BYTES
-        self._num_sent = self._num_received = 0
 
-    def seal(self, key: str) -> None:
-        """The other end is known: from now on messages may be long, and are sealed where they are not encrypted."""
-        self._key = b"" if self._tls else key.encode()
-        self._most_bytes = MOST_BYTES
+    @property
+    def other_name(self) -> str:
+        """The name in the other end's certificate; empty before both ends are known."""
+        found = self._tls.getpeercert() if self._is_shaken else None
+        names = (found or {}).get("subjectAltName", ())
+        return str(names[0][1]) if names else ""
 
     def put(self, body: bytes) -> bytes:
-        """Return what is to be sent for a message, for now: before TLS has shaken hands it waits.
+        """Return what is to be sent for a message, for now: before both ends are known it waits.
 
         Raises:
             ConnectionError: the message is too long.
         """
-        seal = self._seal_of(self._names[0], self._num_sent, body)
-        if len(body) > self._most_bytes:
-            raise ConnectionError(f"a message has {len(body)} bytes, more than {self._most_bytes}")
-        self._num_sent += 1
-        frame = b"".join((SIZE.pack(len(seal) + len(body)), seal, body))
-        if self._tls is None:
-            return frame
-        if not self._shaken:
-            self._waiting += frame
-            return b""
-        self._encrypt(frame)
+        if len(body) > MOST_BYTES:
+            raise ConnectionError(f"a message has {len(body)} bytes, more than {MOST_BYTES}")
+        frame = SIZE.pack(len(body)) + body
+        if self._is_shaken:
+            return self.encrypt(frame)
+        self._waiting += frame
+        return b""
+
+    def encrypt(self, data: bytes | memoryview) -> bytes:
+        """Return what is to be sent for bytes that are not a message, once both ends are known."""
+        left = memoryview(data)
+        while left:  # it takes a record at a time
+            left = left[self._tls.write(left) :]
         return self._out.read()
 
     def shake(self) -> bytes:
-        """Begin TLS, or go on with it; returns what is to be sent for it.
+        """Begin the handshake, or go on with it; returns what is to be sent for it.
 
         Raises:
             OSError: the other end does not show what it should.
         """
-        if self._tls is not None and not self._shaken:
+        if not self._is_shaken:
             with suppress(ssl.SSLWantReadError):
                 self._tls.do_handshake()
-                self._shaken = True
-                self._encrypt(bytes(self._waiting))
-                self._waiting.clear()
+                self._is_shaken = True
+                waiting, self._waiting = bytes(self._waiting), bytearray()
+                return self._out.read() + self.encrypt(waiting)
         return self._out.read()
 
     def take(self, data: bytes) -> bytes:
         """Take in what came; returns what is to be sent for it.
 
         Raises:
-            OSError: it is none of TLS, or the other end does not show what it should.
+            OSError: as ``shake``.
         """
-        if self._tls is None:
-            self._received += data
-            return b""
         self._in.write(data)
-        reply = self.shake()
-        with suppress(ssl.SSLWantReadError):
-            while self._shaken and (part := self._tls.read(CHUNK_BYTES)):
-                self._received += part
-        return reply + self._out.read()
+        return self.shake()
+
+    def alert(self) -> bytes:
+        """Return what tells the other end why the handshake failed."""
+        return self._out.read()
 
     def next(self) -> bytes | None:
         """Return the next message that is whole, if there is one. Later ones are not looked at yet.
 
         Raises:
-            ConnectionError: it is too long; or changed, repeated, out of order or of somebody else.
+            OSError: it is too long; or changed, repeated, out of order or of somebody else.
         """
-        if len(self._received) < SIZE.size:
-            return None
-        (size,) = SIZE.unpack_from(self._received)
-        num_sealed = SEAL_BYTES if self._key else 0
-        if not num_sealed <= size <= self._most_bytes + num_sealed:
-            raise ConnectionError(f"a message claims {size} bytes")
-        end = SIZE.size + size
-        if len(self._received) < end:
-            return None
-        with memoryview(self._received) as received:
-            given = bytes(received[SIZE.size : SIZE.size + num_sealed])
-            body = bytes(received[SIZE.size + num_sealed : end])
-        del self._received[:end]
-        if not hmac.compare_digest(given, self._seal_of(self._names[1], self._num_received, body)):
-            raise ConnectionError("a message is not what the other end sent next")
-        self._num_received += 1
-        return body
+        while True:
+            if len(self._received) >= SIZE.size:
+                (size,) = SIZE.unpack_from(self._received)
+                if size > MOST_BYTES:
+                    raise ConnectionError(f"a message claims {size} bytes")
+                end = SIZE.size + size
+                if len(self._received) >= end:
+                    with memoryview(self._received) as received:
+                        body = bytes(received[SIZE.size : end])
+                    del self._received[:end]
+                    return body
+            part = bytearray(RECORD_BYTES)
+            num_bytes = self._decrypt(memoryview(part))
+            if not num_bytes:
+                return None
+            self._received += memoryview(part)[:num_bytes]
 
-    def _encrypt(self, data: bytes) -> None:
-        assert self._tls is not None
-        left = memoryview(data)
-        while left:  # it takes a record at a time
-            left = left[self._tls.write(left) :]
+    def fill(self, data: memoryview) -> int:
+        """Write bytes that are not a message to ``data``; returns how many were there.
 
-    def _seal_of(self, sender: bytes, number: int, body: bytes) -> bytes:
-        return hmac.digest(self._key, b"%b %d " % (sender, number) + body, "sha256") if self._key else b""
+        Raises:
+            OSError: they were changed on their way.
+        """
+        num_bytes = min(len(self._received), len(data))
+        if num_bytes:
+            data[:num_bytes] = self._received[:num_bytes]
+            del self._received[:num_bytes]
+        while num_bytes < len(data) and (part := self._decrypt(data[num_bytes : num_bytes + RECORD_BYTES])):
+            num_bytes += part
+        return num_bytes
+
+    def _decrypt(self, data: memoryview) -> int:
+        """Write as much as a record has to ``data``; returns how much, 0 where no record is whole."""
+        if not self._is_shaken:
+            return 0
+        try:
+            num_bytes = cast("int", self._tls.read(len(data), data))
+        except ssl.SSLWantReadError:
+            return 0
+        if not num_bytes:
+            raise ConnectionError("the other end closed the connection")
+        return num_bytes

@@ -84,10 +84,10 @@ def test_links_and_rings_are_measured_with_another_node_after_strangers_were_tur
     with lent_node() as lent:
         with socket.create_connection(("127.0.0.1", lent.address.port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\n")
-        assert "waiting for the caller to speak: a message claims" in lent.hear()
+        assert "the caller is not a `morph calibrate` with this secret" in lent.hear()
         with pytest.raises(ConfigError, match="has another secret"):
             OtherNode(replace(lent.address, token="a secret of somebody else"))
-        assert lent.hear() == "127.0.0.1: the caller does not know the secret"
+        assert lent.hear().startswith("127.0.0.1: the caller is not a `morph calibrate` with this secret: ")
         with OtherNode(lent.address) as other:
             assert other.between == f"{socket.gethostname()} (127.0.0.1) and {socket.gethostname()} (127.0.0.1)"
             found = other.measure(SPEC)

@@ -13,6 +13,7 @@ from manager.controller.state.nodes import NodeState
 from manager.engine.joining.notice_server import NoticeServer
 from manager.notices.agent import Agent
 from manager.notices.azure import AzureNotices
+from morph.link.authority import authority_of
 from tests.cloud.fault_world import BOUND_S, World, world
 from tests.notices.metadata_server import MetadataServer, Reply, json_reply, served
 from tests.providers.azure_world import NODE_SECRET
@@ -68,7 +69,8 @@ def agent(
     """The agent of a VM, as it runs there."""
     source = AzureNotices(metadata.url, first_timeout_s=timeout_s, timeout_s=timeout_s)
     address = (run.server.host, run.server.port)
-    it = Agent(address, node, secret, [source], lonely_s=600.0, end=lambda: None, every_s=0.05)
+    shown = authority_of(secret).credential("node")
+    it = Agent(address, node, shown, [source], lonely_s=600.0, end=lambda: None, every_s=0.05)
     thread = threading.Thread(target=it.run)
     thread.start()
     try:

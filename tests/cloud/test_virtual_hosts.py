@@ -44,6 +44,7 @@ from manager.providers.boot.cloud_init import (
 )
 from manager.providers.boot.own_wheel import make_wheel, requirements
 from morph.contract.cluster import JOB_UID
+from morph.link.authority import authority_of
 from tests.cloud.hosts import ROOT, Host, Hosts, not_permitted
 from tests.cloud.image import bare_python
 from tests.cloud.metadata import ADDRESS
@@ -54,12 +55,12 @@ from tests.cloud.waiting import until
 pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(not_permitted()), reason=not_permitted() or "-")]
 
 COMPUTE = "providers/Microsoft.Compute/virtualMachines"
-WHEEL = make_wheel()
+WHEEL, NODE_SECRET = make_wheel(), "n0de-secret-77aa"
 START = NodeStart(
     ray_address="10.201.0.1:6379",
     manager_address="10.201.0.1:7070",
     ray_token=SecretStr("ray-t0ken-51c2"),
-    node_secret=SecretStr("n0de-secret-77aa"),
+    node_secret=SecretStr(authority_of(NODE_SECRET).credential("node")),
     python=sys.executable,
     python_version=platform.python_version(),
     wheel_sha256=hashlib.sha256(WHEEL).hexdigest(),
@@ -96,7 +97,7 @@ def test_a_real_cloud_config_is_carried_out_and_leaves_nothing_on_this_machine(h
     document["runcmd"] = [look]
     booted(hosts, "#cloud-config\n" + json.dumps(document))
     until(lambda: (tmp_path / "seen").exists() and "python" in (tmp_path / "seen").read_text(), "the first boot")
-    assert (tmp_path / "seen").read_text().split() == ["600", "n0de-secret-77aa", "vm", "python"]
+    assert (tmp_path / "seen").read_text().split() == ["600", START.node_secret.get_secret_value(), "vm", "python"]
     assert not Path(SECRET_PATH).exists()
 
 
@@ -149,10 +150,12 @@ def test_nothing_outlives_the_process_that_made_it(tmp_path: Path) -> None:
 @contextmanager
 def managed(hosts: Hosts, start: NodeStart, *, tls: Path | None = None) -> Iterator[tuple[NodeStart, EventQueue]]:
     """A manager's notice server on the hub: how a VM starts that finds it there, and what it hears."""
-    event_queue, secret = EventQueue(), start.node_secret.get_secret_value()
+    event_queue = EventQueue()
     desk = EnrolmentDesk(event_queue, load_authority(tls)) if tls else None
     address = hosts.network.hub_address
-    server = in_namespace(hosts.network.hub, lambda: NoticeServer(event_queue, secret, address, desk=desk, wheel=WHEEL))
+    server = in_namespace(
+        hosts.network.hub, lambda: NoticeServer(event_queue, NODE_SECRET, address, desk=desk, wheel=WHEEL)
+    )
     try:
         yield start.model_copy(update={"manager_address": f"{address}:{server.port}"}), event_queue
     finally:

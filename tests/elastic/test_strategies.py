@@ -36,6 +36,7 @@ from morph.elastic.strategy import (
 )
 from morph.link.listener import Caller, Listener
 from morph.runtime.groups.interrupt import Interrupt
+from tests.link.pair import own
 from tests.runtime.worker_crew import poll_until
 
 
@@ -227,7 +228,7 @@ def address() -> Iterator[tuple[Address, Shelf, list[str]]]:
     over = threading.Event()
 
     def serve(caller: Caller) -> None:
-        incoming = Incoming(caller, "secret")
+        incoming = Incoming(caller, own("secret"))
         whole = incoming.pour
 
         def pour(data: memoryview) -> None:
@@ -251,7 +252,7 @@ def test_a_model_that_is_lost_on_its_way_is_none_and_the_next_one_comes(
     address: tuple[Address, Shelf, list[str]],
 ) -> None:
     where, shelf, faults = address
-    fetcher, model = Fetcher("secret"), torch.arange(5_000_000, dtype=torch.float32)
+    fetcher, model = Fetcher(own("secret")), torch.arange(5_000_000, dtype=torch.float32)
     assert fetcher.fetch(0, 1, where, "model", Interrupt(1)).wait() is None
     shelf.put("model", model)
     for fault in ([], ["hang up"], []):
@@ -268,7 +269,7 @@ def test_a_partner_that_hangs_is_waited_for_no_longer_than_its_ring_lasts(
     where, shelf, faults = address
     shelf.put("model", torch.zeros(1000))
     faults.append("hang")
-    fetcher, interrupt = Fetcher("secret"), Interrupt(1)
+    fetcher, interrupt = Fetcher(own("secret")), Interrupt(1)
     fetch = fetcher.fetch(0, 1, where, "model", interrupt)
     poll_until(lambda: not faults, "half of the model to be on its way")  # else the next fetch meets the fault
     interrupt.abort()
@@ -282,5 +283,5 @@ def test_a_partner_that_hangs_is_waited_for_no_longer_than_its_ring_lasts(
 def test_a_member_that_nobody_listens_for_has_nothing() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    fetcher = Fetcher("secret")
+    fetcher = Fetcher(own("secret"))
     assert fetcher.fetch(0, 1, Address("127.0.0.1", port, 0), "model", Interrupt(1)).wait() is None

@@ -10,7 +10,6 @@ from contextlib import suppress
 
 from manager.engine.joining.link_server import Entrance, LinkServer, listen
 from manager.engine.loop.worker_pool import Line
-from manager.enrolment.files import Certificates
 from morph.link import caller as link
 from morph.link.home import Home
 from morph.link.proof import new_secret
@@ -71,9 +70,9 @@ class Callers:
 class LinkScene:
     """A server on the loopback."""
 
-    def __init__(self, certificates: Certificates | None = None) -> None:
+    def __init__(self) -> None:
         self.told = Told()
-        self.entrance = Entrance(listen("127.0.0.1"), new_secret(), certificates)
+        self.entrance = Entrance(listen("127.0.0.1"), new_secret())
         self.server = LinkServer(self.entrance, self.told)
         self.callers = Callers()
 

@@ -9,29 +9,24 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
 from manager.engine.joining.link_server import LinkServer
-from morph.link.caller import LIVENESS, PURPOSE, TALK, Call, Talk, keep_liveness
-from morph.link.greeting import Greeting
+from morph.link.caller import LIVENESS, TALK, Call, Talk, keep_liveness
 from morph.link.home import Home
+from morph.link.session import Session
 from morph.link.wire import Wire
 from tests.engine.link_scene import BOUND_S, LinkScene, wait_until
-from tests.link.pair import certificates, show
+from tests.link.pair import of_caller, own
 
 KILLED_WITHIN_S = 20.0
 """Of a machine under load; a kill is known within milliseconds."""
 
 
-@pytest.fixture(params=["sealed", "encrypted"])
-def scene(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LinkScene]:
-    files = None
-    if request.param == "encrypted":
-        files = certificates(tmp_path / "run")
-        show(files, monkeypatch)
-    made = LinkScene(files)
+@pytest.fixture
+def scene() -> Iterator[LinkScene]:
+    made = LinkScene()
     yield made
     made.close()
 
@@ -68,53 +63,62 @@ def test_a_slow_reader_keeps_nobody_waiting_and_is_known(scene: LinkScene) -> No
     quick.reset()
 
 
-@pytest.mark.parametrize("wrong", ["secret", "worker", "nonce", "role", "noise", "too long"])
-def test_a_stranger_is_turned_away_and_disturbs_nobody(wrong: str) -> None:
-    scene = LinkScene()
-    home, wire = scene.home("vm0"), Wire(None, "x")
+HELLOS = {
+    "another worker": ["vm1", TALK],
+    "no name": ["", TALK],
+    "no role": ["vm0", "x"],
+    "too little": ["vm0"],
+    "no list": {"vm0": TALK},
+}
+
+
+@pytest.mark.parametrize("hello", HELLOS.values(), ids=HELLOS)
+def test_a_worker_is_let_in_as_itself_alone(scene: LinkScene, hello: object) -> None:
+    with socket.create_connection(scene.address, timeout=BOUND_S) as connection:
+        session = Session(connection, Wire(scene.home("vm0").secret, listens=False))
+        with session._lock:
+            connection.sendall(session._wire.shake())
+        session.tell(hello)
+        with pytest.raises(OSError):
+            session.receive(BOUND_S)
+    check_undisturbed(scene)
+
+
+@pytest.mark.parametrize("said", [b"\0\1\0\0", b'["vm0", "talk"]' * 1000, b"\x16\x03\x01\x40\x00"])
+def test_a_stranger_is_turned_away_and_disturbs_nobody(scene: LinkScene, said: bytes) -> None:
     with socket.create_connection(scene.address, timeout=BOUND_S) as stranger:
-        message = None
-        while message is None:
-            wire.take(stranger.recv(1000))
-            message = wire.next()
-        nonce = b"of another connection" if wrong == "nonce" else message
-        greeting = Greeting.to(nonce, PURPOSE, "vm1" if wrong == "worker" else "vm0", "x" if wrong == "role" else TALK)
-        hello = greeting.hello("wrong" if wrong == "secret" else home.secret)
-        if wrong == "too long":
-            stranger.sendall(b"\0\1\0\0")
-        else:
-            stranger.sendall(wire.put(b"\xff{" if wrong == "noise" else hello))
+        stranger.sendall(said)
+        stranger.shutdown(socket.SHUT_WR)
         with suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-    call = Call(home, TALK)
+    check_undisturbed(scene)
+
+
+def check_undisturbed(scene: LinkScene) -> None:
+    call = Call(scene.home("vm0"), TALK)
     assert scene.told.next() == ("came", "vm0")
     call.reset()
-    scene.close()
     assert scene.told.all.empty()
 
 
-def test_a_worker_hears_nobody_who_has_not_its_secret(scene: LinkScene) -> None:
-    home = scene.home("vm0").model_copy(update={"secret": "wrong"})
-    with pytest.raises(OSError):
-        Call(home, TALK)
-    with pytest.raises(OSError):
-        Call(scene.home("vm0").model_copy(update={"worker": "vm1"}), TALK)  # one worker's is no other's
+def test_with_the_credential_of_another_run_or_worker_nobody_is_let_in(scene: LinkScene) -> None:
+    for secret in (of_caller("vm0"), own(), scene.home("vm1").secret):
+        with pytest.raises(OSError):
+            Call(scene.home("vm0").model_copy(update={"secret": secret}), TALK)
     assert scene.told.all.empty()
 
 
-@pytest.mark.parametrize("tampered", [b"\0\0\0\0", b"\0\0\0\41" + b"x" * 33])
-def test_a_message_that_was_not_sealed_ends_the_line_and_says_nothing_of_the_worker(tampered: bytes) -> None:
-    scene = LinkScene()
+@pytest.mark.parametrize("tampered", [b"\0\0\0\0\0", b"\x17\x03\x03\0\41" + b"x" * 33])
+def test_bytes_that_were_added_on_the_way_end_the_line_and_say_nothing_of_the_worker(
+    scene: LinkScene, tampered: bytes
+) -> None:
     call = Call(scene.home("vm0"), TALK)
     assert scene.told.next() == ("came", "vm0")
     call._connection.sendall(tampered)
     with pytest.raises(OSError):
         call.receive()
     call.reset()
-    call = Call(scene.home("vm0"), TALK)
-    assert scene.told.next() == ("came", "vm0")
-    call.reset()
-    scene.close()
+    check_undisturbed(scene)
 
 
 WORKER = """
@@ -197,7 +201,7 @@ def test_a_closed_server_tells_nothing_and_the_next_one_at_its_port_has_the_same
     with pytest.raises(OSError, match="in use"):
         socket.create_server(address)
     assert scene.told.all.empty()
-    entrance = type(scene.entrance)(kept, scene.entrance.secret, scene.entrance.certificates)
+    entrance = type(scene.entrance)(kept, scene.entrance.secret)
     server = LinkServer(entrance, scene.told)
     assert scene.told.next() == ("came", "vm0")
     assert entrance.home("vm0").port == address[1]

@@ -25,13 +25,14 @@ from manager.engine.joining.certificates import Tls, load_authority, make_certif
 from manager.engine.joining.enrolment_desk import EnrolmentDesk
 from manager.engine.joining.notice_server import NoticeServer
 from manager.engine.loop.event_queue import EventQueue
-from manager.enrolment.authority import new_key, signing_request
+from manager.enrolment.authority import signing_request
 from manager.enrolment.node import Place, ask
 from manager.journal.records import Fact
 from manager.notices.agent import Agent
 from manager.notices.source import NoticeUnavailable
 from manager.report.live import LiveRun
 from morph.link import listener as listener_module
+from morph.link.authority import authority_of, new_key
 from morph.link.caller import TALK, Call
 from morph.link.listener import HELLO_TIMEOUT_S, MOST_STRANGERS, Strangers
 from morph.runtime.groups.faults import FaultPlan
@@ -41,6 +42,7 @@ from morph.runtime.pre_copy.wire import Frame, send_frame
 from tests.engine.link_scene import LinkScene
 
 SECRET = "s3cret-of-this-run"
+CREDENTIAL = authority_of(SECRET).credential("node")
 BOUND_S = 150.0
 NUM_STRANGERS = 1024
 CROWD = """
@@ -101,7 +103,15 @@ def notices(_: Path) -> Iterator[Scene]:
 
     def come() -> None:
         address = (server.host, server.port)
-        agent = Agent(address, "n1", SECRET, [Silent()], lonely_s=600, end=lambda: None, every_s=0.02)
+        agent = Agent(
+            address,
+            "n1",
+            CREDENTIAL,
+            [Silent()],
+            lonely_s=600,
+            end=lambda: None,
+            every_s=0.02,
+        )
         thread = threading.Thread(target=agent.run)
         thread.start()
         told = event_queue.get(BOUND_S)
@@ -121,7 +131,7 @@ def enrolment(folder: Path) -> Iterator[Scene]:
     server = NoticeServer(event_queue, SECRET, desk=EnrolmentDesk(event_queue, load_authority(folder)))
 
     def come() -> None:
-        place = Place((server.host, server.port), "tiny-1-0", SECRET)
+        place = Place((server.host, server.port), "tiny-1-0", CREDENTIAL)
         assert ask(place, lambda address: signing_request(key, "tiny-1-0", address)).certificate
 
     yield Scene((server.host, server.port), come)

@@ -18,16 +18,14 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
 from manager.enrolment.authority import (
-    Authority,
     RequestRefused,
     WrongCertificate,
     check_certificate,
-    key_pem,
-    new_key,
     now,
     requested_key,
     signing_request,
 )
+from morph.link.authority import Authority, authority_of, key_pem, new_key
 
 NODE, ADDRESS, LIFE = "tiny-1-0", "127.0.0.2", datetime.timedelta(days=30)
 BOUND_S = 100.0
@@ -35,7 +33,7 @@ BOUND_S = 100.0
 
 @pytest.fixture(scope="module")
 def authority() -> Authority:
-    return Authority.make()
+    return Authority(new_key())
 
 
 def names_of(address: str = ADDRESS) -> x509.SubjectAlternativeName:
@@ -107,12 +105,18 @@ def test_a_certificate_is_for_one_address_and_no_authority(authority: Authority)
 
 
 def test_an_authority_that_is_read_back_signs_as_before(authority: Authority) -> None:
-    again, key = Authority.load(authority.pem, authority.key_pem), new_key()
-    check_certificate(certificate_of(again, key), authority.pem, key, ADDRESS)
+    key = new_key()
+    check_certificate(certificate_of(Authority.load(authority.key_pem), key), authority.pem, key, ADDRESS)
+
+
+def test_one_secret_makes_one_authority_and_another_one_another() -> None:
+    ours, again, other = (authority_of.__wrapped__(secret) for secret in ("secret", "secret", "secrets"))
+    assert ours.key_pem == again.key_pem != other.key_pem
+    check_certificate(certificate_of(again, key := new_key()), ours.pem, key, ADDRESS)
 
 
 def test_a_wrong_certificate_is_told_from_the_right_one(authority: Authority) -> None:
-    key, other, trusted = new_key(), Authority.make(), authority.pem
+    key, other, trusted = new_key(), Authority(new_key()), authority.pem
     check_certificate(certificate_of(authority, key), trusted, key, ADDRESS)
     early, late = now() - 2 * LIFE, now() + LIFE
     wrong: Sequence[tuple[str, str]] = [

@@ -1,44 +1,36 @@
-"""Two ends of a connection in one thread: what one puts goes to the other at once."""
+"""Two ends of a connection in one thread, and whoever stands between two ends elsewhere."""
 
 from __future__ import annotations
 
-import ssl
-from pathlib import Path
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
 
-import pytest
-
-from manager.engine.joining.certificates import Tls, make_certificates
-from manager.enrolment.files import Certificates
-from morph.link.contexts import client_context, server_context
+from morph.link.authority import authority_of, credential_of
 from morph.link.wire import Wire
 
-LOOPBACK = "127.0.0.1"
-KEY = "k" * 64
+SECRET = "s3cret-of-this-run"
+BOUND_S = 100.0
+Change = Callable[[bytes], bytes]
 
 
-def certificates(folder: Path, address: str = LOOPBACK) -> Certificates:
-    """Of a run of its own."""
-    folder.mkdir()
-    return make_certificates(folder, Tls(address))
+def own(secret: str = SECRET) -> str:
+    """What one who has the secret shows."""
+    return credential_of(secret)
 
 
-def show(files: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a caller show these."""
-    for name, value in files.ray_environment.items():
-        monkeypatch.setenv(name, value)
-
-
-def listening(files: Certificates) -> ssl.SSLContext:
-    """What the end that is called shows and wants."""
-    return server_context(files.certificate, files.key, files.authority)
+def of_caller(name: str = "vm0", secret: str = SECRET) -> str:
+    """What one shows who was given it."""
+    return authority_of(secret).credential(name)
 
 
 class Pair:
     """A listener's wire and a caller's, which have shaken hands."""
 
-    def __init__(self, server: ssl.SSLContext | None = None, *, name: str = LOOPBACK) -> None:
-        self.listener = Wire(server)
-        self.caller = Wire(client_context() if server else None, name)
+    def __init__(self, listener: str = "", caller: str = "") -> None:
+        self.listener = Wire(listener or own(), listens=True)
+        self.caller = Wire(caller or of_caller(), listens=False)
         self.pass_on(self.caller.shake())
 
     def pass_on(self, data: bytes) -> None:
@@ -47,7 +39,50 @@ class Pair:
             answer = self.listener.take(data)
             data = self.caller.take(answer) if answer else b""
 
-    def know(self) -> None:
-        """Both have proven who they are."""
-        self.listener.seal(KEY)
-        self.caller.seal(KEY)
+
+def unchanged(message: bytes) -> bytes:
+    return message
+
+
+@contextlib.contextmanager
+def man_in_the_middle(
+    port: int, source: str, of_caller: Change = unchanged, of_listener: Change = unchanged
+) -> Iterator[int]:
+    """Stands between one caller and a listener, and may change each record of TLS; yields where he listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(BOUND_S)
+
+        def stand() -> None:
+            connection, _ = listener.accept()
+            with connection, socket.create_connection(("127.0.0.1", port), BOUND_S, (source, 0)) as onward:
+                connection.settimeout(BOUND_S)
+                back = threading.Thread(target=pass_on, args=(onward, connection, of_listener))
+                back.start()
+                pass_on(connection, onward, of_caller)
+                back.join(BOUND_S)
+
+        thread = threading.Thread(target=stand)
+        thread.start()
+        yield int(listener.getsockname()[1])
+        thread.join(BOUND_S)
+
+
+def pass_on(one: socket.socket, other: socket.socket, change: Change) -> None:
+    """Hand the records that come from one end to the other until either hangs up."""
+    with contextlib.suppress(OSError), one.makefile("rb") as records:
+        while len(head := records.read(5)) == 5:
+            other.sendall(change(head + records.read(int.from_bytes(head[3:], "big"))))
+    for end in (one, other):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+class Tamper:
+    """Changes one of the records, and counts all of them."""
+
+    def __init__(self, place: int | None = None) -> None:
+        self.place, self.records = place, list[bytes]()
+
+    def __call__(self, record: bytes) -> bytes:
+        self.records.append(record)
+        return record if len(self.records) - 1 != self.place else record[:-1] + bytes([record[-1] ^ 1])

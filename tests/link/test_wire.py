@@ -1,27 +1,26 @@
 from __future__ import annotations
 
+import base64
 import ssl
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import suppress
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 
 from morph.link import wire as wire_module
-from morph.link.wire import SIZE, STRANGERS_BYTES, Wire
-from tests.link.pair import KEY, Pair, certificates, listening, show
+from morph.link.authority import Authority
+from morph.link.wire import SIZE, Wire, context
+from tests.link.pair import Pair, of_caller, own
 
 
-@pytest.fixture(params=["sealed", "encrypted"])
-def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
-    if request.param == "sealed":
-        return Pair()
-    files = certificates(tmp_path / "run")
-    show(files, monkeypatch)
-    return Pair(listening(files))
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
 
 
 def test_messages_of_any_size_come_as_they_were_sent_and_one_at_a_time(pair: Pair) -> None:
-    pair.know()
     bodies = [b"", b"\n", b"x" * 100_000, bytes(range(256)) * 4000]
     data = b"".join(pair.listener.put(body) for body in bodies)
     for first in range(0, len(data), 7777):
@@ -32,13 +31,24 @@ def test_messages_of_any_size_come_as_they_were_sent_and_one_at_a_time(pair: Pai
     assert pair.listener.next() == b"back"
 
 
-def test_what_comes_in_one_packet_with_the_proof_is_read_with_the_key_that_follows_from_it(pair: Pair) -> None:
-    proof = pair.listener.put(b"proof")
-    pair.listener.seal(KEY)
-    pair.caller.take(proof + pair.listener.put(b"setup" * 10_000))
-    assert pair.caller.next() == b"proof"
-    pair.caller.seal(KEY)
-    assert pair.caller.next() == b"setup" * 10_000
+def test_what_is_put_before_the_handshake_is_over_is_sent_after_it() -> None:
+    caller, listener = Wire(of_caller(), listens=False), Wire(own(), listens=True)
+    assert caller.put(b"hello") + caller.put(b"again") == b""
+    listener.take(caller.take(listener.take(caller.shake())))
+    assert [listener.next() for _ in range(3)] == [b"hello", b"again", None]
+
+
+@pytest.mark.parametrize("piece", [1, 5000, 10**6])
+def test_bytes_between_messages_come_as_they_are_wherever_the_records_end(pair: Pair, piece: int) -> None:
+    body, data = bytearray(100_000), memoryview(bytes(range(250)) * 400)
+    sent = pair.listener.put(b"now") + pair.listener.encrypt(data) + pair.listener.put(b"next")
+    pair.caller.take(sent)
+    assert pair.caller.next() == b"now"
+    first = 0
+    while first < len(body):
+        first += pair.caller.fill(memoryview(body)[first : first + piece])
+    assert body == data
+    assert pair.caller.next() == b"next"
 
 
 def swapped(one: bytes, two: bytes) -> bytes:
@@ -57,7 +67,6 @@ def changed(one: bytes, two: bytes) -> bytes:
 def test_a_message_that_is_not_the_next_one_as_it_was_sent_ends_the_connection(
     pair: Pair, tamper: Callable[[bytes, bytes], bytes]
 ) -> None:
-    pair.know()
     data = tamper(pair.caller.put(b"one"), pair.caller.put(b"two"))
 
     def read() -> None:
@@ -69,71 +78,124 @@ def test_a_message_that_is_not_the_next_one_as_it_was_sent_ends_the_connection(
         read()
 
 
-def test_neither_end_takes_its_own_messages_for_those_of_the_other() -> None:
-    pair = Pair()
-    pair.know()
+def test_neither_end_takes_its_own_messages_for_those_of_the_other(pair: Pair) -> None:
     pair.caller.take(pair.caller.put(b"said to the listener"))
-    with pytest.raises(ConnectionError, match="not what the other end sent"):
+    with pytest.raises(ssl.SSLError):
         pair.caller.next()
-
-
-def test_who_is_not_known_yet_is_not_listened_to_for_long(pair: Pair) -> None:
-    pair.listener.take(pair.caller.put(b"x" * STRANGERS_BYTES))
-    assert pair.listener.next() is not None
-    with pytest.raises(ConnectionError, match="more than"):
-        pair.caller.put(b"x" * (STRANGERS_BYTES + 1))
-    pair.caller.seal("")  # it does not keep to that
-    pair.listener.take(pair.caller.put(b"x" * (STRANGERS_BYTES + 1)))
-    with pytest.raises(ConnectionError, match="claims"):
-        pair.listener.next()
 
 
 def test_a_message_may_be_long_but_not_endless(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire_module, "MOST_BYTES", 100_000)
-    pair.know()
     with pytest.raises(ConnectionError, match="more than"):
         pair.caller.put(b"x" * 100_001)
-    bare = Wire(None)
-    bare.seal(KEY)
-    for size in (100_033, 31):
-        bare.take(SIZE.pack(size))
-        with pytest.raises(ConnectionError, match="claims"):
-            bare.next()
-
-
-def test_with_another_key_nothing_is_read() -> None:
-    pair = Pair()
-    pair.listener.seal(KEY)
-    pair.caller.seal("other")
-    pair.listener.take(pair.caller.put(b"one"))
-    with pytest.raises(ConnectionError):
+    pair.listener.take(pair.caller.encrypt(SIZE.pack(100_001)))
+    with pytest.raises(ConnectionError, match="claims"):
         pair.listener.next()
 
 
-def test_a_caller_without_a_certificate_of_the_run_gets_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, foreign = certificates(tmp_path / "ours"), certificates(tmp_path / "foreign")
-    show(foreign, monkeypatch)
-    monkeypatch.setenv("RAY_TLS_CA_CERT", str(ours.authority))
-    with pytest.raises(ssl.SSLError):
-        Pair(listening(ours))
-    bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    bare.load_verify_locations(ours.authority)
-    without, listener = Wire(bare, "127.0.0.1"), Wire(listening(ours))
+def test_the_listener_knows_under_which_name_its_caller_may_call(pair: Pair) -> None:
+    assert (pair.listener.other_name, pair.caller.other_name) == ("vm0", "listener")
+    assert Wire(own(), listens=True).other_name == ""
+    long = "a-VM_of.a-trace" * 20
+    assert Pair(caller=of_caller(long)).listener.other_name == long
+
+
+def bare(listens: bool) -> ssl.SSLContext:
+    """What a stranger makes of TLS, who trusts everybody."""
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if listens else ssl.PROTOCOL_TLS_CLIENT)
+    made.check_hostname, made.verify_mode = False, ssl.CERT_NONE
+    return made
+
+
+def shake(caller: ssl.SSLContext, listener: ssl.SSLContext) -> None:
+    """Shake hands, and let the caller say one thing; raises what either end does."""
+    one, two = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [caller.wrap_bio(one, two, False, "listener"), listener.wrap_bio(two, one, True)]
+    for _ in range(3):
+        for end in ends:
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+
+
+STRANGERS = {
+    "another run's certificate": lambda: context(of_caller(secret="another"), listens=False),
+    "no certificate": lambda: bare(listens=False),
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS)
+def test_a_caller_without_a_certificate_of_the_run_gets_nothing(stranger: Callable[[], ssl.SSLContext]) -> None:
+    caller = stranger()
+    caller.check_hostname, caller.verify_mode = False, ssl.CERT_NONE  # it does not mind whom it calls
     with pytest.raises(ssl.SSLError, match="certificate"):
-        listener.take(without.take(listener.take(without.shake())))
-    listener = Wire(listening(ours))
+        shake(caller, context(own(), listens=True))
+
+
+def test_a_caller_in_the_clear_gets_nothing() -> None:
+    for said in (SIZE.pack(5) + b"hello", b"GET / HTTP/1.1\r\n\r\n"):
+        with pytest.raises(ssl.SSLError):
+            Wire(own(), listens=True).take(said)
+
+
+def test_what_was_overheard_is_worth_nothing_on_another_connection() -> None:
+    caller, listener = Wire(of_caller(), listens=False), Wire(own(), listens=True)
+    hello = caller.shake()
+    rest = caller.take(listener.take(hello)) + caller.put(b"start")
+    listener.take(rest)
+    assert listener.next() == b"start"
+    again = Wire(own(), listens=True)
+    again.take(hello)
     with pytest.raises(ssl.SSLError):
-        listener.take(Wire(None, "127.0.0.1").put(b"in the clear"))
+        again.take(rest)
 
 
-@pytest.mark.parametrize("wrong", ["authority", "address"])
-def test_a_listener_that_is_not_who_was_called_hears_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
-) -> None:
-    ours, foreign = certificates(tmp_path / "ours"), certificates(tmp_path / "foreign")
-    show(ours, monkeypatch)
-    shown, called = (foreign, "127.0.0.1") if wrong == "authority" else (ours, "10.9.8.7")
+def downgraded(made: ssl.SSLContext) -> ssl.SSLContext:
+    made.maximum_version = ssl.TLSVersion.TLSv1_2
+    return made
+
+
+def with_certificate(listens: bool) -> ssl.SSLContext:
+    """One of the run's own, that takes any version."""
+    made = context.__wrapped__(own(), listens=listens)
+    made.minimum_version = ssl.TLSVersion.TLSv1_2
+    return downgraded(made)
+
+
+def test_no_end_goes_down_to_an_older_version_of_tls() -> None:
+    with pytest.raises(ssl.SSLError, match="protocol"):
+        shake(with_certificate(False), context(own(), listens=True))
+    with pytest.raises(ssl.SSLError, match="protocol"):
+        shake(context(of_caller(), listens=False), with_certificate(True))
+
+
+def test_a_man_in_the_middle_who_has_no_certificate_of_the_run_hears_nothing() -> None:
     with pytest.raises(ssl.SSLCertVerificationError):
-        Pair(listening(shown), name=called)
+        Pair(own("another"), of_caller())
+
+
+def test_a_worker_cannot_stand_in_for_the_manager() -> None:
+    for name in ("vm1", "listener"):
+        with pytest.raises(ssl.SSLError):
+            shake(context(of_caller("vm0"), listens=False), context(of_caller(name), listens=True))
+
+
+def test_clocks_that_differ_between_machines_decide_nothing() -> None:
+    for der in map(base64.b64decode, of_caller().split(".")[1:]):
+        found = x509.load_der_x509_certificate(der)
+        assert (found.not_valid_before_utc.year, found.not_valid_after_utc.year) == (2000, 9999)
+
+
+def test_who_is_given_a_credential_cannot_sign_another() -> None:
+    key, _, authority = of_caller().split(".")
+    signed_by = x509.load_der_x509_certificate(base64.b64decode(authority)).public_key()
+    theirs = serialization.load_der_private_key(base64.b64decode(key), None)
+    assert theirs.public_key() != signed_by
+    forged = Authority(theirs).credential().split(".")  # type: ignore[arg-type]
+    with pytest.raises(ssl.SSLCertVerificationError):
+        Pair(".".join([*forged[:2], authority]), of_caller("vm1"))
+
+
+@pytest.mark.parametrize("text", ["", "a.b.c", "s3cret", "....", f"{own()}."])
+def test_anything_else_is_no_credential_and_is_not_shown(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^this is not a credential$"):
+        Wire(text, listens=False)

@@ -43,7 +43,7 @@ def test_the_users_lines_come_first_then_morph_and_what_it_requires_then_the_age
 
 
 def test_a_cloud_config_with_everything_is_less_than_half_of_what_azure_takes() -> None:
-    start = START.model_copy(update={"authority": PEM * 20, "requirements": requirements("tls")})
+    start = START.model_copy(update={"authority": PEM * 20, "requirements": requirements()})
     assert len(custom_data(cloud_init(start, "tiny-1-0", "azure", 8))) < MAX_CUSTOM_DATA_BYTES / 2
 
 

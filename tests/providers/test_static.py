@@ -26,6 +26,7 @@ from manager.providers.hosts.ssh import SshHost, Unanswered, run_ssh, ssh_comman
 from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
 from manager.providers.hosts.static_node import secret_of, static_node
 from manager.providers.interface.provider import CapacityShort, Misconfigured, Transient
+from morph.link.authority import authority_of
 
 pytestmark = pytest.mark.slow
 
@@ -248,7 +249,7 @@ def test_a_node_whose_ray_does_not_start_is_lost_at_once_with_what_it_said_last(
         ray_address="127.0.0.1:1",
         manager_address=f"127.0.0.1:{server.port}",
         ray_token=SecretStr("token"),
-        node_secret=SecretStr("secret"),
+        node_secret=SecretStr(authority_of("secret").credential("node")),
         python=str(python),
         python_version="3.12.3",
         wheel_sha256="5c" * 32,

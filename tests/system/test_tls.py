@@ -1,4 +1,4 @@
-"""A run whose orders are encrypted: the same weights, and nobody without a certificate is let in."""
+"""A run whose Ray traffic is encrypted: the same weights, and nobody without a certificate is let in."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from manager.enrolment.files import Certificates
 from manager.host.ports import LOOPBACK
-from morph.contract.errors import ClusterError, ConfigError
+from morph.contract.errors import ClusterError
 from morph.contract.files import PRIVATE, write_whole
 
 if TYPE_CHECKING:
-    from manager.enrolment.authority import Authority
+    from morph.link.authority import Authority
 
 LIFE = datetime.timedelta(days=365)
 NAME = "Manager of one Morph run"
@@ -41,22 +41,11 @@ def certificates_of(directory: Path) -> Certificates:
 
 
 def make_certificates(directory: Path, tls: Tls) -> Certificates:
-    """Make and write them below a run's directory. Without ``tls.enrols`` the authority's key lives in this call alone.
+    """Make and write them below a run's directory. Without ``tls.enrols`` nobody keeps the authority's key."""
+    from manager.enrolment.authority import now
+    from morph.link.authority import Authority, key_pem, new_key
 
-    Raises:
-        ConfigError: the library that makes certificates is not installed.
-    """
-    try:
-        from manager.enrolment.authority import Authority, key_pem, new_key, now
-    except ImportError as error:
-        raise ConfigError(
-            "certificates need a library that is not installed",
-            field="vms.tls",
-            value=True,
-            allowed="pip install -e '.[tls]' in the clone of Morph",
-        ) from error
-
-    authority, key = Authority.make(), new_key()
+    authority, key = Authority(new_key()), new_key()
     found = certificates_of(directory)
     found.key.parent.mkdir(mode=0o700)
     write_whole(found.authority, authority.pem, PRIVATE)
@@ -73,10 +62,9 @@ def load_authority(directory: Path) -> Authority:
     Raises:
         ClusterError: it is gone, or damaged.
     """
-    from manager.enrolment.authority import Authority
+    from morph.link.authority import Authority
 
-    found = certificates_of(directory)
     try:
-        return Authority.load(found.authority.read_bytes(), found.authority_key.read_bytes())
+        return Authority.load(certificates_of(directory).authority_key.read_bytes())
     except (OSError, ValueError) as error:
         raise ClusterError("what signs the VMs' certificates is gone") from error

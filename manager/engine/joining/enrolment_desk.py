@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pydantic import Field
 
 from manager.engine.loop.event_queue import EventQueue
-from manager.enrolment.authority import Authority, RequestRefused, now, requested_key
+from manager.enrolment.authority import RequestRefused, now, requested_key
 from manager.journal.records import Fact
 from morph.contract.base import Value
+from morph.link.authority import Authority
 
 LIFE = datetime.timedelta(days=30)
 """A VM gets another one each time its node starts."""
@@ -61,9 +62,5 @@ class EnrolmentDesk:
         return {"certificate": certificate}
 
     def _certificate(self, asked: Asked, address: str) -> str:
-        if not asked.request:
-            raise RequestRefused(
-                "the VM's Python has not what certificates are made with: add cryptography to vms.environment.packages"
-            )
         key = requested_key(asked.request, asked.node, address)
         return self._authority.certify(key, asked.node, address, LIFE, self._moment()).decode()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import selectors
 import socket
-import ssl
 import threading
 import time
 from collections import deque
@@ -20,13 +19,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from manager.engine.loop.worker_pool import Line
-from manager.enrolment.files import Certificates
-from morph.link.caller import LIVENESS, PURPOSE, ROLES, TALK, bounded
-from morph.link.contexts import server_context
-from morph.link.greeting import Greeting
+from morph.link.authority import authority_of, credential_of
+from morph.link.caller import LIVENESS, ROLES, TALK, bounded
 from morph.link.home import Home
 from morph.link.listener import BACKLOG, HELLO_TIMEOUT_S, LOOK_EVERY_S, MOST_KNOWN, PAUSE_S, Strangers
-from morph.link.proof import new_secret, proof
+from morph.link.session import WELCOME, facts_of
 from morph.link.wire import CHUNK_BYTES, Wire
 
 log = logging.getLogger(__name__)
@@ -47,30 +44,15 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 @dataclass(frozen=True)
 class Entrance:
-    """Where workers call: a listening socket, the secret that theirs are made of, and what is shown where TLS is on."""
+    """Where workers call: a listening socket, and the secret of the authority that certifies both ends."""
 
     listening: socket.socket
     secret: str = field(repr=False)
-    certificates: Certificates | None = None
 
     def home(self, worker: str) -> Home:
-        """What a worker is to know of it: from its own secret nobody can tell another worker's."""
+        """What a worker is to know of it: with its credential it can call under no other worker's name."""
         host, port = self.listening.getsockname()[:2]
-        own, tls = self.secret_of(worker), self.certificates is not None
-        return Home(worker=worker, host=host, port=port, secret=own, tls=tls)
-
-    def secret_of(self, worker: str) -> str:
-        """What one worker and the manager share."""
-        return proof(self.secret, PURPOSE, worker)
-
-    def context(self) -> ssl.SSLContext | None:
-        """What the manager shows.
-
-        Raises:
-            OSError: it is gone.
-        """
-        files = self.certificates
-        return server_context(files.certificate, files.key, files.authority) if files else None
+        return Home(worker=worker, host=host, port=port, secret=authority_of(self.secret).credential(worker))
 
 
 class LinkEvents(Protocol):
@@ -93,7 +75,6 @@ class _Caller:
     connection: socket.socket
     wire: Wire
     server: LinkServer
-    nonce: str = field(default_factory=new_secret)
     lock: threading.Lock = field(default_factory=threading.Lock)
     unsent: deque[memoryview] = field(default_factory=deque)
     moved_s: float = 0.0
@@ -131,15 +112,11 @@ class _Caller:
 
 
 class LinkServer:
-    """Lets workers in until ``close``; the listening socket may be another's too, who lets nobody in.
-
-    Raises:
-        OSError: the certificates are gone.
-    """
+    """Lets workers in until ``close``; the listening socket may be another's too, who lets nobody in."""
 
     def __init__(self, entrance: Entrance, events: LinkEvents) -> None:
         self._entrance, self._events = entrance, events
-        self._context = entrance.context()
+        self._credential = credential_of(entrance.secret)
         self._strangers = Strangers()
         self._known: dict[tuple[str, str], _Caller] = {}
         self._callers: set[_Caller] = set()
@@ -208,14 +185,13 @@ class LinkServer:
                 self._strangers.send_oldest_away()
                 time.sleep(PAUSE_S)
                 return
-            caller = _Caller(connection, Wire(self._context), self)
+            caller = _Caller(connection, Wire(self._credential, listens=True), self)
             self._callers.add(caller)
             self._strangers.add(caller, str(address[0]), caller.hang_up)
             try:
                 bounded(connection)
                 connection.setblocking(False)
                 self._selector.register(connection, selectors.EVENT_READ, caller)
-                caller.send(caller.nonce.encode())
             except OSError:
                 self._end(caller)
 
@@ -258,16 +234,13 @@ class LinkServer:
                 self._events.heard(caller.worker, message)
 
     def _greet(self, caller: _Caller, message: bytes) -> None:
-        greeting, given = Greeting.heard(message, caller.nonce, PURPOSE, 2)
-        worker, role = greeting.facts
-        secret = self._entrance.secret_of(worker)
-        if role not in ROLES or not worker or not greeting.is_of_caller(given, secret):
-            raise ConnectionError("it has not the secret")
+        worker, role = facts_of(message, 2)
+        if role not in ROLES or not worker or worker != caller.wire.other_name:
+            raise ConnectionError("it is not the worker that it says it is")
         if not self._strangers.remove(caller) or len(self._known) >= len(ROLES) * MOST_KNOWN:
             raise ConnectionError("it took too long, or too many are here")
         with caller.lock:
-            caller.write(caller.wire.put(greeting.welcome(secret)))
-            caller.wire.seal(greeting.key(secret))
+            caller.write(caller.wire.put(WELCOME))
         caller.worker, caller.role = worker, role
         before = self._known.get((worker, role))
         self._known[worker, role] = caller

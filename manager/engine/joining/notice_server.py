@@ -23,10 +23,10 @@ class NoticeServer(VmServer):
 
     Args:
         event_queue: Where they go.
-        secret: Shared with the nodes; whoever does not prove it is sent away.
+        secret: From which the nodes' credential follows; whoever calls without that is sent away.
         host: Address to listen on.
         port: 0: any free one.
-        desk: Signs for VMs that ask for a certificate, where the run's Ray is encrypted; None: they are sent away.
+        desk: Signs for VMs that ask for a certificate, where Ray's traffic is encrypted; None: they are sent away.
         wheel: Morph's own, for VMs that boot.
     """
 

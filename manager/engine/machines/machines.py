@@ -19,7 +19,6 @@ from manager.engine.machines.attachment import Attachment, Found
 from manager.engine.machines.store_watch import StartedStore, StoreWatch
 from manager.host.ports import LOOPBACK
 from manager.providers.interface.provider import Provider
-from morph.contract.errors import ClusterError
 from morph.contract.messages import WorkerSetup
 from morph.link.proof import new_secret
 
@@ -92,11 +91,7 @@ OpenMachines = Callable[[Opening], Machines]
 
 
 def open_pool(opening: Opening, entrance: Entrance, launcher: Launcher, *checks: Callable[[], None]) -> WorkerPool:
-    """Let workers in, and open the pool of them. ``checks`` raise what ends the session.
-
-    Raises:
-        ClusterError: the certificates are gone.
-    """
+    """Let workers in, and open the pool of them. ``checks`` raise what ends the session."""
 
     def check() -> None:
         for each in checks:
@@ -111,10 +106,7 @@ def open_pool(opening: Opening, entrance: Entrance, launcher: Launcher, *checks:
         outage_timeout_s=opening.outage_timeout_s,
     )
     opening.ending.callback(pool.close)
-    try:
-        opening.ending.callback(LinkServer(entrance, pool).close)
-    except OSError as error:
-        raise ClusterError(f"the run's certificates are gone: {error}") from error
+    opening.ending.callback(LinkServer(entrance, pool).close)
     return pool
 
 

@@ -27,6 +27,7 @@ from manager.providers.boot.own_wheel import kept_wheel, python_version, require
 from manager.providers.interface.provider import Provider
 from morph.contract.cluster import AzureVms, ProvidedVms
 from morph.contract.errors import ClusterError
+from morph.link.authority import authority_of
 from morph.link.proof import new_secret
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
         head_port = vms.ray_port or ports.head
         cluster = RayCluster(directory, opening.patience_s, vms.address, head_port, ports.first)
         addresses = _Addresses(cluster.joined)
-        on_ray = OnRay(directory, vms.address, ports.store, ports.workers, tls=vms.tls, gpus=vms.device == "cuda")
+        on_ray = OnRay(directory, vms.address, ports.store, ports.workers, gpus=vms.device == "cuda")
         secret = _node_secret(directory.parent / "node-secret", make=found is None)
         wheel = kept_wheel(directory.parent / "wheel", make=found is None)
         if found is None:
@@ -76,12 +77,12 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
             ray_address=cluster.address,
             manager_address=f"{vms.address}:{notices.port}",
             ray_token=SecretStr((directory.parent / "token").read_text(encoding="utf-8").strip()),
-            node_secret=SecretStr(secret),
+            node_secret=SecretStr(authority_of(secret).credential("node")),
             setup=vms.environment.setup,
             python=vms.environment.python,
             python_version=python_version(),
             wheel_sha256=hashlib.sha256(wheel).hexdigest(),
-            requirements=(*requirements("tls" if vms.tls else ""), *vms.environment.packages),
+            requirements=(*requirements(), *vms.environment.packages),
             uid=vms.uid if isinstance(vms, AzureVms) else 0,
             metadata=not isinstance(vms, AzureVms) or vms.metadata,
             gpus=vms.device == "cuda",
@@ -156,7 +157,7 @@ def _desk(directory: Path, event_queue: EventQueue) -> tuple[EnrolmentDesk, str]
 
 
 def _node_secret(path: Path, *, make: bool) -> str:
-    """Return what the VMs and the manager share; it outlives a manager that is killed, as Ray's token does.
+    """Return what the VMs' credentials follow from; it outlives a manager that is killed, as Ray's token does.
 
     Raises:
         ClusterError: it is gone.

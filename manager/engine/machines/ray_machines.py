@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manager.controller.state.events import WorkerLost
-from manager.engine.joining.certificates import certificates_of
 from manager.engine.joining.link_server import Entrance, listen
 from manager.engine.loop.worker_pool import WorkerPool
 from manager.engine.machines.attachment import Attachment
@@ -29,7 +28,6 @@ class OnRay:
         host: Where the store and the manager listen.
         store_port: 0: any free one.
         workers_port: At which workers call; 0: any free one.
-        tls: What workers say is encrypted, as what Ray's processes say is.
         gpus: Each worker has a GPU of its own.
     """
 
@@ -37,7 +35,6 @@ class OnRay:
     host: str = LOOPBACK
     store_port: int = 0
     workers_port: int = 0
-    tls: bool = False
     gpus: bool = False
 
     def begin(
@@ -50,10 +47,9 @@ class OnRay:
         """
         found, ending = opening.found, opening.ending
         ending.callback(cluster.close)
-        certificates = certificates_of(self.directory.parent) if self.tls else None
         if found is None:
             try:
-                entrance = Entrance(listen(self.host, self.workers_port), new_secret(), certificates)
+                entrance = Entrance(listen(self.host, self.workers_port), new_secret())
             except OSError as error:
                 raise ClusterError(f"cannot listen on {self.host}: {error.strerror}") from error
             ending.callback(entrance.listening.close)
@@ -63,7 +59,7 @@ class OnRay:
         else:
             left = found.attachment
             cluster.take_over(found.line, found.greeting)
-            entrance = Entrance(found.line.workers, left.own_secret, certificates)
+            entrance = Entrance(found.line.workers, left.own_secret)
             ending.callback(entrance.listening.close)
             store = StartedStore(cluster.start_store, self.host, left.store_port, found.greeting["store"])
         watch = StoreWatch(store, opening.event_queue)
@@ -75,7 +71,7 @@ class OnRay:
         return store, entrance, pool
 
 
-def open_ray(directory: Path, *, tls: bool = False) -> OpenMachines:
+def open_ray(directory: Path) -> OpenMachines:
     """VMs as local Ray nodes. ``directory`` is what ``ray_environment.prepare`` or ``adopt`` returned.
 
     The result raises ClusterError when Ray does not start.
@@ -85,7 +81,7 @@ def open_ray(directory: Path, *, tls: bool = False) -> OpenMachines:
         found = opening.found
         up = found.vms if found else ()
         cluster = RayCluster(directory, opening.patience_s, gone=lambda vm: opening.event_queue.put(_ended(vm)))
-        store, entrance, pool = OnRay(directory, tls=tls).begin(opening, cluster, lambda: up)
+        store, entrance, pool = OnRay(directory).begin(opening, cluster, lambda: up)
         attachment = Attachment(
             kind="ray",
             control_socket=cluster.control_socket,

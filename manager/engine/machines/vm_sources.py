@@ -46,7 +46,7 @@ def machines_of(
     tls = _tls(vms)
     directory = adopt(found.attachment.control_socket.parent / "ray", tls) if found else prepare(tls)
     if isinstance(vms, LocalVms):
-        return open_ray(directory, tls=vms.tls)
+        return open_ray(directory)
     assert providing is not None, "nobody said how to open the provider"
     return open_provided(directory, vms, providing)
 

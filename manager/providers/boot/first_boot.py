@@ -48,8 +48,8 @@ MODULES = (
     "manager/__init__.py", "manager/host/__init__.py", "manager/host/plain_http.py",
     "manager/notices/__init__.py", "manager/notices/call.py", "manager/notices/end.py",
     "manager/providers/__init__.py", "manager/providers/boot/__init__.py", "manager/providers/boot/first_boot.py",
-    "morph/__init__.py", "morph/contract/__init__.py", "morph/contract/errors.py", "morph/link/proof.py",
-    "morph/link/__init__.py", "morph/link/greeting.py", "morph/link/session.py", "morph/link/wire.py",
+    "morph/__init__.py", "morph/contract/__init__.py", "morph/contract/errors.py",
+    "morph/link/__init__.py", "morph/link/session.py", "morph/link/wire.py",
 )  # fmt: skip
 ANSWER_TIMEOUT_S = 120.0
 RETRY_S = 2.0

@@ -59,14 +59,14 @@ def kept_wheel(path: Path, *, make: bool) -> bytes:
         raise ClusterError("the run's wheel is gone") from error
 
 
-def requirements(extra: str = "") -> tuple[str, ...]:
+def requirements() -> tuple[str, ...]:
     """Return what the wheel requires of other packages, as pip reads it: Ray and torch in the versions found here."""
     found = []
     for line in metadata.requires(DISTRIBUTION) or ():
         requirement, _, marker = line.partition(";")
         read = re.match(r"[A-Za-z0-9._-]+", requirement)
         assert read is not None, line
-        if not marker or (extra and f'extra == "{extra}"' in marker):
+        if not marker:
             name = read[0].lower()
             version = metadata.version(name).partition("+")[0] if name in EXACT else ""
             found.append(f"{name}=={version}" if version else requirement.strip())

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_device(cluster: ClusterConfig, source: str) -> None:
-    """Refuse a device that this machine lacks, where VMs share its devices, or a library that their TLS wants.
+    """Refuse a device that this machine lacks, where VMs share its devices.
 
     Raises:
         ConfigError: naming the cluster file.
@@ -31,14 +30,6 @@ def check_device(cluster: ClusterConfig, source: str) -> None:
     from morph.contract.cluster import LocalVms
     from morph.contract.errors import ConfigError
 
-    if cluster.vms.tls and find_spec("cryptography") is None:
-        raise ConfigError(
-            "certificates need a library that is not installed",
-            source=source,
-            field="vms.tls",
-            value=True,
-            allowed="pip install -e '.[tls]' in the clone of Morph, or false",
-        )
     if isinstance(cluster.vms, LocalVms) and cluster.vms.device == "cuda":
         import torch
 

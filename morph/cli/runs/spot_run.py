@@ -33,7 +33,7 @@ def spot_run_command(
     from manager.host.folders import make_folder, remove
     from manager.run.cloud import check_storage, check_url
     from manager.run.resolution import load_cloud
-    from manager.spot.opening import check_provided, open_local, open_provided
+    from manager.spot.opening import open_local, open_provided
     from manager.spot.spec import SpotJob, lives_of
     from morph.elastic.launcher import interrupted_once
     from morph.yaml_files import load_cluster, load_yaml
@@ -57,7 +57,6 @@ def spot_run_command(
             raise InputError(
                 "has no VMs of a provider", source=str(cluster_file), field="vms.kind", allowed="azure, static"
             )
-        check_provided(cloud, str(cluster_file))
         check_storage(cloud.vms, job.storage, source, "storage")
     if job.num_vms > 1 and job.vms != "local":
         raise InputError("is for local VMs", source=source, field="num_vms", value=job.num_vms, allowed="vms.keep")

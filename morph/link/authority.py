@@ -1,0 +1,176 @@
+"""Certificate authorities, made with ``cryptography``: what a secret becomes, so that TLS proves who has it.
+
+Everyone who has a secret derives the same authority from it, so nothing has to be exchanged beforehand: each end shows
+a certificate of that authority and demands one. Who is given a *credential*, and not the secret, may call under the one
+name that is in its certificate, and can make no other certificate.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import ipaddress
+from functools import lru_cache
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from morph.link.wire import LISTENER
+
+AUTHORITY_NAME = "Authority of one Morph run"
+CURVE = ec.SECP256R1
+ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+"""Of the group of that curve: a private key is less."""
+LOOPBACK = "127.0.0.1"
+CLOCK_SLACK = datetime.timedelta(hours=1)
+ALWAYS = tuple(datetime.datetime(year, 1, 1, tzinfo=datetime.UTC) for year in (2000, 9999))
+"""What follows from a secret is worth as much as the secret, so clocks that differ between VMs decide nothing."""
+CALLS, LISTENS = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
+
+PrivateKey = ec.EllipticCurvePrivateKey
+PublicKey = ec.EllipticCurvePublicKey
+Life = tuple[datetime.datetime, ...]
+
+
+@lru_cache(maxsize=8)
+def authority_of(secret: str) -> Authority:
+    """Return the authority that follows from a secret; of an easily guessed secret it can be guessed as well."""
+    found = HKDF(hashes.SHA512(), 64, salt=None, info=b"morph: certificate authority").derive(secret.encode())
+    return Authority(ec.derive_private_key(int.from_bytes(found, "big") % (ORDER - 1) + 1, CURVE()))
+
+
+@lru_cache(maxsize=8)
+def credential_of(secret: str) -> str:
+    """Return what one shows who has a secret, to call and to be called; the same for the life of this process."""
+    return authority_of(secret).credential()
+
+
+class Authority:
+    """Signs certificates; none of them signs another."""
+
+    def __init__(self, key: PrivateKey) -> None:
+        self._key, name = key, name_of(AUTHORITY_NAME)
+        self._certificate = (
+            _builder(name, name, key.public_key(), ALWAYS)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(signs_certificates=True), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .sign(key, hashes.SHA256())
+        )
+
+    @classmethod
+    def load(cls, pem: bytes) -> Authority:
+        """Read one back by its ``key_pem``; raises ValueError when that is not what is there."""
+        key = serialization.load_pem_private_key(pem, None)
+        if not isinstance(key, PrivateKey):
+            raise ValueError("the authority's key is of another kind")
+        return cls(key)
+
+    @property
+    def key_pem(self) -> bytes:
+        """What it signs with."""
+        return key_pem(self._key)
+
+    @property
+    def pem(self) -> bytes:
+        """The certificate, by which everybody knows what this authority signed. No secret."""
+        return self._certificate.public_bytes(serialization.Encoding.PEM)
+
+    def credential(self, caller: str = "") -> str:
+        """Return what one end shows (``morph.link.wire``), with a new key, as one line of text.
+
+        Args:
+            caller: The only name under which it may be used, and only to call; empty: for one who has the secret.
+        """
+        key = new_key()
+        usages = (CALLS,) if caller else (CALLS, LISTENS)
+        certificate = self._certify(key.public_key(), "end", ALWAYS, usages, [x509.DNSName(caller or LISTENER)])
+        parts = (_written(key, serialization.Encoding.DER), *map(_der, (certificate, self._certificate)))
+        return ".".join(base64.b64encode(part).decode() for part in parts)
+
+    def certify(
+        self, key: PublicKey, node: str, address: str, life: datetime.timedelta, begin: datetime.datetime
+    ) -> bytes:
+        """Return a certificate for one address, and for the loopback of whoever has the key; it may call and listen.
+
+        Args:
+            key: Of the node.
+            node: Its name, at most 64 characters.
+            address: At which others reach it.
+            life: How long it is valid.
+            begin: From when on, less what clocks may differ.
+        """
+        addresses = dict.fromkeys(map(ipaddress.ip_address, (address, LOOPBACK)))
+        names = [*map(x509.IPAddress, addresses), x509.DNSName("localhost")]
+        certificate = self._certify(key, node, (begin - CLOCK_SLACK, begin + life), (LISTENS, CALLS), names)
+        return certificate.public_bytes(serialization.Encoding.PEM)
+
+    def _certify(
+        self,
+        key: PublicKey,
+        subject: str,
+        life: Life,
+        usages: tuple[x509.ObjectIdentifier, ...],
+        names: list[x509.GeneralName],
+    ) -> x509.Certificate:
+        return (
+            _builder(name_of(subject), self._certificate.subject, key, life)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+
+
+def new_key() -> PrivateKey:
+    """Make the key of one end, or of a node."""
+    return ec.generate_private_key(CURVE())
+
+
+def key_pem(key: PrivateKey) -> bytes:
+    """Write a key: who reads it is whom it belongs to."""
+    return _written(key, serialization.Encoding.PEM)
+
+
+def _written(key: PrivateKey, encoding: serialization.Encoding) -> bytes:
+    return key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+
+
+def name_of(name: str) -> x509.Name:
+    """Return a subject."""
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _der(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.DER)
+
+
+def _builder(subject: x509.Name, issuer: x509.Name, key: PublicKey, life: Life) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(life[0])
+        .not_valid_after(life[1])
+    )
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
