@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from calibrate.writing.storage import temporary_folder
-from tests.runtime.worker_crew import FORKS
+from tests.crew import FORKS
 from tests.waiting import ANSWER_S, poll_until
 
 

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "manager"))
 
-from live_history import played
+from simulated_cluster import played
 
 from manager.accounting.account import Part
 from manager.dashboard.server import FILE_NAME, PageAddress, read_address, serving

@@ -18,10 +18,10 @@ from morph.contract.errors import JobError
 from morph.data.evaluation import EvaluationLoader
 from morph.data.fingerprint import data_facts
 from morph.jobs.job import load_job
+from tests.crew import FORKS
 from tests.data import read_jobs
 from tests.data.read_jobs import BROKEN
 from tests.data.readings import KEYS, M, Reading, is_ready, reading, spec_of, step_of
-from tests.runtime.worker_crew import FORKS
 from tests.waiting import ANSWER_S, poll_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]

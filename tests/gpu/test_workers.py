@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from morph.contract.cluster import LinkSetting
-from tests.runtime.worker_crew import Crew
+from tests.crew import Crew
 from tests.system.harness import JOB, load_tiny_job
 
 NAMES = ("w0", "w1")

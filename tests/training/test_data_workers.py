@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.shapes_crew import ShapesCrew, Trained
+from tests.training.shapes import ShapesCrew, Trained
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

@@ -22,7 +22,7 @@ from morph.cutting.cache.cut_job import load_and_cut
 from morph.jobs.files import imported_once
 from morph.runtime.process.single import run_single
 from tests.cli.given import without_phases
-from tests.training.shapes_crew import spec_of
+from tests.training.shapes import spec_of
 from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, Net
 
 pytestmark = pytest.mark.slow

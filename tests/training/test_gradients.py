@@ -15,7 +15,7 @@ from morph.contract.errors import MorphError
 from morph.jobs.job import load_job
 from morph.runtime.process.single import run_single
 from morph.runtime.state.model_state import export_state
-from tests.training.shapes_crew import spec_of
+from tests.training.shapes import spec_of
 from tests.training.test_written_buffers import Loop
 from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS
 

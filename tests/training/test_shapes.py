@@ -12,7 +12,7 @@ import torch
 
 from morph.runtime.state.model_state import export_state
 from tests.grids import cells
-from tests.training.shapes_crew import ShapesCrew, Trained
+from tests.training.shapes import ShapesCrew, Trained
 from tests.training.training_jobs import (
     MICRO_BATCH_SIZE,
     Net,

@@ -19,7 +19,7 @@ from morph.runtime.process.single import run_single
 from morph.runtime.state.initial_checkpoint import write_initial_checkpoint
 from morph.runtime.state.model_state import ImportedParameters, export_state, model_state
 from morph.runtime.workloads.evaluation import evaluation_sections
-from tests.training.shapes_crew import ShapesCrew, make_plan, spec_of
+from tests.training.shapes import ShapesCrew, make_plan, spec_of
 from tests.training.training_jobs import MICRO_BATCH_SIZE, Averaged, Normed
 
 pytestmark = pytest.mark.slow
