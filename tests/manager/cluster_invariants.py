@@ -6,7 +6,7 @@ import math
 
 from simulated_cluster import Observer, SimulatedCluster
 from simulated_job import SUMMED
-from simulated_worker import order_key
+from simulated_workers import order_key
 
 from manager.controller.requests.node_requests import MAX_SENT
 from manager.controller.state.actions import (

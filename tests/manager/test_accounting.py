@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from journalled_history import JournalledCluster
 from random_history import random_faults
-from simulated_cluster import TIMES, Faults
+from simulated_cluster import TIMES, Faults, JournalledCluster
 from simulated_job import make_config
 
 from manager.accounting.account import Account, Part

@@ -165,5 +165,5 @@ def test_an_undisturbed_run_forms_one_generation_and_decides_each_step_once() ->
 
 def test_a_broken_history_prints_its_seed_its_events_and_how_to_play_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Draft, "answered", lambda draft, worker: None)
-    with pytest.raises(BrokenHistoryError, match=r"seed \d+: (.|\n)*worker_answered(.|\n)*play_history\.py \d+"):
+    with pytest.raises(BrokenHistoryError, match=r"seed \d+: (.|\n)*worker_answered(.|\n)*random_history\.py \d+"):
         play_all(range(20))

@@ -6,9 +6,8 @@ import math
 from pathlib import Path
 
 import pytest
-from journalled_history import JournalledCluster
 from pydantic_core import PydanticSerializationError
-from simulated_cluster import Faults
+from simulated_cluster import Faults, JournalledCluster
 from simulated_job import make_config
 from simulated_workers import TIMES
 

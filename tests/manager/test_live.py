@@ -7,10 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from journalled_history import JournalledCluster
-from live_history import played
 from random_history import random_faults
-from simulated_cluster import SimulatedCluster
+from simulated_cluster import JournalledCluster, SimulatedCluster, played
 
 from manager.controller.state.events import Event
 from manager.controller.state.state import ControllerState, Decision

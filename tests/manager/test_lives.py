@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from controller_script import Script
-from journalled_history import JournalledCluster
 from random_history import random_faults
+from simulated_cluster import JournalledCluster
 from simulated_job import RULES
 
 from manager.controller.state.actions import Action

@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from journalled_history import JournalledCluster
-from simulated_cluster import Faults, SimulatedCluster
+from simulated_cluster import Faults, JournalledCluster, SimulatedCluster
 from simulated_job import make_config
 from typer.testing import CliRunner
 

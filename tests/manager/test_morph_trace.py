@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from journalled_history import JournalledCluster
-from simulated_cluster import Faults
+from simulated_cluster import Faults, JournalledCluster
 from typer.testing import CliRunner
 
 from manager.journal.journal import FILE_NAME, Journal

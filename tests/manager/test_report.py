@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from journalled_history import JournalledCluster
-from simulated_cluster import TIMES, Faults
+from simulated_cluster import TIMES, Faults, JournalledCluster
 from simulated_job import SIZES, facts_of, scale_of
 
 from manager.controller.state.actions import SendReshape

@@ -9,8 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from journalled_history import JournalledCluster
-from simulated_cluster import Faults
+from simulated_cluster import Faults, JournalledCluster
 from typer.testing import CliRunner
 
 from manager.accounting.account import Account, Part
