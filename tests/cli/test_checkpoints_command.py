@@ -14,7 +14,7 @@ from morph.checkpoint.manifest import complete_versions, version_url, write_atom
 from morph.checkpoint.stored import stored_versions
 from morph.cli.checkpoints.checkpoints import age_text
 from morph.cli.main import app
-from tests.checkpoint.test_newest import _flipped, save
+from tests.checkpoint.test_manifest import _flipped, save
 
 FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=2)
 

@@ -26,7 +26,7 @@ from morph.cli.runs.prepare import prepare
 from morph.cli.views.run_view import run_view
 from morph.contract.errors import ConfigError, InputError, RunDirError
 from morph.contract.profile import load_profile
-from tests.checkpoint.test_newest import save
+from tests.checkpoint.test_manifest import save
 from tests.cli.given import JOBS, Given
 from tests.cli.test_provided_vms import vms_of
 

@@ -38,6 +38,17 @@ from tests.providers.fake_arm import FakeArm
 
 KEEP = 2
 BOUND_S = 100.0
+Case = Callable[[FakeArm, Path], list[str]]
+
+
+class Cases(dict[str, Case]):
+    """Cases by the name of their fault; called with a name, it enters the function that it decorates."""
+
+    def __call__(self, name: str) -> Callable[[Case], Case]:
+        """Enter a case under this name."""
+        return lambda function: self.setdefault(name, function)
+
+
 QUIET = re.compile(
     r"nothing is due|.* is ready|\d+ workers? (is ready|are ready|could start).*|\d+ more (is|are) awaited a while"
     r"|.* its worker is started"
@@ -221,3 +232,12 @@ def world(arm: FakeArm, directory: Path, **options: Any) -> Iterator[World]:
         opened.close()
     assert arm.machines == {}, "VMs are left"
     assert arm.sets == {}, "the scale set is left"
+
+
+@contextmanager
+def whole(arm: FakeArm, directory: Path, **options: Any) -> Iterator[World]:
+    """A manager that has all its VMs."""
+    with world(arm, directory, **options) as run:
+        run.begin()
+        run.until_whole()
+        yield run

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
-from controller_script import Script, changed
-from simulated_job import RULES, make_config
+from controller_script import Script, changed, receivers, script_in
+from simulated_job import FILES, MANIFEST, PLANS, RULES, make_config
 
 from manager.controller.requests.node_requests import MAX_SENT
-from manager.controller.state.actions import Action, Finish, ReleaseNodes, RequestNodes
+from manager.controller.shape.forming import GATHER_S
+from manager.controller.state.actions import (
+    Action,
+    EndWorker,
+    Finish,
+    ReleaseNodes,
+    RequestNodes,
+    SendReshape,
+    StartWorker,
+)
 from manager.controller.state.events import (
     NodeAppeared,
     NodeFacts,
@@ -17,9 +27,14 @@ from manager.controller.state.events import (
     NoticeGiven,
     RequestRefused,
     Tick,
+    WorkerAnswered,
     WorkerLost,
 )
+from manager.controller.state.nodes import NODE_TRANSITIONS, ImpossibleNodeChange, NodeEvent, NodeState, after
 from manager.controller.state.state import Phase
+from morph.contract.messages import (
+    Failed,
+)
 
 REQUESTS = RULES.requests
 
@@ -284,3 +299,117 @@ def test_a_vm_that_will_be_taken_while_it_boots_is_given_back_and_replaced() -> 
 def test_requests_are_named_as_the_run_says() -> None:
     script = asking(requests="tiny-3f9a1c-2")
     assert requested(script.tell(Tick())) == [("tiny-3f9a1c-2-1", 4)]
+
+
+def test_every_state_can_be_reached_and_every_state_but_gone_can_be_lost() -> None:
+    reached = {NodeState.REQUESTED, *NODE_TRANSITIONS.values()}
+    assert reached == set(NodeState)
+    for state in set(NodeState) - {NodeState.GONE}:
+        assert after(state, NodeEvent.LOST) is NodeState.GONE
+
+
+def test_nothing_leads_out_of_gone_and_nothing_but_a_setup_makes_a_warming_node_ready() -> None:
+    assert not [pair for pair in NODE_TRANSITIONS if pair[0] is NodeState.GONE]
+    leading = {pair for pair, following in NODE_TRANSITIONS.items() if following is NodeState.READY}
+    assert {event for state, event in leading if state is NodeState.WARMING} == {NodeEvent.SET_UP}
+
+
+def test_only_a_withdrawn_or_void_notice_leads_out_of_draining_alive() -> None:
+    out = {
+        event
+        for (state, event), following in NODE_TRANSITIONS.items()
+        if state is NodeState.DRAINING and following not in (NodeState.DRAINING, NodeState.GONE)
+    }
+    assert out == {NodeEvent.SPARED, NodeEvent.SPARED_UNREADY}
+
+
+@pytest.mark.parametrize(
+    ("state", "event"), [pair for pair in itertools.product(NodeState, NodeEvent) if pair not in NODE_TRANSITIONS]
+)
+def test_a_change_that_is_not_in_the_table_is_an_error_that_names_both(state: NodeState, event: NodeEvent) -> None:
+    with pytest.raises(ImpossibleNodeChange, match=f"a node that is {state} cannot be {event}"):
+        after(state, event)
+
+
+def test_a_node_gets_a_worker_once() -> None:
+    script = Script()
+    assert script.tell(NodeAppeared(node="n1")) == (StartWorker(worker="n1"),)
+    assert script.tell(NodeAppeared(node="n1")) == ()
+
+
+def test_the_start_waits_for_every_expected_node() -> None:
+    script = Script(expected_nodes=3)
+    assert script.ready("n1", "n2") == ()
+    assert script.code == "start_wait"
+    actions = script.ready("n3")
+    assert receivers(actions, SendReshape) == ["n1", "n2", "n3"]
+    order = next(action.order for action in actions if isinstance(action, SendReshape))
+    assert (order.generation, order.version, order.plan.shape) == (1, 0, "3x1")
+    assert {source.kind for source in order.sources} == {"initial"}
+
+
+def test_the_start_waits_no_longer_than_its_patience_once_a_plan_fits() -> None:
+    script = Script(expected_nodes=6)
+    script.ready("n1", "n2")
+    assert script.last is not None
+    wake_at_s = script.last.wake_at_s
+    assert wake_at_s == pytest.approx(script.now_s + 5.0)
+    assert script.tell(Tick(), at_s=wake_at_s - 0.01) == ()
+    assert receivers(script.tell(Tick(), at_s=wake_at_s), SendReshape) == ["n1", "n2"]
+
+
+def test_a_run_starts_from_the_checkpoint_it_is_given() -> None:
+    script = Script(initial_version=5, initial_checkpoint=MANIFEST, expected_nodes=2)
+    order = next(action.order for action in script.ready("n1", "n2") if isinstance(action, SendReshape))
+    assert order.version == 5
+    assert {source.kind for source in order.sources} == {"checkpoint"}
+
+
+def test_a_run_that_has_all_its_steps_already_finishes_at_once() -> None:
+    script = Script(initial_version=5, initial_checkpoint=MANIFEST, num_steps=5)
+    script.tell(NodeAppeared(node="n1"))
+    (finish,) = script.tell(Tick())
+    assert isinstance(finish, Finish)
+    assert finish.outcome == "finished"
+
+
+def test_a_setup_that_fails_ends_the_run_before_the_start_and_only_the_worker_later() -> None:
+    failed = Failed(worker="n1", generation=0, error="no such job")
+    script = Script()
+    script.tell(NodeAppeared(node="n1"))
+    (finish,) = script.tell(WorkerAnswered(worker="n1", answer=failed))
+    assert finish == Finish(outcome="failed", sentence="n1 could not be set up: no such job")
+    script = script_in(Phase.TRAINING)
+    script.tell(NodeAppeared(node="n9"))
+    assert script.tell(WorkerAnswered(worker="n9", answer=failed)) == (EndWorker(worker="n9"),)
+    assert script.state.phase is Phase.TRAINING
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"unit_bytes": {"s0": 1}}, "do not name the same units"),
+        ({"plans": {1: PLANS[2]}}, r"plans\[1\] needs 2 workers"),
+        ({"fingerprint": "g"}, "made for another model"),
+        ({"initial_version": 3}, "no checkpoint to start from"),
+        ({"initial_version": 4, "initial_checkpoint": MANIFEST}, "initial_version is 4, the checkpoint's is 5"),
+        (
+            {"initial_version": 5, "initial_checkpoint": MANIFEST.model_copy(update={"units": FILES[:2]})},
+            "do not name the same units",
+        ),
+    ],
+)
+def test_contradictions_in_the_configuration_are_refused(fields: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        make_config(**fields)
+
+
+def test_patience_that_runs_out_while_workers_may_follow_one_that_is_lost_does_not_spin() -> None:
+    script = Script(expected_nodes=9)
+    script.ready("n1.d0", "n1.d1", "n2.d0", "n2.d1")
+    first_s = script.state.waits.first_feasible_s
+    assert first_s is not None
+    patience_s = first_s + script.state.config.policy.start_patience_s
+    script.tell(WorkerLost(worker="n1.d0", cause="killed"), at_s=patience_s - 0.1)
+    assert script.last is not None
+    assert script.last.wake_at_s == patience_s - 0.1 + GATHER_S

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
 import shlex
 
 import pytest
 import yaml
 
 from manager.providers.azure.spec import planned
+from manager.providers.boot import first_boot
 from manager.providers.boot.cloud_init import (
     AUTHORITY_PATH,
     BOOT_PATH,
@@ -137,3 +139,12 @@ def test_what_would_be_created_can_be_looked_at_without_the_secrets() -> None:
     ]
     assert [call["body"]["zones"] for call in calls[1:]] == [["1"], ["2"]]
     assert RAY_TOKEN not in str(calls)
+
+
+def test_an_interpreter_that_the_job_s_user_may_not_run_makes_a_vm_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(first_boot.subprocess, "run", refused)
+    with pytest.raises(first_boot.Unfit, match=r"as whom the job's code is to run, cannot run .*Permission denied"):
+        first_boot.make_user(os.getuid())
