@@ -95,7 +95,7 @@ def test_no_helper_is_left_behind_when_one_cannot_be_started(helper: str, tmp_pa
     assert not runs(int(born.read_text()))
 
 
-def test_what_is_needed_by_all_is_imported_once_and_told_of_when_it_cannot_be(helper: str, tmp_path: Path) -> None:
+def test_what_everybody_needs_is_imported_once_or_reported_as_missing(helper: str, tmp_path: Path) -> None:
     with (
         pytest.raises(ClusterError, match=r"testing failed in process \d: .*No module named nothing_of_this_name"),
         Crew("nothing_of_this_name", 3, "testing") as crew,

@@ -102,7 +102,7 @@ def test_what_else_may_listen_there_is_named(said: bytes, error: str) -> None:
 
 
 @pytest.mark.parametrize("said", [b"no hello", b"[]", b'["0", "0", "0"]'])
-def test_a_caller_that_is_no_node_is_told_from_one_without_the_secret(said: bytes) -> None:
+def test_a_stranger_is_told_apart_from_a_node_without_the_secret(said: bytes) -> None:
     near, far = socket.socketpair()
     with near, far:
         far.sendall(framed(said))

@@ -83,7 +83,7 @@ class Task:
 
 
 @pytest.mark.slow
-def test_times_are_read_only_after_the_device_is_done_and_kinds_take_turns() -> None:
+def test_times_are_read_after_the_device_is_done_and_kinds_alternate() -> None:
     order: list[str] = []
     tasks = [Task("a", order), Task("b", order)]
     found = measure_benches(tasks, 2, LateClock(), Sampling(budget_s=0.0, most=5))  # type: ignore[arg-type]
@@ -278,7 +278,7 @@ def test_a_size_that_was_asked_for_and_does_not_fit_is_refused(job: str, monkeyp
 
 
 @pytest.mark.slow
-def test_an_error_in_the_model_is_not_taken_for_a_lack_of_memory(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_model_is_not_mistaken_for_lack_of_memory(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("shapes do not match")
 

@@ -47,7 +47,7 @@ def test_a_damaged_version_is_not_copied_and_leaves_nothing(url: str, target: st
     assert stored_versions(target) == ()
 
 
-def test_a_copy_that_breaks_off_is_no_checkpoint_and_is_gone_on_with(
+def test_a_copy_that_breaks_off_is_no_checkpoint_and_can_be_continued(
     tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = str(tmp_path)
@@ -119,7 +119,7 @@ def test_each_version_is_told_with_what_its_manifest_says(url: str) -> None:
 
 
 @pytest.mark.parametrize("damage", SEEN_AT_ONCE)
-def test_a_damaged_version_is_told_with_the_file_also_once_it_was_set_aside(tmp_path: Path, damage: Damage) -> None:
+def test_a_damaged_version_is_listed_with_its_file_even_once_set_aside(tmp_path: Path, damage: Damage) -> None:
     url = str(tmp_path)
     save(url, 2, 4)
     damage(url, 4)

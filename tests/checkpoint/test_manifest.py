@@ -94,7 +94,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     assert names_in(str(tmp_path)) == [MANIFEST]
 
 
-def test_a_manifest_with_sha256_alone_is_read_and_its_own_digest_still_holds(tmp_path: Path) -> None:
+def test_a_manifest_with_sha256_alone_is_read_and_still_verified(tmp_path: Path) -> None:
     """As it was written before files had a quicker checksum too."""
     unit = {"unit": "s0", "file": "s0.safetensors", "size_bytes": 1, "sha256": "0" * 64}
     written = {"schema_version": 2, "fingerprint": "f", "version": 3, "units": [unit], "kind": "periodic"}
@@ -262,7 +262,7 @@ def test_the_newest_is_taken_where_it_is_whole(local: str, every_byte: bool) -> 
 
 
 @pytest.mark.parametrize("damage", SEEN_AT_ONCE)
-def test_what_is_damaged_is_passed_over_with_a_sentence_and_loses_no_byte(url: str, damage: Damage) -> None:
+def test_damaged_versions_are_skipped_with_a_sentence_and_keep_every_byte(url: str, damage: Damage) -> None:
     save(url, 2, 4, 6)
     for version in (4, 6):
         damage(url, version)
@@ -353,7 +353,7 @@ def test_what_cannot_be_set_aside_is_not_passed_over(local: str, monkeypatch: py
     assert complete_versions(local) == (2, 4)
 
 
-def test_what_was_passed_over_does_not_count_when_the_oldest_are_deleted_and_can_be_written_again(local: str) -> None:
+def test_a_skipped_version_does_not_count_for_retention_and_can_be_rewritten(local: str) -> None:
     save(local, 2, 4, 6)
     _truncated(local, 6)
     assert newest(local) == 4
@@ -363,9 +363,7 @@ def test_what_was_passed_over_does_not_count_when_the_oldest_are_deleted_and_can
     assert newest(local, every_byte=True) == 6
 
 
-def test_a_version_that_is_deleted_while_it_is_looked_at_is_passed_over(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_deleted_while_it_is_examined_is_skipped(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save(url, 2, 4, 6)
 
     def deleting(where: str, version: int) -> Manifest:

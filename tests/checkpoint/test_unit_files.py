@@ -58,7 +58,7 @@ def test_the_file_of_a_tied_unit_has_a_plain_name(tmp_path: Path) -> None:
     assert file_of(tmp_path, manifest).stat().st_size == manifest.units[0].size_bytes
 
 
-def test_another_state_of_the_same_version_does_not_replace_what_a_manifest_names(tmp_path: Path) -> None:
+def test_another_state_of_a_version_does_not_replace_what_a_manifest_names(tmp_path: Path) -> None:
     """As when a run was set back, and a slow writer of the old history comes late."""
     manifest = save(str(tmp_path))
     save(str(tmp_path), tensors={"param/w": torch.zeros(2, 3)})
@@ -176,7 +176,7 @@ def test_every_type_comes_back(name: str) -> None:
     assert all(found[key].dtype == tensors[key].dtype for key in tensors)
 
 
-def test_complex_numbers_that_the_library_has_no_type_for_are_pairs_of_reals_to_it() -> None:
+def test_complex_types_that_safetensors_lacks_are_stored_as_pairs_of_reals() -> None:
     wide = torch.complex128
     tensors = {"x": torch.tensor([[1 + 2j, 3 - 4j]], dtype=wide), "y": torch.ones(3), "z": torch.tensor(5j, dtype=wide)}
     payload = to_payload(tensors)

@@ -41,7 +41,7 @@ def refused(*arguments: object) -> str:
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 @pytest.mark.parametrize("form", ["options", "job file"])
-def test_a_profile_whose_job_is_named_like_a_path_makes_no_run_directory(
+def test_a_job_named_like_a_path_in_a_profile_makes_no_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, form: str
 ) -> None:
     inside = tmp_path / "inside"
@@ -168,7 +168,7 @@ def test_every_number_has_a_range(kind: str) -> None:
         ("cloud", "max_usd_per_h", 1e300, "allowed: a number above 0 and at most 1000000"),
     ],
 )
-def test_a_number_out_of_range_is_refused_with_file_field_value_and_range(
+def test_a_number_out_of_range_is_refused_with_field_value_and_range(
     kind: str, place: str, value: float, says: str, tmp_path: Path
 ) -> None:
     said = _read(kind, tmp_path / "odd.yaml", (tuple(place.split(".")), value))
@@ -340,7 +340,7 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
         load_cluster(path)
 
 
-def test_the_variables_that_are_named_are_read_and_one_that_is_not_set_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_variables_are_read_and_one_that_is_unset_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NAMED", "s3cret")
     monkeypatch.delenv("NOT_SET", raising=False)
     assert variables(["NAMED"]) == {"NAMED": "s3cret"}

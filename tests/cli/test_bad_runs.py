@@ -205,7 +205,7 @@ def test_a_shape_that_cannot_be_is_refused(given: Given, arguments: tuple[object
         (("-P", 0), "-P: Input should be greater than or equal to 1 (got '0')"),
     ],
 )
-def test_a_run_in_a_shape_that_its_vms_can_never_form_is_refused(
+def test_a_shape_that_the_vms_can_never_form_is_refused(
     given: Given, options: tuple[object, ...], problem: str
 ) -> None:
     given.file("cluster.yaml", "vms: {num_vms: 2}\n")
@@ -218,7 +218,7 @@ def test_a_memory_size_that_is_none_is_refused(given: Given, value: str) -> None
     assert line == f"--memory-gib: is out of range (got {float(value)}); allowed: a number above 0, at most 1048576"
 
 
-def test_a_job_that_does_not_fit_is_refused_with_the_least_memory_that_would_do(given: Given) -> None:
+def test_a_job_that_does_not_fit_is_told_the_least_memory(given: Given) -> None:
     path = given.file("cluster.yaml", "vms: {num_vms: 2, memory_bytes: 100}\n")
     line = given.run_refused()
     start = f"{path}: vms.memory_bytes: the job does not fit in the memory of 2 devices: while the shape changes, "
@@ -248,7 +248,7 @@ class Refusing(MemoryFileSystem):
     find = walk = info = cat_file = open = ls
 
 
-def test_a_wrong_key_is_told_before_the_job_is_looked_at_and_leaves_no_run_directory(
+def test_a_wrong_storage_key_is_reported_first_and_leaves_no_directory(
     given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a run directory left, the same command with the right storage would be refused: it was another run's."""
@@ -283,7 +283,7 @@ def facts(profile: Profile, fingerprint: str | None = None) -> RunFacts:
     )
 
 
-def test_a_run_directory_that_another_process_holds_is_refused_until_that_process_ends(given: Given) -> None:
+def test_a_run_directory_is_refused_while_another_process_holds_it(given: Given) -> None:
     code = (
         "import sys; from pathlib import Path; from manager.run_dir import RunDir, RunFacts\n"
         "with RunDir(Path(sys.argv[1]), RunFacts.model_validate_json(sys.argv[2])):\n"
@@ -337,7 +337,7 @@ def test_a_run_directory_that_cannot_be_written_is_refused(given: Given) -> None
     assert given.run_refused() == f"{given.run_dir}: is not writable: Permission denied"
 
 
-def test_a_claim_that_a_kill_cut_short_leaves_a_directory_that_can_be_claimed(given: Given) -> None:
+def test_a_directory_whose_claim_was_cut_short_can_be_claimed(given: Given) -> None:
     given.run_dir.mkdir()
     for name in ("run.lock", ".run.json.4711.partial"):
         (given.run_dir / name).write_text("{", encoding="utf-8")

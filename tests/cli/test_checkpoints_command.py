@@ -47,7 +47,7 @@ def refused(*arguments: object, code: int = 2) -> str:
     return line
 
 
-def test_ls_has_a_row_for_each_from_a_run_a_folder_and_a_url(run_dir: Path) -> None:
+def test_ls_has_a_row_for_each_run_folder_and_url(run_dir: Path) -> None:
     url = str(run_dir / "checkpoints")
     said("keep", run_dir, 20)
     for source in (run_dir, url, f"file://{url}"):

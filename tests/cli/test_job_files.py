@@ -72,7 +72,7 @@ def test_a_run_without_a_job_file_needs_its_options(given: Given, missing: str) 
     assert f"{missing}: is not given" in given.refused("run", given.job, *left)
 
 
-def test_the_shipped_job_file_is_right_but_for_the_profile_that_the_user_makes() -> None:
+def test_the_shipped_job_file_lacks_only_the_users_profile() -> None:
     from morph.cli.reading.cluster_file import load_job_file
 
     shipped = Path(__file__).parents[2] / "configs/runs/tiny_gpt.yaml"
@@ -141,7 +141,7 @@ def test_a_file_of_another_kind_is_told_what_it_is(given: Given, text: str, what
 
 
 @pytest.mark.parametrize("kind", ["job", "cluster"])
-def test_a_file_that_the_schema_takes_is_taken_and_one_that_it_refuses_is_refused(given: Given, kind: str) -> None:
+def test_the_schema_accepts_a_right_file_and_refuses_an_unknown_key(given: Given, kind: str) -> None:
     import jsonschema
     import yaml
 
@@ -179,9 +179,7 @@ def test_a_wrong_job_is_refused(given: Given, name: str, problem: str, command: 
 
 
 @pytest.mark.parametrize("command", ["run", "calibrate", "cut"])
-def test_data_that_is_another_when_it_is_read_again_is_refused_by_every_command_that_reads_it(
-    given: Given, command: str
-) -> None:
+def test_data_that_differs_when_read_again_is_refused_by_every_command(given: Given, command: str) -> None:
     job = f"{given.folder}/jobs.py:drifting"
     commands = {"calibrate": ("calibrate", job, "-o", given.folder / "new.json"), "cut": ("cut", job)}
     line = given.run_refused(job=job) if command == "run" else given.refused(*commands[command])
@@ -190,7 +188,7 @@ def test_data_that_is_another_when_it_is_read_again_is_refused_by_every_command_
 
 
 @pytest.mark.parametrize("command", ["run", "calibrate", "cut", "trace-deps"])
-def test_a_schedule_that_wants_the_loss_is_refused_by_every_command_with_its_line(given: Given, command: str) -> None:
+def test_a_schedule_that_wants_the_loss_is_refused_with_its_line(given: Given, command: str) -> None:
     job = f"{given.folder}/jobs.py:plateau"
     number = next(index for index, line in enumerate(JOBS.splitlines(), 1) if line.startswith("plateau"))
     line = given.run_refused(job=job) if command == "run" else given.refused(command, job)
@@ -210,9 +208,7 @@ def test_a_schedule_that_wants_the_loss_is_refused_by_every_command_with_its_lin
         ("loss=lambda batch: 0", "loss: cannot be called as it is: too many positional arguments (got '<lambda>')"),
     ],
 )
-def test_what_is_no_function_is_refused_with_its_line_and_what_to_write(
-    given: Given, fields: str, problem: str
-) -> None:
+def test_a_value_that_is_no_function_is_refused_with_line_and_remedy(given: Given, fields: str, problem: str) -> None:
     head = JOBS[: JOBS.index("def make(")]
     right = "name='a', model=Plain, loss=loss, dataset=Samples, optimizer=sgd, batch_size=8"
     name = fields.partition("=")[0]
@@ -221,7 +217,7 @@ def test_what_is_no_function_is_refused_with_its_line_and_what_to_write(
     assert f"objects.py:{head.count(chr(10)) + 1}: {problem}" in given.refused("cut", f"{path}:bad")
 
 
-def test_a_name_that_the_job_file_lacks_is_answered_with_those_it_has(given: Given) -> None:
+def test_an_unknown_name_is_answered_with_those_of_the_job_file(given: Given) -> None:
     line = given.run_refused(job=f"{given.folder}/jobs.py:absent")
     have = "branching, drifting, extreme, good, half, lists, normed, numbers, plateau, wide"
     assert line.endswith(f"jobs.py: defines no 'absent'; allowed: {have}")
@@ -281,7 +277,7 @@ for command, *options in (
 
 
 @pytest.mark.slow
-def test_a_model_that_branches_on_its_data_is_refused_in_one_line_that_names_the_branch(given: Given) -> None:
+def test_a_model_that_branches_on_its_data_is_refused_with_the_branch(given: Given) -> None:
     """In a process of its own: torch writes whole graphs to the real standard error, past what a test replaces."""
     number = next(index for index, line in enumerate(JOBS.splitlines(), 1) if "HERE" in line)
     _, codes, errors = run_python("-c", BOTH_COMMANDS, cwd=given.folder)

@@ -154,7 +154,7 @@ def test_a_command_says_what_it_does_before_it_loads_what_is_slow(given: Given, 
     assert ("".join(lines), done.stdout) == (said, "")
 
 
-def test_help_lists_every_command_under_a_title_that_says_what_it_is_for() -> None:
+def test_help_lists_every_command_under_a_title() -> None:
     shown = CliRunner().invoke(app, ["--help"]).output
     titles = [line[:-1] for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert titles[:3] == ["Options", "Measure and plan", "Look at a job"]

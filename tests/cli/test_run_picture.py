@@ -138,7 +138,7 @@ def test_the_picture_is_a_png_of_1600_by_1000_pixels(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run.png"]
 
 
-def test_every_morph_is_marked_in_every_panel_in_its_colour_with_its_pause() -> None:
+def test_every_panel_marks_every_morph_with_its_colour_and_pause() -> None:
     panels = run_figure(report()).axes
     for panel in panels:
         marks = [line for line in panel.lines if list(line.get_ydata()) == [0, 1] and len(set(line.get_xdata())) == 1]
@@ -198,7 +198,7 @@ def test_neighbouring_labels_stand_in_different_rows() -> None:
     assert label_rows([]) == []
 
 
-def test_the_demo_says_beside_each_time_what_others_took_of_the_cores_in_these_steps(
+def test_the_demo_shows_how_much_of_the_cores_others_used(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     others = OtherProcesses()

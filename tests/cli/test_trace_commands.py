@@ -256,7 +256,7 @@ NUMBERS = {"name": "tiny", "step_s": [4.0, 5.0], "save_s": 2.5, "upload_s": 20, 
 ONE_VM = ["--vms", "1", "--losses-per-vm-h", "0.5", "--replacement-s", "130", "--hours", "20"]
 
 
-def test_a_job_on_one_vm_is_given_by_what_it_takes_with_bounds(tmp_path: Path) -> None:
+def test_a_job_on_one_vm_is_described_by_bounded_durations(tmp_path: Path) -> None:
     numbers, csv = tmp_path / "numbers.yaml", tmp_path / "out.csv"
     numbers.write_text(json.dumps(NUMBERS))
     options = [*ONE_VM, "--seeds", "6", "--until", "5000", "--policy", "restart,restart-10,ideal", "--csv", str(csv)]
@@ -306,7 +306,7 @@ def test_the_advice_goes_by_what_is_wanted(files: tuple[str, str]) -> None:
 # ---- how long it takes ----
 
 
-def test_how_long_the_rest_takes_is_told_as_soon_as_it_is_known_and_again() -> None:
+def test_the_remaining_time_is_printed_once_known_and_updated() -> None:
     now_s, out = [100.0], io.StringIO()
     told = Lines(out, remaining=True, clock=lambda: now_s[0])
     for elapsed_s in range(0, 101):
@@ -331,7 +331,7 @@ def test_the_rest_that_a_bar_tells_grows_while_nothing_happens() -> None:
     assert shown == ["", "about 90 s to go", "about 3 min to go", "about 20 s to go", "about 10 min to go"]
 
 
-def test_the_share_that_is_done_grows_within_a_trace_too_and_outcomes_are_in_order(files: tuple[str, str]) -> None:
+def test_progress_grows_within_a_trace_and_outcomes_stay_in_order(files: tuple[str, str]) -> None:
     traces = tuple((name, seed, load_trace(Path(files[1]))) for name, seed in (("a", 0), ("b", 1)))
     job = job_from_profile(load_profile(Path(files[0])), traces[0][2].max_nodes, PlanRequest())
     replay = Replay(job, ("restart", "morph"), traces, Until(kind="hours", amount=2.0), None)

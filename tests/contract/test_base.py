@@ -25,7 +25,7 @@ class Basket(Value):
         return 1000 * self.num
 
 
-def test_a_value_made_of_checked_values_is_written_and_compared_like_a_checked_one() -> None:
+def test_an_unchecked_value_of_checked_parts_equals_a_checked_one() -> None:
     checked, made = Basket(label="b", owner="a"), Basket.model_construct(label="b", owner="a")
     assert made == checked
     assert made.model_dump_json() == checked.model_dump_json()
@@ -65,7 +65,7 @@ def test_a_copy_tells_what_was_given_and_a_deep_one_shares_nothing() -> None:
     assert basket.model_copy(deep=True).fruits is not basket.fruits
 
 
-def test_the_only_worker_of_a_vm_has_its_name_and_several_are_numbered_by_device() -> None:
+def test_a_vms_only_worker_has_its_name_and_several_are_numbered() -> None:
     assert workers_of("job-1-0", 1) == ("job-1-0",)
     assert workers_of("job-1-0", 3) == ("job-1-0.d0", "job-1-0.d1", "job-1-0.d2")
 

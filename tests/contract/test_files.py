@@ -28,7 +28,7 @@ def test_a_file_is_replaced_whole_with_the_mode_that_is_asked_for(tmp_path: Path
     assert [entry.name for entry in tmp_path.iterdir()] == ["secret"]
 
 
-def test_what_cannot_be_replaced_is_left_as_it_was_and_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "taken" / "inside").mkdir(parents=True)
     with pytest.raises(IsADirectoryError):
         write_whole(tmp_path / "taken", "text")

@@ -156,7 +156,7 @@ def test_a_data_set_may_draw_while_it_is_built() -> None:
     assert not torch.equal(built(5), built(6))
 
 
-def test_the_global_generators_are_left_as_they_were_also_when_a_sample_fails() -> None:
+def test_global_generators_are_left_alone_even_when_a_sample_fails() -> None:
     def fails(index: int) -> dict[str, Tensor]:
         drawn(index)
         raise OSError("gone")
@@ -273,7 +273,7 @@ def test_a_data_set_that_draws_is_known_again() -> None:
     require_same(facts_of(Samples(crop)), facts_of(Samples(crop)), "job.py")
 
 
-def test_a_setting_that_differs_is_named_and_one_that_only_one_side_knows_is_not_compared() -> None:
+def test_a_differing_setting_is_named_and_an_unknown_one_is_ignored() -> None:
     began = JobFacts(settings={"seed": "1", "optimizer(a)[0]['old']": "2"})
     require_same(JobFacts(settings={"seed": "1", "optimizer(a)[0]['new']": "3"}), began, "job.py:job")
     with pytest.raises(

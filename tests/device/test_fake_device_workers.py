@@ -117,7 +117,7 @@ def test_workers_on_a_fake_device_go_on_without_one_that_was_killed(
     goes_on_without_the_last(crew, reference)
 
 
-def test_sums_that_stay_on_devices_end_with_the_same_bits_in_every_shape(
+def test_sums_on_devices_have_the_same_bits_in_every_shape(
     crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path
 ) -> None:
     with_rings(crew)
@@ -146,7 +146,7 @@ def test_workers_that_share_a_device_reduce_through_the_host(
 
 
 @pytest.mark.parametrize("kill_at", [("reduce", 0), ("exchange", 1), ("gather", 0), ("gather", 2)])
-def test_workers_go_on_without_one_that_was_killed_in_a_reduction_on_devices(
+def test_workers_survive_a_kill_during_a_reduction_on_devices(
     crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path, kill_at: tuple[str, int]
 ) -> None:
     with_rings(crew, kill_at)
@@ -185,7 +185,7 @@ def test_workers_go_on_without_one_that_was_killed_while_mailboxes_are_formed(
 @pytest.mark.parametrize(
     "kill_at", [("fill", 0), ("fill", 5), ("told", 5), ("read", 1), ("read", 6), ("answer", 3)], ids=str
 )
-def test_workers_go_on_without_one_that_was_killed_in_the_way_of_a_message(
+def test_workers_survive_a_kill_while_a_message_is_on_its_way(
     crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path, kill_at: tuple[str, int]
 ) -> None:
     with_mailboxes(crew, FakeMailRoom(kill_at=kill_at))
@@ -198,7 +198,7 @@ def test_workers_go_on_without_one_that_was_killed_in_the_way_of_a_message(
     goes_on_without_the_last(crew, reference)
 
 
-def test_neighbours_of_a_worker_that_can_open_nothing_send_to_it_through_the_host(
+def test_a_worker_that_can_open_nothing_is_reached_through_the_host(
     crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path
 ) -> None:
     with_mailboxes(crew, FakeMailRoom(opens=False))

@@ -149,7 +149,7 @@ def test_losses_and_gradients_depend_on_the_micro_batch() -> None:
     assert all(first != second for first, second in gradients.values())
 
 
-def test_a_message_carries_step_and_micro_batch_and_one_for_another_is_refused() -> None:
+def test_a_message_for_another_step_or_micro_batch_is_refused() -> None:
     stage = stage_of(range(1), 2, FakeTime())
     (sent,) = stage.forward(5, ())
     assert 0 <= read_head(sent, STEP, 5) < 1
@@ -228,7 +228,7 @@ def test_work_done_within_a_task_is_part_of_its_time() -> None:
     assert time.slept == pytest.approx([0.7])
 
 
-def test_a_small_delay_of_the_host_is_forgiven_and_a_large_one_is_not() -> None:
+def test_only_a_small_delay_of_the_host_is_forgiven() -> None:
     time = FakeTime()
     clock = clock_of(time, forgiven_s=0.02)
     clock.end(clock.begin(), 1.0)
@@ -255,7 +255,7 @@ def test_a_task_that_waited_begins_when_its_input_arrived() -> None:
     assert clock.begin() == pytest.approx(105.0)
 
 
-def test_an_earlier_arrival_does_not_move_a_task_before_the_end_of_the_one_in_front() -> None:
+def test_an_early_arrival_does_not_move_a_task_before_its_predecessor() -> None:
     time = FakeTime()
     clock = clock_of(time)
     clock.end(clock.begin(), 1.0)
@@ -410,7 +410,7 @@ def test_a_ring_is_through_when_the_slowest_suffix_is(others_s: tuple[float, ...
     assert ring.run(10.0, {1: 6.0, 0: 10.0}) == pytest.approx(through_s)
 
 
-def test_rings_that_span_stages_wait_for_the_whole_stage_and_idle_workers_for_nobody() -> None:
+def test_rings_across_stages_wait_for_the_whole_stage() -> None:
     assert EmulatedRing(MeetingRing(4.0), {None: 2.0}).run(5.0, {0: 1.0}) == pytest.approx(7.0)  # type: ignore[arg-type]
     idle = EmulatedRing(MeetingRing(4.0), {0: 2.0}).run(float("-inf"), {})  # type: ignore[arg-type]
     assert idle == pytest.approx(6.0)

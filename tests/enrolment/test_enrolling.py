@@ -185,7 +185,7 @@ def test_a_changed_answer_is_not_believed(world: World) -> None:
     assert not (world.directory / "node").exists()
 
 
-def test_a_request_that_comes_from_another_address_is_refused_and_the_node_is_told(world: World) -> None:
+def test_a_request_from_another_address_is_refused_and_reported(world: World) -> None:
     with (
         man_in_the_middle(world.server.port, source="127.0.0.3") as port,
         pytest.raises(NotEnrolled, match=r"something else than the address 127\.0\.0\.3 it comes from"),

@@ -56,7 +56,7 @@ def from_device(tensor: Tensor) -> Tensor:
 class CudaContract(LinkContract):
     """What a link does on a CUDA device beyond the contract."""
 
-    def test_sending_waits_for_no_kernel_and_sends_what_the_kernels_before_it_make(self, ends: Ends) -> None:
+    def test_sending_waits_for_no_kernel_yet_sends_their_results(self, ends: Ends) -> None:
         arriving = ends.links["b"].receive([Spec((1 << 20,))])
         tensor = torch.zeros(1 << 20, device=CUDA)
         torch.cuda._sleep(LONG_CYCLES)
@@ -133,7 +133,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1)
 
 
-def test_a_sum_of_gradients_has_equal_bits_on_cpu_and_cuda_in_any_order() -> None:
+def test_gradient_sums_have_equal_bits_on_cpu_and_cuda() -> None:
     generator = torch.Generator().manual_seed(3)
     scales = 2.0 ** torch.arange(-8, 4).float()
     gradients = [torch.randn(SHAPE, generator=generator) * scale for scale in scales]
@@ -176,7 +176,7 @@ NUM_STEPS = 3
 
 
 @pytest.mark.parametrize("links", ["staged", "ipc"])
-def test_every_shape_of_two_workers_on_one_device_ends_with_the_same_bits(tmp_path: Path, links: LinkSetting) -> None:
+def test_two_workers_on_one_device_give_equal_bits_in_every_shape(tmp_path: Path, links: LinkSetting) -> None:
     job = load_tiny_job()
     crew = Crew(job, NAMES)
     found = {}

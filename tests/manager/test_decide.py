@@ -299,7 +299,7 @@ def test_what_many_workers_answer_alike_changes_what_it_changes_one_by_one() -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [2, 3, 7])
-def test_events_of_all_kinds_that_come_together_change_what_they_change_one_by_one(length: int) -> None:
+def test_events_that_come_together_act_as_if_one_by_one(length: int) -> None:
     num_acted = 0
     for seed in SEEDS:
         cluster = played(seed)

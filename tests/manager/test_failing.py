@@ -68,7 +68,7 @@ def test_a_device_that_is_lost_or_full_takes_its_worker_along(cause: FailureCaus
     assert script.state.version == 0
 
 
-def test_an_error_of_the_job_is_tried_again_without_its_worker_which_gives_what_it_holds() -> None:
+def test_a_jobs_error_is_retried_without_the_worker_that_raised_it() -> None:
     script = script_in(Phase.TRAINING)
     script.prepared()  # version 1, of which nothing is saved
     fail(script, "n2", "job")
@@ -92,7 +92,7 @@ def test_where_nobody_else_suffices_the_same_worker_tries_again() -> None:
     assert "n2" in script.state.workers
 
 
-def test_an_error_that_comes_again_at_the_same_step_ends_the_run_saved_and_with_its_traceback() -> None:
+def test_an_error_repeated_at_one_step_ends_the_run_saved() -> None:
     script = script_in(Phase.TRAINING)
     script.prepared()
     fail(script, "n2", "job")
@@ -128,7 +128,7 @@ def test_what_nothing_would_mend_ends_the_run_saved_whoever_else_says_so() -> No
     )
 
 
-def test_an_error_while_what_is_held_is_saved_ends_the_run_at_once() -> None:
+def test_an_error_during_the_last_save_ends_the_run_at_once() -> None:
     script = script_in(Phase.TRAINING)
     fail(script, "n2", "run")
     script.aborted()
@@ -138,7 +138,7 @@ def test_an_error_while_what_is_held_is_saved_ends_the_run_at_once() -> None:
     assert "is not saved" in finish.sentence
 
 
-def test_memory_that_runs_out_again_at_the_same_step_ends_the_run_with_advice() -> None:
+def test_memory_exhausted_twice_at_one_step_ends_the_run_with_advice() -> None:
     script = script_in(Phase.TRAINING)
     fail(script, "n2", "memory")
     script.aborted()
@@ -151,7 +151,7 @@ def test_memory_that_runs_out_again_at_the_same_step_ends_the_run_with_advice() 
     assert "lower vms.memory_bytes" in finish.sentence
 
 
-def test_memory_that_runs_out_where_nobody_can_take_the_place_ends_the_run_saved() -> None:
+def test_memory_exhausted_without_a_replacement_ends_the_run_saved() -> None:
     script = Script(expected_nodes=2)
     script.ready("n1", "n2")
     script.reshaped()
@@ -160,7 +160,7 @@ def test_memory_that_runs_out_where_nobody_can_take_the_place_ends_the_run_saved
     assert save(script).outcome == "failed"
 
 
-def test_a_device_that_fails_in_a_setup_costs_its_worker_and_the_second_time_a_pause() -> None:
+def test_a_device_that_fails_in_setup_costs_its_worker_then_a_pause() -> None:
     script = Script(target_nodes=2, expected_nodes=2)
     script.tell(Tick())
     failed = Failed(worker="n1", generation=0, error="CUDA error", cause="device")
@@ -181,7 +181,7 @@ def saved(script: Script) -> None:
     script.tell(ManifestWritten(version=script.state.version))
 
 
-def test_after_so_many_generations_the_holders_write_what_they_hold_and_the_same_workers_try_again() -> None:
+def test_after_fruitless_generations_the_holders_save_and_try_again() -> None:
     script = script_in(Phase.RESTING)
     assert script.last is not None
     orders = [action for action in script.last.actions if isinstance(action, SendCommit)]
@@ -202,7 +202,7 @@ def test_after_so_many_generations_the_holders_write_what_they_hold_and_the_same
     assert (script.state.version, script.state.waits.num_fruitless, script.state.waits.resting_since_s) == (2, 0, None)
 
 
-def test_each_further_generation_that_comes_to_nothing_is_followed_by_a_longer_pause_and_saves_nothing_anew() -> None:
+def test_each_further_fruitless_generation_is_followed_by_a_longer_pause() -> None:
     script = script_in(Phase.RESTING)
     saved(script)
     pauses = []
@@ -233,7 +233,7 @@ def test_the_run_ends_when_the_users_limit_is_reached() -> None:
     assert finish.sentence.endswith("version 1 is saved")
 
 
-def test_a_stop_while_resting_ends_the_run_once_what_is_held_is_saved() -> None:
+def test_a_stop_while_resting_ends_the_run_once_saved() -> None:
     script = script_in(Phase.RESTING)
     assert script.tell(StopRequested(reason="SIGINT")) == ()
     script.committed()
@@ -245,7 +245,7 @@ def test_a_stop_while_resting_ends_the_run_once_what_is_held_is_saved() -> None:
     assert at_once.tell(StopRequested(reason="SIGINT"))[-1] == ended
 
 
-def test_what_has_no_holder_is_not_written_and_goes_back_to_the_checkpoint_after_the_pause() -> None:
+def test_what_nobody_holds_is_restored_from_the_checkpoint_after_the_pause() -> None:
     script = script_in(Phase.TRAINING)
     script.prepared()
     for _ in range(script.state.config.policy.max_fruitless_generations - 1):
@@ -308,7 +308,7 @@ def test_workers_that_died_meanwhile_are_lost_and_strangers_are_ended() -> None:
     assert not [action for action in actions if getattr(action, "worker", "") == "n4"]
 
 
-def test_a_setup_that_was_under_way_is_asked_for_again_with_all_its_time() -> None:
+def test_a_setup_under_way_is_requested_again_with_its_full_time() -> None:
     script = script_in(Phase.TRAINING)
     script.tell(NodeAppeared(node="n9"))
     script.now_s += 15.0
@@ -366,7 +366,7 @@ def test_state_comes_from_living_replicas_and_no_step_is_redone() -> None:
     assert all(source.unit in holds[source.peer or source.worker] for source in order.sources)
 
 
-def test_who_prepares_a_step_while_it_is_given_up_has_nothing_run_again() -> None:
+def test_whoever_prepares_an_aborted_step_reruns_nothing() -> None:
     """Its answer and the abort pass each other on the way."""
     script = script_in(Phase.TRAINING)
     victim = script.members[0]
@@ -530,7 +530,7 @@ def test_that_work_is_lost_is_told_whatever_else_a_tick_finds_due() -> None:
     assert draft.decision(None).reason.code is ReasonCode.STOPPED
 
 
-def test_workers_that_are_lost_together_dissolve_one_generation_and_none_of_them_gets_a_place() -> None:
+def test_workers_lost_together_dissolve_one_generation() -> None:
     script = script_in(Phase.TRAINING)
     script.ready("vm.d0", "vm.d1")
     generation = script.state.generation
@@ -551,7 +551,7 @@ def with_two_devices_a_vm() -> Script:
     return script
 
 
-def test_the_workers_of_a_vm_that_go_one_after_the_other_cost_one_shape_and_one_request() -> None:
+def test_workers_of_a_vm_lost_in_turn_cost_one_shape_and_request() -> None:
     script = with_two_devices_a_vm()
     actions = script.tell(WorkerLost(worker="a.d0", cause="its process is gone"))
     assert {action.worker for action in actions if isinstance(action, Abort)} == {"a.d1", "b.d0", "b.d1"}  # at once
@@ -562,7 +562,7 @@ def test_the_workers_of_a_vm_that_go_one_after_the_other_cost_one_shape_and_one_
     assert (script.state.generation, script.state.waits.torn) == (2, {})
 
 
-def test_a_worker_that_dies_alone_is_left_out_when_its_vm_had_its_time_to_go() -> None:
+def test_a_lone_death_is_replaced_after_its_vm_had_time_to_go() -> None:
     script = with_two_devices_a_vm()
     lost_s = script.now_s
     actions = script.tell(WorkerLost(worker="a.d0", cause="its process is gone"))

@@ -102,7 +102,7 @@ def played_lines(
     return [line.split(" s  ", 1)[1] for line in capsys.readouterr().out.splitlines()]
 
 
-def test_plain_lines_are_of_steps_shapes_losses_and_evaluations_and_saves_are_told_in_passing(
+def test_plain_lines_are_of_steps_shapes_losses_evaluations_and_saves(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines = played_lines(capsys, verbose=False)

@@ -22,7 +22,7 @@ from tests.seeds import each_seed
 WHOLE = frozenset(UNITS)
 
 
-def test_a_stage_needs_the_units_of_its_sections_and_a_tied_unit_belongs_to_both_ends() -> None:
+def test_a_stage_needs_its_sections_units_and_tied_ones_twice() -> None:
     assert units_by_stage(make_plan(2, 1), UNITS) == (("s0", "s1", "s2", "s0+s5"), ("s3", "s4", "s5", "s0+s5"))
 
 
@@ -96,7 +96,7 @@ def test_what_nobody_holds_is_restored_for_each_worker_that_needs_it(kind: str) 
     assert kinds["a", "s1"] == kinds["b", "s5"] == kind
 
 
-def test_each_unit_of_a_checkpoint_has_one_writer_that_holds_it_and_replicas_share_the_work() -> None:
+def test_each_unit_of_a_checkpoint_has_one_writer_and_replicas_share() -> None:
     plan = make_plan(1, 3)
     needed = units_by_stage(plan, UNITS)
     slots = place(plan, ["a", "b", "c"], {}, needed, SIZES)
@@ -123,7 +123,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
-def test_a_first_placement_survives_the_loss_of_any_vm_where_there_are_as_many_as_replicas(seed: int | None) -> None:
+def test_a_first_placement_survives_the_loss_of_any_vm(seed: int | None) -> None:
     for stages, replicas, vms, devices in SHAPES:
         workers = crew(vms, devices)
         if seed is not None:
@@ -171,9 +171,7 @@ def test_a_newcomer_takes_the_stage_that_its_vm_has_not() -> None:
 @pytest.mark.parametrize(
     ("stages", "per_zone"), [(3, (3, 3)), (2, (4, 2)), (6, (6, 6, 6)), (3, (4, 2, 3)), (1, (2, 1))]
 )
-def test_replicas_of_a_stage_are_in_different_zones_and_a_pipeline_in_one_where_it_fits(
-    stages: int, per_zone: tuple[int, ...]
-) -> None:
+def test_replicas_of_a_stage_are_in_different_zones(stages: int, per_zone: tuple[int, ...]) -> None:
     zones = {f"n{zone}{place}": f"z{zone}" for zone, num in enumerate(per_zone) for place in range(num)}
     workers = sorted(zones, key=lambda worker: worker[::-1])  # VMs of all zones come in turns
     plan = make_plan(stages, sum(per_zone) // stages)
@@ -210,7 +208,7 @@ def fewest_at_risk(vms: Sequence[str], kinds: list[list[int]], dealt: list[list[
 
 
 @each_seed(300)
-def test_no_other_choice_among_workers_that_hold_the_same_leaves_fewer_stages_at_risk(seed: int) -> None:
+def test_no_choice_among_equal_holders_leaves_fewer_stages_at_risk(seed: int) -> None:
     draw = random.Random(seed)
     workers = [worker for vm in range(draw.randint(2, 4)) for worker in workers_of(f"v{vm}", draw.randint(1, 4))]
     draw.shuffle(workers)

@@ -53,7 +53,7 @@ def test_an_undisturbed_run_has_one_shape_and_no_morph(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_expected_on_shared_cores_is_told_beside_what_is_expected_of_a_device_each(tmp_path: Path) -> None:
+def test_expectations_for_shared_cores_stand_beside_those_for_devices(tmp_path: Path) -> None:
     cluster = JournalledCluster(0, tmp_path, Faults(), expected_nodes=4, shared_mini_batch_s={"2x2": 3.25})
     assert cluster.run(4).outcome == "finished"
     cluster.journal.close()
@@ -67,7 +67,7 @@ def test_what_is_expected_on_shared_cores_is_told_beside_what_is_expected_of_a_d
     assert ">3,250<" in report_page(report) or ">3250<" in report_page(report)
 
 
-def test_a_kill_is_a_forced_morph_timed_from_the_kill_to_the_next_decided_step(tmp_path: Path) -> None:
+def test_a_forced_morph_is_timed_from_kill_to_next_step(tmp_path: Path) -> None:
     cluster, report = report_on(tmp_path, Faults(deaths_after_s=((6.0, 1),)), 6)
     (victim, killed_s), *_ = cluster.killed_s.items()
     morph = report.morphs[0]
@@ -267,7 +267,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_forced_change_goes_from_the_kill_over_groups_and_state_to_the_next_step(run_dir: Path) -> None:
+def test_a_forced_change_spans_kill_groups_state_and_next_step(run_dir: Path) -> None:
     with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
         entries = journal.read()
     morph = report_of(entries).morphs[0]

@@ -57,7 +57,7 @@ def test_what_is_missing_is_asked_for_once() -> None:
     assert script.state.provisioning.requests == {}
 
 
-def test_what_kind_a_vm_is_is_known_by_its_grant_or_by_itself_whichever_comes_first() -> None:
+def test_a_vms_kind_comes_from_its_grant_or_itself() -> None:
     script, kinds = asking(), {f"n{number}": NodeFacts(provider="azure", zone=str(number)) for number in (1, 2, 3)}
     script.tell(Tick())
     script.tell(NodeAppeared(node="n1", request="job-1", facts=kinds["n1"]))
@@ -75,7 +75,7 @@ def test_a_run_that_brings_its_own_vms_asks_for_none() -> None:
     assert requested(script.ready("n1")) == []
 
 
-def test_a_lost_vm_is_replaced_and_a_noticed_one_before_it_is_gone() -> None:
+def test_lost_vms_are_replaced_after_and_noticed_ones_before_their_end() -> None:
     script = asking()
     script.tell(Tick())
     script.ready("n1", "n2", "n3", "n4")
@@ -85,7 +85,7 @@ def test_a_lost_vm_is_replaced_and_a_noticed_one_before_it_is_gone() -> None:
     assert requested(script.tell(WorkerLost(worker="n2", cause="killed"))) == [("job-3", 1)]
 
 
-def test_refusals_are_followed_by_ever_longer_waits_up_to_a_bound_and_a_grant_forgets_them() -> None:
+def test_refusals_lengthen_the_wait_up_to_a_bound_until_a_grant() -> None:
     script = asking()
     script.tell(Tick())
     waits_s = []
@@ -107,7 +107,7 @@ def test_a_request_granted_in_part_is_asked_for_again_after_a_wait() -> None:
     assert requested(script.wake()) == [("job-2", 3)]
 
 
-def test_a_request_without_an_answer_comes_again_under_its_name_and_not_for_ever() -> None:
+def test_an_unanswered_request_is_repeated_under_its_name_a_few_times() -> None:
     script = asking()
     script.tell(Tick())
     for _ in range(MAX_SENT - 1):
@@ -127,7 +127,7 @@ def test_grants_that_come_twice_or_after_the_vm_itself_change_nothing() -> None:
     assert script.code == "ignored"
 
 
-def test_a_node_that_is_lost_before_its_grant_is_heard_of_is_replaced_and_not_awaited() -> None:
+def test_a_node_lost_before_its_grant_is_replaced() -> None:
     script = asking()
     script.tell(Tick())
     for node in ("n1", "n2"):
@@ -156,7 +156,7 @@ def absent(script: Script, number: int) -> Sequence[Action]:
     return script.tell(Tick(), at_s=script.now_s + REQUESTS.boot_s)
 
 
-def test_vms_that_never_appear_are_asked_for_ever_less_often_and_in_the_end_no_more() -> None:
+def test_vms_that_never_appear_are_requested_less_and_less_often() -> None:
     script = asking(policy=make_config().policy.model_copy(update={"order_timeout_s": 1e6}))
     script.tell(Tick())
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
@@ -179,7 +179,7 @@ def test_vms_that_never_appear_are_asked_for_ever_less_often_and_in_the_end_no_m
     assert requested(script.tell(WorkerLost(worker="n1", cause="taken"))) == []
 
 
-def test_vms_that_say_that_they_are_unfit_are_asked_for_as_often_as_those_that_never_appear() -> None:
+def test_unfit_vms_are_requested_as_rarely_as_absent_ones() -> None:
     script = asking(policy=make_config().policy.model_copy(update={"order_timeout_s": 1e6}))
     script.tell(Tick())
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
@@ -207,7 +207,7 @@ def test_one_that_appears_makes_up_for_those_that_did_not() -> None:
     assert script.state.provisioning.num_absent == 0
 
 
-def test_a_run_that_has_too_few_vms_and_asks_for_no_more_ends_and_says_what_to_look_at() -> None:
+def test_a_run_with_too_few_vms_and_no_requests_left_ends() -> None:
     script = asking()
     script.tell(Tick())
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
@@ -222,7 +222,7 @@ def test_a_run_that_has_too_few_vms_and_asks_for_no_more_ends_and_says_what_to_l
     assert "vms.environment" in finish.sentence
 
 
-def test_vms_that_are_taken_while_they_boot_are_no_sign_of_a_mistake() -> None:
+def test_vms_taken_while_they_boot_are_no_sign_of_a_mistake() -> None:
     script = asking()
     script.tell(Tick())
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
@@ -236,7 +236,7 @@ def test_vms_that_are_taken_while_they_boot_are_no_sign_of_a_mistake() -> None:
     assert script.state.provisioning.num_requests >= 2 * REQUESTS.max_absent
 
 
-def test_too_few_vms_pause_the_run_which_keeps_asking_and_goes_on_when_they_come() -> None:
+def test_too_few_vms_pause_the_run_until_more_come() -> None:
     script = Script(target_nodes=2, expected_nodes=2)
     script.tell(Tick())
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2")))
@@ -256,7 +256,7 @@ def test_too_few_vms_pause_the_run_which_keeps_asking_and_goes_on_when_they_come
     assert {slot.worker for slot in script.state.slots} == {"n1", "n3"}
 
 
-def test_a_vm_that_is_taken_while_it_boots_is_awaited_no_longer_and_replaced() -> None:
+def test_a_vm_taken_while_it_boots_is_replaced() -> None:
     script = asking()
     script.tell(Tick())
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
@@ -265,7 +265,7 @@ def test_a_vm_that_is_taken_while_it_boots_is_awaited_no_longer_and_replaced() -
     assert set(script.state.provisioning.requests["job-1"].granted) == {"n1", "n2", "n4"}
 
 
-def test_vms_that_die_while_they_boot_are_replaced_at_once_the_first_time_and_then_ever_less_often() -> None:
+def test_vms_that_die_while_booting_are_replaced_less_and_less_often() -> None:
     script = asking()
     script.tell(Tick())
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
@@ -286,7 +286,7 @@ def test_vms_that_die_while_they_boot_are_replaced_at_once_the_first_time_and_th
     assert requested(script.tell(WorkerLost(worker="n4", cause="its raylet ended"))) == [("job-6", 1)]
 
 
-def test_a_vm_that_will_be_taken_while_it_boots_is_given_back_and_replaced() -> None:
+def test_a_vm_noticed_while_it_boots_is_given_back_and_replaced() -> None:
     script = asking()
     script.tell(Tick())
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
@@ -301,14 +301,14 @@ def test_requests_are_named_as_the_run_says() -> None:
     assert requested(script.tell(Tick())) == [("tiny-3f9a1c-2-1", 4)]
 
 
-def test_every_state_can_be_reached_and_every_state_but_gone_can_be_lost() -> None:
+def test_every_state_is_reachable_and_all_but_gone_can_be_lost() -> None:
     reached = {NodeState.REQUESTED, *NODE_TRANSITIONS.values()}
     assert reached == set(NodeState)
     for state in set(NodeState) - {NodeState.GONE}:
         assert after(state, NodeEvent.LOST) is NodeState.GONE
 
 
-def test_nothing_leads_out_of_gone_and_nothing_but_a_setup_makes_a_warming_node_ready() -> None:
+def test_gone_is_final_and_only_a_setup_makes_nodes_ready() -> None:
     assert not [pair for pair in NODE_TRANSITIONS if pair[0] is NodeState.GONE]
     leading = {pair for pair, following in NODE_TRANSITIONS.items() if following is NodeState.READY}
     assert {event for state, event in leading if state is NodeState.WARMING} == {NodeEvent.SET_UP}
@@ -326,7 +326,7 @@ def test_only_a_withdrawn_or_void_notice_leads_out_of_draining_alive() -> None:
 @pytest.mark.parametrize(
     ("state", "event"), [pair for pair in itertools.product(NodeState, NodeEvent) if pair not in NODE_TRANSITIONS]
 )
-def test_a_change_that_is_not_in_the_table_is_an_error_that_names_both(state: NodeState, event: NodeEvent) -> None:
+def test_an_unlisted_change_is_an_error_that_names_both(state: NodeState, event: NodeEvent) -> None:
     with pytest.raises(ImpossibleNodeChange, match=f"a node that is {state} cannot be {event}"):
         after(state, event)
 
@@ -373,7 +373,7 @@ def test_a_run_that_has_all_its_steps_already_finishes_at_once() -> None:
     assert finish.outcome == "finished"
 
 
-def test_a_setup_that_fails_ends_the_run_before_the_start_and_only_the_worker_later() -> None:
+def test_a_failed_setup_ends_the_run_only_before_its_start() -> None:
     failed = Failed(worker="n1", generation=0, error="no such job")
     script = Script()
     script.tell(NodeAppeared(node="n1"))
@@ -404,7 +404,7 @@ def test_contradictions_in_the_configuration_are_refused(fields: dict[str, objec
         make_config(**fields)
 
 
-def test_patience_that_runs_out_while_workers_may_follow_one_that_is_lost_does_not_spin() -> None:
+def test_patience_that_ends_beside_a_lost_worker_does_not_spin() -> None:
     script = Script(expected_nodes=9)
     script.ready("n1.d0", "n1.d1", "n2.d0", "n2.d1")
     first_s = script.state.waits.first_feasible_s

@@ -118,7 +118,7 @@ def test_a_failed_checkpoint_is_tried_again_a_whole_interval_later() -> None:
     assert script.state.saving.pending.version == 6
 
 
-def test_the_last_checkpoint_is_written_again_by_whom_storage_refused_until_it_is_there() -> None:
+def test_a_refused_writer_repeats_the_last_checkpoint_until_it_is_there() -> None:
     script = script_in(Phase.COMMITTING)
     script.committed()
     assert script.state.saving.pending is not None
@@ -141,7 +141,7 @@ def test_the_last_checkpoint_is_written_again_by_whom_storage_refused_until_it_i
     assert script.code == "finished"
 
 
-def test_the_last_manifest_is_written_again_until_it_is_there_or_the_users_bound_is_reached() -> None:
+def test_the_last_manifest_is_written_again_until_it_is_there() -> None:
     script = script_in(Phase.SEALING)
     for _ in range(5):
         script.tell(CheckpointFailed(worker=MANIFEST_WRITER, error="No space left on device", version=2))
@@ -153,7 +153,7 @@ def test_the_last_manifest_is_written_again_until_it_is_there_or_the_users_bound
     assert script.code == "finished"
 
 
-def test_a_last_checkpoint_that_is_refused_for_as_long_as_the_user_allows_ends_the_run() -> None:
+def test_a_last_checkpoint_refused_for_too_long_ends_the_run() -> None:
     script = script_in(Phase.SEALING)
     script.tell(CheckpointFailed(worker=MANIFEST_WRITER, error="Read-only file system", version=2))
     script.wake()
@@ -234,7 +234,7 @@ def test_a_stop_while_nobody_works_ends_at_once(phase: Phase) -> None:
     assert finish.outcome == "stopped"
 
 
-def test_only_who_was_told_to_write_a_unit_is_believed_to_have_written_it() -> None:
+def test_only_a_units_appointed_writer_is_believed() -> None:
     script = script_in(Phase.COMMITTING)
     script.committed()
     assert script.state.saving.pending is not None
@@ -306,7 +306,7 @@ def test_a_job_that_reports_no_norm_is_told_none() -> None:
     assert orders(script.prepared()) == [Decided(version=1)] * 4
 
 
-def test_survivors_of_a_loss_are_told_the_facts_of_the_last_decided_step() -> None:
+def test_survivors_learn_the_facts_of_the_last_decided_step() -> None:
     script = started()
     prepare_all(script)
     script.tell(WorkerLost(worker=script.members[0], cause="killed"))

@@ -23,7 +23,7 @@ def is_ready(script: Script, worker: str) -> tuple[object, ...]:
     return script.tell(WorkerAnswered(worker=worker, answer=WorkerReady(worker=worker, pid=1, setup_s=1)))
 
 
-def test_after_a_loss_training_stands_for_a_node_that_is_about_to_be_ready() -> None:
+def test_after_a_loss_training_waits_for_an_almost_ready_node() -> None:
     script = script_in(Phase.HOLDING)
     assert script.code == "holding"
     assert receivers(is_ready(script, "n5"), SendReshape) == ["n2", "n3", "n4", "n5"]  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def test_a_stop_ends_the_wait_and_what_is_decided_is_saved() -> None:
     assert finish.outcome == "stopped"
 
 
-def test_a_join_waits_for_a_second_newcomer_that_is_near_and_training_goes_on() -> None:
+def test_a_join_waits_for_a_second_newcomer_while_training_continues() -> None:
     script = Script(plans={2: PLANS[2], 3: PLANS[3], 4: PLANS[4]}, expected_nodes=2)
     script.ready("n1", "n2")
     script.reshaped()
@@ -99,7 +99,7 @@ def test_a_join_waits_no_longer_than_a_second_change_would_cost() -> None:
     assert receivers(script.prepared(), SendReshape) == ["n1", "n2", "n3"]
 
 
-def test_every_answer_to_losing_one_or_two_or_gaining_one_was_worked_out_before() -> None:
+def test_answers_to_small_changes_were_computed_beforehand() -> None:
     config = Script().state.config
     for count in range(2, 8):
         best = config.best_plan(count)
@@ -153,7 +153,7 @@ def script_of_long_steps(**policy: object) -> Script:
     return script
 
 
-def test_a_long_step_is_given_up_for_newcomers_and_what_is_summed_stays() -> None:
+def test_a_long_step_is_interrupted_for_newcomers_and_keeps_its_sums() -> None:
     script = script_of_long_steps()
     script.now_s = 5.0
     assert [type(action) for action in is_ready(script, "n4")] == [Abort, Abort]
@@ -197,7 +197,7 @@ def test_it_is_not_given_up_where_that_costs_more(
 FLAPS = RULES.flaps
 
 
-def test_the_first_return_is_free_and_each_further_one_costs_twice_as_much_up_to_a_bound() -> None:
+def test_each_return_after_the_first_costs_twice_as_much() -> None:
     draft = Draft(Script().state, 0.0)
     holds_s = []
     for number in range(6):
@@ -261,7 +261,7 @@ def morphs_in(seconds: float) -> int:
     return script.state.generation
 
 
-def test_a_machine_that_comes_and_goes_is_taken_in_a_few_times_and_then_left_alone() -> None:
+def test_a_flapping_machine_is_taken_in_a_few_times_only() -> None:
     assert morphs_in(10.0) == morphs_in(40.0)
     assert morphs_in(40.0) <= 7
 

@@ -9,5 +9,5 @@ pytestmark = pytest.mark.slow
 
 
 @parameters(LANGUAGE)
-def test_a_model_gives_what_the_plain_one_does_or_is_refused_in_one_sentence(case: Case) -> None:
+def test_a_model_equals_the_plain_one_or_is_refused_in_one_sentence(case: Case) -> None:
     check(case)

@@ -51,7 +51,7 @@ def test_a_refused_token_is_replaced_at_once(metadata: MetadataServer) -> None:
     assert puts(metadata) == 2
 
 
-def test_a_service_that_takes_no_token_is_an_error_and_is_not_asked_without_end(metadata: MetadataServer) -> None:
+def test_a_service_that_takes_no_token_is_an_error(metadata: MetadataServer) -> None:
     metadata.script("PUT", TOKEN, Reply(body="abc"))
     metadata.script("GET", ACTION_PATH, Reply(status=401))
     with pytest.raises(NoticeUnavailable, match="401"):

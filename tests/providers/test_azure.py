@@ -46,7 +46,7 @@ def test_vms_come_with_fewest_gpus_first_and_spread_over_zones(arm: FakeArm, tmp
     assert arm.sets["tiny-1"]["zones"] == ["1", "2", "3"]
 
 
-def test_a_zone_that_is_full_is_followed_by_the_next_and_then_by_the_next_size(arm: FakeArm, tmp_path: Path) -> None:
+def test_a_full_zone_is_followed_by_the_next_then_another_size(arm: FakeArm, tmp_path: Path) -> None:
     arm.shortages = {("Standard_NC6", zone): "ZonalAllocationFailed" for zone in ("1", "2")}
     (vm,) = provider(arm, tmp_path).request("a", 1)
     assert (vm.zone, vm.size) == ("3", "Standard_NC6")
@@ -56,7 +56,7 @@ def test_a_zone_that_is_full_is_followed_by_the_next_and_then_by_the_next_size(a
     assert len(arm.machines) == 2
 
 
-def test_each_vm_has_the_price_of_its_size_and_is_paid_from_its_creation_on(arm: FakeArm, tmp_path: Path) -> None:
+def test_each_vm_has_its_sizes_price_from_its_creation_on(arm: FakeArm, tmp_path: Path) -> None:
     begin_s = time.time()
     cheap = provider(arm, tmp_path).request("a", 2)
     made_s = time.time()
@@ -73,9 +73,7 @@ def test_each_vm_has_the_price_of_its_size_and_is_paid_from_its_creation_on(arm:
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 86400.0])
-def test_how_long_a_vm_is_paid_does_not_depend_on_this_machines_clock(
-    arm: FakeArm, tmp_path: Path, ahead_s: float
-) -> None:
+def test_a_vms_paid_time_does_not_depend_on_the_local_clock(arm: FakeArm, tmp_path: Path, ahead_s: float) -> None:
     arm.ahead_s = ahead_s
     begin_s = time.time()
     (vm,) = provider(arm, tmp_path).request("a", 1)
@@ -83,7 +81,7 @@ def test_how_long_a_vm_is_paid_does_not_depend_on_this_machines_clock(
     assert begin_s - 1.0 <= vm.paid_since_s <= time.time()  # an answer's date has whole seconds
 
 
-def test_larger_vms_come_for_what_smaller_ones_leave_missing_and_no_more_of_them(arm: FakeArm, tmp_path: Path) -> None:
+def test_larger_vms_fill_what_smaller_ones_leave_missing(arm: FakeArm, tmp_path: Path) -> None:
     arm.shortages = {("Standard_NC6", zone): "AllocationFailed" for zone in ("2", "3")}
     azure = provider(arm, tmp_path, spec=SPEC.model_copy(update={"zones": ("2", "3")}))
     assert [(vm.size, vm.num_devices) for vm in azure.request("a", 6)] == [("Standard_NC24", 4)] * 2
@@ -150,9 +148,7 @@ def test_a_quota_that_is_used_up_is_tried_in_no_other_zone(arm: FakeArm, tmp_pat
     assert len(puts(arm)) == len(SPEC.sizes)
 
 
-def test_a_throttled_call_says_how_long_to_wait_and_is_not_repeated_behind_our_back(
-    arm: FakeArm, tmp_path: Path
-) -> None:
+def test_a_throttled_call_says_how_long_to_wait_and_is_not_repeated(arm: FakeArm, tmp_path: Path) -> None:
     arm.faults = [Fault("PUT", "virtualMachines/", 429, "TooManyRequests", {"Retry-After": "17"})]
     azure = provider(arm, tmp_path)
     with pytest.raises(Throttled) as raised:
@@ -178,9 +174,7 @@ def test_a_throttled_call_says_how_long_to_wait_and_is_not_repeated_behind_our_b
     ],
     ids=lambda fault: f"{fault.method} {fault.kind} {fault.status} {fault.drop} {fault.slow_s}",
 )
-def test_after_an_error_the_same_request_goes_on_and_makes_no_second_vm(
-    arm: FakeArm, tmp_path: Path, fault: Fault
-) -> None:
+def test_after_an_error_the_same_request_makes_no_second_vm(arm: FakeArm, tmp_path: Path, fault: Fault) -> None:
     arm.faults = [fault]
     azure = provider(arm, tmp_path, Hasty() if fault.slow_s else None)
     with pytest.raises(Transient):
@@ -247,9 +241,7 @@ def test_operations_are_noted_and_forgotten_by_two_threads_at_once(tmp_path: Pat
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_a_manager_killed_at_any_call_leaves_nothing_that_reconcile_does_not_end(
-    arm: FakeArm, tmp_path: Path, after: bool
-) -> None:
+def test_reconcile_ends_whatever_a_killed_manager_left(arm: FakeArm, tmp_path: Path, after: bool) -> None:
     for kill_at in range(100):
         directory = tmp_path / str(kill_at)
         directory.mkdir()
@@ -301,7 +293,7 @@ def test_everything_is_gone_in_the_end_and_ending_twice_changes_nothing(arm: Fak
     assert set(arm.machines) == {"b-0"}
 
 
-def test_an_evicted_vm_is_listed_no_more_and_another_can_be_asked_for(arm: FakeArm, tmp_path: Path) -> None:
+def test_an_evicted_vm_disappears_and_another_can_be_requested(arm: FakeArm, tmp_path: Path) -> None:
     azure = provider(arm, tmp_path)
     azure.request("a", 2)
     assert azure.evict("a-1")
@@ -355,9 +347,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("fault", UNKNOWN)
-def test_an_answer_that_does_not_list_the_vms_is_an_error_and_never_no_vms(
-    arm: FakeArm, tmp_path: Path, fault: str
-) -> None:
+def test_an_answer_without_a_list_is_an_error(arm: FakeArm, tmp_path: Path, fault: str) -> None:
     azure = provider(arm, tmp_path)
     azure.request("a", 2)
     known = UNKNOWN[fault]
@@ -380,7 +370,7 @@ def test_a_second_page_that_fails_makes_the_whole_list_unknown(arm: FakeArm, tmp
     assert len(azure.list()) == 5
 
 
-def test_a_scale_set_of_the_runs_name_that_the_run_did_not_make_is_left_alone(arm: FakeArm, tmp_path: Path) -> None:
+def test_a_foreign_scale_set_of_the_same_name_is_left_alone(arm: FakeArm, tmp_path: Path) -> None:
     arm.put_by_others("web-1", scale_set="tiny-1")
     arm.put_by_others("web-2", scale_set="tiny-1")
     azure = provider(arm, tmp_path)
@@ -392,9 +382,7 @@ def test_a_scale_set_of_the_runs_name_that_the_run_did_not_make_is_left_alone(ar
     assert not any(call.startswith(("PUT", "DELETE")) for call in arm.calls)
 
 
-def test_a_vm_in_the_runs_scale_set_that_is_not_the_runs_lives_on_and_keeps_the_set(
-    arm: FakeArm, tmp_path: Path
-) -> None:
+def test_a_foreign_vm_in_the_runs_scale_set_survives(arm: FakeArm, tmp_path: Path) -> None:
     azure = provider(arm, tmp_path)
     azure.request("a", 2)
     arm.put_by_others("stranger", scale_set="tiny-1")
@@ -409,7 +397,7 @@ def test_a_vm_in_the_runs_scale_set_that_is_not_the_runs_lives_on_and_keeps_the_
     assert arm.sets == {}
 
 
-def test_a_vm_of_somebody_elses_under_a_name_of_ours_is_neither_changed_nor_ended(arm: FakeArm, tmp_path: Path) -> None:
+def test_a_foreign_vm_under_our_name_is_left_alone(arm: FakeArm, tmp_path: Path) -> None:
     arm.put_by_others("a-0")
     azure = provider(arm, tmp_path)
     with pytest.raises(Misconfigured, match="a-0 is there without the tags of this run"):
@@ -459,7 +447,7 @@ def test_every_end_is_begun_before_any_is_waited_for(arm: FakeArm, tmp_path: Pat
     assert not any("virtualMachines/" in call for call in arm.calls[deletes[-1] + 1 :])
 
 
-def test_how_long_to_wait_for_an_end_is_the_longest_that_azure_asks_for(arm: FakeArm, tmp_path: Path) -> None:
+def test_the_longest_wait_that_azure_asks_for_applies(arm: FakeArm, tmp_path: Path) -> None:
     azure = provider(arm, tmp_path)
     azure.request("a", 3)
     arm.faults = [
@@ -507,7 +495,7 @@ REFUSED: list[tuple[int, str, str, type[ProviderError], int]] = [
 
 
 @pytest.mark.parametrize(("status", "code", "text", "kind", "num_puts"), REFUSED, ids=lambda value: str(value)[:40])
-def test_each_refusal_is_followed_by_the_next_zone_or_size_or_ends_the_request_with_azures_sentence(
+def test_each_refusal_leads_to_the_next_zone_or_size_or_ends(
     arm: FakeArm, tmp_path: Path, status: int, code: str, text: str, kind: type[ProviderError], num_puts: int
 ) -> None:
     arm.at_once = {size.name: (status, code, text) for size in SPEC.sizes}
@@ -519,9 +507,7 @@ def test_each_refusal_is_followed_by_the_next_zone_or_size_or_ends_the_request_w
 
 
 @pytest.mark.parametrize("code", ["ScopeLocked", "RequestDisallowedByPolicy", "ReadOnlyDisabledSubscription"])
-def test_what_the_user_must_mend_is_told_as_such_also_where_an_operation_ends_with_it(
-    arm: FakeArm, tmp_path: Path, code: str
-) -> None:
+def test_what_the_user_must_mend_is_reported_as_such(arm: FakeArm, tmp_path: Path, code: str) -> None:
     arm.shortages = {(size.name, zone): code for size in SPEC.sizes for zone in SPEC.zones}
     with pytest.raises(Misconfigured, match=f"{code}: no Standard_NC6"):
         provider(arm, tmp_path).request("a", 1)
@@ -534,9 +520,7 @@ def test_a_price_above_the_users_for_one_size_leaves_the_others(arm: FakeArm, tm
 
 
 @pytest.mark.parametrize("state", ["Updating", "Migrating", "SomethingNew", ""])
-def test_a_vm_in_a_state_that_is_not_known_to_be_its_end_is_granted_and_lives(
-    arm: FakeArm, tmp_path: Path, state: str
-) -> None:
+def test_a_vm_in_an_unknown_state_is_granted_and_lives(arm: FakeArm, tmp_path: Path, state: str) -> None:
     arm.made_as = {"a-1": state}
     for directory in ("first", "another manager"):
         (tmp_path / directory).mkdir()
@@ -547,7 +531,7 @@ def test_a_vm_in_a_state_that_is_not_known_to_be_its_end_is_granted_and_lives(
 
 
 @pytest.mark.parametrize("state", ["Failed", "Canceled", "Deleting"])
-def test_what_is_left_of_a_vm_is_ended_and_the_vm_made_anew(arm: FakeArm, tmp_path: Path, state: str) -> None:
+def test_remains_of_a_vm_are_ended_before_it_is_made_anew(arm: FakeArm, tmp_path: Path, state: str) -> None:
     provider(arm, tmp_path).request("a", 2)
     (tmp_path / "operations-tiny-1.json").unlink()  # the manager was killed before it was answered
     arm.machines["a-0"]["properties"]["provisioningState"] = state
@@ -556,9 +540,7 @@ def test_what_is_left_of_a_vm_is_ended_and_the_vm_made_anew(arm: FakeArm, tmp_pa
     assert {vm["properties"]["provisioningState"] for vm in arm.machines.values()} == {"Succeeded"}
 
 
-def test_a_vm_that_is_being_made_for_ever_is_given_up_and_the_others_of_its_request_are_granted(
-    arm: FakeArm, tmp_path: Path
-) -> None:
+def test_a_vm_that_never_gets_made_does_not_hold_up_the_others(arm: FakeArm, tmp_path: Path) -> None:
     arm.stuck = {"a-0"}
     azure = provider(arm, tmp_path, make_s=5)  # the others are made in less, however busy this machine is
     assert [vm.name for vm in azure.request("a", 3)] == ["a-1", "a-2"]
@@ -570,7 +552,7 @@ def test_a_vm_that_is_being_made_for_ever_is_given_up_and_the_others_of_its_requ
     assert sum(call.startswith("PUT virtualMachines/c-") for call in arm.calls) == 1
 
 
-def test_a_vm_that_an_earlier_manager_began_is_not_waited_for_for_ever(arm: FakeArm, tmp_path: Path) -> None:
+def test_an_earlier_managers_unfinished_vm_is_not_awaited_for_ever(arm: FakeArm, tmp_path: Path) -> None:
     class Dying(Line):
         """Killed once the VM is begun, before it is noted how to go on."""
 
@@ -591,7 +573,7 @@ def test_a_vm_that_an_earlier_manager_began_is_not_waited_for_for_ever(arm: Fake
 )
 @pytest.mark.parametrize("as_date", [False, True], ids=["seconds", "date"])
 @pytest.mark.parametrize("ahead_s", [0.0, 3600.0])
-def test_how_long_azure_asks_to_wait_is_known_in_seconds_and_as_a_date_by_its_own_clock(
+def test_azures_wait_is_read_in_seconds_and_as_a_date(
     arm: FakeArm, tmp_path: Path, status: int, code: str, kind: type[ProviderError], as_date: bool, ahead_s: float
 ) -> None:
     arm.ahead_s, began = ahead_s, time.monotonic()

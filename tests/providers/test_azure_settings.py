@@ -66,7 +66,7 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> Iterator[Identity]:
         thread.join(10)
 
 
-def test_a_resource_manager_of_this_machine_is_asked_with_a_token_for_it(arm: FakeArm, identity: Identity) -> None:
+def test_a_local_resource_manager_is_asked_with_its_own_token(arm: FakeArm, identity: Identity) -> None:
     spec = AzureSpec.model_validate({**SPEC.model_dump(), "resource_manager": arm.url})
     assert (SPEC.provider, spec.provider) == ("azure", "local"), "what a stand-in does says nothing of Azure's VMs"
     client = azure_client(spec.subscription_id, base_url=spec.resource_manager, authority=spec.authority)
@@ -139,7 +139,7 @@ def test_a_list_of_which_a_page_is_missing_is_no_price(prices: MetadataServer, r
     assert retail_price("westus2", "Standard_NC6", spot=True, url=url) is None
 
 
-def test_a_price_that_the_list_did_not_say_is_asked_for_again_after_a_while_and_a_known_one_never() -> None:
+def test_a_missing_price_is_asked_for_again_and_a_known_one_never() -> None:
     now_s, asked = [5.0], list[tuple[str, float]]()
     said: dict[str, float] = {"known": 0.3}
 
@@ -171,9 +171,7 @@ def test_a_price_that_the_list_did_not_say_is_asked_for_again_after_a_while_and_
         ({"b": 0.7}, Price(usd_per_h=0.7, source="Azure's retail price list")),
     ],
 )
-def test_the_price_is_that_of_the_dearest_size_and_unknown_while_one_is(
-    listed: dict[str, float], price: Price | None
-) -> None:
+def test_the_price_is_that_of_the_dearest_size_if_all_are_known(listed: dict[str, float], price: Price | None) -> None:
     sizes = (AzureSize(name="a", usd_per_h=0.5), AzureSize(name="b"))
     assert SPEC.model_copy(update={"sizes": sizes}).price(lambda size: listed.get(size.name)) == price
     own = SPEC.model_copy(update={"sizes": sizes[:1]}).price(lambda _size: None)
@@ -194,9 +192,7 @@ NOW_S = 1_790_000_000.0
         (150.0, False, 0.0),
     ],
 )
-def test_how_long_a_vm_has_been_paid_does_not_depend_on_this_machines_clock(
-    ahead_s: float, told: bool, paid_s: float
-) -> None:
+def test_paid_time_does_not_depend_on_the_local_clock(ahead_s: float, told: bool, paid_s: float) -> None:
     azure_s = NOW_S + ahead_s
     created = datetime.fromtimestamp((NOW_S if abs(ahead_s) < 2 else azure_s) - 100.25, UTC)
     answered = formatdate(azure_s, usegmt=True) if told else None

@@ -81,7 +81,7 @@ def test_a_save_is_due_when_it_costs_least_one_at_a_time() -> None:
     assert (done, state.lasting) == ([], 1)
 
 
-def test_the_first_save_comes_soon_after_the_first_step_to_say_what_saves_cost() -> None:
+def test_the_first_save_comes_early_to_measure_its_cost() -> None:
     state, done = after(SpotState(), (0.0, Tick()), (10.0, Came("a")), (100.0, Stepped(2.0)), (127.0, Tick()))
     assert done == [Ask(), Start("a")]
     state, done = after(state, (129.0, Tick()), (131.0, Saved(1, 0.5)), (132.0, Uploaded(1, 1.0)), (165.0, Tick()))
@@ -89,7 +89,7 @@ def test_the_first_save_comes_soon_after_the_first_step_to_say_what_saves_cost()
     assert interval_s(state, 165.0) > 60.0
 
 
-def test_more_losses_without_a_save_make_saves_more_frequent_and_saved_ones_do_not() -> None:
+def test_only_unsaved_losses_make_saves_more_frequent() -> None:
     state = running(*SEEN)
     lost = replace(state, num_losses=3)
     assert interval_s(lost, 100.0) < 0.6 * interval_s(state, 100.0)
@@ -97,7 +97,7 @@ def test_more_losses_without_a_save_make_saves_more_frequent_and_saved_ones_do_n
     assert state.num_losses == 0
 
 
-def test_a_notice_that_leaves_time_is_used_and_the_vm_released_after_the_upload() -> None:
+def test_a_long_notice_is_used_and_the_vm_released_after_the_upload() -> None:
     state, done = after(running(*SEEN), (100.0, Noticed(30.0)))
     assert done == [Ask(), Save(1)]
     state, done = after(state, (102.0, Came("b")), (103.0, Saved(1, 1.5)), (107.0, Uploaded(1, 4.0)))
@@ -133,14 +133,14 @@ def test_a_refused_save_is_ordered_again_after_a_pause() -> None:
     assert after(state, (9002.0 + interval_s(state, 9100.0) + 500, Tick()))[1] == [Save(2)]
 
 
-def test_a_notice_before_the_first_step_is_used_once_a_step_says_that_there_is_time() -> None:
+def test_a_notice_before_the_first_step_is_used_if_time_allows() -> None:
     state, done = after(SpotState(), (0.0, Tick()), (10.0, Came("a")), (20.0, Noticed(30.0)), (25.0, Tick()))
     assert done == [Ask(), Start("a"), Ask()]
     assert after(state, (30.0, Stepped(9.0)))[1] == [Save(1)]
     assert after(state, (46.0, Stepped(9.0)))[1] == []
 
 
-def test_a_vm_that_is_not_taken_after_its_notice_is_saved_and_left() -> None:
+def test_a_vm_that_outlives_its_notice_is_saved_and_left() -> None:
     """No time was left for a save, and nobody came: another VM waits, and costs."""
     state, done = after(running(*SEEN), (100.0, Noticed(8.0)), (110.0, Came("b")), (108.0 + STAYS_S, Tick()))
     assert done == [Ask()]
@@ -201,7 +201,7 @@ def told_of(text: str, tmp_path: Path) -> str:
     return done.stderr.replace(str(path), "job.yaml").rstrip("\n")
 
 
-def test_storage_for_which_nothing_is_installed_is_refused_before_a_vm_is_asked_for(tmp_path: Path) -> None:
+def test_storage_without_its_driver_is_refused_before_any_vm(tmp_path: Path) -> None:
     told = told_of("storage: nowhere://bucket/job\n", tmp_path)
     assert told == (
         "error: job.yaml: storage: cannot be used: Protocol not known: nowhere (got 'nowhere://bucket/job'); "

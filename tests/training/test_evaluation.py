@@ -113,7 +113,7 @@ class Branching(Net):
         return out
 
 
-def test_a_model_that_is_cut_at_its_marks_is_evaluated_in_evaluation_mode() -> None:
+def test_a_model_cut_at_marks_is_evaluated_in_evaluation_mode() -> None:
     job = replace(plain, model=Branching, num_sections=2, cut_points=("third",))
     for seed in (0, 1):
         loss, expected = evaluate(job, seed=seed)
@@ -220,7 +220,7 @@ NAMES = ("close", "early", "inputs", "loss_again", "shift")
 
 
 @pytest.mark.parametrize("num_sections", [1, 2, NUM_SECTIONS])
-def test_metrics_come_out_of_the_last_section_as_the_users_code_makes_them(num_sections: int) -> None:
+def test_metrics_leave_the_last_section_as_the_code_makes_them(num_sections: int) -> None:
     job = replace(measured, model=_without_dropout)
     exported = export_job(job)
     model = cut(exported, num_sections=num_sections, micro_batch_size=MICRO_BATCH_SIZE)

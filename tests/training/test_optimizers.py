@@ -171,13 +171,13 @@ def test_with_a_rate_of_zero_no_weight_moves() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_changed_rate_under_a_schedule_is_where_it_would_be_from_the_beginning(name: str) -> None:
+def test_a_changed_rate_under_a_schedule_continues_as_if_always_so(name: str) -> None:
     changed = one_group(optim.SGD, lr=0.3, momentum=0.9)
     wanted = rates(begun(changed, SCHEDULES[name]))
     assert rates(resumed(begun(OPTIMIZERS["SGD, momentum"], SCHEDULES[name]), changed, SCHEDULES[name])) == wanted
 
 
-def test_a_schedule_that_is_another_function_of_the_same_form_applies_from_the_next_step() -> None:
+def test_another_function_of_the_same_form_applies_from_the_next_step() -> None:
     sgd = OPTIMIZERS["SGD"]
 
     def halved(optimizer: Optimizer) -> LRScheduler:
@@ -195,7 +195,7 @@ def test_a_schedule_may_be_added_or_taken_away() -> None:
     assert rates(resumed(begun(sgd, cosine), sgd)) == [0.1] * 4
 
 
-def test_what_was_accepted_holds_for_workers_that_join_and_runs_that_resume_again() -> None:
+def test_accepted_changes_hold_for_joining_workers_and_resumed_runs() -> None:
     changed, schedule = one_group(optim.AdamW, lr=0.02), SCHEDULES["OneCycleLR"]
     state = resumed(begun(OPTIMIZERS["AdamW"], schedule), changed, schedule)
     for index in range(3):
@@ -237,9 +237,7 @@ def test_a_schedule_that_does_not_reach_the_runs_step_is_refused() -> None:
         (one_group(optim.SGD, lr=0.1, momentum=0.9), ""),
     ],
 )
-def test_the_state_that_an_optimizer_needs_is_known_and_what_lacks_it_is_refused(
-    optimizer: MakeOptimizer, needed: str
-) -> None:
+def test_the_state_an_optimizer_needs_is_known_and_required(optimizer: MakeOptimizer, needed: str) -> None:
     job = replace(plain, optimizer=optimizer)
     model = cut(export_job(job), num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE)
     (found,) = {value for name, value in check_training(job, model).items() if name.endswith(" needs")}
@@ -297,7 +295,7 @@ def test_units_whose_rate_is_one_tensor_do_not_share_it() -> None:
     assert float(one.optimizer.param_groups[0]["lr"]) == pytest.approx(0.009)
 
 
-def test_the_learning_rate_of_a_state_is_the_one_it_was_saved_with() -> None:
+def test_a_states_learning_rate_is_the_saved_one() -> None:
     state = make(OPTIMIZERS["SGD"], SCHEDULES["StepLR"])
     for index in range(5):
         step(state, index)
@@ -425,7 +423,7 @@ def test_the_norm_is_that_of_all_elements(shapes: tuple[tuple[int, ...], ...]) -
     assert squared_norm(tensors) == pytest.approx(exact, rel=1e-14)
 
 
-def test_the_norm_has_the_same_bits_for_any_number_of_threads_and_any_layout() -> None:
+def test_the_norm_has_the_same_bits_for_any_threads_and_layout() -> None:
     (tensor,) = gradients(2, (1000, 2003))
     threads = torch.get_num_threads()
     found = set()

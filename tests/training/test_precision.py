@@ -145,9 +145,7 @@ def test_the_loss_scale_is_taken_off_without_a_trace(exact: bool, exponent: int)
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_gradient_that_is_not_finite_skips_the_step_or_without_a_loss_scale_ends_the_run(
-    exact: bool, bad: float
-) -> None:
+def test_a_non_finite_gradient_skips_the_step_or_ends_the_run(exact: bool, bad: float) -> None:
     state = make(LossScale(exponent=3, good_steps=1, growth_steps=9), exact=exact)
     before = state.tensors()
     accumulator = state.new_accumulator()
@@ -207,7 +205,7 @@ def test_a_scale_that_cannot_get_smaller_ends_the_run() -> None:
     assert scale.after(skipped=False).exponent == MIN_LOSS_SCALE_EXPONENT + 1
 
 
-def test_the_present_scale_stays_unless_the_job_changed_the_first_one_and_growth_follows_the_job() -> None:
+def test_the_scale_survives_unless_the_job_changed_its_beginning() -> None:
     saved = make(LossScale(exponent=1, growth_steps=9), exact=True)
     saved.loss_scale = LossScale(exponent=7, good_steps=5, growth_steps=9)
     state = make(LossScale(exponent=1, growth_steps=4), exact=True)
@@ -299,7 +297,7 @@ def gradients(model: CutModel, begins: list[int], *, recompute: bool) -> tuple[T
     return values[0], found
 
 
-def test_half_the_bytes_cross_each_cut_and_are_kept_and_the_loss_stays_wide(model: CutModel) -> None:
+def test_half_the_bytes_cross_each_cut_and_the_loss_stays_wide(model: CutModel) -> None:
     usual = cut_of(plain)
     for section, whole in zip(model.sections[:-1], usual.sections[:-1], strict=True):
         assert {spec.dtype for spec in section.outputs if spec.requires_grad} == {torch.bfloat16}
