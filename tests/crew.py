@@ -219,12 +219,10 @@ class Member:
         os.kill(self.process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let a stopped process go on."""
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGCONT)
 
     def end(self) -> None:
-        """End the process."""
         self.process.kill()
         self.process.join(END_S)
         self.process.close()
@@ -249,7 +247,6 @@ class ThreadMember:
             wait_for_futures([self._answer], SETUP_S)
 
     def carry_out(self, method: str, *arguments: object) -> Any:
-        """In the worker's thread."""
         return getattr(self.worker, method)(*arguments)
 
     def answer(self, timeout_s: float = ANSWER_S) -> Any:
@@ -261,7 +258,6 @@ class ThreadMember:
         return getattr(self.worker, command)(*arguments)
 
     def end(self) -> None:
-        """End the thread."""
         self._thread.shutdown(cancel_futures=True)
 
 
@@ -277,7 +273,6 @@ def wait_for_updates(lane: PreCopyLane, most: int) -> None:
 
 
 def worker_setup(job: TinyJob, worker: str, store: StoreHost, **fields: object) -> WorkerSetup:
-    """What a worker is told of a job."""
     values: dict[str, object] = {
         "worker": worker,
         "fingerprint": job.fingerprint,
@@ -405,7 +400,6 @@ class Crew:
         return [slot.worker for slot in self.slots]
 
     def step_order(self, attempt: int = 0, *, record_timeline: bool = False) -> StepOrder:
-        """The order to run the next step."""
         return StepOrder(
             generation=self.generation,
             step=self.version,
@@ -480,7 +474,6 @@ class Crew:
         return {entry.unit: entry.sha256 for entry in self.save(held=held).units}
 
     def close(self) -> None:
-        """End every process."""
         for member in self.members.values():
             member.end()
 
@@ -581,7 +574,6 @@ class ManagedCrew:
                     self._idle.append(member)
 
     def close(self) -> None:
-        """End every process."""
         for member in self._idle:
             member.end()
 
@@ -597,7 +589,6 @@ class ManagedCrew:
             self._members[worker].control("arm", mine, slow_s)
 
     def put(self, event: object) -> None:
-        """Tell the controller of something."""
         self._event_queue.put(event)  # type: ignore[arg-type]
 
     # ---- the driver's ----

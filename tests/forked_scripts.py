@@ -262,7 +262,6 @@ class Nursery:
         return found
 
     def close(self) -> None:
-        """End what is left."""
         self._orders.close()
         self._end()
 

@@ -64,7 +64,6 @@ def test_the_contract_loads_neither_torch_nor_ray(module: str) -> None:
 
 @pytest.mark.slow
 def test_a_manager_that_takes_over_a_run_on_rays_nodes_loads_no_torch() -> None:
-    """Its workers wait for it."""
     code = "import sys, manager.run.managed, manager.engine.on_ray.ray_cluster, manager.engine.on_ray.launcher; "
     done = subprocess.run(
         [sys.executable, "-c", f"{code}print('torch' in sys.modules)"],

@@ -218,7 +218,6 @@ def test_a_header_that_is_cut_off_is_refused() -> None:
 
 
 def stored(tmp_path: Path) -> tuple[str, Manifest, Path]:
-    """A checkpoint of one unit."""
     url = str(tmp_path)
     written = write_unit(url, 3, "s0", "w", TENSORS)
     unit = UnitFile(**written.model_dump(exclude={"worker", "version", "stall_s"}))

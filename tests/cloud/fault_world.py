@@ -45,7 +45,6 @@ class Cases(dict[str, Case]):
     """Cases by the name of their fault; called with a name, it enters the function that it decorates."""
 
     def __call__(self, name: str) -> Callable[[Case], Case]:
-        """Enter a case under this name."""
         return lambda function: self.setdefault(name, function)
 
 
@@ -131,7 +130,6 @@ class World:
         self.server = NoticeServer(self.event_queue, NODE_SECRET, port=self.port)
 
     def now_s(self) -> float:
-        """The controller's clock."""
         return 1e6 + (time.monotonic() - self._begin_s) * self.scale + self._skipped_s
 
     def skip(self, passed_s: float) -> None:
@@ -186,11 +184,9 @@ class World:
         self.tell(Tick())
 
     def lose(self, node: str, cause: str = "its connection closed") -> None:
-        """The worker on a VM is gone."""
         self.tell(WorkerLost(worker=node, cause=cause))
 
     def ready(self) -> list[str]:
-        """Workers that may get a place."""
         return sorted(name for name, entry in self.state.workers.items() if entry.node is NodeState.READY)
 
     def until_whole(self, *, without: str = "") -> None:
@@ -236,7 +232,6 @@ def world(arm: FakeArm, directory: Path, **options: Any) -> Iterator[World]:
 
 @contextmanager
 def whole(arm: FakeArm, directory: Path, **options: Any) -> Iterator[World]:
-    """A manager that has all its VMs."""
     with world(arm, directory, **options) as run:
         run.begin()
         run.until_whole()

@@ -32,7 +32,6 @@ def preempt(lead_s: float = 30.0, incarnation: int = 1, vm: str = VM) -> Reply:
 
 
 def nothing(incarnation: int = 0) -> Reply:
-    """Scheduled Events without any."""
     return json_reply({"DocumentIncarnation": incarnation, "Events": []})
 
 

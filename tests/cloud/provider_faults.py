@@ -25,7 +25,6 @@ SIZES = [size.name for size in SPEC.sizes]
 
 
 def puts(arm: FakeArm, name: str = "") -> int:
-    """How often a VM was asked for."""
     return sum(call.startswith(f"PUT virtualMachines/{name}") for call in arm.calls)
 
 

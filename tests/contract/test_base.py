@@ -21,7 +21,6 @@ class Basket(Value):
 
     @cached_property
     def heavy(self) -> int:
-        """Worked out of a field, and kept."""
         return 1000 * self.num
 
 

@@ -20,7 +20,6 @@ from tests.device.link_contract import Ends, LinkContract, Pair, Spec
 
 
 def staged_ends(pair: Pair, devices: dict[str, Device]) -> Ends:
-    """Both ends of a staged transport."""
     staging = {name: Staging(device) for name, device in devices.items()}
     interrupts = pair.interrupts
     return Ends(

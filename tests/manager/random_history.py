@@ -134,7 +134,6 @@ class Reached:
     resumed_in: Counter[Phase] = field(default_factory=Counter)
 
     def add(self, cluster: SimulatedCluster) -> None:
-        """Take in one that was played."""
         self.num_histories += 1
         for entry in cluster.log:
             if isinstance(entry, tuple):

@@ -216,7 +216,6 @@ class SimulatedCluster(World):
 
     @property
     def workers(self) -> dict[str, SimulatedWorker]:
-        """The workers that there ever were."""
         return self.crew.all
 
     # --- the run ---------------------------------------------------------------------------------------------
@@ -231,7 +230,6 @@ class SimulatedCluster(World):
         raise self.broken(f"no end after {limit_events} events")
 
     def schedule(self, num_nodes: int) -> None:
-        """Plan what the faults say."""
         faults = self.faults
         for _ in range(num_nodes):
             self.at(self.between(0, 2), self.provider.add_node)
@@ -254,11 +252,9 @@ class SimulatedCluster(World):
             self.emit(Tick())
 
     def clock_s(self) -> float:
-        """What the manager's clock shows."""
         return self.now_s + self.clock_ahead_s
 
     def jump(self, by_s: float) -> None:
-        """The manager's clock is set."""
         self.clock_ahead_s += by_s
         self.note(f"the clock jumps by {by_s:.1f} s")
         self.set_alarm(self.state_wake_s)
@@ -411,7 +407,6 @@ class SimulatedCluster(World):
             self.emit(ComputeTimesSeen(times=tuple(times)))
 
     def probe(self, action: ProbeWorker) -> None:
-        """A worker times some work."""
         worker = self.workers[action.worker]
         if worker.alive and not self.chance(self.faults.lost_message):
             slowdown: float | None = SLOW if worker.slow and not self.quiet and self.random.random() < 0.8 else 1.0
@@ -423,7 +418,6 @@ class SimulatedCluster(World):
     # --- carrying out actions --------------------------------------------------------------------------------
 
     def carry_out(self, action: Action) -> None:
-        """Do one action."""
         match action:
             case StartWorker():
                 self.crew.start(action.worker)
@@ -497,11 +491,9 @@ class JournalledCluster(SimulatedCluster):
         self.killed_s: dict[str, float] = {}
 
     def write_down(self, cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-        """Journal a decision."""
         self.journal.append_decision(self.now_s, event, decision)
 
     def kill(self, name: str) -> None:
-        """Journal a kill."""
         if self.workers[name].alive:
             self.killed_s[name] = self.now_s
             self.journal.append_fact(self.now_s, Fact(name=VM_KILLED, worker=name))

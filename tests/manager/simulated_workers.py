@@ -161,7 +161,6 @@ class SimulatedWorker:
         self.sums = WorkerSums(SUMMED)
 
     def forget(self) -> None:
-        """Drop all state."""
         self.units, self.received, self.stage_units, self.prepared = {}, {}, frozenset(), None
         self.shared, self.begun_sums = {}, None
         self.sums = WorkerSums(SUMMED)
@@ -183,11 +182,9 @@ class World:
         self.log: list[str | tuple[float, ControllerState, Event, Decision]] = []
 
     def at(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Schedule."""
         self.at_time(self.now_s + delay_s, action)
 
     def at_time(self, time_s: float, action: Callable[[], None]) -> None:
-        """Schedule at an absolute time."""
         heapq.heappush(self.queue, (time_s, next(self.sequence), action))
 
     def next(self) -> None:
@@ -202,7 +199,6 @@ class World:
         return self.now_s >= self.faults.quiet_after_s
 
     def chance(self, probability: float) -> bool:
-        """Draw a fault."""
         return probability > 0 and not self.quiet and self.random.random() < probability
 
     def between(self, least: float, most: float) -> float:
@@ -214,7 +210,6 @@ class World:
         return self.between(0.0, 3.0) if self.chance(self.faults.late_message) else self.between(0.0, 0.01)
 
     def note(self, what: str) -> None:
-        """Write a line into the history."""
         self.log.append(f"{self.now_s:8.3f} {what}")
 
     def check(self, holds: bool, what: str) -> None:
@@ -228,7 +223,6 @@ class World:
         return BrokenHistoryError(f"seed {self.seed}: {what}\n{self.told()}\nseed {self.seed}: {what}; again: {again}")
 
     def told(self) -> str:
-        """Return the history as text."""
         return "\n".join(entry if isinstance(entry, str) else _line(*entry) for entry in self.log)
 
 
@@ -375,7 +369,6 @@ class SimulatedPreCopy:
                 self.give_up(key)
 
     def give_up(self, key: Key) -> None:
-        """A stream breaks."""
         self.num_given_up += 1
         self.streams[key].broken = True
         number, _, receiver = key
@@ -499,7 +492,6 @@ class SimulatedWorkers:
         self.world.at(self.world.between(0.1, 2), lambda: self.set_up(name))
 
     def set_up(self, name: str) -> None:
-        """A worker finishes its setup."""
         if self.all[name].alive:
             self.send(name, WorkerReady(worker=name, pid=1, setup_s=1))
 
@@ -560,7 +552,6 @@ class SimulatedWorkers:
             world.at(world.between(0.0, 3), lambda: self.tell(event))
 
     def answer(self, name: str, order: Order, answer: Answer) -> None:
-        """Answer an order, and remember it."""
         worker = self.all[name]
         worker.order, worker.token = None, worker.token + 1
         worker.last = (order_key(order), answer)
@@ -571,7 +562,6 @@ class SimulatedWorkers:
     # --- orders ----------------------------------------------------------------------------------------------
 
     def order(self, action: Order) -> None:
-        """An order is on its way."""
         if isinstance(action, SendReshape):
             self.members[action.order.generation] = frozenset(slot.worker for slot in action.order.slots)
         if not self.world.chance(self.world.faults.lost_message):
@@ -744,7 +734,6 @@ class SimulatedWorkers:
         return fails or order.version in self.damaged
 
     def take(self, name: str, worker: SimulatedWorker, source: Any, order: ReshapeOrder) -> None:
-        """Take one unit."""
         version = order.version
         if source.kind == "ahead":
             right = self.ahead.take(name, source.peer, source.unit, order)
@@ -785,7 +774,6 @@ class SimulatedWorkers:
         )
 
     def committed(self, name: str, worker: SimulatedWorker, order: Any) -> Answer:
-        """The decided version is applied."""
         return Committed(worker=name, generation=order.generation, version=order.version)
 
     # --- giving up -------------------------------------------------------------------------------------------

@@ -319,7 +319,6 @@ Break = Callable[[ControllerState], ControllerState]
 
 
 def having(**fields: Any) -> Break:
-    """Replace fields of the state."""
     return lambda state: changed(state, **fields)
 
 
@@ -334,7 +333,6 @@ def inside(name: str, **fields: Any) -> Break:
 
 
 def worker(name: str, **fields: Any) -> Break:
-    """Replace fields of a worker."""
 
     def broken(state: ControllerState) -> ControllerState:
         draft = Draft(state, 0.0)
@@ -357,7 +355,6 @@ def sent_ahead(sender: str, receiver: str, number: int = 0) -> Break:
 
 
 def nobody_holds_a_unit(state: ControllerState) -> ControllerState:
-    """Take a unit from everybody."""
     for name, entry in state.workers.items():
         state = worker(name, holds=entry.holds - {"s0"})(state)
     return state

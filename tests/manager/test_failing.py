@@ -174,7 +174,6 @@ def test_a_device_that_fails_in_setup_costs_its_worker_then_a_pause() -> None:
 
 
 def saved(script: Script) -> None:
-    """The workers write what they hold."""
     script.committed()
     actions = script.written(script.state.version)
     assert any(isinstance(action, WriteManifest) for action in actions)
@@ -377,7 +376,6 @@ def test_whoever_prepares_an_aborted_step_reruns_nothing() -> None:
 
 
 def lose_a_stage(script: Script) -> ReshapeOrder:
-    """Both replicas of stage 0 die."""
     for worker in script.members[:2]:
         script.tell(WorkerLost(worker=worker, cause="killed"))
     return next(action.order for action in script.aborted() if isinstance(action, SendReshape))

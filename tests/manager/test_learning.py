@@ -92,7 +92,6 @@ def test_a_change_within_the_error_or_of_little_is_not_material() -> None:
 
 
 def trained(make: Callable[..., Script] = Script) -> Script:
-    """Four workers train in 2x2."""
     plans = {2: make_plan(2, 1), 3: make_plan(3, 1), 4: make_plan(2, 2)}
     script = make(plans=plans, expected_nodes=4, section_compute_s=SECTIONS_S)
     script.ready("n0", "n1", "n2", "n3")

@@ -57,13 +57,11 @@ class Told(Script):
         self.write(0.0, "config", self.state.config)
 
     def write(self, time_s: float, kind: EntryKind, payload: Value) -> None:
-        """One more line."""
         self.entries.append(
             Entry(sequence=len(self.entries) + 1, time_s=time_s, kind=kind, payload_json=payload.model_dump_json())
         )
 
     def fact(self, name: str, at_s: float, worker: str | None = None, detail: str = "") -> None:
-        """Note what the shell knows."""
         self.write(at_s, "fact", Fact(name=name, worker=worker, detail=detail))
         self.now_s = at_s
 
@@ -76,12 +74,10 @@ class Told(Script):
         return actions
 
     def set_up(self, *workers: str, at_s: float) -> None:
-        """Workers are ready."""
         for worker in workers:
             self.tell(WorkerAnswered(worker=worker, answer=WorkerReady(worker=worker, pid=1, setup_s=1)), at_s)
 
     def lives(self) -> dict[str, Life]:
-        """By VM, each of which has one."""
         found = lives_of(self.entries)
         assert len({life.vm for life in found}) == len(found)
         return {life.vm: life for life in found}

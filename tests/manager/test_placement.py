@@ -188,7 +188,6 @@ def num_at_risk(stages: Sequence[Sequence[int]], vms: Sequence[str]) -> int:
 
 
 def fewest_at_risk(vms: Sequence[str], kinds: list[list[int]], dealt: list[list[int]]) -> int:
-    """By trying everything."""
 
     def rest(number: int, stages: tuple[tuple[int, ...], ...]) -> int:
         kind, stage = divmod(number, len(dealt))

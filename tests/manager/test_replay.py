@@ -47,7 +47,6 @@ PRICES = SpotPrices(spot_usd_per_h=1.0, on_demand_usd_per_h=3.0)
 
 
 def plan_of(depth: int, replicas: int, step_s: float) -> Plan:
-    """A plan whose steps take so long."""
     plan = make_plan(depth, replicas)
     expected = plan.expected.model_copy(update={"mini_batch_s": step_s, "examples_per_s": 8 / step_s})
     return plan.model_copy(update={"expected": expected})
@@ -253,7 +252,6 @@ def test_half_of_the_vms_may_be_on_demand() -> None:
 
 
 def drawn(seed: int, every_s: float) -> Trace:
-    """Two hours of six VMs."""
     model = spot_model(6, losses_per_vm_h=3600 * 1.8 / every_s / 6, bulk_share=0.4, replacement_s=120)
     return model.draw(seed, 7200)
 

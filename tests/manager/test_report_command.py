@@ -52,7 +52,6 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in which a VM was killed."""
     directory = tmp_path_factory.mktemp("run")
     cluster = JournalledCluster(0, directory, Faults(deaths_after_s=((6.0, 1),)), expected_nodes=6)
     assert cluster.run(6).outcome == "finished"

@@ -58,7 +58,6 @@ def alarms(shape: tuple[int, int], seed: int, spread: float, memory: float, slow
 
 
 def slow_ones(script: Script) -> set[str]:
-    """Who counts as slow now."""
     return {worker for worker, entry in script.state.workers.items() if entry.node is NodeState.SUSPECT}
 
 

@@ -60,7 +60,6 @@ class Trained:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Of every unit."""
         return {entry.unit: entry.sha256 for entry in self.manifest.units}
 
     @property
@@ -100,7 +99,6 @@ class ShapesCrew:
         self.crew = Crew(load_tiny_job(), NAMES)
 
     def close(self) -> None:
-        """End every process."""
         self.crew.close()
 
     def train(

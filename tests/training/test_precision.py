@@ -39,7 +39,6 @@ class Products(TorchDispatchMode):
         self.dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        """Run, and note."""
         result = function(*arguments, **(keywords or {}))
         if isinstance(result, Tensor) and "mm" in str(function):
             self.dtypes.add(result.dtype)
