@@ -234,9 +234,7 @@ class ThreadMember:
     """One worker in a thread of this process, as its manager sees it."""
 
     def __init__(self, name: str) -> None:
-        from morph.runtime.process.worker import Worker
-
-        self.name, self.worker = name, Worker()
+        self.name = name
         self._thread = ThreadPoolExecutor(1, name)
         self._answer: Future[Any]
 
@@ -247,6 +245,10 @@ class ThreadMember:
             wait_for_futures([self._answer], SETUP_S)
 
     def carry_out(self, method: str, *arguments: object) -> Any:
+        from morph.runtime.process.worker import Worker
+
+        if method == "setup":  # a worker is set up once in its life
+            self.worker: Any = Worker()
         return getattr(self.worker, method)(*arguments)
 
     def answer(self, timeout_s: float = ANSWER_S) -> Any:

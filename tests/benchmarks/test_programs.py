@@ -54,7 +54,7 @@ def test_each_option_that_documentation_gives_is_one_of_its_benchmark() -> None:
     assert unknown == []
 
 
-def test_the_list_names_every_benchmark_and_an_unknown_one_is_refused_in_a_sentence() -> None:
+def test_the_list_names_every_benchmark_and_refuses_unknown_ones() -> None:
     listed = subprocess.run([sys.executable, "-m", "benchmarks"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert [line.split()[0] for line in listed.stdout.splitlines()] == list(programs())
     refused = subprocess.run(

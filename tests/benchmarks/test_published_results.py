@@ -92,7 +92,7 @@ def test_every_published_row_is_answered(answers: tuple[Answer, ...]) -> None:
     assert all(0.3 < answer.ratio < 3 for answer in answers)
 
 
-def test_no_anchor_is_a_question_of_table_3_and_each_is_one_row_of_table_7(answers: tuple[Answer, ...]) -> None:
+def test_no_anchor_is_a_question_and_each_is_a_published_row(answers: tuple[Answer, ...]) -> None:
     assert not any(answer.is_anchor for answer in answers)
     rows = table_7()
     assert [(answer.question[:10], answer.shape) for answer in rows if answer.is_anchor] == [
@@ -179,7 +179,7 @@ def removals(trace: Trace) -> dict[float, set[str]]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_there_are_never_more_than_asked_for_and_every_event_is_one_of_the_trace(seed: int) -> None:
+def test_thinning_keeps_at_most_the_wanted_nodes_and_only_given_events(seed: int) -> None:
     kept = thinned(TRACE, 6, seed)
     assert 1 <= kept.max_nodes <= 6
     assert set(kept.events) <= set(TRACE.events)

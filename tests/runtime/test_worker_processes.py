@@ -86,9 +86,7 @@ def test_an_overflowed_attempt_that_was_given_up_leaves_no_scales_behind(overflo
     assert overflowing.digests() == undisturbed
 
 
-def test_a_decided_step_is_applied_by_the_next_reshape_and_an_undecided_one_is_run_again(
-    crew: Crew, reference: dict[str, str]
-) -> None:
+def test_only_a_decided_step_is_applied_by_the_next_reshape(crew: Crew, reference: dict[str, str]) -> None:
     crew.reshape("2x1", NAMES[:2])
     crew.prepare()
     crew.decide()  # the reshape names it
@@ -99,9 +97,7 @@ def test_a_decided_step_is_applied_by_the_next_reshape_and_an_undecided_one_is_r
     assert crew.digests() == reference
 
 
-def test_what_is_held_is_written_when_no_generation_can_be_formed_and_is_gone_on_with(
-    crew: Crew, reference: dict[str, str]
-) -> None:
+def test_what_is_held_is_saved_and_resumed_without_a_generation(crew: Crew, reference: dict[str, str]) -> None:
     crew.reshape("2x2", NAMES)
     crew.train(NUM_STEPS - 2)
     crew.prepare()
@@ -150,9 +146,7 @@ def test_a_damaged_checkpoint_fails_the_reshape_and_names_the_file(crew: Crew) -
     damaged.unlink()
 
 
-def test_workers_behind_a_stopped_peer_give_up_at_once_and_train_on_without_it(
-    crew: Crew, reference: dict[str, str]
-) -> None:
+def test_workers_behind_a_stopped_peer_abort_at_once_and_train_on(crew: Crew, reference: dict[str, str]) -> None:
     crew.reshape("2x2", NAMES)
     crew.train(1)
     lost = crew.slots[-1].worker
@@ -183,7 +177,7 @@ def test_workers_behind_a_stopped_peer_give_up_at_once_and_train_on_without_it(
     assert crew.digests() == reference
 
 
-def test_workers_that_wait_for_a_member_who_never_comes_give_up_at_once(crew: Crew, reference: dict[str, str]) -> None:
+def test_workers_that_wait_for_an_absent_member_abort_at_once(crew: Crew, reference: dict[str, str]) -> None:
     crew.reshape("1x1", NAMES[:1])
     crew.train(1)
     order = crew.order("2x2", NAMES)
