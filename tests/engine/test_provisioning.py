@@ -37,10 +37,13 @@ class Clock:
 class World(ProvisioningWorld):
     def __init__(self, **limits: float) -> None:
         self.pauses_s: list[float] = []
+        self.joined: list[str] = []  # who does while the thread waits
         super().__init__(pause=self.pause, **limits)
 
     def pause(self, wait_s: float) -> bool:
         self.pauses_s.append(wait_s)
+        if self.joined:
+            know(self.shell, self.joined)
         return False
 
     def get(self, request: str = "job-1", count: int = 2) -> NodesGranted | RequestRefused:
@@ -144,13 +147,7 @@ def test_what_stays_in_vain_is_refused_after_some_tries_and_leaves_nothing(world
 def test_a_vm_whose_worker_joined_goes_on_though_its_request_is_refused(world: World) -> None:
     world.cloud.errors = [Throttled("slow down", 1)] * TRIES
     world.cloud.there = {"job-1-1": Vm(name="job-1-1", request="job-1")}  # booting still: nobody's once it is refused
-    pause = world.shell._pause
-
-    def joins(wait_s: float) -> bool:
-        know(world.shell, ["job-1-0"])
-        return pause(wait_s)
-
-    world.shell._pause = joins
+    world.joined = ["job-1-0"]
     assert isinstance(world.get(), RequestRefused)
     assert world.settle() == ["job-1-1"]
     assert world.shell.request_of("job-1-0") == "job-1"
@@ -162,13 +159,7 @@ def test_a_vm_whose_worker_joined_goes_on_though_its_request_is_refused(world: W
 def test_a_worker_that_joins_after_its_request_was_refused_brings_its_price(world: World) -> None:
     world.cloud.num_devices, world.cloud.made_as = 2, [{"usd_per_h": 0.3, "provider": "azure"}]
     world.cloud.errors = [Throttled("slow down", 1)] * TRIES
-    pause = world.shell._pause
-
-    def joins(wait_s: float) -> bool:
-        know(world.shell, ["job-1-0.d0"])
-        return pause(wait_s)
-
-    world.shell._pause = joins
+    world.joined = ["job-1-0.d0"]
     assert isinstance(world.get(), RequestRefused)
     assert world.shell.request_of("job-1-0.d1") == "job-1"
     paid, facts = world.shell.known_of(["job-1-0.d1"])
