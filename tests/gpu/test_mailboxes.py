@@ -14,7 +14,7 @@ from morph.runtime.device.links import Link
 from morph.runtime.device.mailboxes import Mailbox, MailRoom, ReceivingEnd, SendingEnd
 from morph.runtime.device.staging import Staging
 from tests.device.link_contract import Ends, Pair
-from tests.gpu.test_device import CUDA, CudaContract, from_device
+from tests.gpu.test_links import CUDA, CudaContract, from_device
 
 BOUND_S = 100.0
 
