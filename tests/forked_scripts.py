@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from manager.engine.local_vms import host_line
-from tests.runtime.worker_crew import FORKS
+from tests.crew import FORKS
 from tests.waiting import ANSWER_S
 
 HOST = "manager.engine.on_processes.process_host"
@@ -262,7 +262,6 @@ class Nursery:
         return found
 
     def close(self) -> None:
-        """End what is left."""
         self._orders.close()
         self._end()
 

@@ -19,7 +19,6 @@ class SmallDisk:
         self._filler = path / "filler"
 
     def fill(self) -> None:
-        """Leave no byte."""
         with self._filler.open("ab", buffering=0) as out:
             for size in (1 << 16, 1 << 12, 1):
                 try:
@@ -29,7 +28,6 @@ class SmallDisk:
                     continue
 
     def free(self) -> None:
-        """Leave as much as there was."""
         self._filler.unlink(missing_ok=True)
 
 

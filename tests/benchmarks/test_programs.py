@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
 import re
 import subprocess
@@ -9,10 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 
 from benchmarks.__main__ import HERE, load_program, programs
+from benchmarks.device_speed import training
+from benchmarks.device_speed.__main__ import TINY, communicators, copies, kernels, main, steps
 from benchmarks.harness import in_turns, numbers, quartiles, ratio, spread, words, worst_cases
+from benchmarks.remote import InThisProcess
+from morph.runtime.step.kernels import kernels_now, set_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = re.compile(r"python -m benchmarks ([\w.]+)((?: +(?!#)[^`\n]+)?)")
@@ -47,7 +54,7 @@ def test_each_option_that_documentation_gives_is_one_of_its_benchmark() -> None:
     assert unknown == []
 
 
-def test_the_list_names_every_benchmark_and_an_unknown_one_is_refused_in_a_sentence() -> None:
+def test_the_list_names_every_benchmark_and_refuses_unknown_ones() -> None:
     listed = subprocess.run([sys.executable, "-m", "benchmarks"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert [line.split()[0] for line in listed.stdout.splitlines()] == list(programs())
     refused = subprocess.run(
@@ -84,3 +91,70 @@ def test_an_option_with_several_values_is_split_at_commas() -> None:
         words("a,d", "ab")
     with pytest.raises(typer.BadParameter, match="invalid literal"):
         numbers("8 64")
+
+
+PACKAGES = ("morph", "calibrate", "simulator", "manager", "benchmarks", "tests", "configs")
+
+
+def _imported(path: Path) -> list[tuple[str, str | None]]:
+    """The project's modules that a file imports, with the name that is taken from each."""
+    found: list[tuple[str, str | None]] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PACKAGES:
+            found += [(node.module, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [(alias.name, None) for alias in node.names if alias.name.split(".")[0] in PACKAGES]
+    return found
+
+
+def test_everything_that_a_program_imports_of_the_project_exists() -> None:
+    missing = []
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
+        for module, name in _imported(path):
+            if module.split(".")[0] == "benchmarks" and module.endswith("__main__"):
+                continue
+            try:
+                found = importlib.import_module(module)
+                if name is not None and name != "*" and not hasattr(found, name):
+                    importlib.import_module(f"{module}.{name}")
+            except ImportError as error:
+                missing.append(f"{path.relative_to(ROOT)}: {module} {name or ''}: {error}")
+    assert missing == []
+
+
+def test_sums_and_copies_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    kernels("cpu", 1 << 10, 1)
+    copies("cpu", 1 << 12, 1)
+    communicators("cpu")
+    *rates, last = capsys.readouterr().out.splitlines()
+    assert len(rates) == 5
+    assert all(re.fullmatch(r".+: \d+\.\d GB/s", line) for line in rates)
+    assert last == "communicators: need a CUDA device, and a torch with NCCL"
+
+
+@pytest.mark.slow
+def test_a_worker_is_timed_beside_a_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process, where everything is imported already."""
+    num_threads, kernels_before = torch.get_num_threads(), kernels_now()
+    try:
+        ((name, job_path),) = TINY.items()
+        steps("cpu", name, job_path, 1, depths=(1,), make=InThisProcess)
+    finally:
+        torch.set_num_threads(num_threads)
+        set_kernels(kernels_before)
+    plain, morph = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"tiny_gpt, plain loop: \d+\.\d{3} s a step", plain)
+    assert re.fullmatch(r"tiny_gpt, Morph 1x1: \d+\.\d{3} s a step, \d+\.\d\d of the plain loop", morph)
+
+
+def test_two_workers_run_one_forward_and_one_backward_by_turns() -> None:
+    plan = training.plan_of(2, "f", 6, 2, 3)
+    assert plan.shape == "2x1"
+    assert [(stage.first_section, stage.end_section, stage.window) for stage in plan.stages] == [(0, 3, 2), (3, 6, 1)]
+    assert plan.orders == {3: ("FFBFBB", "FBFBFB")}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_it_refuses_in_one_sentence_where_there_is_no_device() -> None:
+    with pytest.raises(SystemExit, match=r"^needs a CUDA device; torch \S+ finds none$"):
+        main()

@@ -163,9 +163,7 @@ class Estimating(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(("most", "ends"), [(8.0, False), (0.25, True)])
-def test_an_optimizer_is_measured_with_gradients_that_turn_and_its_failure_is_one_sentence(
-    most: float, ends: bool
-) -> None:
+def test_an_optimizer_that_fails_while_it_is_measured_ends_in_one_sentence(most: float, ends: bool) -> None:
     subject = load_subject(JOB, torch.device("cpu"))
     job = replace(subject.job, optimizer=lambda named: Estimating([parameter for _, parameter in named], lr=most))
     subject = replace(subject, job=job)

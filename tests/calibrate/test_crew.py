@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from calibrate.helpers.crew import Crew
+from calibrate.helpers.token import find_token
 from manager.host.gone import runs
-from morph.contract.errors import ClusterError, WaitTimeout
+from morph.contract.errors import ClusterError, ConfigError, WaitTimeout
 from tests.calibrate.helpers import check_that_none_outlives
 
 BOUND_S = 150.0
@@ -92,7 +95,7 @@ def test_no_helper_is_left_behind_when_one_cannot_be_started(helper: str, tmp_pa
     assert not runs(int(born.read_text()))
 
 
-def test_what_is_needed_by_all_is_imported_once_and_told_of_when_it_cannot_be(helper: str, tmp_path: Path) -> None:
+def test_what_everybody_needs_is_imported_once_or_reported_as_missing(helper: str, tmp_path: Path) -> None:
     with (
         pytest.raises(ClusterError, match=r"testing failed in process \d: .*No module named nothing_of_this_name"),
         Crew("nothing_of_this_name", 3, "testing") as crew,
@@ -126,3 +129,47 @@ def test_no_helper_outlives_a_process_that_is_interrupted(helper: str, tmp_path:
         "    crew.gather(range(2), 'answers', 1e6)\n"
     )
     check_that_none_outlives(script, 2, helper, signal.SIGINT, tmp_path)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_a_process_that_exchanges_messages_loads_nothing_that_exports_or_cuts() -> None:
+    told = "import sys, calibrate.links.peer; print(*(name for name in sys.argv[1:] if name in sys.modules))"
+    heavy = ("sympy", "morph.cutting.exporting.export", "calibrate.writing.measure", "ray")
+    command = [sys.executable, "-c", told, *heavy, "morph.runtime.step.links"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.split() == ["morph.runtime.step.links"]
+
+
+def test_a_secret_is_made_once_and_then_read(tmp_path: Path) -> None:
+    path = tmp_path / "peer.token"
+    made = find_token(path, None, make=True)
+    assert len(made) == 64
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert find_token(path, "what the environment says", make=True) == made
+    assert find_token(path, None) == made
+
+
+def test_the_environment_is_asked_where_there_is_no_file() -> None:
+    assert find_token(None, " sixteen letters at least\n") == "sixteen letters at least"
+
+
+def test_a_secret_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
+    open_to_all, short = tmp_path / "open", tmp_path / "short"
+    open_to_all.write_text("sixteen letters at least", encoding="utf-8")
+    open_to_all.chmod(0o644)
+    short.write_text("short", encoding="utf-8")
+    short.chmod(0o600)
+    for path, error in (
+        (open_to_all, r"open: --token-file: others can read the secret \(got '0644'\); allowed: mode 0600"),
+        (short, "short: the secret has 5 characters; allowed: at least 16"),
+        (tmp_path / "none", "none: --token-file: cannot be read: No such file"),
+    ):
+        with pytest.raises(ConfigError, match=error):
+            find_token(path, None)
+    with pytest.raises(ConfigError, match="MORPH_PEER_TOKEN: the secret has 3 characters"):
+        find_token(None, "abc")
+    with pytest.raises(ConfigError, match="--token-file: the other node must be told from strangers"):
+        find_token(None, None)

@@ -79,7 +79,7 @@ def lent_node(*, once: bool = False) -> Iterator[Lent]:
 
 
 @pytest.mark.slow
-def test_links_and_rings_are_measured_with_another_node_after_strangers_were_turned_away() -> None:
+def test_links_and_rings_to_another_node_are_measured_though_strangers_call() -> None:
     children = _children()
     with lent_node() as lent:
         with socket.create_connection(("127.0.0.1", lent.address.port)) as stranger:

@@ -115,7 +115,6 @@ def stop_manager(world: World, draw: random.Random) -> str:
 
 
 def stop_owner(world: World, draw: random.Random) -> str:
-    """The process that owns the VMs."""
     owner = _some(draw, world.owners())
     if owner is None:
         return ""

@@ -57,7 +57,6 @@ class Played:
         self.pauses_s += other.pauses_s
 
     def told(self) -> str:
-        """The figures."""
         pauses = "no pause"
         if self.pauses_s:
             pauses = f"{len(self.pauses_s)} pauses, median {statistics.median(self.pauses_s):.2f} s"

@@ -62,7 +62,6 @@ def send(process: psutil.Process, number: signal.Signals) -> bool:
 
 
 def end_all(processes: Iterable[psutil.Process]) -> None:
-    """SIGKILL to each, stopped or not."""
     for process in processes:
         send(process, signal.SIGKILL)
 

@@ -20,7 +20,7 @@ BOUNDS = Bounds(faults_s=80.0, stuck_s=400.0, calm_s=(0.2, 1.0))
 
 
 @pytest.mark.parametrize("launcher", ["processes", pytest.param("ray", marks=pytest.mark.long)])
-def test_a_run_under_faults_from_outside_ends_with_the_weights_of_an_undisturbed_one(
+def test_a_run_under_faults_from_outside_ends_with_undisturbed_weights(
     calibrated: Path, tmp_path: Path, launcher: Literal["ray", "processes"]
 ) -> None:
     reference = uninterrupted(STEPS, tmp_path / "reference", load_profile(calibrated).num_sections)

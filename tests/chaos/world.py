@@ -109,7 +109,6 @@ class World:
 
     @property
     def manager(self) -> psutil.Process:
-        """The command's own process."""
         assert self._process is not None
         return psutil.Process(self._process.pid)
 
@@ -151,7 +150,6 @@ class World:
         return int(rows[0][0]) if rows else 0
 
     def checkpoints(self) -> Path:
-        """Where they lie."""
         return self.run_dir / "checkpoints"
 
     def digests(self) -> dict[str, str]:
@@ -201,7 +199,6 @@ class World:
         return "\n".join([*output[-60:], f"journal: {kept / 'journal.sqlite'}"])
 
     def report(self) -> RunReport:
-        """What the journal says."""
         return read_report(self.run_dir)
 
 

@@ -48,7 +48,6 @@ class BlobService:
 
     @property
     def connection_string(self) -> str:
-        """How the SDK is told of it."""
         return (
             f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={self.key};"
             f"BlobEndpoint=http://127.0.0.1:{self.port}/{ACCOUNT};"
@@ -57,7 +56,6 @@ class BlobService:
 
 @contextmanager
 def blob_service() -> Iterator[BlobService]:
-    """Serve until the end of the block."""
     service = BlobService()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"service": service}))
     server.daemon_threads = True

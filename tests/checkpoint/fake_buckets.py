@@ -37,7 +37,6 @@ class BucketService:
 
     @property
     def environment(self) -> dict[str, str]:
-        """How the SDK is told of it."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
             "AWS_ACCESS_KEY_ID": self.key_id,

@@ -1,20 +1,24 @@
-"""A copy is a checkpoint when every byte of it was checked, and not before."""
+"""What a user is told of stored versions, may remove, and may copy."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
 import fsspec
 import pytest
 
-from morph.checkpoint import copying
+from morph.checkpoint import copying, looking
 from morph.checkpoint.copying import copy_version
-from morph.checkpoint.manifest import complete_versions, read_manifest, write_atomically
-from morph.checkpoint.newest import find_whole
-from morph.checkpoint.stored import RECOVERY, stored_versions
+from morph.checkpoint.looking import Look, State, looks
+from morph.checkpoint.manifest import complete_versions, read_manifest, version_url, write_atomically, write_manifest
+from morph.checkpoint.newest import find_whole, newest_whole
+from morph.checkpoint.retention import keep, let_go, refusal
+from morph.checkpoint.stored import RECOVERY, delete_version, stored_versions
+from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointDamaged, CheckpointError, InputError
-from tests.checkpoint.test_newest import _flipped, _truncated, contents, save
+from tests.checkpoint.test_manifest import SEEN_AT_ONCE, _flipped, _truncated, contents, save
 
 
 @pytest.fixture
@@ -43,7 +47,7 @@ def test_a_damaged_version_is_not_copied_and_leaves_nothing(url: str, target: st
     assert stored_versions(target) == ()
 
 
-def test_a_copy_that_breaks_off_is_no_checkpoint_and_is_gone_on_with(
+def test_a_copy_that_breaks_off_is_no_checkpoint_and_can_be_continued(
     tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = str(tmp_path)
@@ -83,3 +87,114 @@ def test_checkpoints_of_different_runs_are_not_mixed(tmp_path: Path, target: str
         with pytest.raises(InputError, match=problem):
             copy_version(other, manifest.model_copy(update=change), url)
     assert copy_version(other, manifest, target)
+
+
+Damage = Callable[[str, int], None]
+
+
+def seen(url: str, *, every_byte: bool = False) -> dict[int, Look]:
+    return {look.version: look for look in looks(url, every_byte=every_byte)}
+
+
+def test_each_version_is_told_with_what_its_manifest_says(url: str) -> None:
+    save(url, 2, 4)
+    said = {"kind": "emergency", "shape": "3x2", "saved_s": 17.0}
+    write_manifest(url, read_manifest(url, 4).model_copy(update=said))
+    write_atomically(f"{version_url(url, 6)}/s0.safetensors", b"x")
+    keep(url, 2)
+    found = seen(url)
+    assert [(look.version, look.state, look.kept) for look in found.values()] == [
+        (2, State.WHOLE, True),
+        (4, State.WHOLE, False),
+        (6, State.INCOMPLETE, False),
+    ]
+    assert (found[4].kind, found[4].shape, found[4].saved_s) == ("emergency", "3x2", 17.0)
+    assert found[4].where == version_url(url, 4)
+    assert found[4].size_bytes > read_manifest(url, 4).size_bytes
+    assert found[2].saved_s is not None
+    assert abs(found[2].saved_s - 1e9) < 5e9  # of storage's clock, in seconds
+    assert (found[6].kind, found[6].size_bytes, found[6].saved_s) == (None, 1, None)
+    let_go(url, 2)
+    assert not seen(url)[2].kept
+
+
+@pytest.mark.parametrize("damage", SEEN_AT_ONCE)
+def test_a_damaged_version_is_listed_with_its_file_even_once_set_aside(tmp_path: Path, damage: Damage) -> None:
+    url = str(tmp_path)
+    save(url, 2, 4)
+    damage(url, 4)
+    for _ in range(2):
+        look = seen(url, every_byte=True)[4]
+        assert look.state is State.DAMAGED
+        assert "v00000004/" in look.problem
+        assert look.problem.partition("v00000004/")[2][:2] in ("s1", "ma")
+        newest_whole(url)
+
+
+def test_a_flipped_bit_is_found_where_every_byte_is_read(tmp_path: Path) -> None:
+    url = str(tmp_path)
+    save(url, 2, 4)
+    _flipped(url, 2)
+    assert seen(url)[2].state is State.WHOLE
+    found = seen(url, every_byte=True)
+    assert (found[2].state, found[4].state) == (State.DAMAGED, State.WHOLE)
+
+
+def test_a_version_that_is_deleted_while_it_is_read_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = str(tmp_path)
+    save(url, 2, 4)
+
+    def deleting(where: str, version: int, name: str) -> Manifest:
+        manifest = read_manifest(where, version, name)
+        if version == 2:
+            delete_version(where, version)
+        return manifest
+
+    monkeypatch.setattr(looking, "read_manifest", deleting)
+    assert list(seen(url)) == [4]
+
+
+def test_what_was_deleted_just_now_cannot_be_kept(tmp_path: Path) -> None:
+    url = str(tmp_path)
+    save(url, 2)
+    delete_version(url, 2)
+    with pytest.raises(CheckpointError, match="was deleted just now"):
+        keep(url, 2)
+
+
+def look(version: int, state: State = State.WHOLE, *, kept: bool = False) -> Look:
+    return Look(version=version, state=state, kept=kept, size_bytes=1, where="")
+
+
+THERE = (look(10), look(20, kept=True), look(30, State.DAMAGED), look(40), look(50, State.INCOMPLETE))
+
+
+@pytest.mark.parametrize(
+    ("version", "holder", "force", "problem"),
+    [
+        (10, None, False, None),
+        (10, 7, False, None),
+        (20, None, False, "is kept"),
+        (20, 7, True, None),
+        (30, 7, False, None),
+        (40, None, False, "is the newest that is whole"),
+        (40, None, True, None),
+        (40, 7, True, "is the newest that is whole; and process 7 manages its run"),
+        (50, None, False, "is not whole, and may be on its way, for no newer one is whole"),
+        (50, None, True, None),
+        (50, 7, True, "is not whole, and may be on its way, for no newer one is whole; and process 7 manages its run"),
+    ],
+)
+def test_what_may_be_removed(version: int, holder: int | None, force: bool, problem: str | None) -> None:
+    answer = refusal(THERE, version, force=force, holder=holder)
+    assert (answer and answer[0]) == problem
+
+
+def test_where_none_is_whole_none_is_removed_without_force(tmp_path: Path) -> None:
+    save(str(tmp_path), 2)
+    _truncated(str(tmp_path), 2)
+    found = tuple(looks(str(tmp_path), every_byte=False))
+    assert refusal(found, 2, force=False, holder=None) is not None
+    assert refusal(found, 2, force=True, holder=None) is None

@@ -84,7 +84,7 @@ def killed_at(number: int, work: Callable[[], None], folder: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_whatever_operation_a_save_is_killed_at_the_newest_whole_version_is_as_it_was(tmp_path: Path) -> None:
+def test_whenever_a_save_is_killed_the_newest_whole_version_is_unchanged(tmp_path: Path) -> None:
     found: list[int] = []
     for number in range(200):
         folder = tmp_path / str(number)

@@ -48,7 +48,7 @@ def test_of_each_span_of_steps_the_first_stays_however_irregular_they_come() -> 
     assert goes(whole(0, 30, 95, 130, 131, 199, 430, 431, 432), 1, every_steps=100) == (30, 95, 131, 199, 431)
 
 
-def test_the_first_of_a_span_stays_when_it_is_no_longer_among_the_newest() -> None:
+def test_the_first_version_of_a_span_stays_however_old() -> None:
     left: list[int] = []
     for version in (3, 9, 14, 22, 37, 38, 39, 41):
         left.append(version)
@@ -64,7 +64,7 @@ def test_one_that_a_user_keeps_stays_and_costs_no_other_its_place() -> None:
     assert goes([stored(1, MANIFEST, KEPT), *whole(5, 25, 26)], 1, every_steps=10) == (5,)
 
 
-def test_what_is_incomplete_or_set_aside_goes_with_what_is_older_than_the_newest() -> None:
+def test_incomplete_and_set_aside_versions_go_with_those_older_than_the_newest() -> None:
     versions = [stored(5), stored(10, SET_ASIDE), *whole(20, 30), stored(35), *whole(40), stored(45)]
     assert goes(versions, 3) == (5, 10)
     assert goes(versions, 1) == (5, 10, 20, 30, 35)
@@ -78,7 +78,7 @@ def test_nothing_goes_before_enough_newer_ones_are_complete() -> None:
     assert goes([*whole(1), stored(2, MANIFEST, KEPT), stored(3, SET_ASIDE)], 2) == ()
 
 
-def test_what_lies_there_is_found_on_every_kind_of_storage_and_what_goes_is_deleted(url: str) -> None:
+def test_every_kind_of_storage_lists_versions_and_deletes_them(url: str) -> None:
     assert stored_versions(url) == ()
     save(url, 2, 4, 6, 8)
     keep(url, 2)
@@ -118,7 +118,7 @@ def test_a_version_that_is_deleted_first_stops_being_a_checkpoint(
     assert complete_versions(str(tmp_path)) == (2,)
 
 
-def test_one_that_a_user_begins_to_keep_while_it_is_deleted_is_left_as_it_was(
+def test_a_version_that_a_user_keeps_during_its_deletion_stays_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = str(tmp_path)

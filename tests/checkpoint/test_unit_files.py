@@ -1,14 +1,18 @@
+"""A unit's state as bytes: what is read are views of them, each where a kernel wants it; any reader can read them."""
+
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor
 
-from morph.checkpoint.manifest import read_file
-from morph.checkpoint.unit_files import from_payload, read_unit, to_payload, write_unit
+from morph.checkpoint.manifest import ALIGNMENT, read_file, read_manifest, version_url, write_manifest
+from morph.checkpoint.unit_files import DTYPES, from_payload, read_unit, to_payload, write_unit
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.errors import CheckpointDamaged, CheckpointError
 
@@ -54,7 +58,7 @@ def test_the_file_of_a_tied_unit_has_a_plain_name(tmp_path: Path) -> None:
     assert file_of(tmp_path, manifest).stat().st_size == manifest.units[0].size_bytes
 
 
-def test_another_state_of_the_same_version_does_not_replace_what_a_manifest_names(tmp_path: Path) -> None:
+def test_another_state_of_a_version_does_not_replace_what_a_manifest_names(tmp_path: Path) -> None:
     """As when a run was set back, and a slow writer of the old history comes late."""
     manifest = save(str(tmp_path))
     save(str(tmp_path), tensors={"param/w": torch.zeros(2, 3)})
@@ -135,3 +139,114 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     path.write_bytes(b"\x80\x04cposix\nsystem\n(S'touch pwned'\ntR.")
     with pytest.raises(CheckpointError):
         read_unit(str(tmp_path), manifest, "s0+s4")
+
+
+TENSORS = {
+    "scalar": torch.tensor(3.5),
+    "large": torch.arange(4096, dtype=torch.float32).reshape(64, 64),
+    "odd": torch.arange(7, dtype=torch.int16),
+    "empty": torch.empty(0, 4),
+    "wide": torch.arange(1024, dtype=torch.float64),
+    "transposed": torch.arange(64, dtype=torch.float32).reshape(8, 8).T,
+    "numbers": torch.frombuffer(bytearray(b'{"version": 3}'), dtype=torch.uint8),
+}
+
+
+def same(found: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> bool:
+    """Equal in names, types, shapes and bits."""
+    return found.keys() == tensors.keys() and all(
+        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in tensors.items()
+    )
+
+
+def test_the_library_reads_it_and_what_the_library_writes_is_read() -> None:
+    payload = to_payload(TENSORS)
+    assert same(safetensors.torch.load(payload), TENSORS)
+    assert same(from_payload(payload), TENSORS)
+    library = safetensors.torch.save({name: tensor.contiguous() for name, tensor in TENSORS.items()})
+    assert same(from_payload(memoryview(bytearray(library))), TENSORS)
+    assert to_payload(dict(reversed(TENSORS.items()))) == payload, "equal tensors give equal bytes"
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_type_comes_back(name: str) -> None:
+    tensors = {"x": torch.arange(5).to(DTYPES[name]), "y": torch.ones(3, 1).to(DTYPES[name])}
+    found = from_payload(memoryview(bytearray(to_payload(tensors))))
+    assert all(torch.equal(found[key].view(torch.uint8), tensors[key].view(torch.uint8)) for key in tensors)
+    assert all(found[key].dtype == tensors[key].dtype for key in tensors)
+
+
+def test_complex_types_that_safetensors_lacks_are_stored_as_pairs_of_reals() -> None:
+    wide = torch.complex128
+    tensors = {"x": torch.tensor([[1 + 2j, 3 - 4j]], dtype=wide), "y": torch.ones(3), "z": torch.tensor(5j, dtype=wide)}
+    payload = to_payload(tensors)
+    for given in (payload, memoryview(bytearray(payload))):
+        assert same(from_payload(given), tensors)
+    assert safetensors.torch.load(payload)["x"].tolist() == [[[1.0, 2.0], [3.0, -4.0]]]
+    assert from_payload(payload)["x"].data_ptr() % wide.itemsize == 0
+
+
+def test_tensors_are_views_of_memory_that_may_be_written_to() -> None:
+    payload = bytearray(to_payload(TENSORS))
+    found = from_payload(memoryview(payload))
+    found["large"].fill_(1.0)
+    assert torch.equal(from_payload(bytes(payload))["large"], torch.ones(64, 64))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"data_offsets": [0, 8]},
+        {"data_offsets": [8, 4]},
+        {"data_offsets": [-4, 12]},
+        {"data_offsets": [1 << 40, (1 << 40) + 16]},
+        {"shape": [5]},
+        {"dtype": "F99"},
+    ],
+)
+def test_a_header_that_does_not_fit_its_data_is_refused(wrong: dict[str, object]) -> None:
+    header = {"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} | wrong}
+    text = json.dumps(header).encode()
+    payload = bytearray(len(text).to_bytes(8, "little") + text + bytes(16))
+    with pytest.raises(ValueError, match="x"):
+        from_payload(memoryview(payload))
+
+
+def test_a_header_that_is_cut_off_is_refused() -> None:
+    with pytest.raises(ValueError, match="header"):
+        from_payload(memoryview(bytearray(to_payload(TENSORS)[:20])))
+
+
+def stored(tmp_path: Path) -> tuple[str, Manifest, Path]:
+    url = str(tmp_path)
+    written = write_unit(url, 3, "s0", "w", TENSORS)
+    unit = UnitFile(**written.model_dump(exclude={"worker", "version", "stall_s"}))
+    write_manifest(url, Manifest(fingerprint="f", version=3, units=(unit,)))
+    return url, read_manifest(url, 3), Path(version_url(url, 3)) / unit.file
+
+
+def test_what_is_read_lies_where_kernels_want_it(tmp_path: Path) -> None:
+    url, manifest, _ = stored(tmp_path)
+    found = read_unit(url, manifest, "s0")
+    assert same(found, TENSORS)
+    for name in ("large", "wide", "transposed"):
+        assert found[name].data_ptr() % ALIGNMENT == 0, name
+
+
+@pytest.mark.parametrize("at", [0, 3, 9, 200, -1])
+def test_a_flipped_byte_anywhere_is_damage(tmp_path: Path, at: int) -> None:
+    url, manifest, path = stored(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x40
+    path.write_bytes(data)
+    with pytest.raises(CheckpointDamaged, match="differs"):
+        read_unit(url, manifest, "s0")
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, 10**4, 10**6])
+def test_another_size_is_damage(tmp_path: Path, size: int) -> None:
+    url, manifest, path = stored(tmp_path)
+    data = path.read_bytes()
+    path.write_bytes((data + bytes(size))[:size])
+    with pytest.raises(CheckpointDamaged, match="differs"):
+        read_unit(url, manifest, "s0")

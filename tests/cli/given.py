@@ -147,7 +147,6 @@ class Given:
         return path
 
     def edited(self, edit: Callable[[dict[str, Any]], object]) -> Path:
-        """A profile file with one mistake."""
         data = json.loads(self.profile.model_dump_json())
         edit(data)
         return self.file("edited.json", json.dumps(data))

@@ -14,7 +14,7 @@ from morph.checkpoint.manifest import complete_versions, version_url, write_atom
 from morph.checkpoint.stored import stored_versions
 from morph.cli.checkpoints.checkpoints import age_text
 from morph.cli.main import app
-from tests.checkpoint.test_newest import _flipped, save
+from tests.checkpoint.test_manifest import _flipped, save
 
 FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=2)
 
@@ -47,7 +47,7 @@ def refused(*arguments: object, code: int = 2) -> str:
     return line
 
 
-def test_ls_has_a_row_for_each_from_a_run_a_folder_and_a_url(run_dir: Path) -> None:
+def test_ls_has_a_row_for_each_run_folder_and_url(run_dir: Path) -> None:
     url = str(run_dir / "checkpoints")
     said("keep", run_dir, 20)
     for source in (run_dir, url, f"file://{url}"):

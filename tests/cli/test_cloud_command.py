@@ -95,7 +95,7 @@ def test_reconcile_ends_what_a_run_left_and_nothing_else(
     assert set(arm.sets) == {"another"}
 
 
-def test_a_group_that_is_not_there_is_no_group_in_which_nothing_is_left(
+def test_a_missing_resource_group_is_not_an_empty_one(
     arm: FakeArm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = cloud_file(arm, tmp_path, monkeypatch, resource_group="trian")
@@ -108,7 +108,7 @@ def test_a_group_that_is_not_there_is_no_group_in_which_nothing_is_left(
     assert len(arm.machines) == 2
 
 
-def test_a_scale_set_that_morph_did_not_make_is_named_and_left_alone(
+def test_a_scale_set_that_morph_did_not_make_is_named_and_kept(
     arm: FakeArm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = cloud_file(arm, tmp_path, monkeypatch)
@@ -122,7 +122,7 @@ def test_a_scale_set_that_morph_did_not_make_is_named_and_left_alone(
     assert set(arm.sets) == {"web"}
 
 
-def test_a_lock_on_one_vm_keeps_no_other_and_is_told_at_once(
+def test_a_locked_vm_is_reported_and_the_others_are_ended(
     arm: FakeArm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = cloud_file(arm, tmp_path, monkeypatch)

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from morph.cli.main import app
 from morph.contract.cluster import AzureVms, JobPart, LocalVms, Policy, StaticVms
-from tests.cli.given import Given
+from tests.cli.given import JOBS, Given, without_phases
+from tests.forked_modules import run_python
 
 
 def job_file(given: Given, job: str = "code: 'jobs.py:good', profile: profile.json, steps: 7", rest: str = "") -> Path:
@@ -70,7 +71,7 @@ def test_a_run_without_a_job_file_needs_its_options(given: Given, missing: str) 
     assert f"{missing}: is not given" in given.refused("run", given.job, *left)
 
 
-def test_the_shipped_job_file_is_right_but_for_the_profile_that_the_user_makes() -> None:
+def test_the_shipped_job_file_lacks_only_the_users_profile() -> None:
     from morph.yaml_files import load_job_file
 
     shipped = Path(__file__).parents[2] / "configs/runs/tiny_gpt.yaml"
@@ -139,7 +140,7 @@ def test_a_file_of_another_kind_is_told_what_it_is(given: Given, text: str, what
 
 
 @pytest.mark.parametrize("kind", ["job", "cluster"])
-def test_a_file_that_the_schema_takes_is_taken_and_one_that_it_refuses_is_refused(given: Given, kind: str) -> None:
+def test_the_schema_accepts_a_right_file_and_refuses_an_unknown_key(given: Given, kind: str) -> None:
     import jsonschema
     import yaml
 
@@ -148,3 +149,142 @@ def test_a_file_that_the_schema_takes_is_taken_and_one_that_it_refuses_is_refuse
     jsonschema.validate(right, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**right, "vmz": 3}, schema)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("missing.py:good", "missing.py: no such file; allowed: path/to/file.py:name"),
+        ("jobs.py", "jobs.py: names no job; allowed: path/to/file.py:name"),
+        ("cluster.yaml:good", "cluster.yaml: is not a Python file"),
+        ("jobs.py:number", "jobs.py: number: is not a Job (got 'int'); allowed: a morph.Job"),
+        ("jobs.py:failing", "failing: calling it failed: ValueError: not today"),
+        (
+            "jobs.py:indivisible",
+            "micro_batch_size: is not right (got 3); allowed: a divisor of batch_size 8: 1, 2, 4, 8",
+        ),
+        ("jobs.py:lists", "dataset()[0]: is not a sample (got 'list'); allowed: a dict from names to dense tensors"),
+        ("jobs.py:numbers", """dataset()[0]: is not a sample (got "'x': float"); allowed: a dict"""),
+        ("jobs.py:extreme", "the forward changes buffer largest in a way that depends on"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "calibrate"])
+def test_a_wrong_job_is_refused(given: Given, name: str, problem: str, command: str) -> None:
+    job = f"{given.folder}/{name}"
+    if command == "run":
+        assert problem in given.run_refused(job=job)
+    else:
+        assert problem in given.refused("calibrate", job, "-o", given.folder / "new.json")
+
+
+@pytest.mark.parametrize("command", ["run", "calibrate", "cut"])
+def test_data_that_differs_when_read_again_is_refused_by_every_command(given: Given, command: str) -> None:
+    job = f"{given.folder}/jobs.py:drifting"
+    commands = {"calibrate": ("calibrate", job, "-o", given.folder / "new.json"), "cut": ("cut", job)}
+    line = given.run_refused(job=job) if command == "run" else given.refused(*commands[command])
+    assert "jobs.py:" in line
+    assert "dataset()[0]['x']: is another value when the sample is read again; allowed: random numbers from" in line
+
+
+@pytest.mark.parametrize("command", ["run", "calibrate", "cut", "trace-deps"])
+def test_a_schedule_that_wants_the_loss_is_refused_with_its_line(given: Given, command: str) -> None:
+    job = f"{given.folder}/jobs.py:plateau"
+    number = next(index for index, line in enumerate(JOBS.splitlines(), 1) if line.startswith("plateau"))
+    line = given.run_refused(job=job) if command == "run" else given.refused(command, job)
+    assert f"jobs.py:{number}: lr_scheduler: returns a scheduler whose step needs a value" in line
+    assert line.endswith("schedules that are a function of the number of steps alone, not of a loss")
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ("model=Plain()", "model: is not a function (got 'Plain'); allowed: a function, such as lambda: MyModel()"),
+        ("model=nn.Linear", "model: cannot be called as it is: missing a required argument: 'in_features'"),
+        ("dataset=Samples()", "dataset: is not a function (got 'Samples'); allowed: a function, such as lambda: My"),
+        ("optimizer=torch.optim.SGD(Plain().parameters())", "optimizer: is not a function (got 'SGD'); allowed: a"),
+        ("lr_scheduler=torch.optim.lr_scheduler.StepLR", "lr_scheduler: cannot be called as it is: missing a required"),
+        ("loss=nn.MSELoss()", "loss: is not a function of the job's own (got 'MSELoss'); allowed: a function, such as"),
+        ("loss=lambda batch: 0", "loss: cannot be called as it is: too many positional arguments (got '<lambda>')"),
+    ],
+)
+def test_a_value_that_is_no_function_is_refused_with_line_and_remedy(given: Given, fields: str, problem: str) -> None:
+    head = JOBS[: JOBS.index("def make(")]
+    right = "name='a', model=Plain, loss=loss, dataset=Samples, optimizer=sgd, batch_size=8"
+    name = fields.partition("=")[0]
+    others = ", ".join(part for part in right.split(", ") if not part.startswith(f"{name}="))
+    path = given.file("objects.py", f"{head}bad = Job({others}, {fields})\n")
+    assert f"objects.py:{head.count(chr(10)) + 1}: {problem}" in given.refused("cut", f"{path}:bad")
+
+
+def test_an_unknown_name_is_answered_with_those_of_the_job_file(given: Given) -> None:
+    line = given.run_refused(job=f"{given.folder}/jobs.py:absent")
+    have = "branching, drifting, extreme, good, half, lists, normed, numbers, plateau, wide"
+    assert line.endswith(f"jobs.py: defines no 'absent'; allowed: {have}")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("x = 1\nimport nowhere_at_all\n", "wrong.py:2: cannot be imported: ModuleNotFoundError: No module named"),
+        ("x = (\n", "wrong.py:1: cannot be imported: SyntaxError"),
+        ("raise SystemExit(3)\n", "wrong.py:good: its code ends the process (got 'exit(3)')"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "calibrate"])
+def test_a_job_file_that_cannot_be_imported_is_refused(given: Given, text: str, problem: str, command: str) -> None:
+    job = f"{given.file('wrong.py', text)}:good"
+    line = given.run_refused(job=job) if command == "run" else given.refused("calibrate", job, "-o", given.folder / "p")
+    assert problem in line
+
+
+COUPLED = """class Coupled(torch.optim.SGD):
+    def step(self, closure=None):
+        with torch.no_grad():
+            parameters = self.param_groups[0]["params"]
+            norm = sum(parameter.grad.square().sum().item() for parameter in parameters) ** 0.5
+            for parameter in parameters:
+                parameter.sub_(parameter.grad, alpha=0.1 / norm)
+
+
+def sgd(parameters):
+    return Coupled"""
+
+
+def test_calibrate_refuses_an_optimizer_that_couples_parameter_units_with_its_line(given: Given) -> None:
+    text = JOBS.replace("def sgd(parameters):\n    return torch.optim.SGD", COUPLED)
+    given.file("jobs.py", text.replace("num_sections=2", "cut_points=('second',)"))
+    number = next(index for index, line in enumerate(text.splitlines(), 1) if "norm = sum" in line)
+    line = given.refused("calibrate", given.job, "-o", given.folder / "new.json")
+    assert f"jobs.py:{number}: mixing:add@jobs.py:" in line
+    assert "a Python number is computed from several units" in line
+
+
+BOTH_COMMANDS = """
+import sys
+from morph.cli.main import main
+
+for command, *options in (
+    ["run", "--profile", "profile.json", "--cluster", "cluster.yaml", "--run-dir", "run"],
+    ["calibrate", "-o", "new.json"],
+):
+    sys.argv = ["morph", command, "jobs.py:branching", *options]
+    try:
+        main()
+    except SystemExit as end:
+        print(end.code)
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_branches_on_its_data_is_refused_with_the_branch(given: Given) -> None:
+    """In a process of its own: torch writes whole graphs to the real standard error, past what a test replaces."""
+    number = next(index for index, line in enumerate(JOBS.splitlines(), 1) if "HERE" in line)
+    _, codes, errors = run_python("-c", BOTH_COMMANDS, cwd=given.folder)
+    assert codes.split() == ["2", "2"], errors
+    said = without_phases(errors)
+    assert len(said) == 2, errors
+    for line in said:
+        assert line.startswith("error: ")
+        assert f"jobs.py:{number}: Branching cannot be exported" in line
+    assert not given.run_dir.exists()
+    assert not (given.folder / "new.json").exists()

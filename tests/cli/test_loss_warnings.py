@@ -39,7 +39,7 @@ def measured_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_summed_loss_is_warned_of_by_each_command_that_looks_at_a_job(
+def test_every_command_that_looks_at_a_job_warns_of_a_summed_loss(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "jobs.py").write_text(SUMMED, encoding="utf-8")
@@ -56,7 +56,7 @@ def test_a_summed_loss_is_warned_of_by_each_command_that_looks_at_a_job(
 
 
 @pytest.mark.slow
-def test_what_was_found_of_a_job_is_kept_until_its_code_its_data_or_its_profile_is_another(
+def test_findings_about_a_job_are_kept_until_code_data_or_profile_change(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MORPH_CACHE_DIR", str(tmp_path / "cache"))

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import typer
@@ -10,6 +12,8 @@ from typer.testing import CliRunner
 
 from morph import __version__
 from morph.cli.main import app
+from morph.cli.reading.errors import MorphGroup
+from morph.contract.errors import ClusterError, InputError, PeerLost, PlanError, WaitTimeout
 from tests.cli.given import Given
 
 COMMANDS = ("calibrate", "plan", "simulate", "run", "resume", "status", "demo", "trace-deps", "elastic")
@@ -150,10 +154,58 @@ def test_a_command_says_what_it_does_before_it_loads_what_is_slow(given: Given, 
     assert ("".join(lines), done.stdout) == (said, "")
 
 
-def test_help_lists_every_command_under_a_title_that_says_what_it_is_for() -> None:
+def test_help_lists_every_command_under_a_title() -> None:
     shown = CliRunner().invoke(app, ["--help"]).output
     titles = [line[:-1] for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert titles[:3] == ["Options", "Measure and plan", "Look at a job"]
     assert "Commands" not in titles
     listed = [line.split()[0] for line in shown.split("Measure and plan:")[1].splitlines() if line.startswith("  ")]
     assert sorted(listed) == sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def app_raising(error: BaseException) -> typer.Typer:
+    app = typer.Typer(cls=MorphGroup, rich_markup_mode=None)
+
+    @app.callback()
+    def root() -> None:
+        """Root."""
+
+    @app.command()
+    def work() -> None:
+        raise error
+
+    return app
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (InputError("is empty", source="job.py", field="data"), 2, "error: job.py: data: is empty\n"),
+        (
+            PlanError("too many GPUs", source="--gpus", value=64, allowed="at most 8"),
+            2,
+            "error: --gpus: too many GPUs (got 64); allowed: at most 8\n",
+        ),
+        (InputError("first line\n    second line"), 2, "error: first line second line\n"),
+        (WaitTimeout("no answer in 5 s"), 1, "error: no answer in 5 s\n"),
+        (ClusterError("cannot start"), 1, "error: cannot start\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "a.png"), 1, "error: a.png: No space left on device\n"),
+        (OSError(errno.EROFS, "Read-only file system"), 1, "error: Read-only file system\n"),
+    ],
+)
+def test_an_expected_error_is_one_line_and_a_code(error: BaseException, code: int, line: str) -> None:
+    result = CliRunner().invoke(app_raising(error), ["work"])
+    assert result.exit_code == code
+    assert (result.stderr, result.stdout) == (line, "")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: ZeroDivisionError("bug"), lambda: OSError(errno.EBADF, "bug"), lambda: PeerLost("leaked out of its loop")],
+)
+def test_an_unexpected_error_keeps_its_traceback(make: Callable[[], Exception]) -> None:
+    error = make()
+    result = CliRunner().invoke(app_raising(error), ["work"])
+    assert result.exception is error
+    assert result.stderr == ""

@@ -185,7 +185,7 @@ def test_the_example_for_azure_is_a_file_that_would_run(tmp_path: Path, monkeypa
     assert run.request.checkpoint_url == "abfs://checkpoints@ACCOUNT.dfs.core.windows.net/tiny-gpt"
 
 
-def test_vms_that_have_nothing_to_show_to_the_storage_are_refused_before_any_is_asked_for() -> None:
+def test_vms_without_credentials_for_storage_are_refused_before_any_is_requested() -> None:
     def vms(**given: object) -> AzureVms:
         known = {"kind": "azure", "cloud": "c.yaml", "keep": 2, "memory_bytes": 1, "address": "10.0.0.4"}
         return AzureVms.model_validate({**known, **given})

@@ -26,7 +26,7 @@ from morph.cli.views.run_view import run_view
 from morph.contract.errors import ConfigError, InputError, RunDirError
 from morph.contract.profile import load_profile
 from morph.yaml_files import load_cluster
-from tests.checkpoint.test_newest import save
+from tests.checkpoint.test_manifest import save
 from tests.cli.given import JOBS, Given
 from tests.cli.test_provided_vms import vms_of
 
@@ -116,7 +116,7 @@ def refused(given: Given, *more: object, url: str | None = None) -> str:
     return line
 
 
-def test_a_run_is_gone_on_with_on_another_machine_by_its_url_and_its_job(lost: Given, sessions: list[RunSpec]) -> None:
+def test_a_run_resumes_on_another_machine_from_its_url_and_job(lost: Given, sessions: list[RunSpec]) -> None:
     result = resume(lost, "--job", lost.job)
     assert isinstance(result.exception, Begun), result.output
     (session,) = sessions
@@ -152,7 +152,7 @@ def test_a_job_that_differs_is_refused(lost: Given, text: str, if_changed: str) 
     assert "jobs.py:good as it was; or --if-changed accept" in line
 
 
-def test_a_job_that_differs_is_gone_on_with_if_the_user_accepts_it(lost: Given, sessions: list[RunSpec]) -> None:
+def test_a_run_resumes_with_a_different_job_if_the_user_accepts(lost: Given, sessions: list[RunSpec]) -> None:
     lost.file("jobs.py", JOBS.replace("lr=0.1", "lr=0.2"))
     result = resume(lost, "--job", lost.job, "--if-changed", "accept")
     assert isinstance(result.exception, Begun), result.output
@@ -229,7 +229,7 @@ def test_a_provider_is_not_taken_from_storage(lost: Given) -> None:
     assert f"{lost.folder}/ckpt/run/recovery.json shows what the run had" in line
 
 
-def test_no_free_text_of_the_user_is_stored_and_nothing_that_only_one_machine_has(given: Given) -> None:
+def test_neither_the_users_free_text_nor_local_paths_are_stored(given: Given) -> None:
     given.file("cloud.yaml", "hosts: [{address: h1, user: me}]\n")
     environment = {
         "setup": ["export TOKEN=SECRET1"],

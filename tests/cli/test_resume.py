@@ -95,7 +95,7 @@ def test_a_file_that_was_changed_or_is_gone_is_named(kept: Kept, number: int) ->
         kept_request(kept.run_dir)
 
 
-def test_a_run_of_which_nothing_was_kept_is_gone_on_with_by_its_command(kept: Kept) -> None:
+def test_a_run_of_which_nothing_was_kept_resumes_by_its_command(kept: Kept) -> None:
     with pytest.raises(RunDirError, match=r"command\.json.*allowed: the morph run command"):
         kept_request(kept.run_dir)
 

@@ -82,7 +82,7 @@ def test_what_a_run_begins_with_is_kept_and_gone_on_with(begun: Given) -> None:
 
 
 @pytest.mark.parametrize("name", ["other.py:good", "jobs.py:faster"])
-def test_the_run_of_another_job_is_refused_as_that_and_not_as_one_that_was_changed(begun: Given, name: str) -> None:
+def test_another_jobs_run_is_refused_as_such_and_not_as_changed(begun: Given, name: str) -> None:
     begun.file("other.py", f"{SCALED}# another\n")
     job = f"{begun.folder}/{name}"
     said = f"{begun.run_dir}: belongs to the job {begun.job} (got '{job}'); allowed: that job, or another --run-dir"
@@ -113,7 +113,7 @@ def test_changed_code_is_refused_kept_out_or_accepted_as_the_user_says(begun: Gi
     assert {path.stem for path in (begun.run_dir / "code").iterdir()} == {began.code_sha256, other.sha256}
 
 
-def test_what_is_accepted_is_told_with_what_stays_and_another_optimizer_is_refused(
+def test_accepted_changes_are_listed_and_another_optimizer_is_refused(
     begun: Given, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def accepted(text: str) -> str:
@@ -157,7 +157,7 @@ def test_changed_data_is_refused_by_its_sample_and_entry_or_accepted(begun: Give
     assert read_facts(begun.run_dir).known_by != before.known_by
 
 
-def test_a_changed_setting_that_the_code_reads_from_elsewhere_is_refused_by_name(
+def test_a_changed_setting_read_from_elsewhere_is_refused_by_name(
     begun: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun.file("jobs.py", SCALED.replace("lr=0.1", "lr=float(__import__('os').environ.get('RATE', '0.1'))"))
@@ -204,7 +204,7 @@ print(json.dumps(told))
 """
 
 
-def test_a_run_in_use_one_whose_vms_live_and_changed_code_are_told_before_torch_is_loaded(begun: Given) -> None:
+def test_reasons_to_refuse_a_run_are_reported_before_torch_is_loaded(begun: Given) -> None:
     profile, cluster = begun.folder / "profile.json", begun.folder / "cluster.yaml"
     keep_request(begun.run_dir, RunRequest(job=begun.job, profile=profile, cluster=cluster, steps=9), (profile,))
     options = ["--profile", profile, "--cluster", cluster, "--run-dir", begun.run_dir]
@@ -231,7 +231,7 @@ class Begun(Exception):
 
 
 @pytest.mark.parametrize("m", [1, 2])
-def test_a_run_that_goes_on_keeps_the_micro_batch_size_that_the_planner_chose(
+def test_a_resumed_run_keeps_the_planned_micro_batch_size(
     given: Given, m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = load_profile(given.edited(lambda profile: profile["job"].pop("micro_batch_size")))
@@ -252,9 +252,7 @@ def test_a_run_that_goes_on_keeps_the_micro_batch_size_that_the_planner_chose(
     assert {begun.micro_batch_size, *(plan.micro_batch_size for plan in begun.config.plans.values())} == {m}
 
 
-def test_shapes_are_planned_once_and_not_at_all_for_a_run_that_is_taken_over(
-    given: Given, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shapes_are_planned_once_and_never_for_an_adopted_run(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     """For hundreds of VMs planning takes longer than VMs outlive their manager."""
     planned: list[PreparedRun] = []
     plan = PreparedRun.config

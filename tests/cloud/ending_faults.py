@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from manager.providers.azure.ending import end_run
 from manager.providers.interface.provider import ProviderError
-from tests.cloud.fault_world import World, world
+from tests.cloud.fault_world import Cases, World, whole
 from tests.cloud.provider_faults import killed
 from tests.providers.azure_world import BOUNDS, SPEC, client_of
 from tests.providers.fake_arm import FakeArm, Fault
 
-Case = Callable[[FakeArm, Path], list[str]]
-CASES: dict[str, Case] = {}
+CASES = Cases()
 NAMES = {"tiny-1-0", "tiny-1-1"}
 LOOK_S = 0.05
-
-
-def case(name: str) -> Callable[[Case], Case]:
-    """Enter a case under the name of its fault."""
-
-    def enter(function: Case) -> Case:
-        CASES[name] = function
-        return function
-
-    return enter
 
 
 def reconcile(arm: FakeArm, run: str = "tiny-1", job: str = "tiny", **where: str) -> list[str]:
@@ -39,7 +29,7 @@ def reconcile(arm: FakeArm, run: str = "tiny-1", job: str = "tiny", **where: str
     return [*told, f"ended, by their tags: {', '.join(vm.name for vm in ended)} and the scale set"]
 
 
-@case("the manager is killed between request and answer, for good; `morph cloud reconcile`")
+@CASES("the manager is killed between request and answer, for good; `morph cloud reconcile`")
 def reconciled(arm: FakeArm, directory: Path) -> list[str]:
     with killed(arm, directory):
         arm.settle_all()
@@ -49,7 +39,7 @@ def reconciled(arm: FakeArm, directory: Path) -> list[str]:
     return told
 
 
-@case("a scale set with the name that is given to `reconcile`, which Morph did not make")
+@CASES("a scale set with the name that is given to `reconcile`, which Morph did not make")
 def of_others(arm: FakeArm, _directory: Path) -> list[str]:
     for name in ("web-1", "web-2"):
         arm.put_by_others(name, scale_set="web")
@@ -59,7 +49,7 @@ def of_others(arm: FakeArm, _directory: Path) -> list[str]:
     return told
 
 
-@case("a VM of somebody else's in the run's scale set; `reconcile`")
+@CASES("a VM of somebody else's in the run's scale set; `reconcile`")
 def guest(arm: FakeArm, directory: Path) -> list[str]:
     with killed(arm, directory):
         arm.settle_all()
@@ -70,21 +60,17 @@ def guest(arm: FakeArm, directory: Path) -> list[str]:
     return told
 
 
-@case("the name of the run is misspelt for `reconcile`")
+@CASES("the name of the run is misspelt for `reconcile`")
 def misspelt_run(arm: FakeArm, directory: Path) -> list[str]:
-    with world(arm, directory) as run:
-        run.begin()
-        run.until_whole()
+    with whole(arm, directory):
         told = reconcile(arm, run="tiny-l")
         assert set(arm.machines) == NAMES
     return told
 
 
-@case("the name of the resource group is misspelt for `reconcile`")
+@CASES("the name of the resource group is misspelt for `reconcile`")
 def misspelt_group(arm: FakeArm, directory: Path) -> list[str]:
-    with world(arm, directory) as run:
-        run.begin()
-        run.until_whole()
+    with whole(arm, directory):
         arm.group = "train"
         told = reconcile(arm, resource_group="trian")
         assert set(arm.machines) == NAMES
@@ -93,11 +79,8 @@ def misspelt_group(arm: FakeArm, directory: Path) -> list[str]:
 
 def _unknown(arm: FakeArm, directory: Path, fault: Fault) -> list[str]:
     """Five looks in a row say nothing: no VM is given up, and none is ended."""
-    with world(arm, directory, look_every_s=LOOK_S) as run:
-        run.begin()
-        run.until_whole()
-        fault.times = 5
-        arm.faults = [fault]
+    with whole(arm, directory, look_every_s=LOOK_S) as run:
+        arm.faults = [replace(fault, times=5)]
         run.until(lambda: not arm.faults, "the looks")
         before = len(arm.calls)
         run.until(lambda: arm.calls[before:].count("GET virtualMachines") > 2, "looks that are answered")
@@ -107,27 +90,23 @@ def _unknown(arm: FakeArm, directory: Path, fault: Fault) -> list[str]:
         return run.told
 
 
-@case("404 to the list of VMs, five times, while they train")
-def lists_404(arm: FakeArm, directory: Path) -> list[str]:
-    return _unknown(arm, directory, Fault("GET", "virtualMachines", 404, "ResourceNotFound"))
+LIST = ("GET", "virtualMachines")
+EXPIRED = Fault(*LIST, 401, "ExpiredAuthenticationToken")
+CASES |= {
+    "404 to the list of VMs, five times, while they train": partial(
+        _unknown, fault=Fault(*LIST, 404, "ResourceNotFound")
+    ),
+    "401, and then a new token": partial(_unknown, fault=EXPIRED),
+    "a proxy's page in the place of the list": partial(
+        _unknown, fault=Fault(*LIST, text="<html>Sign in</html>", carried_out=True)
+    ),
+    "an answer to the list of VMs that holds no list": partial(
+        _unknown, fault=Fault(*LIST, text="{}", carried_out=True)
+    ),
+}
 
 
-@case("401, and then a new token")
-def lists_401(arm: FakeArm, directory: Path) -> list[str]:
-    return _unknown(arm, directory, Fault("GET", "virtualMachines", 401, "ExpiredAuthenticationToken"))
-
-
-@case("a proxy's page in the place of the list")
-def lists_html(arm: FakeArm, directory: Path) -> list[str]:
-    return _unknown(arm, directory, Fault("GET", "virtualMachines", text="<html>Sign in</html>", carried_out=True))
-
-
-@case("an answer to the list of VMs that holds no list")
-def lists_nothing(arm: FakeArm, directory: Path) -> list[str]:
-    return _unknown(arm, directory, Fault("GET", "virtualMachines", text="{}", carried_out=True))
-
-
-@case("one VM is locked when the run ends; `reconcile` later")
+@CASES("one VM is locked when the run ends; `reconcile` later")
 def locked(arm: FakeArm, directory: Path) -> list[str]:
     run = World(arm, directory)
     run.begin()
@@ -142,19 +121,17 @@ def locked(arm: FakeArm, directory: Path) -> list[str]:
     return told
 
 
-def _ended(arm: FakeArm, directory: Path, *faults: Fault) -> list[str]:
-    """The run ends with faults that pass: nothing is left."""
-    with world(arm, directory) as run:
-        run.begin()
-        run.until_whole()
-        arm.faults = list(faults)
+def _ended(arm: FakeArm, directory: Path, fault: Fault) -> list[str]:
+    """The run ends with a fault that passes: nothing is left."""
+    with whole(arm, directory) as run:
+        arm.faults = [replace(fault)]
         run.end()
         assert arm.faults == []
         assert not run.has("vms left")
         return run.told
 
 
-@case("429 with Retry-After 600 s to the ends of the VMs when the run ends")
+@CASES("429 with Retry-After 600 s to the ends of the VMs when the run ends")
 def throttled(arm: FakeArm, directory: Path) -> list[str]:
     fault = Fault("DELETE", "virtualMachines/", 429, "TooManyRequests", {"Retry-After": "600"}, times=2)
     told = _ended(arm, directory, fault)
@@ -162,17 +139,13 @@ def throttled(arm: FakeArm, directory: Path) -> list[str]:
     return told
 
 
-@case("401 when the run ends: the token expired")
-def expired(arm: FakeArm, directory: Path) -> list[str]:
-    return _ended(arm, directory, Fault("GET", "virtualMachines", 401, "ExpiredAuthenticationToken"))
+CASES["401 when the run ends: the token expired"] = partial(_ended, fault=EXPIRED)
+CASES["409 to the end of one VM, three times"] = partial(
+    _ended, fault=Fault("DELETE", "virtualMachines/tiny-1-0", 409, "Conflict", times=3)
+)
 
 
-@case("409 to the end of one VM, three times")
-def busy(arm: FakeArm, directory: Path) -> list[str]:
-    return _ended(arm, directory, Fault("DELETE", "virtualMachines/tiny-1-0", 409, "Conflict", times=3))
-
-
-@case("503 to whatever is asked, for longer than the end is tried")
+@CASES("503 to whatever is asked, for longer than the end is tried")
 def never(arm: FakeArm, directory: Path) -> list[str]:
     run = World(arm, directory)
     run.begin()

@@ -38,6 +38,16 @@ from tests.providers.fake_arm import FakeArm
 
 KEEP = 2
 BOUND_S = 100.0
+Case = Callable[[FakeArm, Path], list[str]]
+
+
+class Cases(dict[str, Case]):
+    """Cases by the name of their fault; called with a name, it enters the function that it decorates."""
+
+    def __call__(self, name: str) -> Callable[[Case], Case]:
+        return lambda function: self.setdefault(name, function)
+
+
 QUIET = re.compile(
     r"nothing is due|.* is ready|\d+ workers? (is ready|are ready|could start).*|\d+ more (is|are) awaited a while"
     r"|.* its worker is started"
@@ -120,7 +130,6 @@ class World:
         self.server = NoticeServer(self.event_queue, NODE_SECRET, port=self.port)
 
     def now_s(self) -> float:
-        """The controller's clock."""
         return 1e6 + (time.monotonic() - self._begin_s) * self.scale + self._skipped_s
 
     def skip(self, passed_s: float) -> None:
@@ -175,11 +184,9 @@ class World:
         self.tell(Tick())
 
     def lose(self, node: str, cause: str = "its connection closed") -> None:
-        """The worker on a VM is gone."""
         self.tell(WorkerLost(worker=node, cause=cause))
 
     def ready(self) -> list[str]:
-        """Workers that may get a place."""
         return sorted(name for name, entry in self.state.workers.items() if entry.node is NodeState.READY)
 
     def until_whole(self, *, without: str = "") -> None:
@@ -221,3 +228,11 @@ def world(arm: FakeArm, directory: Path, **options: Any) -> Iterator[World]:
         opened.close()
     assert arm.machines == {}, "VMs are left"
     assert arm.sets == {}, "the scale set is left"
+
+
+@contextmanager
+def whole(arm: FakeArm, directory: Path, **options: Any) -> Iterator[World]:
+    with world(arm, directory, **options) as run:
+        run.begin()
+        run.until_whole()
+        yield run

@@ -86,7 +86,6 @@ class Host:
 
     @property
     def is_on(self) -> bool:
-        """Whether it was not switched off."""
         return self._outer.poll() is None
 
     def log(self, name: str) -> str:

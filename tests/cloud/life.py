@@ -123,7 +123,6 @@ class Life:
 
     @property
     def run_dir(self) -> Path:
-        """The run's directory."""
         return self.directory / "run"
 
     def write_files(self) -> Path:

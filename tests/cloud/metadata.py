@@ -56,7 +56,6 @@ class MetadataService:
             raise RuntimeError(f"the metadata service of {facts.name} does not come up")
 
     def close(self) -> None:
-        """Answer no more."""
         self._over.set()
         if self._http is not None:
             self._http.shutdown()

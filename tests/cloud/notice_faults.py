@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from email.utils import formatdate
 from pathlib import Path
@@ -14,26 +14,15 @@ from manager.engine.joining.notice_server import NoticeServer
 from manager.notices.agent import Agent
 from manager.notices.azure import AzureNotices
 from morph.link.authority import authority_of
-from tests.cloud.fault_world import BOUND_S, World, world
+from tests.cloud.fault_world import BOUND_S, Cases, World, whole
 from tests.notices.metadata_server import MetadataServer, Reply, json_reply, served
 from tests.providers.azure_world import NODE_SECRET
 from tests.providers.fake_arm import FakeArm
 
-Case = Callable[[FakeArm, Path], list[str]]
-CASES: dict[str, Case] = {}
+CASES = Cases()
 EVENTS = "/metadata/scheduledevents"
 TIMEOUT_S = 60.0
 VM, OTHER = "tiny-1-0", "tiny-1-1"
-
-
-def case(name: str) -> Callable[[Case], Case]:
-    """Enter a case under the name of its fault."""
-
-    def enter(function: Case) -> Case:
-        CASES[name] = function
-        return function
-
-    return enter
 
 
 def preempt(lead_s: float = 30.0, incarnation: int = 1, vm: str = VM) -> Reply:
@@ -44,19 +33,16 @@ def preempt(lead_s: float = 30.0, incarnation: int = 1, vm: str = VM) -> Reply:
 
 
 def nothing(incarnation: int = 0) -> Reply:
-    """Scheduled Events without any."""
     return json_reply({"DocumentIncarnation": incarnation, "Events": []})
 
 
 @contextmanager
 def watched(arm: FakeArm, directory: Path, timeout_s: float = TIMEOUT_S) -> Iterator[tuple[World, MetadataServer]]:
     """A manager with its VMs, and the agent of one of them."""
-    with served() as metadata, world(arm, directory) as run:
+    with served() as metadata, whole(arm, directory) as run:
         metadata.script("GET", "/metadata/instance/compute/name", Reply(body=VM))
         metadata.script("GET", EVENTS, nothing())
         metadata.script("POST", EVENTS, Reply())
-        run.begin()
-        run.until_whole()
         run.told.clear()
         with agent(run, metadata, timeout_s=timeout_s):
             yield run, metadata
@@ -87,7 +73,7 @@ def until_draining(run: World) -> None:
     run.until_whole(without=VM)
 
 
-@case("a notice, and the VM is taken")
+@CASES("a notice, and the VM is taken")
 def taken(arm: FakeArm, directory: Path) -> list[str]:
     with watched(arm, directory) as (run, metadata):
         metadata.script("GET", EVENTS, preempt())
@@ -99,7 +85,7 @@ def taken(arm: FakeArm, directory: Path) -> list[str]:
         return run.told
 
 
-@case("a notice, and nobody comes")
+@CASES("a notice, and nobody comes")
 def false_alarm(arm: FakeArm, directory: Path) -> list[str]:
     with watched(arm, directory) as (run, metadata):
         metadata.script("GET", EVENTS, preempt(lead_s=20.0))
@@ -110,7 +96,7 @@ def false_alarm(arm: FakeArm, directory: Path) -> list[str]:
         return run.told
 
 
-@case("the VM is taken without a notice")
+@CASES("the VM is taken without a notice")
 def no_notice(arm: FakeArm, directory: Path) -> list[str]:
     with watched(arm, directory) as (run, _):
         with arm.lock:
@@ -121,7 +107,7 @@ def no_notice(arm: FakeArm, directory: Path) -> list[str]:
         return run.told
 
 
-@case("a notice is withdrawn")
+@CASES("a notice is withdrawn")
 def withdrawn(arm: FakeArm, directory: Path) -> list[str]:
     with watched(arm, directory) as (run, metadata):
         metadata.script("GET", EVENTS, preempt())
@@ -141,17 +127,18 @@ def _troubled(arm: FakeArm, directory: Path, *replies: Reply, timeout_s: float =
         return run.told
 
 
-@case("the metadata service is silent, then back")
-def silent(arm: FakeArm, directory: Path) -> list[str]:
-    return _troubled(arm, directory, Reply(wait=threading.Event()), timeout_s=0.5)
+CASES |= {
+    "the metadata service is silent, then back": lambda arm, directory: _troubled(
+        arm, directory, Reply(wait=threading.Event()), timeout_s=0.5
+    ),
+    "the metadata service answers 500, then well": lambda arm, directory: _troubled(arm, directory, Reply(status=500)),
+    "a document that is none, then a right one": lambda arm, directory: _troubled(
+        arm, directory, Reply(body="<html>"), json_reply({"DocumentIncarnation": 7, "Events": "none"})
+    ),
+}
 
 
-@case("the metadata service answers 500, then well")
-def error(arm: FakeArm, directory: Path) -> list[str]:
-    return _troubled(arm, directory, Reply(status=500))
-
-
-@case("the metadata service takes 0.3 s for each answer")
+@CASES("the metadata service takes 0.3 s for each answer")
 def slow(arm: FakeArm, directory: Path) -> list[str]:
     class Late(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
@@ -166,12 +153,7 @@ def slow(arm: FakeArm, directory: Path) -> list[str]:
         return run.told
 
 
-@case("a document that is none, then a right one")
-def wrong_document(arm: FakeArm, directory: Path) -> list[str]:
-    return _troubled(arm, directory, Reply(body="<html>"), json_reply({"DocumentIncarnation": 7, "Events": "none"}))
-
-
-@case("the notice of another VM of the set")
+@CASES("the notice of another VM of the set")
 def of_another(arm: FakeArm, directory: Path) -> list[str]:
     with watched(arm, directory) as (run, metadata):
         metadata.script("GET", EVENTS, preempt(vm=OTHER), preempt(vm=OTHER), preempt(incarnation=2))
@@ -180,7 +162,7 @@ def of_another(arm: FakeArm, directory: Path) -> list[str]:
         return run.told
 
 
-@case("the agent's connection is lost while a notice stands")
+@CASES("the agent's connection is lost while a notice stands")
 def reconnected(arm: FakeArm, directory: Path) -> list[str]:
     with watched(arm, directory) as (run, metadata):
         metadata.script("GET", EVENTS, preempt())
@@ -194,7 +176,7 @@ def reconnected(arm: FakeArm, directory: Path) -> list[str]:
         return [*run.told, "what is said to the agent then reaches it: acknowledged (StartRequests)"]
 
 
-@case("a forged notice: the wrong secret")
+@CASES("a forged notice: the wrong secret")
 def forged(arm: FakeArm, directory: Path) -> list[str]:
     with watched(arm, directory) as (run, metadata), served() as liar:
         liar.script("GET", "/metadata/instance/compute/name", Reply(body=OTHER))
@@ -207,7 +189,7 @@ def forged(arm: FakeArm, directory: Path) -> list[str]:
         return ["the forger is sent away unheard", *run.told]
 
 
-@case("a notice for a VM that is gone")
+@CASES("a notice for a VM that is gone")
 def of_the_gone(arm: FakeArm, directory: Path) -> list[str]:
     with watched(arm, directory) as (run, metadata):
         run.lose(VM)

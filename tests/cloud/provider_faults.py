@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from email.utils import formatdate
+from functools import partial
 from pathlib import Path
 
 from manager.controller.state.events import ManagerResumed
@@ -14,31 +15,20 @@ from manager.controller.state.state import Phase, initial_state
 from manager.providers.azure.spec import AzureSize
 from morph.contract.cluster import Limits
 from morph.contract.rules import RequestRules
-from tests.cloud.fault_world import KEEP, Dying, World, config, world
+from tests.cloud.fault_world import KEEP, Cases, Dying, World, config, whole, world
 from tests.providers.azure_world import SPEC, Hasty
 from tests.providers.fake_arm import FakeArm, Fault
 
-Case = Callable[[FakeArm, Path], list[str]]
-CASES: dict[str, Case] = {}
+CASES = Cases()
+PUT = ("PUT", "virtualMachines/")
 SIZES = [size.name for size in SPEC.sizes]
 
 
-def case(name: str) -> Callable[[Case], Case]:
-    """Enter a case under the name of its fault."""
-
-    def enter(function: Case) -> Case:
-        CASES[name] = function
-        return function
-
-    return enter
-
-
 def puts(arm: FakeArm, name: str = "") -> int:
-    """How often a VM was asked for."""
     return sum(call.startswith(f"PUT virtualMachines/{name}") for call in arm.calls)
 
 
-@case("spot quota used up, then raised")
+@CASES("spot quota used up, then raised")
 def quota(arm: FakeArm, directory: Path) -> list[str]:
     text = "Operation could not be completed as it results in exceeding approved LowPriorityCores Quota"
     arm.at_once = dict.fromkeys(SIZES, (409, "OperationNotAllowed", text))
@@ -51,18 +41,16 @@ def quota(arm: FakeArm, directory: Path) -> list[str]:
         return run.told
 
 
-@case("no capacity in one zone")
+@CASES("no capacity in one zone")
 def one_zone(arm: FakeArm, directory: Path) -> list[str]:
     arm.shortages = {(size, "1"): "ZonalAllocationFailed" for size in SIZES}
-    with world(arm, directory) as run:
-        run.begin()
-        run.until_whole()
+    with whole(arm, directory) as run:
         zones = sorted(vm.zone for vm in run.azure.list())
         assert zones == ["2", "2"]
         return [*run.told, f"VMs in zones {', '.join(zones)}"]
 
 
-@case("no capacity in any zone or size, then some")
+@CASES("no capacity in any zone or size, then some")
 def no_capacity(arm: FakeArm, directory: Path) -> list[str]:
     arm.shortages = {(size, zone): "AllocationFailed" for size in SIZES for zone in SPEC.zones}
     with world(arm, directory) as run:
@@ -74,7 +62,7 @@ def no_capacity(arm: FakeArm, directory: Path) -> list[str]:
         return run.told
 
 
-@case("no capacity for one VM of two, then some")
+@CASES("no capacity for one VM of two, then some")
 def partly(arm: FakeArm, directory: Path) -> list[str]:
     class Room(dict):  # type: ignore[type-arg]
         def get(self, key: object, default: object = None) -> object:
@@ -90,12 +78,10 @@ def partly(arm: FakeArm, directory: Path) -> list[str]:
         return run.told
 
 
-def _once(arm: FakeArm, directory: Path, *faults: Fault, **options: object) -> list[str]:
+def _once(arm: FakeArm, directory: Path, faults: Sequence[Fault] = (), **options: object) -> list[str]:
     """Faults that pass: the same request goes on under its name, and no VM comes twice."""
     arm.faults = list(faults)
-    with world(arm, directory, options=options) as run:
-        run.begin()
-        run.until_whole()
+    with whole(arm, directory, options=options) as run:
         assert run.ready() == ["tiny-1-0", "tiny-1-1"]
         assert set(arm.machines) == {"tiny-1-0", "tiny-1-1"}
         assert arm.faults == []
@@ -104,37 +90,26 @@ def _once(arm: FakeArm, directory: Path, *faults: Fault, **options: object) -> l
 
 def _put_off(arm: FakeArm, directory: Path, status: int, code: str) -> list[str]:
     """The request goes on when Azure asks for it."""
-    told = _once(arm, directory, Fault("PUT", "virtualMachines/", status, code, {"Retry-After": "17"}))
+    told = _once(arm, directory, [Fault(*PUT, status, code, {"Retry-After": "17"})])
     assert any("again in 17 s" in sentence for sentence in told)
     return told
 
 
-@case("429 with Retry-After 17 s")
-def throttled(arm: FakeArm, directory: Path) -> list[str]:
-    return _put_off(arm, directory, 429, "TooManyRequests")
+CASES |= {
+    "429 with Retry-After 17 s": partial(_put_off, status=429, code="TooManyRequests"),
+    "503 with Retry-After 17 s": partial(_put_off, status=503, code="ServerBusy"),
+    "409, another operation is under way": partial(_once, faults=[Fault(*PUT, 409, "Conflict")]),
+    "503 to the request, 500 while it is under way": partial(
+        _once, faults=[Fault(*PUT, 503), Fault("GET", "/operations/", 500)]
+    ),
+    "an answer slower than the time-out; it was carried out": partial(
+        _once, faults=[Fault(*PUT, carried_out=True, slow_s=20.0)], line=Hasty()
+    ),
+    "the answer is lost; it was carried out": partial(_once, faults=[Fault(*PUT, drop=True, carried_out=True)]),
+}
 
 
-@case("409, another operation is under way")
-def conflict(arm: FakeArm, directory: Path) -> list[str]:
-    return _once(arm, directory, Fault("PUT", "virtualMachines/", 409, "Conflict"))
-
-
-@case("503 to the request, 500 while it is under way")
-def unavailable(arm: FakeArm, directory: Path) -> list[str]:
-    return _once(arm, directory, Fault("PUT", "virtualMachines/", 503), Fault("GET", "/operations/", 500))
-
-
-@case("an answer slower than the time-out; it was carried out")
-def slow(arm: FakeArm, directory: Path) -> list[str]:
-    return _once(arm, directory, Fault("PUT", "virtualMachines/", carried_out=True, slow_s=20.0), line=Hasty())
-
-
-@case("the answer is lost; it was carried out")
-def lost_answer(arm: FakeArm, directory: Path) -> list[str]:
-    return _once(arm, directory, Fault("PUT", "virtualMachines/", drop=True, carried_out=True))
-
-
-@case("the operation fails half way, once")
+@CASES("the operation fails half way, once")
 def half_way(arm: FakeArm, directory: Path) -> list[str]:
     class Once(dict):  # type: ignore[type-arg]
         def get(self, key: object, default: object = None) -> object:
@@ -144,7 +119,7 @@ def half_way(arm: FakeArm, directory: Path) -> list[str]:
     return _once(arm, directory)
 
 
-@case("a VM is granted and never joins")
+@CASES("a VM is granted and never joins")
 def never_joins(arm: FakeArm, directory: Path) -> list[str]:
     state = initial_state(config(boot_s=60.0))
     with world(arm, directory, state=state, never_join={"tiny-1-0"}) as run:
@@ -162,7 +137,7 @@ class Everyone(set):  # type: ignore[type-arg]
         return True
 
 
-@case("no VM ever joins")
+@CASES("no VM ever joins")
 def none_joins(arm: FakeArm, directory: Path) -> list[str]:
     state = initial_state(config(boot_s=60.0))
     with world(arm, directory, state=state, never_join=Everyone(), scale=200.0) as run:
@@ -172,7 +147,7 @@ def none_joins(arm: FakeArm, directory: Path) -> list[str]:
         return run.told
 
 
-@case("a VM is being made for ever")
+@CASES("a VM is being made for ever")
 def stuck(arm: FakeArm, directory: Path) -> list[str]:
     arm.stuck = {"tiny-1-0"}
     with world(arm, directory, options={"make_s": 5}) as run:  # the other one is made in less
@@ -182,18 +157,16 @@ def stuck(arm: FakeArm, directory: Path) -> list[str]:
         return run.told
 
 
-@case("Azure is updating a VM that was just made")
+@CASES("Azure is updating a VM that was just made")
 def updating(arm: FakeArm, directory: Path) -> list[str]:
     arm.made_as = {"tiny-1-0": "Updating"}
-    with world(arm, directory) as run:
-        run.begin()
-        run.until_whole()
+    with whole(arm, directory) as run:
         assert run.ready() == ["tiny-1-0", "tiny-1-1"]
         assert not any(call.startswith("DELETE") for call in arm.calls)
         return run.told
 
 
-@case("the price of every size is above `max_usd_per_h`, and then falls")
+@CASES("the price of every size is above `max_usd_per_h`, and then falls")
 def too_dear(arm: FakeArm, directory: Path) -> list[str]:
     text = "the provided max price '0.1 USD' is lower than the current spot price '0.2 USD'"
     arm.at_once = dict.fromkeys(SIZES, (409, "SpotPriceGreaterThanProvidedMaxPrice", text))
@@ -206,13 +179,11 @@ def too_dear(arm: FakeArm, directory: Path) -> list[str]:
         return run.told
 
 
-@case("a size is not for spot VMs, another one is")
+@CASES("a size is not for spot VMs, another one is")
 def not_for_spot(arm: FakeArm, directory: Path) -> list[str]:
     arm.at_once = {"Standard_B4ms": (400, "AzureSpotIsNotSupportedForThisVMSize", "This size is not for spot.")}
     sizes = (AzureSize(name="Standard_B4ms", usd_per_h=0.1), SPEC.sizes[-1])
-    with world(arm, directory, options={"spec": SPEC.model_copy(update={"sizes": sizes})}) as run:
-        run.begin()
-        run.until_whole()
+    with whole(arm, directory, options={"spec": SPEC.model_copy(update={"sizes": sizes})}) as run:
         assert puts(arm) == 2 * KEEP
         return [*run.told, f"VMs of {', '.join(sorted({vm.size for vm in run.azure.list()}))}"]
 
@@ -229,45 +200,39 @@ def _mended(arm: FakeArm, directory: Path, code: str, text: str) -> list[str]:
         return run.told
 
 
-@case("the subscription does not know Microsoft.Compute, and then does")
-def not_registered(arm: FakeArm, directory: Path) -> list[str]:
-    text = "The subscription is not registered to use namespace 'Microsoft.Compute'."
-    return _mended(arm, directory, "MissingSubscriptionRegistration", text)
+CASES |= {
+    "the subscription does not know Microsoft.Compute, and then does": partial(
+        _mended,
+        code="MissingSubscriptionRegistration",
+        text="The subscription is not registered to use namespace 'Microsoft.Compute'.",
+    ),
+    "the resource group is locked, and then is not": partial(
+        _mended,
+        code="ScopeLocked",
+        text="cannot perform write operation because following scope(s) are locked: 'train'.",
+    ),
+    "the subscription is read-only, and then is not": partial(
+        _mended,
+        code="ReadOnlyDisabledSubscription",
+        text="The subscription is disabled and therefore marked as read only.",
+    ),
+}
 
 
-@case("the resource group is locked, and then is not")
-def group_locked(arm: FakeArm, directory: Path) -> list[str]:
-    text = "cannot perform write operation because following scope(s) are locked: 'train'."
-    return _mended(arm, directory, "ScopeLocked", text)
-
-
-@case("the subscription is read-only, and then is not")
-def read_only(arm: FakeArm, directory: Path) -> list[str]:
-    text = "The subscription is disabled and therefore marked as read only."
-    return _mended(arm, directory, "ReadOnlyDisabledSubscription", text)
-
-
-@case("503 with Retry-After 17 s")
-def busy(arm: FakeArm, directory: Path) -> list[str]:
-    return _put_off(arm, directory, 503, "ServerBusy")
-
-
-@case("503 with Retry-After as a date in 90 s, by a clock that is an hour ahead")
+@CASES("503 with Retry-After as a date in 90 s, by a clock that is an hour ahead")
 def busy_until(arm: FakeArm, directory: Path) -> list[str]:
     arm.ahead_s = 3600.0
     date, began = formatdate(time.time() + arm.ahead_s + 90, usegmt=True), time.monotonic()
-    told = _once(arm, directory, Fault("PUT", "virtualMachines/", 503, "ServerBusy", {"Retry-After": date}))
+    told = _once(arm, directory, [Fault(*PUT, 503, "ServerBusy", {"Retry-After": date})])
     took_s = time.monotonic() - began
     (found,) = [float(told_s) for sentence in told for told_s in re.findall(r"again in ([\d.]+) s", sentence)]
     assert 89 - took_s <= found <= 91
     return told
 
 
-@case("a VM is deleted behind our back")
+@CASES("a VM is deleted behind our back")
 def deleted(arm: FakeArm, directory: Path) -> list[str]:
-    with world(arm, directory) as run:
-        run.begin()
-        run.until_whole()
+    with whole(arm, directory) as run:
         with arm.lock:
             del arm.machines["tiny-1-0"]
         run.lose("tiny-1-0")
@@ -291,7 +256,7 @@ def killed(arm: FakeArm, directory: Path) -> Iterator[World]:
         first.shell.close()
 
 
-@case("the manager is killed between request and answer; another takes over")
+@CASES("the manager is killed between request and answer; another takes over")
 def taken_over(arm: FakeArm, directory: Path) -> list[str]:
     with killed(arm, directory) as first, world(arm, directory, state=first.state) as run:
         run.tell(ManagerResumed(living=()))
@@ -301,7 +266,7 @@ def taken_over(arm: FakeArm, directory: Path) -> list[str]:
         return run.told
 
 
-@case("a price is not known, and there is a limit in dollars")
+@CASES("a price is not known, and there is a limit in dollars")
 def no_price(arm: FakeArm, directory: Path) -> list[str]:
     unpriced = tuple(size.model_copy(update={"usd_per_h": None}) for size in SPEC.sizes)
     options = {"spec": SPEC.model_copy(update={"sizes": unpriced})}
@@ -312,11 +277,9 @@ def no_price(arm: FakeArm, directory: Path) -> list[str]:
         return run.told
 
 
-@case("the budget is spent, and then a VM is lost")
+@CASES("the budget is spent, and then a VM is lost")
 def budget(arm: FakeArm, directory: Path) -> list[str]:
-    with world(arm, directory, limits=Limits(budget_usd=0.05), scale=200.0) as run:
-        run.begin()
-        run.until_whole()
+    with whole(arm, directory, limits=Limits(budget_usd=0.05), scale=200.0) as run:
         usd_per_h = sum(vm.usd_per_h or 0.0 for vm in run.azure.list())
         assert usd_per_h > 0
         begin_s = run.now_s()

@@ -48,7 +48,6 @@ class Life:
     end: str = ""
 
     def lived_s(self, now_s: float) -> float:
-        """So far."""
         return (now_s if self.until_s is None else self.until_s) - self.since_s
 
 
@@ -123,17 +122,14 @@ class Region(FakeArm):
         return token
 
     def dollars(self) -> float:
-        """The bill so far."""
         with self.lock:
             return sum(self.usd_per_h[life.size] * life.lived_s(time.time()) for life in self.bill) / 3600
 
     def node_seconds(self) -> float:
-        """How long all VMs lived together."""
         with self.lock:
             return sum(life.lived_s(time.time()) for life in self.bill)
 
     def left(self) -> dict[str, list[str]]:
-        """What is there, by kind."""
         with self.lock:
             kinds = {"VMs": self.machines, "scale sets": self.sets, "NICs": self.interfaces, "disks": self.disks}
             return {kind: sorted(store) for kind, store in kinds.items()}
@@ -214,7 +210,6 @@ class Region(FakeArm):
         return answer
 
     def put_by_hand(self, machine: dict[str, Any], cloud_config: str) -> None:
-        """Have a VM that nobody asked for."""
         with self.lock:
             self._cloud_configs[machine["name"]] = cloud_config
             self.machines[machine["name"]] = machine

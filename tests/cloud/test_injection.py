@@ -11,7 +11,7 @@ import pytest
 from manager.controller.state.nodes import NodeState
 from manager.engine.machines.preempting import Asked, Preempting
 from manager.host.folders import make_folder, remove
-from tests.cloud.fault_world import BOUND_S, World, world
+from tests.cloud.fault_world import BOUND_S, World, whole
 from tests.cloud.notice_faults import EVENTS, OTHER, VM, agent, nothing, preempt
 from tests.notices.metadata_server import Reply
 from tests.notices.metadata_server import served as metadata_served
@@ -22,9 +22,7 @@ from tests.providers.fake_arm import served
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[tuple[World, Preempting]]:
     folder = make_folder()
-    with served() as arm, world(arm, tmp_path) as opened:
-        opened.begin()
-        opened.until_whole()
+    with served() as arm, whole(arm, tmp_path) as opened:
         desk = Preempting(folder, lambda: opened.state.workers, opened.event_queue, opened.shell)
         yield opened, desk
         desk.close()

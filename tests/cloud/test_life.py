@@ -142,7 +142,7 @@ def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(
     assert not list(Path("/run/netns").glob(f"morph-{os.getpid()}-*"))
 
 
-def test_a_killed_manager_is_succeeded_with_the_same_vm_and_one_that_lost_its_head_node_with_a_new_one(
+def test_a_killed_manager_keeps_its_vm_unless_the_head_node_died_too(
     profile: Path, user: dict[str, str], tmp_path: Path
 ) -> None:
     """Several VMs that go on with another manager: ``test_provided_vms``."""

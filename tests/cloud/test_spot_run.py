@@ -66,7 +66,7 @@ def undisturbed(directory: Path) -> str:
     return (directory / "end").read_text()
 
 
-def test_a_script_goes_on_over_evictions_with_and_without_a_notice_and_no_vm_is_left(tmp_path: Path) -> None:
+def test_a_script_survives_evictions_and_leaves_no_vm(tmp_path: Path) -> None:
     out, taken = tmp_path / "out", list[str]()
     with VirtualAzure(tmp_path) as azure:
         azure.region.put_by_hand(OTHER, "#cloud-config\n{}")

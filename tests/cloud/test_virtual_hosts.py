@@ -86,7 +86,7 @@ def booted(hosts: Hosts, config: str, name: str = "vm") -> Host:
     return hosts.boot(name, config)
 
 
-def test_a_real_cloud_config_is_carried_out_and_leaves_nothing_on_this_machine(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_real_cloud_config_is_carried_out_inside_the_host(hosts: Hosts, tmp_path: Path) -> None:
     config = cloud_init(START, "vm-0", "azure")  # its files; nothing is started
     look = [
         "sh",
@@ -206,9 +206,7 @@ def test_a_lonely_vm_deletes_itself_by_its_identity(tmp_path: Path, booted: bool
         assert ("no wheel came from the manager" in azure.logs["tiny-1-0"]) is not booted
 
 
-def test_a_vm_runs_the_wheel_that_the_manager_gave_it_and_the_users_lines_came_first(
-    hosts: Hosts, tmp_path: Path
-) -> None:
+def test_a_vm_runs_the_managers_wheel_after_the_users_lines(hosts: Hosts, tmp_path: Path) -> None:
     bare_python(tmp_path / "image")
     setup, late = (f"ln -s {tmp_path}/image {tmp_path}/opt",), tmp_path / "opt/bin/python"  # not there before it
     with managed(hosts, START.model_copy(update={"python": str(late), "setup": setup, "lonely_s": 60.0})) as found:
@@ -224,7 +222,7 @@ def test_a_vm_runs_the_wheel_that_the_manager_gave_it_and_the_users_lines_came_f
             assert (code / name).read_bytes() == archive.read(name)
 
 
-def test_a_vm_with_another_python_than_ray_takes_says_so_in_one_sentence(hosts: Hosts) -> None:
+def test_a_vm_with_an_unfit_python_says_so_in_one_sentence(hosts: Hosts) -> None:
     with managed(hosts, START.model_copy(update={"python_version": "3.12.99", "lonely_s": 60.0})) as (
         start,
         event_queue,
@@ -239,7 +237,7 @@ def test_a_vm_with_another_python_than_ray_takes_says_so_in_one_sentence(hosts: 
         assert host.log("morph-agent") == host.log("morph-node") == ""
 
 
-def test_a_vm_has_its_key_certified_for_its_own_address_before_its_node_starts(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_vm_gets_its_certificate_before_its_node_starts(hosts: Hosts, tmp_path: Path) -> None:
     made = make_certificates(tmp_path, Tls(enrols=True))
     pem = made.authority.read_text()
     with managed(hosts, START.model_copy(update={"authority": pem, "lonely_s": 60.0}), tls=tmp_path) as (
@@ -296,7 +294,7 @@ def boot_as_user(azure: VirtualAzure, start: NodeStart, folder: Path) -> Host:
 
 
 @pytest.mark.parametrize("metadata", [False, True], ids=["metadata closed", "metadata open"])
-def test_the_job_is_not_root_and_has_neither_the_nodes_secret_nor_the_vm_s_identity(
+def test_the_job_has_neither_root_nor_secret_nor_the_vms_identity(
     azure_and_image: tuple[VirtualAzure, str], tmp_path: Path, metadata: bool
 ) -> None:
     azure, python = azure_and_image

@@ -73,7 +73,6 @@ class VirtualAzure:
 
     @property
     def manager_address(self) -> str:
-        """The manager's, as VMs reach it."""
         return self.hosts.network.hub_address
 
     def _open(self) -> None:

@@ -8,6 +8,7 @@ import pytest
 from pydantic import Field, ValidationError
 
 from morph.contract.base import Value
+from morph.contract.vm_names import beside, vm_of, workers_of
 
 
 class Basket(Value):
@@ -20,11 +21,10 @@ class Basket(Value):
 
     @cached_property
     def heavy(self) -> int:
-        """Worked out of a field, and kept."""
         return 1000 * self.num
 
 
-def test_a_value_made_of_checked_values_is_written_and_compared_like_a_checked_one() -> None:
+def test_an_unchecked_value_of_checked_parts_equals_a_checked_one() -> None:
     checked, made = Basket(label="b", owner="a"), Basket.model_construct(label="b", owner="a")
     assert made == checked
     assert made.model_dump_json() == checked.model_dump_json()
@@ -62,3 +62,25 @@ def test_a_copy_tells_what_was_given_and_a_deep_one_shares_nothing() -> None:
     }
     assert basket.model_copy().fruits is basket.fruits
     assert basket.model_copy(deep=True).fruits is not basket.fruits
+
+
+def test_a_vms_only_worker_has_its_name_and_several_are_numbered() -> None:
+    assert workers_of("job-1-0", 1) == ("job-1-0",)
+    assert workers_of("job-1-0", 3) == ("job-1-0.d0", "job-1-0.d1", "job-1-0.d2")
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 12])
+@pytest.mark.parametrize("vm", ["vm0", "job-1-0", "x-d0", "vm0.2"])
+def test_every_worker_tells_its_vm(vm: str, num_devices: int) -> None:
+    workers = workers_of(vm, num_devices)
+    assert len(set(workers)) == num_devices
+    assert {vm_of(worker) for worker in workers} == {vm}
+
+
+def test_a_local_vm_that_came_back_is_another_vm() -> None:
+    assert vm_of("vm0.2") == "vm0.2"
+    assert beside("vm0", ["vm0", "vm0.2", "vm0.d1"]) == ()
+
+
+def test_beside_a_worker_are_the_others_of_its_vm() -> None:
+    assert beside("a.d1", ["b.d0", "a.d0", "a.d1", "a.d11", "ab.d0"]) == ("a.d0", "a.d11")

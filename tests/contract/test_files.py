@@ -1,11 +1,20 @@
+"""Profiles, plans and other files: what is wrong names file, field and value."""
+
 from __future__ import annotations
 
+import json
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from morph.contract.errors import InputError, PlanError, ProfileError
 from morph.contract.files import PRIVATE, write_whole
+from morph.contract.plan import Plan, load_plan
+from morph.contract.profile import Profile, load_profile
+from simulator import plan, synthetic_profile
 
 
 def test_a_file_is_replaced_whole_with_the_mode_that_is_asked_for(tmp_path: Path) -> None:
@@ -19,8 +28,124 @@ def test_a_file_is_replaced_whole_with_the_mode_that_is_asked_for(tmp_path: Path
     assert [entry.name for entry in tmp_path.iterdir()] == ["secret"]
 
 
-def test_what_cannot_be_replaced_is_left_as_it_was_and_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "taken" / "inside").mkdir(parents=True)
     with pytest.raises(IsADirectoryError):
         write_whole(tmp_path / "taken", "text")
     assert [entry.name for entry in tmp_path.rglob("*")] == ["taken", "inside"]
+
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return synthetic_profile(num_sections=4, batch_size=14, micro_batch_sizes=(1, 2), tied=True)
+
+
+@pytest.fixture(scope="module")
+def planned(profile: Profile) -> Plan:
+    return plan(profile, num_gpus=6, pipeline_depth=2, num_replicas=3, micro_batch_size=2).best
+
+
+def changed_file(tmp_path: Path, text: str, change: Change) -> Path:
+    content = json.loads(text)
+    change(content)
+    path = tmp_path / "value.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_a_profile_reads_back_the_same(tmp_path: Path, profile: Profile) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(profile.model_dump_json())
+    assert load_profile(path) == profile
+
+
+def test_a_plan_reads_back_the_same(tmp_path: Path, planned: Plan) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(planned.model_dump_json())
+    assert load_plan(path) == planned
+
+
+PROFILE_MISTAKES: dict[str, tuple[Change, list[str]]] = {
+    "another schema": (lambda p: p.update(schema_version=0), ["schema_version", "(got 0)"]),
+    "no sections": (lambda p: p.update(sections=[]), ["sections", "at least 1"]),
+    "an unknown field": (lambda p: p["job"].update(colour="red"), ["job.colour", "'red'"]),
+    "a missing field": (lambda p: p["job"].pop("batch_size"), ["job.batch_size", "required"]),
+    "a negative time": (
+        lambda p: p["sections"][1]["forward"]["2"].update(median_s=-1),
+        ["sections.1.forward.2.median_s", "(got -1)"],
+    ),
+    "a wrong number": (lambda p: p["sections"][2].update(index=7), ["sections[2].index is 7"]),
+    "a missing backward": (lambda p: p["sections"][3]["backward"].pop("2"), ["sections[3]", "same micro-batch sizes"]),
+    "other sizes": (
+        lambda p: [p["sections"][1][key].pop("2") for key in ("forward", "backward")],
+        ["sections[1]", "other micro-batch sizes"],
+    ),
+    "a unit outside": (lambda p: p["units"][0].update(sections=[9]), ["unit 's0'", "outside 0..3"]),
+    "a size that is text": (lambda p: p["sections"][0].update(parameter_bytes="many"), ["parameter_bytes", "'many'"]),
+}
+
+
+@pytest.mark.parametrize("mistake", PROFILE_MISTAKES)
+def test_a_wrong_profile_names_file_field_and_value(tmp_path: Path, profile: Profile, mistake: str) -> None:
+    change, parts = PROFILE_MISTAKES[mistake]
+    with pytest.raises(ProfileError) as caught:
+        load_profile(changed_file(tmp_path, profile.model_dump_json(), change))
+    for part in ["value.json", *parts]:
+        assert part in str(caught.value)
+
+
+PLAN_MISTAKES: dict[str, tuple[Change, list[str]]] = {
+    "a gap between stages": (lambda p: p["stages"][1].update(first_section=3), ["stages[1] does not begin at section"]),
+    "an empty stage": (lambda p: p["stages"][0].update(end_section=0), ["stages.0.end_section"]),
+    "more replicas than micro-batches": (lambda p: p.update(num_replicas=9), ["9 replicas", "7 micro-batches"]),
+    "a count without orders": (lambda p: p["orders"].pop("3"), ["orders lack 3 micro-batches"]),
+    "an order that drops a task": (
+        lambda p: p["orders"]["2"].__setitem__(0, p["orders"]["2"][0][:-1]),
+        ["orders[2][0]"],
+    ),
+    "an order with a strange letter": (
+        lambda p: p["orders"]["2"].__setitem__(0, p["orders"]["2"][0] + "X"),
+        ["orders[2][0]"],
+    ),
+    "a recompute that is not planned": (lambda p: p["stages"][0].update(recompute=False), ["orders[", "][0]"]),
+    "a schedule that is not known": (lambda p: p.update(schedule="fast"), ["schedule", "'fast'", "'gpipe'"]),
+    "an empty window": (lambda p: p["stages"][0].update(window=0), ["stages.0.window", "(got 0)"]),
+}
+
+
+@pytest.mark.parametrize("mistake", PLAN_MISTAKES)
+def test_a_plan_that_cannot_be_names_file_and_place(tmp_path: Path, planned: Plan, mistake: str) -> None:
+    change, parts = PLAN_MISTAKES[mistake]
+    with pytest.raises(PlanError) as caught:
+        load_plan(changed_file(tmp_path, planned.model_dump_json(), change))
+    for part in ["value.json", *parts]:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("load", [load_profile, load_plan])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, load: Callable[[Path], object]) -> None:
+    broken, binary = tmp_path / "broken.json", tmp_path / "binary.json"
+    broken.write_text('{"schema_version": 1, ' + "x" * 5000)
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path, problem in (
+        (tmp_path / "none.json", "No such file"),
+        (tmp_path, "directory"),
+        (broken, "JSON"),
+        (binary, "UTF-8"),
+    ):
+        with pytest.raises(InputError) as caught:
+            load(path)
+        assert str(path) in str(caught.value)
+        assert problem in str(caught.value)
+        assert len(str(caught.value)) < 400  # and not the whole file with it
+
+
+def test_every_micro_batch_is_dealt_to_exactly_one_replica(planned: Plan) -> None:
+    assert planned.micro_batches_per_replica == (3, 2, 2)
+    dealt = [number for replica in range(3) for number in planned.micro_batches_of(replica)]
+    assert dealt == list(range(7))
+    assert planned.shape == "2x3"
+    assert planned.num_workers == 6

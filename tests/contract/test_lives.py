@@ -30,7 +30,7 @@ def test_lifetimes_are_exponential_with_the_mean_that_is_asked_for(seed: int, nu
     assert distance < math.sqrt(-0.5 * math.log(1e-6 / 2) / count)
 
 
-def test_the_same_seed_and_names_give_the_same_times_whatever_comes_first_or_beside() -> None:
+def test_seed_and_names_alone_determine_the_times() -> None:
     since = {vm: START_S + index for index, vm in enumerate(NAMES)}
     schedule = Lifetimes(by_name(7, MTTP_S), START_S)
     taken = schedule.between(since, START_S, math.inf)
@@ -55,7 +55,7 @@ def test_looking_often_takes_the_same_vms_as_looking_once() -> None:
     assert {vm: taking for taking in once for vm in taking.vms} == firsts
 
 
-def test_a_vm_that_was_there_long_before_is_not_overdue_and_a_spared_one_lives_another_lifetime() -> None:
+def test_an_old_vm_is_not_overdue_and_a_spared_one_lives_anew() -> None:
     old = {"a": START_S - 1e7}
     schedule = Lifetimes(by_name(3, 60.0), START_S)
     first = schedule.between(old, START_S, math.inf)[0].time_s
@@ -64,7 +64,7 @@ def test_a_vm_that_was_there_long_before_is_not_overdue_and_a_spared_one_lives_a
     assert again == first + by_name(3, 60.0)("a", 1)
 
 
-def test_a_trace_says_how_many_vms_are_taken_at_once_and_the_seed_which() -> None:
+def test_a_trace_gives_how_many_vms_go_and_the_seed_which() -> None:
     schedule = Removals(2, trace(), START_S)
     since = dict.fromkeys(NAMES[:4], START_S)
     taken = schedule.between(since, START_S, math.inf)

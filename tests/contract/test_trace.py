@@ -81,14 +81,14 @@ def test_a_price_holds_until_the_next_for_its_zone_and_instance_type() -> None:
     assert parse(FULL + LINES.split("\n", 1)[1]).price_at(59, "east", "p3") is None
 
 
-def test_a_trace_without_notices_and_prices_is_written_as_before_there_were_any(tmp_path: Path) -> None:
+def test_a_trace_without_notices_and_prices_keeps_its_old_format(tmp_path: Path) -> None:
     write_trace(parse(HEAD + "0,add,a\n"), tmp_path / "spot.csv")
     lines = (tmp_path / "spot.csv").read_text(encoding="utf-8").splitlines()
     assert lines == ["time_s,event,node_id,zone,instance_type,source", "0,add,a,unknown,unknown,"]
 
 
 @given(st.floats(0, 1e6), st.floats(0.001, 1e6), st.floats(1e-6, 1e3))
-def test_a_scaled_notice_may_be_given_as_soon_as_the_vm_is_there(added_s: float, lived_s: float, factor: float) -> None:
+def test_a_scaled_notice_comes_no_earlier_than_its_vm(added_s: float, lived_s: float, factor: float) -> None:
     lived_s = max(lived_s, added_s * 1e-9)
     text = FULL + f"{added_s!r},add,a,,,,\n{added_s + lived_s!r},remove,a,,,{lived_s!r},\n"
     scaled = parse(text).scaled(factor)
@@ -207,7 +207,7 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @given(st.integers(0, 200), st.integers(1, 6))
-def test_who_takes_fewer_vms_has_as_many_as_there_are_up_to_that(seed: int, most: int) -> None:
+def test_a_smaller_cluster_takes_as_many_vms_as_there_are(seed: int, most: int) -> None:
     trace = spot_model(8, losses_per_vm_h=6, bulk_share=0.3, replacement_s=600, noticed=0.5).draw(seed, 7200)
     fewer = trace.at_most(most)
     assert fewer.max_nodes <= most

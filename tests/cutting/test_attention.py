@@ -26,7 +26,7 @@ def sliding(window: int) -> Callable[[], nn.Module]:
     return made("MistralForCausalLM", **{**DECODER, "num_hidden_layers": 1}, sliding_window=window)
 
 
-def test_a_window_longer_than_the_text_needs_no_mask_and_a_shorter_one_does(tools: Any) -> None:
+def test_only_a_window_shorter_than_the_text_needs_a_mask(tools: Any) -> None:
     for window, masked in ((LENGTH + 1, False), (LENGTH, True), (4, True)):
         expected = [(masked, not masked, not masked, 4, 4 if masked else 2)]
         assert attentions(tools, sliding(window), causal_loss, texts()) == expected

@@ -84,7 +84,7 @@ def test_a_block_that_is_called_again_is_a_block_each_time(tools: Any) -> None:
     assert [blocks_of(section) for section in sections] == [{"0"}] * 4
 
 
-def test_a_head_as_large_as_a_block_is_a_section_of_its_own(tools: Any) -> None:
+def test_a_head_as_large_as_a_block_is_its_own_section(tools: Any) -> None:
     job = tools.make_job(lambda: Tower(3, head=60), loss, ITEMS)
     sections = cut(export_job(job), num_sections=None, micro_batch_size=2).sections
     assert [blocks_of(section) for section in sections] == [{"0"}, {"1"}, {"2"}, set()]

@@ -161,7 +161,7 @@ def gradients_of_both(tools: Any, model: Callable[[], nn.Module], num_sections: 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("model", [Reentrant, NotReentrant, NoGradientThroughTheFirst])
-def test_a_checkpoint_is_a_plain_call_with_the_gradients_of_the_plain_model(tools: Any, model: type) -> None:
+def test_a_checkpoint_is_a_plain_call_with_the_plain_gradients(tools: Any, model: type) -> None:
     found, expected = gradients_of_both(tools, model, 2)
     assert found.keys() == expected.keys()
     for name, gradient in found.items():

@@ -210,14 +210,14 @@ def class_times_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return (own * torch.tensor([0.05, 0.95])[batch["y"]]).mean()
 
 
-def test_class_weights_are_told_of_however_rare_the_class_and_sparse_the_features(tools: Any) -> None:
+def test_class_weights_are_reported_however_rare_the_class(tools: Any) -> None:
     (sentence,) = loss_warnings(tools.make_job(Classifier, by_class, rare_items()))
     assert sentence.startswith("the loss weighs samples by class, as cross_entropy(weight=...) does: a sample whose ")
     assert "'y' is 1 counts 19 times as much as one whose 'y' is 0 (samples " in sentence
     assert loss_warnings(tools.make_job(Classifier, class_times_loss, rare_items())) == ()
 
 
-def test_a_sample_that_counts_nothing_is_named_although_its_own_loss_is_no_number(tools: Any) -> None:
+def test_a_sample_without_weight_is_named_even_if_its_loss_is_nan(tools: Any) -> None:
     told, left_out = loss_warnings(tools.make_job(Classifier, one_class_alone, rare_items()))
     assert told.startswith("the loss weighs samples by their number of entries of 'y' other than 1 (1 and 0)")
     assert "is nan: left out of the check whether the loss is a mean over samples" in left_out
@@ -235,9 +235,7 @@ OF_ALL = False
 
 
 @pytest.mark.parametrize("summed", [False, True])
-def test_a_sample_that_cannot_be_judged_is_left_out_and_the_others_are_judged(
-    tools: Any, summed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_that_cannot_be_judged_is_left_out(tools: Any, summed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "OF_ALL", summed)
     *told, left_out = loss_warnings(tools.make_job(Noisy, with_an_infinite_sample, ITEMS))
     assert [sentence.startswith("the loss is a sum over the samples") for sentence in told] == [True] * summed
@@ -354,7 +352,7 @@ def averages_its_weights(self: Any, x: Tensor) -> Tensor:
         averages_its_weights,
     ],
 )
-def test_samples_do_not_meet_in_draws_or_in_what_a_forward_leaves_to_the_next(tools: Any, between: Any) -> None:
+def test_samples_share_neither_draws_nor_what_a_forward_leaves(tools: Any, between: Any) -> None:
     assert loss_warnings(tools.make_job(lambda: Draws(between), mean_loss, ITEMS)) == ()
     assert len(loss_warnings(tools.make_job(lambda: Draws(between), summed, ITEMS))) == 1
 
@@ -370,7 +368,7 @@ def test_rounding_to_few_bits_is_not_taken_for_weights(tools: Any, loss: Any, dt
     assert loss_warnings(tools.make_job(lambda: Draws(lambda _, x: x.tanh(), dtype), loss, ITEMS)) == ()
 
 
-def test_a_loop_of_ones_own_is_tried_with_its_own_samples_and_batches() -> None:
+def test_a_users_own_loop_is_tried_with_its_samples_and_batches() -> None:
     torch.manual_seed(0)
     model = Draws(counts_its_steps)
     samples = [(item["x"], item["labels"].tolist().count(-100)) for item in ITEMS]

@@ -59,7 +59,7 @@ def test_the_comparison_before_a_run_passes_each_model(case_of: Any, name: str) 
     assert found.largest < 1e-5
 
 
-def test_routers_with_a_backward_of_their_own_have_the_gradients_of_the_plain_model(tools: Any) -> None:
+def test_routers_with_their_own_backward_have_the_plain_gradients(tools: Any) -> None:
     job = tools.make_job(phimoe, causal_loss, texts())
     exported = export_job(job)
     found = compare_with_plain(job, exported, 3, LIMITS)

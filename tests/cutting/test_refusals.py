@@ -142,7 +142,7 @@ def test_what_is_said_of_the_number_of_samples_names_its_own_line(
     assert reason in found.message
 
 
-def test_a_shape_that_only_fits_another_number_of_samples_is_told_as_such(tools: Any) -> None:
+def test_a_shape_that_fits_only_another_number_of_samples_is_reported(tools: Any) -> None:
     found = refusal(tools, NeedsEight, batch_size=8)
     assert found.source == place_of("# needs eight")
     assert "fails with 3 samples, but not with 8: the number of samples is written into the model" in found.message
@@ -150,7 +150,7 @@ def test_a_shape_that_only_fits_another_number_of_samples_is_told_as_such(tools:
     assert "tensor.shape[0]" in str(found.allowed)
 
 
-def test_a_loss_that_fails_with_any_number_of_samples_is_told_as_it_is(tools: Any) -> None:
+def test_a_loss_that_fails_with_any_number_is_reported_as_it_is(tools: Any) -> None:
     with pytest.raises(JobError, match=r"loss failed: RuntimeError: shape '\[7, 5\]' is invalid"):
         export_job(tools.make_job(Deciding, lambda model, batch: model(batch["x"].view(7, 5)).mean(), ITEMS))
 
@@ -162,7 +162,7 @@ def test_a_sequential_model_is_told_by_the_line_that_builds_it(tools: Any) -> No
     assert {section.source for section in report.sections} == {None}
 
 
-def test_an_operation_of_torchs_own_module_is_told_by_the_line_that_builds_the_model(tools: Any) -> None:
+def test_an_operation_in_torchs_module_is_reported_by_the_building_line(tools: Any) -> None:
     def picks(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return model(batch["x"][batch["x"][:, 0] > 0]).sum()
 

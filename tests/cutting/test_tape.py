@@ -69,7 +69,7 @@ def test_weights_are_those_of_the_global_generator_seeded_for_each_operation() -
             assert torch.equal(made[name], draw()), name
 
 
-def test_what_takes_no_generator_gives_the_same_numbers_each_time_and_puts_the_global_one_back() -> None:
+def test_what_takes_no_generator_repeats_its_numbers_and_restores_the_global() -> None:
     def make() -> nn.Module:
         module = nn.Linear(40, 1)
         module.noise = nn.Parameter(nn.functional.dropout(torch.ones(40), 0.5))

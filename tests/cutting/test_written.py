@@ -146,9 +146,7 @@ def line_here(module: type) -> str:
 
 
 @pytest.mark.parametrize(("model", "problem"), REFUSED + OTHERWISE_REFUSED)
-def test_a_change_that_would_depend_on_the_shape_is_refused_with_its_line(
-    tools: Any, model: type, problem: str
-) -> None:
+def test_a_change_that_depends_on_the_shape_is_refused_with_its_line(tools: Any, model: type, problem: str) -> None:
     with pytest.raises((JobError, ExportError)) as caught:
         export_job(tools.make_job(model, mean_loss, ITEMS))
     assert problem in str(caught.value)
@@ -341,7 +339,7 @@ class ReallyBuilt(Statistics):
         self.scale = float(self.first.weight.detach().numpy().sum())
 
 
-def test_a_model_that_cannot_be_recorded_begins_with_the_buffers_of_its_constructor(tools: Any) -> None:
+def test_a_model_that_cannot_be_recorded_begins_with_its_constructors_buffers(tools: Any) -> None:
     exported = export_job(tools.make_job(ReallyBuilt, mean_loss, ITEMS))
     assert exported.not_recorded is not None
     assert int(exported.initial_buffers["count"]) == 0

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "manager"))
 
-from live_history import played
+from simulated_cluster import played
 
 from manager.dashboard.server import serving
 

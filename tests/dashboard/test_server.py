@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "manager"))
 
-from live_history import played
+from simulated_cluster import played
 
 from manager.accounting.account import Part
 from manager.dashboard.server import PageAddress, read_address, serving
@@ -98,7 +98,7 @@ def test_the_token_in_an_address_opens_nothing_and_is_not_repeated(page: tuple[P
     assert page[0].token.encode() not in body
 
 
-def test_an_answer_lets_no_other_page_read_or_frame_it_and_tells_nobody_whence_one_came(
+def test_no_other_page_may_read_or_frame_an_answer(
     page: tuple[PageAddress, Path],
 ) -> None:
     for path in ("/", "/page.js", "/api/run", "/metrics", "/nothing"):
@@ -164,7 +164,7 @@ def test_the_metrics_are_prometheus_text_with_every_part_of_the_node_seconds(pag
     assert sum(dollars.values()) == pytest.approx(found["morph_dollars"].samples[0].value, rel=1e-12)
 
 
-def test_the_token_lies_in_a_file_of_its_owner_alone_and_is_in_no_text_of_the_address(
+def test_the_token_lies_in_a_private_file_and_in_no_address(
     page: tuple[PageAddress, Path],
 ) -> None:
     address, directory = page

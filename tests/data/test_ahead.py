@@ -18,10 +18,10 @@ from morph.contract.errors import JobError
 from morph.data.evaluation import EvaluationLoader
 from morph.data.fingerprint import data_facts
 from morph.jobs.job import load_job
+from tests.crew import FORKS
 from tests.data import read_jobs
 from tests.data.read_jobs import BROKEN
 from tests.data.readings import KEYS, M, Reading, is_ready, reading, spec_of, step_of
-from tests.runtime.worker_crew import FORKS
 from tests.waiting import ANSWER_S, poll_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
@@ -55,7 +55,7 @@ def test_micro_batches_of_several_epochs_are_read_beside_bit_for_bit(drawn: Read
     assert drawn.dataset.num_reads == 0, "the loader read by itself"
 
 
-def test_what_was_wrongly_expected_is_forgotten_and_what_was_not_is_read_here(drawn: Reading) -> None:
+def test_a_wrong_prediction_is_dropped_and_the_rest_is_read_here(drawn: Reading) -> None:
     drawn.expect(step_of(100))
     drawn.expect([(50, 2), (50, 0)], ["x", "even"])  # another shape: other samples, other entries
     drawn.same(50, 1, ["x"])
@@ -137,7 +137,7 @@ def test_killed_data_workers_are_replaced_and_what_they_had_is_read_again() -> N
         assert found.dataset.num_reads == 0
 
 
-def test_a_data_worker_that_hangs_is_replaced_once_it_has_read_nothing_for_long_enough() -> None:
+def test_a_hanging_data_worker_is_replaced_after_a_while() -> None:
     with reading("drawn", 1, patience_s=0.2) as found:
         (pid,) = found.workers.pids
         os.kill(pid, signal.SIGSTOP)

@@ -1,3 +1,5 @@
+"""Data sets are known again by their length and some samples."""
+
 from __future__ import annotations
 
 import random
@@ -10,8 +12,11 @@ import torch
 from torch import Tensor
 
 from morph.contract.errors import JobError
+from morph.contract.job_facts import JobFacts
 from morph.data import MicroBatchLoader, data_of, sample_indices
 from morph.data.evaluation import EvaluationLoader
+from morph.data.fingerprint import data_facts
+from morph.jobs.changes import require_same
 from tests.data.jobs import job_with
 
 
@@ -152,7 +157,7 @@ def test_a_data_set_may_draw_while_it_is_built() -> None:
     assert not torch.equal(built(5), built(6))
 
 
-def test_the_global_generators_are_left_as_they_were_also_when_a_sample_fails() -> None:
+def test_global_generators_are_left_alone_even_when_a_sample_fails() -> None:
     def fails(index: int) -> dict[str, Tensor]:
         drawn(index)
         raise OSError("gone")
@@ -165,3 +170,114 @@ def test_the_global_generators_are_left_as_they_were_also_when_a_sample_fails() 
         MicroBatchLoader(Counting(fails), seed=0, batch_size=2, micro_batch_size=2).load(0, 0, ["x"])
     MicroBatchLoader(Counting(drawn), seed=0, batch_size=2, micro_batch_size=2).load(0, 0, ["x"])
     assert states() == before
+
+
+def walk(seed: int, num_steps: int, batch_size: int, dataset_size: int) -> list[int]:
+    return [int(i) for step in range(num_steps) for i in sample_indices(seed, step, batch_size, dataset_size)]
+
+
+@pytest.mark.parametrize(("batch_size", "dataset_size"), [(4, 10), (5, 5), (7, 3), (1, 6), (16, 5)])
+def test_every_sample_comes_once_per_epoch(batch_size: int, dataset_size: int) -> None:
+    order = walk(3, 40, batch_size, dataset_size)
+    for first in range(0, len(order) - dataset_size, dataset_size):
+        assert sorted(order[first : first + dataset_size]) == list(range(dataset_size))
+
+
+def test_the_order_is_the_same_for_every_batch_size() -> None:
+    assert walk(3, 30, 4, 11) == walk(3, 10, 12, 11) == walk(3, 120, 1, 11)
+
+
+def test_a_step_needs_no_step_before_it() -> None:
+    late = sample_indices(9, 1000, 8, 100)
+    walk(9, 5, 8, 100)
+    assert np.array_equal(late, sample_indices(9, 1000, 8, 100))
+    assert late.dtype == np.int64
+
+
+def test_epochs_and_seeds_differ() -> None:
+    assert walk(0, 1, 50, 50) != walk(1, 1, 50, 50)
+    order = walk(0, 2, 50, 50)
+    assert order[:50] != order[50:]
+
+
+def test_the_order_is_a_promise() -> None:
+    assert walk(0, 1, 8, 8) == [6, 3, 1, 4, 5, 2, 7, 0]
+
+
+LENGTH = 100
+
+
+class Samples:
+    def __init__(self, change: Callable[[int, dict[str, Tensor]], dict[str, Tensor]], length: int = LENGTH) -> None:
+        self._change, self._length = change, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        item = {
+            "tokens": torch.arange(4) + index,
+            "scale": torch.tensor(0.5, dtype=torch.bfloat16),
+            "none": torch.zeros(0, 3),
+            "is_even": torch.tensor([index % 2 == 0]),
+        }
+        return self._change(index, item)
+
+
+def same(_index: int, item: dict[str, Tensor]) -> dict[str, Tensor]:
+    return item
+
+
+def facts_of(dataset: Samples) -> JobFacts:
+    return JobFacts(data=data_facts(job_with(lambda: dataset)))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda index, item: {**item, "tokens": item["tokens"] + (index == 99)}, r"dataset\(\)\[99\]\['tokens'\]"),
+        (lambda _, item: {**item, "tokens": item["tokens"].float()}, r"\[0\]\['tokens'\].*got 'float32 \[4\] sha256"),
+        (lambda _, item: {**item, "tokens": item["tokens"].view(2, 2)}, r"got 'int64 \[2, 2\].*allowed: int64 \[4\]"),
+        (lambda _, item: {**item, "scale": item["scale"] * 2}, r"\[0\]\['scale'\]"),
+        (lambda _, item: {k: v for k, v in item.items() if k != "none"}, r"\[0\]\['none'\].*got 'absent'"),
+        (lambda index, item: {**item, "more": torch.zeros(index)}, r"\[0\]\['more'\].*allowed: absent"),
+    ],
+)
+def test_a_sample_that_differs_is_named_with_its_entry(
+    change: Callable[[int, dict[str, Tensor]], dict[str, Tensor]], told: str
+) -> None:
+    began = facts_of(Samples(same))
+    require_same(facts_of(Samples(same)), began, "job.py:job")
+    with pytest.raises(JobError, match=told):
+        require_same(facts_of(Samples(change)), began, "job.py:job")
+
+
+@pytest.mark.parametrize("length", [0, 1, 5, 101])
+def test_another_length_is_refused(length: int) -> None:
+    found = facts_of(Samples(same, length))
+    require_same(found, found, "job.py:job")
+    with pytest.raises(JobError, match=rf"len\(dataset\(\)\): .*\(got {length}\); allowed: 100"):
+        require_same(found, facts_of(Samples(same)), "job.py:job")
+
+
+def test_data_that_is_missing_or_new_is_told_apart() -> None:
+    found = facts_of(Samples(same))
+    require_same(found, JobFacts(), "job.py:job")
+    with pytest.raises(JobError, match=r"eval_data: .*got 'none'"):
+        require_same(found, JobFacts(data={**found.data, "eval_data": found.data["dataset"]}), "job.py:job")
+
+
+def test_a_data_set_that_draws_is_known_again() -> None:
+    def crop(_index: int, item: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**item, "noise": torch.rand(4)}
+
+    require_same(facts_of(Samples(crop)), facts_of(Samples(crop)), "job.py")
+
+
+def test_a_differing_setting_is_named_and_an_unknown_one_is_ignored() -> None:
+    began = JobFacts(settings={"seed": "1", "optimizer(a)[0]['old']": "2"})
+    require_same(JobFacts(settings={"seed": "1", "optimizer(a)[0]['new']": "3"}), began, "job.py:job")
+    with pytest.raises(
+        JobError, match=r"job\.py:job: seed: is not the setting that the run began with \(got '2'\); allo"
+    ):
+        require_same(JobFacts(settings={"seed": "2"}), began, "job.py:job")

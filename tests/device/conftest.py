@@ -1,4 +1,4 @@
-from tests.device.device_crew import crew, job, reference
 from tests.device.link_contract import pair, store
+from tests.runtime.conftest import job, reference
 
-__all__ = ["crew", "job", "pair", "reference", "store"]
+__all__ = ["job", "pair", "reference", "store"]

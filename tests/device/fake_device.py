@@ -29,7 +29,6 @@ class DeviceLost(RuntimeError):
 
 
 def poison(tensor: Tensor) -> None:
-    """Overwrite a contiguous tensor."""
     tensor.view(-1).view(torch.uint8).fill_(POISON)
 
 
@@ -61,7 +60,6 @@ class FakeStream:
         self.entries: deque[Callable[[], bool]] = deque()
 
     def copy(self, into: Tensor, source: Tensor) -> None:
-        """Poisons the destination now."""
         assert into.is_contiguous()
         assert source.is_contiguous()
         assert into.shape == source.shape
@@ -89,7 +87,6 @@ class FakeStream:
             self._put(lambda: event.done)
 
     def record(self) -> FakeEvent:
-        """Done at a later tick."""
         event = FakeEvent(self._device)
 
         def act() -> bool:
@@ -100,11 +97,9 @@ class FakeStream:
         return event
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Poisoned memory."""
         return self._device.poisoned(shape, dtype)
 
     def use(self, tensor: Tensor) -> None:
-        """Noted."""
         self._device.used.append(tensor.data_ptr())
 
     @contextmanager
@@ -142,16 +137,13 @@ class FakeDevice:
 
     @property
     def current(self) -> FakeStream:
-        """See ``Device.current``."""
         return getattr(self.stream_of, "current", self.at_once)
 
     def stream(self) -> FakeStream:
-        """See ``Device.stream``."""
         self.streams.append(FakeStream(self))
         return self.streams[-1]
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Poisoned memory."""
         made = self.poisoned(shape, dtype)
         self.pinned_at.add(made.data_ptr())
         return made
@@ -173,7 +165,6 @@ class FakeDevice:
         return made, f"/proc/{os.getpid()}/fd/{self._shared[-1]}".encode()
 
     def opened(self, handle: bytes) -> Tensor:
-        """See ``SharingDevice.opened``."""
         if not self.opens:
             raise RuntimeError("memory of another process cannot be opened")
         file = os.open(handle, os.O_RDWR)
@@ -202,11 +193,9 @@ class FakeDevice:
                 assert self.tick(), "the device waits for something that nobody has enqueued"
 
     def hang(self) -> None:
-        """From now on nothing is done."""
         self.hung = True
 
     def abort(self) -> None:
-        """End every wait for the device."""
         with self.condition:
             self.aborted = True
             self.condition.notify_all()

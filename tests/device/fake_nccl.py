@@ -100,7 +100,6 @@ class FakeNccl:
         self._kill_at, self._num = kill_at, dict[str, int]()
 
     def form(self, store: Store, rank: int, size: int, limit_s: float) -> FakeCommunicator:
-        """See ``Library.form``."""
         self._meet_fault("form")
         self.is_forming.set()
         assert self.hold_forming.wait(limit_s)
@@ -117,7 +116,6 @@ class FakeNccl:
         return self.formed[-1]
 
     def abort(self, communicators: Sequence[FakeCommunicator]) -> None:
-        """See ``Library.abort``."""
         with self.device.condition:
             for one in communicators:
                 one.aborted = True

@@ -74,7 +74,6 @@ class Pair:
         return self.groups[member].channel(self.names[0], sender="a")
 
     def ring(self, member: str, number: int = 0) -> Ring:
-        """One of two rings of both."""
         ring = self.groups[member].ring(self.names[1 + number])
         assert ring is not None
         return ring
@@ -114,7 +113,6 @@ class Ends:
     check: Callable[[], None] = field(default=lambda: None)
 
     def await_done(self, member: str, transfer: Transfer) -> None:
-        """Wait as a training thread does."""
         self.pair.interrupts[member].wait_for(lambda: transfer.done, "a transfer", BOUND_S)
 
 

@@ -60,7 +60,6 @@ class _Module(backend_registration._DummyBackendModule):
         return False
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """What autocast may be asked for."""
         return [torch.float16, torch.bfloat16]
 
 
@@ -103,18 +102,15 @@ class ShapeStream:
     """See ``morph.runtime.device.devices.Stream``: there is nothing to wait for."""
 
     def copy(self, into: Tensor, source: Tensor) -> None:
-        """See ``Stream.copy``."""
         into.copy_(source, non_blocking=True)
 
     def wait(self, event: Event) -> None:
         """See ``Stream.wait``."""
 
     def record(self) -> Event:
-        """See ``Stream.record``."""
         return Passed()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See ``Stream.empty``."""
         return torch.empty(tuple(shape), dtype=dtype, device=accelerator())
 
     def use(self, tensor: Tensor) -> None:
@@ -131,11 +127,9 @@ class ShapeDevice:
         self._kept: list[Tensor] = []
 
     def stream(self) -> ShapeStream:
-        """See ``Device.stream``."""
         return self.current
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See ``Device.pinned``."""
         made = torch.empty(tuple(shape), dtype=dtype)
         self._kept.append(made)
         self.pinned_tensors.add(id(made))
@@ -176,13 +170,11 @@ class Counting(TorchDispatchMode):
         self._device, self._pinned = device, pinned
 
     def asked(self, kind: Kind, num_bytes: int, *, pinned: bool = False) -> None:
-        """Count one."""
         site = Site(kind, pinned, *_caller())
         self.counts.sites[site] += 1
         self.counts.site_bytes[site] += num_bytes
 
     def is_on_device(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies there."""
         return tensor.device.type == self._device.type
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -272,13 +264,11 @@ class ArrivedWork:
     """What a collective returns that is over."""
 
     def get_future(self) -> torch.futures.Future[object]:
-        """A future that is done."""
         future: torch.futures.Future[object] = torch.futures.Future()
         future.set_result(None)
         return future
 
     def wait(self, *_: object) -> bool:
-        """At once."""
         return True
 
 
@@ -289,11 +279,9 @@ class ShapeGroup:
         self._num_members = num_members
 
     def size(self) -> int:
-        """How many members it has."""
         return self._num_members
 
     def rank(self) -> int:
-        """The first."""
         return 0
 
     def __getattr__(self, _collective: str) -> Any:
@@ -315,7 +303,6 @@ class ShapeLoader:
         self._batch = {key: mode.from_tensor(value) for key, value in batch.items()}
 
     def load(self, step: int, micro_batch: int, keys: Sequence[str]) -> dict[str, Tensor]:
-        """See ``MicroBatchLoader.load``."""
         return {key: self._batch[key] for key in keys}
 
 
@@ -330,12 +317,10 @@ class _ReducedAtTheEnd(Reduction):
     """Reduces in the calling thread, to which a fake mode belongs."""
 
     def put(self, accumulator: Accumulator, ring: Ring | None) -> None:
-        """See ``Reduction.put``."""
         with mock.patch("morph.runtime.state.reducing.threading.Thread"):
             super().put(accumulator, ring)
 
     def finish(self) -> None:
-        """See ``Reduction.finish``."""
         self._is_complete = True
         self._run()
         super().finish()
@@ -483,7 +468,6 @@ class Case:
 
     @property
     def title(self) -> str:
-        """As in the docs' table."""
         shape = self.shape
         how = ", recomputed" if shape.recompute else ""
         return f"{self.name}, {shape.pipeline_depth}x{shape.num_replicas}, m = {shape.micro_batch_size}{how}"

@@ -34,13 +34,13 @@ def documented(*names: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_step_of_the_small_jobs_asks_of_a_device_is_what_the_docs_say() -> None:
+def test_what_a_small_jobs_step_asks_of_its_device_is_documented() -> None:
     documented("tiny_gpt", "four layers, bf16, clipped", "batch norm, fp16", "four layers, fast sums")
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_what_a_step_of_a_larger_job_asks_of_a_device_is_what_the_docs_say() -> None:
+def test_what_a_larger_jobs_step_asks_of_its_device_is_documented() -> None:
     documented("gpt2_stdlib")
 
 

@@ -20,7 +20,6 @@ from tests.device.link_contract import Ends, LinkContract, Pair, Spec
 
 
 def staged_ends(pair: Pair, devices: dict[str, Device]) -> Ends:
-    """Both ends of a staged transport."""
     staging = {name: Staging(device) for name, device in devices.items()}
     interrupts = pair.interrupts
     return Ends(
@@ -124,7 +123,7 @@ def test_an_arrival_that_is_used_without_being_taken_is_poison(device: FakeDevic
     assert device.used == [taken.data_ptr()]
 
 
-def test_sending_waits_for_no_device_that_hangs_and_an_abort_ends_the_wait_for_what_leaves(device: FakeDevice) -> None:
+def test_sending_does_not_wait_for_a_hanging_device_and_aborts(device: FakeDevice) -> None:
     device.hang()
     wire, staging, interrupt = Wire(), Staging(device), Interrupt(1)
     leaving = StagedLink(wire, staging, interrupt).send([torch.ones(4)])
@@ -151,7 +150,7 @@ def test_nothing_of_an_aborted_generation_is_handed_to_the_wire(device: FakeDevi
     assert wire.handed_over == []
 
 
-def test_a_batch_is_on_the_device_for_whoever_uses_it_next_and_is_no_longer_the_loaders(device: FakeDevice) -> None:
+def test_a_batch_on_the_device_no_longer_depends_on_the_loaders_memory(device: FakeDevice) -> None:
     loaded = torch.ones(3)
     batch = Staging(device).place({"x": loaded, "y": torch.tensor(2)})
     loaded.fill_(5.0)

@@ -91,7 +91,7 @@ class TestMailboxesOnAFakeDevice(LinkContract):
         yield Ends(pair, links, staging)
         ticking.stop()
 
-    def test_a_sender_far_ahead_uses_its_slots_again_for_messages_of_every_shape(self, ends: Ends, pair: Pair) -> None:
+    def test_a_fast_sender_reuses_its_slots_for_every_shape(self, ends: Ends, pair: Pair) -> None:
         sizes = [1, 7000, 512, 40_000, 3, 1024, *range(90, 120), 2]
         messages = [[torch.full((size,), float(size)), torch.arange(number)] for number, size in enumerate(sizes)]
         leaving = [ends.links["a"].send([ends.place(tensor) for tensor in message]) for message in messages]
@@ -121,7 +121,7 @@ def tick(device: FakeDevice, until: Callable[[], bool], what: str) -> None:
     poll(lambda: not device.tick() and until(), what)
 
 
-def test_no_more_slots_are_filled_than_there_are_before_the_first_is_read(neighbours: Neighbours, pair: Pair) -> None:
+def test_no_more_slots_are_filled_than_there_are(neighbours: Neighbours, pair: Pair) -> None:
     links, device = neighbours.join(pair), neighbours.devices["a"]
     leaving = [links["a"].send([torch.full((4,), float(number))]) for number in range(9)]
     tick(device, lambda: device.num_copies == 4, "four slots to be filled")
@@ -132,7 +132,7 @@ def test_no_more_slots_are_filled_than_there_are_before_the_first_is_read(neighb
     assert not leaving[4].done
 
 
-def test_what_is_told_is_in_its_slot_and_what_was_not_taken_is_poison(neighbours: Neighbours, pair: Pair) -> None:
+def test_a_message_stands_in_its_slot_and_untaken_bytes_are_poison(neighbours: Neighbours, pair: Pair) -> None:
     links = neighbours.join(pair)
     arriving = links["b"].receive([Spec((4,))])
     links["a"].send([torch.full((4,), 5.0)])
@@ -147,9 +147,7 @@ def test_what_is_told_is_in_its_slot_and_what_was_not_taken_is_poison(neighbours
     assert neighbours.devices["b"].used == [taken.data_ptr()]
 
 
-def test_sending_waits_for_no_device_that_hangs_and_an_abort_ends_every_wait(
-    neighbours: Neighbours, pair: Pair
-) -> None:
+def test_sending_ignores_a_hanging_device_and_an_abort_ends_every_wait(neighbours: Neighbours, pair: Pair) -> None:
     links = neighbours.join(pair)
     neighbours.devices["a"].hang()
     arriving = links["b"].receive([Spec((4,))])
@@ -173,7 +171,7 @@ def test_a_lost_device_is_told_to_who_waits_for_what_leaves(neighbours: Neighbou
         links["a"].send([torch.ones(4)]).wait("it to leave", BOUND_S)
 
 
-def test_a_receiver_that_goes_is_lost_to_its_sender_with_a_slot_filled(neighbours: Neighbours, pair: Pair) -> None:
+def test_a_sender_sees_that_its_receiver_left_a_slot_filled(neighbours: Neighbours, pair: Pair) -> None:
     links = neighbours.join(pair)
     leaving = links["a"].send([torch.ones(4)])
     tick(neighbours.devices["a"], lambda: neighbours.devices["a"].num_copies == 1, "a slot to be filled")
@@ -183,9 +181,7 @@ def test_a_receiver_that_goes_is_lost_to_its_sender_with_a_slot_filled(neighbour
         leaving.wait("it to leave", BOUND_S)
 
 
-def test_a_peers_memory_is_let_go_when_the_generation_ends_and_only_once_the_device_reads_it_no_more(
-    neighbours: Neighbours, pair: Pair
-) -> None:
+def test_a_peers_memory_is_released_once_the_device_has_read_it(neighbours: Neighbours, pair: Pair) -> None:
     links = neighbours.join(pair)
     held = weakref.ref(links["b"]._slots)  # type: ignore[attr-defined]
     arriving = links["b"].receive([Spec((4,))])
@@ -224,7 +220,7 @@ def test_morphs_share_no_new_memory_and_leave_no_thread(neighbours: Neighbours, 
     ticking.stop()
 
 
-def test_a_link_of_an_earlier_generation_fills_no_slot_and_takes_no_mailbox(neighbours: Neighbours) -> None:
+def test_a_link_of_an_earlier_generation_touches_no_slot(neighbours: Neighbours) -> None:
     box, device = Mailbox(neighbours.devices["a"], 2, 64), neighbours.devices["a"]
     piece, ready = torch.ones(8, dtype=torch.uint8), device.current.record()
     box.take(1, "first")
@@ -238,7 +234,7 @@ def test_a_link_of_an_earlier_generation_fills_no_slot_and_takes_no_mailbox(neig
 
 
 @pytest.mark.parametrize("cannot", ["share", "open"])
-def test_both_ends_go_through_the_host_where_one_cannot_and_say_so_once(
+def test_both_ends_use_the_host_where_one_must_and_say_so_once(
     neighbours: Neighbours, store: StoreHost, cannot: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     neighbours.devices["a"].shares = cannot != "share"
@@ -256,7 +252,7 @@ def test_both_ends_go_through_the_host_where_one_cannot_and_say_so_once(
 
 
 @pytest.mark.parametrize("cannot", ["share", "open"])
-def test_what_cannot_go_from_device_to_device_is_refused_where_that_is_asked_for(
+def test_an_impossible_path_between_devices_is_refused_when_requested(
     neighbours: Neighbours, pair: Pair, cannot: str
 ) -> None:
     neighbours.devices["a"].shares = cannot != "share"
@@ -287,7 +283,7 @@ def test_what_is_no_handle_of_cuda_memory_is_not_opened() -> None:
         CudaDevice(torch.device("cuda:0")).opened(b"abc")
 
 
-def test_torch_gets_back_what_it_gave_for_shared_memory_and_is_told_to_wait_for_no_event() -> None:
+def test_torch_gets_shared_memory_back_without_waiting_for_an_event() -> None:
     device, given = CudaDevice(torch.device("cuda:0")), []
     device.kind = torch.device("cpu", 0)
     memory = torch.UntypedStorage(4096)

@@ -118,7 +118,7 @@ def test_sums_reduced_on_devices_have_the_bits_of_those_reduced_through_gloo(tic
             assert have.exponents == want.exponents
 
 
-def test_an_operation_is_done_when_its_event_is_and_not_when_its_future_is(members: Members) -> None:
+def test_an_operation_ends_with_its_event_and_not_with_its_future(members: Members) -> None:
     for name in "ab":
         members.pair.interrupts[name].wait_for(
             lambda name=name: len(members.libraries[name].formed) == 2, "forming", BOUND_S
@@ -136,7 +136,7 @@ def test_an_operation_is_done_when_its_event_is_and_not_when_its_future_is(membe
     assert into["a"].tolist() == [1.0, 1.0, 2.0, 2.0]
 
 
-def test_operations_wait_for_what_the_calling_thread_has_given_its_device_to_do(ticked: Members) -> None:
+def test_operations_follow_the_work_that_the_calling_thread_enqueued(ticked: Members) -> None:
     values = {name: torch.ones(3) for name in "ab"}
     late = torch.full((3,), 5.0)
     for name in "ab":
@@ -163,7 +163,7 @@ def test_a_ring_is_used_before_its_communicator_is_formed(pair: Pair, store: Sto
     ticking.stop()
 
 
-def test_whoever_waits_for_a_device_whose_peer_never_comes_hangs_until_the_generations_end(ticked: Members) -> None:
+def test_waiting_for_an_absent_peer_ends_with_the_generation(ticked: Members) -> None:
     pending = ticked.ring("a").reduce(torch.ones(3), dist.ReduceOp.SUM)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(pending._event.wait)
@@ -219,7 +219,7 @@ def test_no_ring_has_two_members_on_one_device(setting: str, told: dict[str, Dev
     assert [ring.name for ring in rings_over_nccl(setting, RINGS, told)] == names  # type: ignore[arg-type]
 
 
-def test_what_cannot_be_reduced_by_nccl_is_refused_where_that_is_asked_for() -> None:
+def test_what_nccl_cannot_reduce_is_refused_when_requested() -> None:
     with pytest.raises(ConfigError, match=r"vms.rings.*two workers of a reduction share a device"):
         rings_over_nccl("nccl", RINGS, facts(a="1", b="1", c="3"))
     with pytest.raises(ConfigError, match=r"vms.rings.*different versions of NCCL"):
@@ -246,7 +246,7 @@ def test_nothing_is_asked_of_a_device_where_sums_go_through_the_host() -> None:
             library_for("nccl", torch.device("cuda"))
 
 
-def test_what_is_to_happen_at_a_generations_end_happens_also_if_that_was_before() -> None:
+def test_actions_for_a_generations_end_run_even_if_registered_late() -> None:
     interrupt, called = Interrupt(1), [threading.Event(), threading.Event()]
     interrupt.at_end(called[0].set)
     assert not called[0].is_set()

@@ -37,7 +37,7 @@ from morph.elastic.strategy import (
 from morph.link.listener import Caller, Listener
 from morph.runtime.groups.interrupt import Interrupt
 from tests.link.pair import own
-from tests.runtime.worker_crew import poll_until
+from tests.waiting import poll_until
 
 
 def after(pace: Pace, rate: float, num_workers: int = 4, times: int = 1) -> tuple[Pace, list[str]]:

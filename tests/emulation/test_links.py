@@ -26,7 +26,7 @@ def message() -> torch.Tensor:
     return torch.zeros(border(64).shape, dtype=torch.float64)
 
 
-def test_a_message_is_due_after_the_task_that_made_it_by_the_links_time() -> None:
+def test_a_message_arrives_after_its_task_by_the_links_time() -> None:
     time, channel = FakeTime(), FakeChannel()
     clock = DeviceClock(0.02, time.now, time.sleep)
     link = OutgoingLink(channel, clock, iter([0.5, 0.25]), wire_s=0.0)
@@ -71,7 +71,7 @@ def test_a_message_is_not_there_before_it_really_is() -> None:
     assert alarm.calls == []
 
 
-def test_a_message_that_came_early_is_held_back_until_it_is_due_and_its_waiter_is_woken_then() -> None:
+def test_an_early_message_is_held_back_until_it_is_due() -> None:
     time, channel, alarm = FakeTime(), FakeChannel(), FakeAlarm()
     clock = DeviceClock(0.02, time.now, time.sleep)
     tensor = message()
@@ -87,7 +87,7 @@ def test_a_message_that_came_early_is_held_back_until_it_is_due_and_its_waiter_i
     assert clock.begin() == pytest.approx(101.0)
 
 
-def test_a_units_state_takes_as_long_as_its_unscaled_bytes_and_its_size_no_time() -> None:
+def test_a_units_state_travels_by_its_unscaled_bytes() -> None:
     time, channel, alarm = FakeTime(), FakeChannel(), FakeAlarm()
     link = IncomingState(channel, DeviceClock(0.02, time.now, time.sleep), alarm, Interrupt(1), seconds_per_byte=0.01)
     size = link.transfer(torch.zeros(1, dtype=torch.int64))

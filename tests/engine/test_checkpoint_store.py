@@ -11,7 +11,7 @@ from manager.engine.loop.checkpoint_store import CheckpointStore
 from manager.engine.loop.event_queue import EventQueue
 from morph.checkpoint.manifest import complete_versions
 from morph.contract.rules import CheckpointRules
-from tests.checkpoint.test_newest import _flipped, save
+from tests.checkpoint.test_manifest import _flipped, save
 
 
 def found(url: str) -> Event:

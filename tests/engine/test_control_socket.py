@@ -151,7 +151,7 @@ def test_a_packet_that_is_not_a_managers_ends_that_visit_alone() -> None:
             assert hear(inside) == (None, [])
 
 
-def test_the_vms_live_on_while_no_descriptor_is_left_for_the_next_manager(listener: socket.socket) -> None:
+def test_the_vms_live_on_without_a_descriptor_for_the_next_manager(listener: socket.socket) -> None:
     class Short(socket.socket):
         num_failures = 3
 

@@ -62,7 +62,7 @@ def test_compute_times_wait_while_anything_else_does(
     assert [type(observed.event) for observed in run.observed] == [ComputeTimesSeen]
 
 
-def test_compute_times_of_many_workers_come_rarer_where_taking_them_in_is_slow(
+def test_compute_times_of_many_workers_come_less_often(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [100.0]

@@ -38,7 +38,7 @@ GRANTED = NodesGranted(request="job-1", nodes=("job-1-0", "job-1-1"))
 APPEARED = (NodeAppeared(node="job-1-0"), NodeAppeared(node="job-1-1"))
 
 
-def test_what_is_up_of_a_request_without_an_answer_is_known_by_its_name() -> None:
+def test_vms_of_an_unanswered_request_are_known_by_its_name() -> None:
     found = inherited(state_after([]), ["job-1-1"])
     assert found.vms == (Vm(name="job-1-1", request="job-1"),)
     assert found.nodes == frozenset()

@@ -30,7 +30,7 @@ class World:
         return [self.event_queue.get(0.0).item for _ in range(len(self.event_queue))]  # type: ignore[union-attr]
 
 
-def test_a_vm_is_told_of_once_it_is_granted_and_in_the_cluster_and_only_once() -> None:
+def test_a_vm_is_announced_once_when_granted_and_in_the_cluster() -> None:
     world = World()
     world.granted["a"] = "job-1"
     assert world.seen() == []
@@ -44,7 +44,7 @@ def test_a_vm_is_told_of_once_it_is_granted_and_in_the_cluster_and_only_once() -
     assert world.seen()[0] == NodeAppeared(node="stranger", request="job-2")
 
 
-def test_what_a_vm_costs_that_joins_before_its_grant_is_asked_once_and_told_of_each_worker() -> None:
+def test_the_price_of_an_early_vm_is_asked_once_for_all_workers() -> None:
     world, asked = World(), list[list[str]]()
     paid, facts = Paid(usd_per_h=1.4, num_nodes=2, before_s=20.0), NodeFacts(provider="azure", zone="2")
 
@@ -78,7 +78,7 @@ def test_every_worker_of_a_vm_is_told_of_and_lost_with_it() -> None:
     assert world.seen() == [WorkerLost(worker="a.d0", cause=cause), WorkerLost(worker="a.d1", cause=cause)]
 
 
-def test_a_vm_that_leaves_the_cluster_is_lost_and_does_not_come_back_under_its_name() -> None:
+def test_a_vm_that_left_the_cluster_does_not_return_under_its_name() -> None:
     world = World()
     world.granted["a"] = "job-1"
     world.nodes = {"a": "10.0.0.5"}
@@ -90,7 +90,7 @@ def test_a_vm_that_leaves_the_cluster_is_lost_and_does_not_come_back_under_its_n
     assert world.seen() == []
 
 
-def test_vms_of_which_an_earlier_manager_told_are_not_told_of_again_but_their_loss_is() -> None:
+def test_known_vms_are_not_announced_again_but_their_loss_is() -> None:
     world = World(appeared=("a",))
     world.granted["a"] = "job-1"
     world.nodes = {"a": "10.0.0.5"}
@@ -99,7 +99,7 @@ def test_vms_of_which_an_earlier_manager_told_are_not_told_of_again_but_their_lo
     assert world.seen() == [WorkerLost(worker="a", cause="its VM left the cluster")]
 
 
-def test_a_cluster_that_does_not_answer_is_told_once_and_nobody_is_lost_for_it() -> None:
+def test_a_silent_cluster_is_reported_once_and_costs_nobody() -> None:
     world = World()
     world.granted["a"] = "job-1"
     world.nodes = {"a": "10.0.0.5"}

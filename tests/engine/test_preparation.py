@@ -34,9 +34,7 @@ def trace_of(*events: tuple[float, str, str]) -> Trace:
     )
 
 
-def test_what_the_last_vm_brings_beyond_the_workers_that_are_kept_has_plans_too_and_nothing_else_depends_on_it() -> (
-    None
-):
+def test_workers_beyond_those_kept_have_plans_that_change_nothing_else() -> None:
     kept = VMS.model_copy(update={"keep": 4})
     config, more = (controller_config(PROFILE, kept, POLICY, Trace(events=()), 10, num_beyond=n) for n in (0, 3))
     assert set(config.plans) == {1, 2, 3, 4}
@@ -48,7 +46,7 @@ def test_what_the_last_vm_brings_beyond_the_workers_that_are_kept_has_plans_too_
 
 
 @pytest.mark.slow
-def test_a_job_that_would_fit_only_beyond_the_workers_that_are_kept_is_refused() -> None:
+def test_a_job_that_fits_only_beyond_the_kept_workers_is_refused() -> None:
     def planned(keep: int, memory_bytes: int) -> set[int]:
         vms = VMS.model_copy(update={"keep": keep, "memory_bytes": memory_bytes})
         return set(controller_config(PROFILE, vms, POLICY, Trace(events=()), 10, num_beyond=3).plans)
@@ -59,7 +57,7 @@ def test_a_job_that_would_fit_only_beyond_the_workers_that_are_kept_is_refused()
         planned(1, memory_bytes)
 
 
-def test_there_is_a_plan_for_every_number_of_vms_that_the_trace_can_bring() -> None:
+def test_every_number_of_vms_that_the_trace_brings_has_a_plan() -> None:
     trace = trace_of((0, "add", "a"), (0, "add", "b"), (3, "add", "c"), (4, "remove", "a"), (5, "add", "d"))
     config = controller_config(PROFILE, VMS, POLICY, trace, 10)
     assert set(config.plans) == {1, 2, 3}
@@ -68,7 +66,7 @@ def test_there_is_a_plan_for_every_number_of_vms_that_the_trace_can_bring() -> N
     assert config.units["s0+s3"] == (0, 3)
 
 
-def test_shapes_of_more_workers_than_this_machine_has_cores_are_expected_on_these_too(
+def test_shapes_beyond_the_local_cores_are_expected_on_those_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
@@ -101,12 +99,12 @@ def shapes(**asked: int) -> dict[int, str]:
     return {count: plan.shape for count, plan in config.plans.items()}
 
 
-def test_a_pipeline_depth_that_is_asked_for_is_that_of_every_shape_and_fewer_workers_have_none() -> None:
+def test_a_requested_pipeline_depth_holds_for_every_shape() -> None:
     assert shapes(pipeline_depth=2) == {2: "2x1", 3: "2x1", 4: "2x2"}
     assert shapes(pipeline_depth=3) == {3: "3x1", 4: "3x1"}
 
 
-def test_replicas_that_are_asked_for_are_the_most_there_are_and_further_workers_stand_by() -> None:
+def test_requested_replicas_are_a_maximum_and_further_workers_stand_by() -> None:
     assert shapes(pipeline_depth=1, num_replicas=2) == {1: "1x1", 2: "1x2", 3: "1x2", 4: "1x2"}
     assert shapes(pipeline_depth=2, num_replicas=1) == {2: "2x1", 3: "2x1", 4: "2x1"}
     assert all(shape.endswith("x1") for shape in shapes(num_replicas=1).values())
@@ -131,7 +129,7 @@ def test_a_constant_trace_brings_every_vm_at_the_start() -> None:
     assert controller_config(PROFILE, VMS, POLICY, trace, 10).expected_nodes == 4
 
 
-def test_a_run_that_keeps_vms_asks_for_all_of_them_and_has_a_plan_for_every_number() -> None:
+def test_a_run_that_keeps_vms_has_a_plan_for_every_number() -> None:
     vms = VMS.model_copy(update={"keep": 3})
     trace = constant_trace(vms)
     assert trace.events == ()
@@ -153,7 +151,7 @@ def test_a_session_starts_from_its_checkpoint_with_the_plans_that_there_are() ->
     assert config.plans == anew.plans
 
 
-def test_a_job_that_fits_on_no_number_of_vms_is_refused_before_anything_starts() -> None:
+def test_a_job_that_never_fits_is_refused_before_anything_starts() -> None:
     with pytest.raises(PlanError):
         controller_config(PROFILE, LocalVms(memory_bytes=1000), POLICY, constant_trace(VMS), 10)
 
@@ -172,7 +170,7 @@ def _no_devices() -> tuple[CudaDevice, ...]:
     pytest.fail("a CPU's VMs asked for devices")
 
 
-def test_memory_is_what_the_cluster_file_says_or_a_share_of_this_machine() -> None:
+def test_memory_is_as_configured_or_a_share_of_this_machine() -> None:
     assert memory_of(LocalVms(num_vms=4, memory_bytes=123), devices=_no_devices).device_bytes == 123
     four, eight = (memory_of(LocalVms(num_vms=count), devices=_no_devices) for count in (4, 8))
     assert 0 < eight.device_bytes <= four.device_bytes
@@ -190,7 +188,7 @@ def test_local_vms_on_cuda_are_planned_with_their_share_of_the_devices() -> None
     assert told.device_bytes == 5
 
 
-def test_a_run_on_shared_devices_has_only_plans_that_fit_in_the_shares() -> None:
+def test_plans_on_shared_devices_fit_in_the_shares() -> None:
     vms, trace = LocalVms(num_vms=4, device="cuda"), constant_trace(VMS)
     roomy, tight = (
         controller_config(PROFILE, vms, POLICY, trace, 10, devices=lambda size=size: (CudaDevice("GPU-a", size),))
@@ -204,7 +202,7 @@ def test_a_run_on_shared_devices_has_only_plans_that_fit_in_the_shares() -> None
 
 
 @pytest.mark.parametrize("links", ["ipc", "auto"])
-def test_plans_of_a_run_leave_room_for_the_mailboxes_that_its_workers_may_use(links: LinkSetting) -> None:
+def test_plans_leave_room_for_mailboxes_between_workers(links: LinkSetting) -> None:
     staged = LocalVms(num_vms=4, device="cuda")
     owned = [CudaDevice("GPU-0", 10**12)] * 4
     plain, found = (
@@ -241,7 +239,7 @@ def test_a_plan_tells_what_is_done_against_losses_and_why(
     assert ("no room" in line) == (memory_bytes == 1 or host_bytes == 10**3)
 
 
-def test_followers_are_weighed_by_the_link_that_was_profiled_until_the_run_has_seen_it() -> None:
+def test_followers_are_weighed_by_the_profiled_link_at_first() -> None:
     def cost(bytes_per_s: float) -> str:
         profile = synthetic_profile(num_sections=4, forward_s=0.5, batch_size=64, bandwidth_bytes_per_s=bytes_per_s)
         best = plan(profile, num_gpus=4, pipeline_depth=4, num_replicas=1).best

@@ -20,7 +20,6 @@ from manager.providers.interface.provider import (
     RETRIES,
     Capabilities,
     Misconfigured,
-    Price,
     Throttled,
     Transient,
     Vm,
@@ -29,44 +28,30 @@ from manager.providers.interface.provider import (
     vm_name,
 )
 from morph.contract.cluster import Limits
-from tests.engine.controller_nodes import know
-
-BOUND_S = 100.0
+from tests.engine.fake_cloud import BOUND_S, FakeCloud, know
 
 
-class Cloud:
-    """VMs that are names, in a cloud that others may change too."""
+class Cloud(FakeCloud):
+    """It may be changed by others too, is slow, has locked VMs, or fails to be dismantled."""
 
     def __init__(self) -> None:
-        self.there: dict[str, Vm] = {}
-        self.ends: list[Exception] = []
+        super().__init__()
+        self.dismantle_errors: list[Exception] = []
         self.dismantled = False
         self.locked: set[str] = set()
         self.asking, self.stopped = threading.Event(), threading.Event()
         self.slow = False
-        self.num_devices = 1
-
-    def add(self, request: str, count: int) -> tuple[Vm, ...]:
-        """So many VMs."""
-        each = self.num_devices
-        vms = [Vm(name=vm_name(request, index), request=request, num_devices=each) for index in range(count)]
-        self.there |= {vm.name: vm for vm in vms}
-        return tuple(vms)
 
     def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
-        vms = self.add(request, -(-count // self.num_devices))
+        vms = super().request(request, count, max_vms)
         if self.slow:
             self.asking.set()
             assert self.stopped.wait(BOUND_S)
             raise Transient("not waited for any more")
         return vms
 
-    def list(self) -> tuple[Vm, ...]:
-        return tuple(self.there.values())
-
     def delete(self, names: Sequence[str]) -> None:
-        for name in set(names) - self.locked:
-            self.there.pop(name, None)
+        super().delete([name for name in names if name not in self.locked])
         if left := self.locked.intersection(names, self.there):
             raise not_ended({name: Misconfigured("ScopeLocked") for name in left})
 
@@ -74,12 +59,9 @@ class Cloud:
         self.stopped.set()
 
     def dismantle(self) -> None:
-        if self.ends:
-            raise self.ends.pop(0)
+        if self.dismantle_errors:
+            raise self.dismantle_errors.pop(0)
         self.there, self.dismantled = {}, True
-
-    def price(self) -> Price | None:
-        return Price(usd_per_h=1.0, source="test")
 
     def capabilities(self) -> Capabilities:
         return Capabilities(spot=True, ending="morph cloud reconcile FILE --run tiny-1")
@@ -120,7 +102,7 @@ class World:
 def world() -> Iterator[World]:
     world = World()
     yield world
-    world.cloud.ends.clear()
+    world.cloud.dismantle_errors.clear()
     world.shell.close()
 
 
@@ -371,7 +353,11 @@ def test_the_end_does_not_wait_for_a_request_under_way_and_leaves_nothing(world:
 
 
 def test_the_end_is_tried_again_while_the_provider_fails_and_after_the_pauses_that_it_asks_for(world: World) -> None:
-    world.cloud.ends = [Transient("no answer"), Throttled("too many calls", 600.0), Transient("a-0 is left: 401")]
+    world.cloud.dismantle_errors = [
+        Transient("no answer"),
+        Throttled("too many calls", 600.0),
+        Transient("a-0 is left: 401"),
+    ]
     world.shell.close()
     assert world.cloud.dismantled
     assert world.pauses_s == [RETRIES.first_s, 600.0, 4 * RETRIES.first_s]
@@ -381,7 +367,7 @@ def test_the_end_is_tried_again_while_the_provider_fails_and_after_the_pauses_th
 def test_what_cannot_be_ended_in_time_is_named_with_the_command_that_ends_it(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world.cloud.ends = [Transient("a-0 is left: ResourceBusy", 600.0)] * 3
+    world.cloud.dismantle_errors = [Transient("a-0 is left: ResourceBusy", 600.0)] * 3
     world.shell.close()
     assert world.pauses_s == [600.0, PATIENCE_S - 600.0]  # the last try is at the end of the time
     told = "a-0 is left: ResourceBusy; what ends them: morph cloud reconcile FILE --run tiny-1"
@@ -393,7 +379,7 @@ def test_what_cannot_be_ended_in_time_is_named_with_the_command_that_ends_it(
 def test_an_end_that_fails_for_good_is_told_to_the_user(
     world: World, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    world.cloud.ends = [error]
+    world.cloud.dismantle_errors = [error]
     world.shell.close()
     assert world.pauses_s == []
     assert world.facts()["vms_left"].startswith(str(error))

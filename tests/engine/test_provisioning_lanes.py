@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,123 +13,28 @@ from manager.engine.vms.provisioning import Provisioning
 from manager.engine.vms.spending import Spending
 from manager.journal.records import Fact
 from manager.providers.interface.provider import (
-    Capabilities,
     CapacityShort,
-    Price,
     QuotaExceeded,
     Transient,
     Vm,
-    vm_name,
 )
 from morph.contract.cluster import Limits
-from tests.engine.controller_nodes import know
-
-BOUND_S = 100.0
+from tests.engine.fake_cloud import BOUND_S, FakeCloud, ProvisioningWorld, know
 
 
-class Gate:
-    """Holds up calls while it is shut. ``reached``: one has come."""
+class World(ProvisioningWorld):
+    """A VM costs a dollar a second."""
 
-    def __init__(self) -> None:
-        self.reached, self.open = threading.Event(), threading.Event()
-        self.open.set()
-
-    def shut(self) -> None:
-        self.reached.clear()
-        self.open.clear()
-
-    def pass_through(self) -> None:
-        self.reached.set()
-        assert self.open.wait(BOUND_S)
-
-
-class Cloud:
-    """VMs that are names, with room for so many; requests and ends can be held up. ``calls`` in order of their end."""
-
-    def __init__(self) -> None:
-        self.there: dict[str, Vm] = {}
-        self.room = 100
-        self.usd_per_h: float | None = None
-        self.full: Exception = CapacityShort("no room")
-        self.requests, self.ends = Gate(), Gate()
-        self.fail_ends = 0
-        self.calls: list[str] = []
-        self.lock = threading.Lock()
-
-    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
-        with self.lock:
-            vms = [
-                Vm(name=vm_name(request, index), request=request, usd_per_h=self.usd_per_h)
-                for index in range(min(count, max_vms or count))
-            ]
-            vms = vms[: max(0, self.room - sum(vm.request != request for vm in self.there.values()))]
-            if not vms:
-                self.calls.append(f"refuse {request}")
-                raise self.full
-            self.there |= {vm.name: vm for vm in vms}
-        self.requests.pass_through()  # they are there before the grant is
-        with self.lock:
-            self.calls.append(f"grant {request}")
-            return tuple(vms)
-
-    def list(self) -> tuple[Vm, ...]:
-        with self.lock:
-            return tuple(self.there.values())
-
-    def delete(self, names: Sequence[str]) -> None:
-        found = [name for name in names if name in self.there]
-        if not found:
-            return
-        self.ends.pass_through()
-        if self.fail_ends:
-            self.fail_ends -= 1
-            raise Transient("no answer")
-        with self.lock:
-            for name in found:
-                self.there.pop(name, None)
-            self.calls.append(f"end {', '.join(found)}")
-
-    def stop(self) -> None:
-        self.requests.open.set()
-
-    def dismantle(self) -> None:
-        with self.lock:
-            self.there = {}
-            self.calls.append("dismantle")
-
-    def price(self) -> Price | None:
-        return Price(usd_per_h=3600.0, source="test")  # a dollar a second
-
-    def capabilities(self) -> Capabilities:
-        return Capabilities(spot=True)
-
-
-class World:
     def __init__(self, **limits: float) -> None:
-        self.cloud, self.event_queue, self.now_s = Cloud(), EventQueue(), 0.0
-        spending = Spending(Limits.model_validate(limits), lambda: self.now_s)
-        self.shell = Provisioning(self.cloud, self.event_queue, spending)
-        self.facts: list[str] = []
-
-    def ask(self, request: str, count: int = 1) -> None:
-        self.shell.request(RequestNodes(request=request, count=count))
-
-    def answer(self) -> NodesGranted | RequestRefused:
-        while True:
-            stamped = self.event_queue.get(BOUND_S)
-            assert stamped is not None, "no answer"
-            if isinstance(stamped.item, NodesGranted | RequestRefused):
-                return stamped.item
-            assert isinstance(stamped.item, Fact)
-            self.facts.append(stamped.item.detail)
+        super().__init__(FakeCloud(3600.0), **limits)
 
     def until_told(self, detail: str) -> None:
         """Wait for a fact, and see that there is no answer before it."""
-        while detail not in self.facts:
+        while detail not in [fact.detail for fact in self.facts]:
             stamped = self.event_queue.get(BOUND_S)
             assert stamped is not None, self.facts
             assert isinstance(stamped.item, Fact), stamped.item
-            self.facts.append(stamped.item.detail)
+            self.facts.append(stamped.item)
 
     def have(self, request: str, count: int = 1) -> list[str]:
         """Get VMs that the controller knows."""
@@ -139,12 +43,6 @@ class World:
         assert isinstance(granted, NodesGranted)
         know(self.shell, granted.nodes)
         return list(granted.nodes)
-
-    def settle(self) -> None:
-        """Wait until all that is to be ended is."""
-        done = threading.Event()
-        self.shell._ends.put(done.set)
-        assert done.wait(BOUND_S)
 
 
 @pytest.fixture
@@ -166,11 +64,11 @@ def test_a_replacement_does_not_wait_until_the_lost_vm_is_gone_whatever_the_limi
         lost, other = world.have("job-1", 2)
         world.cloud.ends.shut()
         know(world.shell, [other])
-        world.ask("job-2")
+        world.ask("job-2", 1)
         assert world.answer() == NodesGranted(request="job-2", nodes=("job-2-0",))
         assert world.cloud.ends.reached.wait(BOUND_S)
         assert lost in world.cloud.there
-        world.ask("job-3")
+        world.ask("job-3", 1)
         refused = world.answer()
         assert isinstance(refused, RequestRefused) == bool(limits), "one more than are kept"
         world.cloud.ends.open.set()
@@ -181,7 +79,7 @@ def test_a_replacement_does_not_wait_until_the_lost_vm_is_gone_whatever_the_limi
 def test_a_vm_is_ended_while_a_request_is_under_way(world: World) -> None:
     lost, other = world.have("job-1", 2)
     world.cloud.requests.shut()
-    world.ask("job-2")
+    world.ask("job-2", 1)
     assert world.cloud.requests.reached.wait(BOUND_S)
     know(world.shell, [other])
     world.settle()
@@ -201,10 +99,10 @@ def test_a_vm_that_is_being_ended_is_paid_until_it_is_gone() -> None:
         world.cloud.ends.open.set()
         world.settle()
         world.now_s += 399
-        world.ask("job-2")
+        world.ask("job-2", 1)
         assert isinstance(world.answer(), NodesGranted)
         world.now_s += 1  # and one of two for a second more
-        world.ask("job-3")
+        world.ask("job-3", 1)
         refused = world.answer()
         assert isinstance(refused, RequestRefused)
         assert refused.detail == "1001.00 dollars are spent, vms.limits.budget_usd is 1000"
@@ -217,7 +115,7 @@ def test_where_there_is_no_room_beside_it_a_replacement_waits_for_the_end(world:
     world.cloud.ends.shut()
     know(world.shell, [other])
     assert world.cloud.ends.reached.wait(BOUND_S)
-    world.ask("job-2")
+    world.ask("job-2", 1)
     world.until_told(f"job-2: {full}; again when {lost} are ended")
     world.cloud.ends.open.set()
     assert world.answer() == NodesGranted(request="job-2", nodes=("job-2-0",))
@@ -227,12 +125,12 @@ def test_where_there_is_no_room_beside_it_a_replacement_waits_for_the_end(world:
 def test_a_refusal_with_nothing_being_ended_or_an_end_that_fails_is_an_answer(world: World) -> None:
     world.cloud.room = 1
     (lost,) = world.have("job-1")
-    world.ask("job-2")
+    world.ask("job-2", 1)
     assert isinstance(world.answer(), RequestRefused)
     world.cloud.ends.shut()
-    world.cloud.fail_ends = 1
+    world.cloud.end_errors = [Transient("no answer")]
     know(world.shell, ())
-    world.ask("job-3")
+    world.ask("job-3", 1)
     assert world.cloud.ends.reached.wait(BOUND_S)
     world.cloud.ends.open.set()
     refused = world.answer()
@@ -259,7 +157,7 @@ def test_a_vm_that_is_given_up_before_its_grant_is_ended_after_it_and_not_awaite
 
 def test_what_a_vm_costs_is_known_before_its_grant(world: World) -> None:
     paid = Paid(usd_per_h=1.4)
-    world.cloud.usd_per_h = 1.4
+    world.cloud.made_as = [{"usd_per_h": 1.4}] * 2
     world.cloud.requests.shut()
     world.ask("job-1", 2)
     assert world.cloud.requests.reached.wait(BOUND_S)
@@ -303,7 +201,7 @@ def test_a_request_that_waits_for_room_does_not_hold_up_the_end_of_the_run() -> 
     world.have("job-1")
     world.cloud.ends.shut()
     know(world.shell, ())
-    world.ask("job-2")
+    world.ask("job-2", 1)
     assert world.cloud.ends.reached.wait(BOUND_S)
     world.until_told("job-2: no room; again when job-1-0 are ended")
     world.shell._close_timeout_s = 0.5
@@ -314,7 +212,7 @@ def test_a_request_that_waits_for_room_does_not_hold_up_the_end_of_the_run() -> 
 
 
 def test_vms_that_came_meanwhile_are_not_ended_as_those_of_an_earlier_manager() -> None:
-    cloud, event_queue = Cloud(), EventQueue()
+    cloud, event_queue = FakeCloud(), EventQueue()
     cloud.there = {"job-1-0": Vm(name="job-1-0", request="job-1")}
     works, silent = cloud.list, [True]
 

@@ -37,7 +37,7 @@ def test_a_new_directory_is_made_and_claimed(tmp_path: Path) -> None:
     assert (path / "run.lock").read_text() == ""
 
 
-def test_what_is_written_while_it_is_held_is_its_users_alone_and_nothing_else_is_touched(tmp_path: Path) -> None:
+def test_files_of_a_held_run_are_private_and_others_untouched(tmp_path: Path) -> None:
     given = tmp_path / "given"
     given.mkdir(mode=0o755)
     before = os.umask(0o022)
@@ -183,7 +183,7 @@ def test_reading_facts_names_what_is_wrong(tmp_path: Path) -> None:
         read_facts(tmp_path)
 
 
-def test_on_a_full_disk_it_is_held_all_the_same_and_what_is_written_is_kept_as_it_was(tmp_path: Path) -> None:
+def test_on_a_full_disk_a_run_is_held_with_its_files_intact(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "256k") as disk:
         path = disk.path / "run"
         with RunDir(path, FACTS):

@@ -52,7 +52,7 @@ def test_a_worker_beside_a_silent_one_that_beats_is_not_overdue(monkeypatch: pyt
     assert set(watch.until_overdue(silent={"a.d0": 1.0, "b.d0": 3.0})) == {"a.d0"}
 
 
-def test_workers_that_are_all_silent_together_are_waited_for_and_whoever_stays_silent_is_overdue_later(
+def test_workers_silent_together_are_awaited_and_the_last_is_overdue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     watch = Watch(monkeypatch, "a", "b", "c")
@@ -65,7 +65,7 @@ def test_workers_that_are_all_silent_together_are_waited_for_and_whoever_stays_s
     assert not watch.silence.outage
 
 
-def test_workers_that_are_all_silent_for_longer_than_an_outage_are_overdue_together(
+def test_workers_silent_beyond_an_outage_are_overdue_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     watch = Watch(monkeypatch, "a", "b")

@@ -120,7 +120,7 @@ def play(played: list[Play], *lines: str, begun: TraceMoment | None = None) -> P
     return played[-1]
 
 
-def test_what_comes_at_time_0_is_booted_in_order_before_the_clock_runs(played: list[Play]) -> None:
+def test_events_at_time_0_are_booted_before_the_clock_runs(played: list[Play]) -> None:
     one = play(played, "0,add,a", "0,add,b", "0.01,add,c")
     one.start(clock=False)
     one.until("up a", "up b")
@@ -197,7 +197,7 @@ def test_a_vm_added_and_removed_at_one_moment_ends_revoked(played: list[Play]) -
     assert set(one.host.up) - set(one.host.killed) == {"a.2", "c"}
 
 
-def test_a_vm_that_does_not_come_up_is_told_and_the_next_is_tried(played: list[Play]) -> None:
+def test_a_vm_that_does_not_come_up_is_reported_and_skipped(played: list[Play]) -> None:
     one = play(played, "0,add,a", "0,add,b")
     one.host.broken.add("a")
     one.start()
@@ -254,7 +254,7 @@ def test_a_notice_comes_before_the_revocation_by_its_lead(played: list[Play]) ->
     assert one.notices["a"].notice == "trace-a"
 
 
-def test_a_notice_of_a_vm_that_boots_is_given_when_it_is_up(played: list[Play]) -> None:
+def test_a_booting_vms_notice_is_given_once_it_is_up(played: list[Play]) -> None:
     one = play(played, "0,add,a,,,,", "100,remove,a,,,100,")
     boot = one.host.hold("a")
     one.start()
@@ -264,7 +264,7 @@ def test_a_notice_of_a_vm_that_boots_is_given_when_it_is_up(played: list[Play]) 
     assert 0 < one.notices["a"].lead_s <= 100
 
 
-def test_a_vm_comes_with_its_zone_its_instance_type_and_its_price_then(played: list[Play]) -> None:
+def test_a_vm_comes_with_its_zone_type_and_price(played: list[Play]) -> None:
     one = play(
         played,
         "0,price,,east,p3,,0.9",
@@ -282,7 +282,7 @@ def test_a_vm_comes_with_its_zone_its_instance_type_and_its_price_then(played: l
 
 
 @pytest.mark.usefixtures("standing")
-def test_another_manager_gives_the_notices_that_are_in_force_again_and_those_to_come(played: list[Play]) -> None:
+def test_another_manager_repeats_the_notices_in_force(played: list[Play]) -> None:
     """a is gone; b was given notice at 10, c is at 40; d, which was still to boot, has a price."""
     lines = ("0,price,,,,,2", *(f"0,add,{node},,,," for node in "abcd"), "20,remove,a,,,15,")
     later = ("30.3,remove,b,,,20.3,", "60,remove,c,,,29.9,")
@@ -322,7 +322,7 @@ def test_another_manager_plays_the_rest_and_finishes_what_was_left_half_done(pla
     assert not one.replayer.fleet.booting
 
 
-def test_a_vm_that_died_by_itself_is_not_asked_for_again_by_another_manager(played: list[Play]) -> None:
+def test_a_vm_that_died_is_not_booted_again_by_another_manager(played: list[Play]) -> None:
     one = play(played, "0,add,a", "0,add,b", begun=TraceMoment(num_played=2))
     one.replayer.resume(up=["b"], appeared=["a", "b"])
     one.start()

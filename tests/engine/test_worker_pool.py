@@ -120,7 +120,7 @@ def scene(clock: list[float]) -> Scene:
         b"\xff",
     ],
 )
-def test_a_worker_that_says_what_is_none_of_a_workers_is_lost_and_killed(scene: Scene, message: bytes) -> None:
+def test_a_worker_that_says_what_no_worker_says_is_killed(scene: Scene, message: bytes) -> None:
     scene.be_ready()
     scene.pool.heard("vm0", message)
     assert "does not speak as a worker does" in scene.lost()
@@ -201,7 +201,7 @@ def test_a_worker_whose_process_is_gone_is_lost_once(scene: Scene) -> None:
     assert scene.line.sent == []
 
 
-def test_a_worker_that_died_before_it_was_wanted_is_lost_when_it_is(scene: Scene) -> None:
+def test_a_worker_that_died_early_is_lost_when_it_is_wanted(scene: Scene) -> None:
     scene.pool.came("vm0", scene.line)
     scene.pool.died("vm0")
     assert len(scene.event_queue) == 0  # the controller has not heard of it
@@ -267,7 +267,7 @@ def test_a_worker_whose_process_ends_before_it_called_is_lost(scene: Scene) -> N
     assert len(scene.event_queue) == 0
 
 
-def test_on_a_new_line_comes_again_what_is_not_answered_and_what_was_told_last(scene: Scene) -> None:
+def test_a_new_line_repeats_unanswered_orders_and_the_last_word(scene: Scene) -> None:
     scene.be_ready()
     order = StepOrder(generation=3, step=7)
     scene.pool.step("vm0", order)
@@ -305,7 +305,7 @@ def test_of_the_workers_that_another_manager_left_those_who_call_are_kept(
     assert "connection closed" in scene.lost()
 
 
-def test_a_worker_is_not_silent_for_the_time_in_which_the_manager_stood_still(scene: Scene, clock: list[float]) -> None:
+def test_time_in_which_the_manager_stood_still_is_no_silence(scene: Scene, clock: list[float]) -> None:
     scene.be_ready()
     for _ in range(10):
         clock[0] += 0.5

@@ -60,7 +60,7 @@ def with_another_key(pem: str) -> str:
     return x509.load_der_x509_csr(changed).public_bytes(serialization.Encoding.PEM).decode()
 
 
-def test_the_key_of_a_request_for_its_senders_name_and_address_is_taken() -> None:
+def test_a_request_for_the_senders_own_name_and_address_is_signed() -> None:
     key = new_key()
     assert requested_key(signing_request(key, NODE, ADDRESS), NODE, ADDRESS) == key.public_key()
 

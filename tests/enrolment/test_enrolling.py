@@ -147,7 +147,7 @@ def test_whatever_is_changed_on_the_way_nothing_is_signed_or_believed(world: Wor
         assert not (world.directory / "node").exists()
 
 
-def test_a_request_that_comes_from_another_address_is_refused_and_the_node_is_told(world: World) -> None:
+def test_a_request_from_another_address_is_refused_and_reported(world: World) -> None:
     with (
         man_in_the_middle(world.server.port, "127.0.0.3") as port,
         pytest.raises(NotEnrolled, match=r"something else than the address 127\.0\.0\.3 it comes from"),

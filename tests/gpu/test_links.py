@@ -25,7 +25,7 @@ def from_device(tensor: Tensor) -> Tensor:
 class CudaContract(LinkContract):
     """What a link does on a CUDA device beyond the contract."""
 
-    def test_sending_waits_for_no_kernel_and_sends_what_the_kernels_before_it_make(self, ends: Ends) -> None:
+    def test_sending_waits_for_no_kernel_yet_sends_their_results(self, ends: Ends) -> None:
         arriving = ends.links["b"].receive([Spec((1 << 20,))])
         tensor = torch.zeros(1 << 20, device=CUDA)
         torch.cuda._sleep(LONG_CYCLES)

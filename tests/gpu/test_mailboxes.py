@@ -49,7 +49,7 @@ def _read(connection: Connection) -> None:
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_another_process_reads_what_a_mailbox_holds_as_soon_as_its_event_is_done(killed: bool) -> None:
+def test_another_process_reads_a_mailbox_once_its_event_is_done(killed: bool) -> None:
     box = Mailbox(CudaDevice(CUDA), 2, 4096)
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()

@@ -18,7 +18,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1)
 
 
-def test_a_sum_of_gradients_has_equal_bits_on_cpu_and_cuda_in_any_order() -> None:
+def test_gradient_sums_have_equal_bits_on_cpu_and_cuda() -> None:
     generator = torch.Generator().manual_seed(3)
     scales = 2.0 ** torch.arange(-8, 4).float()
     gradients = [torch.randn(SHAPE, generator=generator) * scale for scale in scales]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from morph.contract.cluster import LinkSetting
-from tests.runtime.worker_crew import Crew
+from tests.crew import Crew
 from tests.system.harness import JOB, load_tiny_job
 
 NAMES = ("w0", "w1")
@@ -18,7 +18,7 @@ NUM_STEPS = 3
 
 
 @pytest.mark.parametrize("links", ["staged", "ipc"])
-def test_every_shape_of_two_workers_on_one_device_ends_with_the_same_bits(tmp_path: Path, links: LinkSetting) -> None:
+def test_two_workers_on_one_device_give_equal_bits_in_every_shape(tmp_path: Path, links: LinkSetting) -> None:
     job = load_tiny_job()
     crew = Crew(job, NAMES)
     found = {}

@@ -18,7 +18,13 @@ from manager.history.database import FILE_NAME, HistoryError, forget_lives, hist
 from manager.history.lives import Ending, Life
 from manager.history.run_history import RunHistory
 from manager.journal.journal import Journal
+from manager.providers.azure.spec import AzureSpec
+from manager.providers.hosts.ssh import SshHost
+from manager.providers.hosts.static import Hosts
+from manager.run.cloud import Cloud
+from morph.contract.cluster import AzureVms, StaticVms
 from morph.contract.errors import RunDirError
+from tests.providers.azure_world import SPEC
 from tests.small_disk import read_only, small_disk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +52,7 @@ def test_what_is_kept_comes_back_and_again_changes_nothing(tmp_path: Path) -> No
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-def test_a_vm_that_lived_on_is_known_by_its_last_news_and_another_runs_of_that_name_is_another(tmp_path: Path) -> None:
+def test_a_surviving_vm_is_known_by_its_last_news_within_its_run(tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
     keep_lives(path, "run", [life("a", 50.0, Ending.RUN_OVER)])
     keep_lives(path, "another", [life("a", 60.0)])
@@ -145,7 +151,7 @@ HARMS: dict[str, tuple[Callable[[Path], object], str, str]] = {
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_what_is_wrong_with_the_file_is_said_and_a_run_goes_on_without_it(
+def test_a_broken_history_file_is_reported_and_the_run_continues(
     harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "BUSY_S", 0.0)
@@ -181,7 +187,7 @@ def test_a_full_disk_leaves_the_history_as_it_was(tmp_path: Path) -> None:
         assert len(kept_lives(path, {})) == 2
 
 
-def test_a_folder_that_cannot_be_written_is_read_and_said_to_be_read_only(tmp_path: Path) -> None:
+def test_a_folder_without_write_permission_is_read_only(tmp_path: Path) -> None:
     path = tmp_path / "data" / FILE_NAME
     keep_lives(path, "run", [life("a")])
     with read_only(path.parent):
@@ -192,7 +198,7 @@ def test_a_folder_that_cannot_be_written_is_read_and_said_to_be_read_only(tmp_pa
         assert [one.vm for one in kept_lives(path, {})] == ["a"]
 
 
-def test_a_run_is_taken_in_once_wherever_its_directory_goes_and_before_it_has_begun_not_at_all(
+def test_a_run_enters_the_history_once_wherever_its_directory_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[tuple[str, tuple[Life, ...]]] = []
@@ -237,3 +243,30 @@ def test_a_run_is_told_what_earlier_runs_saw(tmp_path: Path, monkeypatch: pytest
     assert expected.source == "200 VM-hours of azure in earlier runs, and published traces"
     assert RunHistory(print).expected(NodeFacts(provider="local")) == ExpectedLosses()
     assert ControllerConfig.model_fields["expected_losses"].annotation is ExpectedLosses
+
+
+COMMON = {"cloud": "cloud.yaml", "keep": 2, "memory_bytes": 2**30}
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({}, NodeFacts(provider="azure", region="westus2")),
+        ({"sizes": SPEC.sizes[1:]}, NodeFacts(provider="azure", size="Standard_NC6", region="westus2")),
+        (
+            {"sizes": SPEC.sizes[1:], "zones": ("2",)},
+            NodeFacts(provider="azure", size="Standard_NC6", region="westus2", zone="2"),
+        ),
+        ({"resource_manager": "http://127.0.0.1:9"}, NodeFacts(provider="local", region="westus2")),
+    ],
+)
+def test_on_azure_the_kind_holds_what_the_cloud_file_fixes(change: dict[str, object], kind: NodeFacts) -> None:
+    vms = AzureVms.model_validate({"kind": "azure", "address": "10.0.0.4", **COMMON})
+    spec = AzureSpec.model_validate({**SPEC.model_dump(), **change})
+    assert Cloud(vms, Path("cloud.yaml"), spec).vm_kind == kind
+
+
+def test_hosts_are_all_one_kind() -> None:
+    vms = StaticVms.model_validate({"kind": "static", "address": "10.0.0.4", **COMMON})
+    hosts = Hosts(hosts=(SshHost(address="h1"), SshHost(address="h2")))
+    assert Cloud(vms, Path("hosts.yaml"), hosts).vm_kind == NodeFacts(provider="static")

@@ -53,7 +53,7 @@ def test_without_any_life_the_traces_are_believed() -> None:
     assert found.low_per_vm_h < PRIOR.per_vm_h < found.high_per_vm_h
 
 
-def test_a_rate_goes_from_the_widest_kind_to_the_narrowest_and_each_life_counts_once() -> None:
+def test_a_rate_narrows_from_wide_kinds_and_counts_each_life_once() -> None:
     lives = [*lived(SMALL, 30, 60.0), *lived(ELSEWHERE, 4, 40.0), *lived(ZONE_2, 0, 5.0), *lived(ZONE_1, 2, 10.0)]
     most = PRIOR.weight_vm_h
     mean = (PRIOR.per_vm_h * most + 30) / (most + 60)
@@ -152,7 +152,7 @@ def drawn_in_bulk(draw: random.Random, per_vm_h: float) -> list[Life]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drawn", [drawn_alone, drawn_in_bulk])
-def test_nine_of_ten_intervals_hold_the_rate_of_a_population_like_the_prior(
+def test_nine_of_ten_intervals_hold_the_true_rate_of_the_population(
     drawn: Callable[[random.Random, float], list[Life]],
 ) -> None:
     draw, held, ratios = random.Random(11), 0, []
@@ -167,7 +167,7 @@ def test_nine_of_ten_intervals_hold_the_rate_of_a_population_like_the_prior(
     assert statistics.median(ratios) == pytest.approx(1.0, abs=0.1)
 
 
-def test_a_region_tells_of_a_zone_of_which_nothing_is_known_and_soon_no_more() -> None:
+def test_a_region_informs_an_unknown_zone_until_that_has_lives() -> None:
     beside = lived(ZONE_2, 5, 500.0)
     new = estimate(beside, ZONE_1).expected
     assert new.per_vm_h == pytest.approx(0.0154, abs=0.0001)
@@ -185,7 +185,7 @@ def test_a_generated_trace_has_the_statistics_that_it_was_drawn_with(tmp_path: P
     assert found.bulk_fractions / found.num_bulk_events == pytest.approx(3 / 20, abs=0.02)
 
 
-def test_the_table_of_traces_says_what_they_have_in_common_and_how_far_they_are_apart(tmp_path: Path) -> None:
+def test_the_table_of_traces_shows_common_rates_and_their_spread(tmp_path: Path) -> None:
     texts = (
         "time_s,event,node_id\n0,add,a\n0,add,b\n0,add,c\n0,add,d\n3600,remove,a\n3600,remove,b\n7200,remove,c\n"
         "7200,remove,d\n7200,add,e\n",

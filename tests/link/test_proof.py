@@ -23,7 +23,7 @@ def test_anything_else_is_no_proof_and_no_error(given: str) -> None:
     assert not is_proven(given, "secret", "part")
 
 
-def test_what_workers_are_set_up_with_shows_no_secret_not_even_where_it_is_wrong() -> None:
+def test_a_workers_setup_shows_no_secret_even_in_errors() -> None:
     home = {"worker": "vm0", "host": "127.0.0.1", "port": 7, "secret": "s3cret-of-the-worker"}
     given = {
         "worker": "vm0",

@@ -6,7 +6,7 @@ import math
 
 from simulated_cluster import Observer, SimulatedCluster
 from simulated_job import SUMMED
-from simulated_worker import order_key
+from simulated_workers import order_key
 
 from manager.controller.requests.node_requests import MAX_SENT
 from manager.controller.state.actions import (
@@ -257,7 +257,6 @@ def check_acknowledged(cluster: SimulatedCluster, before: ControllerState, event
 
 
 def check_may_go(cluster: SimulatedCluster, state: ControllerState, name: str) -> None:
-    """One worker of a VM that may go."""
     worker, entry = cluster.workers[name], state.workers[name]
     cluster.check(entry.node is NodeState.DRAINING, f"{name} may go, and is {entry.node}")
     cluster.check(name not in state.member_units, f"{name} may go, and is a member")

@@ -75,13 +75,11 @@ class Script:
 
     @property
     def code(self) -> str:
-        """The last reason's code."""
         assert self.last is not None
         return self.last.reason.code
 
     @property
     def sentence(self) -> str:
-        """The last reason's sentence."""
         assert self.last is not None
         return self.last.reason.sentence
 
@@ -91,7 +89,6 @@ class Script:
         return [slot.worker for slot in self.state.slots]
 
     def ready(self, *workers: str) -> tuple[Action, ...]:
-        """Workers appear and get ready."""
         for worker in workers:
             self.tell(NodeAppeared(node=worker))
         actions: tuple[Action, ...] = ()
@@ -170,7 +167,6 @@ class Script:
 
     @property
     def busy(self) -> list[str]:
-        """The workers with an order."""
         return [worker for worker in self.state.workers if worker in self.state.step.awaited]
 
 

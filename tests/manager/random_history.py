@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from cluster_invariants import INVARIANTS
-from simulated_cluster import Faults, SimulatedCluster
+from simulated_cluster import BrokenHistoryError, Faults, SimulatedCluster
 from simulated_job import make_config
 
 from manager.controller.state.reasons import ReasonCode
@@ -133,7 +134,6 @@ class Reached:
     resumed_in: Counter[Phase] = field(default_factory=Counter)
 
     def add(self, cluster: SimulatedCluster) -> None:
-        """Take in one that was played."""
         self.num_histories += 1
         for entry in cluster.log:
             if isinstance(entry, tuple):
@@ -150,3 +150,18 @@ def reached_by(seeds: Iterable[int]) -> Reached:
     for seed in seeds:
         reached.add(play(seed))
     return reached
+
+
+def main() -> int:
+    seed = int(sys.argv[1])
+    print(random_faults(seed))
+    try:
+        print(play(seed).told())
+    except BrokenHistoryError as error:
+        print(error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

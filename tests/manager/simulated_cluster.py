@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
-from simulated_job import FILES
-from simulated_provider import SimulatedProvider
-from simulated_worker import Faults, SimulatedWorker
-from simulated_workers import TIMES, SimulatedWorkers
-from simulated_world import BrokenHistoryError, World
+from simulated_job import FILES, make_config
+from simulated_workers import TIMES, BrokenHistoryError, Faults, SimulatedWorker, SimulatedWorkers, World
 
+from manager.accounting.spent import Prices
 from manager.controller.decide import decide
 from manager.controller.state.actions import (
     Abort,
@@ -44,16 +43,136 @@ from manager.controller.state.events import (
     ManagerResumed,
     ManifestWritten,
     NobodyHeard,
+    NodeAppeared,
+    NodesGranted,
+    NoticeGiven,
+    NoticeWithdrawn,
+    Paid,
+    RequestRefused,
     StopRequested,
     Tick,
     WorkerAnswered,
+    WorkerLost,
     WorkerProbed,
     WorkerTimes,
 )
 from manager.controller.state.state import ControllerState, Decision, Phase, initial_state
+from manager.journal.journal import Journal
+from manager.journal.records import VM_KILLED, Fact
+from manager.report.live import LiveRun
+from manager.run_dir import JOURNAL
 from morph.contract.checkpoint import Manifest
 from morph.contract.messages import Failed
-from morph.contract.vm_names import beside
+from morph.contract.vm_names import beside, workers_of
+
+
+def priced(number: int) -> Paid:
+    """What VM number so and so costs: by its number, for no chance is to be drawn for what nobody decides by."""
+    usd_per_h = 0.1 * (number % 4) if number % 4 else None
+    return Paid(usd_per_h=usd_per_h, num_nodes=1 + number % 3, before_s=0.3 * (number % 7))
+
+
+class SimulatedProvider:
+    """Brings VMs up. A request that comes again under its name gets no further VMs, and the same answer."""
+
+    def __init__(self, world: World, tell: Callable[[Event], None], workers: SimulatedWorkers) -> None:
+        self.world, self.tell, self.workers = world, tell, workers
+        self.num_nodes = 0
+        self.num_notices = 0
+        self.answers: dict[str, Event] = {}
+
+    def add_node(self, host: str | None = None, request: str | None = None) -> str:
+        """A VM comes up; ``host`` names a machine that was there before."""
+        self.num_nodes += 1
+        vm = f"n{self.num_nodes}"
+        self.up(vm, host, request)
+        return vm
+
+    def up(self, vm: str, host: str | None, request: str | None) -> None:
+        """A VM is up, with all of its workers."""
+        names = workers_of(vm, self.world.faults.num_devices)
+        for name in names:
+            self.workers.all[name] = SimulatedWorker(host=host or name)
+        for name in names:
+            self.tell(NodeAppeared(node=name, host=host, request=request))
+
+    def tell_all(self) -> None:
+        """Tell of every VM that is up, as a manager that takes over finds them."""
+        for name, worker in self.workers.all.items():
+            if worker.alive:
+                self.tell(NodeAppeared(node=name, host=worker.host))
+
+    def come_back(self, host: str) -> None:
+        """A machine comes back with another id, after a while."""
+        if self.world.chance(self.world.faults.comeback):
+            self.world.at(self.world.between(0.5, 3), lambda: self.add_node(host))
+
+    def request(self, action: RequestNodes) -> None:
+        """Grant a request, or some of it, or refuse it, or lose it."""
+        world = self.world
+        if world.chance(world.faults.unanswered):
+            return
+        answer = self.answers.get(action.request)
+        if answer is None:
+            answer = self.answers[action.request] = self.decide(action)
+        if not world.chance(world.faults.unanswered):
+            world.at(world.between(0.1, 1) + world.lag_s(), lambda: self.tell(answer))
+
+    def decide(self, action: RequestNodes) -> Event:
+        """Say how many VMs there are for a request, and boot them."""
+        count, world = action.count, self.world
+        if world.chance(world.faults.refused):
+            count = world.random.randrange(count)
+        if not count:
+            return RequestRefused(request=action.request, cause=world.random.choice(["quota", "capacity", "error"]))
+        each = world.faults.num_devices
+        vms = []
+        for _ in range(-(-count // each)):
+            self.num_nodes += 1
+            vms.append(f"n{self.num_nodes}")
+        for vm in vms:
+            if not world.chance(world.faults.refused / 4):
+                world.at(world.between(0.2, 4), lambda vm=vm: self.up(vm, None, action.request))
+            elif self.num_nodes % 2:  # it never comes up, and the provider says so or does not
+                for name in workers_of(vm, each):
+                    lost = WorkerLost(worker=name, cause="taken while it booted")
+                    world.at(world.between(0.2, 4), lambda lost=lost: self.tell(lost))
+        paid = {}
+        for vm in (vm for vm in vms if int(vm[1:]) % 5):  # of some nothing is known
+            price = priced(int(vm[1:]))
+            price = price.model_copy(update={"num_nodes": each}) if each > 1 else price
+            paid |= dict.fromkeys(workers_of(vm, each), price)
+        nodes = tuple(name for vm in vms for name in workers_of(vm, each))
+        return NodesGranted(request=action.request, nodes=nodes, paid=paid)
+
+    def acknowledged(self, name: str) -> None:
+        """A VM of which nothing is needed any more is taken at once, or was taken, or stays after all."""
+        if self.world.chance(self.world.faults.doubled):
+            self.workers.killer(name)
+
+    def notice(self, taken_after_s: float | None) -> None:
+        """Give a notice of some worker's VM, now and then twice; then take it, or not."""
+        world = self.world
+        living = [name for name, worker in self.workers.all.items() if worker.alive]
+        if not living:
+            return
+        name = world.random.choice(living)
+        self.num_notices += 1
+        world.note(f"{name} is noticed")
+        names = (name, *beside(name, self.workers.all))
+        for each in names:
+            given = NoticeGiven(worker=each, lead_s=taken_after_s or 2.0, notice=f"notice {self.num_notices}")
+            self.tell(given)
+            if world.chance(world.faults.doubled):
+                world.at(world.between(0, 4), lambda given=given: self.tell(given))
+        if taken_after_s is not None and len(names) > 1:
+            world.at(taken_after_s, lambda: self.workers.die_together(names))
+        elif taken_after_s is not None:
+            world.at(taken_after_s, lambda: self.workers.killer(name))
+        elif world.chance(world.faults.notice_withdrawn):
+            for each in names:
+                world.at(world.between(0, 3), lambda each=each: self.tell(NoticeWithdrawn(worker=each)))
+
 
 __all__ = ["TIMES", "BrokenHistoryError", "Faults", "SimulatedCluster"]
 
@@ -98,7 +217,6 @@ class SimulatedCluster(World):
 
     @property
     def workers(self) -> dict[str, SimulatedWorker]:
-        """The workers that there ever were."""
         return self.crew.all
 
     # --- the run ---------------------------------------------------------------------------------------------
@@ -113,7 +231,6 @@ class SimulatedCluster(World):
         raise self.broken(f"no end after {limit_events} events")
 
     def schedule(self, num_nodes: int) -> None:
-        """Plan what the faults say."""
         faults = self.faults
         for _ in range(num_nodes):
             self.at(self.between(0, 2), self.provider.add_node)
@@ -136,11 +253,9 @@ class SimulatedCluster(World):
             self.emit(Tick())
 
     def clock_s(self) -> float:
-        """What the manager's clock shows."""
         return self.now_s + self.clock_ahead_s
 
     def jump(self, by_s: float) -> None:
-        """The manager's clock is set."""
         self.clock_ahead_s += by_s
         self.note(f"the clock jumps by {by_s:.1f} s")
         self.set_alarm(self.state_wake_s)
@@ -293,7 +408,6 @@ class SimulatedCluster(World):
             self.emit(ComputeTimesSeen(times=tuple(times)))
 
     def probe(self, action: ProbeWorker) -> None:
-        """A worker times some work."""
         worker = self.workers[action.worker]
         if worker.alive and not self.chance(self.faults.lost_message):
             slowdown: float | None = SLOW if worker.slow and not self.quiet and self.random.random() < 0.8 else 1.0
@@ -305,7 +419,6 @@ class SimulatedCluster(World):
     # --- carrying out actions --------------------------------------------------------------------------------
 
     def carry_out(self, action: Action) -> None:
-        """Do one action."""
         match action:
             case StartWorker():
                 self.crew.start(action.worker)
@@ -365,3 +478,38 @@ class SimulatedCluster(World):
         generation = worker.order.order.generation
         worker.order, worker.token = None, worker.token + 1
         self.emit(WorkerAnswered(worker=name, answer=Failed(worker=name, generation=generation, error=error)))
+
+
+class JournalledCluster(SimulatedCluster):
+    """Notes each kill, each event and each decision before acting."""
+
+    def __init__(self, seed: int, run_dir: Path, faults: Faults, start_s: float = 0.0, **fields: object) -> None:
+        config = make_config(**fields)
+        super().__init__(seed, config, faults, observers=(self.write_down,))
+        self.journal = Journal.open(run_dir / JOURNAL)
+        self.now_s = start_s
+        self.journal.append_config(start_s, config)
+        self.killed_s: dict[str, float] = {}
+
+    def write_down(self, cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
+        self.journal.append_decision(self.now_s, event, decision)
+
+    def kill(self, name: str) -> None:
+        if self.workers[name].alive:
+            self.killed_s[name] = self.now_s
+            self.journal.append_fact(self.now_s, Fact(name=VM_KILLED, worker=name))
+        super().kill(name)
+
+
+def played(stop_at: int | None = None) -> LiveRun:
+    """Return it at its end, or as it stood when ``stop_at`` was decided."""
+    run = LiveRun("gpt2-stdlib", 12, 8, Prices(paid_usd_per_h=1.0, on_demand_usd_per_h=3.0), start_s=0.0)
+
+    def observe(cluster: SimulatedCluster, _before: ControllerState, event: Event, decision: Decision) -> None:
+        if stop_at is None or run.version < stop_at:
+            run.take(cluster.now_s, event, decision)
+
+    faults = Faults(deaths_after_s=((6.0, 1),))
+    cluster = SimulatedCluster(0, make_config(expected_nodes=6), faults, observers=(observe,))
+    assert cluster.run(6).outcome == "finished"
+    return run

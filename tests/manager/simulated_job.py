@@ -109,7 +109,6 @@ def scale_of(version: int, share: float) -> LossScale:
 
 
 def file_of(unit: str) -> str:
-    """Return a file name for a unit."""
     return unit.replace("+", "_") + ".safetensors"
 
 

@@ -7,17 +7,25 @@ the newest is ignored.
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import itertools
+import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from simulated_ahead import SimulatedPreCopy
-from simulated_following import SimulatedFollowing
 from simulated_job import SUMMED, broken_unit, facts_of, file_of, norm_sq, scale_of
-from simulated_worker import Order, SimulatedWorker, order_key, sequence_of
-from simulated_world import World
 
-from manager.controller.state.actions import SendCommit, SendReshape, SendStep
-from manager.controller.state.events import CheckpointFailed, Event, UnitsWritten, WorkerAnswered, WorkerLost
+from manager.controller.state.actions import SendCommit, SendPreCopy, SendReshape, SendStep
+from manager.controller.state.events import (
+    CheckpointFailed,
+    Event,
+    PreCopyReported,
+    UnitsWritten,
+    WorkerAnswered,
+    WorkerLost,
+)
+from manager.controller.state.state import ControllerState, Decision, Phase
 from manager.simulation.spot.sums import StepStart, WorkerSums
 from morph.contract.messages import (
     Aborted,
@@ -25,15 +33,417 @@ from morph.contract.messages import (
     Committed,
     Evaluation,
     Failed,
+    FailureCause,
     MicroBatchLoss,
+    PreCopyOrder,
+    PreCopyReport,
     Prepared,
     Reshaped,
     ReshapeOrder,
     UnitWritten,
     WorkerReady,
 )
-from morph.contract.salvage import Salvage, counted_in, mask_of
+from morph.contract.salvage import Follow, PartialSum, Salvage, counted_in, mask_of
 from morph.contract.timeline import ComputeTimes
+
+Order = SendReshape | SendStep | SendCommit
+OrderKey = tuple[str, int, int, int]
+
+
+@dataclass(frozen=True)
+class Faults:
+    """How often what goes wrong; probabilities unless named otherwise. Everything off by default."""
+
+    num_devices: int = 1
+    """of each VM, whose notice or loss is that of all of its workers"""
+    death_per_order: float = 0.0
+    deaths_after_s: tuple[tuple[float, int], ...] = ()
+    deaths_in: tuple[tuple[Phase, int, int], ...] = ()
+    """(phase, how often it is entered before, how many die at once then)"""
+    joins_after_s: tuple[float, ...] = ()
+    comeback: float = 0.0
+    """a machine whose worker died is back soon, under another id"""
+    notices_after_s: tuple[tuple[float, float | None], ...] = ()
+    """(when a worker is noticed, after how long it is really taken; None: it is not)"""
+    notice_withdrawn: float = 0.0
+    silent_death: float = 0.0
+    late_loss: float = 0.0
+    doubled: float = 0.0
+    lost_message: float = 0.0
+    """to or from a worker"""
+    late_message: float = 0.0
+    """by up to 3 s, so that messages overtake each other"""
+    broken_stream: float = 0.0
+    """what is sent ahead breaks off, or cannot keep up"""
+    order_error: float = 0.0
+    """an order fails: at each step once, but for devices that are lost"""
+    error_causes: tuple[FailureCause, ...] = ("job", "device", "memory")
+    overflow: float = 0.0
+    non_finite: float = 0.0
+    """share of steps with a gradient that is not finite; which ones, and in which unit, depends on the step alone"""
+    stuck: float = 0.0
+    spurious_abort: float = 0.0
+    write_failure: float = 0.0
+    load_failure: float = 0.0
+    """a checkpoint cannot be loaded: it is damaged where an older one is whole, else storage failed for a moment"""
+    slow: float = 0.0
+    """share of workers that compute 30 % slower, for a while"""
+    refused: float = 0.0
+    """requests for VMs: refused or granted in part"""
+    unanswered: float = 0.0
+    """requests for VMs: lost, or their grant is"""
+    restarts_after_s: tuple[float, ...] = ()
+    """a new manager takes over"""
+    dies_before: str = ""
+    """the kind of action that the manager writes down, and dies before it does it, the first time"""
+    fresh_starts_after_s: tuple[float, ...] = ()
+    """manager and workers are gone; the run is begun again from its newest checkpoint"""
+    clock_jumps: tuple[tuple[float, float], ...] = ()
+    """(when, by how many seconds the manager's clock jumps)"""
+    stop_after_s: float | None = None
+    quiet_after_s: float = 60.0
+
+
+def order_key(action: Order) -> OrderKey:
+    """Return what makes an order the same order when it comes again."""
+    order = action.order
+    if isinstance(action, SendStep):
+        return action.kind, order.generation, action.order.step, action.order.attempt
+    return action.kind, order.generation, action.order.version, 0
+
+
+def sequence_of(key: OrderKey) -> tuple[int, int, int, int]:
+    """Return what grows from one order of a worker to its next."""
+    kind, generation, version, attempt = key
+    return generation, ("send_reshape", "send_step", "send_commit").index(kind), version, attempt
+
+
+@dataclass
+class SimulatedWorker:
+    """A worker's own view: its present order, the units it has with their version, and what it prepared."""
+
+    host: str = ""
+    started: bool = False
+    alive: bool = True
+    deaf: bool = False
+    slow: bool = False
+    lost_device: bool = False
+    token: int = 0
+    order: Order | None = None
+    begun: OrderKey | None = None
+    last: tuple[OrderKey, Answer] | None = None
+    newest: tuple[int, int, int, int] = (0, 0, 0, 0)
+    aborted: int = 0
+    ahead_number: int = 0
+    units: dict[str, int] = field(default_factory=dict)
+    received: dict[str, int] = field(default_factory=dict)
+    shape: ReshapeOrder | None = None
+    stage_units: frozenset[str] = frozenset()
+    prepared: int | None = None
+    shared: dict[str, int] = field(default_factory=dict)
+    """of units that it keeps for others: the step whose gradients it holds"""
+    begun_sums: WorkerSums | None = None
+    sums: WorkerSums = field(default_factory=lambda: WorkerSums(SUMMED))
+    overflowed: bool = False
+    non_finite: bool = False
+
+    def has(self, unit: str, version: int) -> bool:
+        """Whether it can give this unit at this version, applying what it prepared if need be."""
+        if self.prepared is not None and self.prepared + 1 == version:
+            return unit in self.stage_units or self.shared.get(unit) == self.prepared
+        return version in (self.units.get(unit), self.received.get(unit))
+
+    def apply(self) -> None:
+        """Apply what it prepared, once, to the units of its stage."""
+        assert self.prepared is not None
+        self.units = {unit: held + 1 if unit in self.stage_units else held for unit, held in self.units.items()}
+        self.prepared = None
+        self.sums = WorkerSums(SUMMED)
+
+    def forget(self) -> None:
+        self.units, self.received, self.stage_units, self.prepared = {}, {}, frozenset(), None
+        self.shared, self.begun_sums = {}, None
+        self.sums = WorkerSums(SUMMED)
+
+
+class BrokenHistoryError(AssertionError):
+    """An invariant did not hold; carries the log of the history."""
+
+
+class World:
+    """What happens when, and what went wrong. Events are ordered by (time, sequence number)."""
+
+    def __init__(self, seed: int, faults: Faults) -> None:
+        self.random = random.Random(seed)
+        self.seed, self.faults = seed, faults
+        self.now_s = 0.0
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.sequence = itertools.count()
+        self.log: list[str | tuple[float, ControllerState, Event, Decision]] = []
+
+    def at(self, delay_s: float, action: Callable[[], None]) -> None:
+        self.at_time(self.now_s + delay_s, action)
+
+    def at_time(self, time_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self.queue, (time_s, next(self.sequence), action))
+
+    def next(self) -> None:
+        """Go on to the next thing that happens."""
+        self.check(bool(self.queue), "nothing will ever happen again")
+        self.now_s, _, action = heapq.heappop(self.queue)
+        action()
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing goes wrong any more, so that every history can end."""
+        return self.now_s >= self.faults.quiet_after_s
+
+    def chance(self, probability: float) -> bool:
+        return probability > 0 and not self.quiet and self.random.random() < probability
+
+    def between(self, least: float, most: float) -> float:
+        """Draw a duration, seconds."""
+        return least + (most - least) * self.random.random()
+
+    def lag_s(self) -> float:
+        """How long a message takes: now and then so long that others overtake it."""
+        return self.between(0.0, 3.0) if self.chance(self.faults.late_message) else self.between(0.0, 0.01)
+
+    def note(self, what: str) -> None:
+        self.log.append(f"{self.now_s:8.3f} {what}")
+
+    def check(self, holds: bool, what: str) -> None:
+        """Fail with the whole history unless ``holds``."""
+        if not holds:
+            raise self.broken(what)
+
+    def broken(self, what: str) -> BrokenHistoryError:
+        """Build the error that shows the history."""
+        again = f"python tests/manager/random_history.py {self.seed}"
+        return BrokenHistoryError(f"seed {self.seed}: {what}\n{self.told()}\nseed {self.seed}: {what}; again: {again}")
+
+    def told(self) -> str:
+        return "\n".join(entry if isinstance(entry, str) else _line(*entry) for entry in self.log)
+
+
+def _line(time_s: float, before: ControllerState, event: Event, decision: Decision) -> str:
+    after = decision.state
+    return (
+        f"{time_s:8.3f} {before.phase:<10} {event.kind} {event.model_dump_json(exclude_defaults=True)[:160]}\n"
+        f"         -> {after.phase} v{after.version} g{after.generation} {decision.reason.code}: "
+        f"{decision.reason.sentence}"
+    )
+
+
+Key = tuple[int, str, str]
+
+
+@dataclass
+class Stream:
+    """From one sender to one receiver: ``versions`` is what the receiver has, or will have, of each unit."""
+
+    units: tuple[str, ...]
+    versions: dict[str, int] = field(default_factory=dict)
+    follows: bool = False
+    broken: bool = False
+    left: bool = False
+    """everything is with the receiver, and the sender is through with it"""
+
+
+class SimulatedPreCopy:
+    """Every stream of a history."""
+
+    def __init__(self, world: World, tell: Callable[[Event], None], workers: dict[str, SimulatedWorker]) -> None:
+        self.world, self.tell, self.workers = world, tell, workers
+        self.streams: dict[Key, Stream] = {}
+        self.num_taken = self.num_given_up = 0
+
+    def order(self, action: SendPreCopy) -> None:
+        """An order is on its way, on the control lane."""
+        if not self.world.chance(self.world.faults.lost_message):
+            self.world.at(self.world.lag_s(), lambda: self.receive(action.worker, action.order))
+        if self.world.chance(self.world.faults.doubled):
+            self.world.at(self.world.between(0.0, 3), lambda: self.receive(action.worker, action.order))
+
+    def receive(self, name: str, order: PreCopyOrder) -> None:
+        """A worker gets an order: it drops what an older one said."""
+        worker = self.workers[name]
+        if not worker.alive or order.number < worker.ahead_number:
+            return
+        if order.number == worker.ahead_number:
+            self.report(name, order.number)
+            return
+        self.end(name)
+        worker.ahead_number = order.number
+        for move in order.moves:
+            if name == move.sender:
+                key = order.number, name, move.receiver
+                if key not in self.streams:
+                    mine = tuple(entry.unit for entry in order.moves if entry.receiver == move.receiver)
+                    self.streams[key] = Stream(mine)
+
+    def begin_step(self, name: str, version: int) -> None:
+        """A step begins: a sender copies further units, and all of them arrive after a while, or never."""
+        for key, stream in self.of(name, sending=True):
+            if stream.broken or len(stream.versions) == len(stream.units):
+                continue
+            for unit in stream.units:
+                if unit in stream.versions:
+                    continue
+                if self.workers[name].units.get(unit) != version:
+                    raise self.world.broken(f"{name} is to send {unit} ahead at {version}, it has another version")
+                stream.versions[unit] = version
+                if self.world.random.random() < 0.3:
+                    break  # the others at a later step
+            if len(stream.versions) == len(stream.units):
+                self.world.at(self.world.between(0.05, 1.5), lambda key=key: self.arrive(key))
+
+    def arrive(self, key: Key) -> None:
+        """Everything of a stream has arrived, if its receiver expects it; or the stream breaks."""
+        number, sender, receiver = key
+        stream = self.streams[key]
+        if self.world.chance(self.world.faults.broken_stream):
+            self.give_up(key)
+        expected = self.workers[receiver].ahead_number == number and self.workers[sender].ahead_number == number
+        if not stream.broken and expected:
+            stream.follows = True
+            self.report(receiver, number)
+
+    def report(self, name: str, number: int) -> None:
+        """Tell how far it is: now and then the news comes twice, late or never."""
+        if not self.workers[name].alive:
+            return
+        streams = [stream for key, stream in self.of(name, sending=False) if key[0] == number]
+        whole = [stream for stream in streams if stream.follows and not stream.broken]
+        error = "a stream broke off" if any(stream.broken for stream in streams) else None
+        report = PreCopyReport(number=number, following=tuple(u for s in whole for u in s.units), error=error)
+        event = PreCopyReported(worker=name, report=report)
+        if not self.world.chance(self.world.faults.lost_message):
+            self.world.at(self.world.lag_s(), lambda: self.tell(event))
+        if self.world.chance(self.world.faults.doubled):
+            self.world.at(self.world.between(0.0, 3), lambda: self.tell(event))
+
+    def apply(self, name: str, version: int) -> None:
+        """A sender applies step ``version``: what follows it does too."""
+        for _, stream in self.of(name, sending=True):
+            for unit, held in stream.versions.items():
+                if not stream.broken:
+                    if held != version:
+                        raise self.world.broken(f"{unit}, sent ahead by {name}, is at {held}, not {version}")
+                    stream.versions[unit] = version + 1
+
+    def keep(self, name: str, order: ReshapeOrder) -> None:
+        """A reshape begins: what it does not use is dropped."""
+        used = {(order.ahead, entry.peer, entry.worker) for entry in order.sources if entry.kind == "ahead"}
+        for key, stream in self.of(name, sending=True) + self.of(name, sending=False):
+            if key not in used:
+                stream.broken = True
+
+    def is_broken(self, name: str, order: ReshapeOrder) -> bool:
+        """Whether a worker waits in vain for what was sent ahead, or for it to arrive."""
+        keys = {
+            (order.ahead, entry.peer, entry.worker)
+            for entry in order.sources
+            if entry.kind == "ahead" and name in (entry.worker, entry.peer)
+        }
+        return any(key not in self.streams or self.streams[key].broken for key in keys)
+
+    def take(self, name: str, peer: str, unit: str, order: ReshapeOrder) -> bool:
+        """Take a unit that was sent ahead; whether it is what the order says."""
+        assert order.ahead is not None, "sent ahead, and no number"
+        stream = self.streams[order.ahead, peer, name]
+        self.num_taken += 1
+        return not stream.broken and stream.follows and stream.versions.get(unit) == order.version
+
+    def change_over(self, name: str, *, went_well: bool) -> None:
+        """A worker answers its reshape: what it sent has left, unless it gave up; what it expected it took."""
+        for _, stream in self.of(name, sending=True):
+            stream.left |= went_well
+        if not went_well:
+            self.end(name)
+
+    def end(self, name: str) -> None:
+        """A worker drops what it sends and expects, or dies: who is at the other end sees it."""
+        for key, stream in self.of(name, sending=True) + self.of(name, sending=False):
+            if not (stream.broken or stream.left):
+                self.give_up(key)
+
+    def give_up(self, key: Key) -> None:
+        self.num_given_up += 1
+        self.streams[key].broken = True
+        number, _, receiver = key
+        if self.workers[receiver].ahead_number == number:
+            self.world.at(self.world.between(0.01, 1), lambda: self.report(receiver, number))
+
+    def of(self, name: str, *, sending: bool) -> list[tuple[Key, Stream]]:
+        """The streams that a worker sends, or receives, and is not through with."""
+        end = 1 if sending else 2
+        return [(key, stream) for key, stream in self.streams.items() if key[end] == name and not stream.left]
+
+
+class SimulatedFollowing:
+    """Every pair of a worker and its follower, in the generation that both are in."""
+
+    def __init__(self, world: World, workers: dict[str, SimulatedWorker]) -> None:
+        self.world, self.workers = world, workers
+        self.random = random.Random(world.seed)  # the world's own draws are what they are without followers
+        self.in_step: set[tuple[int, str]] = set()
+        self.broken: set[tuple[int, str]] = set()
+        self.num_shared = self.num_copied = 0
+
+    def begin(self, name: str, worker: SimulatedWorker, order: ReshapeOrder) -> None:
+        """A worker is reshaped: what it is said to have of others' units it must have."""
+        for follow in order.follows:
+            if follow.follower == name and any(worker.units.get(unit) != order.version for unit in follow.known):
+                raise self.world.broken(f"{name} is to have {follow.known} at {order.version}: {worker.units}")
+            if follow.follower == name and worker.stage_units & set(follow.units):
+                raise self.world.broken(f"{name} is to follow {follow.units}, which it drives")
+
+    def enter(self, worker: SimulatedWorker, version: int) -> None:
+        """A version is decided: gradients that are here for it are applied."""
+        for unit, step in worker.shared.items():
+            if step + 1 == version and worker.units.get(unit) == step:
+                worker.units[unit] = version
+        worker.shared = {}
+
+    def share(self, name: str, step: int) -> bool:
+        """A step is prepared: its gradients go to the follower, if that has caught up; whether it has them."""
+        shape = self.workers[name].shape
+        assert shape is not None
+        follow = next((follow for follow in shape.follows if follow.worker == name), None)
+        if follow is None or not follow.units:
+            return False
+        pair = shape.generation, name
+        follower = self.workers[follow.follower]
+        if self.random.random() < self.world.faults.broken_stream or not follower.alive:
+            self.broken.add(pair)
+        if pair in self.broken or (pair not in self.in_step and self.random.random() < 0.3):
+            return False
+        self.in_step.add(pair)
+        self.num_shared += 1
+        for unit in follow.units:
+            follower.units[unit] = follower.shared[unit] = step
+        return True
+
+    def copies(self, name: str, step: int) -> list[PartialSum]:
+        """What a worker that gives up a step has of others' sums: of whole runs of micro-batches, or none yet."""
+        shape, found = self.workers[name].shape, list[PartialSum]()
+        assert shape is not None
+        every = shape.copy_sums_every
+        for follow in shape.follows if every else ():
+            found += self._copy_of(follow, step, every) if follow.follower == name else ()
+        return found
+
+    def _copy_of(self, follow: Follow, step: int, every: int) -> list[PartialSum]:
+        primary = self.workers[follow.worker]
+        if primary.begun_sums is None or primary.begun_sums.step != step:
+            return []
+        sums = dataclasses.replace(primary.begun_sums, counted=dict(primary.begun_sums.counted or {}))
+        sums.run(every * self.random.randrange(len(sums.share) // every + 1))
+        sums.keep(step)
+        self.num_copied += len(sums.parts)
+        return sums.parts
+
 
 TIMES = ComputeTimes(forward_s=0.1, recompute_s=0.1, backward_s=0.2, reduce_s=0.1, wait_s=0.0, step_s=0.5)
 EVALUATED_EVERY = 4
@@ -82,7 +492,6 @@ class SimulatedWorkers:
         self.world.at(self.world.between(0.1, 2), lambda: self.set_up(name))
 
     def set_up(self, name: str) -> None:
-        """A worker finishes its setup."""
         if self.all[name].alive:
             self.send(name, WorkerReady(worker=name, pid=1, setup_s=1))
 
@@ -143,7 +552,6 @@ class SimulatedWorkers:
             world.at(world.between(0.0, 3), lambda: self.tell(event))
 
     def answer(self, name: str, order: Order, answer: Answer) -> None:
-        """Answer an order, and remember it."""
         worker = self.all[name]
         worker.order, worker.token = None, worker.token + 1
         worker.last = (order_key(order), answer)
@@ -154,7 +562,6 @@ class SimulatedWorkers:
     # --- orders ----------------------------------------------------------------------------------------------
 
     def order(self, action: Order) -> None:
-        """An order is on its way."""
         if isinstance(action, SendReshape):
             self.members[action.order.generation] = frozenset(slot.worker for slot in action.order.slots)
         if not self.world.chance(self.world.faults.lost_message):
@@ -327,7 +734,6 @@ class SimulatedWorkers:
         return fails or order.version in self.damaged
 
     def take(self, name: str, worker: SimulatedWorker, source: Any, order: ReshapeOrder) -> None:
-        """Take one unit."""
         version = order.version
         if source.kind == "ahead":
             right = self.ahead.take(name, source.peer, source.unit, order)
@@ -368,7 +774,6 @@ class SimulatedWorkers:
         )
 
     def committed(self, name: str, worker: SimulatedWorker, order: Any) -> Answer:
-        """The decided version is applied."""
         return Committed(worker=name, generation=order.generation, version=order.version)
 
     # --- giving up -------------------------------------------------------------------------------------------

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from journalled_history import JournalledCluster
 from random_history import random_faults
-from simulated_cluster import TIMES, Faults
+from simulated_cluster import TIMES, Faults, JournalledCluster
 from simulated_job import make_config
 
 from manager.accounting.account import Account, Part
@@ -54,7 +53,7 @@ def test_an_undisturbed_run_computes_waits_within_steps_and_warms_up(tmp_path: P
     assert sum(account.parts_ns.values()) == account.total_ns
 
 
-def test_a_killed_step_is_lost_and_the_change_of_shape_is_no_bubble(tmp_path: Path) -> None:
+def test_a_killed_step_counts_as_lost_and_a_morph_as_no_bubble(tmp_path: Path) -> None:
     (tmp_path / "calm").mkdir()
     account = account_of(tmp_path, Faults(deaths_after_s=((6.0, 1),)), 6)
     calm = account_of(tmp_path / "calm", Faults(), 6)
@@ -80,7 +79,7 @@ def test_the_parts_add_up_to_the_nodes_lives_in_any_history(tmp_path: Path, seed
         assert bill is None or sum(bill.parts.values()) == bill.total
 
 
-def test_a_worker_that_was_lost_while_there_was_no_manager_costs_no_more() -> None:
+def test_a_worker_lost_while_no_manager_ran_costs_nothing_more() -> None:
     ledger, state = Ledger(), initial_state(make_config(expected_nodes=9))
     events: list[Event] = [NodeAppeared(node=node) for node in ("a", "b", "warms up")]
     events += [WorkerAnswered(worker=node, answer=WorkerReady(worker=node, pid=1, setup_s=0)) for node in ("a", "b")]
@@ -95,7 +94,7 @@ def test_a_worker_that_was_lost_while_there_was_no_manager_costs_no_more() -> No
     assert (account.total_s, sum(account.parts_ns.values())) == (6.0, account.total_ns)
 
 
-def test_a_vm_that_boots_is_paid_for_from_its_grant_until_it_is_given_back() -> None:
+def test_a_booting_vm_costs_from_grant_to_release() -> None:
     ledger, state = Ledger(), initial_state(make_config(target_nodes=3))
     boot_s = state.config.policy.rules.requests.boot_s
     granted = NodesGranted(request="job-1", nodes=("a", "b", "c"))
@@ -152,19 +151,19 @@ BEGUN: tuple[tuple[float, Event | Fact | ControllerConfig], ...] = (
 @pytest.mark.parametrize(
     ("next_s", "unmanaged_s"), [(91.0, 60.0), (3691.0, 60.0), (31.0, 31.0)], ids=["later", "clock set on", "in time"]
 )
-def test_what_nodes_cost_after_their_manager_was_killed_is_a_part_of_its_own(next_s: float, unmanaged_s: float) -> None:
+def test_node_time_after_a_managers_death_is_a_separate_part(next_s: float, unmanaged_s: float) -> None:
     account = journalled(*BEGUN, (next_s, CONFIG), (next_s + 5, NodeAppeared(node="a")), (next_s + 9, Tick()))
     assert account.part_s(Part.UNMANAGED) == 2 * unmanaged_s
     assert account.total_s == 2 * unmanaged_s + 4.0
 
 
-def test_what_nodes_cost_until_another_manager_took_over_is_a_part_of_its_own() -> None:
+def test_node_time_until_a_takeover_is_a_separate_part() -> None:
     took_over = (Fact(name=TOOK_OVER), ManagerResumed(living=()))
     account = journalled(*BEGUN, *((41.0, item) for item in took_over), (44.0, Tick()))
     assert (account.part_s(Part.UNMANAGED), account.part_s(Part.WARMING)) == (82.0, 6.0)
 
 
-def test_nodes_of_a_session_that_ended_in_order_cost_nothing_until_the_next() -> None:
+def test_nothing_is_paid_between_a_proper_end_and_the_next_session() -> None:
     account = journalled(*BEGUN, (7.0, Fact(name=SESSION_OVER)), (91.0, CONFIG), (92.0, Tick()))
     assert (account.part_s(Part.UNMANAGED), account.total_s) == (0.0, 14.0)
 
@@ -184,7 +183,7 @@ def ready(node: str) -> WorkerAnswered:
     return WorkerAnswered(worker=node, answer=WorkerReady(worker=node, pid=1, setup_s=0))
 
 
-def test_each_vm_is_paid_at_its_own_price_from_when_it_was_made() -> None:
+def test_each_vm_has_its_own_price_from_its_creation_on() -> None:
     paid = {"a": Paid(usd_per_h=0.3, before_s=60.0), "b": Paid(usd_per_h=1.4), "c": Paid()}
     granted = NodesGranted(request="job-1", nodes=("a", "b", "c"), paid=paid)
     timed: list[tuple[float, Event]] = [(0.0, Tick()), (100.0, granted)]
@@ -206,7 +205,7 @@ def test_each_vm_is_paid_at_its_own_price_from_when_it_was_made() -> None:
 
 
 @pytest.mark.parametrize("ready_first", [False, True])
-def test_a_grant_that_is_heard_of_after_its_vm_appeared_books_what_was_paid_until_then(ready_first: bool) -> None:
+def test_a_late_grant_books_what_was_paid_before(ready_first: bool) -> None:
     paid = {node: Paid(usd_per_h=3.6, num_nodes=2, before_s=50.0) for node in ("a.0", "a.1")}
     granted = NodesGranted(request="job-1", nodes=("a.0", "a.1"), paid=paid)
     timed: list[tuple[float, Event]] = [(0.0, Tick())]
@@ -225,7 +224,7 @@ def test_a_grant_that_is_heard_of_after_its_vm_appeared_books_what_was_paid_unti
     assert sum(account.parts.values(), NOTHING) == account.total
 
 
-def test_a_vm_of_which_it_is_known_what_it_costs_when_it_appears_has_its_price_from_its_creation_on() -> None:
+def test_a_vm_priced_when_it_appears_costs_from_its_creation_on() -> None:
     paid = Paid(usd_per_h=3.6, num_nodes=2, before_s=30.0)
     timed: list[tuple[float, Event]] = [(0.0, Tick())]
     timed += [(60.0, NodeAppeared(node=node, request="job-1", paid=paid)) for node in ("a.d0", "a.d1")]
@@ -274,14 +273,14 @@ def test_a_vm_is_paid_whole_until_the_last_of_its_workers_goes(gone: Event) -> N
     assert (account.part_s(Part.WAITING), account.part_s(Part.SPARE)) == (100.0 + 3700.0, 3600.0)
 
 
-def test_a_vm_of_which_one_worker_is_given_back_while_it_boots_is_paid_whole() -> None:
+def test_a_vm_that_loses_one_worker_while_booting_is_paid_whole() -> None:
     timed: list[tuple[float, Event]] = [(0.0, Tick()), (0.0, PAIR_GRANTED)]
     timed += [(10.0, NoticeGiven(worker="v.d0", lead_s=30.0)), (40.0, NoticeGiven(worker="v.d1", lead_s=5.0))]
     account = check_whole(booked([*timed, (90.0, Tick())], target_nodes=2), 40)
     assert (account.part_s(Part.WARMING), account.part_s(Part.SPARE)) == (10.0 + 40.0, 30.0)
 
 
-def test_workers_that_are_lost_together_cost_no_more_and_one_that_comes_again_is_paid_once() -> None:
+def test_workers_lost_together_cost_no_more_and_returners_once() -> None:
     together = WorkerLost(worker="v.d0", cause="its VM is gone", beside=("v.d1",))
     lost = WorkerLost(worker="v.d0", cause="its process died")
     again = NodeAppeared(node="v.d0", paid=Paid(usd_per_h=2.0, num_nodes=2, before_s=20.0))
@@ -294,7 +293,7 @@ def test_workers_that_are_lost_together_cost_no_more_and_one_that_comes_again_is
 
 
 @pytest.mark.parametrize("told", ["grant", "appearance"])
-def test_what_a_vm_costs_may_be_heard_after_one_of_its_workers_is_gone(told: str) -> None:
+def test_a_vms_price_may_come_after_one_of_its_workers_left(told: str) -> None:
     paid = Paid(usd_per_h=2.0, num_nodes=2, before_s=12.0)
     granted = NodesGranted(request="job-1", nodes=PAIR, paid=dict.fromkeys(PAIR, paid))
     timed: list[tuple[float, Event]] = [(0.0, Tick())]
@@ -311,7 +310,7 @@ def test_what_a_vm_costs_may_be_heard_after_one_of_its_workers_is_gone(told: str
 
 
 @pytest.mark.parametrize("how", ["session", "finish"])
-def test_a_session_and_a_run_end_with_the_idle_devices_of_their_vms(how: str) -> None:
+def test_sessions_and_runs_end_with_their_vms_idle_devices(how: str) -> None:
     lost = WorkerLost(worker="v.d0", cause="its process died")
     end: Event = Tick() if how == "session" else StopRequested(reason="enough")
     ledger = booked([*pair_up(), (100.0, lost), (200.0, end)], target_nodes=2, expected_nodes=3)

@@ -187,7 +187,7 @@ def test_another_newcomer_meanwhile_means_another_change_within_the_same_time() 
     assert after.until_s <= before.until_s
 
 
-def test_a_member_under_notice_is_drained_ahead_if_its_time_allows_and_at_once_if_not() -> None:
+def test_a_noticed_member_drains_ahead_if_time_allows() -> None:
     script = script_with(4, **SLOW)
     script.tell(NoticeGiven(worker="n4", lead_s=20.0))
     assert reshape_in(until_ahead(script)) is None
@@ -198,7 +198,7 @@ def test_a_member_under_notice_is_drained_ahead_if_its_time_allows_and_at_once_i
     assert reshape_in(hurried.prepared()) is not None
 
 
-def test_a_drain_that_is_put_off_is_carried_out_before_its_time_is_over() -> None:
+def test_a_postponed_drain_happens_before_its_time_is_over() -> None:
     script = script_with(4, **SLOW)
     noticed_s = script.now_s
     script.tell(NoticeGiven(worker="n4", lead_s=40.0))
@@ -225,14 +225,14 @@ def test_a_change_is_not_put_off_where_that_is_not_worth_it(rules: dict[str, Any
     assert script.state.ahead is None
 
 
-def test_a_drain_gains_nothing_so_it_is_worth_putting_off_for_any_shorter_pause() -> None:
+def test_any_shorter_pause_justifies_postponing_a_drain() -> None:
     script = script_with(4, when="if_worth", min_saved_s=0.1, **SLOW)
     script.tell(NoticeGiven(worker="n4", lead_s=20.0))
     assert reshape_in(until_ahead(script)) is None
     assert script.state.ahead is not None
 
 
-def test_how_fast_state_travels_is_measured_where_all_of_it_came_from_peers() -> None:
+def test_transfer_speed_is_measured_where_all_state_came_from_peers() -> None:
     script = script_with(3, when="never")
     script.ready("n4")
     order = reshape_in(script.prepared())
@@ -255,7 +255,7 @@ def test_a_new_manager_drops_what_its_predecessor_had_sent_ahead() -> None:
     assert script.state.ahead is not None  # and sends it anew
 
 
-def test_a_run_that_is_to_stop_waits_for_nothing_that_is_sent_ahead() -> None:
+def test_a_run_that_stops_waits_for_no_pre_copy() -> None:
     script, _ = joining()
     script.tell(StopRequested(reason="asked to"))
     script.prepared()

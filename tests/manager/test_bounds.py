@@ -75,7 +75,7 @@ def test_steps_that_take_as_long_as_planned_and_half_more_are_committed() -> Non
     assert script.state.waits.num_fruitless == 0
 
 
-def test_a_shape_is_formed_that_moves_all_its_state_over_a_slow_link() -> None:
+def test_a_shape_may_move_all_its_state_over_a_slow_link() -> None:
     script = training()
     script.ready("n5")
     passes(script, STEP_S)
@@ -92,7 +92,7 @@ def test_a_shape_is_formed_that_moves_all_its_state_over_a_slow_link() -> None:
     assert receivers(script.reshaped(), SendStep) == script.members
 
 
-def test_a_checkpoint_is_restored_from_storage_that_is_as_slow_as_is_expected() -> None:
+def test_restoring_a_checkpoint_allows_for_slow_storage() -> None:
     script = large(initial_version=5, initial_checkpoint=MANIFEST)
     script.ready("n1", "n2", "n3", "n4")
     assert script.state.phase is Phase.RESHAPING
@@ -101,7 +101,7 @@ def test_a_checkpoint_is_restored_from_storage_that_is_as_slow_as_is_expected() 
     assert script.state.phase is Phase.TRAINING
 
 
-def test_a_worker_that_has_begun_a_long_task_may_end_it_before_it_gives_up() -> None:
+def test_a_worker_in_a_long_task_may_finish_before_it_aborts() -> None:
     script = training()
     passes(script, 10)
     script.tell(WorkerLost(worker="n4", cause="killed"))
@@ -120,7 +120,7 @@ def test_a_hung_worker_is_found_within_a_known_multiple_of_its_step() -> None:
     assert "n4" not in script.state.workers
 
 
-def test_the_bound_of_a_small_job_is_the_floor_and_a_set_value_replaces_what_is_derived() -> None:
+def test_small_jobs_get_the_floor_and_set_values_win() -> None:
     for limit_s, expected_s in ((None, FLOOR_S), (20.0, 20.0)):
         policy = POLICY.model_copy(update={"order_timeout_s": limit_s, "rules": RULES})
         script = Script(policy=policy)
@@ -134,7 +134,7 @@ def test_the_bound_of_a_small_job_is_the_floor_and_a_set_value_replaces_what_is_
         assert until_ended(script) == pytest.approx(expected_s, abs=1.0)
 
 
-def test_a_step_with_an_evaluation_has_time_for_it_and_the_others_have_not() -> None:
+def test_only_a_step_with_an_evaluation_has_time_for_it() -> None:
     script = large(num_steps=9)
     for worker in ("n1", "n2"):
         script.tell(NodeAppeared(node=worker))
@@ -155,7 +155,7 @@ def test_a_step_with_an_evaluation_has_time_for_it_and_the_others_have_not() -> 
     assert script.state.reshape.limit_s >= max(limits_s)  # workers wait for one another no less
 
 
-def test_what_is_slower_than_planned_is_learned_and_shapes_that_fail_get_more_time() -> None:
+def test_slower_shapes_are_learned_and_failing_ones_get_more_time() -> None:
     script = training()
     limits_s = []
     for _ in range(MOST_DOUBLINGS + 2):
@@ -172,7 +172,7 @@ def test_what_is_slower_than_planned_is_learned_and_shapes_that_fail_get_more_ti
 
 
 @pytest.mark.parametrize("unit_bytes", [SIZES, UNIT_BYTES])
-def test_a_file_is_given_as_long_as_slow_storage_takes_for_its_size(unit_bytes: dict[str, int]) -> None:
+def test_a_file_may_take_as_long_as_slow_storage_needs(unit_bytes: dict[str, int]) -> None:
     rules, most_bytes = CheckpointRules(), max(unit_bytes.values())
     assert rules.file_limit_s(most_bytes) == max(600.0, most_bytes / 5e6)
     assert CheckpointRules(file_timeout_s=7.0).file_limit_s(most_bytes) == 7.0
@@ -193,7 +193,7 @@ def test_shapes_that_fail_are_tried_again_for_longer_than_one_step_takes() -> No
     assert script.state.finish is None
 
 
-def test_such_a_job_trains_loses_a_vm_and_all_vms_and_restores_without_one_healthy_worker_being_ended() -> None:
+def test_such_a_job_survives_losses_without_ending_a_healthy_worker() -> None:
     actions: list[Action] = []
     job = SpotJob(
         name="large",

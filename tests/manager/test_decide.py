@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 import pytest
-from controller_script import Script, script_in
-from simulated_job import MANIFEST
+from controller_script import Script, changed, script_in
+from random_history import play, play_all
+from simulated_job import MANIFEST, PLANS, UNITS
 
 from manager.controller.decide import TRANSITIONS, ImpossibleEvent, decide
+from manager.controller.shape import choosing
+from manager.controller.state.actions import AcknowledgeNotice, Action, Finish
+from manager.controller.state.draft import Draft
 from manager.controller.state.events import (
     EVENT_TYPES,
     MANIFEST_WRITER,
+    AnsweredAlike,
     CheckpointFailed,
     CheckpointFound,
     CheckpointNotFound,
@@ -26,25 +36,34 @@ from manager.controller.state.events import (
     NoticeWithdrawn,
     PreCopyReported,
     RequestRefused,
+    Single,
     StopRequested,
     Tick,
+    Together,
     UnitsWritten,
     WorkerAnswered,
     WorkerLost,
     WorkerProbed,
     WorkerTimes,
 )
-from manager.controller.state.state import Phase
-from manager.controller.state.validate import validate
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.state import ControllerState, Failing, KeptNotice, NodeRequest, Phase, PreCopy, Probation
+from manager.controller.state.validate import INVARIANTS, BrokenState, validate
+from morph.contract.decided import Decided
 from morph.contract.messages import (
     Aborted,
+    Answer,
     Committed,
     Failed,
+    PreCopyMove,
     PreCopyReport,
+    Prepared,
     Reshaped,
     UnitWritten,
     WorkerReady,
 )
+from morph.contract.timeline import ComputeTimes
+from tests.grids import IS_LONG
 
 GRID = list(itertools.product(Phase, EVENT_TYPES))
 OF_CHECKPOINTS = (UnitsWritten, CheckpointFailed, ManifestWritten, CheckpointFound, CheckpointNotFound)
@@ -163,3 +182,281 @@ def test_an_answer_of_every_kind_is_refused_from_a_stranger() -> None:
         if isinstance(event, WorkerAnswered) and event.worker == "stranger":
             assert script.tell(event) == ()
             assert script.code == "ignored"
+
+
+def test_the_best_shape_is_chosen_once_when_a_planned_change_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(plans={2: PLANS[2], 3: PLANS[3]}, expected_nodes=2)
+    script.ready("n1", "n2")
+    script.reshaped()
+    script.ready("n3")
+    script.prepared("n1")
+    chosen: list[Phase] = []
+    steady = choosing._steady
+    monkeypatch.setattr(choosing, "_steady", lambda state, now_s: chosen.append(state.phase) or steady(state, now_s))
+    script.prepared("n2")
+    assert script.state.generation == 2
+    assert chosen == [Phase.TRAINING]
+
+
+@pytest.mark.slow
+def test_what_was_chosen_is_what_would_be_chosen_now_in_every_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    once, num_kept = Draft.once, 0
+
+    def checked(draft: Draft, question: Callable[..., Any], *depends_on: object) -> Any:
+        nonlocal num_kept
+        num_kept += question in draft._known
+        kept = once(draft, question, *depends_on)
+        assert kept == question(draft.state, draft.now_s)
+        return kept
+
+    monkeypatch.setattr(Draft, "once", checked)
+    play_all(range(100 if IS_LONG else 40))
+    assert num_kept > 100
+
+
+def test_a_question_is_asked_again_once_what_it_depends_on_was_replaced() -> None:
+    draft, asked = Draft(Script().state, 0.0), []
+
+    def num_workers(state: Any, now_s: float) -> int:
+        asked.append(now_s)
+        return len(state.workers)
+
+    for _ in range(3):
+        assert draft.once(num_workers, draft.state.workers) == 0
+    draft.change(workers={"n1": None})
+    assert draft.once(num_workers, draft.state.workers) == 1
+    assert len(asked) == 2
+
+
+SEEDS = range(60 if IS_LONG else 40)
+EVERY = 7 if IS_LONG else 19
+"""Of so many events of a history, the state after one is answered."""
+played = cache(play)
+TIMES = ComputeTimes(forward_s=0.1, recompute_s=0.0, backward_s=0.2, reduce_s=0.0, wait_s=0.0, step_s=0.3)
+
+
+def one_by_one(state: ControllerState, events: Sequence[Single], now_s: float) -> tuple[ControllerState, list[Action]]:
+    """The state after these events, each decided by itself at the same time, and all that is to be done."""
+    actions: list[Action] = []
+    for event in events:
+        decision = decide(state, event, now_s)
+        state, actions = decision.state, actions + list(decision.actions)
+    return state, actions
+
+
+def check(
+    state: ControllerState, events: Sequence[Single], now_s: float, *, alike: AnsweredAlike | None = None
+) -> bool:
+    """Decide both ways; returns whether anything was to be done."""
+    each, actions = one_by_one(state, events, now_s)
+    both = decide(state, alike or Together(events=tuple(events)), now_s)
+    told, before = both.state.model_dump(exclude={"recent"}), each.model_dump(exclude={"recent"})
+    assert {name for name in told if told[name] != before[name]} == set()
+    assert done(both.actions) == done(actions)
+    return bool(actions)
+
+
+def done(actions: Sequence[Action]) -> Counter[str]:
+    """What is to be done; that a VM may go is told once for all notices that it has by then."""
+    return Counter(action.model_dump_json() for action in actions if not isinstance(action, AcknowledgeNotice))
+
+
+def answers_to(state: ControllerState) -> list[Answer]:
+    """What may be answered to the present order, right and wrong."""
+    generation, version = state.generation, state.version
+    step = Prepared(worker="", generation=generation, step=version, attempt=state.step.attempt, times=TIMES)
+    return [
+        step,
+        step.model_copy(update={"overflowed": True}),
+        step.model_copy(update={"step": version + 1}),
+        Reshaped(worker="", generation=generation, groups_s=0.1, state_s=0.0, received_bytes=0),
+        Committed(worker="", generation=generation, version=version),
+        Aborted(worker="", generation=generation, peer_lost=True),
+    ]
+
+
+@pytest.mark.slow
+def test_what_many_workers_answer_alike_changes_what_it_changes_one_by_one() -> None:
+    acted: Counter[tuple[str, str]] = Counter()
+    for seed in SEEDS:
+        for _, state, _, _ in (entry for entry in played(seed).log[::EVERY] if not isinstance(entry, str)):
+            for answer in answers_to(state):
+                everybody = tuple(sorted(state.step.awaited)) or tuple(state.workers)
+                for workers in (everybody, everybody[1:], (*everybody, "stranger")):
+                    if not workers:
+                        continue
+                    events = [
+                        WorkerAnswered(worker=worker, answer=answer.model_copy(update={"worker": worker}))
+                        for worker in workers
+                    ]
+                    alike = AnsweredAlike(workers=workers, answer=answer)
+                    acted[state.phase, answer.kind] += check(state, events, 10.0, alike=alike)
+    assert acted["training", "prepared"] > 100
+    assert acted["training", "aborted"] > 100
+    assert acted["reshaping", "reshaped"] > 50
+    assert acted["aborting", "aborted"] > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [2, 3, 7])
+def test_events_that_come_together_act_as_if_one_by_one(length: int) -> None:
+    num_acted = 0
+    for seed in SEEDS:
+        cluster = played(seed)
+        if cluster.state.config.target_nodes:  # what is asked for is counted after each decision, not after each event
+            continue
+        history = [entry for entry in cluster.log if not isinstance(entry, str)]
+        for first in range(0, len(history) - length, min(length, 4)):
+            entries = history[first : first + length]
+            try:
+                num_acted += check(entries[0][1], [event for _, _, event, _ in entries], entries[-1][0])
+            except ImpossibleEvent:  # it was possible only by what a worker did in between
+                continue
+    assert num_acted > 200
+
+
+Break = Callable[[ControllerState], ControllerState]
+
+
+def having(**fields: Any) -> Break:
+    return lambda state: changed(state, **fields)
+
+
+def inside(name: str, **fields: Any) -> Break:
+    """Replace fields of a part of the state."""
+
+    def broken(state: ControllerState) -> ControllerState:
+        part = next(getattr(slice_, name) for slice_ in (state, state.step, state.saving) if hasattr(slice_, name))
+        return changed(state, **{name: part.model_copy(update=fields)})
+
+    return broken
+
+
+def worker(name: str, **fields: Any) -> Break:
+
+    def broken(state: ControllerState) -> ControllerState:
+        draft = Draft(state, 0.0)
+        draft.change_worker(name, **fields)
+        return draft.state
+
+    return broken
+
+
+def sent_ahead(sender: str, receiver: str, number: int = 0) -> Break:
+    """Have a unit sent ahead that the first worker holds."""
+
+    def broken(state: ControllerState) -> ControllerState:
+        assert state.plan is not None, "no shape is formed"
+        move = PreCopyMove(unit=min(state.member_units["n1"]), sender=sender, receiver=receiver)
+        ahead = PreCopy(number=number, plan=state.plan, slots=state.slots, moves=(move,), until_s=9.0, limit_s=9.0)
+        return having(ahead=ahead)(state)
+
+    return broken
+
+
+def nobody_holds_a_unit(state: ControllerState) -> ControllerState:
+    for name, entry in state.workers.items():
+        state = worker(name, holds=entry.holds - {"s0"})(state)
+    return state
+
+
+FINAL = Failing(version=0, generation=1, worker="n1", sentence="broken", final=True)
+GRANTED = NodeRequest(count=0, asked_s=0.0, granted={"n1": 0.0})
+
+BROKEN: dict[str, tuple[Phase, Break]] = {
+    "there is an order while somebody has it": (Phase.TRAINING, having(order=None)),
+    "only known workers have orders": (Phase.TRAINING, having(awaited=frozenset({"n1", "stranger"}))),
+    "no worker has an order before a shape, in a pause or at the end": (
+        Phase.TRAINING,
+        having(phase=Phase.HOLDING),
+    ),
+    "somebody has an order while a shape is formed, trains or is dissolved": (
+        Phase.TRAINING,
+        having(order=None, awaited=frozenset()),
+    ),
+    "an order is of the present generation": (Phase.TRAINING, inside("order", generation=7)),
+    "an order is of its phase's kind": (Phase.RESHAPING, having(phase=Phase.TRAINING)),
+    "orders are told to abort while a generation is dissolved, and never else": (
+        Phase.ABORTING,
+        inside("order", abort_sent_s=None),
+    ),
+    "in training a member has the step's order or has prepared it, and nobody else": (
+        Phase.TRAINING,
+        having(awaited=frozenset({"n1"})),
+    ),
+    "while committing, a commit or a unit of the last checkpoint is missing": (
+        Phase.COMMITTING,
+        having(order=None, awaited=frozenset(), pending=None),
+    ),
+    "no partial sums are kept while a step is run": (Phase.TRAINING, having(kept={"n1": ()})),
+    "the members are those of the slots, each once": (Phase.RESHAPING, having(member_units={})),
+    "there is no shape before the first generation and in pauses": (
+        Phase.SEALING,
+        having(phase=Phase.WAITING),
+    ),
+    "no generation is formed at the start": (Phase.STARTING, having(generation=1)),
+    "the shape is the present generation's while it is formed and trains": (
+        Phase.TRAINING,
+        inside("reshape", generation=7),
+    ),
+    "no member of a shape that is formed or trains is lost": (
+        Phase.RESHAPING,
+        lambda state: having(
+            workers={name: entry for name, entry in state.workers.items() if name != "n1"},
+            awaited=state.step.awaited - {"n1"},
+        )(state),
+    ),
+    "in training somebody holds each unit": (Phase.TRAINING, nobody_holds_a_unit),
+    "in training a member holds its stage's units": (Phase.TRAINING, worker("n1", holds=frozenset())),
+    "a wait for a node that is about to be ready has an end": (Phase.HOLDING, having(hold_until_s=None)),
+    "a wait for VMs has a beginning": (Phase.WAITING, having(waiting_since_s=None)),
+    "a rest has an end": (Phase.RESTING, having(rest_until_s=None)),
+    "a run that is over has an outcome, and no other has": (
+        Phase.TRAINING,
+        having(finish=Finish(outcome="stopped", sentence="asked to")),
+    ),
+    "what is decided is of the present version": (Phase.TRAINING, having(decided=Decided(version=7))),
+    "an error that is final stops the run": (Phase.TRAINING, having(failing=FINAL)),
+    "a checkpoint under way is of all units, of a version that is decided, written by its writers": (
+        Phase.COMMITTING,
+        inside("pending", writers={"s0": "n1"}),
+    ),
+    "while sealing, a manifest is being written": (Phase.SEALING, having(sealing=())),
+    "manifests are being written since a time": (Phase.TRAINING, having(sealing=(MANIFEST,))),
+    "a worker is warming, ready, suspect or draining": (Phase.TRAINING, worker("n1", node=NodeState.BOOTING)),
+    "who is warming is not set up": (Phase.TRAINING, worker("n1", node=NodeState.WARMING)),
+    "who is ready or suspect is set up": (Phase.TRAINING, worker("n1", ready_s=None)),
+    "who is not set up holds nothing": (Phase.HOLDING, worker("n5", holds=frozenset(UNITS))),
+    "who drains does so until a time, and nobody else": (Phase.TRAINING, worker("n1", drain_until_s=9.0)),
+    "who is probed is suspect and no member": (Phase.TRAINING, worker("n1", probation=Probation(due_s=9.0))),
+    "whose notice is to be acknowledged drains": (Phase.TRAINING, having(leaving=frozenset({"n1"}))),
+    "something of each request is awaited": (
+        Phase.TRAINING,
+        having(requests={"job-1": NodeRequest(count=0, asked_s=0.0)}),
+    ),
+    "a node boots for one request, and is not up": (Phase.TRAINING, having(requests={"job-1": GRANTED})),
+    "a notice is kept of nodes that are not up": (
+        Phase.TRAINING,
+        having(kept_notices={"n1": KeptNotice(notice="first", taken_s=9.0)}),
+    ),
+    "units are sent ahead while training, under their number, by known workers": (
+        Phase.TRAINING,
+        sent_ahead("n1", "stranger"),
+    ),
+    "units are sent ahead by who holds them to who lacks them": (Phase.TRAINING, sent_ahead("n1", "n1")),
+}
+
+
+@pytest.mark.parametrize("sentence", INVARIANTS)
+def test_a_state_that_cannot_be_is_named_by_its_sentence(sentence: str) -> None:
+    phase, broken = BROKEN[sentence]
+    state = script_in(phase).state
+    validate(state)
+    with pytest.raises(BrokenState, match=rf"job job, \w+: not so: {re.escape(sentence)} \(last events: .*n1"):
+        validate(broken(state))
+
+
+def test_a_script_validates_each_state_that_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(INVARIANTS, "nothing is ever decided", lambda state: not state.recent)
+    with pytest.raises(BrokenState, match="nothing is ever decided"):
+        Script().ready("n1")

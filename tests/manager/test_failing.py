@@ -1,14 +1,42 @@
-"""Errors inside a worker."""
+"""Workers that die, fall silent, fail or give up; pauses; and a new manager that takes over."""
 
 from __future__ import annotations
 
 import pytest
-from controller_script import Script, receivers, script_in
+from controller_script import Script, changed, receivers, script_in
+from simulated_job import MANIFEST, PLANS, UNITS
 
-from manager.controller.state.actions import Action, EndWorker, Finish, RequestNodes, SendCommit, SendReshape, SendStep
-from manager.controller.state.events import ManifestWritten, NodeAppeared, Tick, WorkerAnswered
+from manager.controller.shape.forming import GATHER_S
+from manager.controller.state.actions import (
+    Abort,
+    Action,
+    EndWorker,
+    Finish,
+    RequestNodes,
+    SendCommit,
+    SendReshape,
+    SendStep,
+    StartWorker,
+    WriteManifest,
+)
+from manager.controller.state.draft import Draft
+from manager.controller.state.events import (
+    ManagerResumed,
+    ManifestWritten,
+    NodeAppeared,
+    StopRequested,
+    Tick,
+    WorkerAnswered,
+    WorkerLost,
+)
+from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import Phase
-from morph.contract.messages import Failed, FailureCause
+from manager.controller.steps.resting import PAUSES
+from morph.contract.messages import (
+    Failed,
+    FailureCause,
+    ReshapeOrder,
+)
 
 TRACE = 'Traceback (most recent call last):\n  File "job.py", line 7, in __getitem__\nValueError: bad sample\n'
 
@@ -40,7 +68,7 @@ def test_a_device_that_is_lost_or_full_takes_its_worker_along(cause: FailureCaus
     assert script.state.version == 0
 
 
-def test_an_error_of_the_job_is_tried_again_without_its_worker_which_gives_what_it_holds() -> None:
+def test_a_jobs_error_is_retried_without_the_worker_that_raised_it() -> None:
     script = script_in(Phase.TRAINING)
     script.prepared()  # version 1, of which nothing is saved
     fail(script, "n2", "job")
@@ -64,7 +92,7 @@ def test_where_nobody_else_suffices_the_same_worker_tries_again() -> None:
     assert "n2" in script.state.workers
 
 
-def test_an_error_that_comes_again_at_the_same_step_ends_the_run_saved_and_with_its_traceback() -> None:
+def test_an_error_repeated_at_one_step_ends_the_run_saved() -> None:
     script = script_in(Phase.TRAINING)
     script.prepared()
     fail(script, "n2", "job")
@@ -100,7 +128,7 @@ def test_what_nothing_would_mend_ends_the_run_saved_whoever_else_says_so() -> No
     )
 
 
-def test_an_error_while_what_is_held_is_saved_ends_the_run_at_once() -> None:
+def test_an_error_during_the_last_save_ends_the_run_at_once() -> None:
     script = script_in(Phase.TRAINING)
     fail(script, "n2", "run")
     script.aborted()
@@ -110,7 +138,7 @@ def test_an_error_while_what_is_held_is_saved_ends_the_run_at_once() -> None:
     assert "is not saved" in finish.sentence
 
 
-def test_memory_that_runs_out_again_at_the_same_step_ends_the_run_with_advice() -> None:
+def test_memory_exhausted_twice_at_one_step_ends_the_run_with_advice() -> None:
     script = script_in(Phase.TRAINING)
     fail(script, "n2", "memory")
     script.aborted()
@@ -123,7 +151,7 @@ def test_memory_that_runs_out_again_at_the_same_step_ends_the_run_with_advice() 
     assert "lower vms.memory_bytes" in finish.sentence
 
 
-def test_memory_that_runs_out_where_nobody_can_take_the_place_ends_the_run_saved() -> None:
+def test_memory_exhausted_without_a_replacement_ends_the_run_saved() -> None:
     script = Script(expected_nodes=2)
     script.ready("n1", "n2")
     script.reshaped()
@@ -132,7 +160,7 @@ def test_memory_that_runs_out_where_nobody_can_take_the_place_ends_the_run_saved
     assert save(script).outcome == "failed"
 
 
-def test_a_device_that_fails_in_a_setup_costs_its_worker_and_the_second_time_a_pause() -> None:
+def test_a_device_that_fails_in_setup_costs_its_worker_then_a_pause() -> None:
     script = Script(target_nodes=2, expected_nodes=2)
     script.tell(Tick())
     failed = Failed(worker="n1", generation=0, error="CUDA error", cause="device")
@@ -143,3 +171,404 @@ def test_a_device_that_fails_in_a_setup_costs_its_worker_and_the_second_time_a_p
         assert EndWorker(worker=f"n{number}") in actions
         assert sum(isinstance(action, RequestNodes) for action in actions) == num_asked
     assert script.state.phase is Phase.STARTING
+
+
+def saved(script: Script) -> None:
+    script.committed()
+    actions = script.written(script.state.version)
+    assert any(isinstance(action, WriteManifest) for action in actions)
+    script.tell(ManifestWritten(version=script.state.version))
+
+
+def test_after_fruitless_generations_the_holders_save_and_try_again() -> None:
+    script = script_in(Phase.RESTING)
+    assert script.last is not None
+    orders = [action for action in script.last.actions if isinstance(action, SendCommit)]
+    assert {(action.order.version, action.order.held) for action in orders} == {(1, True)}
+    written = [unit for action in orders for unit in action.order.checkpoint_units]
+    assert sorted(written) == sorted(script.state.config.units)
+    assert "10 generations in a row" in script.sentence
+    saved(script)
+    assert script.state.saving.checkpoint is not None
+    assert (script.state.phase, script.state.saving.checkpoint.version) == (Phase.RESTING, 1)
+    began_s = script.now_s
+    actions = script.wake()
+    assert script.now_s - began_s <= PAUSES.first_s
+    assert receivers(actions, SendReshape) == ["n1", "n2", "n3", "n4"]
+    assert script.state.version == 1
+    script.reshaped()
+    script.prepared()
+    assert (script.state.version, script.state.waits.num_fruitless, script.state.waits.resting_since_s) == (2, 0, None)
+
+
+def test_each_further_fruitless_generation_is_followed_by_a_longer_pause() -> None:
+    script = script_in(Phase.RESTING)
+    saved(script)
+    pauses = []
+    for _ in range(3):
+        script.wake()
+        script.aborted()
+        assert script.state.waits.rest_until_s is not None
+        assert script.state.step.order is None
+        pauses.append(round(script.state.waits.rest_until_s - script.now_s, 6))
+    assert pauses == [2 * PAUSES.first_s, 4 * PAUSES.first_s, 8 * PAUSES.first_s]
+    assert PAUSES.pause_s(10**6) == PAUSES.most_s
+
+
+def test_the_run_ends_when_the_users_limit_is_reached() -> None:
+    script = script_in(Phase.RESTING)
+    saved(script)
+    limit_s = script.state.config.policy.give_up_after_s
+    began_s = script.state.waits.resting_since_s
+    assert began_s is not None
+    while script.state.phase is not Phase.ENDED:
+        script.wake()
+        actions = script.aborted()
+    assert 0 <= script.now_s - began_s - limit_s <= PAUSES.most_s + 1
+    (finish,) = actions
+    assert isinstance(finish, Finish)
+    assert finish.outcome == "failed"
+    assert "policy.give_up_after_s" in finish.sentence
+    assert finish.sentence.endswith("version 1 is saved")
+
+
+def test_a_stop_while_resting_ends_the_run_once_saved() -> None:
+    script = script_in(Phase.RESTING)
+    assert script.tell(StopRequested(reason="SIGINT")) == ()
+    script.committed()
+    script.written(1)
+    ended = Finish(outcome="stopped", sentence="SIGINT; version 1 is saved")
+    assert script.tell(ManifestWritten(version=1)) == (ended,)
+    at_once = script_in(Phase.RESTING)
+    saved(at_once)
+    assert at_once.tell(StopRequested(reason="SIGINT"))[-1] == ended
+
+
+def test_what_nobody_holds_is_restored_from_the_checkpoint_after_the_pause() -> None:
+    script = script_in(Phase.TRAINING)
+    script.prepared()
+    for _ in range(script.state.config.policy.max_fruitless_generations - 1):
+        script.aborted()
+    for worker in ("n1", "n2", "n3"):
+        script.tell(WorkerLost(worker=worker, cause="killed"))
+    script.ready("n5", "n6")
+    script.aborted()
+    assert script.state.phase is Phase.RESTING
+    assert script.state.step.order is None
+    script.wake()
+    assert (script.state.version, script.code) == (0, "set_back")
+
+
+ALL = ("n1", "n2", "n3", "n4")
+
+
+def taken_over(script: Script, *living: str) -> list[tuple[str, str]]:
+    """Tell of a new manager; return the kind and worker of each action."""
+    actions = script.tell(ManagerResumed(living=living or ALL))
+    return [(action.kind, getattr(action, "worker", "")) for action in actions]
+
+
+@pytest.mark.parametrize(
+    ("phase", "kind"), [(Phase.RESHAPING, SendReshape), (Phase.TRAINING, SendStep), (Phase.COMMITTING, SendCommit)]
+)
+def test_orders_that_are_not_answered_go_out_again_as_they_were(phase: Phase, kind: type) -> None:
+    script = Script(num_steps=2)
+    sent = script.ready(*ALL)
+    if phase is not Phase.RESHAPING:
+        sent = script.reshaped()
+    if phase is Phase.COMMITTING:
+        script.prepared()
+        sent = script.prepared()
+    before = {action.worker: action for action in sent if isinstance(action, kind)}
+    again = {action.worker: action for action in script.tell(ManagerResumed(living=ALL)) if isinstance(action, kind)}
+    assert again == before
+    assert script.state.phase is phase
+
+
+def test_only_those_that_have_not_answered_get_their_order_again() -> None:
+    script = script_in(Phase.TRAINING)
+    script.prepared("n1", "n3")
+    assert taken_over(script) == [("send_step", "n2"), ("send_step", "n4")]
+
+
+def test_orders_that_were_aborted_go_out_again_with_their_abort() -> None:
+    script = script_in(Phase.ABORTING)
+    actions = script.tell(ManagerResumed(living=ALL))
+    assert {action.worker for action in actions if isinstance(action, SendStep)} == {"n2", "n3", "n4"}
+    assert {action.worker for action in actions if isinstance(action, Abort)} == {"n2", "n3", "n4"}
+
+
+def test_workers_that_died_meanwhile_are_lost_and_strangers_are_ended() -> None:
+    script = script_in(Phase.TRAINING)
+    actions = script.tell(ManagerResumed(living=("n1", "n2", "n3", "old")))
+    assert EndWorker(worker="old") in actions
+    assert "n4" not in script.state.workers
+    assert script.state.phase is Phase.ABORTING
+    assert not [action for action in actions if getattr(action, "worker", "") == "n4"]
+
+
+def test_a_setup_under_way_is_requested_again_with_its_full_time() -> None:
+    script = script_in(Phase.TRAINING)
+    script.tell(NodeAppeared(node="n9"))
+    script.now_s += 15.0
+    actions = script.tell(ManagerResumed(living=ALL))
+    assert StartWorker(worker="n9") in actions
+    assert script.state.workers["n9"].appeared_s == script.now_s
+
+
+def test_the_last_checkpoint_is_asked_for_again_from_whoever_still_owes_units() -> None:
+    script = script_in(Phase.COMMITTING)
+    script.committed()
+    assert script.state.saving.pending is not None
+    owing = set(script.state.saving.pending.writers.values())
+    actions = script.tell(ManagerResumed(living=ALL))
+    assert {action.worker for action in actions if isinstance(action, SendCommit)} == owing
+    script.committed()
+    (finish,) = script.saved(2)
+    assert isinstance(finish, Finish)
+
+
+def test_a_manifest_that_was_being_written_is_written_again() -> None:
+    script = script_in(Phase.SEALING)
+    assert [kind for kind, _ in taken_over(script)] == ["write_manifest"]
+
+
+def test_a_run_that_was_over_is_over() -> None:
+    script = script_in(Phase.ENDED)
+    assert [kind for kind, _ in taken_over(script)] == ["finish"]
+
+
+def test_a_lost_worker_aborts_the_generation() -> None:
+    script = script_in(Phase.TRAINING)
+    script.prepared("n1")
+    assert script.tell(WorkerLost(worker="n2", cause="killed")) == (
+        Abort(worker="n3", generation=1),
+        Abort(worker="n4", generation=1),
+    )
+    assert script.state.phase is Phase.ABORTING
+    assert script.aborted("n3") == ()
+    actions = script.prepared("n4")
+    assert receivers(actions, SendReshape) == ["n1", "n3", "n4"]
+    assert script.state.version == 0
+    assert script.tell(WorkerLost(worker="n2", cause="killed")) == ()
+
+
+def test_state_comes_from_living_replicas_and_no_step_is_redone() -> None:
+    script = script_in(Phase.TRAINING)
+    script.prepared()
+    victim = script.members[0]
+    script.tell(WorkerLost(worker=victim, cause="killed"))
+    order = next(action.order for action in script.aborted() if isinstance(action, SendReshape))
+    assert (order.generation, order.version) == (2, 1)
+    assert {source.kind for source in order.sources} == {"keep", "peer"}
+    holds = {worker: entry.holds for worker, entry in script.state.workers.items()}
+    assert all(source.unit in holds[source.peer or source.worker] for source in order.sources)
+
+
+def test_whoever_prepares_an_aborted_step_reruns_nothing() -> None:
+    """Its answer and the abort pass each other on the way."""
+    script = script_in(Phase.TRAINING)
+    victim = script.members[0]
+    script.tell(WorkerLost(worker=victim, cause="killed"))
+    order = next(action.order for action in script.prepared() if isinstance(action, SendReshape))
+    assert order.salvage is not None
+    assert order.salvage.remaining == ()
+
+
+def lose_a_stage(script: Script) -> ReshapeOrder:
+    for worker in script.members[:2]:
+        script.tell(WorkerLost(worker=worker, cause="killed"))
+    return next(action.order for action in script.aborted() if isinstance(action, SendReshape))
+
+
+def test_without_a_living_holder_everybody_goes_back_to_the_checkpoint() -> None:
+    script = Script()
+    script.ready("n1", "n2", "n3", "n4")
+    script.reshaped()
+    for _ in range(3):
+        script.prepared()
+    script.saved(3)
+    script.prepared()
+    script.prepared()
+    assert script.state.version == 5
+    order = lose_a_stage(script)
+    assert (order.version, script.state.version, script.code) == (3, 3, "set_back")
+    assert {source.kind for source in order.sources} == {"checkpoint"}
+    assert "2 steps are to be redone" in script.sentence
+
+
+def test_without_a_checkpoint_everybody_goes_back_to_the_start() -> None:
+    script = script_in(Phase.TRAINING)
+    script.prepared()
+    order = lose_a_stage(script)
+    assert (order.version, script.code) == (0, "set_back")
+    assert {source.kind for source in order.sources} == {"initial"}
+    assert "1 step is to be redone" in script.sentence
+
+
+def test_lost_units_of_the_checkpointed_version_are_read_and_the_rest_kept() -> None:
+    script = Script(initial_version=5, initial_checkpoint=MANIFEST)
+    script.ready("n1", "n2", "n3", "n4")
+    script.reshaped()
+    order = lose_a_stage(script)
+    assert (order.version, script.code) == (5, "formed")
+    assert {source.kind for source in order.sources} >= {"checkpoint", "keep"}
+
+
+def test_a_failed_reshape_loses_nothing() -> None:
+    script = script_in(Phase.TRAINING)
+    script.prepared()
+    before = {worker: entry.holds for worker, entry in script.state.workers.items()}
+    script.tell(WorkerLost(worker=script.members[0], cause="killed"))
+    script.aborted()
+    assert script.state.phase is Phase.RESHAPING
+    script.reshaped(script.members[0])
+    script.aborted()
+    assert (script.state.generation, script.state.version) == (3, 1)
+    assert all(entry.holds >= before[worker] for worker, entry in script.state.workers.items())
+
+
+def test_a_worker_that_is_left_over_serves_what_only_it_holds() -> None:
+    plans = {2: PLANS[2], 3: PLANS[2], 6: PLANS[6]}
+    script = Script(plans=plans, expected_nodes=6)
+    script.ready("n1", "n2", "n3", "n4", "n5", "n6")
+    script.reshaped()
+    script.prepared()
+    for worker in script.members[::2]:
+        script.tell(WorkerLost(worker=worker, cause="killed"))
+    actions = script.aborted()
+    order = next(action.order for action in actions if isinstance(action, SendReshape))
+    members = {slot.worker for slot in order.slots}
+    assert (order.version, len(members)) == (1, 2)
+    assert len(receivers(actions, SendReshape)) == 3
+    (server,) = set(receivers(actions, SendReshape)) - members
+    assert server in {source.peer for source in order.sources}
+    assert receivers(script.reshaped(), SendStep) == sorted(members)
+
+
+def test_below_the_minimum_survivors_save_what_they_hold_and_wait() -> None:
+    script = Script(plans={count: PLANS[count] for count in (4, 6)}, expected_nodes=4)
+    script.ready("n1", "n2", "n3", "n4")
+    script.reshaped()
+    script.prepared()
+    script.tell(WorkerLost(worker="n1", cause="killed"))
+    commits = [action.order for action in script.aborted() if isinstance(action, SendCommit)]
+    assert sorted(unit for order in commits for unit in order.checkpoint_units) == sorted(UNITS)
+    assert all(order.held and order.version == 1 for order in commits)
+    script.committed()
+    script.wake()
+    assert (script.state.phase, script.code) == (Phase.WAITING, "too_few_workers")
+    script.saved(1)
+    assert script.state.saving.checkpoint is not None
+    assert script.state.saving.checkpoint.version == 1
+    assert script.state.phase is Phase.WAITING
+    order = next(action.order for action in script.ready("n5") if isinstance(action, SendReshape))
+    assert order.version == 1
+    assert {source.kind for source in order.sources} == {"keep", "peer"}
+
+
+def test_losing_a_spare_only_removes_it() -> None:
+    script = script_in(Phase.TRAINING)
+    script.ready("n5")
+    assert script.tell(WorkerLost(worker="n5", cause="killed")) == ()
+    assert (script.state.phase, script.code) == (Phase.TRAINING, "worker_removed")
+
+
+def test_an_abort_before_the_loss_is_known_reforms_with_everybody_believed_alive() -> None:
+    script = script_in(Phase.TRAINING)
+    script.prepared("n1")
+    assert script.aborted("n2", peer_lost=True) == (Abort(worker="n3", generation=1), Abort(worker="n4", generation=1))
+    assert receivers(script.aborted(), SendReshape) == ["n1", "n2", "n3", "n4"]
+    aborts = script.tell(WorkerLost(worker="n1", cause="killed"))
+    assert [action.worker for action in aborts if isinstance(action, Abort)] == ["n2", "n3", "n4"]
+
+
+def test_an_order_that_is_never_answered_costs_its_worker() -> None:
+    script = script_in(Phase.TRAINING)
+    script.prepared("n1", "n2", "n3")
+    actions = script.wake()
+    assert actions[0] == EndWorker(worker="n4")
+    assert receivers(actions, SendReshape) == ["n1", "n2", "n3"]
+
+
+def test_a_worker_that_does_not_give_up_its_order_is_given_up() -> None:
+    script = script_in(Phase.ABORTING)
+    script.aborted("n2", "n3")
+    assert script.last is not None
+    assert script.last.wake_at_s is not None
+    actions = script.tell(Tick(), at_s=script.last.wake_at_s)
+    assert actions[0] == EndWorker(worker="n4")
+    assert receivers(actions, SendReshape) == ["n1", "n2", "n3"]
+
+
+def test_a_worker_that_never_gets_ready_is_given_up() -> None:
+    script = script_in(Phase.TRAINING)
+    script.tell(NodeAppeared(node="n9"))
+    deadline_s = script.now_s + script.state.config.policy.order_timeout_s
+    for _ in range(2):
+        script.prepared()
+    script.now_s = deadline_s
+    assert EndWorker(worker="n9") in script.tell(Tick(), at_s=deadline_s)
+
+
+def test_a_manifest_that_is_never_written_ends_the_run() -> None:
+    (finish,) = script_in(Phase.SEALING).wake()
+    assert isinstance(finish, Finish)
+    assert finish.outcome == "failed"
+
+
+def test_that_work_is_lost_is_told_whatever_else_a_tick_finds_due() -> None:
+    draft = Draft(Script().state, 0.0)
+    draft.say(ReasonCode.NODE_ABSENT, "n8 did not appear")
+    draft.say(ReasonCode.SET_BACK, "back to version 0")
+    draft.say(ReasonCode.NODE_ABSENT, "n9 did not appear")
+    assert draft.decision(None).reason.code is ReasonCode.SET_BACK
+    assert draft.decision(None).reason.sentence == "n8 did not appear; back to version 0; n9 did not appear"
+    draft.end("stopped", "asked to")
+    assert draft.decision(None).reason.code is ReasonCode.STOPPED
+
+
+def test_workers_lost_together_dissolve_one_generation() -> None:
+    script = script_in(Phase.TRAINING)
+    script.ready("vm.d0", "vm.d1")
+    generation = script.state.generation
+    script.tell(WorkerLost(worker="n1", cause="its VM left the cluster", beside=("vm.d0", "vm.d1", "stranger")))
+    assert "n1, vm.d0, vm.d1 were lost: its VM left the cluster" in script.sentence
+    script.aborted()
+    assert (script.state.generation, script.state.waits.num_fruitless) == (generation + 1, 1)
+    assert {slot.worker for slot in script.state.slots} <= {"n2", "n3", "n4"}
+
+
+def with_two_devices_a_vm() -> Script:
+    """A shape of four workers on two VMs that trains, with orders out; VMs are asked for."""
+    script = Script(target_nodes=4)
+    script.ready("a.d0", "a.d1", "b.d0", "b.d1")
+    script.state = changed(script.state, requests={})
+    script.reshaped()
+    assert script.state.phase is Phase.TRAINING
+    return script
+
+
+def test_workers_of_a_vm_lost_in_turn_cost_one_shape_and_request() -> None:
+    script = with_two_devices_a_vm()
+    actions = script.tell(WorkerLost(worker="a.d0", cause="its process is gone"))
+    assert {action.worker for action in actions if isinstance(action, Abort)} == {"a.d1", "b.d0", "b.d1"}  # at once
+    actions = script.aborted("b.d0", "b.d1")
+    actions += script.tell(WorkerLost(worker="a.d1", cause="its process is gone"), script.now_s + 0.5)
+    assert [action.count for action in actions if isinstance(action, RequestNodes)] == [2]
+    assert receivers(actions, SendReshape) == ["b.d0", "b.d1"]
+    assert (script.state.generation, script.state.waits.torn) == (2, {})
+
+
+def test_a_lone_death_is_replaced_after_its_vm_had_time_to_go() -> None:
+    script = with_two_devices_a_vm()
+    lost_s = script.now_s
+    actions = script.tell(WorkerLost(worker="a.d0", cause="its process is gone"))
+    actions += script.aborted("a.d1", "b.d0", "b.d1")
+    assert script.state.phase is Phase.HOLDING
+    assert "a may go as a whole" in script.sentence
+    assert not any(isinstance(action, SendReshape | RequestNodes) for action in actions)
+    actions = script.wake()
+    assert lost_s < script.now_s <= lost_s + 2 * GATHER_S
+    assert receivers(actions, SendReshape) == ["a.d1", "b.d0", "b.d1"]
+    assert [action.count for action in actions if isinstance(action, RequestNodes)] == [1]

@@ -45,7 +45,7 @@ def test_workers_without_replicas_follow_each_other_in_pairs() -> None:
     assert all(worker != follower for worker, follower in pairs.items())
 
 
-def test_a_follower_is_on_another_vm_and_in_another_zone_where_there_is_one() -> None:
+def test_a_follower_is_on_another_vm_and_if_possible_another_zone() -> None:
     zones = {"n1": "a", "n2": "a", "n3": "b", "n4": "b"}
     for follow in follows_of(4, 1, ("n1", "n2", "n3", "n4"), zones):
         assert zones[follow.worker] != zones[follow.follower]
@@ -97,7 +97,7 @@ def test_who_has_followed_goes_on_and_is_sent_nothing() -> None:
     assert not follows[first].known
 
 
-def test_what_two_workers_of_a_vm_drive_is_sent_by_one_of_them() -> None:
+def test_units_shared_by_a_vms_workers_are_sent_by_one() -> None:
     plan = make_plan(3, 1)
     needed = list(units_by_stage(plan, UNITS))  # the first and the last stage have a unit in common
     first, last = workers_of("n1", 2)
@@ -194,7 +194,7 @@ def test_followers_make_fatal_losses_rarer() -> None:
     assert followed > 2 * without
 
 
-def test_the_controller_counts_on_a_follower_that_has_a_decided_steps_gradients_alone() -> None:
+def test_a_follower_counts_once_it_has_a_decided_steps_gradients() -> None:
     script = Script(plans={2: make_plan(2, 1), 3: make_plan(3, 1)}, expected_nodes=3)
     script.ready("n1", "n2", "n3")
     script.reshaped()
@@ -217,7 +217,7 @@ def test_the_controller_counts_on_a_follower_that_has_a_decided_steps_gradients_
     assert {source.kind for source in script.state.reshape.sources} <= {"keep", "peer"}
 
 
-def test_a_step_that_the_follower_does_not_have_takes_it_out_of_the_count() -> None:
+def test_a_follower_that_misses_a_step_does_not_count() -> None:
     script = Script(plans={2: make_plan(2, 1)}, expected_nodes=2)
     script.ready("n1", "n2")
     script.reshaped()
@@ -230,7 +230,7 @@ def test_a_step_that_the_follower_does_not_have_takes_it_out_of_the_count() -> N
         assert twice == followed
 
 
-def test_auto_follows_once_a_save_has_shown_what_a_loss_costs_and_no_longer_than_that_pays() -> None:
+def test_auto_follows_only_while_that_pays() -> None:
     script = Script(
         plans={3: make_plan(3, 1)},
         expected_nodes=3,

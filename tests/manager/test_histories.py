@@ -48,7 +48,7 @@ def test_every_history_keeps_the_invariants_and_ends(played: list[Reached]) -> N
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.ENDED])
-def test_workers_dying_at_once_in_any_phase_cost_no_step_without_a_word(phase: Phase, count: int) -> None:
+def test_deaths_in_any_phase_lose_no_step_silently(phase: Phase, count: int) -> None:
     seeds = range(12 if IS_LONG or phase is Phase.HOLDING else 4)  # few come to a holding
     reached = sum(play_deaths(phase, count, seed).entered[phase] > 0 for seed in seeds)
     assert reached >= (1 if phase is Phase.HOLDING else len(seeds))
@@ -96,7 +96,7 @@ def play_failed_loads(seed: int, dies_before: str = "") -> SimulatedCluster:
     return cluster
 
 
-def test_a_checkpoint_that_cannot_be_loaded_is_passed_over_or_loaded_again_by_the_same_workers() -> None:
+def test_an_unreadable_checkpoint_is_skipped_or_reloaded_by_the_same_workers() -> None:
     found: Counter[str] = Counter()
     for seed in range(20):
         for _, event, decision in play_failed_loads(seed).history:
@@ -108,12 +108,12 @@ def test_a_checkpoint_that_cannot_be_loaded_is_passed_over_or_loaded_again_by_th
     assert found["checkpoint_not_found, resting"] >= 5
 
 
-def test_a_manager_that_dies_while_a_whole_checkpoint_is_looked_for_is_taken_over_from() -> None:
+def test_a_manager_killed_while_it_seeks_a_checkpoint_is_succeeded() -> None:
     assert sum(play_failed_loads(seed, "find_checkpoint").died_before for seed in range(10)) >= 5
 
 
 @pytest.mark.parametrize("kind", sorted({*FATAL_ACTIONS} - {"probe_worker", "finish"}))
-def test_a_manager_that_dies_before_it_does_what_it_wrote_down_is_taken_over_from(kind: str) -> None:
+def test_a_manager_killed_before_it_acts_is_succeeded(kind: str) -> None:
     died = 0
     for seed in range(10):
         faults = Faults(
@@ -163,7 +163,7 @@ def test_an_undisturbed_run_forms_one_generation_and_decides_each_step_once() ->
     assert cluster.checkpoints >= {3, 12}
 
 
-def test_a_broken_history_prints_its_seed_its_events_and_how_to_play_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_history_prints_seed_events_and_how_to_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Draft, "answered", lambda draft, worker: None)
-    with pytest.raises(BrokenHistoryError, match=r"seed \d+: (.|\n)*worker_answered(.|\n)*play_history\.py \d+"):
+    with pytest.raises(BrokenHistoryError, match=r"seed \d+: (.|\n)*worker_answered(.|\n)*random_history\.py \d+"):
         play_all(range(20))

@@ -6,9 +6,8 @@ import math
 from pathlib import Path
 
 import pytest
-from journalled_history import JournalledCluster
 from pydantic_core import PydanticSerializationError
-from simulated_cluster import Faults
+from simulated_cluster import Faults, JournalledCluster
 from simulated_job import make_config
 from simulated_workers import TIMES
 
@@ -189,7 +188,7 @@ def test_events_decisions_and_states_survive_json(tmp_path: Path) -> None:
         assert ControllerState.model_validate_json(decision.state.model_dump_json()) == decision.state
 
 
-def test_a_loss_that_is_no_number_is_read_back_from_the_answer_that_tells_it() -> None:
+def test_a_loss_that_is_nan_is_read_back() -> None:
     losses = tuple(MicroBatchLoss(micro_batch=i, loss=loss) for i, loss in enumerate((math.nan, -math.inf)))
     answer = Prepared(worker="a", generation=1, step=0, losses=losses, times=TIMES)
     read = EVENT.validate_json(WorkerAnswered(worker="a", answer=answer).model_dump_json())

@@ -60,7 +60,7 @@ def test_noise_is_not_found(seed: int) -> None:
         )
 
 
-def test_what_slows_all_sections_is_taken_to_slow_those_that_were_never_seen() -> None:
+def test_what_slows_all_measured_sections_slows_the_unmeasured() -> None:
     found = correction_of((StageRatios(first_section=0, end_section=3, num=200, mean=math.log(1.2)),), SECTIONS_S)
     assert found.factors[5] == pytest.approx(1.2, abs=0.02)
     assert found.errors[3] > found.errors[0]
@@ -93,7 +93,6 @@ def test_a_change_within_the_error_or_of_little_is_not_material() -> None:
 
 
 def trained(make: Callable[..., Script] = Script) -> Script:
-    """Four workers train in 2x2."""
     plans = {2: make_plan(2, 1), 3: make_plan(3, 1), 4: make_plan(2, 2)}
     script = make(plans=plans, expected_nodes=4, section_compute_s=SECTIONS_S)
     script.ready("n0", "n1", "n2", "n3")
@@ -128,7 +127,7 @@ def test_a_correction_is_told_when_it_changes_and_not_with_every_report() -> Non
     assert told[-1].correction.factors[5] > told[-1].correction.factors[0]
 
 
-def test_what_is_learned_is_no_reason_to_change_the_shape_and_counts_once_one_is_chosen() -> None:
+def test_what_is_learned_counts_at_the_next_shape_and_causes_none() -> None:
     script = trained()
     generation = script.state.generation
     tell_times(script, 3.0)
@@ -171,7 +170,7 @@ class JournalledScript(Script):
 
 
 @pytest.mark.parametrize("snapshot_every", [1, 10_000])
-def test_a_journal_with_corrections_is_replayed_to_the_same_state_and_tells_them(
+def test_a_journal_with_corrections_replays_to_the_same_state(
     snapshot_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", snapshot_every)

@@ -1,23 +1,29 @@
-"""A run gathered live says the same as its journal does afterwards."""
+"""A run told while it goes on: what it says is what its journal says afterwards."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from journalled_history import JournalledCluster
-from live_history import played
 from random_history import random_faults
-from simulated_cluster import SimulatedCluster
+from simulated_cluster import Faults, JournalledCluster, SimulatedCluster, played
+from simulated_job import make_config
+from typer.testing import CliRunner
 
 from manager.controller.state.events import Event
-from manager.controller.state.state import ControllerState, Decision
+from manager.controller.state.state import ControllerState, Decision, Phase
 from manager.dashboard.snapshot import snapshot
+from manager.engine.loop.driver import Observed
 from manager.report.live import LiveRun
 from manager.report.means import MOST_POINTS, Series
 from manager.report.reading import read_report
+from manager.run_dir import RunFacts
+from morph.cli.main import app
+from morph.cli.views.run_view import run_view
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -60,3 +66,149 @@ def test_a_series_keeps_its_newest_point_and_stays_small() -> None:
     assert times[0] == 0
     assert len(set(gaps[:-1])) == 1
     assert gaps[0] <= 2 * 100_000 / (MOST_POINTS / 2)
+
+
+def test_every_decided_step_and_every_change_is_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with run_view(LiveRun("job", 12, 8), plain=False, as_json=True) as observer:
+
+        def observe(cluster: SimulatedCluster, _before: ControllerState, event: Event, decision: Decision) -> None:
+            observer(Observed(cluster.now_s, event, decision, lambda _reason: None))
+
+        cluster = SimulatedCluster(
+            0, make_config(expected_nodes=6), Faults(deaths_after_s=((6.0, 1),)), observers=(observe,)
+        )
+        assert cluster.run(6).outcome == "finished"
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {line["version"] for line in lines} == set(range(13))
+    assert [line["loss"] for line in lines if line["version"] == 12][-1] == pytest.approx(1 / 12)
+    assert {line["shape"] for line in lines} >= {"3x2", "2x2"}
+    assert lines[-1]["code"] == "finished"
+    assert any(line["examples_per_s"] for line in lines)
+    assert (lines[-1]["metrics"], lines[-1]["saved_version"]) == ({"right": 0.25}, 12)
+    assert lines[-1]["learning_rates"] == [0.001 / 12, 0.001]
+
+
+def played_lines(
+    capsys: pytest.CaptureFixture[str], *, verbose: bool, num_steps: int = 12, write_failure: float = 0.0
+) -> list[str]:
+    with run_view(LiveRun("job", num_steps, 8), plain=True, verbose=verbose) as observer:
+
+        def observe(cluster: SimulatedCluster, _before: ControllerState, event: Event, decision: Decision) -> None:
+            observer(Observed(cluster.now_s, event, decision, lambda _reason: None))
+
+        config, faults = make_config(expected_nodes=6, num_steps=num_steps), Faults(write_failure=write_failure)
+        cluster = SimulatedCluster(0, config, faults, observers=(observe,))
+        assert cluster.run(6).outcome == "finished"
+    return [line.split(" s  ", 1)[1] for line in capsys.readouterr().out.splitlines()]
+
+
+def test_plain_lines_are_of_steps_shapes_losses_evaluations_and_saves(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = played_lines(capsys, verbose=False)
+    saves = [line for line in lines[:-1] if "checkpoint" in line]
+    assert saves == []
+    assert any(re.search(r"training +3x2 +step \d+/12 .* loss 0\.\d+ .*saved at \d+", line) for line in lines)
+    assert "evaluation at version 4: loss 0.5000, right 0.5" in lines
+    assert "evaluation at version 8: loss 0.2500, right 0.5" in lines
+    assert [line for line in played_lines(capsys, verbose=True)[:-1] if "the checkpoint of version" in line] != []
+
+
+def test_a_save_after_some_that_storage_refused_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = played_lines(capsys, verbose=False, num_steps=40, write_failure=0.2)
+    saves = [line for line in lines if re.search("checkpoint|saved$", line)]
+    assert saves[0].endswith("could not write its part of a checkpoint: disk full")
+    assert saves[1] == "the checkpoint of version 6 is complete, after 1 that storage did not take"
+    assert saves[-1] == "all 40 steps are committed and saved"
+
+
+FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=6)
+PROTOCOL = ("generation", "answered", "abort", "order", "dissolved", "prepared", "appeared", "is ready")
+ONE_LOST = Faults(deaths_after_s=((6.0, 1),))
+ALL_LOST = Faults(deaths_after_s=((7.0, 5),), quiet_after_s=9.0)
+TWO_JOIN = Faults(joins_after_s=(5.0, 5.0))
+HIT_AGAIN = Faults(deaths_in=((Phase.TRAINING, 0, 1), (Phase.RESHAPING, 1, 1)))
+
+
+def live_lines(
+    capsys: pytest.CaptureFixture[str], faults: Faults, num_nodes: int, *, verbose: bool = False
+) -> list[str]:
+    """What ``morph run --plain`` prints, without its times."""
+    with run_view(LiveRun("job", 12, 8), plain=True, verbose=verbose) as observer:
+
+        def observe(cluster: SimulatedCluster, _before: ControllerState, event: Event, decision: Decision) -> None:
+            observer(Observed(cluster.now_s, event, decision, lambda _reason: None))
+
+        cluster = SimulatedCluster(0, make_config(expected_nodes=num_nodes), faults, observers=(observe,))
+        assert cluster.run(num_nodes).outcome == "finished"
+    return [line.partition(" s  ")[2] for line in capsys.readouterr().out.splitlines()]
+
+
+def events_of(run_dir: Path, faults: Faults, num_nodes: int, *options: str) -> list[str]:
+    """What ``morph events`` prints, without times, steps and codes."""
+    if not (run_dir / "run.json").exists():
+        cluster = JournalledCluster(0, run_dir, faults, expected_nodes=num_nodes)
+        assert cluster.run(num_nodes).outcome == "finished"
+        cluster.journal.close()
+        (run_dir / "run.json").write_text(FACTS.model_dump_json())
+    done = CliRunner().invoke(app, ["events", str(run_dir), *options])
+    assert done.exit_code == 0, done.output
+    return [re.split(r"  +", line, maxsplit=3)[3] for line in done.output.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("faults", "num_nodes", "told"),
+    [
+        (ONE_LOST, 6, [r"3x2 on 6 workers, from step 0", r"n3 lost; 3x2 -> 2x2 in [\d.]+ s, no step lost"]),
+        (TWO_JOIN, 4, [r"2x2 on 4 workers, from step 0", r"n5, n6 joined; 2x2 -> 3x2 in [\d.]+ s, no step lost"]),
+        (HIT_AGAIN, 6, [r"3x2 on 6 workers, from step 0", r"n2, n6 lost; 3x2 -> 2x2 in [\d.]+ s, no step lost"]),
+        (
+            ALL_LOST,
+            5,
+            [
+                r"2x2 on 4 workers, from step 0",
+                r"training waits until 2 workers are ready",
+                r"5 VMs lost; 2x2 -> 2x2 in [\d.]+ s, 2 steps run again",
+            ],
+        ),
+    ],
+)
+def test_a_change_of_shape_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], faults: Faults, num_nodes: int, told: list[str]
+) -> None:
+    live = [line for line in live_lines(capsys, faults, num_nodes) if not re.match(r"\w+  (\dx\d  )?step \d", line)]
+    for lines in (live, events_of(tmp_path, faults, num_nodes)):
+        assert not [line for line in lines if any(word in line for word in PROTOCOL)]
+        others = ("checkpoint", "manager", "evaluation at version", "all 12 steps are committed and saved")
+        found = [line for line in lines if not any(words in line for words in others)]
+        assert len(found) == len(told)
+        assert all(re.fullmatch(pattern, line) for pattern, line in zip(told, found, strict=True)), found
+
+
+def test_the_protocol_is_told_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert any("generation 1 is dissolved" in line for line in live_lines(capsys, ONE_LOST, 6, verbose=True))
+    verbose, every = (events_of(tmp_path, ONE_LOST, 6, *options) for options in (["--verbose"], ["--all"]))
+    assert any("generation 1 is dissolved" in line for line in verbose)
+    assert len(events_of(tmp_path, ONE_LOST, 6)) < len(verbose) < len(every)
+
+
+def test_nothing_is_said_twice_while_nothing_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = live_lines(capsys, ALL_LOST, 5)
+    assert len([line for line in lines if line.startswith("starting")]) <= 1
+    assert len(lines) == len(set(lines))
+
+
+def test_a_spare_that_is_lost_changes_no_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    def spare(cluster: SimulatedCluster, _before: ControllerState, event: Event, decision: Decision) -> None:
+        observer(Observed(cluster.now_s, event, decision, lambda _reason: None))
+        used = {slot.worker for slot in decision.state.slots}
+        if decision.state.version == 3 and decision.state.phase is Phase.TRAINING:
+            for name in set(decision.state.workers) - used:
+                cluster.kill(name)
+
+    with run_view(LiveRun("job", 12, 8), plain=True) as observer:
+        cluster = SimulatedCluster(0, make_config(expected_nodes=5), Faults(), observers=(spare,))
+        assert cluster.run(5).outcome == "finished"
+    lines = capsys.readouterr().out
+    assert re.search(r"n\d lost; 2x2 goes on", lines)
+    assert "->" not in lines

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from controller_script import Script
-from journalled_history import JournalledCluster
 from random_history import random_faults
+from simulated_cluster import JournalledCluster
 from simulated_job import RULES
 
 from manager.controller.state.actions import Action
@@ -57,13 +57,11 @@ class Told(Script):
         self.write(0.0, "config", self.state.config)
 
     def write(self, time_s: float, kind: EntryKind, payload: Value) -> None:
-        """One more line."""
         self.entries.append(
             Entry(sequence=len(self.entries) + 1, time_s=time_s, kind=kind, payload_json=payload.model_dump_json())
         )
 
     def fact(self, name: str, at_s: float, worker: str | None = None, detail: str = "") -> None:
-        """Note what the shell knows."""
         self.write(at_s, "fact", Fact(name=name, worker=worker, detail=detail))
         self.now_s = at_s
 
@@ -76,12 +74,10 @@ class Told(Script):
         return actions
 
     def set_up(self, *workers: str, at_s: float) -> None:
-        """Workers are ready."""
         for worker in workers:
             self.tell(WorkerAnswered(worker=worker, answer=WorkerReady(worker=worker, pid=1, setup_s=1)), at_s)
 
     def lives(self) -> dict[str, Life]:
-        """By VM, each of which has one."""
         found = lives_of(self.entries)
         assert len({life.vm for life in found}) == len(found)
         return {life.vm: life for life in found}
@@ -115,7 +111,7 @@ def test_a_life_has_what_its_request_its_grant_and_its_worker_told() -> None:
     assert (b.ending, b.ended_s, b.lost_with, b.lost_of) == (Ending.RUN_OVER, 3640.0, 0, 0)
 
 
-def test_a_vm_that_is_up_before_its_grant_lives_since_then_and_is_what_the_grant_says() -> None:
+def test_a_vm_up_before_its_grant_lives_since_then() -> None:
     told = Told(target_nodes=1)
     told.tell(Tick(), 10.0)
     told.tell(NodeAppeared(node="a", request="job-1", facts=KIND.model_copy(update={"zone": ""})), 30.0)
@@ -148,7 +144,7 @@ def test_a_notice_counts_if_the_vm_goes_by_it_however_it_goes() -> None:
     assert {vm for vm, life in lives.items() if life.is_lost} == {"taken", "withdrawn", "outlived", "over"}
 
 
-def test_what_is_lost_before_it_was_ready_is_a_loss_only_if_its_provider_is_known_to_have_taken_it() -> None:
+def test_a_loss_before_readiness_counts_only_if_the_provider_took_it() -> None:
     told = granted("noticed", "unfit", "absent", "killed", "early")
     told.tell(NoticeGiven(worker="noticed", lead_s=30.0), 50.0)  # it is given back at once
     told.tell(WorkerLost(worker="unfit", cause="no such package", unfit=True), 60.0)
@@ -174,7 +170,7 @@ def test_a_notice_that_came_before_its_vm_was_known_is_its_own() -> None:
     assert (life.ending, life.noticed_s, life.lead_s, life.ended_s) == (Ending.REVOKED, 30.0, 30.0, 40.0)
 
 
-def test_what_was_taken_on_purpose_is_no_loss_and_what_could_not_be_is_as_any() -> None:
+def test_what_was_taken_on_purpose_is_no_loss_unless_that_failed() -> None:
     told = ready("a", "b", "c", "d")
     for vm in ("a", "b", "c"):
         told.fact(PREEMPTION_INJECTED, 200.0, worker=vm, detail="by name")
@@ -198,7 +194,7 @@ def test_an_error_of_a_worker_ends_its_vm_and_is_no_loss() -> None:
     assert (life.ending, life.ended_s, life.preparation_s) == (Ending.GIVEN_BACK, 210.0, None)
 
 
-def test_a_vm_with_several_workers_is_one_and_lives_as_long_as_one_of_them() -> None:
+def test_a_vm_lives_as_long_as_any_of_its_workers() -> None:
     nodes = [f"{vm}.d{device}" for vm in ("v", "w") for device in (0, 1)]
     told = ready(*nodes)
     told.tell(WorkerLost(worker="v.d0", cause="it crashed"), 200.0)
@@ -209,7 +205,7 @@ def test_a_vm_with_several_workers_is_one_and_lives_as_long_as_one_of_them() -> 
     assert (lives["w"].lost_with, lives["w"].lost_of, lives["w"].preparation_s) == (1, 2, 30.0)
 
 
-def test_losses_close_together_are_one_event_by_when_the_vms_were_to_be_taken() -> None:
+def test_losses_due_close_together_are_one_event() -> None:
     told = ready("a", "b", "c", "d", "e", "f")
     for vm in ("a", "b"):
         told.tell(NoticeGiven(worker=vm, lead_s=30.0, notice=vm), 1000.0)
@@ -244,9 +240,7 @@ def test_a_session_ends_its_vms_whether_it_says_so_or_was_killed() -> None:
 @pytest.mark.parametrize(
     ("away_s", "ending", "ended_s"), [(20.0, Ending.REVOKED, 220.0), (90.0, Ending.RUN_OVER, 200.0)]
 )
-def test_a_vm_that_a_new_manager_does_not_find_is_lost_unless_it_waited_for_it_in_vain(
-    away_s: float, ending: Ending, ended_s: float
-) -> None:
+def test_a_vm_that_a_new_manager_misses_is_lost(away_s: float, ending: Ending, ended_s: float) -> None:
     told = ready("a", "b", "c", "d")
     told.fact(OUTLIVES, 200.0, detail="60")
     told.fact(TOOK_OVER, 200.0 + away_s)

@@ -43,7 +43,7 @@ def shape_of(script: Script) -> str:
     return script.state.plan.shape
 
 
-def test_a_noticed_member_finishes_its_step_and_is_left_out_at_the_boundary() -> None:
+def test_a_noticed_member_finishes_its_step_and_leaves_at_the_boundary() -> None:
     script = script_in(Phase.TRAINING)
     noticed(script, "n2")
     assert script.code == "notice_taken"
@@ -58,7 +58,7 @@ def test_a_noticed_member_finishes_its_step_and_is_left_out_at_the_boundary() ->
     assert (script.state.version, script.state.phase, script.state.waits.num_fruitless) == (1, Phase.TRAINING, 0)
 
 
-def test_a_member_under_a_long_notice_trains_on_as_long_as_leaving_is_in_time_and_is_replaced_at_once() -> None:
+def test_a_member_under_a_long_notice_trains_while_time_allows() -> None:
     script = Script(num_steps=1000, expected_nodes=4, target_nodes=4)
     for number in range(4):
         script.tell(NodesGranted(request="job-1", nodes=(f"n{number + 1}",)))
@@ -94,7 +94,7 @@ def test_one_change_takes_in_whoever_came_while_a_notice_lasted() -> None:
     assert script.state.generation == 2
 
 
-def test_nobody_stays_before_a_step_was_measured_or_in_a_shape_that_is_no_faster() -> None:
+def test_nobody_stays_in_an_unmeasured_or_no_faster_shape() -> None:
     script = script_in(Phase.RESHAPING)
     noticed(script, "n3", lead_s=60.0)
     script.reshaped()
@@ -109,7 +109,7 @@ def test_nobody_stays_before_a_step_was_measured_or_in_a_shape_that_is_no_faster
     assert member not in idle.members
 
 
-def test_a_notice_in_a_reshape_is_acted_on_before_any_step_runs_on_that_shape() -> None:
+def test_a_notice_during_a_reshape_is_acted_on_before_its_first_step() -> None:
     script = script_in(Phase.RESHAPING)
     noticed(script, "n3")
     actions = script.reshaped()
@@ -126,7 +126,7 @@ def test_a_node_that_drains_is_given_no_place_after_a_loss_either() -> None:
     assert {slot.worker for slot in script.state.slots} == {"n2", "n3", "n4"}
 
 
-def test_a_member_that_cannot_be_spared_trains_on_and_a_checkpoint_is_made_at_once() -> None:
+def test_an_indispensable_member_trains_on_and_is_saved_at_once() -> None:
     """It is the only one that holds its stage; where a replica holds it too nothing has to be saved."""
     for plan, num_saved in ((PLANS[2], len(UNITS)), (PLANS[4], 0)):
         script = Script(plans={plan.num_workers: plan}, num_steps=20, expected_nodes=plan.num_workers)
@@ -157,7 +157,7 @@ def test_a_notice_that_nobody_follows_up_is_void_after_its_grace() -> None:
     assert "n2" in {slot.worker for slot in script.state.slots}
 
 
-def test_a_withdrawn_notice_takes_the_node_back_and_a_late_copy_of_it_changes_nothing() -> None:
+def test_a_withdrawn_notice_takes_the_node_back() -> None:
     script = script_in(Phase.TRAINING)
     noticed(script, "n2")
     script.tell(NoticeWithdrawn(worker="n2"))
@@ -168,7 +168,7 @@ def test_a_withdrawn_notice_takes_the_node_back_and_a_late_copy_of_it_changes_no
     assert script.state.workers["n2"].node is NodeState.DRAINING
 
 
-def test_a_notice_of_all_that_is_left_pauses_and_a_void_one_resumes() -> None:
+def test_a_notice_of_all_pauses_and_a_void_one_resumes() -> None:
     script = script_in(Phase.WAITING)
     noticed(script, "n1")
     assert script.ready("n7") == ()
@@ -176,7 +176,7 @@ def test_a_notice_of_all_that_is_left_pauses_and_a_void_one_resumes() -> None:
     assert receivers(script.wake(), SendReshape) == ["n1", "n7"]
 
 
-def test_a_node_that_is_noticed_while_it_warms_up_gets_no_place_when_it_is_ready() -> None:
+def test_a_node_noticed_while_warming_up_gets_no_place() -> None:
     script = script_in(Phase.STARTING)
     noticed(script, "n1", lead_s=100.0)
     script.ready("n2", "n3")
@@ -197,7 +197,7 @@ def training() -> Script:
     return script
 
 
-def test_a_member_may_go_once_a_step_is_decided_without_it_and_not_before() -> None:
+def test_a_member_may_go_only_after_a_step_without_it() -> None:
     script = training()
     noticed(script, "n2")
     left_out = script.prepared()
@@ -208,7 +208,7 @@ def test_a_member_may_go_once_a_step_is_decided_without_it_and_not_before() -> N
     assert acknowledged(script.prepared()) == []
 
 
-def test_a_vm_may_go_once_nothing_is_left_on_all_of_its_workers() -> None:
+def test_a_vm_may_go_once_nothing_is_left_on_its_workers() -> None:
     script = Script(num_steps=20)
     script.ready("a.d0", "a.d1", "b.d0", "b.d1")
     script.reshaped()
@@ -223,7 +223,7 @@ def test_a_vm_may_go_once_nothing_is_left_on_all_of_its_workers() -> None:
     assert told == [AcknowledgeNotice(worker="a.d0", notice="E-1")]  # one VM is told once
 
 
-def test_a_spare_whose_vm_has_a_member_is_not_let_go_before_that_is_noticed_too() -> None:
+def test_a_spare_stays_while_its_vm_has_an_unnoticed_member() -> None:
     script = Script(num_steps=20)
     script.ready("a.d0", "a.d1", "b.d0", "b.d1")
     script.reshaped()
@@ -242,7 +242,7 @@ def test_a_notice_that_is_told_again_is_acknowledged_again() -> None:
     assert script.code == "notice_acknowledged"
 
 
-def test_a_member_that_is_told_of_again_is_not_let_go_for_that() -> None:
+def test_a_repeated_notice_does_not_release_a_member() -> None:
     script = training()
     noticed(script, "n2")
     assert acknowledged(script.tell(NoticeGiven(worker="n2", lead_s=2.0, notice="first"))) == []
@@ -288,7 +288,7 @@ def asking() -> Script:
     return script
 
 
-def test_a_notice_that_comes_before_the_grant_gives_the_vm_back_when_it_is_granted() -> None:
+def test_a_vm_noticed_before_its_grant_is_given_back_with_it() -> None:
     script = asking()
     assert script.tell(NoticeGiven(worker="n3", lead_s=30.0, notice="first")) == ()
     assert script.code == "notice_kept"
@@ -301,7 +301,7 @@ def test_a_notice_that_comes_before_the_grant_gives_the_vm_back_when_it_is_grant
     assert script.state.provisioning.kept_notices == {}
 
 
-def test_a_node_that_appears_before_its_grant_drains_by_the_notice_that_was_there_already() -> None:
+def test_a_node_noticed_before_its_grant_drains_when_it_appears() -> None:
     script = asking()
     script.tell(NoticeGiven(worker="n1", lead_s=30.0, notice="first"))
     actions = script.tell(NodeAppeared(node="n1", request="job-1"), at_s=script.now_s + 10.0)
@@ -322,7 +322,7 @@ def test_a_node_that_appears_before_its_grant_drains_by_the_notice_that_was_ther
     ],
     ids=lambda event: event.kind,
 )
-def test_a_kept_notice_is_forgotten_when_it_is_withdrawn_or_its_vm_will_not_come(meanwhile: Event) -> None:
+def test_a_kept_notice_is_dropped_when_withdrawn_or_its_vm_fails(meanwhile: Event) -> None:
     script = asking()
     script.tell(NoticeGiven(worker="n1", lead_s=30.0, notice="first"))
     script.tell(meanwhile)
@@ -332,7 +332,7 @@ def test_a_kept_notice_is_forgotten_when_it_is_withdrawn_or_its_vm_will_not_come
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_vm_with_two_devices_drains_whole_by_the_notice_that_came_before_its_grant(count: int) -> None:
+def test_a_two_device_vm_drains_whole_by_an_early_notice(count: int) -> None:
     script = Script(target_nodes=count, num_steps=20)
     script.tell(Tick())
     for worker in ("v.d0", "v.d1"):
@@ -353,7 +353,7 @@ def test_a_kept_notice_of_a_further_worker_is_forgotten_with_its_vm() -> None:
     assert script.state.provisioning.kept_notices == {}
 
 
-def test_a_notice_that_is_void_by_the_time_its_node_is_known_changes_nothing() -> None:
+def test_a_notice_void_before_its_node_is_known_changes_nothing() -> None:
     script = asking()
     script.tell(NoticeGiven(worker="n1", lead_s=5.0, notice="first"))
     late_s = script.now_s + 5.0 + script.state.config.policy.rules.requests.notice_grace_s
@@ -361,7 +361,7 @@ def test_a_notice_that_is_void_by_the_time_its_node_is_known_changes_nothing() -
     assert script.state.workers["n1"].node is NodeState.WARMING
 
 
-def test_a_notice_of_a_stranger_is_not_kept_while_nothing_is_asked_for() -> None:
+def test_a_strangers_notice_is_ignored_when_nothing_is_requested() -> None:
     script = training()
     assert script.tell(NoticeGiven(worker="stranger", lead_s=30.0, notice="first")) == ()
     assert (script.code, script.state.provisioning.kept_notices) == ("ignored", {})

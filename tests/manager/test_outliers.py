@@ -20,7 +20,7 @@ STUTTER = StutterRules()
 SLOW = 1.3
 
 
-def test_one_of_many_replicas_that_is_30_percent_slower_is_slow_and_no_other() -> None:
+def test_only_the_replica_that_is_30_percent_slower_is_slow() -> None:
     draw = random.Random(0)
     for _ in range(200):
         medians_s = {f"n{number}": draw.gauss(1.0, 0.02) for number in range(8)}
@@ -54,7 +54,7 @@ def test_what_slows_everybody_is_nobodys_fault() -> None:
     assert measure.expects(2.0) == Expected(2 * SLOW, 0.0)
 
 
-def test_one_or_two_workers_cannot_show_whether_a_worker_or_the_profile_is_wrong() -> None:
+def test_one_or_two_workers_prove_neither_worker_nor_profile_wrong() -> None:
     assert usual([SLOW]) is None
     assert usual([1.0, SLOW]) is None
 
@@ -73,7 +73,7 @@ def test_a_window_that_spreads_proves_less() -> None:
     assert not judge({"b": SLOW}, Expected(1.0, 0.0), STUTTER, {"b": 0.08})["b"].slow
 
 
-def test_replicas_on_shared_cores_that_differ_by_chance_are_not_slow_for_windows_in_a_row() -> None:
+def test_random_differences_on_shared_cores_are_no_stutter() -> None:
     draw = random.Random(2)
     num_slow = 0
     for _ in range(2000):
@@ -113,7 +113,7 @@ def times(script: Script, slow: dict[str, float], count: int = 4) -> None:
     assert script.tell(ComputeTimesSeen(times=reports)) == ()
 
 
-def test_a_member_that_is_slow_for_some_windows_is_left_out_at_the_next_boundary() -> None:
+def test_a_member_slow_for_some_windows_is_left_out_at_the_boundary() -> None:
     script = trained()
     for _ in range(RULES.stutter.windows - 1):
         times(script, {"n3": 2.0})
@@ -167,7 +167,7 @@ def test_a_slow_member_stays_where_leaving_it_out_would_be_slower_still() -> Non
     assert (script.state.workers["n3"].node, script.code) == (NodeState.READY, "worker_well")
 
 
-def test_a_spare_takes_the_place_of_a_slow_member_that_is_30_percent_slower() -> None:
+def test_a_spare_replaces_a_member_that_is_30_percent_slower() -> None:
     script = trained()
     script.ready("n7")
     for _ in range(RULES.stutter.windows):
@@ -248,13 +248,13 @@ def probed_against_s(now: dict[str, float]) -> float:
     raise AssertionError("it is never probed")
 
 
-def test_a_probe_is_held_against_how_all_others_compare_with_the_profile_by_then() -> None:
+def test_a_probe_is_compared_with_how_the_others_match_the_profile() -> None:
     assert probed_against_s({}) == pytest.approx(2.0)
     assert probed_against_s({"n1": SLOW, "n3": SLOW, "n4": SLOW}) == pytest.approx(2.0 * SLOW)
     assert probed_against_s({"n1": 0.8, "n3": 0.8, "n4": 0.8}) == pytest.approx(2.0 * 0.8)
 
 
-def test_a_probe_is_held_against_whoever_took_the_stage_where_that_one_takes_longer_too() -> None:
+def test_a_probe_is_compared_with_a_slower_successor_on_its_stage() -> None:
     assert probed_against_s({"n4": SLOW}) == pytest.approx(2.0 * SLOW)
     assert probed_against_s({"n4": 0.8}) == pytest.approx(2.0)
 
@@ -288,7 +288,7 @@ def test_good_probes_in_a_row_bring_a_worker_back() -> None:
     assert (script.state.workers["n3"].node, script.code) == (NodeState.READY, "worker_well")
 
 
-def test_a_probe_is_of_the_stage_on_which_it_was_slow_against_what_its_peer_takes() -> None:
+def test_a_probe_repeats_the_slow_stage_against_its_peers_time() -> None:
     script = trained()
     stage = next(slot.stage for slot in script.state.slots if slot.worker == "n3")
     assert script.state.plan is not None
@@ -306,7 +306,7 @@ def test_a_probe_is_of_the_stage_on_which_it_was_slow_against_what_its_peer_take
     assert action.step == script.state.version
 
 
-def test_a_probe_that_was_not_come_to_is_repeated_and_does_not_count() -> None:
+def test_a_probe_that_did_not_run_is_repeated_and_not_counted() -> None:
     script = left_out()
     script.tell(WorkerProbed(worker="n3", probe=probe(script), slowdown=None))
     probation = script.state.workers["n3"].probation
@@ -340,7 +340,7 @@ def test_a_probe_that_is_late_or_was_never_sent_changes_nothing() -> None:
     assert script.code == "ignored"
 
 
-def test_a_worker_that_is_given_up_while_it_serves_units_dissolves_the_generation() -> None:
+def test_giving_up_a_worker_that_serves_units_dissolves_the_generation() -> None:
     script = left_out()
     for _ in range(RULES.stutter.max_probes - 1):
         script.tell(WorkerProbed(worker="n3", probe=probe(script), slowdown=SLOW))

@@ -47,7 +47,6 @@ PRICES = SpotPrices(spot_usd_per_h=1.0, on_demand_usd_per_h=3.0)
 
 
 def plan_of(depth: int, replicas: int, step_s: float) -> Plan:
-    """A plan whose steps take so long."""
     plan = make_plan(depth, replicas)
     expected = plan.expected.model_copy(update={"mini_batch_s": step_s, "examples_per_s": 8 / step_s})
     return plan.model_copy(update={"expected": expected})
@@ -116,7 +115,7 @@ def test_a_loss_sends_a_job_that_restarts_back_to_what_was_durable() -> None:
     assert outcome.parts_s[Part.MORPH] == pytest.approx(4 * 20 + 2 * (TIMES.restart_s + load_s))
 
 
-def test_morph_loses_the_step_under_way_and_no_other_where_a_replica_lives() -> None:
+def test_morph_loses_the_step_under_way_and_no_other() -> None:
     trace = trace_of(*FOUR, (100.0, "-a"))
     outcome = play_morph(JOB, trace, until=FIVE_MINUTES, prices=PRICES)
     restarted = play_restart(JOB, trace, until=FIVE_MINUTES, prices=PRICES)
@@ -141,7 +140,7 @@ def test_a_notice_lets_a_job_that_restarts_save_what_it_has() -> None:
     )
 
 
-def test_morph_trains_on_with_a_noticed_vm_and_leaves_it_before_it_is_taken() -> None:
+def test_morph_trains_with_a_noticed_vm_until_it_must_leave() -> None:
     told = trace_of(*FOUR, (100.0, "-a"))
     noticed = told.model_copy(
         update={"events": (*told.events[:-1], told.events[-1].model_copy(update={"notice_s": 30.0}))}
@@ -165,7 +164,7 @@ def test_vms_cost_what_the_trace_says_when_they_come() -> None:
         assert given.usd == pytest.approx(given.vm_s / 3600), policy
 
 
-def test_a_pipeline_that_lost_a_vm_drops_its_samples_until_a_newcomer_completes_it() -> None:
+def test_a_pipeline_without_a_vm_drops_samples_until_completed() -> None:
     # two pipelines of two, steps of 2 s; ready at 10, set up by 11 and what a stage's state takes
     trace = trace_of(*FOUR, (100.0, "-a"), (200.0, "+e"))
     outcome = play_pipelines(JOB, trace, until=FIVE_MINUTES, redundant=None)
@@ -178,7 +177,7 @@ def test_a_pipeline_that_lost_a_vm_drops_its_samples_until_a_newcomer_completes_
     assert (outcome.num_fatal, outcome.lost_steps, outcome.num_changes) == (0, 0, 2)
 
 
-def test_a_neighbour_computes_for_a_lost_vm_slower_and_two_neighbours_lost_end_the_pipeline() -> None:
+def test_a_neighbour_computes_for_one_lost_vm_but_not_for_two() -> None:
     alone = trace_of(*FOUR, (100.0, "-a"))
     outcome = play_pipelines(JOB, alone, until=FIVE_MINUTES, redundant="eflb")
     dropped = play_pipelines(JOB, alone, until=FIVE_MINUTES, redundant=None)
@@ -203,7 +202,7 @@ def test_a_neighbour_computes_for_a_lost_vm_slower_and_two_neighbours_lost_end_t
     assert lost.lost_steps > 0
 
 
-def test_computing_only_after_a_loss_costs_no_step_anything_and_a_longer_pause() -> None:
+def test_computing_only_after_a_loss_costs_pauses_instead_of_steps() -> None:
     costs = {"eflb": RedundantCost(overhead=0.5, pause=0.1), "lflb": RedundantCost(overhead=0.0, pause=10.0)}
     times = TIMES.model_copy(update={"link_bytes_per_s": 1e9})
     job = JOB.model_copy(update={"redundant": costs, "durations": times})
@@ -253,14 +252,13 @@ def test_half_of_the_vms_may_be_on_demand() -> None:
 
 
 def drawn(seed: int, every_s: float) -> Trace:
-    """Two hours of six VMs."""
     model = spot_model(6, losses_per_vm_h=3600 * 1.8 / every_s / 6, bulk_share=0.4, replacement_s=120)
     return model.draw(seed, 7200)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_part_adds_up_the_bound_holds_and_the_same_seed_gives_the_same(policy: str) -> None:
+def test_parts_add_up_bounds_hold_and_seeds_repeat(policy: str) -> None:
     play, _ = POLICIES[policy]
     for seed in range(6 if IS_LONG else 2):
         trace = drawn(seed, 300)

@@ -9,8 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from journalled_history import JournalledCluster
-from simulated_cluster import Faults
+from simulated_cluster import Faults, JournalledCluster
 from typer.testing import CliRunner
 
 from manager.accounting.account import Account, Part
@@ -52,7 +51,6 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in which a VM was killed."""
     directory = tmp_path_factory.mktemp("run")
     cluster = JournalledCluster(0, directory, Faults(deaths_after_s=((6.0, 1),)), expected_nodes=6)
     assert cluster.run(6).outcome == "finished"
@@ -107,7 +105,7 @@ def test_the_page_shows_metrics_learning_rate_and_evaluations(run_dir: Path, tmp
     assert "learning rate" not in report_page(bare).lower()
 
 
-def test_without_a_price_each_vm_costs_what_its_grant_said_and_parts_add_up(tmp_path: Path) -> None:
+def test_without_a_price_each_vm_costs_what_its_grant_said(tmp_path: Path) -> None:
     cluster = JournalledCluster(3, tmp_path, Faults(deaths_after_s=((6.0, 1),)), expected_nodes=5, target_nodes=5)
     assert cluster.run(1).outcome == "finished"
     cluster.journal.close()
@@ -180,7 +178,7 @@ def test_following_a_run_that_nobody_manages_ends(run_dir: Path) -> None:
     assert followed.output == CliRunner().invoke(app, ["events", str(run_dir)]).output
 
 
-def test_a_report_for_which_there_is_no_room_is_refused_in_one_line_and_leaves_nothing(
+def test_a_report_without_room_is_refused_and_leaves_nothing(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def full(_path: Path, _target: Path) -> Path:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
-from controller_script import Script, changed
-from simulated_job import RULES, make_config
+from controller_script import Script, changed, receivers, script_in
+from simulated_job import FILES, MANIFEST, PLANS, RULES, make_config
 
 from manager.controller.requests.node_requests import MAX_SENT
-from manager.controller.state.actions import Action, Finish, ReleaseNodes, RequestNodes
+from manager.controller.shape.forming import GATHER_S
+from manager.controller.state.actions import (
+    Action,
+    EndWorker,
+    Finish,
+    ReleaseNodes,
+    RequestNodes,
+    SendReshape,
+    StartWorker,
+)
 from manager.controller.state.events import (
     NodeAppeared,
     NodeFacts,
@@ -17,9 +27,14 @@ from manager.controller.state.events import (
     NoticeGiven,
     RequestRefused,
     Tick,
+    WorkerAnswered,
     WorkerLost,
 )
+from manager.controller.state.nodes import NODE_TRANSITIONS, ImpossibleNodeChange, NodeEvent, NodeState, after
 from manager.controller.state.state import Phase
+from morph.contract.messages import (
+    Failed,
+)
 
 REQUESTS = RULES.requests
 
@@ -42,7 +57,7 @@ def test_what_is_missing_is_asked_for_once() -> None:
     assert script.state.provisioning.requests == {}
 
 
-def test_what_kind_a_vm_is_is_known_by_its_grant_or_by_itself_whichever_comes_first() -> None:
+def test_a_vms_kind_comes_from_its_grant_or_itself() -> None:
     script, kinds = asking(), {f"n{number}": NodeFacts(provider="azure", zone=str(number)) for number in (1, 2, 3)}
     script.tell(Tick())
     script.tell(NodeAppeared(node="n1", request="job-1", facts=kinds["n1"]))
@@ -60,7 +75,7 @@ def test_a_run_that_brings_its_own_vms_asks_for_none() -> None:
     assert requested(script.ready("n1")) == []
 
 
-def test_a_lost_vm_is_replaced_and_a_noticed_one_before_it_is_gone() -> None:
+def test_lost_vms_are_replaced_after_and_noticed_ones_before_their_end() -> None:
     script = asking()
     script.tell(Tick())
     script.ready("n1", "n2", "n3", "n4")
@@ -70,7 +85,7 @@ def test_a_lost_vm_is_replaced_and_a_noticed_one_before_it_is_gone() -> None:
     assert requested(script.tell(WorkerLost(worker="n2", cause="killed"))) == [("job-3", 1)]
 
 
-def test_refusals_are_followed_by_ever_longer_waits_up_to_a_bound_and_a_grant_forgets_them() -> None:
+def test_refusals_lengthen_the_wait_up_to_a_bound_until_a_grant() -> None:
     script = asking()
     script.tell(Tick())
     waits_s = []
@@ -92,7 +107,7 @@ def test_a_request_granted_in_part_is_asked_for_again_after_a_wait() -> None:
     assert requested(script.wake()) == [("job-2", 3)]
 
 
-def test_a_request_without_an_answer_comes_again_under_its_name_and_not_for_ever() -> None:
+def test_an_unanswered_request_is_repeated_under_its_name_a_few_times() -> None:
     script = asking()
     script.tell(Tick())
     for _ in range(MAX_SENT - 1):
@@ -112,7 +127,7 @@ def test_grants_that_come_twice_or_after_the_vm_itself_change_nothing() -> None:
     assert script.code == "ignored"
 
 
-def test_a_node_that_is_lost_before_its_grant_is_heard_of_is_replaced_and_not_awaited() -> None:
+def test_a_node_lost_before_its_grant_is_replaced() -> None:
     script = asking()
     script.tell(Tick())
     for node in ("n1", "n2"):
@@ -141,7 +156,7 @@ def absent(script: Script, number: int) -> Sequence[Action]:
     return script.tell(Tick(), at_s=script.now_s + REQUESTS.boot_s)
 
 
-def test_vms_that_never_appear_are_asked_for_ever_less_often_and_in_the_end_no_more() -> None:
+def test_vms_that_never_appear_are_requested_less_and_less_often() -> None:
     script = asking(policy=make_config().policy.model_copy(update={"order_timeout_s": 1e6}))
     script.tell(Tick())
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
@@ -164,7 +179,7 @@ def test_vms_that_never_appear_are_asked_for_ever_less_often_and_in_the_end_no_m
     assert requested(script.tell(WorkerLost(worker="n1", cause="taken"))) == []
 
 
-def test_vms_that_say_that_they_are_unfit_are_asked_for_as_often_as_those_that_never_appear() -> None:
+def test_unfit_vms_are_requested_as_rarely_as_absent_ones() -> None:
     script = asking(policy=make_config().policy.model_copy(update={"order_timeout_s": 1e6}))
     script.tell(Tick())
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
@@ -192,7 +207,7 @@ def test_one_that_appears_makes_up_for_those_that_did_not() -> None:
     assert script.state.provisioning.num_absent == 0
 
 
-def test_a_run_that_has_too_few_vms_and_asks_for_no_more_ends_and_says_what_to_look_at() -> None:
+def test_a_run_with_too_few_vms_and_no_requests_left_ends() -> None:
     script = asking()
     script.tell(Tick())
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
@@ -207,7 +222,7 @@ def test_a_run_that_has_too_few_vms_and_asks_for_no_more_ends_and_says_what_to_l
     assert "vms.environment" in finish.sentence
 
 
-def test_vms_that_are_taken_while_they_boot_are_no_sign_of_a_mistake() -> None:
+def test_vms_taken_while_they_boot_are_no_sign_of_a_mistake() -> None:
     script = asking()
     script.tell(Tick())
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
@@ -221,7 +236,7 @@ def test_vms_that_are_taken_while_they_boot_are_no_sign_of_a_mistake() -> None:
     assert script.state.provisioning.num_requests >= 2 * REQUESTS.max_absent
 
 
-def test_too_few_vms_pause_the_run_which_keeps_asking_and_goes_on_when_they_come() -> None:
+def test_too_few_vms_pause_the_run_until_more_come() -> None:
     script = Script(target_nodes=2, expected_nodes=2)
     script.tell(Tick())
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2")))
@@ -241,7 +256,7 @@ def test_too_few_vms_pause_the_run_which_keeps_asking_and_goes_on_when_they_come
     assert {slot.worker for slot in script.state.slots} == {"n1", "n3"}
 
 
-def test_a_vm_that_is_taken_while_it_boots_is_awaited_no_longer_and_replaced() -> None:
+def test_a_vm_taken_while_it_boots_is_replaced() -> None:
     script = asking()
     script.tell(Tick())
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
@@ -250,7 +265,7 @@ def test_a_vm_that_is_taken_while_it_boots_is_awaited_no_longer_and_replaced() -
     assert set(script.state.provisioning.requests["job-1"].granted) == {"n1", "n2", "n4"}
 
 
-def test_vms_that_die_while_they_boot_are_replaced_at_once_the_first_time_and_then_ever_less_often() -> None:
+def test_vms_that_die_while_booting_are_replaced_less_and_less_often() -> None:
     script = asking()
     script.tell(Tick())
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
@@ -271,7 +286,7 @@ def test_vms_that_die_while_they_boot_are_replaced_at_once_the_first_time_and_th
     assert requested(script.tell(WorkerLost(worker="n4", cause="its raylet ended"))) == [("job-6", 1)]
 
 
-def test_a_vm_that_will_be_taken_while_it_boots_is_given_back_and_replaced() -> None:
+def test_a_vm_noticed_while_it_boots_is_given_back_and_replaced() -> None:
     script = asking()
     script.tell(Tick())
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
@@ -284,3 +299,117 @@ def test_a_vm_that_will_be_taken_while_it_boots_is_given_back_and_replaced() -> 
 def test_requests_are_named_as_the_run_says() -> None:
     script = asking(requests="tiny-3f9a1c-2")
     assert requested(script.tell(Tick())) == [("tiny-3f9a1c-2-1", 4)]
+
+
+def test_every_state_is_reachable_and_all_but_gone_can_be_lost() -> None:
+    reached = {NodeState.REQUESTED, *NODE_TRANSITIONS.values()}
+    assert reached == set(NodeState)
+    for state in set(NodeState) - {NodeState.GONE}:
+        assert after(state, NodeEvent.LOST) is NodeState.GONE
+
+
+def test_gone_is_final_and_only_a_setup_makes_nodes_ready() -> None:
+    assert not [pair for pair in NODE_TRANSITIONS if pair[0] is NodeState.GONE]
+    leading = {pair for pair, following in NODE_TRANSITIONS.items() if following is NodeState.READY}
+    assert {event for state, event in leading if state is NodeState.WARMING} == {NodeEvent.SET_UP}
+
+
+def test_only_a_withdrawn_or_void_notice_leads_out_of_draining_alive() -> None:
+    out = {
+        event
+        for (state, event), following in NODE_TRANSITIONS.items()
+        if state is NodeState.DRAINING and following not in (NodeState.DRAINING, NodeState.GONE)
+    }
+    assert out == {NodeEvent.SPARED, NodeEvent.SPARED_UNREADY}
+
+
+@pytest.mark.parametrize(
+    ("state", "event"), [pair for pair in itertools.product(NodeState, NodeEvent) if pair not in NODE_TRANSITIONS]
+)
+def test_an_unlisted_change_is_an_error_that_names_both(state: NodeState, event: NodeEvent) -> None:
+    with pytest.raises(ImpossibleNodeChange, match=f"a node that is {state} cannot be {event}"):
+        after(state, event)
+
+
+def test_a_node_gets_a_worker_once() -> None:
+    script = Script()
+    assert script.tell(NodeAppeared(node="n1")) == (StartWorker(worker="n1"),)
+    assert script.tell(NodeAppeared(node="n1")) == ()
+
+
+def test_the_start_waits_for_every_expected_node() -> None:
+    script = Script(expected_nodes=3)
+    assert script.ready("n1", "n2") == ()
+    assert script.code == "start_wait"
+    actions = script.ready("n3")
+    assert receivers(actions, SendReshape) == ["n1", "n2", "n3"]
+    order = next(action.order for action in actions if isinstance(action, SendReshape))
+    assert (order.generation, order.version, order.plan.shape) == (1, 0, "3x1")
+    assert {source.kind for source in order.sources} == {"initial"}
+
+
+def test_the_start_waits_no_longer_than_its_patience_once_a_plan_fits() -> None:
+    script = Script(expected_nodes=6)
+    script.ready("n1", "n2")
+    assert script.last is not None
+    wake_at_s = script.last.wake_at_s
+    assert wake_at_s == pytest.approx(script.now_s + 5.0)
+    assert script.tell(Tick(), at_s=wake_at_s - 0.01) == ()
+    assert receivers(script.tell(Tick(), at_s=wake_at_s), SendReshape) == ["n1", "n2"]
+
+
+def test_a_run_starts_from_the_checkpoint_it_is_given() -> None:
+    script = Script(initial_version=5, initial_checkpoint=MANIFEST, expected_nodes=2)
+    order = next(action.order for action in script.ready("n1", "n2") if isinstance(action, SendReshape))
+    assert order.version == 5
+    assert {source.kind for source in order.sources} == {"checkpoint"}
+
+
+def test_a_run_that_has_all_its_steps_already_finishes_at_once() -> None:
+    script = Script(initial_version=5, initial_checkpoint=MANIFEST, num_steps=5)
+    script.tell(NodeAppeared(node="n1"))
+    (finish,) = script.tell(Tick())
+    assert isinstance(finish, Finish)
+    assert finish.outcome == "finished"
+
+
+def test_a_failed_setup_ends_the_run_only_before_its_start() -> None:
+    failed = Failed(worker="n1", generation=0, error="no such job")
+    script = Script()
+    script.tell(NodeAppeared(node="n1"))
+    (finish,) = script.tell(WorkerAnswered(worker="n1", answer=failed))
+    assert finish == Finish(outcome="failed", sentence="n1 could not be set up: no such job")
+    script = script_in(Phase.TRAINING)
+    script.tell(NodeAppeared(node="n9"))
+    assert script.tell(WorkerAnswered(worker="n9", answer=failed)) == (EndWorker(worker="n9"),)
+    assert script.state.phase is Phase.TRAINING
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"unit_bytes": {"s0": 1}}, "do not name the same units"),
+        ({"plans": {1: PLANS[2]}}, r"plans\[1\] needs 2 workers"),
+        ({"fingerprint": "g"}, "made for another model"),
+        ({"initial_version": 3}, "no checkpoint to start from"),
+        ({"initial_version": 4, "initial_checkpoint": MANIFEST}, "initial_version is 4, the checkpoint's is 5"),
+        (
+            {"initial_version": 5, "initial_checkpoint": MANIFEST.model_copy(update={"units": FILES[:2]})},
+            "do not name the same units",
+        ),
+    ],
+)
+def test_contradictions_in_the_configuration_are_refused(fields: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        make_config(**fields)
+
+
+def test_patience_that_ends_beside_a_lost_worker_does_not_spin() -> None:
+    script = Script(expected_nodes=9)
+    script.ready("n1.d0", "n1.d1", "n2.d0", "n2.d1")
+    first_s = script.state.waits.first_feasible_s
+    assert first_s is not None
+    patience_s = first_s + script.state.config.policy.start_patience_s
+    script.tell(WorkerLost(worker="n1.d0", cause="killed"), at_s=patience_s - 0.1)
+    assert script.last is not None
+    assert script.last.wake_at_s == patience_s - 0.1 + GATHER_S

@@ -58,7 +58,7 @@ def nobody_can_load(script: Script) -> tuple[Action, ...]:
     return fails(script, "n4")
 
 
-def test_a_damaged_version_is_passed_over_and_the_same_workers_go_on_from_the_one_before(script: Script) -> None:
+def test_a_damaged_version_is_skipped_by_the_same_workers(script: Script) -> None:
     assert nobody_can_load(script) == (FindCheckpoint(doubted=6),)
     assert script.state.phase is Phase.RESTING
     actions = script.tell(CheckpointFound(manifest=manifest(3), passed_over=(f"{DAMAGED}; version 6 is passed over",)))
@@ -72,7 +72,7 @@ def test_a_damaged_version_is_passed_over_and_the_same_workers_go_on_from_the_on
     assert (script.state.version, script.state.saving.doubt) == (4, None)
 
 
-def test_what_turns_out_whole_is_loaded_again_at_once_then_after_growing_pauses(script: Script) -> None:
+def test_a_whole_version_is_loaded_again_after_growing_pauses(script: Script) -> None:
     nobody_can_load(script)
     pauses = []
     for _ in range(3):
@@ -86,7 +86,7 @@ def test_what_turns_out_whole_is_loaded_again_at_once_then_after_growing_pauses(
     assert pauses == [PAUSES.pause_s(tried) for tried in range(3)]
 
 
-def test_storage_that_does_not_answer_is_no_damage_and_is_asked_again_until_the_users_limit(script: Script) -> None:
+def test_silent_storage_is_no_damage_and_is_retried_until_the_limit(script: Script) -> None:
     actions = nobody_can_load(script)
     began_s, num_asked = script.now_s, 0
     while script.state.phase is not Phase.ENDED:
@@ -116,7 +116,7 @@ def read_by(actions: tuple[Action, ...]) -> dict[str, set[str | None]]:
     return read
 
 
-def test_what_one_worker_cannot_load_though_it_is_whole_is_read_for_it_by_another(script: Script) -> None:
+def test_what_one_worker_cannot_load_another_reads_for_it(script: Script) -> None:
     fails(script, "n3", "v00000006/s0.safetensors: cannot be read: no route to the storage")
     assert script.aborted() == (FindCheckpoint(doubted=6),)
     actions = script.tell(CheckpointFound(manifest=manifest(6)))
@@ -127,7 +127,7 @@ def test_what_one_worker_cannot_load_though_it_is_whole_is_read_for_it_by_anothe
     assert (script.state.version, script.state.saving.doubt) == (7, None)
 
 
-def test_where_nobody_turns_out_to_be_able_to_read_each_tries_again_itself(script: Script) -> None:
+def test_where_nobody_can_read_for_others_each_retries_itself(script: Script) -> None:
     fails(script, "n3")
     script.aborted()
     script.tell(CheckpointFound(manifest=manifest(6)))
@@ -138,7 +138,7 @@ def test_where_nobody_turns_out_to_be_able_to_read_each_tries_again_itself(scrip
     assert read_by(actions) == {"n3": {None}, "n4": {None}}
 
 
-def test_a_third_worker_reads_for_two_whose_storage_is_gone_and_for_itself(script: Script) -> None:
+def test_a_third_worker_reads_for_two_without_storage(script: Script) -> None:
     nobody_can_load(script)
     script.ready("n5")
     actions = script.tell(CheckpointFound(manifest=manifest(6)))
@@ -155,7 +155,7 @@ def test_where_none_is_whole_the_run_ends_and_says_so(script: Script) -> None:
     assert finish == Finish(outcome="failed", sentence=told)
 
 
-def test_a_worker_that_waits_for_storage_is_not_ended_but_told_to_stop_waiting(script: Script) -> None:
+def test_a_worker_waiting_for_storage_is_aborted_and_not_ended(script: Script) -> None:
     script.reshaped("n3")
     actions = script.wake()
     assert actions == (Abort(worker="n4", generation=script.state.generation),)

@@ -60,7 +60,7 @@ def step_to(script: Script, time_s: float) -> list[SendStep]:
     return actions
 
 
-def test_the_rate_of_losses_is_what_was_expected_until_the_run_has_seen_its_own() -> None:
+def test_the_expected_loss_rate_holds_until_the_run_has_its_own() -> None:
     state = training(2).state
     appeared_s = [entry.appeared_s for entry in state.workers.values()]
     assert losses_per_vm_s(state, max(appeared_s)) * H == pytest.approx(0.2, rel=1e-3)
@@ -128,17 +128,13 @@ def test_the_interval_is_that_of_the_thesis_where_each_loss_is_fatal() -> None:
         ({"stall_s": 1e-9, "durable_s": 1.0, "step_s": 90.0}, 90.0),
     ],
 )
-def test_no_save_begins_before_the_last_one_is_complete_or_within_a_step(
-    times: dict[str, float], interval_s: float
-) -> None:
+def test_no_save_begins_within_a_step_or_before_the_last_ends(times: dict[str, float], interval_s: float) -> None:
     assert cheapest_interval(seen(training(2).state, **times), 0.0)[0] == interval_s
 
 
 @pytest.mark.parametrize("per_vm_h", [0.01, 0.2, 5.0])
 @pytest.mark.parametrize("stall_s", [0.0005, 0.02, 0.5, 20.0])
-def test_saves_keep_a_two_hundredth_from_training_only_where_stalls_are_long_for_how_often_state_is_lost(
-    per_vm_h: float, stall_s: float
-) -> None:
+def test_saves_stay_below_half_a_percent_unless_stalls_are_long(per_vm_h: float, stall_s: float) -> None:
     """The share is sqrt(stall / 2 (MTTF + R)) at most: under 0.5 % while a stall is below that sum's 20,000th part."""
     state = training(2).state
     losses = LOSSES.model_copy(update={"per_vm_h": per_vm_h, "weight_vm_h": 1e6})
@@ -152,7 +148,7 @@ def test_saves_keep_a_two_hundredth_from_training_only_where_stalls_are_long_for
     assert f"({share:.2%} of the time)" in why
 
 
-def test_a_save_begins_at_the_boundary_nearest_to_when_it_is_due_and_the_journal_says_why() -> None:
+def test_a_save_begins_at_the_boundary_nearest_to_its_due_time() -> None:
     script = training(2)
     script.state = seen(script.state, stall_s=0.01, durable_s=2.0, step_s=1.0)
     save = next_save(script.state, script.now_s)
@@ -197,7 +193,7 @@ def test_what_a_save_took_is_measured() -> None:
     assert script.state.saving.save_times.durable_s == pytest.approx(7.0)
 
 
-def test_what_a_user_asks_for_comes_first_and_insurance_only_where_nothing_comes_sooner() -> None:
+def test_a_users_interval_holds_unless_insurance_comes_sooner() -> None:
     state = seen(training(2, checkpoint_every_steps=10).state, stall_s=1e-6, durable_s=3.0, step_s=1.0)
     save = next_save(state, 0.0)
     assert save is not None
@@ -214,7 +210,7 @@ def test_what_a_user_asks_for_comes_first_and_insurance_only_where_nothing_comes
     assert costly.kind == "periodic"
 
 
-def test_storage_that_takes_nothing_is_told_of_once_and_tried_again_ever_less_often() -> None:
+def test_failing_storage_is_reported_once_and_retried_less_often() -> None:
     script = training(2)
     script.state = seen(script.state, stall_s=1e-6, durable_s=1.0, step_s=1.0)
     tried_s: list[float] = []
@@ -236,7 +232,7 @@ def test_storage_that_takes_nothing_is_told_of_once_and_tried_again_ever_less_of
     assert script.state.saving.save_times.num_refused == 0
 
 
-def test_a_save_that_came_to_nothing_because_its_writer_was_lost_does_not_put_off_the_next_one() -> None:
+def test_a_save_that_lost_its_writer_does_not_postpone_the_next() -> None:
     script = training(4)
     script.state = seen(script.state, stall_s=0.01, durable_s=1.0, step_s=1.0)
     save = script.state.saving.save_times.insurance
@@ -273,7 +269,7 @@ def test_how_long_a_vm_took_to_come_is_measured() -> None:
 
 
 @pytest.mark.parametrize(("lead_s", "saved"), [(20.0, True), (3.0, False)])
-def test_a_save_for_a_notice_begins_only_if_it_can_be_complete_in_time(lead_s: float, saved: bool) -> None:
+def test_a_save_for_a_notice_begins_only_if_it_can_complete(lead_s: float, saved: bool) -> None:
     script = training(2)
     script.state = seen(script.state, stall_s=1.0, durable_s=8.0, step_s=1.0, since_s=script.now_s - 100)
     script.tell(NoticeGiven(worker="n2", lead_s=lead_s, notice="taken"))
@@ -281,7 +277,7 @@ def test_a_save_for_a_notice_begins_only_if_it_can_be_complete_in_time(lead_s: f
     assert any(order.order.checkpoint_units for order in orders) == saved
 
 
-def test_a_notice_is_used_for_few_saves_the_last_as_late_as_it_can_be_complete() -> None:
+def test_a_notice_causes_few_saves_the_last_as_late_as_possible() -> None:
     script = training(2)
     script.state = seen(script.state, stall_s=0.1, durable_s=2.0, step_s=1.0, since_s=script.now_s - 500)
     taken_s = script.now_s + 0.1 + 60
@@ -300,7 +296,7 @@ def test_a_notice_is_used_for_few_saves_the_last_as_late_as_it_can_be_complete()
     assert 2 <= left_s[-1] < 5
 
 
-def test_a_step_that_outlasts_a_notice_is_dissolved_for_a_change_while_the_vm_is_there() -> None:
+def test_a_step_that_outlasts_a_notice_is_dissolved_for_a_change() -> None:
     given = make_config().policy.model_copy(update={"checkpoint_every_steps": None})
     script = Script(plans={count: PLANS[count] for count in (2, 3)}, num_steps=100, expected_nodes=3, policy=given)
     script.ready("n1", "n2", "n3")
@@ -314,7 +310,7 @@ def test_a_step_that_outlasts_a_notice_is_dissolved_for_a_change_while_the_vm_is
     assert {source.kind for source in orders[0].order.sources} == {"keep", "peer"}
 
 
-def test_a_step_that_ends_in_time_or_a_vm_that_is_gone_too_soon_dissolves_nothing() -> None:
+def test_a_step_that_ends_in_time_is_not_dissolved() -> None:
     for lead_s, step_s in ((30.0, 5.0), (0.5, 60.0)):
         given = make_config().policy.model_copy(update={"checkpoint_every_steps": None})
         script = Script(plans={count: PLANS[count] for count in (2, 3)}, num_steps=100, expected_nodes=3, policy=given)
@@ -325,7 +321,7 @@ def test_a_step_that_ends_in_time_or_a_vm_that_is_gone_too_soon_dissolves_nothin
         assert script.state.phase is Phase.TRAINING
 
 
-def test_no_step_is_dissolved_for_the_notice_of_a_vm_that_is_left_out_already() -> None:
+def test_a_notice_for_a_departed_vm_dissolves_no_step() -> None:
     script = training(3)
     assert script.members == ["n1", "n2", "n3"]
     script.tell(NoticeGiven(worker="n3", lead_s=5.0, notice="taken"))
@@ -337,7 +333,7 @@ def test_no_step_is_dissolved_for_the_notice_of_a_vm_that_is_left_out_already() 
     assert script.state.phase is Phase.TRAINING
 
 
-def test_what_only_a_vm_holds_that_will_be_taken_is_saved_from_the_middle_of_a_long_step() -> None:
+def test_a_doomed_vms_only_copy_is_saved_within_a_long_step() -> None:
     script = training(2)
     script.prepared()
     script.state = seen(script.state, stall_s=1.0, durable_s=8.0, step_s=300.0)

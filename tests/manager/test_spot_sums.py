@@ -40,5 +40,5 @@ def spared(aborted_s: float) -> int:
     return num[0]
 
 
-def test_what_is_computed_until_a_worker_answers_that_it_gave_up_need_not_run_again() -> None:
+def test_work_done_until_a_worker_aborts_need_not_be_repeated() -> None:
     assert 0 < spared(aborted_s=0.0) < spared(aborted_s=0.5)

@@ -58,7 +58,6 @@ def alarms(shape: tuple[int, int], seed: int, spread: float, memory: float, slow
 
 
 def slow_ones(script: Script) -> set[str]:
-    """Who counts as slow now."""
     return {worker for worker, entry in script.state.workers.items() if entry.node is NodeState.SUSPECT}
 
 
@@ -79,8 +78,6 @@ def test_healthy_workers_are_hardly_ever_found_slow(shape: tuple[int, int], jitt
 
 
 @pytest.mark.parametrize(("shape", "slow_from"), cells(SHAPES, [0, 1, 2, 20]), ids=str)
-def test_one_that_is_30_percent_slower_is_found_whenever_it_began_and_no_other(
-    shape: tuple[int, int], slow_from: int
-) -> None:
+def test_only_the_worker_that_is_30_percent_slower_is_found(shape: tuple[int, int], slow_from: int) -> None:
     for seed in range(3):
         assert alarms(shape, seed, 0.05, 0.0, slow_from) == ["n0"], f"seed {seed}"

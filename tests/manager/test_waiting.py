@@ -6,9 +6,11 @@ import pytest
 from controller_script import Script, changed, receivers, script_in
 from simulated_job import PLANS, RULES, make_config, make_plan
 
+from manager.controller.shape.flapping import flapped, hold_s
 from manager.controller.state.actions import Abort, EndWorker, Finish, SendReshape, SendStep
+from manager.controller.state.draft import Draft
 from manager.controller.state.events import NobodyHeard, NodeAppeared, StopRequested, Tick, WorkerAnswered, WorkerLost
-from manager.controller.state.state import Phase
+from manager.controller.state.state import Flaps, Phase
 from morph.contract.messages import Aborted, WorkerReady
 from morph.contract.rules import Rules
 from morph.contract.salvage import LOSSES, KeptSums, partial_sum
@@ -21,7 +23,7 @@ def is_ready(script: Script, worker: str) -> tuple[object, ...]:
     return script.tell(WorkerAnswered(worker=worker, answer=WorkerReady(worker=worker, pid=1, setup_s=1)))
 
 
-def test_after_a_loss_training_stands_for_a_node_that_is_about_to_be_ready() -> None:
+def test_after_a_loss_training_waits_for_an_almost_ready_node() -> None:
     script = script_in(Phase.HOLDING)
     assert script.code == "holding"
     assert receivers(is_ready(script, "n5"), SendReshape) == ["n2", "n3", "n4", "n5"]  # type: ignore[arg-type]
@@ -70,7 +72,7 @@ def test_a_stop_ends_the_wait_and_what_is_decided_is_saved() -> None:
     assert finish.outcome == "stopped"
 
 
-def test_a_join_waits_for_a_second_newcomer_that_is_near_and_training_goes_on() -> None:
+def test_a_join_waits_for_a_second_newcomer_while_training_continues() -> None:
     script = Script(plans={2: PLANS[2], 3: PLANS[3], 4: PLANS[4]}, expected_nodes=2)
     script.ready("n1", "n2")
     script.reshaped()
@@ -97,7 +99,7 @@ def test_a_join_waits_no_longer_than_a_second_change_would_cost() -> None:
     assert receivers(script.prepared(), SendReshape) == ["n1", "n2", "n3"]
 
 
-def test_every_answer_to_losing_one_or_two_or_gaining_one_was_worked_out_before() -> None:
+def test_answers_to_small_changes_were_computed_beforehand() -> None:
     config = Script().state.config
     for count in range(2, 8):
         best = config.best_plan(count)
@@ -151,7 +153,7 @@ def script_of_long_steps(**policy: object) -> Script:
     return script
 
 
-def test_a_long_step_is_given_up_for_newcomers_and_what_is_summed_stays() -> None:
+def test_a_long_step_is_interrupted_for_newcomers_and_keeps_its_sums() -> None:
     script = script_of_long_steps()
     script.now_s = 5.0
     assert [type(action) for action in is_ready(script, "n4")] == [Abort, Abort]
@@ -190,3 +192,97 @@ def test_it_is_not_given_up_where_that_costs_more(
         script.tell(event)
     assert is_ready(script, "n4") == ()
     assert script.state.phase is Phase.TRAINING
+
+
+FLAPS = RULES.flaps
+
+
+def test_each_return_after_the_first_costs_twice_as_much() -> None:
+    draft = Draft(Script().state, 0.0)
+    holds_s = []
+    for number in range(6):
+        draft.now_s = float(number)
+        flapped(draft, "m")
+        holds_s.append(hold_s(draft, "m"))
+    assert holds_s == pytest.approx([0.0, 2.0, 4.0, 8.0, 8.0, 8.0])
+    assert hold_s(draft, "other") == 0.0
+
+
+def test_what_was_long_ago_is_forgotten() -> None:
+    draft = Draft(Script().state, 1.0)
+    for _ in range(2):
+        flapped(draft, "m")
+    assert hold_s(draft, "m") > 0.0
+    draft.now_s += FLAPS.memory_s
+    assert hold_s(draft, "m") == 0.0
+    flapped(draft, "other")
+    assert set(draft.state.provisioning.flaps) == {"other"}
+    draft.change_provisioning(flaps={"m": Flaps(num=10**6, last_s=draft.now_s)})
+    assert hold_s(draft, "m") == FLAPS.hold_max_s
+
+
+def flapped_twice(script: Script) -> None:
+    """A machine went away twice just now."""
+    draft = Draft(script.state, script.now_s)
+    flapped(draft, "m")
+    flapped(draft, "m")
+    script.state = draft.state
+
+
+def comes(script: Script, node: str, host: str) -> None:
+    """A machine comes up and its worker gets ready."""
+    script.tell(NodeAppeared(node=node, host=host))
+    script.tell(WorkerAnswered(worker=node, answer=WorkerReady(worker=node, pid=1, setup_s=0)))
+
+
+def morphs_in(seconds: float) -> int:
+    """Count generations while one machine is there for 1 s, away for 1 s, and so on; steps take 0.4 s."""
+    script = Script(plans={2: PLANS[2], 3: PLANS[3]}, expected_nodes=2, num_steps=10**6)
+    script.ready("n1", "n2")
+    script.reshaped()
+    number, there = 0, False
+    next_s = script.now_s
+    while script.now_s < seconds:
+        if script.now_s >= next_s:
+            next_s, number = script.now_s + 1.0, number + (not there)
+            if there:
+                script.tell(WorkerLost(worker=f"m{number}", cause="revoked"))
+            else:
+                comes(script, f"m{number}", "m")
+            there = not there
+        if script.state.phase is Phase.ABORTING:
+            script.aborted()
+        elif script.state.phase is Phase.RESHAPING:
+            script.reshaped()
+        elif script.state.phase is Phase.TRAINING:
+            script.prepared()
+        else:
+            script.tell(Tick())
+    return script.state.generation
+
+
+def test_a_flapping_machine_is_taken_in_a_few_times_only() -> None:
+    assert morphs_in(10.0) == morphs_in(40.0)
+    assert morphs_in(40.0) <= 7
+
+
+def test_a_machine_that_stays_long_enough_is_taken_in_again() -> None:
+    script = Script(plans={2: PLANS[2], 3: PLANS[3]}, expected_nodes=2, num_steps=10**6)
+    script.ready("n1", "n2")
+    script.reshaped()
+    flapped_twice(script)
+    comes(script, "m3", "m")
+    ready_s = script.now_s
+    script.prepared()
+    assert script.state.phase is Phase.TRAINING
+    script.now_s = ready_s + FLAPS.hold_s
+    script.prepared()
+    assert "m3" in {slot.worker for slot in script.state.slots}
+
+
+def test_below_the_minimum_a_flapping_machine_is_better_than_none() -> None:
+    script = Script(expected_nodes=2)
+    flapped_twice(script)
+    script.ready("n1")
+    comes(script, "m3", "m")
+    assert {slot.worker for slot in script.state.slots} == {"n1", "m3"}

@@ -335,7 +335,6 @@ def elbo(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def penalised(model: nn.Module, batch: Batch) -> Tensor:
-    """With a gradient penalty."""
     x = batch["x"].clone().requires_grad_()
     out = model(x)
     (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)

@@ -246,7 +246,6 @@ _WORDS = {"exact": "as it is, bit for bit", "close": "as it is, within 2e-6"}
 
 
 def rendered(group: str) -> str:
-    """A group as a table of the docs."""
     lines = [f"| {group.lower()} | what comes of it |", "|---|---|"]
     for case in GROUPS[group]:
         if case.outcome == "refused":

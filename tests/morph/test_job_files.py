@@ -68,7 +68,7 @@ def test_a_job_is_imported_as_it_was_with_its_data_beside_it(folder: Path) -> No
     assert not [finder for finder in sys.meta_path if isinstance(finder, JobFiles)]
 
 
-def test_a_traceback_names_the_users_file_and_shows_the_line_that_is_run(folder: Path) -> None:
+def test_a_traceback_shows_the_users_file_and_line(folder: Path) -> None:
     (folder / "train.py").write_text("\n" * 40, encoding="utf-8")
     with files(folder).in_use():
         job = load_job(f"{folder / 'train.py'}:job")
@@ -89,7 +89,7 @@ def test_a_job_whose_files_are_gone_is_still_there(folder: Path) -> None:
         load_job(f"{folder / 'train.py'}:job")
 
 
-def test_what_the_run_did_not_begin_with_is_refused_in_a_worker_and_taken_in_by_a_manager(folder: Path) -> None:
+def test_foreign_files_are_refused_by_workers_and_accepted_by_managers(folder: Path) -> None:
     (folder / "other.py").write_text("y = 1", encoding="utf-8")
     sys.path.append(str(folder))
     with files(folder).in_use(), pytest.raises(ImportError, match=r"other\.py is not what the run began with"):
@@ -120,7 +120,7 @@ def test_an_environment_in_the_jobs_folder_is_no_part_of_the_job(folder: Path) -
     assert found.inside(str(folder.parent)) is None
 
 
-def test_what_is_installed_as_a_link_into_the_folder_is_the_jobs_own(
+def test_a_link_into_the_folder_is_the_jobs_own_code(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = tmp_path / "installed"

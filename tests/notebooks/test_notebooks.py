@@ -77,7 +77,7 @@ def test_it_shows_the_curves_the_timeline_and_the_ladder(executed: nbformat.Note
 
 @pytest.mark.system
 @pytest.mark.parametrize("executed", [SPOT], indirect=True)
-def test_it_says_how_many_spot_vms_to_take_how_long_it_takes_and_what_it_costs(executed: nbformat.NotebookNode) -> None:
+def test_the_notebook_says_how_many_vms_how_long_and_how_much(executed: nbformat.NotebookNode) -> None:
     said = outputs(executed)[-1].text
     number = r"(\d+(?:\.\d+)?)"
     found = re.search(rf"Take (\d+) spot VMs: expect {number} to {number} hours and {number} to {number} dollars", said)

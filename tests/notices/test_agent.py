@@ -126,7 +126,7 @@ def test_a_notice_becomes_an_event_of_the_node_once(world: World) -> None:
     assert not [item for item in told if isinstance(item, NoticeGiven)]
 
 
-def test_a_notice_of_a_vm_with_several_devices_is_one_for_each_worker_and_any_of_them_acknowledges(
+def test_a_notice_for_a_vm_is_one_for_each_of_its_workers(
     world: World,
 ) -> None:
     world.source.now = (notice(),)
@@ -314,23 +314,21 @@ def tell_left(connection: socket.socket, shown: str) -> None:
 
 
 @pytest.mark.parametrize("speak", [plainly, as_the_manager_of_another_run, as_another_vm_of_the_run])
-def test_whoever_stands_in_for_the_manager_without_the_secret_gets_no_early_eviction_and_a_lonely_vm_ends(
-    world: World, speak: Speak
-) -> None:
+def test_an_impostor_without_the_secret_gets_no_early_eviction(world: World, speak: Speak) -> None:
     world.source.now = (notice(),)
     with impostor(world, speak, lonely_s=0.5):
         assert world.ended.wait(BOUND_S)  # it had long enough to believe it
         assert not world.source.acknowledged.is_set()
 
 
-def test_a_vm_ends_itself_once_it_was_lonely_for_long_and_not_before(world: World) -> None:
+def test_a_vm_ends_itself_only_after_long_loneliness(world: World) -> None:
     world.agent(lonely_s=1.5)
     assert not world.ended.wait(2.0)  # the manager is there
     world.server.close()
     assert world.ended.wait(BOUND_S)
 
 
-def test_a_node_that_does_not_end_is_killed_and_leaves_its_log_alone(tmp_path: Path) -> None:
+def test_a_node_that_does_not_end_is_killed(tmp_path: Path) -> None:
     elsewhere, folder = tmp_path / "of-ray", tmp_path / "node"
     (folder / "tmp").mkdir(parents=True)
     elsewhere.mkdir()
@@ -386,9 +384,7 @@ def test_a_forgotten_vm_deletes_itself_by_its_identity(metadata: MetadataServer)
     [described("web-1"), described(**{"morph-run": ""}), described(**{"morph-job": ""})],
     ids=["another VM", "no run", "no job"],
 )
-def test_a_vm_that_is_not_morphs_is_not_deleted_though_the_agent_was_copied_there(
-    metadata: MetadataServer, reply: Reply
-) -> None:
+def test_a_copied_agent_does_not_delete_a_foreign_vm(metadata: MetadataServer, reply: Reply) -> None:
     metadata.script("GET", "/metadata/instance/compute", reply)
     assert end_on_azure("tiny-1-0", metadata.url, metadata.url) is None
     assert [asked.method for asked in metadata.asked] == ["GET"]

@@ -136,9 +136,7 @@ def watched(source: NoticeSource) -> tuple[NoticeWatch, list[Told]]:
     return NoticeWatch(source, told.append), told
 
 
-def test_a_notice_is_told_once_under_the_providers_name_and_a_withdrawn_one_as_such(
-    metadata: MetadataServer, case: Case
-) -> None:
+def test_a_notice_is_reported_once_and_its_withdrawal_too(metadata: MetadataServer, case: Case) -> None:
     source, one = case.make(metadata), case.one()
     metadata.script("GET", case.path, case.none(), one, one, case.none(), case.none())
     watch, told = watched(source)

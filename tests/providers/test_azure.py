@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import stat
 import threading
 import time
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from manager.providers.azure.operations import Operations
-from manager.providers.interface.provider import CapacityShort, Misconfigured, QuotaExceeded, Throttled, Transient
+from manager.providers.interface.provider import (
+    CapacityShort,
+    Misconfigured,
+    ProviderError,
+    QuotaExceeded,
+    Throttled,
+    Transient,
+)
 from tests.providers.azure_world import NODE_SECRET, RAY_TOKEN, SPEC, Hasty, Killed, Line, provider
 from tests.providers.fake_arm import FakeArm, Fault
 
@@ -37,7 +46,7 @@ def test_vms_come_with_fewest_gpus_first_and_spread_over_zones(arm: FakeArm, tmp
     assert arm.sets["tiny-1"]["zones"] == ["1", "2", "3"]
 
 
-def test_a_zone_that_is_full_is_followed_by_the_next_and_then_by_the_next_size(arm: FakeArm, tmp_path: Path) -> None:
+def test_a_full_zone_is_followed_by_the_next_then_another_size(arm: FakeArm, tmp_path: Path) -> None:
     arm.shortages = {("Standard_NC6", zone): "ZonalAllocationFailed" for zone in ("1", "2")}
     (vm,) = provider(arm, tmp_path).request("a", 1)
     assert (vm.zone, vm.size) == ("3", "Standard_NC6")
@@ -47,7 +56,7 @@ def test_a_zone_that_is_full_is_followed_by_the_next_and_then_by_the_next_size(a
     assert len(arm.machines) == 2
 
 
-def test_each_vm_has_the_price_of_its_size_and_is_paid_from_its_creation_on(arm: FakeArm, tmp_path: Path) -> None:
+def test_each_vm_has_its_sizes_price_from_its_creation_on(arm: FakeArm, tmp_path: Path) -> None:
     begin_s = time.time()
     cheap = provider(arm, tmp_path).request("a", 2)
     made_s = time.time()
@@ -64,9 +73,7 @@ def test_each_vm_has_the_price_of_its_size_and_is_paid_from_its_creation_on(arm:
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 86400.0])
-def test_how_long_a_vm_is_paid_does_not_depend_on_this_machines_clock(
-    arm: FakeArm, tmp_path: Path, ahead_s: float
-) -> None:
+def test_a_vms_paid_time_does_not_depend_on_the_local_clock(arm: FakeArm, tmp_path: Path, ahead_s: float) -> None:
     arm.ahead_s = ahead_s
     begin_s = time.time()
     (vm,) = provider(arm, tmp_path).request("a", 1)
@@ -74,7 +81,7 @@ def test_how_long_a_vm_is_paid_does_not_depend_on_this_machines_clock(
     assert begin_s - 1.0 <= vm.paid_since_s <= time.time()  # an answer's date has whole seconds
 
 
-def test_larger_vms_come_for_what_smaller_ones_leave_missing_and_no_more_of_them(arm: FakeArm, tmp_path: Path) -> None:
+def test_larger_vms_fill_what_smaller_ones_leave_missing(arm: FakeArm, tmp_path: Path) -> None:
     arm.shortages = {("Standard_NC6", zone): "AllocationFailed" for zone in ("2", "3")}
     azure = provider(arm, tmp_path, spec=SPEC.model_copy(update={"zones": ("2", "3")}))
     assert [(vm.size, vm.num_devices) for vm in azure.request("a", 6)] == [("Standard_NC24", 4)] * 2
@@ -141,9 +148,7 @@ def test_a_quota_that_is_used_up_is_tried_in_no_other_zone(arm: FakeArm, tmp_pat
     assert len(puts(arm)) == len(SPEC.sizes)
 
 
-def test_a_throttled_call_says_how_long_to_wait_and_is_not_repeated_behind_our_back(
-    arm: FakeArm, tmp_path: Path
-) -> None:
+def test_a_throttled_call_says_how_long_to_wait_and_is_not_repeated(arm: FakeArm, tmp_path: Path) -> None:
     arm.faults = [Fault("PUT", "virtualMachines/", 429, "TooManyRequests", {"Retry-After": "17"})]
     azure = provider(arm, tmp_path)
     with pytest.raises(Throttled) as raised:
@@ -169,9 +174,7 @@ def test_a_throttled_call_says_how_long_to_wait_and_is_not_repeated_behind_our_b
     ],
     ids=lambda fault: f"{fault.method} {fault.kind} {fault.status} {fault.drop} {fault.slow_s}",
 )
-def test_after_an_error_the_same_request_goes_on_and_makes_no_second_vm(
-    arm: FakeArm, tmp_path: Path, fault: Fault
-) -> None:
+def test_after_an_error_the_same_request_makes_no_second_vm(arm: FakeArm, tmp_path: Path, fault: Fault) -> None:
     arm.faults = [fault]
     azure = provider(arm, tmp_path, Hasty() if fault.slow_s else None)
     with pytest.raises(Transient):
@@ -238,9 +241,7 @@ def test_operations_are_noted_and_forgotten_by_two_threads_at_once(tmp_path: Pat
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_a_manager_killed_at_any_call_leaves_nothing_that_reconcile_does_not_end(
-    arm: FakeArm, tmp_path: Path, after: bool
-) -> None:
+def test_reconcile_ends_whatever_a_killed_manager_left(arm: FakeArm, tmp_path: Path, after: bool) -> None:
     for kill_at in range(100):
         directory = tmp_path / str(kill_at)
         directory.mkdir()
@@ -292,7 +293,7 @@ def test_everything_is_gone_in_the_end_and_ending_twice_changes_nothing(arm: Fak
     assert set(arm.machines) == {"b-0"}
 
 
-def test_an_evicted_vm_is_listed_no_more_and_another_can_be_asked_for(arm: FakeArm, tmp_path: Path) -> None:
+def test_an_evicted_vm_disappears_and_another_can_be_requested(arm: FakeArm, tmp_path: Path) -> None:
     azure = provider(arm, tmp_path)
     azure.request("a", 2)
     assert azure.evict("a-1")
@@ -324,3 +325,271 @@ def test_no_secret_is_logged_or_kept(arm: FakeArm, tmp_path: Path, caplog: pytes
         for text in (caplog.text, str(raised.value), kept, json.dumps(arm.machines)):
             assert secret not in text
     assert caplog.text
+
+
+UNKNOWN = {
+    "404 of the group": Fault("GET", "virtualMachines", 404, "ResourceGroupNotFound", times=9),
+    "404": Fault("GET", "virtualMachines", 404, "ResourceNotFound", times=9),
+    "401": Fault("GET", "virtualMachines", 401, "InvalidAuthenticationToken", times=9),
+    "403": Fault("GET", "virtualMachines", 403, "AuthorizationFailed", times=9),
+    "503": Fault("GET", "virtualMachines", 503, times=9),
+    "a page of a proxy": Fault("GET", "virtualMachines", text="<html>Sign in</html>", carried_out=True, times=9),
+    "no list": Fault("GET", "virtualMachines", text="{}", carried_out=True, times=9),
+    "a list of something else": Fault("GET", "virtualMachines", text='{"value": [1]}', carried_out=True, times=9),
+    "a VM without tags that say what it is": Fault(
+        "GET",
+        "virtualMachines",
+        text='{"value": [{"name": "a-0", "tags": {"morph-run": "tiny-1", "morph-job": "tiny", "morph-devices": "x"}}]}',
+        carried_out=True,
+        times=9,
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", UNKNOWN)
+def test_an_answer_without_a_list_is_an_error(arm: FakeArm, tmp_path: Path, fault: str) -> None:
+    azure = provider(arm, tmp_path)
+    azure.request("a", 2)
+    known = UNKNOWN[fault]
+    arm.faults = [Fault(**{**known.__dict__})]
+    for ask in (azure.list, azure.dismantle, lambda: azure.delete(["a-0", "a-1"])):
+        with pytest.raises(ProviderError):
+            ask()
+    arm.faults = []
+    assert set(arm.machines) == {"a-0", "a-1"}
+    assert len(azure.list()) == 2
+
+
+def test_a_second_page_that_fails_makes_the_whole_list_unknown(arm: FakeArm, tmp_path: Path) -> None:
+    azure = provider(arm, tmp_path)
+    azure.request("a", 5)
+    first = Fault("GET", "virtualMachines", carried_out=True)
+    arm.faults = [first, Fault("GET", "virtualMachines", 404, "ResourceNotFound")]
+    with pytest.raises(ProviderError):
+        azure.list()
+    assert len(azure.list()) == 5
+
+
+def test_a_foreign_scale_set_of_the_same_name_is_left_alone(arm: FakeArm, tmp_path: Path) -> None:
+    arm.put_by_others("web-1", scale_set="tiny-1")
+    arm.put_by_others("web-2", scale_set="tiny-1")
+    azure = provider(arm, tmp_path)
+    azure.dismantle()
+    assert set(arm.machines) == {"web-1", "web-2"}
+    assert set(arm.sets) == {"tiny-1"}
+    with pytest.raises(Misconfigured, match="tiny-1 is there without the tags of this run"):
+        azure.request("a", 1)
+    assert not any(call.startswith(("PUT", "DELETE")) for call in arm.calls)
+
+
+def test_a_foreign_vm_in_the_runs_scale_set_survives(arm: FakeArm, tmp_path: Path) -> None:
+    azure = provider(arm, tmp_path)
+    azure.request("a", 2)
+    arm.put_by_others("stranger", scale_set="tiny-1")
+    arm.put_by_others("cousin", run="tiny-2", scale_set="tiny-1")
+    with pytest.raises(Misconfigured, match="scale set tiny-1 is left: it holds cousin, stranger"):
+        azure.dismantle()
+    assert set(arm.machines) == {"cousin", "stranger"}
+    assert set(arm.sets) == {"tiny-1"}
+    for name in ("cousin", "stranger"):
+        del arm.machines[name]
+    azure.dismantle()
+    assert arm.sets == {}
+
+
+def test_a_foreign_vm_under_our_name_is_left_alone(arm: FakeArm, tmp_path: Path) -> None:
+    arm.put_by_others("a-0")
+    azure = provider(arm, tmp_path)
+    with pytest.raises(Misconfigured, match="a-0 is there without the tags of this run"):
+        azure.request("a", 2)
+    azure.delete(["a-0", "a-1"])
+    assert arm.machines["a-0"]["tags"] == {"owner": "somebody"}
+
+
+def test_vms_of_the_same_run_name_and_another_job_are_left_alone(arm: FakeArm, tmp_path: Path) -> None:
+    azure = provider(arm, tmp_path)
+    azure.request("a", 1)
+    arm.put_by_others("other", run="tiny-1")
+    arm.machines["other"]["tags"]["morph-job"] = "another"
+    azure.delete(["a-0", "other"])
+    assert set(arm.machines) == {"other"}
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "again"),
+    [(409, "ScopeLocked", False), (403, "AuthorizationFailed", False), (409, "Conflict", True), (503, "Busy", True)],
+)
+def test_a_vm_that_may_not_be_ended_keeps_none_of_the_others(
+    arm: FakeArm, tmp_path: Path, status: int, code: str, again: bool
+) -> None:
+    azure = provider(arm, tmp_path)
+    azure.request("a", 4)
+    for end in (lambda: azure.delete(["a-0", "a-1"]), azure.dismantle):
+        arm.faults = [Fault("DELETE", "virtualMachines/a-0", status, code)]
+        with pytest.raises(Transient if again else Misconfigured, match=f"a-0 is left: {code}: injected") as raised:
+            end()
+        assert "a-1" not in str(raised.value)
+    assert set(arm.machines) == {"a-0"}
+    assert set(arm.sets) == {"tiny-1"}
+    azure.dismantle()
+    assert (arm.machines, arm.sets) == ({}, {})
+
+
+def test_every_end_is_begun_before_any_is_waited_for(arm: FakeArm, tmp_path: Path) -> None:
+    azure = provider(arm, tmp_path)
+    azure.request("a", 4)
+    arm.calls.clear()
+    arm.num_polls = 3
+    azure.delete([f"a-{index}" for index in range(4)])
+    deletes = [index for index, call in enumerate(arm.calls) if call.startswith("DELETE")]
+    assert len(deletes) == 4
+    assert arm.machines == {}
+    assert not any("virtualMachines/" in call for call in arm.calls[deletes[-1] + 1 :])
+
+
+def test_the_longest_wait_that_azure_asks_for_applies(arm: FakeArm, tmp_path: Path) -> None:
+    azure = provider(arm, tmp_path)
+    azure.request("a", 3)
+    arm.faults = [
+        Fault("DELETE", "virtualMachines/a-0", 429, "TooManyRequests", {"Retry-After": "600"}),
+        Fault("DELETE", "virtualMachines/a-1", 429, "TooManyRequests", {"Retry-After": "7"}),
+    ]
+    with pytest.raises(Transient) as raised:
+        azure.dismantle()
+    assert raised.value.retry_after_s == 600
+    assert set(arm.machines) == {"a-0", "a-1"}
+
+
+def test_a_token_that_expired_is_followed_by_a_new_one(arm: FakeArm, tmp_path: Path) -> None:
+    tokens = iter(["old", "new"])
+    azure = provider(arm, tmp_path, Line(), next_token=lambda: next(tokens))
+    azure.request("a", 1)
+    arm.expired = {"old"}
+    with pytest.raises(Transient, match="ExpiredAuthenticationToken"):
+        azure.dismantle()
+    azure.dismantle()
+    assert arm.machines == {}
+
+
+ZONES = len(SPEC.zones)
+SIZES = len(SPEC.sizes)
+MAX_PRICE = "Unable to perform 'Create VM' since the provided max price '0.1 USD' is lower than the spot price"
+REFUSED: list[tuple[int, str, str, type[ProviderError], int]] = [
+    (409, "SkuNotAvailable", "not available in zone 1", CapacityShort, SIZES * ZONES),
+    (409, "ZonalAllocationFailed", "no capacity", CapacityShort, SIZES * ZONES),
+    (400, "AvailabilityZoneNotSupported", "supported zones are 2,3", CapacityShort, SIZES * ZONES),
+    (409, "SpotPriceGreaterThanProvidedMaxPrice", MAX_PRICE, CapacityShort, SIZES),
+    (409, "OperationNotAllowed", MAX_PRICE, CapacityShort, SIZES),
+    (400, "AzureSpotIsNotSupportedForThisVMSize", "this size is not for spot", CapacityShort, SIZES),
+    (403, "NotAvailableForSubscription", "this size is not for you", CapacityShort, SIZES),
+    (409, "OperationNotAllowed", "exceeding approved LowPriorityCores Quota", QuotaExceeded, SIZES),
+    (403, "AzureSpotFeatureNotEnabledForSubscription", "not enabled", Misconfigured, 1),
+    (409, "MissingSubscriptionRegistration", "register Microsoft.Compute", Misconfigured, 1),
+    (409, "SubscriptionNotRegistered", "register Microsoft.Network", Misconfigured, 1),
+    (409, "ScopeLocked", "the following scopes are locked", Misconfigured, 1),
+    (409, "ReadOnlyDisabledSubscription", "the subscription is marked as read only", Misconfigured, 1),
+    (409, "ResourceGroupBeingDeleted", "the group is being deleted", Misconfigured, 1),
+    (403, "RequestDisallowedByPolicy", "a policy forbids it", Misconfigured, 1),
+    (400, "MaxPriceValueInvalid", "-1 or above 0", Misconfigured, 1),
+]
+
+
+@pytest.mark.parametrize(("status", "code", "text", "kind", "num_puts"), REFUSED, ids=lambda value: str(value)[:40])
+def test_each_refusal_leads_to_the_next_zone_or_size_or_ends(
+    arm: FakeArm, tmp_path: Path, status: int, code: str, text: str, kind: type[ProviderError], num_puts: int
+) -> None:
+    arm.at_once = {size.name: (status, code, text) for size in SPEC.sizes}
+    with pytest.raises(kind, match=f"{code}: ") as raised:
+        provider(arm, tmp_path).request("a", 1)
+    assert text in str(raised.value)
+    assert sum(call.startswith("PUT virtualMachines/") for call in arm.calls) == num_puts
+    assert arm.machines == {}
+
+
+@pytest.mark.parametrize("code", ["ScopeLocked", "RequestDisallowedByPolicy", "ReadOnlyDisabledSubscription"])
+def test_what_the_user_must_mend_is_reported_as_such(arm: FakeArm, tmp_path: Path, code: str) -> None:
+    arm.shortages = {(size.name, zone): code for size in SPEC.sizes for zone in SPEC.zones}
+    with pytest.raises(Misconfigured, match=f"{code}: no Standard_NC6"):
+        provider(arm, tmp_path).request("a", 1)
+
+
+def test_a_price_above_the_users_for_one_size_leaves_the_others(arm: FakeArm, tmp_path: Path) -> None:
+    arm.at_once = {"Standard_NC6": (409, "SpotPriceGreaterThanProvidedMaxPrice", MAX_PRICE)}
+    (vm,) = provider(arm, tmp_path).request("a", 1)
+    assert vm.size == "Standard_NC24"
+
+
+@pytest.mark.parametrize("state", ["Updating", "Migrating", "SomethingNew", ""])
+def test_a_vm_in_an_unknown_state_is_granted_and_lives(arm: FakeArm, tmp_path: Path, state: str) -> None:
+    arm.made_as = {"a-1": state}
+    for directory in ("first", "another manager"):
+        (tmp_path / directory).mkdir()
+        vms = provider(arm, tmp_path / directory, make_s=5).request("a", 2)
+        assert [vm.name for vm in vms] == ["a-0", "a-1"]
+    assert set(arm.machines) == {"a-0", "a-1"}
+    assert not any(call.startswith("DELETE") for call in arm.calls)
+
+
+@pytest.mark.parametrize("state", ["Failed", "Canceled", "Deleting"])
+def test_remains_of_a_vm_are_ended_before_it_is_made_anew(arm: FakeArm, tmp_path: Path, state: str) -> None:
+    provider(arm, tmp_path).request("a", 2)
+    (tmp_path / "operations-tiny-1.json").unlink()  # the manager was killed before it was answered
+    arm.machines["a-0"]["properties"]["provisioningState"] = state
+    vms = provider(arm, tmp_path).request("a", 2)
+    assert [vm.name for vm in vms] == ["a-0", "a-1"]
+    assert {vm["properties"]["provisioningState"] for vm in arm.machines.values()} == {"Succeeded"}
+
+
+def test_a_vm_that_never_gets_made_does_not_hold_up_the_others(arm: FakeArm, tmp_path: Path) -> None:
+    arm.stuck = {"a-0"}
+    azure = provider(arm, tmp_path, make_s=5)  # the others are made in less, however busy this machine is
+    assert [vm.name for vm in azure.request("a", 3)] == ["a-1", "a-2"]
+    assert "DELETE virtualMachines/a-0" in arm.calls
+    assert [vm.name for vm in azure.request("b", 1)] == ["b-0"]
+    arm.stuck = {"c-0"}
+    with pytest.raises(CapacityShort, match="VM c-0: not made within 5 s"):
+        azure.request("c", 1)
+    assert sum(call.startswith("PUT virtualMachines/c-") for call in arm.calls) == 1
+
+
+def test_an_earlier_managers_unfinished_vm_is_not_awaited_for_ever(arm: FakeArm, tmp_path: Path) -> None:
+    class Dying(Line):
+        """Killed once the VM is begun, before it is noted how to go on."""
+
+        def on_response(self, request: Any, response: Any) -> None:
+            self.dead = self.dead or bool(arm.machines)
+            super().on_response(request, response)
+
+    arm.stuck = {"a-0"}
+    with pytest.raises(Killed):
+        provider(arm, tmp_path, Dying()).request("a", 1)
+    assert set(arm.machines) == {"a-0"}
+    with pytest.raises(CapacityShort, match="VM a-0: not made within 5 s"):
+        provider(arm, tmp_path, make_s=5).request("a", 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"), [(503, "ServerBusy", Transient), (429, "TooManyRequests", Throttled)]
+)
+@pytest.mark.parametrize("as_date", [False, True], ids=["seconds", "date"])
+@pytest.mark.parametrize("ahead_s", [0.0, 3600.0])
+def test_azures_wait_is_read_in_seconds_and_as_a_date(
+    arm: FakeArm, tmp_path: Path, status: int, code: str, kind: type[ProviderError], as_date: bool, ahead_s: float
+) -> None:
+    arm.ahead_s, began = ahead_s, time.monotonic()
+    after = formatdate(time.time() + ahead_s + 40, usegmt=True) if as_date else "40"
+    arm.faults = [Fault("PUT", "virtualMachines/", status, code, {"Retry-After": after})]
+    with pytest.raises(kind) as raised:
+        provider(arm, tmp_path).request("a", 1)
+    took_s = time.monotonic() - began if as_date else 0.0  # a date comes nearer meanwhile, and is in whole seconds
+    found = raised.value.retry_after_s
+    assert found is not None
+    assert 40 - math.ceil(took_s) - as_date <= found <= 40 + as_date
+
+
+@pytest.mark.parametrize("after", ["soon", "-3", "", "Wed, 32 Oct"])
+def test_a_wait_that_cannot_be_read_is_none(arm: FakeArm, tmp_path: Path, after: str) -> None:
+    arm.faults = [Fault("PUT", "virtualMachines/", 503, "ServerBusy", {"Retry-After": after})]
+    with pytest.raises(Transient) as raised:
+        provider(arm, tmp_path).request("a", 1)
+    assert raised.value.retry_after_s is None

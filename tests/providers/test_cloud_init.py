@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
 import shlex
 
 import pytest
 import yaml
 
 from manager.providers.azure.spec import planned
+from manager.providers.boot import first_boot
 from manager.providers.boot.cloud_init import (
     AUTHORITY_PATH,
     BOOT_PATH,
@@ -28,7 +30,7 @@ def written() -> dict[str, dict[str, str]]:
     return {entry["path"]: entry for entry in config["write_files"]}
 
 
-def test_the_users_lines_come_first_then_morph_and_what_it_requires_then_the_agent_and_the_node() -> None:
+def test_a_first_boot_runs_the_users_lines_then_morph_then_the_node() -> None:
     text = cloud_init(START, "tiny-1-0", "azure")
     assert text.startswith("#cloud-config\n")
     setup, boot = yaml.safe_load(text)["runcmd"]
@@ -42,7 +44,7 @@ def test_the_users_lines_come_first_then_morph_and_what_it_requires_then_the_age
     assert (brought["content"], brought["encoding"], brought["permissions"]) == (packed(), "b64", "0644")
 
 
-def test_a_cloud_config_with_everything_is_less_than_half_of_what_azure_takes() -> None:
+def test_the_largest_cloud_config_is_half_of_what_azure_takes() -> None:
     start = START.model_copy(update={"authority": PEM * 20, "requirements": requirements()})
     assert len(custom_data(cloud_init(start, "tiny-1-0", "azure", 8))) < MAX_CUSTOM_DATA_BYTES / 2
 
@@ -106,7 +108,7 @@ def test_an_encrypted_node_gets_its_certificate_before_it_joins() -> None:
     assert AUTHORITY_PATH not in written()
 
 
-def test_an_encrypted_node_on_a_host_comes_from_the_address_that_it_is_given() -> None:
+def test_an_encrypted_node_uses_the_address_that_it_is_given() -> None:
     start = START.model_copy(update={"authority": PEM})
     plain, encrypted = (static_node(given)[-1].splitlines() for given in (START, start))
     added = [line for line in encrypted if line not in plain]
@@ -137,3 +139,12 @@ def test_what_would_be_created_can_be_looked_at_without_the_secrets() -> None:
     ]
     assert [call["body"]["zones"] for call in calls[1:]] == [["1"], ["2"]]
     assert RAY_TOKEN not in str(calls)
+
+
+def test_an_interpreter_that_the_user_may_not_run_is_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(first_boot.subprocess, "run", refused)
+    with pytest.raises(first_boot.Unfit, match=r"as whom the job's code is to run, cannot run .*Permission denied"):
+        first_boot.make_user(os.getuid())

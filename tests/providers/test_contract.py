@@ -98,7 +98,7 @@ def test_a_request_gets_vms_named_after_it(case: Case) -> None:
     assert set(case.provider.list()) == set(vms)
 
 
-def test_a_vm_says_what_kind_it_is_and_a_list_says_the_same(case: Case, request: pytest.FixtureRequest) -> None:
+def test_a_vm_and_the_list_agree_about_its_kind(case: Case, request: pytest.FixtureRequest) -> None:
     vms = case.provider.request("a", 2)
     told = [(vm.provider, vm.size, vm.region, vm.zone) for vm in vms]
     assert (
@@ -158,9 +158,7 @@ def test_a_request_gets_no_more_vms_than_it_may(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [static, azure], ids=lambda make: make.__name__, indirect=True)
 @pytest.mark.parametrize(("count", "num_vms"), [(1, 1), (LARGE, 1), (LARGE + 1, 2), (2 * LARGE, 2)])
-def test_vms_with_several_devices_are_as_many_as_are_needed_and_tell_how_many_they_have(
-    case: Case, count: int, num_vms: int
-) -> None:
+def test_vms_with_several_devices_are_counted_by_devices(case: Case, count: int, num_vms: int) -> None:
     assert case.large is not None
     granted = case.large().request("a", count)
     assert [vm.name for vm in granted] == [vm_name("a", index) for index in range(num_vms)]

@@ -97,7 +97,7 @@ def test_the_secret_reaches_the_node_and_no_command_line(world: Path) -> None:
     (world / "h1/.morph/nodes" / vm.name / "pid").unlink()  # it ended by itself
 
 
-def test_hosts_are_chosen_by_what_is_missing_and_the_node_is_told_its_devices(world: Path) -> None:
+def test_hosts_are_chosen_by_need_and_nodes_know_their_devices(world: Path) -> None:
     hosts = tuple(SshHost(address=f"h{number}", num_gpus=number) for number in (1, 2, 4))
     spec = StaticSpec(hosts=hosts, command=("sh", "-c", "echo {devices} >{node}; sleep 600"))
     shell = partial(run_ssh, program=[str(world / "ssh")])
@@ -120,7 +120,7 @@ def test_another_manager_starts_nothing_twice(world: Path) -> None:
     assert not (world / "h2").exists()
 
 
-def test_a_host_costs_what_it_says_or_what_the_file_says_of_each(world: Path) -> None:
+def test_a_host_costs_what_it_or_the_file_says(world: Path) -> None:
     hosts = (SshHost(address="h1", usd_per_h=0.4), SshHost(address="h2"))
     spec = StaticSpec(hosts=hosts, usd_per_h=0.1, command=("true",))
     path = world / "leases.json"
@@ -146,7 +146,7 @@ def test_a_host_that_is_not_reached_is_passed_over(world: Path) -> None:
         static.request("b", 1)
 
 
-def test_a_host_that_is_not_reached_stays_leased_until_its_node_was_ended(world: Path) -> None:
+def test_an_unreachable_host_stays_leased_until_its_node_ended(world: Path) -> None:
     static = provider(world, "h1")
     (vm,) = static.request("a", 1)
     (world / "down-h1").touch()
@@ -236,7 +236,7 @@ def test_a_node_that_ends_by_itself_leaves_its_log_alone(world: Path) -> None:
     assert left == ["log"]
 
 
-def test_a_node_whose_ray_does_not_start_is_lost_at_once_with_what_it_said_last(world: Path) -> None:
+def test_a_node_whose_ray_fails_is_lost_with_its_last_words(world: Path) -> None:
     python = world / "python"
     python.write_text(
         f'#!/bin/sh\ncase "$*" in *--ended=*) exec {sys.executable} "$@";; '
@@ -274,7 +274,7 @@ def test_a_node_whose_ray_does_not_start_is_lost_at_once_with_what_it_said_last(
     assert not (world / "h1/.morph/nodes" / vm.name).exists()
 
 
-def test_a_host_that_another_run_has_got_meanwhile_is_not_taken_from_it(world: Path) -> None:
+def test_a_host_leased_by_another_run_is_not_taken(world: Path) -> None:
     hosts = (SshHost(address="h1"),)
     spec, path = StaticSpec(hosts=hosts, command=("true",)), world / "leases.json"
     other = StaticProvider(spec, "other", path, SECRET, lambda host, remote, secret="": None)
@@ -336,7 +336,7 @@ def test_the_command_line_asks_nothing_and_holds_no_option_of_the_hosts() -> Non
         StaticSpec(hosts=(SshHost(address="a"), SshHost(address="a")), command=("x",))
 
 
-def test_ctrl_c_does_not_reach_the_program_that_starts_a_node_and_one_that_was_killed_has_not_answered(
+def test_ctrl_c_does_not_reach_the_starter_of_a_node(
     tmp_path: Path,
 ) -> None:
     program = tmp_path / "ssh"

@@ -2,31 +2,134 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 
 from calibrate.computing import compute as computing
+from calibrate.computing.peak import LiveBytes
 from calibrate.computing.subject import Subject, load_subject
 from calibrate.links.network import NetworkMeasurement
 from calibrate.timing.environment import describe_environment
 from calibrate.writing.assemble import MeasuredLinks, assemble_profile
 from calibrate.writing.measure import one_thread
 from calibrate.writing.storage import StorageSpeeds
+from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from morph.cutting import CutModel
+from morph.jobs.files import imported_once
+from morph.runtime.state.reducing import Reduction
 from simulator import Simulation, simulate, simulate_plan, synthetic_profile
 from simulator.costs.stage_costs import SectionCosts
 from simulator.inputs.request import MemoryRules
-from tests.runtime.tracked_crew import TrackedCrew
+from tests.crew import Crew, ThreadMember
+from tests.system.harness import TinyJob
 
 NUM_STEPS = 3
 """The optimizer's state is there after the first, scales fit after the second."""
 WITHOUT_COPIES = MemoryRules(keeps_sums=False, copies_sums=False, saves=False, changes=False)
 """No checkpoint is written, nobody sends sums, and no step is given up: as in these steps."""
+
+
+class TrackedMember(ThreadMember):
+    """A worker whose bytes of tensors are counted, its reductions' too, which have a thread of their own."""
+
+    here = threading.local()
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.live = LiveBytes()
+
+    def carry_out(self, method: str, *arguments: object) -> Any:
+        """Count in this thread."""
+        self.here.live = self.live
+        with nullcontext() if method == "setup" else self.live:
+            return super().carry_out(method, *arguments)
+
+
+class TrackedCrew(Crew):
+    """Workers that run a job on a CPU; ``live`` of each member counts the bytes of what it makes.
+
+    Args:
+        subject: The job.
+        model: It, cut.
+        names: Of the workers.
+        directory: For checkpoints, of which none is written.
+    """
+
+    def __init__(self, subject: Subject, model: CutModel, names: Sequence[str], directory: Path) -> None:
+        units = {unit.id: unit.sections for unit in model.units}
+        job = TinyJob(model.fingerprint, 0, units, len(model.sections), model.micro_batch_size)
+        super().__init__(job, names, TrackedMember)
+        with imported_once(subject.job_path):  # so that all but the first read the cut that was kept
+            self.set_up(subject.job_path, model.fingerprint, directory, code=None)
+        reading = threading.Lock()
+        for member in self.members.values():
+            self._take_turns(member.worker, reading)
+
+    def _take_turns(self, worker: Any, reading: threading.Lock) -> None:
+        """Let no two workers read data at once: generators belong to the process, and so to one worker."""
+        loader = worker._workload._loader
+        load = loader.load
+
+        def alone(*arguments: Any) -> Any:
+            with reading:
+                return load(*arguments)
+
+        loader.load = alone
+
+    def ask(self, workers: Iterable[str], method: str, order: object) -> list[Any]:
+        """Count what reductions make as their workers'."""
+        put, run = Reduction.put, Reduction._run
+
+        def counted_put(reduction: Reduction, *arguments: Any) -> None:
+            reduction.live = TrackedMember.here.live  # type: ignore[attr-defined]
+            put(reduction, *arguments)
+
+        def counted_run(reduction: Reduction) -> None:
+            with reduction.live:  # type: ignore[attr-defined]
+                run(reduction)
+
+        with mock.patch.object(Reduction, "put", counted_put), mock.patch.object(Reduction, "_run", counted_run):
+            return super().ask(workers, method, order)
+
+    def form_shape(self, plan: Plan) -> dict[int, int]:
+        """Form this shape on the first workers; returns the most bytes that a worker of each stage had meanwhile."""
+        order = self.order(plan, list(self.members)[: plan.num_workers])
+        self._forget_peaks()
+        self.form(order.model_copy(update={"keep_sums": True}))
+        return {stage: bytes_there for stage, (bytes_there, _) in self._most({}).items()}
+
+    def train_steps(self, num_steps: int) -> dict[int, tuple[int, int]]:
+        """Run steps; returns of the last one, by stage, the most that one of its workers had.
+
+        Bytes, and how many micro-batches were in flight there: the plan's window is what that may become.
+        """
+        for _ in range(num_steps):
+            self._forget_peaks()
+            self.prepare(record_timeline=True)
+            self.decide()
+        timelines = {answer.worker: answer.timeline for answer in self.answers}
+        return self._most({name: found.peaks.in_flight for name, found in timelines.items() if found is not None})
+
+    def _forget_peaks(self) -> None:
+        for member in self.members.values():
+            member.live.peak = member.live.now
+
+    def _most(self, in_flight: dict[str, int]) -> dict[int, tuple[int, int]]:
+        """By stage: bytes, and how many micro-batches that worker had in flight."""
+        found: dict[int, tuple[int, int]] = {}
+        for slot in self.slots:
+            there = self.members[slot.worker].live.peak, in_flight.get(slot.worker, 0)
+            found[slot.stage] = max(found.get(slot.stage, there), there)
+        return found
 
 
 @dataclass(frozen=True)
@@ -68,8 +171,8 @@ class MeasuredJob:
         """Run steps in one shape."""
         simulation = self.plan(depth, replicas, recompute=recompute, live_sections=live_sections)
         crew = self._crew(depth * replicas, directory)
-        crew.reshape(simulation.plan)
-        taken = crew.train(NUM_STEPS)
+        crew.form_shape(simulation.plan)
+        taken = crew.train_steps(NUM_STEPS)
         peaks, in_flight = zip(*(taken[stage] for stage in range(depth)), strict=True)
         costs = simulation.costs
         memory = self._memory(WITHOUT_COPIES, single=replicas == 1, recompute=recompute)
@@ -92,10 +195,10 @@ class MeasuredJob:
         """Run steps in one shape, then form another one: the most that each new stage's workers had meanwhile."""
         (first, second) = (tuple(map(int, shape.split("x"))) for shape in (before, after))
         crew = self._crew(max(first[0] * first[1], second[0] * second[1]), directory)
-        crew.reshape(self.plan(*first, recompute=True).plan)
-        crew.train(NUM_STEPS)
+        crew.form_shape(self.plan(*first, recompute=True).plan)
+        crew.train_steps(NUM_STEPS)
         simulation = self.plan(*second, recompute=True)
-        peaks = crew.reshape(simulation.plan)
+        peaks = crew.form_shape(simulation.plan)
         rules = MemoryRules(copies_sums=False, saves=False)
         spans = [self.plan(*shape, recompute=True).costs.spans for shape in (first, second)]
         singles = [shape[1] == 1 for shape in (first, second)]

@@ -15,7 +15,7 @@ for name in (
     "morph.runtime.workloads.job_workload",
     "torch._export",
     "torch.export._trace",
-    "tests.runtime.worker_crew",
+    "tests.crew",
 ):
     importlib.import_module(name)
 prepare()

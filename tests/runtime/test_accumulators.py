@@ -104,7 +104,7 @@ def test_the_mean_is_the_true_mean_but_for_the_last_rounding() -> None:
         assert found[name].dtype == torch.float32
 
 
-def test_a_gradient_too_large_for_its_scale_asks_for_a_redo_whose_scales_fit() -> None:
+def test_a_gradient_too_large_for_its_scale_is_redone_with_fitting_scales() -> None:
     gradients = contributions(seed=3)
     gradients[5]["bias"][2] = 1e6
     accumulator = exact()
@@ -122,7 +122,7 @@ def test_a_gradient_too_large_for_its_scale_asks_for_a_redo_whose_scales_fit() -
 
 
 @given(st.integers(0, 2**31), st.integers(0, NUM - 1), st.integers(0, 3))
-def test_an_overflow_on_any_member_is_seen_by_all_with_the_same_scales(seed: int, where: int, owner: int) -> None:
+def test_an_overflow_on_any_member_gives_all_the_same_scales(seed: int, where: int, owner: int) -> None:
     gradients = contributions(seed)
     gradients[where]["weight"][0, 0] = 2.0**20
     alone = exact()
@@ -249,7 +249,7 @@ def test_a_complex_gradient_with_an_infinite_imaginary_part_is_named(kind: str) 
 
 
 @pytest.mark.parametrize("kind", ["exact", "fast"])
-def test_what_nothing_was_added_to_has_no_gradient_but_what_zeros_were_added_to_has_one(kind: str) -> None:
+def test_only_what_something_was_added_to_has_a_gradient(kind: str) -> None:
     like = {**parameters(), "empty": torch.zeros(0), "none": torch.zeros(2), "buffer": torch.zeros(2)}
     exponents, changes = dict.fromkeys(like, 31), frozenset({"buffer"})
 

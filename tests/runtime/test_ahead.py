@@ -25,8 +25,8 @@ from morph.runtime.pre_copy.lane import PreCopyLane
 from morph.runtime.pre_copy.meeting import Meeting
 from morph.runtime.pre_copy.wire import Frame, send_frame
 from morph.runtime.state.unit_state import MakeOptimizer, UnitState, UpdateRules
+from tests.crew import poll_until, wait_for_updates
 from tests.manager.simulated_job import make_plan
-from tests.runtime.worker_crew import poll_until, wait_for_updates
 from tests.worker_setup import SETUP
 
 UNITS = {

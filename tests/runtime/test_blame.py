@@ -60,7 +60,7 @@ class Lookup(nn.Module):
         return looked_up.sum()
 
 
-def test_a_line_of_a_traced_graph_is_the_user_s_line_that_it_was_traced_from() -> None:
+def test_a_traced_graphs_line_is_the_users_own() -> None:
     module = torch.export.export(Lookup(), (torch.tensor([1, 2]),), strict=False).module()
     graph = torch.fx.GraphModule(module, module.graph)
     with pytest.raises(IndexError) as raised:

@@ -18,7 +18,7 @@ from morph.runtime.groups.channels import Channel, GlooRing, GroupSet, GroupSpec
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.reaper import Reaper
 from morph.runtime.groups.store import StoreHost
-from tests.runtime.worker_crew import poll_until
+from tests.waiting import poll_until
 
 LOOPBACK = "127.0.0.1"
 BOUND_S = 100.0
@@ -208,7 +208,7 @@ def test_forming_is_bounded_by_the_limit_of_its_generation() -> None:
     release.set()
 
 
-def test_a_collective_may_take_as_long_as_the_reshape_of_its_generation_says(store: StoreHost) -> None:
+def test_a_collective_may_take_as_long_as_its_reshape_says(store: StoreHost) -> None:
     interrupts = [Interrupt(next(GENERATIONS), limit_s=limit_s) for limit_s in (4800.0, 4800.0)]
     spec = GroupSpec("of a job with long steps", ("a", "b"))
     groups = [GroupSet(interrupt) for interrupt in interrupts]
@@ -253,7 +253,7 @@ def test_broken_groups_are_closed_once_their_operations_have_timed_out(monkeypat
     assert broken.closed.wait(BOUND_S)
 
 
-def test_broken_groups_in_which_nothing_is_under_way_are_closed_once_what_was_sent_has_arrived(
+def test_broken_idle_groups_are_closed_once_all_messages_arrived(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("morph.runtime.groups.reaper.LINGER_S", 0.01)
@@ -284,7 +284,7 @@ def test_how_long_groups_are_kept_counts_from_when_they_were_given(monkeypatch: 
     assert not busy.closed.is_set()
 
 
-def test_groups_are_idle_but_while_an_operation_is_under_way_and_one_that_failed_is_over(store: StoreHost) -> None:
+def test_groups_are_busy_only_while_an_operation_is_under_way(store: StoreHost) -> None:
     pair = Pair(store, next(GENERATIONS))
     assert pair.groups["a"].is_idle
     pending = pair.channel("b").transfer(torch.zeros(3))

@@ -108,7 +108,7 @@ def test_one_gradient_comes_back_within_half_a_unit_of_its_scale(values: list[fl
 
 
 @given(st.lists(FLOAT32, min_size=1, max_size=64))
-def test_the_sum_is_within_half_a_unit_per_contribution_of_the_true_sum(values: list[float]) -> None:
+def test_the_sum_is_within_half_a_unit_for_each_contribution(values: list[float]) -> None:
     count = len(values)
     exponent = next_exponent(0, max(map(abs, values)), count)
     total = sum(to_fixed(torch.tensor([value], dtype=torch.float32), exponent) for value in values)
@@ -132,7 +132,7 @@ def test_half_precision_gradients_are_widened_before_they_are_scaled() -> None:
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("size", [1, 7, 1 << 12, (1 << 15) + 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_every_way_to_add_rounds_each_element_and_every_way_back_is_one_rounding(size: int, dtype: torch.dtype) -> None:
+def test_every_way_to_add_and_back_rounds_once(size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(size)
     gradient = torch.randn(size, generator=generator).to(dtype)
     total = torch.randint(-(2**50), 2**50, (size,), generator=generator)

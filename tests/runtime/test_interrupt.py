@@ -92,12 +92,12 @@ def test_what_is_over_stays_over() -> None:
         lost.check()
 
 
-def test_a_wait_gives_up_after_its_bound_and_says_what_was_waited_for() -> None:
+def test_a_wait_ends_at_its_bound_and_names_what_it_awaited() -> None:
     with pytest.raises(WaitTimeout, match=r"0\.01 s for the moon"):
         Interrupt(1).wait_for(never, "the moon", 0.01)
 
 
-def test_a_wait_without_a_bound_of_its_own_has_that_of_its_generation() -> None:
+def test_a_wait_without_a_bound_has_its_generations() -> None:
     with pytest.raises(WaitTimeout, match=r"0\.02 s for the moon"):
         Interrupt(1, limit_s=0.02).wait_for(never, "the moon")
 

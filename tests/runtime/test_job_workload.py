@@ -29,9 +29,7 @@ def workload(tiny: CutJob) -> JobWorkload:
 
 
 @pytest.mark.slow
-def test_a_unit_that_is_about_to_be_loaded_draws_nothing_and_becomes_what_was_sent(
-    workload: JobWorkload, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_unit_about_to_be_loaded_draws_nothing(workload: JobWorkload, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = {unit.id: workload.make_unit(unit.id, 4).tensors() for unit in workload.units}
     monkeypatch.setattr(LazyTensors, "__getitem__", lambda _, name: pytest.fail(f"{name} was drawn"))
     before = torch.get_rng_state()

@@ -114,7 +114,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, subpro
 
 
 @pytest.mark.slow
-def test_a_worker_computes_with_these_kernels_and_cublas_has_its_workspace_before_cuda_starts(process: Any) -> None:
+def test_a_worker_uses_these_kernels_and_cublas_has_its_workspace_first(process: Any) -> None:
     kernels, *cublas = seen_in(process[2].stderr)
     assert Kernels(**kernels) == STEADY
     assert cublas == [":4096:8", False]
@@ -122,7 +122,7 @@ def test_a_worker_computes_with_these_kernels_and_cublas_has_its_workspace_befor
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_before")
-def test_a_process_of_its_own_says_each_step_and_ends_with_the_same_bits(process: Any, tmp_path: Path) -> None:
+def test_another_process_reports_each_step_and_ends_with_equal_bits(process: Any, tmp_path: Path) -> None:
     job, out, done = process
     assert [line[:9] for line in done.stdout.splitlines()] == ['{"step": ', '{"step": ']
     here = run_single(job, steps=2, num_sections=2, micro_batch_size=2, checkpoint_url=str(tmp_path))

@@ -28,10 +28,9 @@ from morph.contract.faults import Fault
 from morph.contract.messages import ReshapeOrder
 from morph.contract.plan import Plan
 from morph.contract.salvage import counted_in
+from tests.crew import Crew, ManagedCrew
 from tests.grids import IS_LONG
 from tests.runtime.kill_cases import CHANGING, FILLING, LAST, Case, runs
-from tests.runtime.managed_crew import ManagedCrew
-from tests.runtime.worker_crew import Crew
 from tests.system.harness import JOB, TinyJob, load_tiny_job
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(6000 if IS_LONG else 600)]

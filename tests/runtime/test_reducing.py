@@ -207,45 +207,47 @@ def test_every_member_gets_the_mean_of_all_and_can_hand_it_on(
             assert torch.equal(taken, want) if kind == "exact" else torch.allclose(taken, want, atol=1e-6)
 
 
-def test_an_overflow_at_one_member_is_known_to_all() -> None:
-    names = ("w0", "w1")
-    interrupts = {name: Interrupt(1) for name in names}
+def reduced_by(own: dict[str, Accumulator], num: int) -> list[Reduced]:
+    """What each worker has once all have reduced what they hold, of ``num`` micro-batches."""
+    interrupts = {name: Interrupt(1) for name in own}
     rings = FakeRings(interrupts)
-    own = {name: made("exact", 8, 2) for name in names}
-    own["w0"].add("b", torch.full((3,), 1e9))
-    own["w1"].add("b", torch.ones(3))
     found: dict[str, Reduced] = {}
 
     def work(name: str) -> None:
-        ring: Any = FakeRing(rings, "ring", names, name)
-        reduction = Reduction(interrupts[name], 2)
-        reduction.put(own[name], ring)
+        reduction = Reduction(interrupts[name], num)
+        reduction.put(own[name], cast("Any", FakeRing(rings, "ring", tuple(own), name)))
         reduction.finish()
-        found[name] = own[name].finish(2, 0)
+        found[name] = own[name].finish(num, 0)
 
-    in_threads({name: lambda name=name: work(name) for name in names})
-    assert found["w0"].overflowed
-    assert found["w1"].overflowed
-    assert found["w0"].exponents == found["w1"].exponents
+    in_threads({name: lambda name=name: work(name) for name in own})
+    return [found[name] for name in own]
+
+
+def holding(accumulator: Accumulator, **gradients: Tensor) -> Accumulator:
+    for name, gradient in gradients.items():
+        accumulator.add(name, gradient)
+    return accumulator
+
+
+def test_an_overflow_at_one_member_is_known_to_all() -> None:
+    own = {
+        "w0": holding(made("exact", 8, 2), b=torch.full((3,), 1e9)),
+        "w1": holding(made("exact", 8, 2), b=torch.ones(3)),
+    }
+    one, other = reduced_by(own, 2)
+    assert one.overflowed
+    assert other.overflowed
+    assert one.exponents == other.exponents
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_at_one_member_is_known_to_all(broken: float) -> None:
-    names = ("w0", "w1")
-    interrupts = {name: Interrupt(1) for name in names}
-    rings = FakeRings(interrupts)
-    found: dict[str, Reduced] = {}
-
-    def work(name: str) -> None:
-        accumulator = ExactAccumulator({"w": torch.zeros(3)}, {"w": 10}, 2, LossScale(exponent=1, growth_steps=2))
-        accumulator.add("w", torch.tensor([1.0, broken if name == "w0" else 2.0, 3.0]))
-        reduction = Reduction(interrupts[name], 2)
-        reduction.put(accumulator, cast("Any", FakeRing(rings, "ring", names, name)))
-        reduction.finish()
-        found[name] = accumulator.finish(2, 0)
-
-    in_threads({name: lambda name=name: work(name) for name in names})
-    assert [reduced.non_finite for reduced in found.values()] == [True, True]
+    scale = LossScale(exponent=1, growth_steps=2)
+    own = {
+        name: holding(ExactAccumulator({"w": torch.zeros(3)}, {"w": 10}, 2, scale), w=torch.tensor([1.0, value, 3.0]))
+        for name, value in {"w0": broken, "w1": 2.0}.items()
+    }
+    assert [reduced.non_finite for reduced in reduced_by(own, 2)] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -257,44 +259,21 @@ def test_each_piece_of_fast_sums_is_looked_at_and_a_sum_of_all_may_be_infinite(
 ) -> None:
     monkeypatch.setattr(reducing, "PIECE_BYTES", 200)
     monkeypatch.setattr(reducing, "SHARE_BYTES", 16)
-    names = ("w0", "w1", "w2")
-    interrupts = {name: Interrupt(1) for name in names}
-    rings = FakeRings(interrupts)
-    found: dict[str, Reduced] = {}
-
-    def work(name: str) -> None:
-        accumulator = FastAccumulator({"w": torch.zeros(300)}, LossScale(exponent=1, growth_steps=2))
-        gradient = torch.ones(300)
-        if name == "w1":
-            gradient[slice(None) if index is None else index] = value
-        accumulator.add("w", gradient)
-        reduction = Reduction(interrupts[name], 3)
-        reduction.put(accumulator, cast("Any", FakeRing(rings, "ring", names, name)))
-        reduction.finish()
-        found[name] = accumulator.finish(3, 0)
-
-    in_threads({name: lambda name=name: work(name) for name in names})
-    assert [reduced.non_finite for reduced in found.values()] == [non_finite] * 3
+    gradients = {name: torch.ones(300) for name in ("w0", "w1", "w2")}
+    gradients["w1"][slice(None) if index is None else index] = value
+    scale = LossScale(exponent=1, growth_steps=2)
+    own = {name: holding(FastAccumulator({"w": torch.zeros(300)}, scale), w=given) for name, given in gradients.items()}
+    assert [reduced.non_finite for reduced in reduced_by(own, 3)] == [non_finite] * 3
 
 
 def test_a_mean_that_its_own_type_cannot_hold_is_known_to_all() -> None:
-    names = ("w0", "w1")
-    interrupts = {name: Interrupt(1) for name in names}
-    rings = FakeRings(interrupts)
-    found: dict[str, Reduced] = {}
-
-    def work(name: str) -> None:
+    own: dict[str, Accumulator] = {}
+    for name in ("w0", "w1"):
         like = {"w": torch.zeros(8, dtype=torch.float16)}
-        accumulator = FastAccumulator(like, LossScale(exponent=1, growth_steps=2))
-        accumulator.add("w", torch.tensor([6e4, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 6e4]))
-        accumulator.add("w", torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 6e4]))
-        reduction = Reduction(interrupts[name], 1)
-        reduction.put(accumulator, cast("Any", FakeRing(rings, "ring", names, name)))
-        reduction.finish()
-        found[name] = accumulator.finish(1, 0)
-
-    in_threads({name: lambda name=name: work(name) for name in names})
-    assert [reduced.non_finite for reduced in found.values()] == [True, True]
+        own[name] = FastAccumulator(like, LossScale(exponent=1, growth_steps=2))
+        own[name].add("w", torch.tensor([6e4, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 6e4]))
+        own[name].add("w", torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 6e4]))
+    assert [reduced.non_finite for reduced in reduced_by(own, 1)] == [True, True]
 
 
 def test_an_aborted_generation_ends_the_wait_and_the_thread() -> None:

@@ -6,7 +6,6 @@ A step that is given up is finished in the next shape (decision 0024); a second 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from manager.controller.shape.following import choose_follows
 from manager.controller.shape.salvage import choose_salvage, losses_of
 from manager.controller.state.config import units_by_stage
 from morph.contract.faults import Fault
-from morph.contract.messages import Aborted, Failed, Prepared, ReshapeOrder, StepOrder
+from morph.contract.messages import Aborted, Failed, Prepared, ReshapeOrder
 from morph.contract.salvage import LOSSES, PartialSum, mask_of, partial_sum, share_in, spans_of
-from tests.runtime.worker_crew import Crew, Member, poll_until
-from tests.system.harness import JOB, TinyJob, load_tiny_job, uninterrupted
+from tests.crew import Crew, Member, poll_until
+from tests.system.harness import JOB, TinyJob, uninterrupted
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -28,23 +27,9 @@ NUM_STEPS = 3
 GIVEN_UP = 1
 
 
-@pytest.fixture(scope="module")
-def job() -> TinyJob:
-    return load_tiny_job()
-
-
-@pytest.fixture(scope="module")
-def crew(job: TinyJob) -> Iterator[Crew]:
-    crew = Crew(job, NAMES)
-    try:
-        yield crew
-    finally:
-        crew.close()
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return uninterrupted(NUM_STEPS, tmp_path_factory.mktemp("reference"))
+@pytest.fixture
+def crew(processes: Crew) -> Crew:
+    return processes
 
 
 def keeping(order: ReshapeOrder, kept: dict[str, tuple[PartialSum, ...]], job: TinyJob) -> ReshapeOrder:
@@ -57,7 +42,7 @@ def keeping(order: ReshapeOrder, kept: dict[str, tuple[PartialSum, ...]], job: T
 def reshape(crew: Crew, shape: str, workers: tuple[str, ...], kept: dict[str, tuple[PartialSum, ...]]) -> ReshapeOrder:
     """Form a shape that goes on with what is kept; returns the order."""
     order = keeping(crew.order(shape, workers), kept, crew.job)
-    form(crew, order)
+    crew.form(order)
     return order
 
 
@@ -70,7 +55,7 @@ def give_up(
     with ``num_copied`` micro-batches.
     ``done``: how many micro-batches everybody's backward has passed by then, at least.
     """
-    order = StepOrder(generation=crew.generation, step=crew.version)
+    order = crew.step_order()
     whole = prepared(crew)
     for name in crew.present:
         crew.members[name].send("step", order)
@@ -106,7 +91,7 @@ def give_up(
 
 def give_up_without(crew: Crew, late: str) -> dict[str, tuple[PartialSum, ...]]:
     """Run a step that is given up before the order has come to one worker, which has what it had before."""
-    order = StepOrder(generation=crew.generation, step=crew.version)
+    order = crew.step_order()
     others = [name for name in crew.present if name != late]
     for name in others:
         crew.members[name].send("step", order)
@@ -187,7 +172,7 @@ def test_a_step_that_failed_is_finished_in_another_shape_with_the_same_bits(
     if stage is not None:
         victim = workers[stage * replicas]
         faults = (Fault(worker=victim, phase=phase, step=GIVEN_UP, nth=nth, kind="out_of_memory"),)  # type: ignore[arg-type]
-    crew.set_up(JOB, crew.job.fingerprint, tmp_path, faults)
+    crew.set_up(JOB, crew.job.fingerprint, tmp_path, faults=faults)
     reshape(crew, shape, workers, {})
     if victim is not None:
         assert crew.present.index(victim) == stage * replicas
@@ -207,7 +192,7 @@ def test_a_step_that_is_given_up_twice_keeps_what_was_done_in_both_shapes(
     crew: Crew, reference: dict[str, str], tmp_path: Path
 ) -> None:
     faults = (Fault(worker="w0", phase="backward", step=GIVEN_UP, nth=1, kind="out_of_memory"),)
-    crew.set_up(JOB, crew.job.fingerprint, tmp_path, faults)
+    crew.set_up(JOB, crew.job.fingerprint, tmp_path, faults=faults)
     reshape(crew, "1x4", NAMES, {})
     crew.train(GIVEN_UP)
     first = reshape(crew, "1x3", NAMES[1:], give_up(crew, "w0"))
@@ -227,7 +212,7 @@ def test_of_one_micro_batch_that_is_counted_wrongly_the_weights_tell_unless_it_o
     crew: Crew, reference: dict[str, str], tmp_path: Path, flips: str
 ) -> None:
     faults = (Fault(worker="w0", phase="backward", step=GIVEN_UP, nth=1, kind="out_of_memory"),)
-    crew.set_up(JOB, crew.job.fingerprint, tmp_path, faults)
+    crew.set_up(JOB, crew.job.fingerprint, tmp_path, faults=faults)
     reshape(crew, "2x2", NAMES, {})
     crew.train(GIVEN_UP)
     kept = give_up(crew, "w0")
@@ -236,7 +221,7 @@ def test_of_one_micro_batch_that_is_counted_wrongly_the_weights_tell_unless_it_o
     remaining, whole = mask_of(order.salvage.remaining), (1 << order.plan.num_micro_batches) - 1
     wrong = remaining if flips == "one that is missing" else whole & ~remaining
     flipped = order.salvage.model_copy(update={"remaining": spans_of(remaining ^ (wrong & -wrong))})
-    form(crew, order.model_copy(update={"salvage": flipped}))
+    crew.form(order.model_copy(update={"salvage": flipped}))
     crew.train(NUM_STEPS)
     assert (crew.digests() == reference) == (flips == "one that is there")
 
@@ -251,32 +236,12 @@ def follow(crew: Crew, order: ReshapeOrder, *, every: int = 0) -> ReshapeOrder:
     return order.model_copy(update={"follows": follows, "keep_sums": True, "copy_sums_every": every})
 
 
-def form(crew: Crew, order: ReshapeOrder) -> None:
-    """Form a generation whose members keep what they follow and had."""
-    before = crew.held
-    taking_part = dict.fromkeys(slot.worker for slot in order.slots)
-    taking_part |= dict.fromkeys(source.peer for source in order.sources if source.peer)
-    if order.salvage is not None:
-        taking_part |= dict.fromkeys(entry.holder for entry in order.salvage.sums)
-    answers = crew.ask(taking_part, "reshape", order)
-    assert all(answer.kind == "reshaped" for answer in answers), answers
-    crew.formed = order
-    crew.hold()
-    for entry in order.follows:
-        assert set(entry.known) <= before.get(entry.follower, set())
-        crew.held[entry.follower] |= set(entry.known)
-
-
 def train_followed(crew: Crew, order: ReshapeOrder, until: int) -> None:
     """Run and decide steps, and note which followers are in step."""
     while crew.version < until:
-        for attempt in range(8):
-            step = StepOrder(generation=crew.generation, step=crew.version, attempt=attempt)
-            answers = {answer.worker: answer for answer in crew.ask(crew.present, "step", step)}
-            assert all(isinstance(answer, Prepared) for answer in answers.values()), answers
-            if not any(answer.overflowed for answer in answers.values()):
-                break
-        crew.version += 1
+        crew.prepare()
+        answers = {answer.worker: answer for answer in crew.answers}
+        crew.decide()
         crew.hold()
         for entry in order.follows:
             if answers[entry.worker].followed:
@@ -312,11 +277,11 @@ def test_with_one_replica_a_lost_stage_goes_on_from_its_follower_and_no_step_is_
     num_steps, given_up = 8, 6
     reference = uninterrupted(num_steps, tmp_path / "reference")
     faults = (Fault(worker=victim, phase=phase, step=given_up, nth=nth, kind="out_of_memory"),)  # type: ignore[arg-type]
-    crew.set_up(JOB, crew.job.fingerprint, tmp_path, faults)
+    crew.set_up(JOB, crew.job.fingerprint, tmp_path, faults=faults)
     await_copies(crew)
     order = follow(crew, crew.order("4x1", NAMES), every=2)
     assert [entry.worker for entry in order.follows] == [slot.worker for slot in order.slots]
-    form(crew, order)
+    crew.form(order)
     train_followed(crew, order, given_up)
     assert in_step(crew, order)
     follower = next(entry.follower for entry in order.follows if entry.worker == victim)
@@ -331,7 +296,7 @@ def test_with_one_replica_a_lost_stage_goes_on_from_its_follower_and_no_step_is_
         assert again.salvage is not None  # of what the lost worker had summed, its follower has a copy
         left = sum(end - first for first, end in again.salvage.remaining)
         assert left == again.plan.num_micro_batches - copied
-    form(crew, again)
+    crew.form(again)
     train_followed(crew, again, num_steps)
     assert crew.digests() == reference
 
@@ -342,14 +307,14 @@ def test_a_follower_that_is_known_is_not_sent_the_state_again(crew: Crew, tmp_pa
     crew.set_up(JOB, crew.job.fingerprint, tmp_path)
     await_copies(crew)
     order = follow(crew, crew.order("4x1", NAMES))
-    form(crew, order)
+    crew.form(order)
     train_followed(crew, order, 5)
     assert in_step(crew, order)
     kept = give_up(crew, None)
     order = follow(crew, keeping(crew.order("4x1", NAMES), kept, crew.job))
     assert all(entry.known == entry.units for entry in order.follows)
     assert all(source.kind == "keep" for source in order.sources)
-    form(crew, order)
+    crew.form(order)
     assert in_step(crew, order)
     train_followed(crew, order, 7)
     assert in_step(crew, order)
@@ -358,7 +323,7 @@ def test_a_follower_that_is_known_is_not_sent_the_state_again(crew: Crew, tmp_pa
     again = crew.order("3x1", ("w0", "w2", "w3"))
     assert not [source for source in again.sources if source.kind == "initial"]
     assert pairs["w1"] in {source.peer or source.worker for source in again.sources}
-    form(crew, again)
+    crew.form(again)
     crew.train(num_steps)
     assert crew.digests() == reference
 

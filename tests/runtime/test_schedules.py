@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
-from morph.contract.messages import Prepared, StepOrder
 from morph.contract.plan import Plan, Schedule
 from morph.contract.timeline import SpanKind, StepTimeline
 from morph.runtime.step.links import POSTED_AHEAD
 from morph.runtime.step.timeline import trace
-from simulator import plan, synthetic_profile
+from tests.crew import Crew, workers_of
 from tests.grids import cells
 from tests.runtime.trace_checks import check_trace, complete
-from tests.runtime.worker_crew import Crew
-from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, load_tiny_job, uninterrupted
+from tests.system.harness import TinyJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -28,70 +24,11 @@ SHAPES = ("2x1", "3x1", "2x2")
 LETTERS: dict[SpanKind, str] = {"forward": "F", "recompute": "R", "backward": "B"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScheduledJob(TinyJob):
-    """The tiny job, planned with one schedule."""
-
-    schedule: Schedule
-    recompute: bool
-
-    def plan(self, shape: str) -> Plan:
-        depth, replicas = map(int, shape.split("x"))
-        profile = synthetic_profile(
-            num_sections=NUM_SECTIONS, batch_size=self.batch_size, micro_batch_sizes=(1, MICRO_BATCH_SIZE)
-        )
-        best = plan(
-            profile,
-            num_gpus=depth * replicas,
-            pipeline_depth=depth,
-            num_replicas=replicas,
-            micro_batch_size=MICRO_BATCH_SIZE,
-            schedule=self.schedule,
-            recompute=self.recompute,
-        ).best
-        return best.model_copy(update={"fingerprint": self.fingerprint})
-
-
-@pytest.fixture(scope="module")
-def job() -> TinyJob:
-    return load_tiny_job()
-
-
-@pytest.fixture(scope="module")
-def processes(job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    crew = Crew(job, NAMES)
-    try:
-        crew.set_up(JOB, job.fingerprint, tmp_path_factory.mktemp("checkpoints"))
-        yield crew
-    finally:
-        crew.close()
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return uninterrupted(NUM_STEPS, tmp_path_factory.mktemp("reference"))
-
-
-def begin(crew: Crew, job: TinyJob, schedule: Schedule, recompute: bool = True) -> None:
-    crew.job = ScheduledJob(job.fingerprint, job.batch_size, job.units, schedule=schedule, recompute=recompute)
-    crew.begin()
-
-
-def workers_of(shape: str) -> tuple[str, ...]:
-    depth, replicas = map(int, shape.split("x"))
-    return NAMES[: depth * replicas]
-
-
 def recorded_step(crew: Crew) -> list[StepTimeline]:
     """Run the next step, and decide it; returns the workers' timelines."""
-    answers = crew.ask(
-        crew.present, "step", StepOrder(generation=crew.generation, step=crew.version, record_timeline=True)
-    )
-    for answer in answers:
-        assert isinstance(answer, Prepared)
-        assert not answer.overflowed
-    crew.version += 1
-    return [answer.timeline for answer in answers]
+    assert crew.prepare(record_timeline=True) == 1
+    crew.decide()
+    return [answer.timeline for answer in crew.answers if answer.timeline is not None]
 
 
 def check_bounds(planned: Plan, timelines: list[StepTimeline]) -> None:
@@ -114,48 +51,40 @@ def check_bounds(planned: Plan, timelines: list[StepTimeline]) -> None:
     ("played", "recompute"), cells(list(itertools.product(SHAPES, SCHEDULES)), [True, False]), ids=str
 )
 def test_every_schedule_gives_the_same_bits_within_its_window(
-    processes: Crew, job: TinyJob, reference: dict[str, str], played: tuple[str, Schedule], recompute: bool
+    crew: Crew, job: TinyJob, reference: dict[str, str], played: tuple[str, Schedule], recompute: bool
 ) -> None:
     shape, schedule = played
-    begin(processes, job, schedule, recompute)
-    processes.reshape(shape, workers_of(shape))
-    assert processes.plan is not None
-    assert processes.plan.schedule == schedule
-    assert any(stage.recompute for stage in processes.plan.stages) == recompute
+    crew.reshape(job.plan(shape, schedule, recompute=recompute), workers_of(shape, NAMES))
+    assert crew.plan is not None
+    assert crew.plan.schedule == schedule
+    assert any(stage.recompute for stage in crew.plan.stages) == recompute
     for _ in range(NUM_STEPS):
-        check_bounds(processes.plan, recorded_step(processes))
-    assert processes.digests() == reference
+        check_bounds(crew.plan, recorded_step(crew))
+    assert crew.digests() == reference
 
 
-def test_the_schedule_may_change_in_the_middle_of_a_run(
-    processes: Crew, job: TinyJob, reference: dict[str, str]
-) -> None:
-    begin(processes, job, "gpipe")
-    processes.reshape("2x2", NAMES)
-    processes.train(1)
-    processes.job = ScheduledJob(job.fingerprint, job.batch_size, job.units, schedule="1f1b", recompute=False)
-    processes.reshape("3x1", NAMES[:3])
-    processes.train(NUM_STEPS)
-    assert processes.digests() == reference
+def test_the_schedule_may_change_in_the_middle_of_a_run(crew: Crew, job: TinyJob, reference: dict[str, str]) -> None:
+    crew.reshape(job.plan("2x2", "gpipe"), NAMES)
+    crew.train(1)
+    crew.reshape(job.plan("3x1", "1f1b", recompute=False), NAMES[:3])
+    crew.train(NUM_STEPS)
+    assert crew.digests() == reference
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_recorded_step_is_a_trace_of_every_task_and_transfer(
-    processes: Crew, job: TinyJob, schedule: Schedule
-) -> None:
-    begin(processes, job, schedule)
-    processes.reshape("2x2", NAMES)
-    timelines = recorded_step(processes)
+def test_a_recorded_step_is_a_trace_of_every_task_and_transfer(crew: Crew, job: TinyJob, schedule: Schedule) -> None:
+    crew.reshape(job.plan("2x2", schedule), NAMES)
+    timelines = recorded_step(crew)
     traced = trace(timelines)
     check_trace(traced)
-    assert processes.plan is not None
+    assert crew.plan is not None
     events = complete(traced)
-    crossing = processes.plan.num_micro_batches
+    crossing = crew.plan.num_micro_batches
     assert len({event["pid"] for event in events}) == len(NAMES)
     kinds = [event["cat"] for event in events]
     for kind in ("send_activation", "receive_activation", "send_gradient", "receive_gradient"):
         assert kinds.count(kind) == crossing
-    assert kinds.count("forward") == kinds.count("backward") == crossing * processes.plan.pipeline_depth
+    assert kinds.count("forward") == kinds.count("backward") == crossing * crew.plan.pipeline_depth
     assert kinds.count("reduce") == len(NAMES)
     forwards = {
         (event["args"]["stage"], event["args"]["micro_batch"]): event for event in events if event["cat"] == "forward"
@@ -166,13 +95,11 @@ def test_a_recorded_step_is_a_trace_of_every_task_and_transfer(
     if schedule != "varuna":
         for timeline in timelines:
             tasks = [one for one in timeline.spans if one.kind in LETTERS]
-            count = len(processes.plan.micro_batches_of(timeline.replica))
-            assert "".join(LETTERS[one.kind] for one in tasks) == processes.plan.orders[count][timeline.stage]
+            count = len(crew.plan.micro_batches_of(timeline.replica))
+            assert "".join(LETTERS[one.kind] for one in tasks) == crew.plan.orders[count][timeline.stage]
 
 
-def test_nothing_is_recorded_unless_it_is_asked_for(processes: Crew, job: TinyJob) -> None:
-    begin(processes, job, "varuna")
-    processes.reshape("1x1", NAMES[:1])
-    (answer,) = processes.ask(NAMES[:1], "step", StepOrder(generation=processes.generation, step=0))
-    assert isinstance(answer, Prepared)
-    assert answer.timeline is None
+def test_nothing_is_recorded_unless_it_is_asked_for(crew: Crew, job: TinyJob) -> None:
+    crew.reshape("1x1", NAMES[:1])
+    crew.prepare()
+    assert [answer.timeline for answer in crew.answers] == [None]

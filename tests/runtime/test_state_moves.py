@@ -269,7 +269,7 @@ def test_a_unit_at_another_version_is_our_own_mistake(network: Network) -> None:
         take_units([source("a", "s0", "keep")], network.context("a", {"s0": make_unit("s0", 1.0, 1)}))
 
 
-def test_units_leave_while_others_are_received_and_a_failure_is_told_to_who_waits(network: Network) -> None:
+def test_units_leave_while_others_arrive_and_failures_reach_who_waits(network: Network) -> None:
     held = {"a": {"s0": make_unit("s0", 3.0, 2)}, "b": {"s1": make_unit("s1", 5.0, 2)}}
     sources = [source("b", "s0", "peer", "a"), source("a", "s1", "peer", "b")]
     contexts = {name: network.context(name, held[name]) for name in held}

@@ -29,7 +29,7 @@ def test_the_store_serves_on_its_own_address_and_on_no_other() -> None:
     assert client.get("key") == b"value"
 
 
-def test_workers_of_another_run_that_come_to_the_port_by_mistake_meet_nobody() -> None:
+def test_another_runs_workers_at_the_port_meet_nobody() -> None:
     host = StoreHost("127.0.0.1")
     ours, also_ours = (connect_store("127.0.0.1", host.port(), "of our run") for _ in range(2))
     theirs, nobodys = connect_store("127.0.0.1", host.port(), "of another"), connect_store("127.0.0.1", host.port())
@@ -43,7 +43,7 @@ def test_workers_of_another_run_that_come_to_the_port_by_mistake_meet_nobody() -
         theirs.wait(["g1/r0/b0/act/1"], timedelta(seconds=0.1))
 
 
-def test_the_name_under_which_a_runs_keys_stand_does_not_tell_its_secret() -> None:
+def test_the_prefix_of_a_runs_keys_does_not_reveal_its_secret() -> None:
     host = StoreHost("127.0.0.1")
     connect_store("127.0.0.1", host.port(), "of our run").set("key", b"value")
     keys = TCPStore("127.0.0.1", host.port(), is_master=False, timeout=timedelta(seconds=100)).list_keys()
@@ -51,7 +51,7 @@ def test_the_name_under_which_a_runs_keys_stand_does_not_tell_its_secret() -> No
     assert "of our run" not in str(keys)
 
 
-def test_a_worker_of_an_older_generation_is_in_no_group_of_a_newer_one() -> None:
+def test_an_older_generations_worker_is_in_no_newer_group() -> None:
     host = StoreHost("127.0.0.1")
     store = partial(connect_store, "127.0.0.1", host.port(), "of our run")
     groups = {worker: GroupSet(Interrupt(2)) for worker in ("a", "b")}

@@ -91,7 +91,7 @@ def test_forming_the_groups_in_their_order_cannot_dead_lock(
 
 
 @pytest.mark.parametrize("depth", [2, 3, 6])
-def test_a_long_pipeline_forms_its_channels_in_as_many_rounds_as_a_short_one(depth: int) -> None:
+def test_long_pipelines_form_channels_in_as_many_rounds_as_short_ones(depth: int) -> None:
     groups = [group for group in topology(make_order(list(range(1, depth)), 1), UNITS).groups if "/b" in group.name]
     rounds, free_in = 0, dict.fromkeys((worker for group in groups for worker in group.members), 0)
     for group in groups:  # each begins when the last of its members comes to it
@@ -126,7 +126,7 @@ def names_with(laid_out: Topology, part: str) -> list[str]:
     return [group.name for group in laid_out.groups if part in group.name]
 
 
-def test_units_of_one_stage_share_a_ring_and_a_tied_unit_has_one_over_its_stages() -> None:
+def test_a_stages_units_share_a_ring_and_tied_ones_have_their_own() -> None:
     laid_out = topology(make_order([2, 4], 2), UNITS)
     assert laid_out.unit_rings["s0"] == laid_out.unit_rings["s1"] == laid_out.unit_rings["s1+s2"].replace("0+1", "0")
     assert laid_out.unit_rings["s0+s5"].endswith("/0+2")
@@ -185,7 +185,7 @@ def test_a_stage_holds_its_own_units_and_the_tied_ones_it_uses(
     assert {unit.id for unit in units_of_stage(make_plan(bounds, 1), stage, UNITS)} == expected
 
 
-def test_each_edge_between_stages_is_a_group_that_is_named_with_its_sender_first() -> None:
+def test_each_edge_between_stages_is_a_group_named_sender_first() -> None:
     layout = topology(make_order([2, 4], 2), UNITS)
     assert len(layout.edges) == 2 * 2 * 2
     groups = {group.name: group.members for group in layout.groups}

@@ -11,12 +11,11 @@ import pytest
 
 from morph.checkpoint.manifest import write_manifest
 from morph.checkpoint.unit_files import read_unit
-from morph.contract.messages import Aborted, Failed, Prepared, Reshaped, StepOrder
+from morph.contract.messages import Aborted, Failed, Prepared, Reshaped
 from morph.cutting.cache.cut_job import load_and_cut
 from morph.jobs.files import imported_once
-from tests.runtime.footprints import check_that_morphs_leave_nothing
-from tests.runtime.worker_crew import Crew, poll_until
-from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, load_tiny_job, uninterrupted
+from tests.crew import Crew, check_that_morphs_leave_nothing, poll_until, workers_of
+from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -27,46 +26,9 @@ ABORT_BOUND_S = 60.0
 """Far below the time-out of a collective (120 s); generous for a busy machine."""
 
 
-@pytest.fixture(scope="module")
-def job() -> TinyJob:
-    return load_tiny_job()
-
-
-@pytest.fixture(scope="module")
-def processes(job: TinyJob) -> Iterator[Crew]:
-    crew = Crew(job, NAMES)
-    try:
-        yield crew
-    finally:
-        crew.close()
-
-
-@pytest.fixture(scope="module")
-def set_up(processes: Crew, job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -> Crew:
-    processes.set_up(JOB, job.fingerprint, tmp_path_factory.mktemp("checkpoints"))
-    return processes
-
-
-@pytest.fixture
-def crew(set_up: Crew) -> Crew:
-    """Four workers without state."""
-    set_up.begin()
-    return set_up
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return uninterrupted(NUM_STEPS, tmp_path_factory.mktemp("reference"))
-
-
-def workers_of(shape: str) -> tuple[str, ...]:
-    depth, replicas = map(int, shape.split("x"))
-    return NAMES[: depth * replicas]
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_ends_with_the_same_bits(crew: Crew, reference: dict[str, str], shape: str) -> None:
-    crew.reshape(shape, workers_of(shape))
+    crew.reshape(shape, workers_of(shape, NAMES))
     crew.train(NUM_STEPS)
     assert crew.digests() == reference
 
@@ -96,9 +58,9 @@ def test_steps_whose_gradients_overflow_are_redone_alike_in_every_shape(overflow
     results = []
     for shape in ("1x1", "2x2", "3x1"):
         overflowing.begin()
-        overflowing.reshape(shape, workers_of(shape))
+        overflowing.reshape(shape, workers_of(shape, NAMES))
         assert overflowing.prepare() == 2
-        overflowing.version = 1
+        overflowing.decide()
         overflowing.train(3)
         results.append(overflowing.digests())
     assert results[0] == results[1] == results[2]
@@ -108,28 +70,26 @@ def test_an_overflowed_attempt_that_was_given_up_leaves_no_scales_behind(overflo
     """One worker keeps its state, the other gets it from the first: both must sum at the same scales."""
     overflowing.reshape("1x1", NAMES[:1])
     assert overflowing.prepare() == 2
-    overflowing.version = 1
+    overflowing.decide()
     overflowing.train(2)
     undisturbed = overflowing.digests()
     overflowing.begin()
     overflowing.reshape("1x1", NAMES[:1])
-    order = StepOrder(generation=overflowing.generation, step=0)
+    order = overflowing.step_order()
     (answer,) = overflowing.ask(NAMES[:1], "step", order)
     assert isinstance(answer, Prepared)
     assert answer.overflowed
     overflowing.reshape("1x2", NAMES[:2])
     assert overflowing.prepare() == 2
-    overflowing.version = 1
+    overflowing.decide()
     overflowing.train(2)
     assert overflowing.digests() == undisturbed
 
 
-def test_a_decided_step_is_applied_by_the_next_reshape_and_an_undecided_one_is_run_again(
-    crew: Crew, reference: dict[str, str]
-) -> None:
+def test_only_a_decided_step_is_applied_by_the_next_reshape(crew: Crew, reference: dict[str, str]) -> None:
     crew.reshape("2x1", NAMES[:2])
     crew.prepare()
-    crew.version = 1  # decided: the reshape names it
+    crew.decide()  # the reshape names it
     crew.reshape("2x2", NAMES)
     crew.prepare()  # not decided: the reshape names the version before it
     crew.reshape("1x2", NAMES[2:] + NAMES[:2])
@@ -137,20 +97,18 @@ def test_a_decided_step_is_applied_by_the_next_reshape_and_an_undecided_one_is_r
     assert crew.digests() == reference
 
 
-def test_what_is_held_is_written_when_no_generation_can_be_formed_and_is_gone_on_with(
-    crew: Crew, reference: dict[str, str]
-) -> None:
+def test_what_is_held_is_saved_and_resumed_without_a_generation(crew: Crew, reference: dict[str, str]) -> None:
     crew.reshape("2x2", NAMES)
     crew.train(NUM_STEPS - 2)
     crew.prepare()
-    crew.version += 1  # decided, and applied by nobody yet
+    crew.decide()  # applied by nobody yet
     slots = crew.slots
     crew.members["w0"].send("reshape", crew.order("4x1", NAMES))  # alone it waits for the others
     for name in NAMES:
         crew.members[name].control("abort", crew.generation)
     assert isinstance(crew.members["w0"].answer(), Aborted)
     crew.plan, crew.slots = crew.job.plan("2x2"), slots
-    write_manifest(str(crew._directory), crew.save(held=True))
+    write_manifest(str(crew.directory), crew.save(held=True))
     crew.held = {}
     crew.reshape("1x2", NAMES[:2], restore="checkpoint")
     crew.train(NUM_STEPS)
@@ -162,7 +120,7 @@ def test_state_comes_back_from_a_checkpoint_onto_workers_that_never_had_it(
 ) -> None:
     crew.reshape("1x2", NAMES[:2])
     crew.train(2)
-    write_manifest(str(crew._directory), crew.save())
+    write_manifest(str(crew.directory), crew.save())
     crew.train(3)
     crew.held = {}
     answers = crew.reshape("2x1", NAMES[2:], restore="checkpoint", version=2)
@@ -175,8 +133,8 @@ def test_a_damaged_checkpoint_fails_the_reshape_and_names_the_file(crew: Crew) -
     crew.reshape("1x1", NAMES[:1])
     crew.train(1)
     manifest = crew.save()
-    write_manifest(str(crew._directory), manifest)
-    damaged = crew._directory / "v00000001" / manifest.units[0].file
+    write_manifest(str(crew.directory), manifest)
+    damaged = crew.directory / "v00000001" / manifest.units[0].file
     content = damaged.read_bytes()
     damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     crew.held = {}
@@ -188,9 +146,7 @@ def test_a_damaged_checkpoint_fails_the_reshape_and_names_the_file(crew: Crew) -
     damaged.unlink()
 
 
-def test_workers_behind_a_stopped_peer_give_up_at_once_and_train_on_without_it(
-    crew: Crew, reference: dict[str, str]
-) -> None:
+def test_workers_behind_a_stopped_peer_abort_at_once_and_train_on(crew: Crew, reference: dict[str, str]) -> None:
     crew.reshape("2x2", NAMES)
     crew.train(1)
     lost = crew.slots[-1].worker
@@ -198,7 +154,7 @@ def test_workers_behind_a_stopped_peer_give_up_at_once_and_train_on_without_it(
     stopped = crew.members[lost]
     stopped.stop()
     try:
-        order = StepOrder(generation=crew.generation, step=1)
+        order = crew.step_order()
         for name in crew.present:
             crew.members[name].send("step", order)
         poll_until(lambda: all(crew.members[name].control("waiting") for name in rest), "the others to block")
@@ -221,7 +177,7 @@ def test_workers_behind_a_stopped_peer_give_up_at_once_and_train_on_without_it(
     assert crew.digests() == reference
 
 
-def test_workers_that_wait_for_a_member_who_never_comes_give_up_at_once(crew: Crew, reference: dict[str, str]) -> None:
+def test_workers_that_wait_for_an_absent_member_abort_at_once(crew: Crew, reference: dict[str, str]) -> None:
     crew.reshape("1x1", NAMES[:1])
     crew.train(1)
     order = crew.order("2x2", NAMES)
@@ -292,7 +248,7 @@ def test_floating_point_accumulation_agrees_closely_between_shapes(
     results, losses = [], []
     for shape in ("1x1", "2x2", "1x3"):
         processes.begin()
-        processes.reshape(shape, workers_of(shape))
+        processes.reshape(shape, workers_of(shape, NAMES))
         processes.train(NUM_STEPS)
         manifest = processes.save()
         losses.append(processes.losses)

@@ -50,7 +50,7 @@ def _cases(draw: st.DrawFn) -> Simulation:
     max_examples=150 if IS_LONG else 75, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(_cases())
-def test_no_expected_time_is_below_its_bound_and_all_parts_are_the_whole(case: Simulation) -> None:
+def test_no_expected_time_is_below_its_bound_and_parts_add_up(case: Simulation) -> None:
     expected = case.expected
     assert 0 < expected.lower_bound_s <= expected.mini_batch_s
     rounded_s = 0 if case.jitter is None else 1e-9 * case.plan.num_micro_batches  # drawn means are in whole ns

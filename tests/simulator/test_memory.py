@@ -110,7 +110,7 @@ def test_a_unit_that_sections_of_one_stage_share_counts_once() -> None:
     assert whole - apart == pytest.approx(shared * (1 + 1 + 2 + 2) + 2 * shared * (1 + 2), abs=10)
 
 
-def test_old_and_new_units_lie_side_by_side_in_a_change_of_shape() -> None:
+def test_old_and_new_units_coexist_in_a_change_of_shape() -> None:
     costs = SectionCosts(profile_of(), M, rules=replace(NOTHING_MORE, changes=True))
     stages = stage_costs(costs, (0, 2), (2, 1), "varuna")
     state = [
@@ -195,7 +195,7 @@ def test_an_optimizer_in_host_memory_is_no_burden_for_the_device() -> None:
     assert "optimizer state" not in in_host.memory_parts(0)[1]
 
 
-def test_a_plan_that_does_not_fit_is_refused_with_the_part_that_takes_most() -> None:
+def test_a_plan_that_does_not_fit_is_refused_with_its_largest_part() -> None:
     given: dict[str, Any] = {"num_gpus": 2, "micro_batch_size": M, "memory_bytes": 1_000_000}
     with pytest.raises(PlanError, match=r"memory_bytes: .*while .*, .* GiB are checkpoint copies"):
         plan(profile_of(), **given)

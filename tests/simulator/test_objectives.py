@@ -131,9 +131,7 @@ def _with_table() -> tuple[Profile, dict[int, Plan]]:
 
 
 @pytest.mark.parametrize(("per_hour", "hours"), [(1.0, 1.0), (0.5, 4.0), (0.5, 24.0), (10.0, 72.0)])
-def test_a_plan_for_many_revocations_uses_the_nodes_that_live_and_expects_what_they_make(
-    per_hour: float, hours: float
-) -> None:
+def test_a_plan_for_many_revocations_uses_and_counts_surviving_nodes(per_hour: float, hours: float) -> None:
     profile, table = _with_table()
     given = Revocations(per_hour, replacement_s=3600 * hours)
     choice = plan(

@@ -22,7 +22,7 @@ def _profile(**changes: object):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 5, 6, pytest.param(13, marks=pytest.mark.slow)])
-def test_the_best_plan_is_the_fastest_of_all_shapes_simulated_one_by_one(num_gpus: int) -> None:
+def test_the_best_plan_is_the_fastest_of_all_shapes_simulated(num_gpus: int) -> None:
     profile = _profile()
     choice = plan(profile, num_gpus=num_gpus, schedule="varuna")
     rates = [
@@ -95,7 +95,7 @@ def test_the_table_answers_what_plan_answers_for_each_number_of_gpus(slots: int 
 
 
 @pytest.mark.slow
-def test_the_table_has_the_one_micro_batch_size_that_is_best_over_its_range() -> None:
+def test_the_table_has_the_best_micro_batch_size_for_its_range() -> None:
     profile = _profile(overhead_s=0.004)
     rates = {
         m: {
@@ -153,7 +153,7 @@ def test_a_wanted_depth_or_replica_count_is_kept() -> None:
     assert plan(_profile(), num_gpus=6, pipeline_depth=2, num_replicas=1).best.shape == "2x1"
 
 
-def test_a_single_simulation_takes_the_knee_of_the_micro_batch_sizes_that_divide_the_batch() -> None:
+def test_a_single_simulation_takes_the_knee_of_the_micro_batch_sizes() -> None:
     def knee(**changes: object) -> int:
         return simulate(_profile(**changes), num_stages=2).plan.micro_batch_size
 
@@ -164,7 +164,7 @@ def test_a_single_simulation_takes_the_knee_of_the_micro_batch_sizes_that_divide
     assert knee(micro_batch_size=8) == 8
 
 
-def test_the_micro_batch_size_of_the_job_is_kept_and_one_that_is_wanted_goes_before_it() -> None:
+def test_the_jobs_micro_batch_size_is_kept_unless_one_is_wanted() -> None:
     assert plan(_profile(micro_batch_size=8), num_gpus=2).best.micro_batch_size == 8
     assert plan(_profile(micro_batch_size=8), num_gpus=2, micro_batch_size=2).best.micro_batch_size == 2
 
@@ -213,7 +213,7 @@ def test_what_cannot_be_planned_is_refused_with_what_would_do(
     assert says in str(caught.value)
 
 
-def test_a_batch_that_m_does_not_divide_is_refused_with_the_sizes_that_do() -> None:
+def test_a_batch_that_m_does_not_divide_is_refused_with_alternatives() -> None:
     with pytest.raises(PlanError, match="allowed: 1, 2, 4") as caught:
         plan(_profile(batch_size=12), num_gpus=2, micro_batch_size=8)
     assert caught.value.value == 8
@@ -230,7 +230,7 @@ def test_too_few_gpus_for_the_memory_are_told_how_many_would_do() -> None:
 
 
 @pytest.mark.parametrize("nodes", [4, (4, 4, 1, 1, 1), (3, 3, 3)])
-def test_the_best_plan_on_nodes_is_the_fastest_of_all_shapes_simulated_one_by_one(nodes: int | tuple[int, ...]) -> None:
+def test_the_best_plan_on_nodes_is_the_fastest_of_all_simulated(nodes: int | tuple[int, ...]) -> None:
     profile = _profile(latency_s=0.004, micro_batch_size=2)
     num_gpus = 11 if isinstance(nodes, int) else sum(nodes)
     choice = plan(profile, num_gpus=num_gpus, num_gpus_per_node=nodes)

@@ -111,7 +111,7 @@ def test_sections_are_uneven_and_the_head_is_heavy_for_the_narrow_model() -> Non
     assert head == pytest.approx(2 * layer, rel=0.1)
 
 
-def test_the_word_embedding_is_one_unit_of_the_first_and_the_last_section() -> None:
+def test_the_word_embedding_is_one_unit_of_both_end_sections() -> None:
     profile = published_profile("bert-large")
     tied = [unit for unit in profile.units if len(unit.sections) > 1]
     assert [unit.sections for unit in tied] == [(0, 25)]

@@ -39,7 +39,7 @@ def test_the_same_seed_gives_the_identical_trace() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_drawn_trace_is_valid_keeps_its_bounds_and_survives_a_round_trip(seed: int, tmp_path: Path) -> None:
+def test_a_drawn_trace_is_valid_and_survives_a_round_trip(seed: int, tmp_path: Path) -> None:
     model = spot_model(
         7, losses_per_vm_h=20, initial=5, least=2, noticed=0.5, replacement_s=60, num_zones=3, start_hour=5.0
     )
@@ -60,7 +60,7 @@ def test_a_drawn_trace_is_valid_keeps_its_bounds_and_survives_a_round_trip(seed:
     assert any(event.event == "remove" and event.notice_s is None for event in trace.events)
 
 
-def test_the_bulk_share_decides_how_many_vms_go_at_once_and_they_are_of_one_zone() -> None:
+def test_the_bulk_share_decides_how_many_vms_of_a_zone_go() -> None:
     alone = spot_model(8, losses_per_vm_h=2, bulk_share=0, replacement_s=20).draw(1, DAY_S)
     bulk = spot_model(8, losses_per_vm_h=2, bulk_share=1, replacement_s=20).draw(1, DAY_S)
     assert set(removals(alone).values()) == {1}
@@ -118,7 +118,7 @@ def test_the_figures_of_a_small_trace() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_fitted_to_long_traces_is_the_one_that_they_were_drawn_from() -> None:
+def test_a_model_fitted_to_long_traces_is_their_own() -> None:
     by_hour = tuple(1.6 if 8 <= hour < 20 else 0.4 for hour in range(24))
     zones = tuple(
         Zone(
@@ -150,7 +150,7 @@ def test_a_model_fitted_to_long_traces_is_the_one_that_they_were_drawn_from() ->
     assert (found.price_every_s, found.instance_type) == (3600, "p3")
 
 
-def test_zones_that_have_nothing_in_common_are_not_fitted_as_if_they_had() -> None:
+def test_unrelated_zones_are_not_fitted_as_if_related() -> None:
     model = spot_model(40, losses_per_vm_h=0.5, num_zones=2)
     assert fit(model.draw(1, 20 * DAY_S), window_s=1.0).together < 0.02
 

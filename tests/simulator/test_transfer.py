@@ -14,7 +14,7 @@ def _ring_ns(ring: int, size: float) -> float:
 
 @pytest.mark.parametrize("size", [1_000, 50_000, 30_000_000, 1e9])
 @pytest.mark.parametrize("ring", [2, 4, 8])
-def test_a_measured_ring_is_linear_in_the_size_and_continued_with_its_last_slope(ring: int, size: float) -> None:
+def test_a_measured_ring_is_linear_in_size_and_extrapolated(ring: int, size: float) -> None:
     reduce = AllReduce(synthetic_profile())
     assert reduce.times_ns(ring, np.array([size]))[0] == pytest.approx(_ring_ns(ring, size), rel=1e-3)
 

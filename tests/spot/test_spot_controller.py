@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import pytest
+from typer.testing import CliRunner
 
+from manager.host.folders import sweep
+from manager.host.gone import wait_gone
+from manager.providers.local import LocalProvider
 from manager.spot.controller import (
     PRIOR,
     REQUESTS,
@@ -31,6 +42,10 @@ from manager.spot.controller import (
     emergency_s,
     interval_s,
 )
+from manager.spot.launcher import Launcher, Source
+from manager.spot.local import LocalMachines
+from manager.spot.spec import SpotJob
+from morph.cli.main import app
 
 
 def after(state: SpotState, *events: tuple[float, Event]) -> tuple[SpotState, list[object]]:
@@ -82,7 +97,7 @@ def test_a_save_is_due_when_it_costs_least_one_at_a_time() -> None:
     assert (done, state.lasting) == ([], 1)
 
 
-def test_the_first_save_comes_soon_after_the_first_step_to_say_what_saves_cost() -> None:
+def test_the_first_save_comes_early_to_measure_its_cost() -> None:
     state, done = after(SpotState(), (0.0, Tick()), (10.0, Came("a")), (100.0, Stepped(2.0)), (127.0, Tick()))
     assert done == [Ask(), Start("a")]
     state, done = after(state, (129.0, Tick()), (131.0, Saved(1, 0.5)), (132.0, Uploaded(1, 1.0)), (165.0, Tick()))
@@ -90,7 +105,7 @@ def test_the_first_save_comes_soon_after_the_first_step_to_say_what_saves_cost()
     assert interval_s(state, 165.0) > 60.0
 
 
-def test_more_losses_without_a_save_make_saves_more_frequent_and_saved_ones_do_not() -> None:
+def test_only_unsaved_losses_make_saves_more_frequent() -> None:
     state = running(*SEEN)
     lost = replace(state, num_losses=3)
     assert interval_s(lost, 100.0) < 0.6 * interval_s(state, 100.0)
@@ -98,7 +113,7 @@ def test_more_losses_without_a_save_make_saves_more_frequent_and_saved_ones_do_n
     assert state.num_losses == 0
 
 
-def test_a_notice_that_leaves_time_is_used_and_the_vm_released_after_the_upload() -> None:
+def test_a_long_notice_is_used_and_the_vm_released_after_the_upload() -> None:
     state, done = after(running(*SEEN), (100.0, Noticed(30.0)))
     assert done == [Ask(), Save(1)]
     state, done = after(state, (102.0, Came("b")), (103.0, Saved(1, 1.5)), (107.0, Uploaded(1, 4.0)))
@@ -134,14 +149,14 @@ def test_a_refused_save_is_ordered_again_after_a_pause() -> None:
     assert after(state, (9002.0 + interval_s(state, 9100.0) + 500, Tick()))[1] == [Save(2)]
 
 
-def test_a_notice_before_the_first_step_is_used_once_a_step_says_that_there_is_time() -> None:
+def test_a_notice_before_the_first_step_is_used_if_time_allows() -> None:
     state, done = after(SpotState(), (0.0, Tick()), (10.0, Came("a")), (20.0, Noticed(30.0)), (25.0, Tick()))
     assert done == [Ask(), Start("a"), Ask()]
     assert after(state, (30.0, Stepped(9.0)))[1] == [Save(1)]
     assert after(state, (46.0, Stepped(9.0)))[1] == []
 
 
-def test_a_vm_that_is_not_taken_after_its_notice_is_saved_and_left() -> None:
+def test_a_vm_that_outlives_its_notice_is_saved_and_left() -> None:
     """No time was left for a save, and nobody came: another VM waits, and costs."""
     state, done = after(running(*SEEN), (100.0, Noticed(8.0)), (110.0, Came("b")), (108.0 + STAYS_S, Tick()))
     assert done == [Ask()]
@@ -158,3 +173,113 @@ def test_when_the_script_ends_all_is_over(before: tuple[tuple[float, Event], ...
     state, _ = after(running(), *before)
     state, done = after(state, (110.0, Ended(3)), (111.0, Gone()), (112.0, Came("b")), (113.0, Tick()))
     assert (done, state.phase, state.code) == ([Release()], "ended", 3)
+
+
+WATCHER = """
+import sys, time
+from pathlib import Path
+from manager.spot.script_process import ScriptProcess
+
+options = {"user": 65534, "group": 65534, "extra_groups": []} if sys.argv[2] == "another user" else {}
+script = ScriptProcess(Path(sys.argv[1]), ["sleep", "600"], "", None, {}, **options)
+print(script._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels tell no process of its parent's end")
+@pytest.mark.parametrize("user", ["the same user", "another user"])
+def test_a_script_ends_when_its_agent_is_killed(user: str, tmp_path: Path) -> None:
+    if user == "another user" and os.getuid() != 0:
+        pytest.skip("only root starts processes of others")
+    command = [sys.executable, "-c", WATCHER, str(tmp_path), user]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watcher:
+        assert watcher.stdout is not None
+        script = psutil.Process(int(watcher.stdout.readline()))
+        try:
+            watcher.send_signal(signal.SIGKILL)
+            assert wait_gone([script], 60) == []
+        finally:
+            if script.is_running():
+                script.kill()
+
+
+TIMEOUT_S = 100.0
+
+
+def told_of(text: str, tmp_path: Path) -> str:
+    """What the command says of a job file before anything is started."""
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    done = CliRunner().invoke(app, ["spot-run", str(path), "--", "touch", str(tmp_path / "started")])
+    assert done.exit_code == 2, done.output
+    assert not (tmp_path / "started").exists()
+    return done.stderr.replace(str(path), "job.yaml").rstrip("\n")
+
+
+def test_storage_without_its_driver_is_refused_before_any_vm(tmp_path: Path) -> None:
+    told = told_of("storage: nowhere://bucket/job\n", tmp_path)
+    assert told == (
+        "error: job.yaml: storage: cannot be used: Protocol not known: nowhere (got 'nowhere://bucket/job'); "
+        "allowed: a URL fsspec knows"
+    )
+
+
+def test_whose_notices_there_are_is_said_as_one_writes_it(tmp_path: Path) -> None:
+    told = told_of("storage: backups\nnotices: azur\n", tmp_path)
+    assert told.endswith("(got 'azur'); allowed: '' or azure or aws or gcp")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels tell no process of its parent's end")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_however_it_is_ended_it_leaves_neither_script_nor_folder(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a killed one cannot remove, the next command does."""
+    temporary, code = tmp_path / "temporary", tmp_path / "code"
+    for folder in (temporary, code):
+        folder.mkdir()
+    (code / "job.yaml").write_text("storage: ../backups\n")
+    script = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
+    command = [sys.executable, "-m", "morph.cli.main", "spot-run", "job.yaml", "--", sys.executable, "-c", script]
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(command, cwd=code, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        running = psutil.Process(int(process.stdout.readline()))
+        try:
+            process.send_signal(number)
+            assert process.wait(TIMEOUT_S) == (-number if number == signal.SIGKILL else 130)
+            assert wait_gone([running], TIMEOUT_S) == []
+        finally:
+            if running.is_running():
+                running.kill()
+    if number == signal.SIGKILL:
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+        sweep()
+    assert list(temporary.iterdir()) == []
+
+
+class Interrupting(LocalProvider):
+    """Ends VMs while the user presses Ctrl-C."""
+
+    was_dismantled = False
+
+    def dismantle(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        super().dismantle()
+        self.was_dismantled = True
+
+
+def test_ctrl_c_while_vms_are_ended_leaves_none_of_them(tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    machines = LocalMachines(tmp_path / "vms", code)
+    provider = Interrupting(machines, max_vms=2)
+    launcher = Launcher(SpotJob(storage=str(tmp_path / "backups")), ["true"], Source(provider, 1), machines, None)
+    try:
+        assert launcher.run().code == 0
+    except KeyboardInterrupt:
+        pytest.fail("it was interrupted")
+    assert provider.was_dismantled
+    assert provider.list() == ()

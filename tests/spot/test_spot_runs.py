@@ -105,7 +105,7 @@ def run(
 @pytest.mark.parametrize(
     ("script", "package"), [("plain", "torch"), ("hugging_face", "accelerate"), ("lightning", "pytorch_lightning")]
 )
-def test_a_script_whose_vms_are_taken_ends_with_the_weights_of_a_quiet_run(
+def test_a_script_whose_vms_are_taken_ends_with_undisturbed_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery, script: str, package: str
 ) -> None:
     """With a notice nothing is lost; without one, what came after the newest whole backup is done again."""
@@ -137,7 +137,7 @@ def test_a_group_of_vms_goes_together(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not IS_LONG, reason="two ranks of a Trainer, in two VMs, twice: only in make test-long")
 @pytest.mark.parametrize(("script", "package"), [("hugging_face", "accelerate"), ("lightning", "pytorch_lightning")])
-def test_a_trainer_of_two_ranks_on_two_vms_goes_on_bit_for_bit(
+def test_a_trainer_of_two_ranks_on_two_vms_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery, script: str, package: str
 ) -> None:
     """Each rank draws its own dropout: the first one's backup has the generators of both."""
@@ -153,9 +153,7 @@ def test_a_trainer_of_two_ranks_on_two_vms_goes_on_bit_for_bit(
 
 @pytest.mark.skipif(not IS_LONG, reason="imports both Trainers: only in make test-long")
 @pytest.mark.parametrize(("module", "package"), [("hugging_face", "accelerate"), ("lightning", "pytorch_lightning")])
-def test_what_is_sharded_over_vms_is_refused_and_over_the_ranks_of_one_is_not(
-    monkeypatch: pytest.MonkeyPatch, module: str, package: str
-) -> None:
+def test_only_sharding_across_vms_is_refused(monkeypatch: pytest.MonkeyPatch, module: str, package: str) -> None:
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     spot = import_module(f"morph.spot.{module}").Spot()
@@ -183,7 +181,7 @@ class Noting(Takings):
 
 @pytest.mark.system
 @pytest.mark.timeout(900)
-def test_hosts_over_ssh_get_the_code_run_it_and_are_given_back_with_nothing_on_them(
+def test_hosts_over_ssh_run_the_code_and_are_left_clean(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = tmp_path / "code"
@@ -256,7 +254,7 @@ class Counted:
 
 
 @pytest.mark.parametrize(("max_vms", "most"), [(1, 1), (2, 2)])
-def test_the_next_vm_is_asked_for_with_the_notice_where_limits_allow_two(max_vms: int, most: int) -> None:
+def test_the_next_vm_is_requested_at_the_notice_where_limits_allow(max_vms: int, most: int) -> None:
     fleet, machines = Counted(), Played()
 
     class Taken:
@@ -290,7 +288,7 @@ def test_where_limits_allow_no_group_at_all_the_command_ends(limits: dict[str, f
 
 @pytest.mark.system
 @pytest.mark.timeout(900)
-def test_where_the_machine_is_the_vm_the_same_command_goes_on_on_the_next_one(
+def test_on_a_bare_vm_the_same_command_resumes_on_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery
 ) -> None:
     first = run(tmp_path, "plain_script.py", [("waiting-25", 30.0)], monkeypatch, nursery, vms="here", PAUSES="25+")
@@ -346,9 +344,7 @@ def test_without_a_launcher_a_script_trains_as_it_is(tmp_path: Path) -> None:
     assert done.stdout.split() == ["False", "None", "None", "False"]
 
 
-def test_the_ranks_of_one_vm_share_what_one_of_them_restores_and_the_first_alone_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_a_vm_share_one_restore_and_the_first_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage, source = str(tmp_path / "storage"), tmp_path / "model.pt"
     (tmp_path / "vm").mkdir()
     (tmp_path / "vm" / "save").write_text("1")

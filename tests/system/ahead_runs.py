@@ -23,9 +23,17 @@ from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from morph.contract.rules import PreCopyRules, Rules, StutterRules
 from morph.jobs.snapshot import collect, pack
-from simulator import plan, synthetic_profile
+from simulator import synthetic_profile
 from tests.system.emulated import emulated_run
-from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, constant_vms, cut_for_workers, load_tiny_job
+from tests.system.harness import (
+    JOB,
+    MICRO_BATCH_SIZE,
+    NUM_SECTIONS,
+    constant_vms,
+    cut_for_workers,
+    load_tiny_job,
+    plan_of,
+)
 
 M = 4
 PROFILE = synthetic_profile(
@@ -80,16 +88,7 @@ class Case:
 
 def best(profile: Profile, shape: str) -> Plan:
     """The plan of the profile for "PxD"."""
-    depth, replicas = map(int, shape.split("x"))
-    return plan(
-        profile,
-        num_gpus=depth * replicas,
-        pipeline_depth=depth,
-        num_replicas=replicas,
-        micro_batch_size=M,
-        schedule="varuna",
-        recompute=True,
-    ).best
+    return plan_of(profile, shape, M)
 
 
 def emulated(case: Case, log_path: Path, profile: Profile = PROFILE) -> tuple[RunSpec, RunFacts]:

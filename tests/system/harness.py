@@ -18,7 +18,8 @@ from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import ClusterConfig, LocalVms, Policy
 from morph.contract.faults import Fault, SlowSpell
 from morph.contract.messages import HandedCut
-from morph.contract.plan import Plan
+from morph.contract.plan import Plan, Schedule
+from morph.contract.profile import Profile
 from morph.contract.rules import Rules, StutterRules
 from morph.contract.trace import Trace, TraceEvent
 from morph.cutting.cache.cut_job import LoadedJob, load_and_cut
@@ -32,6 +33,22 @@ MICRO_BATCH_SIZE = 2
 NUM_SECTIONS = 5
 
 
+def plan_of(
+    profile: Profile, shape: str, micro_batch_size: int, schedule: Schedule = "varuna", *, recompute: bool = True
+) -> Plan:
+    """The best plan of a shape ``"PxD"``."""
+    depth, replicas = map(int, shape.split("x"))
+    return plan(
+        profile,
+        num_gpus=depth * replicas,
+        pipeline_depth=depth,
+        num_replicas=replicas,
+        micro_batch_size=micro_batch_size,
+        schedule=schedule,
+        recompute=recompute,
+    ).best
+
+
 @dataclass(frozen=True)
 class TinyJob:
     """What the controller must know of the tiny job."""
@@ -42,28 +59,21 @@ class TinyJob:
     num_sections: int = NUM_SECTIONS
     micro_batch_size: int = MICRO_BATCH_SIZE
 
-    def plan(self, shape: str) -> Plan:
+    def plan(self, shape: str, schedule: Schedule = "varuna", *, recompute: bool = True) -> Plan:
         """A plan of this job for ``"PxD"``."""
-        depth, replicas = map(int, shape.split("x"))
         profile = synthetic_profile(
             num_sections=self.num_sections, batch_size=self.batch_size, micro_batch_sizes=(1, MICRO_BATCH_SIZE)
         )
-        best = plan(
-            profile,
-            num_gpus=depth * replicas,
-            pipeline_depth=depth,
-            num_replicas=replicas,
-            micro_batch_size=self.micro_batch_size,
-            schedule="varuna",
-            recompute=True,
-        ).best
+        best = plan_of(profile, shape, self.micro_batch_size, schedule, recompute=recompute)
         return best.model_copy(update={"fingerprint": self.fingerprint})
 
 
-def load_tiny_job(num_sections: int = NUM_SECTIONS, micro_batch_size: int = MICRO_BATCH_SIZE) -> TinyJob:
-    """Cut the tiny job as a worker does."""
-    with imported_once(JOB):
-        found = load_and_cut(JOB, num_sections=num_sections, micro_batch_size=micro_batch_size)
+def load_tiny_job(
+    num_sections: int = NUM_SECTIONS, micro_batch_size: int = MICRO_BATCH_SIZE, job_path: str = JOB
+) -> TinyJob:
+    """Cut the tiny job, or another one, as a worker does."""
+    with imported_once(job_path):
+        found = load_and_cut(job_path, num_sections=num_sections, micro_batch_size=micro_batch_size)
     units = {unit.id: unit.sections for unit in found.model.units}
     return TinyJob(found.model.fingerprint, found.job.batch_size, units, num_sections, micro_batch_size)
 

@@ -106,9 +106,7 @@ class Vandal:
         self.damaged.append(manifest.version)
 
 
-def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_in_place_and_ends_with_the_weights_of_an_undisturbed_one(
-    tiny_job: TinyJob, tmp_path: Path
-) -> None:
+def test_a_damaged_newest_checkpoint_costs_no_correct_weights(tiny_job: TinyJob, tmp_path: Path) -> None:
     """One of two members is killed each time, and a standby takes its place: the other has its own part in memory."""
     vandal = Vandal(str(tmp_path / "run" / "checkpoints"))
     num_vms = 2 + len(DAMAGES)
@@ -137,9 +135,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_in_place_and_ends_with
     assert len(told) == len(DAMAGES)
 
 
-def test_what_one_worker_cannot_read_another_reads_for_it_and_nobody_is_ended(
-    tiny_job: TinyJob, tmp_path: Path
-) -> None:
+def test_what_one_worker_cannot_read_another_reads(tiny_job: TinyJob, tmp_path: Path) -> None:
     """Both members are killed at once; one of the two that take their places never reaches storage."""
     first, job_path = tmp_path / "first", tmp_path / "job.py"
     tiny = JOB.rpartition(":")[0]

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 KEEP = 2
 
 
-def test_a_killed_vm_is_replaced_by_asking_and_the_weights_are_the_same(
+def test_a_killed_vm_is_replaced_by_request_with_equal_weights(
     tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
 ) -> None:
     asked: list[tuple[str, int]] = []

@@ -22,9 +22,7 @@ STEPS = 12
 SETTINGS = ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY")
 
 
-def test_a_run_with_tls_has_the_same_weights_and_refuses_whoever_has_no_certificate_of_it(
-    calibrated: Path, tmp_path: Path
-) -> None:
+def test_a_run_with_tls_has_equal_weights_and_refuses_strangers(calibrated: Path, tmp_path: Path) -> None:
     """``test_provided_vms`` has several workers in such runs."""
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
     cluster.write_text(

@@ -397,7 +397,7 @@ def test_numbers_that_mix_in_python_are_violations_with_their_line(
     assert found.place.user.startswith(__file__)
 
 
-def test_a_step_size_estimated_over_all_parameters_is_a_violation_at_its_lines(tools: Any) -> None:
+def test_a_step_size_over_all_parameters_is_a_violation_at_its_lines(tools: Any) -> None:
     found = report_of(tools, EstimatesStepSize).violations
     assert [finding.kind for finding in found] == ["mixing"] * 2
     assert [finding.place.user for finding in found] == [line_of("# estimated"), line_of("# estimated too")]
@@ -406,7 +406,7 @@ def test_a_step_size_estimated_over_all_parameters_is_a_violation_at_its_lines(t
     assert tools.trace(job, num_sections=1).violations == ()  # as its author meant it
 
 
-def test_a_step_size_that_moves_only_after_some_steps_is_a_violation_at_its_lines(tools: Any) -> None:
+def test_a_late_global_step_size_is_a_violation_at_its_lines(tools: Any) -> None:
     found = report_of(tools, EstimatesOutOfSight).violations
     assert [finding.kind for finding in found] == ["leaves"] * 2
     assert [finding.place.user for finding in found] == [line_of("# way"), line_of("# total")]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.training.shapes_crew import ShapesCrew
+from tests.training.shapes import ShapesCrew
 
 
 @pytest.fixture(scope="session")

@@ -100,7 +100,7 @@ def step(model: CutModel, begins: list[int], *, recompute: bool) -> tuple[Tensor
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own, when it is imported
-def test_each_kind_of_section_is_compiled_once_and_gives_the_same_bits_in_every_grouping(inductor: Path) -> None:
+def test_each_kind_of_section_is_compiled_once_with_the_same_bits(inductor: Path) -> None:
     from torch._dynamo.utils import counters
 
     model = cut(export_job(job), num_sections=NUM_BLOCKS, micro_batch_size=MICRO_BATCH_SIZE)

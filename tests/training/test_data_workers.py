@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.shapes_crew import ShapesCrew, Trained
+from tests.training.shapes import ShapesCrew, Trained
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -33,8 +33,6 @@ def test_in_one_shape_data_workers_read_everything(crew: ShapesCrew, reference: 
     assert trained.num_own_reads < NUM_STEPS, "a worker has 36 micro-batches to read, of 9 steps"
 
 
-def test_shapes_that_change_and_workers_and_data_workers_that_are_lost_change_no_bit(
-    crew: ShapesCrew, reference: Trained, tmp_path: Path
-) -> None:
+def test_changing_shapes_and_lost_workers_change_no_bit(crew: ShapesCrew, reference: Trained, tmp_path: Path) -> None:
     trained = crew.train("read_by_one", WORKER_LOST, tmp_path, lose=True, kill_readers_at=4)
     same(trained, reference)

@@ -15,7 +15,7 @@ from morph.contract.errors import MorphError
 from morph.jobs.job import load_job
 from morph.runtime.process.single import run_single
 from morph.runtime.state.model_state import export_state
-from tests.training.shapes_crew import spec_of
+from tests.training.shapes import spec_of
 from tests.training.test_written_buffers import Loop
 from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS
 
@@ -87,6 +87,6 @@ def test_a_schedule_freezes_as_requires_grad_does_in_a_plain_loop(
         torch.testing.assert_close(loop.model.state_dict()[key], value, atol=1e-6, rtol=1e-6)
 
 
-def test_a_parameter_that_is_frozen_while_training_ends_the_run_in_a_sentence(tmp_path: Path) -> None:
+def test_a_parameter_frozen_in_training_ends_the_run_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(MorphError, match=r"requires_grad of \S+ changes while training; allowed: .*learning rate"):
         trained("frozen_wrongly", tmp_path)

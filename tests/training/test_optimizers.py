@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,15 +17,16 @@ from torch.optim import lr_scheduler as schedules
 from torch.optim.lr_scheduler import LRScheduler
 
 from morph.checkpoint.unit_files import from_payload, to_payload
-from morph.contract.errors import JobError
+from morph.contract.decided import Decided, decided_step
+from morph.contract.errors import JobError, TrainingStopped
 from morph.cutting import cut, export_job
 from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.jobs.changes import Change
 from morph.runtime.state.accumulators import Reduced
 from morph.runtime.state.optimizer_state import MakeOptimizer, from_plain, to_plain
-from morph.runtime.state.unit_state import UnitState, UpdateRules, update_rules
+from morph.runtime.state.unit_state import UnitState, UpdateRules, squared_norm, update_rules
 from morph.runtime.workloads.job_workload import check_training, settings
-from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, plain
+from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, plain, sgd
 
 UNIT = ParameterUnit("s1", (1,), ("weight", "bias"))
 
@@ -169,13 +171,13 @@ def test_with_a_rate_of_zero_no_weight_moves() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_changed_rate_under_a_schedule_is_where_it_would_be_from_the_beginning(name: str) -> None:
+def test_a_changed_rate_under_a_schedule_continues_as_if_always_so(name: str) -> None:
     changed = one_group(optim.SGD, lr=0.3, momentum=0.9)
     wanted = rates(begun(changed, SCHEDULES[name]))
     assert rates(resumed(begun(OPTIMIZERS["SGD, momentum"], SCHEDULES[name]), changed, SCHEDULES[name])) == wanted
 
 
-def test_a_schedule_that_is_another_function_of_the_same_form_applies_from_the_next_step() -> None:
+def test_another_function_of_the_same_form_applies_from_the_next_step() -> None:
     sgd = OPTIMIZERS["SGD"]
 
     def halved(optimizer: Optimizer) -> LRScheduler:
@@ -193,7 +195,7 @@ def test_a_schedule_may_be_added_or_taken_away() -> None:
     assert rates(resumed(begun(sgd, cosine), sgd)) == [0.1] * 4
 
 
-def test_what_was_accepted_holds_for_workers_that_join_and_runs_that_resume_again() -> None:
+def test_accepted_changes_hold_for_joining_workers_and_resumed_runs() -> None:
     changed, schedule = one_group(optim.AdamW, lr=0.02), SCHEDULES["OneCycleLR"]
     state = resumed(begun(OPTIMIZERS["AdamW"], schedule), changed, schedule)
     for index in range(3):
@@ -235,9 +237,7 @@ def test_a_schedule_that_does_not_reach_the_runs_step_is_refused() -> None:
         (one_group(optim.SGD, lr=0.1, momentum=0.9), ""),
     ],
 )
-def test_the_state_that_an_optimizer_needs_is_known_and_what_lacks_it_is_refused(
-    optimizer: MakeOptimizer, needed: str
-) -> None:
+def test_the_state_an_optimizer_needs_is_known_and_required(optimizer: MakeOptimizer, needed: str) -> None:
     job = replace(plain, optimizer=optimizer)
     model = cut(export_job(job), num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE)
     (found,) = {value for name, value in check_training(job, model).items() if name.endswith(" needs")}
@@ -295,7 +295,7 @@ def test_units_whose_rate_is_one_tensor_do_not_share_it() -> None:
     assert float(one.optimizer.param_groups[0]["lr"]) == pytest.approx(0.009)
 
 
-def test_the_learning_rate_of_a_state_is_the_one_it_was_saved_with() -> None:
+def test_a_states_learning_rate_is_the_saved_one() -> None:
     state = make(OPTIMIZERS["SGD"], SCHEDULES["StepLR"])
     for index in range(5):
         step(state, index)
@@ -409,3 +409,92 @@ def test_plain_values_come_back_as_they_were(value: Any) -> None:
 def test_a_tensor_of_one_number_keeps_its_type_and_shape() -> None:
     back = from_plain(to_plain(torch.tensor([[7]], dtype=torch.int16)))
     assert (back.dtype, back.shape, back.item()) == (torch.int16, (1, 1), 7)
+
+
+def gradients(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) * 10.0**-seed for shape in shapes]
+
+
+@pytest.mark.parametrize("shapes", [((1,),), ((3, 5), (7,)), ((1 << 20,), (1025,)), ((0,), (2,)), ((3, 700_001),)])
+def test_the_norm_is_that_of_all_elements(shapes: tuple[tuple[int, ...], ...]) -> None:
+    tensors = gradients(1, *shapes)
+    exact = math.fsum(value**2 for tensor in tensors for value in tensor.double().flatten().tolist())
+    assert squared_norm(tensors) == pytest.approx(exact, rel=1e-14)
+
+
+def test_the_norm_has_the_same_bits_for_any_threads_and_layout() -> None:
+    (tensor,) = gradients(2, (1000, 2003))
+    threads = torch.get_num_threads()
+    found = set()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.add(squared_norm([tensor]))
+            found.add(squared_norm([tensor.t().contiguous().t()]))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(found) == 1
+
+
+def test_the_norm_leaves_the_gradient_as_it_is() -> None:
+    (tensor,) = gradients(0, (9,))
+    before = tensor.clone()
+    squared_norm([tensor])
+    squared_norm([tensor.double()])
+    wide = tensor.double()
+    squared_norm([wide])
+    assert torch.equal(tensor, before)
+    assert torch.equal(wide, before.double())
+
+
+@pytest.mark.parametrize("most", [0.05, 1.0, 100.0])
+def test_clipping_does_what_torch_does_to_a_model_in_one_piece(most: float) -> None:
+    shapes = ((4, 3), (3,), (6,))
+    whole = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+    for parameter, gradient in zip(whole, gradients(0, *shapes), strict=True):
+        parameter.grad = gradient
+    norm = torch.nn.utils.clip_grad_norm_(whole, most)
+    torch.optim.SGD(whole, lr=0.2, momentum=0.9, nesterov=True).step()
+
+    units = [ParameterUnit(f"s{index}", (index,), ("p",)) for index in range(3)]
+    states = [
+        UnitState(
+            unit, {"p": torch.ones(shape)}, sgd, num_micro_batches=2, exact=True, rules=UpdateRules(clip_grad_norm=most)
+        )
+        for unit, shape in zip(units, shapes, strict=True)
+    ]
+    for state, gradient in zip(states, gradients(0, *shapes), strict=True):
+        state.reduced = Reduced(gradients={"p": gradient}, exponents={}, overflowed=False)
+    norms_sq = [{state.unit.id: state.norm_sq() or 0.0} for state in states]
+    decided = decided_step(1, norms_sq, [False] * 3, [unit.id for unit in units])
+    assert decided.gradient_norm == pytest.approx(float(norm), rel=1e-6)
+    for state, parameter in zip(states, whole, strict=True):
+        state.apply(decided)
+        assert torch.allclose(state.parameters["p"], parameter, rtol=1e-6, atol=0)
+
+
+def test_the_norm_does_not_depend_on_who_reports_what() -> None:
+    norms = {f"s{index}": 10.0 ** (index - 4) / 3 for index in range(9)}
+    together = decided_step(4, [norms], [False], norms)
+    backwards = [{unit: norms[unit]} for unit in reversed(norms)]
+    assert decided_step(4, [*backwards, {"s3": norms["s3"]}], [False] * 10, norms) == together
+    assert Decided.model_validate_json(together.model_dump_json()) == together
+
+
+def test_two_holders_of_one_unit_with_different_gradients_stop_the_run() -> None:
+    with pytest.raises(TrainingStopped, match=r"step 6: two workers hold different gradients of unit s1"):
+        decided_step(7, [{"s1": 1.0, "s0": 2.0}, {"s1": 1.0000000000000002}], [False, False], ["s0", "s1"])
+
+
+def test_a_unit_of_which_nobody_reports_stops_the_run() -> None:
+    with pytest.raises(TrainingStopped, match=r"no worker reported the gradient norm of s0, s2"):
+        decided_step(7, [{"s1": 1.0}], [False], ["s0", "s1", "s2"])
+
+
+def test_a_job_without_clipping_reports_and_decides_no_norm() -> None:
+    unit = ParameterUnit("s0", (0,), ("p",))
+    state = UnitState(unit, {"p": torch.ones(2)}, sgd, num_micro_batches=1, exact=True)
+    state.reduced = Reduced(gradients={"p": torch.ones(2)}, exponents={}, overflowed=False)
+    assert state.norm_sq() is None
+    assert decided_step(1, [{}], [False], ["s0"]) == Decided(version=1)

@@ -1,4 +1,4 @@
-"""Autocast in sections, and loss scaling."""
+"""Autocast in sections, loss scaling, and bf16 across cuts."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from calibrate.timing.bench import make_bench
 from morph.contract.decided import MIN_LOSS_SCALE_EXPONENT, LossScale, decided_step
 from morph.contract.errors import JobError, NonFiniteGradient, TrainingStopped
 from morph.contract.messages import MicroBatchLoss, Prepared
 from morph.contract.timeline import ComputeTimes
 from morph.cutting import CutModel, cut, export_job
+from morph.cutting.cache.artefact import read_entry, write_entry
 from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.data import MicroBatchLoader
-from morph.jobs.job import LossScaling, Precision
+from morph.jobs.job import Job, LossScaling, Precision
 from morph.runtime.state.unit_state import UnitState, UpdateRules, update_rules
 from morph.runtime.step.section_run import run_section
 from morph.runtime.step.stage import Stage
 from morph.runtime.step.sums import MicroBatchSums
-from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, plain, sgd
+from tests.training.training_jobs import BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SECTIONS, WIDTH, narrow, plain, sgd
 
 TIMES = ComputeTimes(forward_s=0, recompute_s=0, backward_s=0, reduce_s=0, wait_s=0, step_s=0)
 UNIT = ParameterUnit("s0", (0,), ("p",))
@@ -37,7 +39,6 @@ class Products(TorchDispatchMode):
         self.dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        """Run, and note."""
         result = function(*arguments, **(keywords or {}))
         if isinstance(result, Tensor) and "mm" in str(function):
             self.dtypes.add(result.dtype)
@@ -143,9 +144,7 @@ def test_the_loss_scale_is_taken_off_without_a_trace(exact: bool, exponent: int)
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_gradient_that_is_not_finite_skips_the_step_or_without_a_loss_scale_ends_the_run(
-    exact: bool, bad: float
-) -> None:
+def test_a_non_finite_gradient_skips_the_step_or_ends_the_run(exact: bool, bad: float) -> None:
     state = make(LossScale(exponent=3, good_steps=1, growth_steps=9), exact=exact)
     before = state.tensors()
     accumulator = state.new_accumulator()
@@ -205,7 +204,7 @@ def test_a_scale_that_cannot_get_smaller_ends_the_run() -> None:
     assert scale.after(skipped=False).exponent == MIN_LOSS_SCALE_EXPONENT + 1
 
 
-def test_the_present_scale_stays_unless_the_job_changed_the_first_one_and_growth_follows_the_job() -> None:
+def test_the_scale_survives_unless_the_job_changed_its_beginning() -> None:
     saved = make(LossScale(exponent=1, growth_steps=9), exact=True)
     saved.loss_scale = LossScale(exponent=7, good_steps=5, growth_steps=9)
     state = make(LossScale(exponent=1, growth_steps=4), exact=True)
@@ -249,3 +248,101 @@ def test_a_loss_that_is_not_finite_can_be_reported(loss: float) -> None:
     )
     (back,) = Prepared.model_validate_json(prepared.model_dump_json()).losses
     assert str((back.loss, back.metrics["a"])) == str((loss, loss))
+
+
+CPU = torch.device("cpu")
+
+
+def cut_of(job: Job) -> CutModel:
+    return cut(export_job(job), num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE)
+
+
+@pytest.fixture(scope="module")
+def model() -> CutModel:
+    return cut_of(narrow)
+
+
+def gradients(model: CutModel, begins: list[int], *, recompute: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and summed gradients of one micro-batch, by stages that begin at these sections."""
+    initial = export_job(narrow).initial_parameters
+    parameters = {name: value.clone().requires_grad_() for name, value in initial.items()}
+    loader = MicroBatchLoader(narrow.dataset(), narrow.seed, BATCH_SIZE, MICRO_BATCH_SIZE)
+    stages = [
+        Stage(
+            model,
+            range(first, end),
+            recompute=recompute,
+            parameters=parameters,
+            load_batch=lambda micro_batch, keys: loader.load(0, micro_batch, keys),
+            seed=1,
+            step=2,
+            precision="fp32",
+        )
+        for first, end in zip(begins, [*begins[1:], NUM_SECTIONS], strict=True)
+    ]
+    values: tuple[Tensor, ...] = ()
+    for stage in stages:
+        values = stage.forward(3, tuple(value.clone() for value in values))
+    found: dict[str, Tensor] = {}
+    arriving: tuple[Tensor | None, ...] = (torch.ones(()),)
+    for stage in reversed(stages):
+        if recompute:
+            stage.recompute(3)
+        sink = MicroBatchSums(
+            lambda _, name, gradient: found.update({name: gradient + found.get(name, 0)}), lambda _: None
+        )
+        arriving = stage.backward(3, arriving, sink)
+        assert all(gradient is None or gradient.dtype == torch.bfloat16 for gradient in arriving)
+    return values[0], found
+
+
+def test_half_the_bytes_cross_each_cut_and_the_loss_stays_wide(model: CutModel) -> None:
+    usual = cut_of(plain)
+    for section, whole in zip(model.sections[:-1], usual.sections[:-1], strict=True):
+        assert {spec.dtype for spec in section.outputs if spec.requires_grad} == {torch.bfloat16}
+        assert sum(spec.num_bytes for spec in section.outputs) * 2 == sum(spec.num_bytes for spec in whole.outputs)
+    for before, behind in zip(model.sections, model.sections[1:], strict=False):
+        assert before.outputs == behind.inputs
+    assert model.sections[-1].outputs == usual.sections[-1].outputs
+    assert model.fingerprint != usual.fingerprint
+    assert [section.signature for section in model.sections] == [section.signature for section in usual.sections]
+
+
+def test_calibration_runs_a_section_on_narrow_tensors(model: CutModel) -> None:
+    initial = export_job(narrow).initial_state
+    loader = MicroBatchLoader(narrow.dataset(), narrow.seed, BATCH_SIZE, MICRO_BATCH_SIZE)
+    bench = make_bench(narrow, model.sections[1], initial, loader, CPU)
+    assert bench.given_bytes() == MICRO_BATCH_SIZE * WIDTH * 2
+    assert [output.dtype for output in bench.forward(0).outputs] == [torch.bfloat16]
+    bench.both()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begins", [[0, 1, 2, 3], [0, 2]])
+def test_gradients_have_the_same_bits_wherever_stages_begin(model: CutModel, begins: list[int]) -> None:
+    loss, expected = gradients(model, [0], recompute=False)
+    found_loss, found = gradients(model, begins, recompute=True)
+    assert torch.equal(loss, found_loss)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not torch.equal(loss, gradients(cut_of(replace(narrow, boundary="same")), [0], recompute=False)[0])
+
+
+def test_a_kept_cut_has_the_narrow_borders(model: CutModel) -> None:
+    exported = export_job(narrow)
+    again = read_entry(write_entry(exported, model, "/jobs"), "/jobs").model
+    assert [section.outputs for section in again.sections] == [section.outputs for section in model.sections]
+    assert again.fingerprint == model.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"boundary": "fp16"}, "boundary: is not right (got 'fp16'); allowed: 'same' or 'bf16'"),
+        ({"master_weights": "fp32"}, "master_weights: is not right (got 'fp32'); allowed: True or False"),
+    ],
+)
+def test_other_types_are_refused(fields: dict[str, str], told: str) -> None:
+    with pytest.raises(JobError) as refused:
+        replace(plain, **fields)  # type: ignore[arg-type]
+    assert told in str(refused.value)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from morph.cli.main import app
 from morph.contract.errors import PlanError
 from simulator import plan, simulate, synthetic_profile
-from tests.training.shapes_crew import ShapesCrew, make_plan
+from tests.training.shapes import ShapesCrew, make_plan
 
 PROFILE = synthetic_profile(num_sections=8, batch_size=64, micro_batch_sizes=(1, 2, 4))
 

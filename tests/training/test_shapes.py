@@ -12,7 +12,7 @@ import torch
 
 from morph.runtime.state.model_state import export_state
 from tests.grids import cells
-from tests.training.shapes_crew import ShapesCrew, Trained
+from tests.training.shapes import ShapesCrew, Trained
 from tests.training.training_jobs import (
     MICRO_BATCH_SIZE,
     Net,
@@ -115,9 +115,7 @@ def test_an_evaluation_is_the_model_in_evaluation_mode_on_the_first_samples(crew
     assert last.metrics["close"] == pytest.approx(sum(close) / 5)
 
 
-def test_compiled_sections_give_the_same_bytes_in_every_shape_and_after_a_loss(
-    crew: ShapesCrew, tmp_path: Path
-) -> None:
+def test_compiled_sections_give_equal_bytes_in_every_shape(crew: ShapesCrew, tmp_path: Path) -> None:
     whole = crew.train("compiled", [("1x1", 4)], tmp_path / "one")
     split = crew.train("compiled", [("2x1", 2), ("1x2", 3), ("1x1", 4)], tmp_path / "split", lose=True)
     assert whole.digests == split.digests
@@ -140,7 +138,7 @@ def test_evaluating_changes_no_weight(crew: ShapesCrew, tmp_path: Path) -> None:
     assert with_it.digests == without.digests
 
 
-def test_a_data_set_with_random_crops_is_learned_in_two_stages_as_in_one(crew: ShapesCrew, tmp_path: Path) -> None:
+def test_random_crops_are_learned_alike_in_one_and_two_stages(crew: ShapesCrew, tmp_path: Path) -> None:
     """Inputs are read by the first stage, labels by the last: both must see the same crop."""
     whole = crew.train("cropped", [("1x2", 30)], tmp_path / "one")
     split = crew.train("cropped", [("2x1", 30)], tmp_path / "more")
@@ -150,9 +148,7 @@ def test_a_data_set_with_random_crops_is_learned_in_two_stages_as_in_one(crew: S
     assert whole.evaluations[-1].loss < 0.6 * whole.evaluations[0].loss
 
 
-def test_units_that_arrive_ahead_all_the_time_change_no_bit_of_dropout_and_recompute(
-    crew: ShapesCrew, tmp_path: Path
-) -> None:
+def test_constant_pre_copies_change_no_bit_of_dropout_and_recompute(crew: ShapesCrew, tmp_path: Path) -> None:
     alone = crew.train("tables", [("2x1", 30)], tmp_path / "alone")
     beside = crew.train("tables", [("2x1", 30)], tmp_path / "beside", ahead=True)
     assert beside.losses == alone.losses

@@ -19,7 +19,7 @@ from morph.runtime.process.single import run_single
 from morph.runtime.state.initial_checkpoint import write_initial_checkpoint
 from morph.runtime.state.model_state import ImportedParameters, export_state, model_state
 from morph.runtime.workloads.evaluation import evaluation_sections
-from tests.training.shapes_crew import ShapesCrew, make_plan, spec_of
+from tests.training.shapes import ShapesCrew, make_plan, spec_of
 from tests.training.training_jobs import MICRO_BATCH_SIZE, Averaged, Normed
 
 pytestmark = pytest.mark.slow
@@ -99,7 +99,7 @@ def test_buffers_end_where_a_plain_loop_brings_them(name: str, tmp_path: Path) -
         torch.testing.assert_close(state[key], loop.model.get_buffer(key), atol=1e-6, rtol=1e-6)
 
 
-def test_with_one_micro_batch_a_step_running_statistics_are_those_of_the_plain_model(tmp_path: Path) -> None:
+def test_with_one_micro_batch_running_statistics_are_the_plain_models(tmp_path: Path) -> None:
     """Its counter grows by one a step, and the last bits of its averages agree."""
     job = load_job(spec_of("normed"))
     manifest = run_single(
@@ -167,7 +167,7 @@ def test_recomputing_or_not_changes_buffers_once(crew: ShapesCrew, tmp_path: Pat
     assert digests[0] == digests[1]
 
 
-def test_a_run_begins_with_the_statistics_of_a_file_where_it_has_them(tmp_path: Path) -> None:
+def test_a_run_begins_with_the_statistics_of_its_file(tmp_path: Path) -> None:
     job = load_job(spec_of("normed"))
     exported = export_job(job)
     model = cut(exported, num_sections=4, micro_batch_size=MICRO_BATCH_SIZE)

@@ -1,0 +1,212 @@
+"""Results of papers, with few seeds: met about as closely as docs/benchmarks.md says."""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bamboo_redundancy import inferred_latency_s, overhead, simulated, waits
+from benchmarks.bamboo_tables import ROWS
+from benchmarks.bamboo_tables import job as bert
+from benchmarks.bamboo_tables import play as play_row
+from benchmarks.published import questions as published_questions
+from benchmarks.published.bamboo import MODELS_OF_TABLE_4, STAGES, Published, bert_layers, resnet_layers
+from benchmarks.published.questions import (
+    TABLE_3,
+    TABLE_7,
+    Answer,
+    best_shape,
+    mean_error,
+    shipped,
+    table_3,
+    table_6,
+    table_7,
+    table_7_estimated,
+)
+from benchmarks.soak.thinning import describe, first_hours, thinned
+from benchmarks.spotify_tables import HEAVY, LIGHT, MTTP_S, STEPS, Inferred, play
+from morph.contract.trace import Trace, TraceEvent
+from simulator import spot_model
+
+BERT, RESNET = MODELS_OF_TABLE_4
+
+
+@pytest.mark.parametrize(
+    ("layers", "parameters", "flops"),
+    [(tuple(bert_layers()), 365e6, 87e9), (tuple(resnet_layers()), 60.2e6, 23.1e9)],
+    ids=["BERT-large, its head not tied", "ResNet-152"],
+)
+def test_the_models_have_as_many_parameters_and_operations_as_are_known(
+    layers: tuple, parameters: float, flops: float
+) -> None:
+    assert sum(layer.parameters for layer in layers) == pytest.approx(parameters, rel=0.01)
+    assert sum(layer.flops for layer in layers) == pytest.approx(flops, rel=0.01)
+
+
+@pytest.mark.parametrize(("model", "m", "eflb", "efeb"), [(BERT, 1, 0.119, 0.603), (RESNET, 8, 0.017, 0.526)])
+def test_table_4_and_figure_13_are_met_within_some_points(model: Published, m: int, eflb: float, efeb: float) -> None:
+    found = simulated(model, m, inferred_latency_s(model, m))
+    assert found["off"].expected.examples_per_s == pytest.approx(model.samples_per_s, rel=0.002)
+    assert overhead(found, "eflb") == pytest.approx(eflb, abs=0.03)
+    assert overhead(found, "efeb") == pytest.approx(efeb, abs=0.09)
+    assert found["eflb"].mean_pause_s / found["lflb"].mean_pause_s == pytest.approx(0.65, abs=0.02)
+
+
+def test_the_first_stages_of_figure_14_wait_longer_than_a_forward_takes() -> None:
+    shares = waits(simulated(BERT, 1, inferred_latency_s(BERT, 1))["off"])
+    assert len(shares) == STAGES
+    assert min(shares[:3]) > 1 > max(shares[3:-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [LIGHT, HEAVY], ids=lambda job: job.name)
+def test_the_thesis_totals_are_met(job: Inferred) -> None:
+    for policy, (hours, _) in job.published.items():
+        found = statistics.fmean(one.hours for one in play(job, policy, STEPS, MTTP_S, 6))
+        assert found == pytest.approx(hours, rel=0.02), policy
+
+
+@pytest.mark.slow
+def test_fewer_nodes_and_more_losses_slow_bamboo_down_as_published() -> None:
+    job = bert(11.4)
+    first, tenth = (
+        statistics.fmean(one.examples_per_s for one in play_row(job, row, "bamboo", 2)) for row in (ROWS[0], ROWS[2])
+    )
+    assert tenth / first == pytest.approx(ROWS[2].throughput / ROWS[0].throughput, rel=0.06)
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "published-profiles.md"
+
+
+@pytest.fixture(scope="module")
+def answers() -> tuple[Answer, ...]:
+    return table_3(shipped("gpt2-2.5b"))
+
+
+@pytest.mark.slow
+def test_every_published_row_is_answered(answers: tuple[Answer, ...]) -> None:
+    assert [(answer.shape, answer.published) for answer in answers] == list(TABLE_3.items())
+    assert all(0.3 < answer.ratio < 3 for answer in answers)
+
+
+def test_no_anchor_is_a_question_and_each_is_a_published_row(answers: tuple[Answer, ...]) -> None:
+    assert not any(answer.is_anchor for answer in answers)
+    rows = table_7()
+    assert [(answer.question[:10], answer.shape) for answer in rows if answer.is_anchor] == [
+        ("GPT-2 8.3B", (18, 4)),
+        ("GPT-2 2.5B", (9, 7)),
+    ]
+    assert len(rows) == sum(map(len, TABLE_7.values()))
+
+
+def test_the_deep_pipeline_loses_as_published(answers: tuple[Answer, ...]) -> None:
+    rate = {answer.shape: answer.answered for answer in answers}
+    assert rate[18, 2] < 0.9 * min(rate[6, 6], rate[9, 4])
+    assert rate[18, 5] < 0.9 * min(rate[6, 16], rate[9, 11])
+
+
+def test_the_best_shape_is_of_the_asked_number_of_gpus(answers: tuple[Answer, ...]) -> None:
+    assert best_shape(answers, 36, "published") == (6, 6)
+    assert best_shape(answers, 100, "published") == (9, 11)
+    assert best_shape(answers, 36, "answered") in TABLE_3
+
+
+def test_a_message_longer_than_a_forward_sets_gpipe_back_as_published() -> None:
+    first, *predicted = published_questions.table_5_inferred()
+    assert (first.is_anchor, first.ratio) == (True, pytest.approx(1.0, abs=0.001))
+    assert 1.0 < published_questions.inferred_slowness() < published_questions.MUCH_SLOWER[-1]
+    for answer in predicted:
+        assert not answer.is_anchor
+        assert answer.ratio == pytest.approx(1.0, abs=0.03)
+
+
+def test_vms_of_four_gpus_reduce_over_shared_links() -> None:
+    one, four = published_questions.vm_sizes(shipped("gpt2-2.5b"))
+    assert (one.published, four.published) == (1.77, 1.81)
+    assert four.answered < one.answered
+
+
+def test_an_anchor_does_not_count_as_a_prediction() -> None:
+    rows = [Answer("a", (1, 1), 1.0, 1.1), Answer("b", (1, 1), 1.0, 1.0, is_anchor=True), Answer("c", (1, 1), 2.0, 1.4)]
+    assert mean_error(rows) == (pytest.approx(0.2), pytest.approx(0.3))
+
+
+@pytest.mark.slow
+def test_the_command_prints_every_table_beside_the_published_values(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the search takes long on VMs
+    one_shape = partial(published_questions.plan, pipeline_depth=9, num_replicas=4, schedule="varuna", recompute=True)
+    monkeypatch.setattr(published_questions, "plan", one_shape)
+    published_questions.main()
+    printed = capsys.readouterr().out
+    assert printed.count("anchor, no prediction") == 3
+    assert printed.count("Table 3") == 2
+    assert printed.count("any shape, m and partition") == 4
+    for value in ("164.3", "0.426", "35.9", "390"):
+        assert value in printed
+
+
+def test_the_document_has_the_figures_that_are_computed() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for answers in (table_7_estimated(), table_7()):
+        mean, worst = mean_error(answers)
+        assert f"{mean * 100:.1f} % in the mean and {worst * 100:.1f} % at worst" in text
+    rows = table_6()
+    for varuna, other in zip(rows[::3], rows[1::3], strict=True):
+        figures = (varuna.published, varuna.answered, varuna.ratio, other.published, other.answered, other.ratio)
+        cells = " | ".join(f"{value:g}" if at % 3 == 0 else f"{value:.2f}" for at, value in enumerate(figures))
+        assert f"| {varuna.question.split(':')[0]}, {varuna.shape[0]}x{varuna.shape[1]} | {cells} |" in text
+
+
+def test_the_papers_own_simulator_is_as_far_off_as_its_table_says() -> None:
+    assert mean_error(table_7_estimated()) == (pytest.approx(0.022, abs=0.0005), pytest.approx(0.056, abs=0.0005))
+
+
+MODEL = spot_model(32, losses_per_vm_h=1.35, bulk_share=0.7, initial=24, least=4)
+TRACE = MODEL.draw(3, 8000)
+
+
+def removals(trace: Trace) -> dict[float, set[str]]:
+    found: dict[float, set[str]] = {}
+    for event in trace.events:
+        if event.event == "remove":
+            found.setdefault(event.time_s, set()).add(event.node_id)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_thinning_keeps_at_most_the_wanted_nodes_and_only_given_events(seed: int) -> None:
+    kept = thinned(TRACE, 6, seed)
+    assert 1 <= kept.max_nodes <= 6
+    assert set(kept.events) <= set(TRACE.events)
+    assert kept == thinned(TRACE, 6, seed)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_revoked_together_stays_together_as_far_as_there_is_room(seed: int) -> None:
+    whole, room = removals(TRACE), thinned(TRACE, TRACE.max_nodes, seed)
+    assert room == TRACE
+    kept = removals(thinned(TRACE, 8, seed))
+    assert kept
+    assert all(nodes <= whole[time_s] for time_s, nodes in kept.items())
+    assert any(len(nodes) > 1 for nodes in kept.values())
+
+
+def test_a_part_begins_at_its_first_event_and_ends_after_its_hours() -> None:
+    late = Trace(events=tuple(event.model_copy(update={"time_s": event.time_s + 500}) for event in TRACE.events))
+    part = first_hours(late, 1.0)
+    assert part.events[0].time_s == 0
+    assert 3000 < part.duration_s <= 3600
+
+
+def test_the_description_counts_what_goes_together() -> None:
+    events = [TraceEvent(time_s=0, event="add", node_id=name) for name in "abc"]
+    events += [TraceEvent(time_s=5, event="remove", node_id=name) for name in "ab"]
+    events.append(TraceEvent(time_s=6, event="remove", node_id="c"))
+    assert describe(Trace(events=tuple(events))) == (
+        "3 VMs come, 3 are revoked (2 of them two or more at once, at most 2), at most 3 at a time"
+    )

@@ -1,0 +1,191 @@
+"""``morph profile``: what is in a profile, and what a run measured goes into it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from calibrate.render.tables import kinds_of, places_text, spread_text
+from manager.controller.decide import decide
+from manager.controller.state.actions import NoteCorrection
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import Tick
+from manager.controller.state.learned import Correction
+from manager.controller.state.state import initial_state
+from manager.journal.journal import Journal
+from manager.run_dir import JOURNAL, RunDir, RunFacts
+from morph.cli.main import app
+from morph.contract.profile import AllReduceTime, Contention, NodeTypeProfile, Profile, Timing, load_profile
+from simulator import plan_table, synthetic_profile
+
+SECOND = Timing(median_s=1.0, mad_s=0.1, num_samples=5, mean_s=1.1, quantiles_s=(0.5, 0.9, 1.0, 1.2, 4.0))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    made = synthetic_profile(num_sections=5, forward_s=[0.001, 0.002, 0.002, 0.002, 0.004], micro_batch_sizes=(1, 2, 4))
+    times = dict.fromkeys(made.micro_batch_sizes, SECOND)
+    small = NodeTypeProfile(
+        name="small",
+        environment=made.environment.model_copy(update={"device": "a small core"}),
+        forward=(times,) * 5,
+        backward=(times,) * 5,
+        optimizer_step=(SECOND,) * 5,
+    )
+    profile = made.model_copy(
+        update={
+            "contention": (Contention(num_busy=2, factor=1.61),),
+            "sources": {"inter_node": "from a data sheet"},
+            "all_reduce": (*made.all_reduce, AllReduceTime(ring_size=2, size_bytes=1000, in_flight=4, time=SECOND)),
+            "node_types": (small,),
+        }
+    )
+    file = tmp_path / "profile.json"
+    file.write_text(profile.model_dump_json(), encoding="utf-8")
+    return file
+
+
+def shown(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["profile", "show", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_everything_that_was_measured_is_shown(path: Path) -> None:
+    text = shown(path)
+    assert "synthetic: 5 sections" in text
+    assert "1-3" in text  # sections of one kind in one row
+    assert "2 at once: x1.61" in text
+    assert "activation, same node" in text
+    assert "gradient, between nodes" in text
+    assert "4 in flight" in text
+    assert "a small core" in text
+    assert "from a data sheet" in text
+    assert "checkpoint write, upload" in text
+
+
+def test_another_type_of_node_is_shown_as_it_is_there(path: Path) -> None:
+    text = shown(path, "--node-type", "small")
+    assert "a small core" in text
+    assert "1.00 ±0.1 s" in text or "1 ±0.1 s" in text
+    result = CliRunner().invoke(app, ["profile", "show", str(path), "--node-type", "large"])
+    assert result.exit_code == 2
+    assert f"{path}: --node-type: is not among the profile's node types (got 'large'); allowed: small" in result.stderr
+
+
+@pytest.mark.slow
+def test_its_curves_are_drawn(path: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "curves.png"
+    assert "Drew" in shown(path, "--png", picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 20_000
+
+
+@pytest.mark.slow
+def test_a_profile_without_all_reduces_or_spreads_is_drawn_too(tmp_path: Path) -> None:
+    bare = synthetic_profile(num_sections=2, micro_batch_sizes=(1,)).model_copy(update={"all_reduce": ()})
+    file = tmp_path / "bare.json"
+    file.write_text(bare.model_dump_json(), encoding="utf-8")
+    shown(file, "--png", tmp_path / "bare.png")
+    assert (tmp_path / "bare.png").is_file()
+
+
+def test_a_picture_that_cannot_be_written_is_refused_at_once(path: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["profile", "show", str(path), "--png", str(tmp_path / "no/p.png")])
+    assert result.exit_code == 2
+    assert "its folder does not exist" in result.stderr
+    assert result.stdout == ""
+
+
+def test_sections_of_one_kind_are_one_group_wherever_they_are() -> None:
+    profile: Profile = synthetic_profile(num_sections=6, forward_s=[0.1, 0.2, 0.1, 0.2, 0.2, 0.1])
+    assert [places_text(kind) for kind in kinds_of(profile)] == ["0, 2", "1, 3-4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("median_s", "mad_s", "text"),
+    [(1.5e-3, 2e-5, "1.5 ±0.02 ms"), (2.0, 0.5, "2 ±0.5 s"), (0.0, 0.0, "0 ±0 ns"), (3.21e-5, 1.2e-5, "32.1 ±10 us")],
+)
+def test_a_time_and_its_spread_have_one_unit(median_s: float, mad_s: float, text: str) -> None:
+    assert spread_text(Timing(median_s=median_s, mad_s=mad_s, num_samples=3)) == text
+
+
+FACTORS = (1.3, 1.0, 0.9)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    file = tmp_path / "measured.json"
+    file.write_text(synthetic_profile(num_sections=3).model_dump_json(), encoding="utf-8")
+    return file
+
+
+def make_run(run_dir: Path, profile: Profile, factors: tuple[float, ...] = FACTORS) -> Path:
+    """A run directory whose journal holds one correction, or none."""
+    chosen = plan_table(profile, 1)[1]
+    units = {unit.id: unit.sections for unit in profile.units} or {"all": (0, 1, 2)}
+    config = ControllerConfig(
+        fingerprint=profile.job.fingerprint,
+        plans={1: chosen},
+        units=units,
+        unit_bytes=dict.fromkeys(units, 1),
+        num_steps=1,
+        expected_nodes=1,
+    )
+    facts = RunFacts(
+        job="job.py:job",
+        fingerprint=profile.job.fingerprint,
+        micro_batch_size=chosen.micro_batch_size,
+        batch_size=profile.job.batch_size,
+        num_sections=3,
+    )
+    with RunDir(run_dir, facts), Journal.open(run_dir / JOURNAL) as journal:
+        journal.append_config(0.0, config)
+        if factors:
+            note = NoteCorrection(correction=Correction(factors=factors, errors=(0.02,) * 3))
+            decision = decide(initial_state(config), Tick(), 0.0)
+            journal.append_decision(0.0, Tick(), decision.model_copy(update={"actions": (note,)}))
+    return run_dir
+
+
+def refine(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["profile", "refine", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def test_section_times_are_longer_by_their_factors_and_nothing_else_changes(tmp_path: Path, profile: Path) -> None:
+    measured = load_profile(profile)
+    run_dir, output = make_run(tmp_path / "run", measured), tmp_path / "refined.json"
+    code, told = refine(run_dir, "--profile", profile, "-o", output)
+    assert code == 0, told
+    assert "0 x1.30 (each +-2%), 1 x1.00 (each +-2%), 2 x0.90 (each +-2%)" in told
+    refined = load_profile(output)
+    for section, before, factor in zip(refined.sections, measured.sections, FACTORS, strict=True):
+        for m, timing in section.forward.items():
+            assert timing.median_s == pytest.approx(before.forward[m].median_s * factor)
+        for m, timing in section.backward.items():
+            assert timing.median_s == pytest.approx(before.backward[m].median_s * factor)
+        assert section.optimizer_step == before.optimizer_step
+    assert refined.model_copy(update={"sections": measured.sections}) == measured
+
+
+def refused(*arguments: object) -> str:
+    """What is said, without where lines were broken."""
+    code, said = refine(*arguments)
+    assert code == 2
+    return " ".join(said.split())
+
+
+def test_what_cannot_be_refined_is_one_sentence(tmp_path: Path, profile: Path) -> None:
+    measured = load_profile(profile)
+    assert refused(tmp_path / "nowhere", "--profile", profile).endswith("nowhere: there is no such run directory")
+    new = make_run(tmp_path / "new", measured, ())
+    assert refused(new, "--profile", profile).endswith("new: has learned nothing that its profile does not say")
+    run = make_run(tmp_path / "run", measured)
+    assert "run: has no command.json" in refused(run)
+    other = tmp_path / "other.json"
+    job = measured.job.model_copy(update={"fingerprint": "another"})
+    other.write_text(measured.model_copy(update={"job": job}).model_dump_json(), encoding="utf-8")
+    assert "other.json: is not of this run's model" in refused(run, "--profile", other)

@@ -1,0 +1,671 @@
+"""Workers on this machine and their manager: order by order in ``Crew``, or the live driver in ``ManagedCrew``.
+
+A worker lives in a process that is forked here, or in a thread of this one; there is no Ray and there are no VMs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_connections
+from pathlib import Path
+from typing import Any
+
+from manager.controller.shape.placement import choose_sources, place, share_units
+from manager.controller.state.actions import Finish
+from manager.controller.state.config import ControllerConfig, units_by_stage
+from manager.controller.state.events import NodeAppeared, WorkerAnswered, WorkerLost
+from manager.controller.state.state import initial_state
+from manager.engine.loop.driver import Driver, Observer
+from manager.engine.loop.event_queue import EventQueue
+from manager.journal.journal import Journal
+from manager.run_dir import RunDir
+from morph.contract.checkpoint import Manifest, UnitFile
+from morph.contract.decided import Decided, LossScale, decided_step
+from morph.contract.faults import Fault
+from morph.contract.messages import (
+    CommitOrder,
+    Committed,
+    Failed,
+    PreCopyOrder,
+    Prepared,
+    ProbeOrder,
+    Reshaped,
+    ReshapeOrder,
+    Slot,
+    StepOrder,
+    UnitWritten,
+    WorkerReady,
+    WorkerSetup,
+    weights_of,
+)
+from morph.contract.plan import Plan
+from morph.contract.salvage import counted_in
+from morph.jobs.snapshot import collect, pack
+from morph.runtime.groups.store import StoreHost
+from morph.runtime.pre_copy.lane import PreCopyLane
+from morph.runtime.pre_copy.wire import Frame
+from tests.device.worker_device import HERE, use_fake_device
+from tests.system.harness import JOB, TinyJob
+from tests.waiting import ANSWER_S, poll_until
+
+FORKS = multiprocessing.get_context("forkserver")
+"""Imports what a worker needs once: a member is there at once, where a process of its own would import for seconds."""
+FORKS.set_forkserver_preload(["tests.runtime.ready_to_fork"])
+LOOPBACK = "127.0.0.1"
+SETUP_S = 300.0
+END_S = 60.0
+BEATS_EVERY_S = 0.05
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a worker's process holds of the kernel."""
+
+    num_threads: int
+    num_descriptors: int
+
+
+def _fixed(exponent: int, _num_contributions: int) -> int:
+    return exponent
+
+
+def _arm(worker: Any, faults: tuple[Fault, ...], slow_s: float) -> None:
+    """Add faults to a worker's. From now on it computes nothing while a copy of its sums is on its way.
+
+    ``slow_s``: instead, for so long each unit's state is on its way to a follower.
+    """
+    plan, computes = worker._faults, threading.main_thread()
+
+    def reach(phase: str, step: int | None = None) -> None:
+        stream = worker._following._outgoing
+        if slow_s and phase in ("send_ahead", "receive_ahead"):
+            time.sleep(slow_s)
+        elif not slow_s and stream is not None and threading.current_thread() is computes:
+            if stream._connection is not None:  # what came before is taken in when this arrives, not when it has left
+                stream._put(Frame({"kind": "follows"}, {}), 0)
+            deadline_s = time.monotonic() + END_S
+            while stream.error is None and (stream._queue or stream._sending) and time.monotonic() < deadline_s:
+                time.sleep(0.001)
+        type(plan).reach(plan, phase, step)
+
+    plan._faults += faults
+    plan.reach = reach
+
+
+def _num_copied(worker: Any, sender: str, step: int) -> int:
+    """How many micro-batches of a step are in the copy of another worker's sums that a worker has."""
+    of, parts = worker._following._copies.get(sender, (-1, []))
+    return max(
+        (mask.bit_count() for part in parts for mask in counted_in(part.total).values() if of == step), default=0
+    )
+
+
+def _data_workers(worker: Any) -> tuple[tuple[int, ...], int]:
+    """Wait until a worker's data workers can read; returns their ids, and how many micro-batches it has read itself."""
+    workload = worker._workload
+    found, loader = workload._data_workers, workload._loader
+    if found is None:
+        return (), 0
+    poll_until(lambda: found._hear(0.0) or all(reader.ready for reader in found._readers), "data workers")
+    if not hasattr(loader, "num_own"):
+        loader.num_own, samples_of = 0, loader._load_samples
+
+        def counted(place: tuple[int, int]) -> Any:
+            loader.num_own += 1
+            return samples_of(place)
+
+        loader._load_samples = counted
+    return found.pids, loader.num_own
+
+
+def _serve(orders: Connection, control: Connection) -> None:
+    """Body of a worker's process: orders in this thread, control in another."""
+    from morph.runtime.process.worker import Worker, set_up
+    from morph.runtime.state import unit_state
+
+    workers: list[Worker] = []
+    first_exponent = unit_state.first_exponent
+
+    def footprint() -> Footprint:
+        return Footprint(len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))  # noqa: PTH208
+
+    def serve_control() -> None:
+        commands: dict[str, Callable[..., Any]] = {
+            "abort": lambda generation: workers[-1].abort(generation),
+            "heartbeat": lambda wait_s: workers[-1].heartbeat(wait_s),
+            "ahead": lambda order: workers[-1].ahead(order),
+            "footprint": footprint,
+            "arm": lambda faults, slow_s: _arm(workers[-1], faults, slow_s),
+            "counted": lambda: getattr(workers[-1]._sums._running, "_num_counted", 0),
+            "copied": lambda sender, step: _num_copied(workers[-1], sender, step),
+            "ends": lambda: [type(one).__name__ for one in workers[-1]._generation.mailboxes.values()],  # type: ignore[union-attr]
+            "staged_bytes": lambda: 0 if HERE.device is None else HERE.device.copied_bytes,
+            "launches": lambda: [] if HERE.nccl is None else HERE.nccl.launches,
+            "waiting": lambda: bool(workers[-1]._interrupt._condition._waiters),  # type: ignore[attr-defined]
+        }
+        while True:
+            name, arguments = control.recv()
+            control.send(commands[name](*arguments))
+
+    threading.Thread(target=serve_control, daemon=True).start()
+    while True:
+        name, arguments = orders.recv()
+        if name == "first_exponent":
+            (wanted,) = arguments
+            unit_state.first_exponent = partial(_fixed, wanted) if wanted is not None else first_exponent
+            orders.send(None)
+            continue
+        if name == "fake_device":
+            use_fake_device(*arguments)
+            orders.send(None)
+            continue
+        if name == "data_workers":
+            orders.send(_data_workers(workers[-1]))
+            continue
+        if name == "setup":  # a worker is set up once in its life
+            for before in workers:
+                if before._generation is not None:  # else the collector of garbage waits for what its groups still do
+                    before._reaper.reap(before._generation.groups)
+                if beside := getattr(before._workload, "_data_workers", None):
+                    beside.close()
+            made = set_up(*arguments)
+            if isinstance(made, Failed):
+                orders.send(made)
+                continue
+            workers[:] = [made]
+        orders.send(getattr(workers[-1], name)(*arguments))
+
+
+class Member:
+    """One worker's process, as its manager sees it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.orders, orders = FORKS.Pipe()
+        self._control, control = FORKS.Pipe()
+        self._in_use = threading.Lock()
+        self.process = FORKS.Process(target=_serve, args=(orders, control), name=name, daemon=True)
+        self.process.start()
+        orders.close()
+        control.close()
+
+    def send(self, method: str, *arguments: object) -> None:
+        """Give an order; ``answer`` has its result."""
+        self.orders.send((method, arguments))
+
+    def answer(self, timeout_s: float = ANSWER_S) -> Any:
+        """The answer to the order given last, within ``timeout_s``."""
+        return _receive(self.orders, f"an answer of {self.name}", timeout_s)
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether ``answer`` has something to return."""
+        return self.orders.poll()
+
+    def control(self, command: str, *arguments: object) -> Any:
+        """Run a command on the control lane."""
+        with self._in_use:
+            self._control.send((command, arguments))
+            return _receive(self._control, f"{self.name}'s control lane", ANSWER_S)
+
+    def stop(self) -> None:
+        """Stop the process, as a machine that hangs: its connections stay open."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(END_S)
+        self.process.close()
+        self.orders.close()
+        self._control.close()
+
+
+class ThreadMember:
+    """One worker in a thread of this process, as its manager sees it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._thread = ThreadPoolExecutor(1, name)
+        self._answer: Future[Any]
+
+    def send(self, method: str, *arguments: object) -> None:
+        """Give an order; ``answer`` has its result."""
+        self._answer = self._thread.submit(self.carry_out, method, *arguments)
+        if method == "setup":  # a process imports and cuts one job at a time
+            wait_for_futures([self._answer], SETUP_S)
+
+    def carry_out(self, method: str, *arguments: object) -> Any:
+        from morph.runtime.process.worker import set_up
+
+        if method == "setup":  # a worker is set up once in its life
+            made = set_up(*arguments)  # type: ignore[arg-type]
+            if isinstance(made, Failed):
+                return made
+            self.worker: Any = made
+        return getattr(self.worker, method)(*arguments)
+
+    def answer(self, timeout_s: float = ANSWER_S) -> Any:
+        """The answer to the order given last, within ``timeout_s``."""
+        return self._answer.result(timeout_s)
+
+    def control(self, command: str, *arguments: object) -> Any:
+        """Run a command on the control lane."""
+        return getattr(self.worker, command)(*arguments)
+
+    def end(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+
+def _receive(connection: Connection, what: str, timeout_s: float) -> Any:
+    if not connection.poll(timeout_s):
+        raise TimeoutError(f"waited {timeout_s:g} s for {what}")
+    return connection.recv()
+
+
+def wait_for_updates(lane: PreCopyLane, most: int) -> None:
+    """Wait until no more updates than so many are still to leave: a stream that falls behind by more is given up."""
+    poll_until(lambda: all(stream._unsent_updates <= most for stream in lane._outgoing), "updates to leave")
+
+
+def worker_setup(job: TinyJob, worker: str, store: StoreHost, **fields: object) -> WorkerSetup:
+    values: dict[str, object] = {
+        "worker": worker,
+        "fingerprint": job.fingerprint,
+        "num_sections": job.num_sections,
+        "micro_batch_size": job.micro_batch_size,
+        "store_host": LOOPBACK,
+        "store_port": store.port(),
+        "listen_host": LOOPBACK,
+        "secret": "of the run",
+    }
+    return WorkerSetup.model_validate(values | fields)
+
+
+class Crew:
+    """Some workers and what a controller knows of them: generation, decided version, who holds which unit.
+
+    Args:
+        job: What they train.
+        names: Of the workers.
+        make: What each lives in.
+    """
+
+    def __init__(self, job: TinyJob, names: Sequence[str], make: Callable[[str], Any] = Member) -> None:
+        self.job = job
+        self.members = {name: make(name) for name in names}
+        self.store = StoreHost(LOOPBACK)
+        self.generation = 0
+        self.plan: Plan | None = None
+        self.formed: ReshapeOrder | None = None
+        self.slots: tuple[Slot, ...] = ()
+        self.directory = Path()
+        self.begin()
+
+    def set_up(
+        self, job_path: str, fingerprint: str, directory: Path, names: Sequence[str] = (), **fields: object
+    ) -> None:
+        """Begin anew with this job and checkpoint directory: no state, version 0; ``fields`` are the setup's.
+
+        ``names``: of the workers that are set up, if not of all.
+        """
+        fields = {"code": pack(job_path, collect(job_path))} | fields if "code" not in fields else fields
+        fields |= {"job_path": job_path, "fingerprint": fingerprint, "checkpoint_url": str(directory)}
+        names = names or tuple(self.members)
+        for name in names:
+            self.members[name].send("setup", worker_setup(self.job, name, self.store, **fields))
+        for name in names:
+            answer = self.members[name].answer(SETUP_S)  # it may compile sections
+            assert isinstance(answer, WorkerReady), answer
+        self.directory = directory
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget every state: the next reshape makes it anew from the job's seed."""
+        self.version = 0
+        self.held: dict[str, frozenset[str]] = {}
+        self.losses: list[float] = []
+        self.answers: list[Prepared] = []
+        self.attempts: list[list[Prepared]] = []
+        self.loss_scale: LossScale | None = None
+        self._decided: Decided | None = None
+
+    @property
+    def decided(self) -> Decided | None:
+        """What was decided of the step before the decided version."""
+        return self._decided if self._decided and self._decided.version == self.version else None
+
+    def order(
+        self, shape: str | Plan, workers: Sequence[str], restore: str | None = None, version: int | None = None
+    ) -> ReshapeOrder:
+        """The order that forms the next generation of ``workers``; ``version``: not the decided one."""
+        self.generation += 1
+        self.version = self.version if version is None else version
+        self.plan = self.job.plan(shape) if isinstance(shape, str) else shape
+        held = {name: units for name, units in self.held.items() if name in self.members}
+        needed = units_by_stage(self.plan, self.job.units)
+        sizes = dict.fromkeys(self.job.units, 1)
+        self.slots = place(self.plan, list(workers), held, needed, sizes)
+        if restore is None and not self.version:
+            restore = "initial"
+        sources = choose_sources(self.slots, needed, held, sizes, restore)
+        return ReshapeOrder(
+            generation=self.generation,
+            version=self.version,
+            decided=self.decided,
+            plan=self.plan,
+            slots=self.slots,
+            sources=sources,
+        )
+
+    def reshape(
+        self, shape: str | Plan, workers: Sequence[str], restore: str | None = None, version: int | None = None
+    ) -> list[Reshaped]:
+        """Form a generation, and return the answers of all who took part."""
+        return self.form(self.order(shape, workers, restore, version))
+
+    def form(self, order: ReshapeOrder) -> list[Reshaped]:
+        """Form the generation of this order; its members keep what they follow and had."""
+        before = self.held
+        answers = self.ask(taking_part(order), "reshape", order)
+        assert all(isinstance(answer, Reshaped) for answer in answers), answers
+        self.loss_scale = next((answer.loss_scale for answer in answers if answer.loss_scale), None)
+        self.formed = order
+        self.hold()
+        for entry in order.follows:
+            assert set(entry.known) <= before.get(entry.follower, set())
+            self.held[entry.follower] |= set(entry.known)
+        return answers
+
+    def hold(self) -> None:
+        """Everybody of the present generation holds the units of its stage, and nobody else anything."""
+        assert self.plan is not None
+        needed = units_by_stage(self.plan, self.job.units)
+        self.held = {slot.worker: frozenset(needed[slot.stage]) for slot in self.slots}
+
+    def ask(self, workers: Iterable[str], method: str, order: object) -> list[Any]:
+        """Give several workers the same order, and collect their answers."""
+        asked = [self.members[name] for name in workers]
+        for member in asked:
+            member.send(method, order)
+        return [member.answer() for member in asked]
+
+    @property
+    def present(self) -> list[str]:
+        """The workers of the present generation."""
+        return [slot.worker for slot in self.slots]
+
+    def step_order(self, attempt: int = 0, *, record_timeline: bool = False) -> StepOrder:
+        return StepOrder(
+            generation=self.generation,
+            step=self.version,
+            attempt=attempt,
+            decided=self.decided,
+            loss_scale=self.loss_scale,
+            record_timeline=record_timeline,
+        )
+
+    def prepare(self, *, record_timeline: bool = False) -> int:
+        """Run the next step up to its reduced gradients, with as many attempts as it needs; returns their number."""
+        for attempt in range(8):
+            order = self.step_order(attempt, record_timeline=record_timeline)
+            self.answers = answers = self.ask(self.present, "step", order)
+            assert all(isinstance(answer, Prepared) for answer in answers), answers
+            self.attempts.append(answers)
+            if any(answer.non_finite for answer in answers) or not any(answer.overflowed for answer in answers):
+                losses = {entry.micro_batch: entry.loss for answer in answers for entry in answer.losses}
+                assert self.plan is not None
+                assert sorted(losses) == list(range(self.plan.num_micro_batches))
+                self.losses.append(sum(losses[index] for index in sorted(losses)) / len(losses))
+                return attempt + 1
+        raise AssertionError(f"step {self.version} overflowed 8 times")
+
+    def decide(self) -> Decided:
+        """Decide the step that everybody has prepared."""
+        self.version += 1
+        norms = [answer.unit_norms_sq for answer in self.answers]
+        non_finite = [answer.non_finite for answer in self.answers]
+        weights = [weights_of(answer.losses) for answer in self.answers]
+        self._decided = decided_step(self.version, norms, non_finite, self.job.units, weights)
+        self.loss_scale = self._decided.next_scale(self.loss_scale)
+        return self._decided
+
+    def train(self, until: int) -> None:
+        """Run and decide steps until the decided version is ``until``."""
+        while self.version < until:
+            self.prepare()
+            self.decide()
+
+    def save(self, *, held: bool = False) -> Manifest:
+        """Commit the decided version, and write every unit of it once; ``held``: whatever became of the generation."""
+        assert self.plan is not None
+        self.generation += held
+        needed = units_by_stage(self.plan, self.job.units)
+        writers = share_units(self.slots, needed, dict.fromkeys(self.job.units, 1))
+        for name in self.present:
+            order = CommitOrder(
+                generation=self.generation,
+                version=self.version,
+                decided=self.decided,
+                checkpoint_units=tuple(unit for unit, writer in writers.items() if writer == name),
+                held=held,
+            )
+            self.members[name].send("commit", order)
+        self.commits = [self.members[name].answer() for name in self.present]
+        assert all(isinstance(answer, Committed) for answer in self.commits), self.commits
+        written: dict[str, UnitWritten] = {}
+        deadline_s = time.monotonic() + ANSWER_S
+        while len(written) < len(writers):
+            assert time.monotonic() < deadline_s, "the checkpoint was not written"
+            for name in self.present:
+                beat = self.members[name].control("heartbeat", 0.05)
+                assert beat.checkpoint_error is None
+                written |= {entry.unit: entry for entry in beat.written if entry.version == self.version}
+        files = [
+            UnitFile(**written[unit].model_dump(exclude={"worker", "version", "stall_s"})) for unit in sorted(written)
+        ]
+        return Manifest(fingerprint=self.job.fingerprint, version=self.version, units=tuple(files))
+
+    def digests(self, *, held: bool = False) -> dict[str, str]:
+        """sha256 of every unit at the decided version."""
+        return {entry.unit: entry.sha256 for entry in self.save(held=held).units}
+
+    def close(self) -> None:
+        for member in self.members.values():
+            member.end()
+
+
+def taking_part(order: ReshapeOrder) -> list[str]:
+    """Everybody whom an order is for: who has a place, and who gives something away."""
+    names = dict.fromkeys(slot.worker for slot in order.slots)
+    names |= dict.fromkeys(source.peer for source in order.sources if source.peer)
+    if order.salvage is not None:
+        names |= dict.fromkeys(entry.holder for entry in order.salvage.sums)
+    return list(names)
+
+
+def workers_of(shape: str, names: Sequence[str]) -> Sequence[str]:
+    """As many of the names as ``"PxD"`` needs."""
+    depth, replicas = map(int, shape.split("x"))
+    return names[: depth * replicas]
+
+
+def check_that_morphs_leave_nothing(crew: Crew, names: Sequence[str]) -> None:
+    """Twenty morphs of four workers leave no thread and no open file in their processes that four have not."""
+    shapes = ("2x2", "1x3", "4x1", "1x2")
+
+    def footprints() -> list[Footprint]:
+        return [member.control("footprint") for member in crew.members.values()]
+
+    def morph(times: int) -> None:
+        for index in range(times):
+            crew.reshape(shapes[index % len(shapes)], names)
+            crew.train(crew.version + 1)
+
+    def no_more_than(before: list[Footprint]) -> bool:
+        return all(
+            now.num_threads <= then.num_threads and now.num_descriptors <= then.num_descriptors
+            for now, then in zip(footprints(), before, strict=True)
+        )
+
+    def let_go() -> None:
+        for name in names:  # a generation of one has no groups: the old ones are closed
+            crew.begin()
+            crew.reshape("1x1", [name])
+
+    morph(len(shapes))
+    let_go()
+    settled: list[list[Footprint]] = []
+
+    def settles() -> bool:
+        settled.append(footprints())
+        return len(settled) > 20 and all(entry == settled[-1] for entry in settled[-20:])
+
+    poll_until(settles, "the groups of the first morphs to be closed")
+    crew.begin()
+    morph(20)
+    let_go()
+    poll_until(lambda: no_more_than(settled[-1]), f"threads and files to go down to {settled[-1]}")
+
+
+class ManagedCrew:
+    """A driver's ``Pool``. Processes are used again under other names once a run is over.
+
+    Args:
+        job: What every run trains.
+    """
+
+    def __init__(self, job: TinyJob) -> None:
+        self.job = job
+        self._code = pack(JOB, collect(JOB))
+        self._idle: list[Member] = []
+        self._members: dict[str, Member] = {}
+        self._lost: set[str] = set()
+        self._event_queue = EventQueue()
+        self._store: StoreHost
+        self._checkpoint_url = ""
+        self._ending = threading.Event()
+
+    def run(self, config: ControllerConfig, run_dir: RunDir, observer: Callable[[ManagedCrew], Observer]) -> Finish:
+        """Run a session to its end on as many workers as it expects."""
+        self._event_queue, self._store = EventQueue(), StoreHost(LOOPBACK)
+        self._checkpoint_url, self._members, self._lost = run_dir.checkpoint_url, {}, set()
+        self._ending.clear()
+        listening = threading.Thread(target=self._listen, daemon=True)
+        listening.start()
+        try:
+            with Journal.open(run_dir.journal_path) as journal:
+                journal.append_config(0.0, config)
+                observers = [observer(self)]
+                url = run_dir.checkpoint_url
+                driver = Driver(initial_state(config), self._event_queue, self, journal, url, observers)
+                self.add(*(f"w{index}" for index in range(config.expected_nodes)))
+                return driver.run()
+        finally:
+            self._ending.set()
+            listening.join()
+            for name, member in self._members.items():
+                if name in self._lost:
+                    member.end()
+                else:
+                    self._idle.append(member)
+
+    def close(self) -> None:
+        for member in self._idle:
+            member.end()
+
+    def add(self, *workers: str) -> None:
+        """VMs are up: their workers are started."""
+        for worker in workers:
+            self._event_queue.put(NodeAppeared(node=worker))
+
+    def arm(self, *faults: Fault, slow_s: float = 0.0) -> None:
+        """Schedule deaths of living workers; ``slow_s``: what state takes between them and their followers."""
+        for worker in dict.fromkeys(fault.worker for fault in faults):
+            mine = tuple(fault for fault in faults if fault.worker == worker)
+            self._members[worker].control("arm", mine, slow_s)
+
+    def put(self, event: object) -> None:
+        self._event_queue.put(event)  # type: ignore[arg-type]
+
+    # ---- the driver's ----
+
+    def start(self, worker: str, vm: str) -> None:
+        member = self._members[worker] = self._idle.pop() if self._idle else Member(worker)
+        url = self._checkpoint_url
+        setup = worker_setup(self.job, worker, self._store, job_path=JOB, checkpoint_url=url, code=self._code)
+        member.send("setup", setup)
+
+    def reshape(self, worker: str, order: ReshapeOrder) -> None:
+        self._send(worker, "reshape", order)
+
+    def step(self, worker: str, order: StepOrder) -> None:
+        self._send(worker, "step", order)
+
+    def commit(self, worker: str, order: CommitOrder) -> None:
+        self._send(worker, "commit", order)
+
+    def probe(self, worker: str, order: ProbeOrder) -> None:
+        raise AssertionError(f"{worker} is not slow: {order}")
+
+    def abort(self, worker: str, generation: int) -> None:
+        self._control(worker, "abort", generation)
+
+    def ahead(self, worker: str, order: PreCopyOrder) -> None:
+        self._control(worker, "ahead", order)
+
+    def end(self, worker: str) -> None:
+        self._members[worker].process.kill()
+
+    def watch(self) -> bool:
+        return True
+
+    # ---- inside ----
+
+    def _send(self, worker: str, method: str, order: object) -> None:
+        with suppress(OSError):  # it is dead, and is about to be seen to be
+            self._members[worker].send(method, order)
+
+    def _control(self, worker: str, command: str, *arguments: object) -> object:
+        with suppress(OSError, EOFError):
+            return self._members[worker].control(command, *arguments)
+        return None
+
+    def _listen(self) -> None:
+        beats_at_s = time.monotonic()
+        while not self._ending.is_set():
+            living = {member.orders: name for name, member in tuple(self._members.items()) if name not in self._lost}
+            for connection in wait_for_connections(list(living), BEATS_EVERY_S) if living else ():
+                self._take(living[connection], connection)  # type: ignore[index]
+            if not living:
+                time.sleep(BEATS_EVERY_S)
+            if time.monotonic() >= beats_at_s:
+                beats_at_s = time.monotonic() + BEATS_EVERY_S
+                for name in living.values():
+                    beat = self._control(name, "heartbeat", 0.0)
+                    if beat is not None:
+                        self._event_queue.put_beat(name, beat)  # type: ignore[arg-type]
+
+    def _take(self, worker: str, connection: object) -> None:
+        try:
+            answer = connection.recv()  # type: ignore[attr-defined]
+        except (OSError, EOFError):
+            self._lost.add(worker)
+            self._event_queue.put(WorkerLost(worker=worker, cause="killed"))
+            return
+        self._event_queue.put(WorkerAnswered(worker=worker, answer=answer))

@@ -1,0 +1,221 @@
+"""Worker processes that train the tiny job on fake devices: equal bits, also after a kill in any phase.
+
+Activations and gradients go through the host or from device to device by mailboxes; reductions go through the host or
+stay on devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from morph.contract.cluster import LinkSetting
+from morph.contract.faults import Fault
+from morph.contract.messages import Aborted, Slot
+from tests.crew import Crew, check_that_morphs_leave_nothing
+from tests.device.fake_mailboxes import FakeMailRoom
+from tests.system.harness import JOB, TinyJob
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+NAMES = ("w0", "w1", "w2", "w3")
+LOST, REST = NAMES[-1], NAMES[:-1]
+NUM_STEPS = 3
+END_S = 100.0
+
+
+@pytest.fixture
+def crew(job: TinyJob) -> Iterator[Crew]:
+    made = Crew(job, NAMES)
+    yield made
+    made.close()
+
+
+def with_mailboxes(crew: Crew, of_last: FakeMailRoom | None = None) -> None:
+    """Give each worker a device with mailboxes; ``of_last``: those of the last one."""
+    for name in NAMES:
+        _give_device(crew, name, None, None, of_last if of_last and name == LOST else FakeMailRoom())
+
+
+def with_rings(crew: Crew, kill_at: tuple[str, int] | None = None, *, shared: bool = False) -> None:
+    """Give each worker a device with rings, in which the last one dies; ``shared``: all are said to be one device."""
+    for name in NAMES:
+        _give_device(crew, name, "GPU" if shared else f"GPU-{name}", kill_at if name == LOST else None)
+
+
+def _give_device(crew: Crew, name: str, *arguments: object) -> None:
+    crew.members[name].send("fake_device", *arguments)
+    crew.members[name].answer()
+
+
+def send_step(crew: Crew) -> None:
+    """Have every worker begin the next step."""
+    for name in NAMES:
+        crew.members[name].send("step", crew.step_order())
+
+
+def answers_without_the_last(crew: Crew) -> dict[str, object]:
+    """Wait until the last worker has died, abort the others, and return their answers."""
+    crew.members[LOST].process.join(END_S)
+    assert crew.members[LOST].process.exitcode is not None
+    for name in REST:
+        crew.members[name].control("abort", crew.generation)
+    crew.held.pop(LOST, None)
+    return {name: crew.members[name].answer() for name in REST}
+
+
+def goes_on_without_the_last(crew: Crew, reference: dict[str, str]) -> None:
+    """The others end with the weights of a worker that trains alone."""
+    crew.reshape("3x1", REST)
+    crew.train(NUM_STEPS)
+    assert crew.digests() == reference
+
+
+@pytest.fixture(params=["staged", "ipc"])
+def links(request: pytest.FixtureRequest) -> LinkSetting:
+    found: LinkSetting = request.param
+    return found
+
+
+def test_shapes_and_morphs_over_a_fake_device_end_with_the_same_bits(
+    crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path, links: LinkSetting
+) -> None:
+    with_mailboxes(crew)
+    crew.set_up(JOB, job.fingerprint, tmp_path, links=links)
+    for shape in ("4x1", "2x2"):
+        crew.begin()
+        crew.reshape(shape, NAMES)
+        for slot in crew.slots:
+            num_neighbours = (slot.stage > 0) + (slot.stage + 1 < int(shape[0]))
+            ends = ["ReceivingEnd", "SendingEnd"] * num_neighbours if links == "ipc" else []
+            assert sorted(crew.members[slot.worker].control("ends")) == sorted(ends)
+        crew.train(NUM_STEPS)
+        assert crew.digests() == reference
+    assert all(member.control("staged_bytes") for member in crew.members.values())
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "before_commit"])
+def test_workers_on_a_fake_device_go_on_without_one_that_was_killed(
+    crew: Crew,
+    job: TinyJob,
+    reference: dict[str, str],
+    tmp_path: Path,
+    phase: Literal["forward", "backward", "reduce", "before_commit"],
+    links: LinkSetting,
+) -> None:
+    with_mailboxes(crew)
+    crew.set_up(JOB, job.fingerprint, tmp_path, faults=(Fault(worker=LOST, phase=phase, step=1),), links=links)
+    crew.reshape("2x2", NAMES)
+    crew.train(1)
+    send_step(crew)
+    for answer in answers_without_the_last(crew).values():
+        # who was through with its part of the step before the loss has prepared it, and nobody decides it
+        assert isinstance(answer, Aborted) or phase in ("before_commit", "reduce"), answer
+    goes_on_without_the_last(crew, reference)
+
+
+def test_sums_on_devices_have_the_same_bits_in_every_shape(
+    crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path
+) -> None:
+    with_rings(crew)
+    crew.set_up(JOB, job.fingerprint, tmp_path, rings="auto")
+    crew.reshape("1x4", NAMES)
+    crew.train(1)
+    crew.reshape("2x2", NAMES)
+    crew.train(NUM_STEPS)
+    assert crew.digests() == reference
+    launches = {slot.worker: crew.members[slot.worker].control("launches") for slot in crew.slots}
+    assert all(launches.values())
+    for stage in range(2):
+        one, other = (launches[slot.worker] for slot in crew.slots if slot.stage == stage)
+        assert one == other, "replicas of a stage launch in one order, whatever the communicator"
+
+
+def test_workers_that_share_a_device_reduce_through_the_host(
+    crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path
+) -> None:
+    with_rings(crew, shared=True)
+    crew.set_up(JOB, job.fingerprint, tmp_path, rings="auto")
+    crew.reshape("2x2", NAMES)
+    crew.train(NUM_STEPS)
+    assert crew.digests() == reference
+    assert not any(member.control("launches") for member in crew.members.values())
+
+
+@pytest.mark.parametrize("kill_at", [("reduce", 0), ("exchange", 1), ("gather", 0), ("gather", 2)])
+def test_workers_survive_a_kill_during_a_reduction_on_devices(
+    crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path, kill_at: tuple[str, int]
+) -> None:
+    with_rings(crew, kill_at)
+    crew.set_up(JOB, job.fingerprint, tmp_path, rings="auto")
+    crew.reshape("2x2", NAMES)
+    send_step(crew)
+    answers = answers_without_the_last(crew)
+    partner = next(slot.worker for slot in crew.slots if slot.stage == 1 and slot.worker != LOST)
+    assert isinstance(answers[partner], Aborted), "its reduction needs the one that was killed"
+    goes_on_without_the_last(crew, reference)
+
+
+def slot_of_the_last(crew: Crew) -> Slot:
+    return next(slot for slot in crew.slots if slot.worker == LOST)
+
+
+def neighbour_of_the_last(crew: Crew) -> str:
+    replica = slot_of_the_last(crew).replica
+    return next(slot.worker for slot in crew.slots if slot.replica == replica and slot.stage == 0)
+
+
+@pytest.mark.parametrize("place", ["share", "open"])
+def test_workers_go_on_without_one_that_was_killed_while_mailboxes_are_formed(
+    crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path, place: str
+) -> None:
+    with_mailboxes(crew, FakeMailRoom(kill_at=(place, 0)))
+    crew.set_up(JOB, job.fingerprint, tmp_path, links="auto")
+    order = crew.order("2x2", NAMES)
+    for name in NAMES:
+        crew.members[name].send("reshape", order)
+    answers = answers_without_the_last(crew)
+    assert isinstance(answers[neighbour_of_the_last(crew)], Aborted), "it was told of no mailbox"
+    goes_on_without_the_last(crew, reference)
+
+
+@pytest.mark.parametrize(
+    "kill_at", [("fill", 0), ("fill", 5), ("told", 5), ("read", 1), ("read", 6), ("answer", 3)], ids=str
+)
+def test_workers_survive_a_kill_while_a_message_is_on_its_way(
+    crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path, kill_at: tuple[str, int]
+) -> None:
+    with_mailboxes(crew, FakeMailRoom(kill_at=kill_at))
+    crew.set_up(JOB, job.fingerprint, tmp_path, links="auto")
+    crew.reshape("2x2", NAMES)
+    assert slot_of_the_last(crew).stage == 1, "it reads activations and sends gradients"
+    send_step(crew)
+    answers = answers_without_the_last(crew)
+    assert isinstance(answers[neighbour_of_the_last(crew)], Aborted), "it needs the one that was killed"
+    goes_on_without_the_last(crew, reference)
+
+
+def test_a_worker_that_can_open_nothing_is_reached_through_the_host(
+    crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path
+) -> None:
+    with_mailboxes(crew, FakeMailRoom(opens=False))
+    crew.set_up(JOB, job.fingerprint, tmp_path, links="auto")
+    crew.reshape("2x2", NAMES)
+    ends = {slot.worker: crew.members[slot.worker].control("ends") for slot in crew.slots}
+    neighbour = neighbour_of_the_last(crew)
+    assert ends[LOST] == ["SendingEnd"]
+    assert ends[neighbour] == ["ReceivingEnd"]
+    assert all(len(found) == 2 for name, found in ends.items() if name not in (LOST, neighbour))
+    crew.train(NUM_STEPS)
+    assert crew.digests() == reference
+
+
+def test_twenty_morphs_through_mailboxes_leave_no_threads_and_no_files_open(
+    crew: Crew, job: TinyJob, tmp_path: Path
+) -> None:
+    with_mailboxes(crew)
+    crew.set_up(JOB, job.fingerprint, tmp_path, links="ipc")
+    check_that_morphs_leave_nothing(crew, NAMES)

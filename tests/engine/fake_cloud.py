@@ -1,0 +1,150 @@
+"""A provider whose VMs are names, the thread between it and the controller, and what the controller tells that."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from manager.controller.state.actions import ReleaseNodes, RequestNodes
+from manager.controller.state.events import NodesGranted, RequestRefused
+from manager.engine.loop.event_queue import EventQueue
+from manager.engine.vms.provisioning import Provisioning
+from manager.engine.vms.spending import Spending
+from manager.journal.records import Fact
+from manager.providers.interface.provider import Capabilities, CapacityShort, Price, Vm, vm_name
+from morph.contract.cluster import Limits
+
+BOUND_S = 100.0
+
+
+def know(shell: Provisioning, nodes: Collection[str]) -> None:
+    """Let the controller know these nodes alone, so that those that it knew besides are given back."""
+    gone = shell._nodes - set(nodes)
+    shell.know(nodes)
+    if gone:
+        shell.release(ReleaseNodes(nodes=tuple(sorted(gone))))
+
+
+class Gate:
+    """Holds up calls while it is shut. ``reached``: one has come."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        self.open.set()
+
+    def shut(self) -> None:
+        self.reached.clear()
+        self.open.clear()
+
+    def pass_through(self) -> None:
+        self.reached.set()
+        assert self.open.wait(BOUND_S)
+
+
+class FakeCloud:
+    """Room for so many VMs; requests and ends can be held up. ``calls`` in order of their end.
+
+    ``errors`` are raised by the next requests, in order, after one VM has come; ``end_errors`` by the next ends.
+    ``made_as``: fields of a request's VMs.
+    """
+
+    def __init__(self, usd_per_h: float | None = 0.5) -> None:
+        self.there: dict[str, Vm] = {}
+        self.room, self.full = 100, CapacityShort("no room")
+        self.usd_per_h, self.num_devices = usd_per_h, 1
+        self.made_as: list[dict[str, Any]] = []
+        self.errors: list[Exception] = []
+        self.end_errors: list[Exception] = []
+        self.requests, self.ends = Gate(), Gate()
+        self.asked: list[tuple[str, int]] = []
+        self.ended: list[str] = []
+        self.calls: list[str] = []
+        self.lock = threading.Lock()
+
+    def add(self, request: str, count: int) -> tuple[Vm, ...]:
+        """So many VMs, which may be there already."""
+        made_as = self.made_as or [{}] * count
+        vms = [
+            Vm(name=vm_name(request, index), request=request, num_devices=self.num_devices, **made_as[index])
+            for index in range(count)
+        ]
+        self.there |= {vm.name: self.there.get(vm.name, vm) for vm in vms}
+        return tuple(vms)
+
+    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+        num_vms = min(-(-count // self.num_devices), count if max_vms is None else max_vms)
+        with self.lock:
+            self.asked.append((request, count))
+            num_vms = min(num_vms, self.room - sum(vm.request != request for vm in self.there.values()))
+            if num_vms <= 0:
+                self.calls.append(f"refuse {request}")
+                raise self.full
+            vms = self.add(request, 1 if self.errors else num_vms)
+        self.requests.pass_through()  # they are there before the grant is
+        if self.errors:
+            raise self.errors.pop(0)
+        with self.lock:
+            self.calls.append(f"grant {request}")
+            return vms
+
+    def list(self) -> tuple[Vm, ...]:
+        with self.lock:
+            return tuple(self.there.values())
+
+    def delete(self, names: Sequence[str]) -> None:
+        found = [name for name in self.there if name in names]
+        if not found:
+            return
+        self.ends.pass_through()
+        if self.end_errors:
+            raise self.end_errors.pop(0)
+        with self.lock:
+            for name in found:
+                self.there.pop(name, None)
+            self.ended += found
+            self.calls.append(f"end {', '.join(found)}")
+
+    def stop(self) -> None:
+        self.requests.open.set()
+
+    def dismantle(self) -> None:
+        with self.lock:
+            self.there = {}
+            self.calls.append("dismantle")
+
+    def price(self) -> Price | None:
+        return None if self.usd_per_h is None else Price(usd_per_h=self.usd_per_h, source="test")
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(spot=True)
+
+
+class ProvisioningWorld:
+    """The thread between a controller and a cloud; ``now_s`` is the clock of what is spent."""
+
+    def __init__(self, cloud: FakeCloud | None = None, pause: Callable[[float], bool] | None = None, **limits: float):
+        self.cloud, self.event_queue, self.now_s = cloud or FakeCloud(), EventQueue(), 0.0
+        spending = Spending(Limits.model_validate(limits), lambda: self.now_s)
+        self.shell = Provisioning(self.cloud, self.event_queue, spending, **({"pause": pause} if pause else {}))
+        self.facts: list[Fact] = []
+
+    def answer(self) -> NodesGranted | RequestRefused:
+        """What the thread tells next, but for facts, which are kept."""
+        while True:
+            stamped = self.event_queue.get(BOUND_S)
+            assert stamped is not None, "no answer"
+            if isinstance(stamped.item, NodesGranted | RequestRefused):
+                return stamped.item
+            assert isinstance(stamped.item, Fact)
+            self.facts.append(stamped.item)
+
+    def ask(self, request: str = "job-1", count: int = 2) -> None:
+        self.shell.request(RequestNodes(request=request, count=count))
+
+    def settle(self) -> list[str]:
+        """Wait until all that is to be ended is; returns what was ended so far."""
+        done = threading.Event()
+        self.shell._ends.put(done.set)
+        assert done.wait(BOUND_S)
+        return self.cloud.ended

@@ -1,0 +1,206 @@
+"""Workers that train a job in one shape after another, and what comes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manager.report.means import EvaluationReader, extreme_rates
+from morph.checkpoint.manifest import write_manifest
+from morph.checkpoint.unit_files import from_payload
+from morph.contract.checkpoint import Manifest
+from morph.contract.decided import Decided, LossScale
+from morph.contract.messages import Committed, PreCopyMove, PreCopyOrder, Prepared
+from morph.contract.plan import Plan
+from tests.crew import SETUP_S, Crew
+from tests.system.harness import TinyJob, load_tiny_job
+from tests.training.training_jobs import BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SECTIONS
+
+JOBS = Path(__file__).parent / "training_jobs.py"
+NAMES = ("w0", "w1", "w2", "w3")
+
+
+def spec_of(name: str) -> str:
+    """The job of a name, as workers are told it."""
+    return f"{JOBS}:{name}"
+
+
+def make_plan(shape: str, fingerprint: str, *, recompute: bool = True, live_sections: int | None = None) -> Plan:
+    """A plan for ``"PxD"``; without recompute every stage keeps its activations. Orders are Varuna's.
+
+    ``live_sections`` is every stage's.
+    """
+    found: dict[str, Any] = (
+        TinyJob(fingerprint, BATCH_SIZE, {}, NUM_SECTIONS, MICRO_BATCH_SIZE).plan(shape).model_dump()
+    )
+    found["stages"] = [stage | {"live_sections": live_sections} for stage in found["stages"]]
+    if not recompute:
+        found["stages"] = [stage | {"recompute": False} for stage in found["stages"]]
+        found["orders"] = {count: [order.replace("R", "") for order in o] for count, o in found["orders"].items()}
+    return Plan.model_validate(found)
+
+
+@dataclass
+class Trained:
+    """What came of a run: sha256 by unit, and what was reported of each step."""
+
+    directory: Path
+    decided: list[Decided] = field(default_factory=list)
+    scales: list[LossScale | None] = field(default_factory=list)
+    answers: list[list[Prepared]] = field(default_factory=list)
+    commits: list[Committed] = field(default_factory=list)
+    num_sent_ahead: int = 0
+    num_own_reads: int = 0
+    manifest: Manifest = field(init=False)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        return {entry.unit: entry.sha256 for entry in self.manifest.units}
+
+    @property
+    def learning_rates(self) -> dict[int, tuple[float, float] | None]:
+        """Lowest and highest by step, as a report has them."""
+        return {answers[0].step: extreme_rates(answers) for answers in self.answers}
+
+    @property
+    def losses(self) -> list[str]:
+        """Losses and metrics of each step's micro-batches, in their order; as text, for NaN is not itself."""
+        steps = [
+            sorted((e for a in answers for e in a.losses), key=lambda e: e.micro_batch) for answers in self.answers
+        ]
+        return [str(entries) for entries in steps]
+
+    @property
+    def evaluations(self) -> list[Any]:
+        """Every evaluation, put together as the report does it."""
+        reader = EvaluationReader()
+        for answers in (*self.answers, self.commits):
+            for answer in answers:
+                reader.take(answer.evaluation)
+        return list(reader.all())
+
+    def numbers(self, unit: str) -> dict[str, Any]:
+        """The plain numbers of a unit's final state."""
+        entry = next(entry for entry in self.manifest.units if entry.unit == unit)
+        path = self.directory / f"v{self.manifest.version:08d}" / entry.file
+        found: dict[str, Any] = json.loads(bytes(from_payload(path.read_bytes())["numbers"].tolist()))
+        return found
+
+
+class ShapesCrew:
+    """Worker processes, reused by every test; anew after one that failed, for theirs have answers left to give."""
+
+    def __init__(self) -> None:
+        self.crew = Crew(load_tiny_job(), NAMES)
+
+    def close(self) -> None:
+        self.crew.close()
+
+    def train(
+        self,
+        job: str,
+        spans: Sequence[tuple[Plan | str, int]],
+        directory: Path,
+        *,
+        lose: bool = False,
+        ahead: bool = False,
+        kill_readers_at: int | None = None,
+    ) -> Trained:
+        """Train a job from its seed.
+
+        Args:
+            job: Its name in ``training_jobs``.
+            spans: (shape or plan, version until which it runs), in turn.
+            directory: For checkpoints.
+            lose: The first worker of a shape with replicas does not come along into the next one. The others are
+                told of the last decided step only then, and roll forward.
+            ahead: In every step, each worker is sent all units of another ahead, which it then drops.
+            kill_readers_at: Before this step, one data worker of each worker is killed.
+        """
+        try:
+            return self._train(job, spans, directory, lose, ahead, kill_readers_at)
+        except BaseException:
+            self.close()
+            self.crew = Crew(self.crew.job, NAMES)
+            raise
+
+    def _train(
+        self,
+        job: str,
+        spans: Sequence[tuple[Plan | str, int]],
+        directory: Path,
+        lose: bool,
+        ahead: bool,
+        kill_readers_at: int | None,
+    ) -> Trained:
+        crew, found = self.crew, Trained(directory)
+        crew.job = load_tiny_job(NUM_SECTIONS, MICRO_BATCH_SIZE, spec_of(job))
+        update = {"fingerprint": crew.job.fingerprint}
+        plans = [
+            crew.job.plan(shape) if isinstance(shape, str) else shape.model_copy(update=update) for shape, _ in spans
+        ]
+        names = list(NAMES[: _num_needed(plans, lose=lose)])
+        crew.set_up(spec_of(job), crew.job.fingerprint, directory, names)
+        for name in names:
+            self._data_workers(name)
+        for plan, (_, until) in zip(plans, spans, strict=True):
+            if lose and crew.version and crew.plan is not None and crew.plan.num_replicas > 1:
+                names.remove(crew.present[0])
+                crew.held.pop(crew.present[0])
+            crew.reshape(plan, names)
+            while crew.version < until:
+                if ahead:
+                    self._send_ahead(found)
+                if crew.version == kill_readers_at:
+                    for name in crew.present:
+                        os.kill(self._data_workers(name)[0][0], signal.SIGKILL)
+                found.scales.append(crew.loss_scale)
+                crew.prepare()
+                found.decided.append(crew.decide())
+            self._collect_ahead(found)
+        found.manifest, found.commits, found.answers = crew.save(), crew.commits, crew.attempts
+        write_manifest(str(directory), found.manifest)
+        found.num_own_reads = sum(self._data_workers(name)[1] for name in crew.present)
+        return found
+
+    def _data_workers(self, name: str) -> tuple[tuple[int, ...], int]:
+        """A worker's data workers, once they can read, and how many micro-batches it has read itself since."""
+        self.crew.members[name].send("data_workers")
+        found: tuple[tuple[int, ...], int] = self.crew.members[name].answer(SETUP_S)
+        return found
+
+    def _send_ahead(self, found: Trained) -> None:
+        """Have everybody send all its units to the next worker; what was sent before is dropped."""
+        crew, present = self.crew, self.crew.present
+        assert crew.plan is not None
+        self._collect_ahead(found)
+        nexts = dict(zip(present, [*present[1:], *present[:1]], strict=True))
+        moves = tuple(
+            PreCopyMove(unit=unit, sender=name, receiver=nexts[name])
+            for name in present
+            for unit in sorted(crew.held[name] - crew.held[nexts[name]])
+        )
+        number = crew.version + 1
+        order = PreCopyOrder(number=number, num_micro_batches=crew.plan.num_micro_batches, moves=moves)
+        for name in present:
+            crew.members[name].control("ahead", order)
+
+    def _collect_ahead(self, found: Trained) -> None:
+        """Count the units that follow their senders."""
+        for name in self.crew.present:
+            report = self.crew.members[name].control("heartbeat", 0.0).ahead
+            found.num_sent_ahead += len(report.following) if report is not None else 0
+
+
+def _num_needed(plans: Sequence[Plan], *, lose: bool) -> int:
+    """How many workers it takes to have enough in each shape, where the first of one with replicas is lost after it."""
+    lost = num_needed = 0
+    for plan in plans:
+        num_needed = max(num_needed, lost + plan.num_workers)
+        lost += lose and plan.num_replicas > 1
+    return num_needed
