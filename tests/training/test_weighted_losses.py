@@ -23,7 +23,7 @@ from morph.data import MicroBatchLoader
 from morph.losses import Loss, cross_entropy, plain_mean
 from morph.runtime.process.single import run_single
 from tests.training import training_jobs
-from tests.training.shapes_crew import ShapesCrew, spec_of
+from tests.training.shapes import ShapesCrew, spec_of
 from tests.training.training_jobs import BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SECTIONS, WIDTH, plain
 
 NUM_STEPS = 5
