@@ -31,7 +31,7 @@ from morph.runtime.groups.store import StoreHost
 from morph.runtime.process.single import single_plan
 from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator
 from morph.runtime.state.fixed_point import first_exponent
-from morph.runtime.state.reducing import Reduction
+from morph.runtime.state.reduction import Reduction
 
 KINDS = ("exact", "fast")
 MIB = 2**20

@@ -21,7 +21,7 @@ from manager.accounting.account import Part
 from manager.simulation.replay import play_of
 from manager.simulation.spot.job import PUBLISHED, SpotJob, job_from_profile
 from manager.simulation.spot.outcome import Outcome
-from manager.simulation.spot.until import SpotPrices, Until
+from manager.simulation.spot.run_end import SpotPrices, Until
 from morph.contract.plan import Plan
 from simulator import PlanRequest, simulate, spot_model, synthetic_profile
 

@@ -36,7 +36,7 @@ from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.messages import Source
 from morph.cutting import ParameterUnit
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.pre_copy.state_moves import READ_AHEAD, MoveContext, take_units
+from morph.runtime.pre_copy.state_moves import NUM_PREFETCHED, MoveContext, take_units
 from morph.runtime.state.unit_state import UnitState
 from tests.checkpoint.fake_blobs import CONTAINER, BlobService, blob_service
 from tests.checkpoint.fake_buckets import BucketService, bucket_service
@@ -99,7 +99,7 @@ def _read(url: str, width: int, units: list[str]) -> None:
     manifest = read_manifest(url, VERSION)
     names = [entry.file for entry in manifest.units if entry.unit in units]
     filesystem, folder = fsspec.core.url_to_fs(version_url(url, VERSION))
-    with ThreadPoolExecutor(READ_AHEAD) as pool:
+    with ThreadPoolExecutor(NUM_PREFETCHED) as pool:
         data = list(pool.map(lambda name: filesystem.cat_file(f"{folder}/{name}"), names))
     assert all(data)
 

@@ -30,7 +30,7 @@ SHORTER = (
 
 def sentence(told: list[str]) -> str:
     """What was told, in one cell; the first request stands in every case."""
-    parts = [part for index, part in enumerate(dict.fromkeys(told)) if index or "asked for as tiny-1" not in part]
+    parts = [part for index, part in enumerate(dict.fromkeys(told)) if index or "requested as tiny-1" not in part]
     text = "; ".join(parts)
     for pattern, short in SHORTER:
         text = re.sub(pattern, short, text)

@@ -84,7 +84,7 @@ def undisturbed(directory: Path, steps: int) -> dict[str, str]:
 def tell_of_vms(azure: VirtualAzure, life: Life, report: RunReport) -> None:
     asked, region = requests(life.run_dir), azure.region
     warned = [taken for taken in life.taken if taken.taking.notice_s is not None]
-    print(f"VMs: {asked.asked} asked for, {asked.granted} granted, {len(life.taken)} evicted")
+    print(f"VMs: {asked.asked} requested, {asked.granted} granted, {len(life.taken)} evicted")
     print(f"evictions with a notice: {len(warned)}; {region.num_approved} acknowledged, and so over before their time")
     for taken in life.taken:
         found = [morph for morph in report.morphs if taken.vm in (*morph.lost_workers, *morph.cause.split())]

@@ -106,7 +106,7 @@ def train(lane: Connection, step_s: float, task: Task, sync: str, num_steps: int
     """One worker: sends its steps, the last one as of no workers; after the end it waits."""
     torch.set_num_threads(1)
     optimizer = morph.elastic.Optimizer(torch.optim.AdamW(task.model.parameters(), lr=task.rate), task.model, sync=sync)
-    lane.send(tuple(optimizer._session.membership.address)[:2])
+    lane.send(tuple(optimizer._participation.membership.address)[:2])
 
     def loss(share: Any) -> Tensor:
         time.sleep(step_s * task.share / task.batch)

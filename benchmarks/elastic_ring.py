@@ -73,7 +73,7 @@ def train_sum(
         accumulation=accumulation,  # type: ignore[arg-type]
         sync=sync,
     )
-    membership = optimizer._session.membership
+    membership = optimizer._participation.membership
     lane.send(tuple(membership.address)[:2])
 
     def loss(_: object) -> Tensor:

@@ -37,7 +37,7 @@ def main() -> None:
     sizes = Counter(room for module, room in room_of.items() if module not in rooms)
     print(f"{len(sizes)} rooms: median {median(sizes.values()):.0f} modules, fullest {max(sizes.values())}")
     print(f"{sum(len(others) for others in leads_to.values())} arrows between rooms")
-    leads_to["morph"] = set()  # what it offers is imported when it is asked for
+    leads_to["morph"] = set()  # what it offers is imported when it is requested
     try:
         list(TopologicalSorter(leads_to).static_order())
     except CycleError as error:

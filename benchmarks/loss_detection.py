@@ -62,7 +62,7 @@ class Loss:
 
 
 class Breaker:
-    """Loses one worker after the other, each in every way that is asked for; sees how the run goes on."""
+    """Loses one worker after the other, each in every way that is requested; sees how the run goes on."""
 
     def __init__(
         self,

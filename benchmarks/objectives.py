@@ -24,7 +24,7 @@ from benchmarks.harness import PROFILES, head, row
 from manager.simulation.policies.bounds import play_ideal
 from manager.simulation.policies.morph import play_morph
 from manager.simulation.spot.job import SpotJob, job_from_profile
-from manager.simulation.spot.until import Until
+from manager.simulation.spot.run_end import Until
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile, load_profile
 from morph.contract.trace import Trace, load_trace

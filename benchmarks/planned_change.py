@@ -1,4 +1,4 @@
-"""Pause of a planned change, with units sent ahead and without: emulated devices, links of limited speed.
+"""Pause of a planned change, with pre-copied units and without: emulated devices, links of limited speed.
 
     python -m benchmarks planned_change --joins 3
 
@@ -90,14 +90,14 @@ class Change:
     order: ReshapeOrder
 
     def ahead_share(self, sizes: dict[str, int]) -> float:
-        """Of the bytes that moved, those sent ahead."""
+        """Of the bytes that moved, those pre-copied."""
         moved = [source for source in self.order.sources if source.kind in ("peer", "ahead")]
         ahead = sum(sizes[source.unit] for source in moved if source.kind == "ahead")
         return ahead / max(1, sum(sizes[source.unit] for source in moved))
 
 
 def run(parameter_bytes: int, when: str, joins: int) -> dict[str, float]:
-    """Run some joins with a policy that sends units ahead ``when``, and return their figures.
+    """Run some joins with a policy that pre-copies units ``when``, and return their figures.
 
     Four equal sections have so many bytes of parameters together; Adam makes three times that of state.
     """
@@ -163,7 +163,7 @@ def main(
     policies: str = "never,if_worth,always",
 ) -> None:
     print(f"{machine()}; link {LINK_BYTES_PER_S / 1e9:g} GB/s")
-    head("state of a newcomer | policy | pause | stood by before the change | step of 2x3 | sent ahead")
+    head("state of a newcomer | policy | pause | stood by before the change | step of 2x3 | pre-copied")
     for size in numbers(parameter_bytes):
         for when in words(policies):
             found = run(size, when, joins)

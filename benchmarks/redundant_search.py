@@ -27,7 +27,7 @@ from benchmarks.harness import Seed, head, option, row
 from manager.simulation.policies.morph import play_morph
 from manager.simulation.replay import play_of
 from manager.simulation.spot.job import Durations, SpotJob, job_from_profile, with_redundant_costs
-from manager.simulation.spot.until import Until
+from manager.simulation.spot.run_end import Until
 from morph.contract.errors import PlanError
 from simulator import PlanRequest, spot_model, synthetic_profile
 

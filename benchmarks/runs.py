@@ -12,7 +12,7 @@ from manager.controller.state.config import ControllerConfig
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observer
 from manager.rehearsal.device import known_units
-from manager.report.reading import read_report
+from manager.report.journal_reader import read_report
 from manager.report.values import RunReport
 from manager.run.session import RunSpec, run_session
 from manager.run_dir import RunDir, RunFacts

@@ -21,11 +21,11 @@ from typing import Annotated, Any
 
 from benchmarks.harness import head, option, row
 from benchmarks.workers import plan_by_hand, slots_of
-from manager.controller.saves.timing import next_save
 from manager.controller.state.config import ControllerConfig
-from manager.controller.state.draft import Draft
 from manager.controller.state.saves import SaveTimes
 from manager.controller.state.state import ControllerState, Phase, WorkerState, initial_state
+from manager.controller.state.transition import Transition
+from manager.controller.steps.save_timing import next_save
 from morph.contract.messages import ReshapeOrder
 from morph.contract.plan import Plan
 
@@ -117,7 +117,7 @@ def run(case: Case, losses: Losses, num_steps: int, due_after: DueAfter) -> floa
     return now_s
 
 
-def training_state(plan: Plan, config: dict[str, Any]) -> Draft:
+def training_state(plan: Plan, config: dict[str, Any]) -> Transition:
     """Return a draft of the controller's state while this plan trains."""
     made = ControllerConfig(
         fingerprint=plan.fingerprint,
@@ -127,11 +127,11 @@ def training_state(plan: Plan, config: dict[str, Any]) -> Draft:
         **config,
     )
     slots = slots_of(plan)
-    draft = Draft(initial_state(made), 0.0)
+    transition = Transition(initial_state(made), 0.0)
     workers = {slot.worker: WorkerState(appeared_s=0.0, ready_s=0.0) for slot in slots}
     order = ReshapeOrder(generation=1, version=0, plan=plan, slots=slots, sources=())
-    draft.change(phase=Phase.TRAINING, workers=workers, reshape=order)
-    return draft
+    transition.change(phase=Phase.TRAINING, workers=workers, reshape=order)
+    return transition
 
 
 def state_of(case: Case) -> ControllerState:
@@ -146,9 +146,9 @@ def state_of(case: Case) -> ControllerState:
         examples_per_s=1.0,
     )
     units = {f"s{stage}": (stage,) for stage in range(case.depth)}
-    draft = training_state(plan, {"units": units, "unit_bytes": dict.fromkeys(units, 1)})
-    draft.change_measured(setup_s=AGAIN_S / 2)
-    return draft.state
+    transition = training_state(plan, {"units": units, "unit_bytes": dict.fromkeys(units, 1)})
+    transition.change_measured(setup_s=AGAIN_S / 2)
+    return transition.state
 
 
 def rule_of(case: Case) -> DueAfter:
@@ -164,9 +164,9 @@ def rule_of(case: Case) -> DueAfter:
             allocation_s=AGAIN_S / 2,
             num_lost=round(_vms_lost(case, num_lost)),
         )
-        draft = Draft(state, now_s)
-        draft.change_saving(save_times=times)
-        save = next_save(draft.state, now_s)
+        transition = Transition(state, now_s)
+        transition.change_saving(save_times=times)
+        save = next_save(transition.state, now_s)
         assert save is not None
         return save.due_s
 

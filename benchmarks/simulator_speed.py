@@ -20,7 +20,7 @@ from morph.contract.profile import Profile
 from simulator import plan, plan_table, synthetic_profile
 from simulator.costs.stage_costs import SectionCosts, stage_costs
 from simulator.engine import reference
-from simulator.engine.following import follow, lane_times
+from simulator.engine.execution import execute_orders, lane_times
 from simulator.engine.mini_batch import StageTimes, run_pipeline
 from simulator.engine.schedules import stage_windows
 from simulator.search.partition import partition_table
@@ -137,7 +137,7 @@ def one_configuration(uneven: bool, slope: int) -> None:
     skipping = best_ms(lambda: run_pipeline(times, counts))
     plain = best_ms(lambda: run_pipeline(times, counts, skip_periods=False))
     lanes = replace(lane_times(times, REPLICAS), share_links=True)
-    shared = best_ms(lambda: follow(lanes, planned.orders, times.window), 10)
+    shared = best_ms(lambda: execute_orders(lanes, planned.orders, times.window), 10)
     heap = best_ms(lambda: HeapqPipeline(times, MICRO_BATCHES).play(), 2)
     rate = MICRO_BATCHES * (3 * DEPTH - 1) / plain / 1e3
     name = f"{'uneven' if uneven else 'equal'} stages, slope {slope}"
@@ -149,7 +149,7 @@ def main() -> None:
     tasks = MICRO_BATCHES * (3 * DEPTH - 1)
     print(f"One configuration: P={DEPTH}, D={REPLICAS}, {MICRO_BATCHES} micro-batches per replica ({tasks} tasks each;")
     print("equal replicas are played once)")
-    columns = "ms | without skipping periods | million tasks/s | orders followed over shared links"
+    columns = "ms | without skipping periods | million tasks/s | orders executed over shared links"
     head(f"configuration | {columns} | plain heapq loop | times as long")
     for uneven in (False, True):
         for slope in (1, 2, 4):

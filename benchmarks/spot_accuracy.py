@@ -27,7 +27,7 @@ from manager.engine.machines.machines import Processes
 from manager.journal.journal import Journal
 from manager.journal.records import VM_KILLED, DecisionRecord, Fact
 from manager.rehearsal.device import EmulationOptions, emulated_device
-from manager.report.reading import report_of
+from manager.report.journal_reader import report_of
 from manager.report.values import RunReport
 from manager.simulation.spot.cluster import SpotCluster
 from manager.simulation.spot.job import Durations, SpotJob

@@ -44,7 +44,7 @@ from manager.spot.controller import (
     Uploaded,
     decide,
 )
-from manager.spot.opening import open_local
+from manager.spot.factory import open_local
 from manager.spot.spec import Preemptions, SpotJob, lives_of
 
 PARTS = ("steps", "redone", "saves", "allocation", "preparation", "other")
@@ -165,7 +165,7 @@ class Simulated:
             lead_s = max(0.0, end_s - self._now_s)
             if not is_noticed and self._given.notice_s > 0 and lead_s <= self._given.notice_s:
                 is_noticed, order = True, self._order(Noticed(lead_s)) or order
-                if self._state.is_asking:
+                if self._state.is_requesting:
                     self._decide(Came("vm"))  # local VMs are there at once
             self._now_s += self._means.step
             step += 1

@@ -23,7 +23,7 @@ from benchmarks.harness import PROFILES, cpu_s, head, option, row
 from manager.simulation.policies.morph import play_morph
 from manager.simulation.spot.cluster import SpotCluster
 from manager.simulation.spot.job import SpotJob, job_from_profile
-from manager.simulation.spot.until import Until
+from manager.simulation.spot.run_end import Until
 from morph.contract.plan import Plan
 from morph.contract.profile import load_profile
 from simulator import spot_model

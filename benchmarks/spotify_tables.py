@@ -17,7 +17,7 @@ from manager.accounting.account import Part
 from manager.simulation.replay import play_of
 from manager.simulation.spot.job import OneVmJob, SpotJob
 from manager.simulation.spot.outcome import Outcome
-from manager.simulation.spot.until import SpotPrices, Until
+from manager.simulation.spot.run_end import SpotPrices, Until
 from simulator import spot_model
 
 MTTP_S, NOTICE_S = 10_800.0, 30.0

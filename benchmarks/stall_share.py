@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from benchmarks.harness import PROFILES, head, row
 from benchmarks.save_interval import training_state
-from manager.controller.saves.timing import next_save
 from manager.controller.state.bounds import SAVE_COPY_BYTES_PER_S
 from manager.controller.state.config import ExpectedLosses
 from manager.controller.state.saves import SaveTimes
+from manager.controller.steps.save_timing import next_save
 from manager.simulation.spot.job import SpotJob, job_from_profile
 from morph.contract.plan import Plan
 from morph.contract.profile import load_profile
@@ -36,9 +36,9 @@ def interval_s(job: SpotJob, plan: Plan, stall_s: float, per_vm_h: float) -> flo
     )
     losses = ExpectedLosses(per_vm_h=per_vm_h)
     config = {"units": job.units, "unit_bytes": job.unit_bytes, "expected_losses": losses}
-    draft = training_state(plan, config)
-    draft.change_saving(save_times=times)
-    save = next_save(draft.state, 0.0)
+    transition = training_state(plan, config)
+    transition.change_saving(save_times=times)
+    save = next_save(transition.state, 0.0)
     assert save is not None
     return save.interval_s
 

@@ -15,7 +15,7 @@ from typing import IO
 
 from pydantic import Field
 
-from manager.host.signals import ASKED
+from manager.host.signals import STOP_SIGNAL
 from morph.contract.base import Value, read_json
 from morph.contract.errors import RunDirError, RunDirStuck, WaitTimeout
 from morph.contract.files import NO_ROOM, PRIVATE, write_whole
@@ -26,7 +26,7 @@ RUN = "run.json"
 LOCK = "run.lock"
 """Locked by the manager, whose process id is in it."""
 COMMAND = "command.json"
-"""What the run was asked for, so that it can be gone on with by its directory alone."""
+"""What the run was requested, so that it can be gone on with by its directory alone."""
 JOURNAL = "journal.sqlite"
 ATTACHMENT = "attach.json"
 """While VMs live: how a manager that comes next takes them over."""
@@ -307,7 +307,7 @@ def ask_to_stop(run_dir: Path) -> int:
     """
     holder = living_holder_of(run_dir)
     try:
-        os.kill(holder, ASKED)
+        os.kill(holder, STOP_SIGNAL)
     except ProcessLookupError as error:
         raise NotRunning("is not running: its manager just ended", source=str(run_dir)) from error
     except PermissionError as error:

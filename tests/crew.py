@@ -32,11 +32,11 @@ from manager.journal.journal import Journal
 from manager.run_dir import RunDir
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.decided import Decided, LossScale, decided_step
-from morph.contract.faults import Fault
 from morph.contract.messages import (
     CommitOrder,
     Committed,
     Failed,
+    Fault,
     PreCopyOrder,
     Prepared,
     ProbeOrder,

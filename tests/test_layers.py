@@ -31,7 +31,7 @@ def test_no_folder_imports_one_that_imports_it() -> None:
     room_of = {module: module if module in rooms else module.rpartition(".")[0] for module in graph.modules}
     leads_to: dict[str, set[str]] = {room: set() for room in rooms}
     for module, room in room_of.items():
-        # What ``morph`` itself offers is found when it is asked for: nothing is imported with it.
+        # What ``morph`` itself offers is found when it is requested: nothing is imported with it.
         found = set() if module == "morph" else graph.find_modules_directly_imported_by(module)
         leads_to[room] |= {room_of[other] for other in found} - {room}
     try:
@@ -43,7 +43,7 @@ def test_no_folder_imports_one_that_imports_it() -> None:
 def test_no_module_imports_one_that_imports_it() -> None:
     graph = grimp.build_graph(*PYPROJECT["tool"]["importlinter"]["root_packages"], cache_dir=None)
     leads_to = {module: set(graph.find_modules_directly_imported_by(module)) for module in graph.modules}
-    leads_to["morph"] = set()  # what it offers is found when it is asked for: nothing is imported with it
+    leads_to["morph"] = set()  # what it offers is found when it is requested: nothing is imported with it
     try:
         list(TopologicalSorter(leads_to).static_order())
     except CycleError as error:
@@ -66,7 +66,7 @@ def test_the_contract_loads_neither_torch_nor_ray(module: str) -> None:
 @pytest.mark.slow
 def test_a_manager_that_takes_over_a_run_on_rays_nodes_loads_no_torch() -> None:
     """Its workers wait for it. Nor does it load Ray, which would read there what VMs send."""
-    code = "import sys, manager.run.managed, manager.engine.on_ray.ray_cluster, manager.engine.on_ray.launcher; "
+    code = "import sys, manager.run.managed_run, manager.engine.on_ray.ray_cluster, manager.engine.on_ray.launcher; "
     done = subprocess.run(
         [sys.executable, "-c", f"{code}print([name for name in ('torch', 'ray') if name in sys.modules])"],
         capture_output=True, text=True, timeout=60, check=True,

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.emulated_pause.job import Job, Shape, make_run, stream_s
 from benchmarks.harness import head, row
 from benchmarks.runs import play
-from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.actions import ReasonCode
 from manager.controller.state.state import ControllerState
 from manager.engine.loop.driver import Observed
 

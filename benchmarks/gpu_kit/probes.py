@@ -351,7 +351,7 @@ def pinning() -> None:
         took = time.perf_counter() - begun
         running = not torch.cuda.current_stream().query()
         say(
-            f"pinning: {name}, asked for under a kernel: {took * 1e3:.1f} ms ("
+            f"pinning: {name}, requested under a kernel: {took * 1e3:.1f} ms ("
             f"{'as hoped' if running else 'SUSPICION HOLDS: it waited for the kernel'})"
         )
     torch.cuda.synchronize()
@@ -363,7 +363,7 @@ def side_copies() -> None:
     "memory."""
     import torch
 
-    from morph.runtime.state.state_copy import to_host
+    from morph.runtime.state.unit_state import to_host
 
     if not CUDA:
         say("side_copies: needs a device")
@@ -429,7 +429,7 @@ def reduction_waits() -> None:
     from morph.runtime.groups.interrupt import Interrupt
     from morph.runtime.state.accumulators import ExactAccumulator
     from morph.runtime.state.parts import Memory
-    from morph.runtime.state.reducing import Reduction
+    from morph.runtime.state.reduction import Reduction
 
     device = torch.device(DEVICE, 0)
     found = library_for("auto", device)

@@ -14,7 +14,7 @@ from morph.cutting.cache.cut_job import LoadedJob
 from morph.data import MicroBatchLoader, data_of
 from morph.jobs.job import Job, MapDataset
 from morph.preflight.data_check import check_data
-from morph.runtime.step.compiled import compiled
+from morph.runtime.step.compilation import compiled
 from morph.runtime.step.kernels import kernels_for, kernels_now, prepare_cublas, set_kernels
 
 

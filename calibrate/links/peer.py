@@ -31,7 +31,7 @@ from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator
 from morph.runtime.state.fixed_point import prepare
 from morph.runtime.state.parts import Memory
-from morph.runtime.state.reducing import Reduction
+from morph.runtime.state.reduction import Reduction
 from morph.runtime.step.links import Receiver, Sender
 
 _WARM_UP = 2

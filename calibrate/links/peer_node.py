@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from calibrate.helpers.crew import Crew
-from calibrate.helpers.session import Session, answer
+from calibrate.helpers.proven_connection import ProvenConnection, answer
 from calibrate.links.network import PURPOSE, NetworkSpec, Place, num_peers, peer_message
 from calibrate.links.two_nodes import WAIT_S, Hello, own_hello
 from calibrate.timing.clocks import devices_of
@@ -65,7 +65,7 @@ class PeerNode:
 
     def __init__(self, host: str, port: int, token: str, say: Say) -> None:
         self._token, self._say = token, say
-        self._proven: SimpleQueue[tuple[Session, str, threading.Event]] = SimpleQueue()
+        self._proven: SimpleQueue[tuple[ProvenConnection, str, threading.Event]] = SimpleQueue()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = Listener(
@@ -88,7 +88,7 @@ class PeerNode:
         self._listener.close()
 
     def serve(self, wait_s: float) -> None:
-        """Turn strangers away until a node that knows the secret has had its link measured; one node at a time.
+        """Turn other callers away until a node that knows the secret has had its link measured; one node at a time.
 
         Raises:
             WaitTimeout: none came within ``wait_s``, or none that got to the end.
@@ -96,13 +96,13 @@ class PeerNode:
         end_s = time.monotonic() + wait_s
         while (left_s := end_s - time.monotonic()) > 0:
             try:
-                session, address, done = self._proven.get(timeout=left_s)
+                proven, address, done = self._proven.get(timeout=left_s)
             except Empty:
                 break
             try:
-                with session:
+                with proven:
                     self._say(f"{address} is here")
-                    _lend(session, wait_s)
+                    _lend(proven, wait_s)
                 self._say(f"measured with {address}")
                 return
             except (MorphError, OSError) as error:
@@ -113,43 +113,43 @@ class PeerNode:
 
     def _admit(self, caller: Caller) -> None:
         try:
-            session = answer(caller.connection, self._token)
+            proven = answer(caller.connection, self._token)
             caller.known()
         except (MorphError, OSError) as error:
             self._say(f"{caller.source}: {error}")
             return
         done = threading.Event()
-        self._proven.put((session, caller.source, done))
+        self._proven.put((proven, caller.source, done))
         done.wait()
 
 
-def _lend(session: Session, wait_s: float) -> None:
+def _lend(proven: ProvenConnection, wait_s: float) -> None:
     """One calibration: hello, the order, the measurement, its results."""
     try:
-        Hello.model_validate(session.receive("the other node to say what it runs", WAIT_S).get("hello"))
+        Hello.model_validate(proven.receive("the other node to say what it runs", WAIT_S).get("hello"))
     except ValidationError as error:
         raise ClusterError("the other node does not say what it runs") from error
-    session.send({"hello": own_hello().model_dump()})
-    message = session.receive("the other node to say what to measure", wait_s)
+    proven.send({"hello": own_hello().model_dump()})
+    message = proven.receive("the other node to say what to measure", wait_s)
     try:
-        results = _measure(session, message)
+        results = _measure(proven, message)
     except (ClusterError, JobError, WaitTimeout) as error:
-        session.send({"failed": str(error)})
+        proven.send({"failed": str(error)})
         raise
-    session.send({"results": results}, WAIT_S)
+    proven.send({"results": results}, WAIT_S)
 
 
-def _measure(session: Session, message: dict[str, Any]) -> dict[str, Any]:
+def _measure(proven: ProvenConnection, message: dict[str, Any]) -> dict[str, Any]:
     try:
         spec = Order.model_validate(message.get("measure")).spec()
     except ValidationError as error:
         field, problem, value = first_problem(error)
-        raise ClusterError(f"asked for what is not measured here: {field}: {problem} (got {value!r:.100})") from error
+        raise ClusterError(f"requested what is not measured here: {field}: {problem} (got {value!r:.100})") from error
     port = message.get("store_port")
     if not isinstance(port, int) or not 0 < port < 65536:
         raise ClusterError(f"asked to meet at port {port!r:.100}")
     own = range(num_peers(spec))[1::2]
-    place = Place(store_host=session.other_address, store_port=port, listen=session.own_address, two_nodes=True)
+    place = Place(store_host=proven.other_address, store_port=port, listen=proven.own_address, two_nodes=True)
     with Crew("calibrate.links.peer", len(own), PURPOSE) as crew:
         for number, rank in enumerate(own):
             device = spec.devices[number % len(spec.devices)]

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from calibrate.helpers.crew import Crew
-from calibrate.helpers.session import call
+from calibrate.helpers.proven_connection import call
 from calibrate.links.network import (
     PURPOSE,
     NetworkMeasurement,
@@ -84,11 +84,11 @@ class OtherNode:
             WaitTimeout: it does not answer.
         """
         self._what = f"the peer at {address.host}:{address.port}"
-        self._session = call(address.host, address.port, address.token)
+        self._connection = call(address.host, address.port, address.token)
         try:
             mine = own_hello()
-            self._session.send({"hello": mine.model_dump()})
-            said = self._session.receive(f"{self._what} to say what it runs", _LAST_WORDS_S)
+            self._connection.send({"hello": mine.model_dump()})
+            said = self._connection.receive(f"{self._what} to say what it runs", _LAST_WORDS_S)
             theirs = Hello.model_validate(said.get("hello"))
             for software in ("morph", "torch"):
                 here, there = getattr(mine, software), getattr(theirs, software)
@@ -98,19 +98,19 @@ class OtherNode:
                         "both nodes need the same"
                     )
         except ValueError as error:
-            self._session.close()
+            self._connection.close()
             raise ClusterError(f"{self._what} said something else than what it runs") from error
         except BaseException:
-            self._session.close()
+            self._connection.close()
             raise
-        own, other = self._session.own_address, self._session.other_address
+        own, other = self._connection.own_address, self._connection.other_address
         self.between = f"{mine.name} ({own}) and {theirs.name} ({other})"
 
     def __enter__(self) -> OtherNode:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._session.close()
+        self._connection.close()
 
     def measure(self, spec: NetworkSpec) -> NetworkMeasurement:
         """Measure between the two nodes; blocks until done or ``WAIT_S``.
@@ -119,22 +119,22 @@ class OtherNode:
             ClusterError: a process failed, here or there; gives the end of what it said.
             WaitTimeout: not done in time.
         """
-        session = self._session
-        here = session.own_address
+        proven = self._connection
+        here = proven.own_address
         store = StoreHost(here)
         place = Place(store_host=here, store_port=store.port(), listen=here, two_nodes=True)
         ranks = range(num_peers(spec))
         own, others = ranks[::2], ranks[1::2]
         with Crew("calibrate.links.peer", len(own), PURPOSE) as crew:
             order = asdict(replace(spec, devices=(spec.devices[0].partition(":")[0],)))
-            session.send({"measure": order, "store_port": store.port()})
+            proven.send({"measure": order, "store_port": store.port()})
             for number, rank in enumerate(own):
                 crew.send(number, {**peer_message(spec, place, rank), "device": _device(spec.devices, number)})
             try:
                 found = crew.gather(range(len(own)), "the processes that measure the link to the other node", WAIT_S)
             except (ClusterError, WaitTimeout) as error:
                 raise self._both_sides(error) from error
-        answer = session.receive(f"{self._what} to send what it measured", _LAST_WORDS_S * 6)
+        answer = proven.receive(f"{self._what} to send what it measured", _LAST_WORDS_S * 6)
         if "failed" in answer:
             raise ClusterError(f"{self._what}: {answer['failed']}")
         results = {rank: found[number] for number, rank in enumerate(own)}
@@ -144,7 +144,7 @@ class OtherNode:
     def _both_sides(self, error: Exception) -> Exception:
         """The other node's reason, if it has one: processes here then fail only because of it."""
         try:
-            answer = self._session.receive("last words", _LAST_WORDS_S)
+            answer = self._connection.receive("last words", _LAST_WORDS_S)
         except (ClusterError, WaitTimeout):
             return error
         return ClusterError(f"{self._what}: {answer['failed']}") if "failed" in answer else error

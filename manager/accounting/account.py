@@ -11,7 +11,7 @@ from morph.contract.base import Value
 
 
 class Part(StrEnum):
-    """What a node's time is spent on, from when it is paid for (its appearance, where none is asked for) to its end.
+    """What a node's time is spent on, from when it is paid for (its appearance, where none is requested) to its end.
 
     ``COMPUTE``: forward, recompute and backward of steps that count. ``BUBBLE``: the rest of those steps: waiting for
     messages, reducing, the manager's round. ``LOST``: steps that were given up or whose result was lost, and attempts

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from manager.accounting.account import Account, Part
 from manager.accounting.spent import NOTHING, NS_PER_S, Spent, nano_usd, rate_of
-from manager.controller.state.actions import EndWorker, Finish, ReleaseNodes
+from manager.controller.state.actions import EndWorker, Finish, ReasonCode, ReleaseNodes
 from manager.controller.state.events import (
     AnsweredAlike,
     Event,
@@ -21,7 +21,6 @@ from manager.controller.state.events import (
     WorkerAnswered,
     WorkerLost,
 )
-from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import Phase
 from manager.journal.records import DecisionRecord
 from morph.contract.messages import Prepared, ReshapeOrder, WorkerId, WorkerReady
@@ -38,7 +37,7 @@ _UNFORMED = (Phase.STARTING, Phase.WAITING, Phase.HOLDING, Phase.RESTING)
 
 @dataclass
 class Ledger:
-    """Follows a journal's lines. Call ``advance`` with each line's time before what the line says is taken in.
+    """Reads a journal's lines. Call ``advance`` with each line's time before what the line says is taken in.
 
     A clock that was set back stands until it has caught up. ``since_ns``: from when on the present rate of each node
     that is paid for counts; ``rates``: what a nanosecond of it is; ``unheard``: those of which nobody said yet what

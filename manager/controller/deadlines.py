@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from manager.controller.failures.lost_workers import FORMED_PHASES, dissolve, lose
-from manager.controller.requests.node_requests import look_after_requests, nothing_comes, resend_at_s, why_no_more
-from manager.controller.requests.notices import spare
-from manager.controller.shape.forming import form, form_or_hold
-from manager.controller.shape.starting import start_if_due
-from manager.controller.state.actions import EndWorker
+from manager.controller.node_requests import look_after_requests, nothing_comes, resend_at_s, why_requests_ended
+from manager.controller.notices import spare
+from manager.controller.shape.formation import form, form_or_hold, start_if_due
+from manager.controller.state.actions import EndWorker, ReasonCode
 from manager.controller.state.bounds import save_bound_s, setup_bound_s
-from manager.controller.state.draft import Draft
 from manager.controller.state.events import NobodyHeard, Tick
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, WorkerState
-from manager.controller.steps.resting import rest_over
-from manager.controller.steps.restoring import find_if_due, in_doubt, loading_workers, note_doubt
-from manager.controller.steps.saving import SAVING, save_if_due
-from manager.controller.stragglers.probing import probe_at_s, probe_if_due
+from manager.controller.state.transition import Transition
+from manager.controller.steps.checkpoints import SAVING, save_if_due
+from manager.controller.steps.failures import FORMED_PHASES, dissolve, lose
+from manager.controller.steps.recovery import find_if_due, in_doubt, loading_workers, note_doubt, rest_over
+from manager.controller.stragglers import probe_at_s, probe_if_due
 from morph.contract.messages import WorkerId
 from morph.words import counted
 
@@ -44,49 +41,54 @@ def wake_at_s(state: ControllerState) -> float | None:
     if waits.waiting_since_s is not None:
         times.append(waits.waiting_since_s + policy.rules.wait.vms_patience_s)
     if state.phase is Phase.STARTING and waits.first_feasible_s is not None:
-        times.append(max([waits.first_feasible_s + policy.start_patience_s, *waits.torn.values()]))
+        times.append(max([waits.first_feasible_s + policy.start_patience_s, *waits.partly_lost.values()]))
     if state.phase is Phase.SEALING and saving.sealing_since_s is not None:
         times.append(saving.sealing_since_s + save_bound_s(state))
-    if state.phase in SAVING and saving.save_again_s is not None:
-        times.append(saving.save_again_s)
+    if state.phase in SAVING and saving.save_retry_s is not None:
+        times.append(saving.save_retry_s)
     return min(times, default=None)
 
 
-def tick(draft: Draft, event: Tick) -> None:
+def on_tick(transition: Transition, event: Tick) -> None:
     """Do what is due: give up workers that were awaited too long, look after nodes and requests, end long waits."""
     del event
-    if draft.state.provisioning.nodes_wake_s is not None and draft.now_s >= draft.state.provisioning.nodes_wake_s:
-        draft.change_provisioning(nodes_wake_s=None)
-        _look_after_nodes(draft)
-    late = _late_workers(draft.state, draft.now_s)
-    if late and (loading := loading_workers(draft.state)):
-        sentence = f"storage did not give {', '.join(loading)} what is to be loaded of version {draft.state.version}"
-        note_doubt(draft, sentence, *loading)
-        draft.say(ReasonCode.ABORTING, sentence)
-        dissolve(draft)
-    elif _cannot_tell(draft.state, late):
-        draft.say(
+    if (
+        transition.state.provisioning.nodes_wake_s is not None
+        and transition.now_s >= transition.state.provisioning.nodes_wake_s
+    ):
+        transition.change_provisioning(nodes_wake_s=None)
+        _look_after_nodes(transition)
+    late = _late_workers(transition.state, transition.now_s)
+    if late and (loading := loading_workers(transition.state)):
+        sentence = (
+            f"storage did not give {', '.join(loading)} what is to be loaded of version {transition.state.version}"
+        )
+        note_doubt(transition, sentence, *loading)
+        transition.say(ReasonCode.ABORTING, sentence)
+        dissolve(transition)
+    elif _cannot_tell(transition.state, late):
+        transition.say(
             ReasonCode.ABORTING, f"{counted(len(late), 'worker')} did not answer: it is not known which of them hang"
         )
-        dissolve(draft)
+        dissolve(transition)
     elif late:
-        draft.say(ReasonCode.WORKER_REMOVED, "given up", *(EndWorker(worker=worker) for worker in late))
-        lose(draft, late)
-        if draft.state.phase is Phase.STARTING:
-            start_if_due(draft)
+        transition.say(ReasonCode.WORKER_REMOVED, "given up", *(EndWorker(worker=worker) for worker in late))
+        lose(transition, late)
+        if transition.state.phase is Phase.STARTING:
+            start_if_due(transition)
     else:
-        _end_long_waits(draft)
-    if draft.code is None:
-        draft.say(ReasonCode.NOTHING_DUE, "nothing is due")
+        _end_long_waits(transition)
+    if transition.code is None:
+        transition.say(ReasonCode.NOTHING_DUE, "nothing is due")
 
 
-def nobody_heard(draft: Draft, event: NobodyHeard) -> None:
+def on_nobody_heard(transition: Transition, event: NobodyHeard) -> None:
     """Wait for workers longer by the time in which none could answer."""
 
     def later(since_s: float | None) -> float | None:
-        return None if since_s is None else min(since_s + event.lasted_s, draft.now_s)
+        return None if since_s is None else min(since_s + event.lasted_s, transition.now_s)
 
-    state = draft.state
+    state = transition.state
     order, pending = state.step.order, state.saving.pending
     if order is not None:
         update = {"sent_s": later(order.sent_s), "abort_sent_s": later(order.abort_sent_s)}
@@ -99,46 +101,46 @@ def nobody_heard(draft: Draft, event: NobodyHeard) -> None:
         else entry
         for worker, entry in state.workers.items()
     }
-    draft.change(workers=workers)
-    draft.change_step(order=order)
-    draft.change_saving(pending=pending)
-    draft.say(ReasonCode.OUTAGE_OVER, f"no worker was heard for {event.lasted_s:.1f} s: that time does not count")
+    transition.change(workers=workers)
+    transition.change_step(order=order)
+    transition.change_saving(pending=pending)
+    transition.say(ReasonCode.OUTAGE_OVER, f"no worker was heard for {event.lasted_s:.1f} s: that time does not count")
 
 
-def _end_long_waits(draft: Draft) -> None:
+def _end_long_waits(transition: Transition) -> None:
     """End a phase that only waits, when its time is over."""
-    state, now_s = draft.state, draft.now_s
+    state, now_s = transition.state, transition.now_s
     waits = state.waits
     limit_s = save_bound_s(state)
     match state.phase:
         case Phase.STARTING | Phase.WAITING:
-            _end_if_waited_too_long(draft)
-            if draft.state.phase is Phase.STARTING:
-                start_if_due(draft)
+            _end_if_waited_too_long(transition)
+            if transition.state.phase is Phase.STARTING:
+                start_if_due(transition)
         case Phase.SEALING if (
             state.saving.sealing_since_s is not None and now_s >= state.saving.sealing_since_s + limit_s
         ):
-            draft.end("failed", f"the manifest of version {state.version} was not written within {limit_s:.4g} s")
+            transition.end("failed", f"the manifest of version {state.version} was not written within {limit_s:.4g} s")
         case Phase.COMMITTING | Phase.SEALING:
-            save_if_due(draft)
+            save_if_due(transition)
         case Phase.HOLDING if waits.hold_until_s is not None and now_s >= waits.hold_until_s:
-            form_or_hold(draft) if waits.torn else form(draft)
+            form_or_hold(transition) if waits.partly_lost else form(transition)
         case Phase.HOLDING:
-            form_or_hold(draft)
+            form_or_hold(transition)
         case Phase.RESTING if in_doubt(state):
-            find_if_due(draft)
+            find_if_due(transition)
         case Phase.RESTING:
-            rest_over(draft)
+            rest_over(transition)
 
 
-def _end_if_waited_too_long(draft: Draft) -> None:
-    state = draft.state
+def _end_if_waited_too_long(transition: Transition) -> None:
+    state = transition.state
     limit_s, fewest = state.config.policy.rules.wait.vms_patience_s, state.config.fewest_workers
     if nothing_comes(state) and len(state.ready_workers) < fewest:
-        draft.end("failed", why_no_more(state))
-    elif state.waits.waiting_since_s is not None and draft.now_s >= state.waits.waiting_since_s + limit_s:
+        transition.end("failed", why_requests_ended(state))
+    elif state.waits.waiting_since_s is not None and transition.now_s >= state.waits.waiting_since_s + limit_s:
         sentence = f"there were never {fewest} ready workers within {limit_s:g} s"
-        draft.end("stopped", sentence)
+        transition.end("stopped", sentence)
 
 
 def _order_until(order: OutstandingOrder) -> tuple[float, str]:
@@ -171,20 +173,24 @@ def _late_workers(state: ControllerState, now_s: float) -> dict[WorkerId, str]:
     return late
 
 
-def _look_after_nodes(draft: Draft) -> None:
+def _look_after_nodes(transition: Transition) -> None:
     """Take back who outlived a notice, probe the slow, send requests again; then say when to look again."""
-    for worker, entry in draft.state.workers.items():
-        if worker not in draft.state.workers:
+    for worker, entry in transition.state.workers.items():
+        if worker not in transition.state.workers:
             continue
-        if entry.node is NodeState.DRAINING and entry.drain_until_s is not None and draft.now_s >= entry.drain_until_s:
-            spare(draft, worker, "it was not taken")
+        if (
+            entry.node is NodeState.DRAINING
+            and entry.drain_until_s is not None
+            and transition.now_s >= entry.drain_until_s
+        ):
+            spare(transition, worker, "it was not taken")
         elif entry.node is NodeState.SUSPECT:
-            probe_if_due(draft, worker)
-    look_after_requests(draft)
-    state = draft.state
+            probe_if_due(transition, worker)
+    look_after_requests(transition)
+    state = transition.state
     times = [time_s for entry in state.workers.values() for time_s in _node_times(state, entry)]
     times += _request_times(state)
-    draft.change_provisioning(nodes_wake_s=min(times, default=None))
+    transition.change_provisioning(nodes_wake_s=min(times, default=None))
 
 
 def _node_times(state: ControllerState, entry: WorkerState) -> list[float]:

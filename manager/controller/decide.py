@@ -6,28 +6,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from manager.controller.acknowledging import acknowledge
-from manager.controller.answering import answered, note_answers
-from manager.controller.deadlines import nobody_heard, tick, wake_at_s
-from manager.controller.failures.lost_workers import lose
-from manager.controller.requests.node_requests import (
-    ask_missing,
+from manager.controller.answers import note_answers, on_worker_answered
+from manager.controller.deadlines import on_nobody_heard, on_tick, wake_at_s
+from manager.controller.node_requests import (
     forget_kept,
     lost_booting,
-    nodes_granted,
     note_appeared,
     notice_of,
-    request_refused,
+    on_nodes_granted,
+    on_request_refused,
+    request_missing,
 )
-from manager.controller.requests.notices import notice_given, notice_withdrawn
-from manager.controller.resuming import resumed, resumed_after_the_end
-from manager.controller.saves.noting import vm_came
-from manager.controller.shape.forming import form, note_torn_vms
-from manager.controller.shape.pre_copy import ahead_reported
-from manager.controller.shape.starting import start_if_due
-from manager.controller.state.actions import StartWorker
+from manager.controller.notices import acknowledge, on_notice_given, on_notice_withdrawn
+from manager.controller.shape.formation import form, record_partly_lost_vms, start_if_due
+from manager.controller.shape.pre_copy import on_pre_copy_reported
+from manager.controller.state.actions import ReasonCode, StartWorker
 from manager.controller.state.bounds import setup_bound_s
-from manager.controller.state.draft import Draft
 from manager.controller.state.events import (
     AnsweredAlike,
     CheckpointFailed,
@@ -53,20 +47,27 @@ from manager.controller.state.events import (
     WorkerLost,
     WorkerProbed,
 )
-from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, Decision, Phase, WorkerState
-from manager.controller.steps.resting import stop_while_resting
-from manager.controller.steps.restoring import checkpoint_found, checkpoint_not_found, find_whole, in_doubt
-from manager.controller.steps.saving import checkpoint_failed, manifest_written, units_written
-from manager.controller.stragglers.detection import times_seen
-from manager.controller.stragglers.probing import probed
+from manager.controller.state.transition import Transition
+from manager.controller.steps.checkpoints import on_checkpoint_failed, on_manifest_written, on_units_written
+from manager.controller.steps.failures import lose
+from manager.controller.steps.recovery import (
+    find_whole,
+    in_doubt,
+    on_checkpoint_found,
+    on_checkpoint_not_found,
+    stop_while_resting,
+)
+from manager.controller.steps.save_timing import vm_came
+from manager.controller.stragglers import on_compute_times, on_worker_probed
+from manager.controller.takeover import on_manager_resumed, on_manager_resumed_after_end
 from morph.contract.errors import MorphError
 from morph.contract.messages import Answer, WorkerId
 
 MAX_RECENT = 12
 _ANSWERS = (WorkerAnswered, AnsweredAlike)
 
-Handler = Callable[[Draft, Any], None]
+Handler = Callable[[Transition, Any], None]
 
 
 class ImpossibleEvent(MorphError):
@@ -97,25 +98,25 @@ def decide(state: ControllerState, event: Event, now_s: float) -> Decision:
     Raises:
         ImpossibleEvent: the event cannot happen in this phase.
     """
-    draft = Draft(state, now_s)
-    answers_only = _take_all(draft, event.events if isinstance(event, Together) else (event,))
-    if not answers_only or len(draft.state.workers) != len(state.workers):
-        ask_missing(draft)
-    acknowledge(draft)
+    transition = Transition(state, now_s)
+    answers_only = _take_all(transition, event.events if isinstance(event, Together) else (event,))
+    if not answers_only or len(transition.state.workers) != len(state.workers):
+        request_missing(transition)
+    acknowledge(transition)
     subject = getattr(event, "worker", getattr(event, "node", ""))
-    entry = f"{now_s:.3f} {event.kind} {subject} in {state.phase}: {draft.code}"
-    draft.change(recent=(*draft.state.recent, entry)[-MAX_RECENT:])
-    return draft.decision(wake_at_s(draft.state))
+    entry = f"{now_s:.3f} {event.kind} {subject} in {state.phase}: {transition.code}"
+    transition.change(recent=(*transition.state.recent, entry)[-MAX_RECENT:])
+    return transition.decision(wake_at_s(transition.state))
 
 
-def _take_all(draft: Draft, events: Sequence[Single | AnsweredAlike]) -> bool:
+def _take_all(transition: Transition, events: Sequence[Single | AnsweredAlike]) -> bool:
     """Take events one after the other, answers of many workers at once; returns whether all are answers."""
     for run in _runs(events):
-        for each in note_answers(draft, run) if isinstance(run, dict) else (run,):
-            handler = TRANSITIONS.get((draft.state.phase, type(each)))
+        for each in note_answers(transition, run) if isinstance(run, dict) else (run,):
+            handler = TRANSITIONS.get((transition.state.phase, type(each)))
             if handler is None:
-                raise ImpossibleEvent(draft.state, each)
-            handler(draft, each)
+                raise ImpossibleEvent(transition.state, each)
+            handler(transition, each)
     return all(isinstance(event, _ANSWERS) for event in events)
 
 
@@ -137,66 +138,66 @@ def _runs(events: Sequence[Single | AnsweredAlike]) -> Iterator[Single | dict[Wo
         yield answers
 
 
-def _node_appeared(draft: Draft, event: NodeAppeared) -> None:
-    state, now_s = draft.state, draft.now_s
+def _on_node_appeared(transition: Transition, event: NodeAppeared) -> None:
+    state, now_s = transition.state, transition.now_s
     if event.node in state.workers:
-        return draft.say(ReasonCode.IGNORED, f"{event.node} is known already")
+        return transition.say(ReasonCode.IGNORED, f"{event.node} is known already")
     notice = notice_of(state, event.node, now_s)
-    vm_came(draft, event)
-    facts = note_appeared(draft, event)
+    vm_came(transition, event)
+    facts = note_appeared(transition, event)
     entry = WorkerState(appeared_s=now_s, host=event.host or event.node, facts=facts)
-    draft.change(workers={**state.workers, event.node: entry}, num_appeared=state.num_appeared + 1)
-    forget_kept(draft, event.node)
+    transition.change(workers={**state.workers, event.node: entry}, num_appeared=state.num_appeared + 1)
+    forget_kept(transition, event.node)
     if state.phase is Phase.STARTING and state.waits.waiting_since_s is None:
-        draft.change_waits(waiting_since_s=now_s)
-    draft.wake_by(now_s + setup_bound_s(state))
+        transition.change_waits(waiting_since_s=now_s)
+    transition.wake_by(now_s + setup_bound_s(state))
     sentence = f"{event.node} appeared: its worker is started"
-    draft.say(ReasonCode.NODE_REGISTERED, sentence, StartWorker(worker=event.node))
-    return None if notice is None else notice_given(draft, notice)
+    transition.say(ReasonCode.NODE_REGISTERED, sentence, StartWorker(worker=event.node))
+    return None if notice is None else on_notice_given(transition, notice)
 
 
-def _worker_lost(draft: Draft, event: WorkerLost) -> None:
-    lost = {worker: event.cause for worker in event.workers if worker in draft.state.workers}
+def _on_worker_lost(transition: Transition, event: WorkerLost) -> None:
+    lost = {worker: event.cause for worker in event.workers if worker in transition.state.workers}
     if not lost:
-        return lost_booting(draft, event)
-    forget_kept(draft, *event.workers)
-    note_torn_vms(draft, lost)
-    return lose(draft, lost)
+        return lost_booting(transition, event)
+    forget_kept(transition, *event.workers)
+    record_partly_lost_vms(transition, lost)
+    return lose(transition, lost)
 
 
-def _worker_lost_at_start(draft: Draft, event: WorkerLost) -> None:
-    _worker_lost(draft, event)
-    if draft.code is not ReasonCode.IGNORED:
-        start_if_due(draft)
+def _on_worker_lost_at_start(transition: Transition, event: WorkerLost) -> None:
+    _on_worker_lost(transition, event)
+    if transition.code is not ReasonCode.IGNORED:
+        start_if_due(transition)
 
 
-def _stop_later(draft: Draft, event: StopRequested) -> None:
-    if draft.state.stop_reason is not None:
-        return draft.say(ReasonCode.IGNORED, "the run is stopping already")
-    draft.change(stop_reason=event.reason)
-    return draft.say(ReasonCode.STOP_NOTED, f"{event.reason}: the run ends at the next step boundary")
+def _stop_later(transition: Transition, event: StopRequested) -> None:
+    if transition.state.stop_reason is not None:
+        return transition.say(ReasonCode.IGNORED, "the run is stopping already")
+    transition.change(stop_reason=event.reason)
+    return transition.say(ReasonCode.STOP_NOTED, f"{event.reason}: the run ends at the next step boundary")
 
 
-def _stop_now(draft: Draft, event: StopRequested) -> None:
-    saved = 0 if draft.state.saving.checkpoint is None else draft.state.saving.checkpoint.version
-    draft.change(stop_reason=event.reason)
-    draft.end("stopped", f"{event.reason}; version {saved} is saved")
+def _stop_now(transition: Transition, event: StopRequested) -> None:
+    saved = 0 if transition.state.saving.checkpoint is None else transition.state.saving.checkpoint.version
+    transition.change(stop_reason=event.reason)
+    transition.end("stopped", f"{event.reason}; version {saved} is saved")
 
 
-def _stop_while_nobody_trains(draft: Draft, event: StopRequested) -> None:
-    _stop_later(draft, event)
-    if in_doubt(draft.state):
-        find_whole(draft)
+def _stop_while_nobody_trains(transition: Transition, event: StopRequested) -> None:
+    _stop_later(transition, event)
+    if in_doubt(transition.state):
+        find_whole(transition)
     else:
-        form(draft) if draft.state.phase is Phase.HOLDING else stop_while_resting(draft)
+        form(transition) if transition.state.phase is Phase.HOLDING else stop_while_resting(transition)
 
 
 def _ignored(sentence: str) -> Handler:
-    return lambda draft, event: draft.say(ReasonCode.IGNORED, sentence.format(event.kind))
+    return lambda transition, event: transition.say(ReasonCode.IGNORED, sentence.format(event.kind))
 
 
 _nobody_trains = _ignored("no shape trains: these compute times are late")
-_nothing_is_sent_ahead = _ignored("nothing is sent ahead any more")
+_no_pre_copy = _ignored("nothing is pre-copied any more")
 _ending = _ignored("the run is ending: {} changes nothing")
 
 
@@ -210,48 +211,48 @@ OVER = (Phase.ENDED,)
 RUNNING = (*IDLE, *HELD, *RESTS, *FORMED)
 
 _ROWS: tuple[tuple[type[Single], tuple[Phase, ...], Handler], ...] = (
-    (NodeAppeared, (*BEFORE, *RUNNING), _node_appeared),
+    (NodeAppeared, (*BEFORE, *RUNNING), _on_node_appeared),
     (NodeAppeared, (*LAST, *OVER), _ending),
-    (NodesGranted, (*BEFORE, *RUNNING), nodes_granted),
+    (NodesGranted, (*BEFORE, *RUNNING), on_nodes_granted),
     (NodesGranted, (*LAST, *OVER), _ending),
-    (RequestRefused, (*BEFORE, *RUNNING), request_refused),
+    (RequestRefused, (*BEFORE, *RUNNING), on_request_refused),
     (RequestRefused, (*LAST, *OVER), _ending),
-    (NoticeGiven, (*BEFORE, *RUNNING, *LAST), notice_given),
+    (NoticeGiven, (*BEFORE, *RUNNING, *LAST), on_notice_given),
     (NoticeGiven, OVER, _ending),
-    (NoticeWithdrawn, (*BEFORE, *RUNNING, *LAST), notice_withdrawn),
+    (NoticeWithdrawn, (*BEFORE, *RUNNING, *LAST), on_notice_withdrawn),
     (NoticeWithdrawn, OVER, _ending),
-    (WorkerAnswered, (*BEFORE, *RUNNING, *LAST), answered),
+    (WorkerAnswered, (*BEFORE, *RUNNING, *LAST), on_worker_answered),
     (WorkerAnswered, OVER, _ending),
-    (WorkerLost, BEFORE, _worker_lost_at_start),
-    (WorkerLost, (*RUNNING, *LAST), _worker_lost),
+    (WorkerLost, BEFORE, _on_worker_lost_at_start),
+    (WorkerLost, (*RUNNING, *LAST), _on_worker_lost),
     (WorkerLost, OVER, _ending),
-    (NobodyHeard, (*BEFORE, *RUNNING, *LAST), nobody_heard),
+    (NobodyHeard, (*BEFORE, *RUNNING, *LAST), on_nobody_heard),
     (NobodyHeard, OVER, _ending),
-    (ComputeTimesSeen, FORMED, times_seen),
+    (ComputeTimesSeen, FORMED, on_compute_times),
     (ComputeTimesSeen, (*BEFORE, *IDLE, *HELD, *RESTS, *LAST), _nobody_trains),
     (ComputeTimesSeen, OVER, _ending),
-    (WorkerProbed, (*BEFORE, *RUNNING, *LAST), probed),
+    (WorkerProbed, (*BEFORE, *RUNNING, *LAST), on_worker_probed),
     (WorkerProbed, OVER, _ending),
-    (ManagerResumed, (*BEFORE, *RUNNING, *LAST), resumed),
-    (ManagerResumed, OVER, resumed_after_the_end),
-    (UnitsWritten, (*RUNNING, *LAST), units_written),
+    (ManagerResumed, (*BEFORE, *RUNNING, *LAST), on_manager_resumed),
+    (ManagerResumed, OVER, on_manager_resumed_after_end),
+    (UnitsWritten, (*RUNNING, *LAST), on_units_written),
     (UnitsWritten, OVER, _ending),
-    (CheckpointFailed, (*RUNNING, *LAST), checkpoint_failed),
+    (CheckpointFailed, (*RUNNING, *LAST), on_checkpoint_failed),
     (CheckpointFailed, OVER, _ending),
-    (ManifestWritten, (*RUNNING, *LAST), manifest_written),
+    (ManifestWritten, (*RUNNING, *LAST), on_manifest_written),
     (ManifestWritten, OVER, _ending),
-    (CheckpointFound, (*RUNNING, *LAST), checkpoint_found),
+    (CheckpointFound, (*RUNNING, *LAST), on_checkpoint_found),
     (CheckpointFound, OVER, _ending),
-    (CheckpointNotFound, (*RUNNING, *LAST), checkpoint_not_found),
+    (CheckpointNotFound, (*RUNNING, *LAST), on_checkpoint_not_found),
     (CheckpointNotFound, OVER, _ending),
-    (PreCopyReported, FORMED, ahead_reported),
-    (PreCopyReported, (*BEFORE, *IDLE, *HELD, *RESTS, *LAST), _nothing_is_sent_ahead),
+    (PreCopyReported, FORMED, on_pre_copy_reported),
+    (PreCopyReported, (*BEFORE, *IDLE, *HELD, *RESTS, *LAST), _no_pre_copy),
     (PreCopyReported, OVER, _ending),
     (StopRequested, (*BEFORE, *IDLE), _stop_now),
     (StopRequested, (*HELD, *RESTS), _stop_while_nobody_trains),
     (StopRequested, FORMED, _stop_later),
     (StopRequested, (*LAST, *OVER), _ending),
-    (Tick, (*BEFORE, *RUNNING, *LAST), tick),
+    (Tick, (*BEFORE, *RUNNING, *LAST), on_tick),
     (Tick, OVER, _ending),
 )
 

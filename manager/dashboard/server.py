@@ -23,15 +23,14 @@ from tornado.iostream import IOStream
 from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler
 
-from manager.dashboard.metrics import metrics_text
-from manager.dashboard.snapshot import snapshot
+from manager.dashboard.snapshot import metrics_text, snapshot
 from manager.report.live import LiveRun
 from manager.report.picture import PARTS
 from manager.run_dir import PAGE
 from morph.contract.base import Value, read_json
 from morph.contract.errors import ClusterError, RunDirError
 from morph.contract.files import PRIVATE, write_whole
-from morph.link.listener import BACKLOG, HELLO_TIMEOUT_S, Strangers
+from morph.link.listener import BACKLOG, HELLO_TIMEOUT_S, PendingCallers
 from morph.pictures import SOFT
 
 LOOPBACK = "127.0.0.1"
@@ -129,18 +128,18 @@ class _Server:
 
 
 class _Bounded(HTTPServer):
-    """Whose connections are all strangers', for a token comes with each request: each may be sent away between two."""
+    """Whose connections are all pending, for a token comes with each request: each may be sent away between two."""
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         super().initialize(*args, **kwargs)
-        self._strangers = Strangers()
+        self._pending = PendingCallers()
 
     def handle_stream(self, stream: IOStream, address: tuple[Any, ...]) -> None:
-        self._strangers.add(stream, str(address[0]), stream.close)
+        self._pending.add(stream, str(address[0]), stream.close)
         super().handle_stream(stream, address)
 
     def on_close(self, server_conn: Any) -> None:
-        self._strangers.remove(server_conn.stream)
+        self._pending.remove(server_conn.stream)
         super().on_close(server_conn)
 
 

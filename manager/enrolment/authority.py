@@ -28,7 +28,7 @@ class RequestRefused(MorphError):
 
 
 class WrongCertificate(MorphError):
-    """A certificate is not what was asked for, or not valid now."""
+    """A certificate is not what was requested, or not valid now."""
 
 
 def now() -> datetime.datetime:

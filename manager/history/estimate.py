@@ -184,12 +184,12 @@ def _gamma_below(x: float, shape: float) -> float:
     return min(1.0, total * math.exp(shape * math.log(x) - x - math.lgamma(shape + 1)))
 
 
-def _depth(one: NodeFacts, asked: NodeFacts) -> int:
+def _depth(one: NodeFacts, requested: NodeFacts) -> int:
     """How many of provider, size, region and zone are as asked, from the left; an empty size, region or zone is any."""
-    if one.provider != asked.provider:
+    if one.provider != requested.provider:
         return 0
     depth = 0
-    for ours, theirs in zip(one.model_dump().values(), asked.model_dump().values(), strict=True):
+    for ours, theirs in zip(one.model_dump().values(), requested.model_dump().values(), strict=True):
         if theirs not in ("", ours):
             break
         depth += 1

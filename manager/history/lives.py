@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from manager.controller.state.actions import EndWorker, Finish, ReleaseNodes, RequestNodes
+from manager.controller.state.actions import EndWorker, Finish, ReasonCode, ReleaseNodes, RequestNodes
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import (
     EVENT,
@@ -24,7 +24,6 @@ from manager.controller.state.events import (
     WorkerAnswered,
     WorkerLost,
 )
-from manager.controller.state.reasons import ReasonCode
 from manager.journal.records import (
     OUTLIVES,
     PREEMPTION_FAILED,
@@ -97,7 +96,7 @@ class Life(Value):
 
     @property
     def allocation_s(self) -> float | None:
-        """From the request to a VM that was up; None: it never was, or nobody asked for it."""
+        """From the request to a VM that was up; None: it never was, or nobody requested it."""
         return _between(self.asked_s, self.appeared_s)
 
     @property

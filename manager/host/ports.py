@@ -1,7 +1,7 @@
 """Ports on which a run on VMs of a provider listens, where the user fixes them so that a firewall can name them.
 
 A block of ``NUM_PORTS`` from ``vms.first_port`` on, the same on each VM and on the manager's machine. Tensors between
-workers (gloo, NCCL, units sent ahead) are not in it: they take what the kernel gives out.
+workers (gloo, NCCL, pre-copied units) are not in it: they take what the kernel gives out.
 
 Also the names by which the manager and the process with the local Ray nodes know one another.
 """

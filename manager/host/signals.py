@@ -1,4 +1,4 @@
-"""Signals that end a run, saved: SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal was closed) and ``ASKED``."""
+"""Signals that end a run, saved: SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal was closed) and ``STOP_SIGNAL``."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-ASKED = signal.SIGUSR1
+STOP_SIGNAL = signal.SIGUSR1
 """What ``morph stop`` sends."""
 STOPPED_BY_COMMAND = "stopped by morph stop"
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, ASKED)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, STOP_SIGNAL)
 
 
 @contextmanager
 def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
     """While the block runs: the first signal asks for a stop at the next boundary, with its name as the reason.
 
-    For ``ASKED`` the reason is ``STOPPED_BY_COMMAND``. A hang-up or Ctrl-C that was ignored before stays ignored, as
-    under nohup or in a script's background jobs; SIGTERM and ``ASKED`` are always heard. After a hang-up, what would be
-    shown in the terminal that is gone is dropped. Outside the main thread this changes nothing.
+    For ``STOP_SIGNAL`` the reason is ``STOPPED_BY_COMMAND``. A hang-up or Ctrl-C that was ignored before stays ignored,
+    as under nohup or in a script's background jobs; SIGTERM and ``STOP_SIGNAL`` are always heard. After a hang-up, what
+    would be shown in the terminal that is gone is dropped. Outside the main thread this changes nothing.
 
     Raises:
         KeyboardInterrupt: on a second signal.
@@ -30,24 +30,24 @@ def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked = False
+    requested = False
     terminals = [stream.fileno() for stream in (sys.__stdout__, sys.__stderr__) if stream and stream.isatty()]
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        nonlocal asked
+        nonlocal requested
         if number == signal.SIGHUP:
             _let_go(terminals)
-        if asked:
+        if requested:
             raise KeyboardInterrupt
-        asked = True
-        request_stop(STOPPED_BY_COMMAND if number == ASKED else signal.Signals(number).name)
+        requested = True
+        request_stop(STOPPED_BY_COMMAND if number == STOP_SIGNAL else signal.Signals(number).name)
 
     with _handling(stop):
         yield
 
 
 @contextmanager
-def deaf_to_signals() -> Iterator[None]:
+def signals_blocked() -> Iterator[None]:
     """Let a signal change nothing while everything is ended, which is bounded: half an end would leave processes."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -69,7 +69,7 @@ def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None
     previous = {
         number: signal.signal(number, handler)
         for number in STOPPING
-        if number in (signal.SIGTERM, ASKED) or signal.getsignal(number) is not signal.SIG_IGN
+        if number in (signal.SIGTERM, STOP_SIGNAL) or signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
         yield

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from manager.engine.local_vms.control_socket import hear, process_of, tell
 from manager.engine.machines.attachment import Attachment
-from manager.engine.machines.preempting import SOCKET_NAME, Answered, Asked
+from manager.engine.machines.preemption import SOCKET_NAME, PreemptionAnswer, PreemptionRequest
 from manager.run_dir import ATTACHMENT, NotRunning, living_holder_of, others_process
 from morph.contract.base import read_json
 from morph.contract.errors import RunDirError
@@ -35,12 +35,12 @@ class Injection:
     why: str
     count: int | None = None
 
-    def taking(self, *vms: str) -> Asked:
-        """Return what the manager is asked for."""
-        return Asked(vms=vms, lead_s=self.lead_s, min_vms=self.min_vms, why=self.why)
+    def taking(self, *vms: str) -> PreemptionRequest:
+        """Return what the manager is requested."""
+        return PreemptionRequest(vms=vms, lead_s=self.lead_s, min_vms=self.min_vms, why=self.why)
 
 
-def ask(run_dir: Path, asked: Asked) -> Answered | None:
+def ask(run_dir: Path, requested: PreemptionRequest) -> PreemptionAnswer | None:
     """Ask, and wait for the answer for at most ``ANSWER_TIMEOUT_S``; None: the manager hears nobody now.
 
     It does not while it starts, and while the run goes on from a checkpoint.
@@ -63,16 +63,16 @@ def ask(run_dir: Path, asked: Asked) -> Answered | None:
             connection.connect(str(address))
             if process_of(connection) != holder:
                 return None  # not the manager's: what one that was killed left
-            tell(connection, **asked.model_dump())
+            tell(connection, **requested.model_dump())
             answer, _ = hear(connection)
         except PermissionError as error:
             raise others_process(holder, run_dir) from error
         except OSError:
             return None
-    return None if answer is None else Answered.model_validate(answer)
+    return None if answer is None else PreemptionAnswer.model_validate(answer)
 
 
-def first_answer(run_dir: Path, asked: Asked, told: Callable[[str], None]) -> Answered:
+def first_answer(run_dir: Path, requested: PreemptionRequest, told: Callable[[str], None]) -> PreemptionAnswer:
     """Ask as soon as the manager hears it; blocks for as long as the run starts, or pauses.
 
     Raises:
@@ -80,7 +80,7 @@ def first_answer(run_dir: Path, asked: Asked, told: Callable[[str], None]) -> An
         RunDirError: it is not this user's to ask.
     """
     waits = False
-    while (answer := ask(run_dir, asked)) is None:
+    while (answer := ask(run_dir, requested)) is None:
         if not waits:
             told("the run does not answer now, for it starts, or is about to end: waiting for it")
         waits = True
@@ -105,7 +105,7 @@ def inject(
         NotRunning: nobody manages the run to begin with.
         RunDirError: it is not this user's to ask.
     """
-    answer = first_answer(run_dir, Asked(), told)
+    answer = first_answer(run_dir, PreemptionRequest(), told)
     told(f"VMs that may be taken now: {len(answer.vms)}; {injection.why}")
     lives, before_s, num_taken = make_lives(answer.now_s), answer.now_s, 0
     while True:
@@ -125,12 +125,12 @@ def inject(
             return "the trace is over"
         time.sleep(POLL_S)
         try:
-            answer = first_answer(run_dir, Asked(), told)
+            answer = first_answer(run_dir, PreemptionRequest(), told)
         except NotRunning:
             return _over(run_dir)
 
 
-def lines_of(answer: Answered, injection: Injection) -> list[str]:
+def lines_of(answer: PreemptionAnswer, injection: Injection) -> list[str]:
     """Say which VMs are taken, and which are not."""
     notice = f"taken, with a notice of {injection.lead_s:g} s" if injection.lead_s else "taken, without a notice"
     taken = [f"{moment_text(answer.now_s)}  {vm}  {notice}" for vm in answer.taken]

@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from manager.controller.state.actions import Action, SendReshape
-from manager.controller.state.reasons import Reason
+from manager.controller.state.actions import Action, Reason, SendReshape
 from manager.controller.state.state import Decision, Phase
 from morph.contract.base import Value
 from morph.contract.messages import ReshapeOrder, WorkerId

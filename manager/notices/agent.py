@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from manager.host.gone import wait_gone
+from manager.host.processes import wait_gone
 from manager.notices.aws import AwsInterruptions, AwsMetadata, AwsRebalance
 from manager.notices.azure import AzureNotices
 from manager.notices.call import AGENT, arguments_of_node, called, secret_in
@@ -30,7 +30,7 @@ from morph.link.session import Session
 
 BEAT_S = 5.0
 RETRY_S = 2.0
-END_AGAIN_S = 60.0
+RETRY_END_S = 60.0
 GROUP_GRACE_S = 10.0
 
 
@@ -76,7 +76,7 @@ class Agent:
     ) -> None:
         self._num_devices = num_devices
         self._address, self._node, self._secret = address, node, secret
-        self._lonely_s, self._end, self._every_s = lonely_s, end, every_s
+        self._patience_s, self._end, self._every_s = lonely_s, end, every_s
         self._standing: dict[str, tuple[Given, float]] = {}
         self._news: queue.SimpleQueue[Told] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -97,10 +97,10 @@ class Agent:
                 with called(self._address, self._secret, self._node, AGENT, self._num_devices) as session:
                     heard_s = self._talk(session)
             except OSError:
-                pass  # not there, or no longer: tried again until the VM has been lonely for too long
-            if time.monotonic() - heard_s >= self._lonely_s and not self._over.is_set():
+                pass  # not there, or no longer: tried again until the VM has been without a manager for too long
+            if time.monotonic() - heard_s >= self._patience_s and not self._over.is_set():
                 self._end()
-                heard_s = time.monotonic() - self._lonely_s + END_AGAIN_S
+                heard_s = time.monotonic() - self._patience_s + RETRY_END_S
             self._over.wait(self._every_s)
         for watch in self._watches:
             watch.close()

@@ -26,7 +26,7 @@ class LocalProvider:
         fleet: Boots VMs.
         max_vms: This machine takes no more at once.
         usd_per_h: What one is taken to cost; None: nothing is known.
-        inherited: VMs that another manager asked for and that the fleet has, or is about to boot.
+        inherited: VMs that another manager requested and that the fleet has, or is about to boot.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class LocalProvider:
         self._fleet = fleet
         self._max_vms = max_vms
         self._usd_per_h = usd_per_h
-        self._asked: dict[str, tuple[Vm, ...]] = {}
+        self._requests: dict[str, tuple[Vm, ...]] = {}
         self._living: dict[str, Vm] = {
             vm.name: vm.model_copy(update={"provider": "local", "usd_per_h": usd_per_h}) for vm in inherited
         }
@@ -44,15 +44,15 @@ class LocalProvider:
     def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
         """See ``Provider``: a VM of this machine has one device."""
         with self._lock:
-            if request in self._asked:
-                return self._asked[request]
+            if request in self._requests:
+                return self._requests[request]
             room = self._max_vms - sum(vm.request != request for vm in self._living.values())
             if room <= 0:
                 raise CapacityShort(f"this machine has its {self._max_vms} VMs")
             most = min(count, room, count if max_vms is None else max_vms)
             names = [vm_name(request, index) for index in range(most)]
-            vms = tuple(self._living.get(name) or self._asked_for(name, request) for name in names)
-            self._asked[request] = vms
+            vms = tuple(self._living.get(name) or self._new_vm(name, request) for name in names)
+            self._requests[request] = vms
             self._living.update((vm.name, vm) for vm in vms)
             return vms
 
@@ -87,6 +87,6 @@ class LocalProvider:
         """See ``Provider``."""
         return Capabilities(spot=False, max_vms=self._max_vms)
 
-    def _asked_for(self, name: str, request: str) -> Vm:
+    def _new_vm(self, name: str, request: str) -> Vm:
         vm = self._fleet.request(name, answers=request)
         return Vm(name=vm, request=request, provider="local", usd_per_h=self._usd_per_h)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from manager.rehearsal.figures import Rehearsed
 from manager.rehearsal.planning import Planned, plan_rehearsal
-from manager.rehearsal.run import rehearse, run_facts
+from manager.rehearsal.run import Rehearsed, rehearse, run_facts
 from manager.rehearsal.spec import RehearsalSpec
 
 __all__ = ["Planned", "RehearsalSpec", "Rehearsed", "plan_rehearsal", "rehearse", "run_facts"]

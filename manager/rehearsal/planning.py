@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from manager.engine.local_vms.namespaces import check_permitted
 from manager.rehearsal.device import stretched
-from manager.rehearsal.measured import WARM_UP_STEPS
+from manager.rehearsal.measurements import WARM_UP_STEPS
 from manager.rehearsal.spec import RehearsalSpec
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan

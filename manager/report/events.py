@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from manager.controller.state.actions import Finish
+from manager.controller.state.actions import Finish, ReasonCode
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import EVENT, Event
-from manager.controller.state.reasons import ReasonCode
 from manager.journal.records import (
     OUTLIVES,
     SESSION_OVER,

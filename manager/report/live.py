@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from manager.accounting.ledger import Ledger
 from manager.accounting.spent import Prices
-from manager.controller.state.actions import NoteNextSave, SendStep
+from manager.controller.state.actions import NoteNextSave, ReasonCode, SendStep
 from manager.controller.state.events import Event, WorkerAnswered
-from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.saves import NextSave
 from manager.controller.state.state import ControllerState, Decision
 from manager.journal.records import DecisionRecord

@@ -6,10 +6,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from manager.controller.state.actions import Finish, RequestNodes
+from manager.controller.state.actions import Finish, ReasonCode, RequestNodes
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import CheckpointFound, Event, WorkerAnswered
-from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, Phase
 from manager.journal.records import DecisionRecord
 from manager.report.means import EvaluationReader

@@ -44,18 +44,18 @@ class MorphTrace(Value):
 
 
 def morph_trace(entries: Iterable[Entry], morph: MorphRecord) -> MorphTrace:
-    """Follow the lines of a journal from the change's beginning to the next decided step.
+    """Read the lines of a journal from the change's beginning to the next decided step.
 
     Args:
         entries: The whole journal.
         morph: One of the report's changes.
     """
     began_s = morph.detected_at_s if morph.killed_at_s is None else min(morph.killed_at_s, morph.detected_at_s)
-    follower = _Follower(began_s)
+    collected = _Spans(began_s)
     for entry in entries:
         if entry.time_s >= began_s and (morph.resumed_at_s is None or entry.time_s <= morph.resumed_at_s):
-            follower.take(entry)
-    spans = sorted(follower.spans, key=lambda span: (span.start_s, span.end_s, span.who))
+            collected.take(entry)
+    spans = sorted(collected.spans, key=lambda span: (span.start_s, span.end_s, span.who))
     return MorphTrace(
         began_at_s=began_s, from_shape=morph.from_shape, to_shape=morph.to_shape, cause=morph.cause, spans=tuple(spans)
     )
@@ -80,7 +80,7 @@ def chrome_trace(trace: MorphTrace) -> dict[str, Any]:
 
 
 @dataclass
-class _Follower:
+class _Spans:
     """``since_s``: when each worker got the order that it has not answered, and what that is."""
 
     began_s: float

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from manager.controller.state.actions import EndWorker, SendCommit, SendStep
+from manager.controller.state.actions import EndWorker, ReasonCode, SendCommit, SendStep
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import Event, WorkerAnswered, WorkerLost
-from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import Phase
 from manager.journal.records import PREEMPTION_FAILED, PREEMPTION_INJECTED, VM_KILLED, DecisionRecord, Fact
 from manager.report.values import MorphRecord, SourceKind, SourceSum

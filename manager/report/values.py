@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from manager.accounting.account import Account
-from manager.controller.state.learned import Correction
+from manager.controller.state.profile_correction import Correction
 from manager.controller.state.saves import NextSave
 from morph.contract.base import Value
 from morph.contract.messages import WorkerId

@@ -1,1 +1,1 @@
-"""A run from what is asked for to its end: read, checked, run or taken over."""
+"""A run from what is requested to its end: read, checked, run or taken over."""

@@ -10,13 +10,12 @@ from urllib.parse import urlsplit
 import fsspec
 
 from manager.controller.state.events import NodeFacts
-from manager.engine.machines.provided import Providing
+from manager.engine.machines.provider_machines import Providing
 from manager.providers.azure.prices import RetailPrices
 from manager.providers.azure.spec import PUBLIC_AZURE, AzureSpec
+from manager.providers.factory import azure_spec, open_azure, open_static
 from manager.providers.hosts.static import Hosts
-from manager.providers.interface.provider import Price
-from manager.providers.interface.run_name import RunName
-from manager.providers.opening import azure_spec, open_azure, open_static
+from manager.providers.interface.provider import Price, RunName
 from morph.contract.cluster import AzureVms, ProvidedVms
 from morph.contract.errors import ConfigError
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from manager.controller.shape.following import redundancy_of
+from manager.controller.shape.followers import redundancy_of
 from manager.controller.state.config import ControllerConfig, ExpectedLosses
 from manager.controller.state.state import initial_state
 from manager.host.devices import CudaDevice, cuda_devices, device_share_bytes
@@ -31,7 +31,7 @@ _ANY_BYTES = int(ranges.MEMORY_BYTES.high)
 
 
 def constant_trace(vms: Vms) -> Trace:
-    """A trace in which the cluster file's VMs come at the start and stay; an empty one where they are asked for."""
+    """A trace in which the cluster file's VMs come at the start and stay; an empty one where they are requested."""
     if not isinstance(vms, LocalVms) or vms.keep is not None:
         return Trace(events=())
     return Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(vms.num_vms)))
@@ -103,11 +103,11 @@ def controller_config(
     workers record a timeline. ``devices``: lists CUDA devices, where local VMs use these.
 
     Raises:
-        PlanError: when not even the trace's largest number of VMs can run the job, or reach what is asked for.
+        PlanError: when not even the trace's largest number of VMs can run the job, or reach what is requested.
     """
     max_nodes = max(trace.max_nodes, vms.keep or 0)
     memory = memory_of(vms, profile, num_vms=max_nodes, devices=devices)
-    asked = replace(
+    requested = replace(
         request,
         **more,
         memory_bytes=memory.device_bytes,
@@ -115,7 +115,7 @@ def controller_config(
         redundancy=policy.redundancy,
         links=vms.links,
     )
-    most, request = asked.num_replicas, replace(asked, num_replicas=None)
+    most, request = requested.num_replicas, replace(requested, num_replicas=None)
     plans = plan_table(profile, max_nodes, request, most_replicas=most)
     if not plans or most is not None:
         # raises where no such shape can be, and says what would do

@@ -1,6 +1,6 @@
 """What a run leaves beside its checkpoints, so that another machine can go on with it by their URL and its job.
 
-``run/recovery.json`` below the checkpoint URL: what was asked for, profile, cluster and cloud file as values, the
+``run/recovery.json`` below the checkpoint URL: what was requested, profile, cluster and cloud file as values, the
 trace, what the run directory belongs to, and a digest of each file of the job's code. No code and no secret is in it:
 of a cluster file the lines that users write freely (``vms.environment.setup`` and ``packages``) are left out.
 
@@ -22,11 +22,11 @@ from pydantic import Field, ValidationError, field_validator
 
 from manager.providers.azure.spec import AzureSpec
 from manager.providers.hosts.static import Hosts
+from manager.run.checkpoint_location import no_checkpoint, stored_at
 from manager.run.code import keep
-from manager.run.prepared import PreparedRun
+from manager.run.inputs import PreparedRun
 from manager.run.request import IfChanged, RunRequest, absolute_job, kept_request
 from manager.run.resolution import folder_of
-from manager.run.stored import no_checkpoint, stored_at
 from manager.run_dir import (
     COMMAND,
     RECOVERED,
@@ -41,7 +41,7 @@ from manager.run_dir import (
 from morph.checkpoint.manifest import write_atomically
 from morph.checkpoint.newest import find_whole
 from morph.checkpoint.storage import reading, writing
-from morph.checkpoint.stored import RECOVERY
+from morph.checkpoint.versions import RECOVERY
 from morph.contract.base import Value, first_problem
 from morph.contract.cluster import ClusterConfig, ProvidedVms
 from morph.contract.errors import ConfigError, JobError, RunDirError

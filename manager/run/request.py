@@ -1,4 +1,4 @@
-"""What a run is asked for; kept in its directory (``command.json``), so that it can be gone on with by that alone."""
+"""What is requested of a run; kept in its directory (``command.json``), by which alone it can be resumed."""
 
 from __future__ import annotations
 

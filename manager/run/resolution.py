@@ -8,8 +8,8 @@ from pathlib import Path
 from manager.providers.azure.spec import AzureSpec
 from manager.providers.hosts.static import Hosts
 from manager.run.cloud import Cloud, check_address, check_storage, check_url
+from manager.run.inputs import PreparedRun
 from manager.run.preparation import from_its_first_event
-from manager.run.prepared import PreparedRun
 from manager.run.request import RunRequest, absolute_url
 from morph.contract.cluster import AzureVms, ClusterConfig, JobFile, LocalVms
 from morph.contract.errors import ConfigError, ProfileError
@@ -20,7 +20,7 @@ from morph.yaml_files import load_cluster, load_job_file, load_yaml
 
 
 def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:
-    """Read what a run is asked for, and check what can be checked without its job.
+    """Read what is requested of a run, and check what can be checked without its job.
 
     Args:
         request: As given; paths from here.
@@ -46,7 +46,7 @@ def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:
             value=vms.keep,
             allowed="vms.keep or --trace, not both",
         )
-    return replace(run, trace=trace, asked=request)
+    return replace(run, trace=trace, requested=request)
 
 
 def _read(request: RunRequest, run_dir: Path | None) -> PreparedRun:

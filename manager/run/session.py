@@ -13,19 +13,18 @@ from manager.controller.state.state import ControllerState, Phase, initial_state
 from manager.engine.local_vms.trace_replayer import TraceReplayer
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Driver, Observed, Observer
-from manager.engine.loop.event_queue import EventQueue
+from manager.engine.loop.event_queue import EventQueue, RunClock
 from manager.engine.loop.silence import heartbeat_wait_s
-from manager.engine.machines.attachment import Found, NothingLives, forget_attachment, write_attachment
+from manager.engine.machines.attachment import FoundRun, TakeoverFailed, forget_attachment, write_attachment
 from manager.engine.machines.machines import Machines, Opening, OpenMachines
-from manager.engine.machines.preempting import Preempting
-from manager.engine.machines.provided import Providing
+from manager.engine.machines.preemption import PreemptionServer
+from manager.engine.machines.provider_machines import Providing
 from manager.engine.machines.vm_sources import machines_of, provisioning_of, watch_joining, write_last_facts
+from manager.engine.vms.budget import Spending, before_now
 from manager.engine.vms.provisioning import Provisioning
-from manager.engine.vms.spending import Spending, before_now
 from manager.engine.vms.vm_registry import inherited
-from manager.host.clock import RunClock
 from manager.host.devices import cuda_devices, device_slots
-from manager.host.signals import deaf_to_signals, stopping_on_signals
+from manager.host.signals import signals_blocked, stopping_on_signals
 from manager.journal.journal import Journal, patiently
 from manager.journal.records import CLUSTER_LOST, OUTLIVES, TOOK_OVER, Fact, TraceMoment
 from manager.journal.replay import trace_moment
@@ -33,12 +32,11 @@ from manager.run_dir import DEVICES, RunDir
 from morph.contract.cluster import ClusterConfig, LocalVms, ProvidedVms
 from morph.contract.emulation import EmulatedDevice
 from morph.contract.errors import ClusterError, ClusterLost
-from morph.contract.faults import Fault, SlowSpell
-from morph.contract.messages import HandedCut, JobCode, WorkerSetup
+from morph.contract.messages import Fault, HandedCut, JobCode, SlowSpell, WorkerSetup
 from morph.contract.trace import Trace
 
 
-def take_over(found: Found, machines: Machines, replayer: TraceReplayer, driver: Driver) -> None:
+def take_over(found: FoundRun, machines: Machines, replayer: TraceReplayer, driver: Driver) -> None:
     """Reach the workers, tell the trace's replayer which VMs are up, and the controller who lives.
 
     In this order: what the controller decides of its VMs finds them known. What is new to it waits in the event_queue.
@@ -54,8 +52,8 @@ def take_over(found: Found, machines: Machines, replayer: TraceReplayer, driver:
         if not entry.ready and worker not in up
     ]
     if machines.provided is None:
-        asked = {vm.name: vm.request for vm in inherited(found.state, found.vms).vms}
-        replayer.resume(found.vms, found.appeared, asked)
+        requested = {vm.name: vm.request for vm in inherited(found.state, found.vms).vms}
+        replayer.resume(found.vms, found.appeared, requested)
     driver.tell(Fact(name=TOOK_OVER), *events, ManagerResumed(living=living))
 
 
@@ -73,8 +71,8 @@ class RunSpec:
     absent: as the cluster file says. ``providing``: opens the provider, where one brings the VMs. ``code``: the files
     that every worker loads the job from; absent, in experiments: whatever lies at ``job_path``. ``cut``: the cut
     model that every worker is handed; absent: each exports the job. ``facts``: for the journal. ``played``: where the
-    trace stands, in a session that follows one whose cluster was lost. ``command``: what the user asked for; who takes
-    over must be asked for the same. ``variables``: of the environment, for the workers' alone.
+    trace stands, in a session that follows one whose cluster was lost. ``command``: what the user requested; who takes
+    over must be given the same request. ``variables``: of the environment, for the workers' alone.
     """
 
     job_path: str
@@ -103,7 +101,7 @@ def run_session(
     run_dir: RunDir,
     observer: Observer,
     attend: Callable[[VmFleet], Observer] | None = None,
-    found: Found | None = None,
+    found: FoundRun | None = None,
 ) -> Finish:
     """Run a job to its end on local VMs; blocks. The first SIGINT, SIGTERM or SIGHUP asks for a clean stop.
 
@@ -117,7 +115,7 @@ def run_session(
     Raises:
         ClusterError: when Ray, or what else the workers run under, does not start.
         ClusterLost: what the session stood on is gone; nothing of it is left.
-        NothingLives: what was found cannot be gone on with after all; nothing of it is left.
+        TakeoverFailed: what was found cannot be gone on with after all; nothing of it is left.
         KeyboardInterrupt: on a second such signal; everything is ended all the same.
     """
     ending = ExitStack()  # closes what was opened, in reverse
@@ -133,7 +131,7 @@ def run_session(
             session.start_vms()
             return session.drive()
     finally:
-        with deaf_to_signals():
+        with signals_blocked():
             ending.close()
 
 
@@ -149,7 +147,7 @@ class Session:
     """
 
     def __init__(
-        self, spec: RunSpec, run_dir: RunDir, observer: Observer, found: Found | None, ending: ExitStack
+        self, spec: RunSpec, run_dir: RunDir, observer: Observer, found: FoundRun | None, ending: ExitStack
     ) -> None:
         self._spec, self._run_dir, self._found, self._ending = spec, run_dir, found, ending
         open_machines = spec.machines or machines_of(
@@ -184,7 +182,7 @@ class Session:
         by_provider = self._provisioning if provided else None
         folder, driver = self.machines.attachment.control_socket.parent, self.driver
         ending.callback(
-            Preempting(
+            PreemptionServer(
                 folder, lambda: driver.state.workers, self._event_queue, by_provider or self.replayer.fleet
             ).close
         )
@@ -205,7 +203,7 @@ class Session:
             self.replayer.resume((), ())
 
     def start_vms(self) -> None:
-        """Let VMs come and go: as the trace says, as a provider brings them, or as they are asked for."""
+        """Let VMs come and go: as the trace says, as a provider brings them, or as they are requested."""
         self.machines.vms.settle()
         self.replayer.start()
         provided, provisioning = self.machines.provided, self._provisioning
@@ -243,7 +241,7 @@ class Session:
         except ClusterError as error:
             if self._found is None:
                 raise
-            raise NothingLives(str(error)) from error
+            raise TakeoverFailed(str(error)) from error
 
     def _open_provisioning(self) -> Provisioning:
         vms, found = self._spec.cluster.vms, self._found
@@ -307,7 +305,7 @@ class Session:
         return self.replayer.fleet.booting or any(not worker.ready for worker in state.workers.values())
 
 
-def gone_on_with_trace(spec: RunSpec, run_dir: RunDir) -> RunSpec:
+def with_resumed_trace(spec: RunSpec, run_dir: RunDir) -> RunSpec:
     """Return what goes on where the trace stood when the last session's cluster was lost, with the VMs of then."""
     with Journal.open(run_dir.journal_path, read_only=True) as journal:
         moment = trace_moment(journal)

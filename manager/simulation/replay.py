@@ -17,7 +17,7 @@ from manager.simulation.policies.pipelines import play_pipelines
 from manager.simulation.policies.restart import play_restart
 from manager.simulation.spot.job import OneVmJob, SpotJob
 from manager.simulation.spot.outcome import Outcome
-from manager.simulation.spot.until import SpotPrices, Until
+from manager.simulation.spot.run_end import SpotPrices, Until
 from morph.contract.errors import ConfigError
 from morph.contract.trace import Trace
 
@@ -76,7 +76,7 @@ _QUICK = 0.02
 """Time of a policy without the controller, as a share of one with it."""
 BOUND = "ideal"
 OTHER_BATCHES = ("drop", "bamboo", "bamboo-lflb")
-"""They train with smaller batches while pipelines are missing: not what was asked for, however fast."""
+"""They train with smaller batches while pipelines are missing: not what was requested, however fast."""
 MOST = {"restart": 10**9, "mix": 99}
 
 
@@ -106,9 +106,9 @@ class Replay:
                 share(1.0)
         else:
             with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-                asked = {pool.submit(self.play, policy, *case): place for place, (policy, case) in enumerate(cases)}
-                for future in as_completed(asked):
-                    found[asked[future]] = future.result()
+                requested = {pool.submit(self.play, policy, *case): place for place, (policy, case) in enumerate(cases)}
+                for future in as_completed(requested):
+                    found[requested[future]] = future.result()
                     told(sum(weights[place] for place in found) / sum(weights))
         num = len(self.policies)
         return [found[trace * num + policy] for policy in range(num) for trace in range(len(self.traces))]
@@ -207,7 +207,7 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float, floa
 def advice(outcomes: Sequence[Outcome], aim: Aim | None = None) -> str:
     """Say which policy to take, and why.
 
-    Only one that trains with the batch that was asked for is taken.
+    Only one that trains with the batch that was requested is taken.
 
     Args:
         outcomes: Of all policies.

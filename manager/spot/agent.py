@@ -2,8 +2,8 @@
 
 ``python -m manager.spot.agent --manager HOST:PORT --node NAME --secret-file PATH [--uid N]``
 
-What it says and hears is described in ``manager.spot.provided``. Without the launcher it tries again, and the script
-trains on; ``manager.notices.agent`` ends the VM when nobody has been there for long.
+What it says and hears is described in ``manager.spot.provider_vms``. Without the launcher it tries again, and the
+script trains on; ``manager.notices.agent`` ends the VM when nobody has been there for long.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from manager.notices.call import AGENT, arguments_of_node, called, secret_in
 from manager.providers.boot.first_boot import Caller
-from manager.spot.provided import SUFFIX
+from manager.spot.provider_vms import SUFFIX
 from manager.spot.script_process import ScriptProcess, read_from
 from morph.link.proof import new_secret
 

@@ -3,9 +3,9 @@
 ============  =====================================================================
 phase         invariant
 ============  =====================================================================
-``waiting``   a VM was asked for; the script runs nowhere
+``waiting``   a VM was requested; the script runs nowhere
 ``running``   the script runs, and its VM is not known to be taken
-``leaving``   there is a notice; another VM was asked for
+``leaving``   there is a notice; another VM was requested
 ``ended``     for good, with the script's exit code
 ============  =====================================================================
 
@@ -34,14 +34,14 @@ STAYS_S = 60.0
 
 @dataclass(frozen=True)
 class Came:
-    """The VM that was asked for is there."""
+    """The VM that was requested is there."""
 
     vm: str
 
 
 @dataclass(frozen=True)
 class Denied:
-    """The VM that was asked for does not come."""
+    """The VM that was requested does not come."""
 
     sentence: str
 
@@ -141,9 +141,9 @@ class SpotState:
     """
 
     phase: Literal["waiting", "running", "leaving", "ended"] = "waiting"
-    is_asking: bool = False
+    is_requesting: bool = False
     spare: str | None = None
-    asked_s: float | None = None
+    requested_s: float | None = None
     num_denied: int = 0
     ask_s: float = 0.0
     since_s: float = 0.0
@@ -155,7 +155,7 @@ class SpotState:
     step_s: float | None = None
     stall_s: float | None = None
     upload_s: float | None = None
-    again_s: float | None = None
+    restart_s: float | None = None
     num_losses: int = 0
     watched_s: float = 0.0
     code: int | None = None
@@ -170,11 +170,11 @@ def decide(state: SpotState, event: Event, now_s: float) -> Answer:
             return _came(state, vm, now_s)
         case Denied(sentence):
             wait_s = REQUESTS.backoff.pause_s(state.num_denied)
-            state = replace(state, is_asking=False, num_denied=state.num_denied + 1, ask_s=now_s + wait_s)
+            state = replace(state, is_requesting=False, num_denied=state.num_denied + 1, ask_s=now_s + wait_s)
             return state, (), f"no VM yet: {sentence}; the next request in {wait_s:g} s"
         case Stepped(seconds):
-            if state.step_s is None and state.asked_s is not None:
-                state = replace(state, again_s=max(0.0, now_s - state.asked_s - seconds), saved_s=now_s - seconds)
+            if state.step_s is None and state.requested_s is not None:
+                state = replace(state, restart_s=max(0.0, now_s - state.requested_s - seconds), saved_s=now_s - seconds)
             return _ticked(replace(state, step_s=seconds), now_s)
         case Saved(_, seconds):
             return replace(state, stall_s=state.stall_s if seconds is None else seconds, saved_s=now_s), (), ""
@@ -197,10 +197,10 @@ def interval_s(state: SpotState, now_s: float) -> float:
     """Return the seconds between saves that cost least; never less than a save takes to be complete."""
     watched_s = state.watched_s + (now_s - state.since_s if state.phase == "running" else 0.0)
     mttf_s = (3600.0 / PRIOR.per_vm_h + watched_s) / (1 + state.num_losses)  # the prior counts as one loss
-    again_s = PRIOR.allocation_s + PRIOR.preparation_s if state.again_s is None else state.again_s
+    restart_s = PRIOR.allocation_s + PRIOR.preparation_s if state.restart_s is None else state.restart_s
     if state.stall_s is None:
         return max(FIRST_AFTER_S, state.step_s or 0.0)
-    best_s = cheapest_interval_s(state.stall_s, mttf_s, again_s)
+    best_s = cheapest_interval_s(state.stall_s, mttf_s, restart_s)
     return max(best_s, state.stall_s + (state.upload_s or 0.0), state.step_s or 0.0)
 
 
@@ -211,7 +211,7 @@ def emergency_s(state: SpotState) -> float:
 
 
 def _came(state: SpotState, vm: str, now_s: float) -> Answer:
-    state = replace(state, is_asking=False, num_denied=0)
+    state = replace(state, is_requesting=False, num_denied=0)
     if state.phase in ("running", "leaving"):
         return replace(state, spare=vm), (), f"{vm} waits for the script"
     return _started(state, vm, now_s)
@@ -227,9 +227,13 @@ def _started(state: SpotState, vm: str, now_s: float) -> Answer:
 
 def _ticked(state: SpotState, now_s: float) -> Answer:
     is_missing = state.phase == "waiting" or (state.phase == "leaving" and state.spare is None)
-    if is_missing and not state.is_asking and (not state.num_denied or now_s >= state.ask_s):
-        asked_s = state.asked_s if state.num_denied else now_s
-        return replace(state, is_asking=True, asked_s=asked_s), (Ask(),), "" if state.num_denied else "there is no VM"
+    if is_missing and not state.is_requesting and (not state.num_denied or now_s >= state.ask_s):
+        requested_s = state.requested_s if state.num_denied else now_s
+        return (
+            replace(state, is_requesting=True, requested_s=requested_s),
+            (Ask(),),
+            "" if state.num_denied else "there is no VM",
+        )
     is_free = state.ordered == state.lasting  # one save at a time
     if state.phase == "leaving" and is_free and state.emergency is None and state.step_s is not None:
         return _on_notice(state, now_s)
@@ -249,9 +253,9 @@ def _ordered(state: SpotState, reason: str) -> Answer:
 def _noticed(state: SpotState, lead_s: float, now_s: float) -> Answer:
     if state.phase != "running":
         return state, (), ""
-    asks: tuple[Action, ...] = () if state.is_asking or state.spare else (Ask(),)
-    state = replace(state, phase="leaving", is_asking=state.spare is None, until_s=now_s + lead_s)
-    state = replace(state, asked_s=now_s if asks else state.asked_s)
+    asks: tuple[Action, ...] = () if state.is_requesting or state.spare else (Ask(),)
+    state = replace(state, phase="leaving", is_requesting=state.spare is None, until_s=now_s + lead_s)
+    state = replace(state, requested_s=now_s if asks else state.requested_s)
     if state.step_s is None:
         return state, asks, f"the VM goes in {lead_s:.3g} s, before the script has done a step"
     state, orders, reason = _on_notice(state, now_s)
@@ -285,6 +289,6 @@ def _gone(state: SpotState, now_s: float) -> Answer:
     )
     if state.spare is not None:
         return _started(state, state.spare, now_s)
-    if state.is_asking:
+    if state.is_requesting:
         return state, (), "the VM is gone"
-    return replace(state, is_asking=True, num_denied=0, asked_s=now_s), (Ask(),), "the VM is gone"
+    return replace(state, is_requesting=True, num_denied=0, requested_s=now_s), (Ask(),), "the VM is gone"

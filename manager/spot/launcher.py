@@ -15,9 +15,9 @@ from manager.controller.state.actions import ReleaseNodes, RequestNodes
 from manager.controller.state.events import Event as VmEvent
 from manager.controller.state.events import NodesGranted, RequestRefused, WorkerLost
 from manager.engine.loop.event_queue import EventQueue
+from manager.engine.vms.budget import Spending
 from manager.engine.vms.provisioning import Provisioning
-from manager.engine.vms.spending import Spending
-from manager.host.signals import deaf_to_signals
+from manager.host.signals import signals_blocked
 from manager.journal.records import Fact
 from manager.notices.agent import sources_of
 from manager.notices.watch import Given, NoticeWatch, Told
@@ -150,7 +150,7 @@ class Launcher:
         self._vms: tuple[str, ...] = ()
         self._gone: set[str] = set()
         self._half = b""
-        self._num_groups = self._num_asked = 0
+        self._num_groups = self._num_requested = 0
         self._started_s, self._looked_s = 0.0, -math.inf
         self._reasons: list[tuple[float, str]] = []
 
@@ -173,7 +173,7 @@ class Launcher:
                     return Outcome(TAKEN_CODE, self._num_groups, self._reasons)
                 time.sleep(LOOK_EVERY_S)
         finally:
-            with deaf_to_signals():
+            with signals_blocked():
                 self._end(watches)
         code = self._state.code
         return Outcome(1 if code is None or code < 0 else code, self._num_groups, self._reasons)
@@ -215,8 +215,8 @@ class Launcher:
             case Ask() if self._job.vms == "here" and self._num_groups:
                 pass  # the next VM is another machine
             case Ask():
-                self._num_asked += 1
-                name = f"{self._job.name}-{self._num_asked}"
+                self._num_requested += 1
+                name = f"{self._job.name}-{self._num_requested}"
                 self._provisioning.request(RequestNodes(request=name, count=self._source.num_devices))
             case Start(group):
                 self._group, self._vms, self._half = group, _vms_of(self._nodes[group]), b""
@@ -253,7 +253,7 @@ class Launcher:
                 if self._provisioning.failure is not None:
                     raise self._provisioning.failure
                 if cause == "limit" and not self._vms:
-                    raise Misconfigured(f"no VM may be asked for: {detail}")
+                    raise Misconfigured(f"no VM may be requested: {detail}")
                 yield Denied(detail)
             case WorkerLost(worker=node):
                 self._gone.add(vm_of(node))

@@ -18,7 +18,7 @@ from morph.checkpoint.manifest import (
     write_atomically,
 )
 from morph.checkpoint.storage import bounded, reading
-from morph.checkpoint.stored import SET_ASIDE
+from morph.checkpoint.versions import SET_ASIDE
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointDamaged, CheckpointError
 
@@ -46,7 +46,7 @@ def newest_whole(
     """
     manifest, damaged = find_whole(url, every_byte=every_byte, limit_s=limit_s)
     for version in damaged:
-        _asked(url, limit_s, partial(_set_aside, url, version))
+        _within_limit(url, limit_s, partial(_set_aside, url, version))
     return manifest, told_of(manifest, damaged)
 
 
@@ -58,9 +58,9 @@ def find_whole(
     Nothing is changed.
     """
     damaged: dict[int, CheckpointDamaged] = {}
-    for version in reversed(_asked(url, limit_s, partial(complete_versions, url))):
+    for version in reversed(_within_limit(url, limit_s, partial(complete_versions, url))):
         try:
-            manifest = _asked(url, limit_s, partial(read_manifest, url, version))
+            manifest = _within_limit(url, limit_s, partial(read_manifest, url, version))
             check_files(url, manifest, every_byte=every_byte, limit_s=limit_s)
         except CheckpointDamaged as error:
             damaged[version] = error
@@ -91,7 +91,7 @@ def check_files(url: str, manifest: Manifest, *, every_byte: bool, limit_s: Limi
         CheckpointError: storage does not answer.
     """
     where = version_url(url, manifest.version)
-    sizes = _asked(where, limit_s, lambda: files_in(*fsspec.core.url_to_fs(where)))
+    sizes = _within_limit(where, limit_s, lambda: files_in(*fsspec.core.url_to_fs(where)))
     for unit in manifest.units:
         size_bytes = sizes.get(unit.file)
         if size_bytes is None:
@@ -100,10 +100,10 @@ def check_files(url: str, manifest: Manifest, *, every_byte: bool, limit_s: Limi
             raise CheckpointDamaged(f"{where}/{unit.file}: it has {size_bytes} bytes, its manifest {unit.size_bytes}")
     if every_byte:
         for unit in manifest.units:
-            _asked(where, limit_s, partial(read_file, url, manifest.version, unit, sha256=True), unit.size_bytes)
+            _within_limit(where, limit_s, partial(read_file, url, manifest.version, unit, sha256=True), unit.size_bytes)
 
 
-def _asked(where: str, limit_s: LimitOf | None, call: Callable[[], T], num_bytes: int = 0) -> T:
+def _within_limit(where: str, limit_s: LimitOf | None, call: Callable[[], T], num_bytes: int = 0) -> T:
     """What storage answers, or a CheckpointError; also where it does not within this time."""
     with reading(where):
         return call() if limit_s is None else bounded(call, limit_s(num_bytes), "storage")

@@ -22,7 +22,7 @@ SAFETENSORS, TORCH = ".safetensors", (".pt", ".pth", ".bin")
 
 
 class PlainFile:
-    """An opened file; entries are read when they are asked for. Nothing in it is executed.
+    """An opened file; entries are read when they are requested. Nothing in it is executed.
 
     Raises:
         InputError: it is missing, unreadable, or no safetensors file.

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import fsspec
 
-from morph.checkpoint.looking import Look, State
+from morph.checkpoint.inspection import State, VersionStatus
 from morph.checkpoint.manifest import MANIFEST, files_in, version_url, write_atomically
 from morph.checkpoint.storage import writing
-from morph.checkpoint.stored import KEPT, StoredVersion, delete_version, stored_versions
+from morph.checkpoint.versions import KEPT, StoredVersion, delete_version, stored_versions
 from morph.contract.errors import CheckpointError
 from morph.contract.rules import CheckpointRules
 
@@ -43,7 +43,9 @@ def let_go(url: str, version: int) -> None:
             filesystem.rm_file(f"{folder}/{KEPT}")
 
 
-def refusal(looks: Sequence[Look], version: int, *, force: bool, holder: int | None) -> tuple[str, str] | None:
+def refusal(
+    inspect_versions: Sequence[VersionStatus], version: int, *, force: bool, holder: int | None
+) -> tuple[str, str] | None:
     """Say why a version is not removed, and what is allowed; None: it may be.
 
     A run goes back to the newest version that is whole, and writes newer ones: a manifest must not be put beside files
@@ -55,12 +57,12 @@ def refusal(looks: Sequence[Look], version: int, *, force: bool, holder: int | N
         force: The user means it.
         holder: The process that manages their run now, if that is known.
     """
-    newest = max((look.version for look in looks if look.state is State.WHOLE), default=-1)
+    newest = max((look.version for look in inspect_versions if look.state is State.WHOLE), default=-1)
     if version == newest:
         what = "is the newest that is whole"
     elif version > newest:
         what = "is not whole, and may be on its way, for no newer one is whole"
-    elif not force and next(look.kept for look in looks if look.version == version):
+    elif not force and next(look.kept for look in inspect_versions if look.version == version):
         return "is kept", "those that are not kept; or --force"
     else:
         return None

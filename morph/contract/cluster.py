@@ -66,7 +66,7 @@ class Limits(Value):
     )
     usd_per_h: UsdPerHourAtMost | None = Field(default=None, description="so many dollars an hour for all VMs, at most")
     budget_usd: Annotated[float, ranges.USD_AT_MOST.field] | None = Field(
-        default=None, description="once so much is spent, no further VM is asked for"
+        default=None, description="once so much is spent, no further VM is requested"
     )
 
 

@@ -78,7 +78,7 @@ class ProfileError(InputError):
 
 
 class PlanError(InputError):
-    """The shape asked for cannot be."""
+    """The shape requested cannot be."""
 
 
 class TraceError(InputError):

@@ -57,7 +57,7 @@ def check_output(path: Path, error_type: type[InputError]) -> None:
 
 
 def write_output(path: Path, content: str | bytes, error_type: type[InputError]) -> None:
-    """Write what the user asked for, whole or not at all.
+    """Write what the user requested, whole or not at all.
 
     Raises:
         InputError: of ``error_type``, naming the file that cannot be written.

@@ -18,12 +18,55 @@ from morph.contract.base import Value
 from morph.contract.cluster import LinkSetting, RingSetting
 from morph.contract.decided import Decided, LossScale
 from morph.contract.emulation import EmulatedDevice
-from morph.contract.faults import Fault, SlowSpell
 from morph.contract.job_facts import JobFacts
 from morph.contract.plan import Plan
 from morph.contract.rules import CheckpointRules
 from morph.contract.salvage import Follow, KeptSums, Salvage
 from morph.contract.timeline import ComputeTimes, MicroBatchTimes, StepTimeline
+
+# What is to go wrong in a worker, and when: for tests and demonstrations.
+
+
+class Fault(Value):
+    """A scheduled fault, for tests: the worker kills itself with SIGKILL when it reaches the phase.
+
+    Or an error is raised there, as torch does when a device has no memory left, or is gone itself. ``nth`` picks the
+    nth arrival at the phase within the step (0 = first).
+    """
+
+    worker: str
+    phase: Literal[
+        "forward",
+        "backward",
+        "reduce",
+        "before_commit",
+        "after_commit",
+        "applied",
+        "reshape",
+        "transfer",
+        "checkpoint",
+        "send_ahead",
+        "receive_ahead",
+        "share_gradients",
+        "share_sums",
+    ]
+    step: Annotated[int, Field(ge=0)]
+    nth: Annotated[int, Field(ge=0)] = 0
+    kind: Literal["kill", "out_of_memory", "lost_device"] = "kill"
+
+
+class SlowSpell(Value):
+    """A scheduled fail-stutter, for tests and demonstrations: a worker's compute takes ``factor`` times as long.
+
+    It begins with step ``first_step`` and ends before step ``end_step``; None: it does not end. A probe belongs to the
+    step that was decided last when it was sent.
+    """
+
+    worker: str
+    factor: float = Field(ge=1, allow_inf_nan=False)
+    first_step: int = Field(default=0, ge=0)
+    end_step: int | None = Field(default=None, ge=0)
+
 
 DEFAULT_LIMIT_S = 120.0
 """Of a wait for others in an order that does not say it."""
@@ -102,7 +145,7 @@ class Source(Value):
     """Where one worker gets one parameter unit's state from in a reshape.
 
     ``keep``: the worker holds it already; ``peer``: from the living worker ``peer``;
-    ``ahead``: sent ahead by the living worker ``peer``, from which the last steps' gradients follow;
+    ``ahead``: pre-copied by the living worker ``peer``, from which the last steps' gradients follow;
     ``checkpoint``: from the checkpoint of version ``ReshapeOrder.version``, which ``peer`` reads and sends to it where
     one is named, because storage cannot be read from here; ``initial``: made from the job's seed.
     """
@@ -121,7 +164,7 @@ class ReshapeOrder(Value):
     commit order of this generation comes: a reshape that fails loses nothing. A receiver without a slot is
     named as a ``peer`` in ``sources``: it serves those units, joins no group, keeps its units and answers too.
     ``decided`` is what was decided of step ``version - 1``; absent after a return to a checkpoint.
-    ``ahead``: the number of the ``PreCopyOrder`` to which sources of kind "ahead" belong; whatever else was sent ahead
+    ``ahead``: the number of the ``PreCopyOrder`` to which sources of kind "ahead" belong; whatever else was pre-copied
     is dropped. ``salvage``: what is there of the step from ``version``, which was given up; other partial sums go.
     ``keep_sums``: should a step be given up, what a worker has summed is kept. ``follows``: who has a follower;
     ``follow_in_host``: its follower keeps that in host memory, and on its device only while it is updated.
@@ -162,11 +205,11 @@ class PreCopyMove(Value):
 
 
 class PreCopyOrder(Value):
-    """Send units ahead of a planned change, on the control lane and beside every other order; no worker waits for it.
+    """Pre-copy units before a planned change, on the control lane and beside every other order; no worker waits for it.
 
     A sender sends each unit's state once, at a version at which it begins a step, and from there on the reduced
     gradients of every decided step, with what was decided about it; the receiver applies them. The next reshape
-    ends all of it. ``moves`` are those in which the worker takes part; none: drop what was sent ahead. An order with
+    ends all of it. ``moves`` are those in which the worker takes part; none: drop what was pre-copied. An order with
     a smaller number than the last one is ignored, one with the same number only has the worker report again.
     """
 

@@ -46,7 +46,7 @@ class RequestRules(Value):
     backoff_max_s: Seconds = Field(default=600.0, description="and never longer than this")
     answer_s: Seconds = Field(default=60.0, description="a request without an answer is sent again under its name")
     boot_s: Seconds = Field(default=900.0, description="a VM that was granted and does not appear is given up")
-    max_absent: Count = Field(default=5, description="grants in a row of which no VM appears: then none is asked for")
+    max_absent: Count = Field(default=5, description="grants in a row of which no VM appears: then none is requested")
     notice_grace_s: Seconds = Field(default=60.0, description="a VM that outlives its notice by this is taken back")
 
     @property

@@ -174,7 +174,7 @@ def _parse(reader: csv.DictReader[str], source: str) -> Trace:
         elif isinstance(line, TracePrice):
             prices.append(line)
         else:
-            _check_follows(line, added_s, where)
+            _check_order(line, added_s, where)
             events.append(line)
     if not events:
         raise TraceError("holds no events", source=source)
@@ -203,7 +203,7 @@ def _line(row: dict[str, str], where: str) -> TraceEvent | TracePrice | TraceEnd
         raise TraceError(problem, source=where, field=field, value=shown) from error
 
 
-def _check_follows(event: TraceEvent, added_s: dict[str, float], where: str) -> None:
+def _check_order(event: TraceEvent, added_s: dict[str, float], where: str) -> None:
     """Check an event against those before it; ``added_s``: when the VMs that are there came."""
     node = event.node_id
     if (node in added_s) == (event.event == "add"):

@@ -14,12 +14,12 @@ from morph.cutting.sections.section import BoundaryTensor, CutModel, ParameterUn
 if TYPE_CHECKING:
     from morph.cutting.cuts.cut_model import cut
     from morph.cutting.exporting.export import export_job
-    from morph.cutting.exporting.exported import ExportedJob
+    from morph.cutting.exporting.exported_job import ExportedJob
 
 _LATER = {
     "cut": "morph.cutting.cuts.cut_model",
     "export_job": "morph.cutting.exporting.export",
-    "ExportedJob": "morph.cutting.exporting.exported",
+    "ExportedJob": "morph.cutting.exporting.exported_job",
 }
 
 __all__ = ["BoundaryTensor", "CutModel", "ExportedJob", "ParameterUnit", "Section", "cut", "export_job"]

@@ -24,7 +24,7 @@ class EvaluationLoader:
         training_sample: What samples must look like, for sections were made for that.
         micro_batch_size: m.
         num_samples: How many samples to take at most; None: all.
-        ahead: Reads what is expected.
+        prefetcher: Reads what is expected.
 
     Raises:
         JobError: too few samples, or a first sample that differs from those of training.
@@ -37,7 +37,7 @@ class EvaluationLoader:
         training_sample: Mapping[str, Tensor],
         micro_batch_size: int,
         num_samples: int | None,
-        ahead: DataWorkers | None = None,
+        prefetcher: DataWorkers | None = None,
     ) -> None:
         available = check_map_style(dataset, "eval_data")
         self.num_micro_batches = min(available, num_samples or available) // micro_batch_size
@@ -53,17 +53,17 @@ class EvaluationLoader:
         self._seed = seed
         self._micro_batch_size = micro_batch_size
         self._training_sample = training_sample
-        self._ahead = ahead
+        self._prefetcher = prefetcher
         self._expected: tuple[str, ...] = ()
         self._taken: tuple[int, dict[str, Tensor]] = -1, {}
         self._read(range(1))
 
     def expect(self, micro_batches: Sequence[int], keys: Iterable[str], over: Callable[[], bool]) -> None:
-        """Have these read ahead. See ``DataWorkers.expect``."""
-        if self._ahead is not None:
+        """Have these prefetched. See ``DataWorkers.expect``."""
+        if self._prefetcher is not None:
             self._expected = tuple(sorted(keys))
             batches = [(EPOCH, micro_batch, self._expected) for micro_batch in micro_batches]
-            self._ahead.expect(batches, lambda _, micro_batch: self._samples(micro_batch), over)
+            self._prefetcher.expect(batches, lambda _, micro_batch: self._samples(micro_batch), over)
 
     def load(self, micro_batch: int, keys: Sequence[str]) -> dict[str, Tensor]:
         """Return the wanted entries, each [micro_batch_size, ...].
@@ -73,8 +73,8 @@ class EvaluationLoader:
         """
         if not keys:
             return {}
-        if self._ahead is not None and self._taken[0] != micro_batch:
-            self._taken = micro_batch, self._ahead.take((EPOCH, micro_batch, self._expected))
+        if self._prefetcher is not None and self._taken[0] != micro_batch:
+            self._taken = micro_batch, self._prefetcher.take((EPOCH, micro_batch, self._expected))
         if self._taken[0] == micro_batch and self._taken[1].keys() >= set(keys):
             return {key: self._taken[1][key] for key in keys}
         samples = self._read(index for _, index in self._samples(micro_batch))

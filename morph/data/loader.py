@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from morph.contract.errors import JobError
+from morph.contract.job_facts import DataFacts, SampleFacts
 from morph.data.order import sample_indices
 from morph.data.prefetch import DataWorkers
 from morph.data.seeding import own_generators, seed_of
@@ -33,7 +35,7 @@ class MicroBatchLoader:
         seed: The job's.
         batch_size: M.
         micro_batch_size: m.
-        ahead: Reads what is expected. It is told what samples look like, so the first one is read now.
+        prefetcher: Reads what is expected. It is told what samples look like, so the first one is read now.
 
     Raises:
         JobError: something else than a data set, or a first sample that is none.
@@ -45,7 +47,7 @@ class MicroBatchLoader:
         seed: int,
         batch_size: int,
         micro_batch_size: int,
-        ahead: DataWorkers | None = None,
+        prefetcher: DataWorkers | None = None,
     ) -> None:
         check_map_style(dataset, "dataset")
         self._dataset = dataset
@@ -56,15 +58,15 @@ class MicroBatchLoader:
         self._num_kept = _CACHED_MICRO_BATCHES
         self._samples: dict[tuple[int, int], list[dict[str, Tensor]]] = {}
         self._stacked: OrderedDict[tuple[int, int], dict[str, Tensor]] = OrderedDict()
-        self._ahead = ahead
+        self._prefetcher = prefetcher
         self._expected: tuple[str, ...] = ()
-        if ahead is not None:
-            ahead.begin(self._first_sample(), micro_batch_size)
+        if prefetcher is not None:
+            prefetcher.begin(self._first_sample(), micro_batch_size)
 
     def expect(
         self, places: Iterable[tuple[int, int]], keys: Iterable[str], over: Callable[[], bool], window: int
     ) -> None:
-        """Have these micro-batches read ahead, if anything reads ahead, and forget what was expected before.
+        """Have these micro-batches prefetched, if anything prefetches, and forget what was expected before.
 
         Args:
             places: Step and number of each, in the order in which they will be loaded.
@@ -72,13 +74,13 @@ class MicroBatchLoader:
             over: Says that nobody waits for them any more.
             window: How many are in use at once: each is loaded again before its backward.
         """
-        if self._ahead is None:
+        if self._prefetcher is None:
             return
         self._num_kept = min(max(_CACHED_MICRO_BATCHES, 2 * window), _MOST_CACHED)
         self._expected = tuple(sorted(keys))
         missing = [place for place in places if not self._stacked.get(place, {}).keys() >= set(self._expected)]
         batches = [(*place, self._expected) for place in missing if self._expected]
-        self._ahead.expect(batches, self._samples_of, over)
+        self._prefetcher.expect(batches, self._samples_of, over)
 
     def load(self, step: int, micro_batch: int, keys: Iterable[str]) -> dict[str, Tensor]:
         """Return the wanted entries, each [micro_batch_size, ...]. They are shared: do not write to them.
@@ -92,8 +94,8 @@ class MicroBatchLoader:
             return {}
         place = (step, micro_batch)
         stacked = self._remembered(place)
-        if self._ahead is not None and not stacked.keys() >= set(wanted):
-            stacked |= self._ahead.take((*place, self._expected))
+        if self._prefetcher is not None and not stacked.keys() >= set(wanted):
+            stacked |= self._prefetcher.take((*place, self._expected))
         for key in wanted:
             if key not in stacked:
                 stacked[key] = stack_entry(self._load_samples(place), key)
@@ -169,7 +171,7 @@ def data_of(job: Job, field: DataField = "dataset") -> MapDataset:
 
 
 def forget_data(job: Job, field: DataField) -> None:
-    """Let go of a job's data set; it is built anew when it is next asked for."""
+    """Let go of a job's data set; it is built anew when it is next requested."""
     job.__dict__.get(_BUILT, {}).pop(field, None)
 
 
@@ -258,3 +260,41 @@ def check_map_style(dataset: object, field: str) -> int:
     if size == 0:
         raise JobError("is empty", source="Job", field=field, allowed="at least one sample")
     return size
+
+
+# What a job's data sets are known by: read where the job is checked, and again by every worker before it joins.
+
+
+NUM_SAMPLED = 8
+
+
+def data_facts(job: Job) -> dict[str, DataFacts]:
+    """Look at a job's data sets.
+
+    Raises:
+        JobError: a sample that is none.
+    """
+    found = {"dataset": _facts(data_of(job), job.seed)}
+    if job.eval_data is not None:
+        found["eval_data"] = _facts(data_of(job, "eval_data"), job.seed)
+    return found
+
+
+def _facts(dataset: MapDataset, seed: int) -> DataFacts:
+    """Length, and samples spread evenly from the first to the last."""
+    length = len(dataset)
+    indices = sorted({place * (length - 1) // (NUM_SAMPLED - 1) for place in range(NUM_SAMPLED)}) if length else []
+    samples = zip(indices, read_samples(dataset, seed, [(0, index) for index in indices]), strict=True)
+    return DataFacts(
+        num_samples=length,
+        samples=tuple(
+            SampleFacts(index=index, entries={key: _shown(value) for key, value in sample.items()})
+            for index, sample in samples
+        ),
+    )
+
+
+def _shown(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().flatten()
+    digest = hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} sha256 {digest[:16]}"

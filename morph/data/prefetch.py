@@ -66,7 +66,7 @@ class DataWorkers:
         self._readers: list[_Reader] = []
         self._slots: Slots | None = None
         self._wanted: dict[Batch, SamplesOf] = {}
-        self._unasked: deque[Batch] = deque()
+        self._unrequested: deque[Batch] = deque()
         self._over: Callable[[], bool] = bool
         self._failures_left = MOST_FAILURES
         self.close = weakref.finalize(self, _end_all, self._readers, os.getpid())
@@ -110,7 +110,7 @@ class DataWorkers:
         if batch not in self._wanted:
             return {}
         self._hear(0.0)
-        reader = next((reader for reader in self._readers if batch in reader.asked), None)
+        reader = next((reader for reader in self._readers if batch in reader.requested), None)
         if reader is not None:
             self._await(reader, batch)
         self._wanted.pop(batch, None)
@@ -138,18 +138,20 @@ class DataWorkers:
 
     def _look_through(self) -> None:
         """See what is wanted and asked of nobody."""
-        self._unasked = deque(batch for batch in self._wanted if not any(reader.has(batch) for reader in self._readers))
+        self._unrequested = deque(
+            batch for batch in self._wanted if not any(reader.has(batch) for reader in self._readers)
+        )
 
     def _ask(self) -> None:
-        while self._unasked and (free := [reader for reader in self._readers if reader.ready and reader.free]):
-            batch = self._unasked.popleft()
+        while self._unrequested and (free := [reader for reader in self._readers if reader.ready and reader.free]):
+            batch = self._unrequested.popleft()
             if batch in self._wanted:
                 step, micro_batch, _ = batch
                 max(free, key=lambda reader: len(reader.free)).ask(batch, self._wanted[batch](step, micro_batch))
 
     def _await(self, reader: _Reader, batch: Batch) -> None:
         seen, since_s = -1, time.monotonic()
-        while batch in reader.asked and reader in self._readers and not self._over():
+        while batch in reader.requested and reader in self._readers and not self._over():
             num_read = reader.num_read
             if num_read != seen:
                 seen, since_s = num_read, time.monotonic()
@@ -212,14 +214,14 @@ class _Reader:
     def __init__(self, setup: bytes) -> None:
         self.ready = False
         self.free = list(range(NUM_SLOTS))
-        self.asked: dict[Batch, int] = {}
+        self.requested: dict[Batch, int] = {}
         self.read: dict[Batch, tuple[int, Mapping[str, Sequence[int]]]] = {}
         self._slots: Slots | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         # no name and no file system: neither is anything left of it, nor is it limited by the size of /dev/shm
         self._memory_fd = os.memfd_create("morph-data-worker")
         self.line, theirs = Pipe()
-        command = [sys.executable, "-m", "morph.data.reading", str(theirs.fileno()), str(self._memory_fd)]
+        command = [sys.executable, "-m", "morph.data.data_worker", str(theirs.fileno()), str(self._memory_fd)]
         try:
             with theirs, os.fdopen(os.memfd_create("morph-job"), "w+b") as given:
                 given.write(setup)
@@ -254,20 +256,20 @@ class _Reader:
 
     def has(self, batch: Batch) -> bool:
         """Whether it reads a micro-batch, or has read it."""
-        return batch in self.asked or batch in self.read
+        return batch in self.requested or batch in self.read
 
     def ask(self, batch: Batch, samples: Sequence[tuple[int, int]]) -> None:
         """Have it read a micro-batch into a free slot."""
         assert self._slots is not None
-        slot = self.asked[batch] = self.free.pop()
+        slot = self.requested[batch] = self.free.pop()
         self._slots.samples(self._memory, slot).copy_(torch.tensor(samples))
         self._say({"slot": slot, "keys": batch[2]})
 
     def answered(self, said: Mapping[str, Any], wanted: Mapping[Batch, object]) -> Batch:
         """Note what came of a slot; returns the micro-batch."""
         slot = said["slot"]
-        batch = next(batch for batch, its_slot in self.asked.items() if its_slot == slot)
-        del self.asked[batch]
+        batch = next(batch for batch, its_slot in self.requested.items() if its_slot == slot)
+        del self.requested[batch]
         if "error" in said or batch not in wanted:
             self.free.append(slot)
         else:

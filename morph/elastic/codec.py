@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from morph.elastic.agreement.words import Accept, Ballot, Excluded, Message, Reconcile, Report, Restart, Ring, Stop
+from morph.elastic.consensus.messages import Accept, Ballot, Excluded, Message, Reconcile, Report, Restart, Ring, Stop
 
 
 class Address(NamedTuple):

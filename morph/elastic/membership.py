@@ -1,4 +1,4 @@
-"""A live member: it hears messages and losses, steps the agreement, and does what comes out.
+"""A live member: it hears messages and losses, steps the consensus, and does what comes out.
 
 Everything that happens is taken in one at a time, under one lock, by the thread that brings it. The training thread
 asks for the ring it is in, and waits on that ring's ``Interrupt``, which ends as soon as the member leaves the ring.
@@ -15,9 +15,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from morph.contract.errors import TrainingStopped, WaitTimeout
-from morph.elastic.agreement import member
-from morph.elastic.agreement.member import MemberState
-from morph.elastic.agreement.words import (
+from morph.elastic.codec import Address, Book, decode, encode
+from morph.elastic.consensus import member
+from morph.elastic.consensus.member import MemberState
+from morph.elastic.consensus.messages import (
     Admit,
     Ballot,
     Copied,
@@ -31,7 +32,6 @@ from morph.elastic.agreement.words import (
     Ring,
     Send,
 )
-from morph.elastic.codec import Address, Book, decode, encode
 from morph.elastic.peers import FETCH, MEMBER, PING, PONG, Incoming, Outgoing, home_at
 from morph.elastic.shelf import Shelf
 from morph.link.listener import Caller, Listener
@@ -41,7 +41,7 @@ log = logging.getLogger("morph.elastic")
 
 NUM_SUCCESSORS = 3
 """Connections that a member holds: so many may be lost at once before one must be made."""
-AGREE_TIMEOUT_S = 60.0
+CONSENSUS_TIMEOUT_S = 60.0
 MOST_FOUNDERS = 1024
 
 
@@ -62,14 +62,14 @@ class Door:
     """Whom the rendezvous waits for, or has let in.
 
     ``coming``: numbers of those who are on the way in. ``ready``: of those, and theirs who may be let in now.
-    ``followers``: who have followed this member's steps, and need only the newest ones.
+    ``caught_up``: who have caught up with this member's steps, and need only the newest ones.
     """
 
     num_founders: int = 0
     callers: dict[int, Address] = field(default_factory=dict)
     coming: set[int] = field(default_factory=set)
     ready: dict[int, Incoming] = field(default_factory=dict)
-    followers: set[int] = field(default_factory=set)
+    caught_up: set[int] = field(default_factory=set)
     num_numbers: int = 0
 
 
@@ -148,7 +148,7 @@ class Membership:
         assert self._state is not None, "it has not begun"
         return self._state.me
 
-    def place(self, after: Ballot | None = None, timeout_s: float = AGREE_TIMEOUT_S) -> Place:
+    def place(self, after: Ballot | None = None, timeout_s: float = CONSENSUS_TIMEOUT_S) -> Place:
         """Wait for a ring, another one than that of the ballot ``after``.
 
         Raises:
@@ -192,7 +192,7 @@ class Membership:
             if self._state is not None and member.may_admit(self._state):
                 self._happen(Admit(tuple(sorted(self._door.ready))))
 
-    def form_again(self) -> None:
+    def reform(self) -> None:
         """Form the ring anew with the members it has, after a connection for tensors failed between living ones."""
         self._happen(Admit(()))
 
@@ -207,10 +207,10 @@ class Membership:
         """Whether somebody is on the way in at this member."""
         return bool(self._door.coming)
 
-    def all_follow(self, numbers: Iterable[int]) -> bool:
-        """Whether all these have followed this member's steps."""
+    def all_caught_up(self, numbers: Iterable[int]) -> bool:
+        """Whether all these have caught up with this member's steps."""
         with self._changed:
-            return self._door.followers.issuperset(numbers)
+            return self._door.caught_up.issuperset(numbers)
 
     def sponsor_left(self) -> None:
         """The member that was to let this one in is gone; one that is in already does not mind."""
@@ -321,7 +321,7 @@ class Membership:
                 continue
             message, book = decode(body)
             with self._changed:
-                if self._changed.wait_for(lambda: self._state is not None or self._over.is_set(), AGREE_TIMEOUT_S):
+                if self._changed.wait_for(lambda: self._state is not None or self._over.is_set(), CONSENSUS_TIMEOUT_S):
                     self._book.update(book)
                     self._happen(Received(sender, message))
 
@@ -335,7 +335,9 @@ class Membership:
                 number = len(self._door.callers) + 1
                 self._door.callers[number] = address
                 self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self._place is not None or self._halted is not None, AGREE_TIMEOUT_S):
+            if not self._changed.wait_for(
+                lambda: self._place is not None or self._halted is not None, CONSENSUS_TIMEOUT_S
+            ):
                 raise ConnectionError("there is no ring yet")
             if self._place is None or self._state is None:
                 raise ConnectionError("this worker has stopped")
@@ -353,17 +355,17 @@ class Membership:
             incoming.tell({"number": number, "founders": 0, "book": self._told_book(), "sponsor": self._state.me})
             self._door.coming.add(number)
         try:
-            follows = bool(json.loads(incoming.receive()))
+            is_caught_up = bool(json.loads(incoming.receive()))
             with self._changed:
                 self._door.ready[number] = incoming
-                if follows:
-                    self._door.followers.add(number)
+                if is_caught_up:
+                    self._door.caught_up.add(number)
             incoming.receive()  # nothing comes: it returns when the joiner is gone
         finally:
             with self._changed:
                 self._door.ready.pop(number, None)
                 self._door.coming.discard(number)
-                self._door.followers.discard(number)
+                self._door.caught_up.discard(number)
 
     def _told_book(self) -> dict[str, Address]:
         assert self._place is not None

@@ -21,8 +21,8 @@ from morph.elastic.gradients import Gradients, Try
 from morph.elastic.invitation import Invitation
 from morph.elastic.membership import Place
 from morph.elastic.mini_batches import Batch, loss_warnings, use_batches_with
+from morph.elastic.participation import Participation
 from morph.elastic.replicas import Sum, Union, as_vector, move_to
-from morph.elastic.session import Session
 from morph.elastic.settings import SettingsDiffer, difference, exchanged, schedule_of
 from morph.elastic.state import TrainingState
 from morph.elastic.strategy import (
@@ -32,7 +32,7 @@ from morph.elastic.strategy import (
     SMA,
     SYNCS,
     begun,
-    is_meeting,
+    is_sync_step,
     observed,
     partner,
 )
@@ -107,7 +107,7 @@ class Optimizer:
         """The 2-norm of all gradients of the last step, before they were clipped; None without ``clip_grad_norm``."""
         self._batch: Batch | None = None
         self._rate: float | None = None
-        self._session = Session(self._state, Invitation.of_environment(), self._become_one)
+        self._participation = Participation(self._state, Invitation.of_environment(), self._become_one)
         use_batches_with(self)
 
     @property
@@ -118,12 +118,12 @@ class Optimizer:
     @property
     def num_workers(self) -> int:
         """How many workers there are now."""
-        return len(self._session.place.ring.members)
+        return len(self._participation.place.ring.members)
 
     @property
     def rank(self) -> int:
         """This worker's place among them, from 0."""
-        return self._session.place.ring.members.index(self._session.membership.me)
+        return self._participation.place.ring.members.index(self._participation.membership.me)
 
     @property
     def sync(self) -> str:
@@ -138,7 +138,7 @@ class Optimizer:
 
     def settled_steps(self) -> int:
         """Return how many steps the model has, once this worker is in a ring and has its state."""
-        self._session.settle()
+        self._participation.settle()
         self._state.pass_boundary()
         return self._state.num_steps
 
@@ -151,7 +151,7 @@ class Optimizer:
 
         The end of ``batches``, or of the process, does it too.
         """
-        self._session.finish()
+        self._participation.finish()
 
     def __enter__(self) -> Optimizer:
         return self
@@ -161,11 +161,11 @@ class Optimizer:
     ) -> None:
         """Leave in good order, or at once where the block ends by an exception, ``SystemExit`` with code 0 excepted."""
         if isinstance(error, SystemExit):
-            self._session.will_exit(error)
+            self._participation.will_exit(error)
         if error is None or (isinstance(error, SystemExit) and not error.code):
-            self._session.finish()
+            self._participation.finish()
         else:
-            self._session.close()
+            self._participation.close()
 
     def step(self, loss_of: Callable[[Any], Tensor | Loss]) -> float:
         """Do one step with all other workers, however often it must be begun again.
@@ -194,7 +194,7 @@ class Optimizer:
         num_tries = 0
         while self._state.num_steps == wanted:  # it may come with the state of somebody who has this step
             begin_s = time.monotonic()
-            place = self._session.settle()
+            place = self._participation.settle()
             sync = self._state.pace.sync
             if self._state.num_steps > wanted:
                 break
@@ -205,43 +205,43 @@ class Optimizer:
             try:
                 ways[sync](Try(place, batch, loss_of))
             except (GenerationAborted, PeerLost):
-                self._session.leave(place)
+                self._participation.leave(place)
                 continue
             except SettingsDiffer:
                 self._compare(place)
                 continue
             except SystemExit as exit:
-                self._session.will_exit(exit)
+                self._participation.will_exit(exit)
                 raise
             finally:
                 self._gradients.drop()
             seconds = time.monotonic() - begin_s
             self._rate = self._gradients.num_shares / seconds if num_tries == 1 else None
-        while self._is_meeting_due():
-            self._meet()
+        while self._is_sync_due():
+            self._synchronise()
         return self._state.loss
 
     def _step_s_sgd(self, given: Try) -> None:
         place = given.place
         signals = self._signals() if self._state.pace.is_auto else None
-        reduced, exponents = self._gradients.compute(given, self._session.ring, self._session.membership)
-        told = None if signals is None else signals.reduce(self._session.ring, len(place.ring.members))
+        reduced, exponents = self._gradients.compute(given, self._participation.ring, self._participation.membership)
+        told = None if signals is None else signals.reduce(self._participation.ring, len(place.ring.members))
         if any(part.overflowed for part in reduced):
             self._gradients.overflow = (place, exponents)
             return
         if self._is_agreed(place):
-            step = self._apply(reduced, exponents, is_kept=self._session.journal.is_open)
+            step = self._apply(reduced, exponents, is_kept=self._participation.catch_up_log.is_open)
             self._state.summed = self._gradients.settings["trained"]
             is_joined = float(reduced[-1].gradients[JOINING]) > 0
             self._cross(place, None if told is None else told[1], is_joined, step)
 
     def _step_sma(self, given: Try) -> None:
         place, weights = given.place, self._state.weights()
-        total = Sum(as_vector(weights), self._session.ring)  # of what the step begins with, while it computes
-        reduced, exponents = self._gradients.compute(given, None, self._session.membership)
+        total = Sum(as_vector(weights), self._participation.ring)  # of what the step begins with, while it computes
+        reduced, exponents = self._gradients.compute(given, None, self._participation.membership)
         signals = self._signals(_mean_loss(reduced[-1].gradients))
         mean = total.wait("the sum of all replicas") / len(place.ring.members)
-        loss, rate, is_joined = signals.reduce(self._session.ring, len(place.ring.members))
+        loss, rate, is_joined = signals.reduce(self._participation.ring, len(place.ring.members))
         if self._is_agreed(place):
             move_to(weights, mean, PULL)
             self._apply(reduced, exponents)
@@ -250,10 +250,10 @@ class Optimizer:
 
     def _step_ad_psgd(self, given: Try) -> None:
         """Needs nobody: the partner may be lost, and the ring."""
-        members, weights, membership = given.place.ring.members, self._state.weights(), self._session.membership
+        members, weights, membership = given.place.ring.members, self._state.weights(), self._participation.membership
         other = partner(members, membership.me, self._state.num_steps)
-        fetch = None if other is None else self._session.fetch(other, MODEL, given.place.interrupt)
-        reduced, exponents = self._gradients.compute(given, None, self._session.membership)
+        fetch = None if other is None else self._participation.fetch(other, MODEL, given.place.interrupt)
+        reduced, exponents = self._gradients.compute(given, None, self._participation.membership)
         found = None if fetch is None else fetch.wait()
         mine = as_vector(weights)
         if found is not None and len(found) == mine.nbytes:
@@ -262,20 +262,20 @@ class Optimizer:
         self._state.differs = True
         membership.shelf.put(MODEL, as_vector(weights))
 
-    def _is_meeting_due(self) -> bool:
+    def _is_sync_due(self) -> bool:
         state = self._state
-        return is_meeting(state.pace.sync, state.num_steps) and state.met_at != state.num_steps
+        return is_sync_step(state.pace.sync, state.num_steps) and state.met_at != state.num_steps
 
-    def _meet(self) -> None:
+    def _synchronise(self) -> None:
         """Try once to meet the others, unless somebody's state comes that was there."""
-        place = self._session.settle()
-        if not self._is_meeting_due():
+        place = self._participation.settle()
+        if not self._is_sync_due():
             return
         self._gradients.look_at_settings()
         try:
-            told = self._signals(self._state.loss).reduce(self._session.ring, len(place.ring.members))
+            told = self._signals(self._state.loss).reduce(self._participation.ring, len(place.ring.members))
         except (GenerationAborted, PeerLost):
-            self._session.leave(place)
+            self._participation.leave(place)
             return
         except SettingsDiffer:
             self._compare(place)
@@ -287,28 +287,28 @@ class Optimizer:
     def _become_one(self) -> None:
         """Make all replicas equal, at all workers or at none."""
         while self._state.differs:
-            place = self._session.settle()
+            place = self._participation.settle()
             if not self._state.differs:
                 return
             try:
-                union = Union(self._state, self._session.ring, self.rank, len(place.ring.members))
+                union = Union(self._state, self._participation.ring, self.rank, len(place.ring.members))
                 union.wait()
             except (GenerationAborted, PeerLost):
-                self._session.leave(place)
+                self._participation.leave(place)
                 continue
             if self._is_agreed(place):
                 union.apply()
-                self._session.membership.shelf.drop(MODEL)
+                self._participation.membership.shelf.drop(MODEL)
 
     def _signals(self, loss: float = 0.0) -> Signals:
-        has_joiners = self._session.membership.has_ready_joiners
+        has_joiners = self._participation.membership.has_ready_joiners
         return Signals(loss, self._rate, self._gradients.digest, has_joiners=has_joiners)
 
     def _is_agreed(self, place: Place) -> bool:
         """Whether what was reduced counts; if so, all who go on will have it."""
-        is_agreed = self._session.membership.reduced(place.ring.ballot)
+        is_agreed = self._participation.membership.reduced(place.ring.ballot)
         if not is_agreed:
-            self._session.leave(place)
+            self._participation.leave(place)
         return is_agreed
 
     def _cross(self, place: Place, rate: float | None, is_joined: bool, step: tuple[Tensor, ...] = ()) -> None:
@@ -317,10 +317,10 @@ class Optimizer:
             self._state.pace, reason = observed(self._state.pace, rate, len(place.ring.members))
             if reason is not None:
                 log.info("step %d: %s from now on: %s", self._state.num_steps, self._state.pace.sync, reason)
-        is_wanted = self._session.membership.has_joiners
-        self._session.journal.boundary(self._state, step, is_wanted=is_wanted, is_apart=self._state.differs)
+        is_wanted = self._participation.membership.has_joiners
+        self._participation.catch_up_log.boundary(self._state, step, is_wanted=is_wanted, is_apart=self._state.differs)
         if is_joined:
-            self._session.cross_boundary(place)
+            self._participation.cross_boundary(place)
 
     def _compare(self, place: Place) -> None:
         """Settings differ: end unless this worker's are the oldest's; those that are left begin the step again.
@@ -329,13 +329,13 @@ class Optimizer:
             InputError: they are not.
         """
         try:
-            oldest = exchanged(self._session.ring, self._gradients.settings)[0]
+            oldest = exchanged(self._participation.ring, self._gradients.settings)[0]
         except (GenerationAborted, PeerLost):
             oldest = self._gradients.settings
         if oldest != json.loads(json.dumps(self._gradients.settings)):
-            self._session.close()
+            self._participation.close()
             raise difference(self._gradients.settings, oldest, list(self._parameters), self._state.num_steps) from None
-        self._session.leave(place)
+        self._participation.leave(place)
 
     def _clip(self, gradients: Mapping[str, Tensor]) -> None:
         """Shrink gradients to the wanted norm; with the same bits in any ring, as means of exact sums have."""

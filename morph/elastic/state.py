@@ -33,9 +33,10 @@ from morph.runtime.state.optimizer_state import (
 class TrainingState:
     """One member's. ``num_steps``: how many steps it has. ``exponents``: scales of exact sums, by name.
 
-    ``differs``: the others' replicas may not be equal to this one. ``met_at``: steps that it had at the last meeting.
-    ``scheduler``: stepped with each step. ``summed``: which parameters were trained in the last step that all members
-    had together, as ``trained`` says it. ``agreed``: what must be the same at all members for good, by name.
+    ``differs``: the others' replicas may not be equal to this one. ``met_at``: steps that it had at the last
+    synchronisation. ``scheduler``: stepped with each step. ``summed``: which parameters were trained in the last step
+    that all members had together, as ``trained`` says it. ``agreed``: what must be the same at all members for good, by
+    name.
 
     Raises:
         InputError: the optimizer has parameters that are not the model's, or hyperparameters that are not plain.

@@ -7,7 +7,7 @@ s-sgd     applies the mean gradient of all workers: replicas are equal
 sma       moves each replica towards the mean of all, then applies its own gradient (Koliousis et al., CROSSBOW, VLDB
           2019; as KungFu has it, without momentum of the mean)
 ad-psgd   averages each replica with that of one other worker, then applies its own gradient (Lian et al., 2018); nobody
-          waits for anybody but at a meeting, every ``MEETING_STEPS`` steps
+          waits for anybody but at a synchronisation, every ``SYNC_STEPS`` steps
 ========= ============================================================================================================
 
 ``auto`` begins with s-sgd and goes by the throughput of a worker, as Spotnik does (HotCloud 2020, section 4).
@@ -23,14 +23,14 @@ from random import Random
 S_SGD, SMA, AD_PSGD, AUTO = SYNCS = ("s-sgd", "sma", "ad-psgd", "auto")
 PULL = 0.1
 """How far a step of sma moves a replica towards the mean: KungFu's."""
-MEETING_STEPS = 16
+SYNC_STEPS = 16
 """Steps of ad-psgd after which workers meet: to let joiners in, and to decide."""
 WINDOW = 8
 """Steps of s-sgd of which the median throughput counts."""
 LEAVE_BELOW, RETURN_ABOVE = 0.4, 0.6
 """Shares of the reference throughput: s-sgd is left below the first (Spotnik's), and kept on trial above the second."""
 FIRST_WAIT, MOST_WAIT = 4, 64
-"""Meetings until s-sgd is tried again; each trial that fails doubles them."""
+"""Synchronisations until s-sgd is tried again; each trial that fails doubles them."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Pace:
     """What the workers of a job have agreed on; equal at all of them after each boundary.
 
     ``reference``: the best throughput of a worker under s-sgd so far, in shares per second. ``other``: the newest one
-    under ad-psgd. ``rates``: those of this ring and strategy. ``wait``: meetings until the next trial.
+    under ad-psgd. ``rates``: those of this ring and strategy. ``wait``: synchronisations until the next trial.
     """
 
     sync: str
@@ -53,7 +53,7 @@ class Pace:
 
 
 def begun(sync: str) -> Pace:
-    """The pace of a job whose user asked for this."""
+    """The pace of a job whose user requested this."""
     return Pace(S_SGD if sync == AUTO else sync, is_auto=sync == AUTO)
 
 
@@ -62,7 +62,7 @@ def observed(pace: Pace, rate: float, num_workers: int) -> tuple[Pace, str | Non
 
     Args:
         pace: Up to now.
-        rate: In shares per second: of one step under s-sgd, of those since the last meeting under ad-psgd.
+        rate: In shares per second: of one step under s-sgd, of those since the last synchronisation under ad-psgd.
         num_workers: In the ring.
     """
     if not pace.is_auto:
@@ -92,9 +92,9 @@ def _judged(pace: Pace) -> tuple[Pace, str | None]:
     return replace(pace, sync=AD_PSGD, is_trial=False, wait=wait, next_wait=later), reason
 
 
-def is_meeting(sync: str, num_steps: int) -> bool:
+def is_sync_step(sync: str, num_steps: int) -> bool:
     """Whether workers meet after so many steps; the first does it too, so that nobody goes back to the first model."""
-    return sync == AD_PSGD and num_steps % MEETING_STEPS == 1
+    return sync == AD_PSGD and num_steps % SYNC_STEPS == 1
 
 
 def partner(members: Sequence[int], me: int, step: int) -> int | None:

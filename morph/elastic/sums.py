@@ -29,7 +29,7 @@ from morph.runtime.state.accumulators import (
 )
 from morph.runtime.state.fixed_point import first_exponent
 from morph.runtime.state.parts import Memory
-from morph.runtime.state.reducing import Reduction
+from morph.runtime.state.reduction import Reduction
 
 Accumulation = Literal["exact", "fast"]
 BUCKET_BYTES = 25 * 2**20

@@ -190,16 +190,16 @@ def _imported(code: Path, found: JobFiles) -> set[Path]:
     """Files of the job's folder to which its imports lead, wherever they stand in the code; none is run."""
     elsewhere = [entry for entry in sys.path if found.inside(entry) is None]
     files: set[Path] = {code}
-    ahead: list[tuple[Path, _Name]] = [(code, ())]
-    while ahead:
-        file, package = ahead.pop()
+    to_visit: list[tuple[Path, _Name]] = [(code, ())]
+    while to_visit:
+        file, package = to_visit.pop()
         for name in {
             name for name in imported_names(file.read_bytes(), package) if not _is_elsewhere(name[0], elsewhere)
         }:
             for led_to, its_package in _leads_to(found.folder, name):
                 if led_to not in files:
                     files.add(led_to)
-                    ahead.append((led_to, its_package))
+                    to_visit.append((led_to, its_package))
     return files
 
 

@@ -14,7 +14,7 @@ from morph.link.session import Session
 from morph.link.wire import Wire
 
 CALL_TIMEOUT_S = 10.0
-AGAIN_S = 0.1
+RETRY_S = 0.1
 UNTAKEN_MS = 10_000
 """After this a connection is over on which nothing of what was sent arrives, whether anybody said so or not."""
 TALK, LIVENESS = ROLES = ("talk", "liveness")
@@ -63,7 +63,7 @@ def called(home: Home, role: str) -> Call:
         try:
             return Call(home, role)
         except (OSError, ValueError):
-            time.sleep(AGAIN_S)
+            time.sleep(RETRY_S)
 
 
 def keep_liveness(home: Home, held: Callable[[], object] = lambda: None) -> None:

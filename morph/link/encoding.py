@@ -1,7 +1,7 @@
 """What the manager and a worker say to one another, as it travels: what it is, a line break, and the rest as JSON.
 
 An order is ``setup``, ``reshape``, ``step``, ``commit`` or ``probe``; it is answered with ``answer``. Beside the orders
-go generations to abort, probes to leave and what to send ahead, which nobody answers; and ``beat``, the worker's
+go generations to abort, probes to leave and what to pre-copy, which nobody answers; and ``beat``, the worker's
 heartbeats.
 """
 

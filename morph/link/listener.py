@@ -1,9 +1,9 @@
 """Taking in callers whom nobody knows yet, so that none of them can keep the others out.
 
 Every socket on which Morph itself listens to more than its own user is behind a ``Listener`` or, where a library
-accepts, a ``Strangers``. A caller is a stranger until it has proven who it is. Strangers are bounded in time and in
-number, of one address and in all: one more sends the one away that has kept silent for longest. Whoever speaks at once,
-as Morph's own processes do, is known before that.
+accepts, a ``PendingCallers``. A caller is pending until it has proven who it is. Pending callers are bounded in time
+and in number, of one address and in all: one more sends the one away that has kept silent for longest. Whoever speaks
+at once, as Morph's own processes do, is known before that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
-MOST_STRANGERS = 128
+MOST_PENDING = 128
 MOST_OF_SOURCE = 64
 """Of one address: also all workers of one machine, which come together when a job starts."""
 MOST_KNOWN = 4096
@@ -32,18 +32,18 @@ JOIN_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
-class _Stranger:
+class _PendingCaller:
     source: str
     since_s: float
     send_away: Callable[[], object]
 
 
-class Strangers:
+class PendingCallers:
     """Callers who have not proven yet who they are. All may be called from any thread."""
 
-    def __init__(self, most: int = MOST_STRANGERS, most_of_source: int = MOST_OF_SOURCE) -> None:
+    def __init__(self, most: int = MOST_PENDING, most_of_source: int = MOST_OF_SOURCE) -> None:
         self._most, self._most_of_source = most, most_of_source
-        self._waiting: dict[Hashable, _Stranger] = {}
+        self._waiting: dict[Hashable, _PendingCaller] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -52,11 +52,11 @@ class Strangers:
     def add(self, caller: Hashable, source: str, send_away: Callable[[], object]) -> None:
         """Take one in, and send the oldest one away where there are too many. ``send_away`` ends its connection."""
         with self._lock:
-            of_source = [key for key, stranger in self._waiting.items() if stranger.source == source]
+            of_source = [key for key, caller in self._waiting.items() if caller.source == source]
             gone = of_source[:1] if len(of_source) >= self._most_of_source else list(self._waiting)[:1]
             full = len(of_source) >= self._most_of_source or len(self._waiting) >= self._most
             left = [self._waiting.pop(key) for key in gone if full]
-            self._waiting[caller] = _Stranger(source, time.monotonic(), send_away)
+            self._waiting[caller] = _PendingCaller(source, time.monotonic(), send_away)
         _end(left)
 
     def remove(self, caller: Hashable) -> bool:
@@ -65,10 +65,10 @@ class Strangers:
             return self._waiting.pop(caller, None) is not None
 
     def expire(self, timeout_s: float) -> None:
-        """Send those away who are strangers for longer than this."""
+        """Send those away who are pending for longer than this."""
         before_s = time.monotonic() - timeout_s
         with self._lock:
-            late = [key for key, stranger in self._waiting.items() if stranger.since_s < before_s]
+            late = [key for key, caller in self._waiting.items() if caller.since_s < before_s]
             left = [self._waiting.pop(key) for key in late]
         _end(left)
 
@@ -79,10 +79,10 @@ class Strangers:
         _end(left)
 
 
-def _end(strangers: list[_Stranger]) -> None:
-    for stranger in strangers:
+def _end(pending: list[_PendingCaller]) -> None:
+    for caller in pending:
         with suppress(OSError):
-            stranger.send_away()
+            caller.send_away()
 
 
 class Caller:
@@ -121,7 +121,7 @@ class Listener:
     ) -> None:
         self._listening, self._serve, self._name = listening, serve, name
         self._hello_timeout_s = hello_timeout_s
-        self.strangers = Strangers()
+        self.pending = PendingCallers()
         self._connections: set[socket.socket] = set()
         self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
@@ -153,7 +153,7 @@ class Listener:
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
-        self.strangers.expire(-1.0)
+        self.pending.expire(-1.0)
 
     def close(self, join_timeout_s: float = JOIN_TIMEOUT_S) -> None:
         """Let nobody in any more, and send everybody away; waits so long for the threads to end."""
@@ -172,7 +172,7 @@ class Listener:
 
     def _accept(self) -> None:
         while not self._over.is_set():
-            self.strangers.expire(self._hello_timeout_s)
+            self.pending.expire(self._hello_timeout_s)
             try:
                 connection, address = self._listening.accept()
             except TimeoutError:
@@ -180,15 +180,15 @@ class Listener:
             except OSError as error:  # no descriptor is left, mostly: theirs go first
                 if not self._over.is_set():
                     log.warning("%s: no connection can be accepted: %s", self._name, error)
-                    self.strangers.send_oldest_away()
+                    self.pending.send_oldest_away()
                     self._over.wait(PAUSE_S)
                 continue
             self._num_callers += 1
             source = str(address[0]) if address else ""
             caller = Caller(connection, source, self._num_callers, partial(self._know, connection))
-            self.strangers.add(connection, source, partial(_hang_up, connection))
+            self.pending.add(connection, source, partial(_hang_up, connection))
             if self._over.is_set():
-                self.strangers.expire(-1.0)
+                self.pending.expire(-1.0)
             thread = threading.Thread(target=self._run, args=(caller,), name=f"{self._name}-caller", daemon=True)
             try:
                 with self._lock:  # ``close`` waits for none that has not started
@@ -199,7 +199,7 @@ class Listener:
                 self._end(connection)
 
     def _know(self, connection: socket.socket) -> None:
-        if not self.strangers.remove(connection):
+        if not self.pending.remove(connection):
             raise ConnectionError("closed before it was authenticated")
         with self._lock:
             if self._is_closed or len(self._connections) >= MOST_KNOWN:
@@ -221,7 +221,7 @@ class Listener:
                 self._threads.discard(threading.current_thread())
 
     def _end(self, connection: socket.socket) -> None:
-        self.strangers.remove(connection)
+        self.pending.remove(connection)
         with self._lock:
             self._connections.discard(connection)
         _hang_up(connection)

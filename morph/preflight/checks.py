@@ -19,7 +19,7 @@ from morph.jobs.job import Job
 from morph.preflight.comparison_cache import compare_once
 from morph.preflight.data_check import check_data
 from morph.preflight.mean_loss import loss_warnings
-from morph.preflight.plain_comparison import PATIENT_FLOPS, QUICK_FLOPS, Agreement, Limits, agreement_note
+from morph.preflight.plain_comparison import PATIENT_FLOPS, QUICK_FLOPS, Comparison, Limits, comparison_note
 from morph.runtime.workloads.job_workload import check_training
 from morph.tracing import DependencyReport, check_dependencies, require_no_violation
 
@@ -85,12 +85,12 @@ class Report:
     settings: dict[str, str] = field(default_factory=dict)
     dependencies: DependencyReport | None = None
     warnings: tuple[str, ...] = ()
-    compared: Agreement | None = None
+    compared: Comparison | None = None
 
     @property
     def comparison(self) -> str:
         """What was compared with the plain model, as a sentence."""
-        return "" if self.compared is None else agreement_note(self.compared)
+        return "" if self.compared is None else comparison_note(self.compared)
 
     @property
     def notes(self) -> tuple[str, ...]:

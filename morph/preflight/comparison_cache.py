@@ -17,18 +17,18 @@ import torch
 
 import morph
 from morph.cutting import CutModel, ExportedJob
-from morph.cutting.exporting.exported import GraphJob, MarkedJob
+from morph.cutting.exporting.exported_job import GraphJob, MarkedJob
 from morph.cutting.exporting.user_functions import UserFunction
 from morph.jobs.files import file_of
 from morph.jobs.job import Job
-from morph.preflight.plain_comparison import Agreement, Limits, compare_with_plain
+from morph.preflight.plain_comparison import Comparison, Limits, compare_with_plain
 from morph.runtime.workloads.job_workload import settings
 from morph.user_cache import cache_folder, keep, read_kept
 
 _FOLDER = "agreements"
 
 
-def compare_once(job: Job, exported: ExportedJob, model: CutModel, limits: Limits) -> Agreement:
+def compare_once(job: Job, exported: ExportedJob, model: CutModel, limits: Limits) -> Comparison:
     """Compare, unless this user did already; see ``morph.preflight.plain_comparison``.
 
     Raises:
@@ -37,18 +37,18 @@ def compare_once(job: Job, exported: ExportedJob, model: CutModel, limits: Limit
             alone.
     """
     folder = cache_folder()
-    key = agreement_key(job, exported, model.fingerprint, limits.device, settings(job, model))
-    kept = kept_agreement(folder, key)
+    key = comparison_key(job, exported, model.fingerprint, limits.device, settings(job, model))
+    kept = cached_comparison(folder, key)
     if kept is not None:
         return kept
     found = compare_with_plain(job, exported, len(model.sections), limits)
     all_was_tried = limits.steps and limits.shorten
     if found.how != "none" and (found.num_steps or all_was_tried):  # what another command may do better is not kept
-        keep_agreement(folder, key, found)
+        cache_comparison(folder, key, found)
     return found
 
 
-def agreement_key(
+def comparison_key(
     job: Job, exported: ExportedJob, fingerprint: str, device: torch.device, settings: Mapping[str, str]
 ) -> str:
     """Return what stands for the cut model, the settings it trains with, the code behind it, and what runs it.
@@ -71,17 +71,17 @@ def agreement_key(
     return hashlib.sha256("\n".join(lines + digests).encode()).hexdigest()
 
 
-def kept_agreement(folder: Path, key: str) -> Agreement | None:
+def cached_comparison(folder: Path, key: str) -> Comparison | None:
     """Return what was kept in the user's cache; None where nothing was, or it cannot be read."""
     content = read_kept(folder / _FOLDER, key)
     with contextlib.suppress(ValueError, TypeError):
-        return Agreement(**json.loads(content)) if content is not None else None
+        return Comparison(**json.loads(content)) if content is not None else None
     return None
 
 
-def keep_agreement(folder: Path, key: str, agreement: Agreement) -> None:
+def cache_comparison(folder: Path, key: str, comparison: Comparison) -> None:
     """Write one; see ``user_cache.keep``."""
-    keep(folder / _FOLDER, key, json.dumps(asdict(agreement)).encode())
+    keep(folder / _FOLDER, key, json.dumps(asdict(comparison)).encode())
 
 
 def _module_names(job: Job, exported: ExportedJob) -> Iterator[str]:

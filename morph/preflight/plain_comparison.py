@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from morph.contract.errors import ExportError, JobError, MorphError
 from morph.cutting import CutModel, ExportedJob, cut, export_job
 from morph.cutting.cuts.analysis import REFERENCE_SAMPLES, analyse
-from morph.cutting.exporting.exported import GraphJob, MarkedJob
+from morph.cutting.exporting.exported_job import GraphJob, MarkedJob
 from morph.cutting.source.locate import user_line
 from morph.cutting.source.refusal import OR_MARK, first_line
 from morph.cutting.trial_run.trial import move_weights, rms
@@ -78,7 +78,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class Comparison:
     """What was compared.
 
     Attributes:
@@ -100,7 +100,7 @@ class Agreement:
     no_steps: str | None = None
 
 
-def agreement_note(found: Agreement) -> str:
+def comparison_note(found: Comparison) -> str:
     """Say in one sentence what was compared."""
     if found.how == "none":
         return f"loss, gradients and weights were not compared with the plain model: {found.reason}"
@@ -138,7 +138,7 @@ class _DoesNotRun(Exception):
     """The plain model fails, or this machine cannot run it."""
 
 
-def compare_with_plain(job: Job, exported: ExportedJob, num_sections: int | None, limits: Limits) -> Agreement:
+def compare_with_plain(job: Job, exported: ExportedJob, num_sections: int | None, limits: Limits) -> Comparison:
     """Compare once; see the module's text.
 
     Raises:
@@ -157,7 +157,7 @@ def compare_with_plain(job: Job, exported: ExportedJob, num_sections: int | None
     return _compare_shortened(job, size, limits)
 
 
-def _compare_shortened(job: Job, reason: str, limits: Limits) -> Agreement:
+def _compare_shortened(job: Job, reason: str, limits: Limits) -> Comparison:
     try:
         twin = replace(job, model=partial(shortened, job.model), cut_points=(), num_sections=None)
         exported = export_job(twin)
@@ -173,12 +173,12 @@ def _compare_shortened(job: Job, reason: str, limits: Limits) -> Agreement:
     return _found("shortened", size, largest, reason)
 
 
-def _nothing(reason: str) -> Agreement:
-    return Agreement("none", 0, 0, 0, reason=reason)
+def _nothing(reason: str) -> Comparison:
+    return Comparison("none", 0, 0, 0, reason=reason)
 
 
-def _found(how: str, size: _Size, largest: float, reason: str | None = None) -> Agreement:
-    return Agreement(how, size.num_seeds, size.num_samples, size.num_steps, largest, reason, size.no_steps)
+def _found(how: str, size: _Size, largest: float, reason: str | None = None) -> Comparison:
+    return Comparison(how, size.num_seeds, size.num_samples, size.num_steps, largest, reason, size.no_steps)
 
 
 def _size(exported: ExportedJob, limits: Limits, batch_size: int) -> _Size | str:

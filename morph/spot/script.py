@@ -40,7 +40,7 @@ class Script:
     def __init__(self, folder: Path | None, storage: str | None) -> None:
         self._folder, self._storage = folder, storage
         self._answered = 0
-        self._asked_s: float | None = None
+        self._requested_s: float | None = None
         self._num_spools = 0
         self._waiting: tuple[int, Path, str] | None = None
         self._changed = threading.Condition()
@@ -72,7 +72,7 @@ class Script:
             return False
         if ordered <= self._answered:
             return False
-        self._answered, self._asked_s = ordered, time.monotonic()
+        self._answered, self._requested_s = ordered, time.monotonic()
         return True
 
     def backup(self, path: Path) -> None:
@@ -88,8 +88,8 @@ class Script:
             shutil.copytree(path, spool / path.name)
         else:
             shutil.copyfile(path, spool / path.name)
-        stall_s = None if self._asked_s is None else time.monotonic() - self._asked_s
-        self._asked_s = None
+        stall_s = None if self._requested_s is None else time.monotonic() - self._requested_s
+        self._requested_s = None
         self._tell(kind="saved", number=self._answered, seconds=stall_s)
         with self._changed:
             before, self._waiting = self._waiting, (self._answered, spool, path.name)

@@ -174,12 +174,12 @@ def _widened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _judge(result: TrialResult, job: Job, recorder: Recorder) -> None:
     """Let the trials decide about numbers that left for Python, and add what only they saw."""
     same = not (result.differing or result.refused)
-    numbers = [draft for draft in recorder.of("mixing") if draft.detail == "number"]
-    for draft in numbers:
-        draft.handled = same and not draft.reached
-    met = not all(draft.handled for draft in numbers)
-    for draft in recorder.of("leaves"):
-        draft.handled, draft.detail = same or met, "met" if met else ""
+    numbers = [record for record in recorder.of("mixing") if record.detail == "number"]
+    for record in numbers:
+        record.handled = same and not record.reached
+    met = not all(record.handled for record in numbers)
+    for record in recorder.of("leaves"):
+        record.handled, record.detail = same or met, "met" if met else ""
     place = Place(definition_line(job.optimizer), None, getattr(job.optimizer, "__name__", "optimizer"))
     for unit, error in result.refused.items():
         detail = f"cannot be built for unit {unit} alone: {error}"

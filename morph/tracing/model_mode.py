@@ -107,13 +107,13 @@ class ModelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         (home,) = known.tag.units
         operator, place = self._operation(func)
         kind: Any = "tied" if known.owner else "activation"
-        draft = self._recorder.add(kind, "model", operator, place, (home, f"s{self._section}"), (tensor,))
-        draft.handled = True
+        record = self._recorder.add(kind, "model", operator, place, (home, f"s{self._section}"), (tensor,))
+        record.handled = True
         name = known.label if known.owner else str(known.reference.cdata)
-        draft.names[name] = tensor.untyped_storage().nbytes()
+        record.names[name] = tensor.untyped_storage().nbytes()
         passed = self._section - int(home[1:]) - 1
-        if not known.owner and passed > int(draft.detail or 0):
-            draft.detail = str(passed)
+        if not known.owner and passed > int(record.detail or 0):
+            record.detail = str(passed)
 
     def _operation(self, func: Any) -> tuple[str, Place]:
         if self._node is None:

@@ -181,7 +181,7 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _reach(self, tag: Tag | None, unit: str) -> None:
         """Note that what mixed before ``tag`` went into a unit."""
         for root in tag.roots if tag else ():
-            self._recorder.drafts[root].reached.add(unit)
+            self._recorder.records[root].reached.add(unit)
 
     def _note_carried(self, func: Any, influence: Influence, reads: list[Known], writes: list[Known]) -> None:
         """Find values that live from step to step where Morph does not keep them."""

@@ -18,39 +18,39 @@ _STATE = "keep it in optimizer.state[parameter], under a name, as a tensor or a 
 _REDUCING = ("norm", "stack", "cat", "add", "sum", "mean", "max", "min", "mul", "dot")
 
 
-def describe(draft: Draft) -> tuple[str, str]:
+def describe(record: Record) -> tuple[str, str]:
     """Return (what it is, what to do about it)."""
-    fixed = _FIXED.get(draft.kind)
-    return fixed if fixed else _DESCRIBE[draft.kind](draft)
+    fixed = _FIXED.get(record.kind)
+    return fixed if fixed else _DESCRIBE[record.kind](record)
 
 
-def _activation(draft: Draft) -> tuple[str, str]:
-    far = f", some of it through up to {draft.detail} sections that do not use it" if draft.detail else ""
+def _activation(record: Record) -> tuple[str, str]:
+    far = f", some of it through up to {record.detail} sections that do not use it" if record.detail else ""
     return f"crosses cuts with the plan, and its gradient crosses back{far}", ""
 
 
-def _tied(draft: Draft) -> tuple[str, str]:
-    names = ", ".join(list(draft.names)[:_LISTED])
-    more = f" and {len(draft.names) - _LISTED} more" if len(draft.names) > _LISTED else ""
-    size = size_text(sum(draft.names.values()))
+def _tied(record: Record) -> tuple[str, str]:
+    names = ", ".join(list(record.names)[:_LISTED])
+    more = f" and {len(record.names) - _LISTED} more" if len(record.names) > _LISTED else ""
+    size = size_text(sum(record.names.values()))
     cost = f"{size} tied: held, with optimizer state, and summed between these sections at every step"
     advice = ""
-    if len(draft.names) > _LISTED:
+    if len(record.names) > _LISTED:
         advice = "costly; a weight decay belongs into the optimizer, which adds it unit by unit"
     return f"{names}{more}; {cost}", advice
 
 
-def _morph(draft: Draft) -> tuple[str, str]:
-    return draft.detail, ""
+def _morph(record: Record) -> tuple[str, str]:
+    return record.detail, ""
 
 
-def _mixing(draft: Draft) -> tuple[str, str]:
-    if draft.handled:
+def _mixing(record: Record) -> tuple[str, str]:
+    if record.handled:
         return "a Python number is computed from several units, but no weight was seen to depend on it", ""
-    library = draft.place.library or ""
+    library = record.place.library or ""
     flow = (
-        f"; it flows into {counted(len(draft.reached), 'unit')}"
-        if draft.reached
+        f"; it flows into {counted(len(record.reached), 'unit')}"
+        if record.reached
         else "; it reaches no weight as a tensor"
     )
     if "clip_grad" in library:
@@ -58,18 +58,18 @@ def _mixing(draft: Draft) -> tuple[str, str]:
             f"the norm of the gradients of several units{flow}",
             "set Job.clip_grad_norm instead: Morph takes the norm over all units",
         )
-    if draft.operator.startswith("_amp_") or draft.detail == "logical":
+    if record.operator.startswith("_amp_") or record.detail == "logical":
         return (
             f"a check over several units, such as for overflow{flow}",
             "leave fp16 loss scaling to Morph, which decides for all units: Job.precision and Job.loss_scaling",
         )
-    if draft.detail == "number":
-        flow = flow if draft.reached else "; in trials one optimizer for each unit ended elsewhere"
+    if record.detail == "number":
+        flow = flow if record.reached else "; in trials one optimizer for each unit ended elsewhere"
         return (
             f"a Python number is computed from several units, such as a norm or a step size for all{flow}",
             f"compute it for each parameter by itself, use another optimizer, or train with num_sections=1; {_ALLOW}",
         )
-    if all(not shape for shape in draft.shapes) and any(word in draft.operator for word in _REDUCING):
+    if all(not shape for shape in record.shapes) and any(word in record.operator for word in _REDUCING):
         return (
             f"a number taken over several units, such as a global norm{flow}",
             f"take it for each parameter, or clip with Job.clip_grad_norm; {_ALLOW}",
@@ -77,10 +77,10 @@ def _mixing(draft: Draft) -> tuple[str, str]:
     return f"values of several units are mixed{flow}", f"treat each parameter by itself; {_ALLOW}"
 
 
-def _leaves(draft: Draft) -> tuple[str, str]:
-    if draft.detail == "met":
+def _leaves(record: Record) -> tuple[str, str]:
+    if record.detail == "met":
         return "its value is used by Python; the mixing of several units is a separate finding", ""
-    if draft.handled:
+    if record.handled:
         return "its value is used by Python; in trials one optimizer for each unit gave the same bits", ""
     return (
         "its value is used by Python; in trials one optimizer for each unit ended elsewhere, or none could be made",
@@ -88,15 +88,15 @@ def _leaves(draft: Draft) -> tuple[str, str]:
     )
 
 
-def _differs(draft: Draft) -> tuple[str, str]:
+def _differs(record: Record) -> tuple[str, str]:
     return (
-        f"in trials one optimizer for each unit ended elsewhere ({draft.detail}), and no operation shows why",
+        f"in trials one optimizer for each unit ended elsewhere ({record.detail}), and no operation shows why",
         "look for numbers taken from the list of parameters (its length, the position in it) or shared by Python",
     )
 
 
-def _refused(draft: Draft) -> tuple[str, str]:
-    return draft.detail, "let the function take any part of the parameters: leave out groups that are empty"
+def _refused(record: Record) -> tuple[str, str]:
+    return record.detail, "let the function take any part of the parameters: leave out groups that are empty"
 
 
 _FIXED = {
@@ -129,7 +129,7 @@ Key = tuple[Kind, str, Place]
 
 
 @dataclass
-class Draft:
+class Record:
     """A finding while it is being collected.
 
     Attributes:
@@ -152,10 +152,10 @@ class Draft:
 
 
 class Recorder:
-    """Collects drafts by kind, operator and line."""
+    """Collects records by kind, operator and line."""
 
     def __init__(self) -> None:
-        self.drafts: dict[Key, Draft] = {}
+        self.records: dict[Key, Record] = {}
 
     def add(
         self,
@@ -166,32 +166,32 @@ class Recorder:
         units: Iterable[str],
         tensors: Sequence[Tensor] = (),
         **about: str,
-    ) -> Draft:
+    ) -> Record:
         """Note one occurrence; ``about`` may hold ``detail``."""
-        draft = self.drafts.setdefault((kind, operator, place), Draft(kind, phase, operator, place))
-        if not draft.count:
-            draft.shapes = tuple(tuple(tensor.shape) for tensor in tensors[:_SHOWN_SHAPES])
-            draft.detail = about.get("detail", "")
-        draft.units.update(units)
-        draft.count += 1
-        return draft
+        record = self.records.setdefault((kind, operator, place), Record(kind, phase, operator, place))
+        if not record.count:
+            record.shapes = tuple(tuple(tensor.shape) for tensor in tensors[:_SHOWN_SHAPES])
+            record.detail = about.get("detail", "")
+        record.units.update(units)
+        record.count += 1
+        return record
 
-    def of(self, *kinds: Kind) -> list[Draft]:
-        """Return the drafts of some kinds."""
-        return [draft for draft in self.drafts.values() if draft.kind in kinds]
+    def of(self, *kinds: Kind) -> list[Record]:
+        """Return the records of some kinds."""
+        return [record for record in self.records.values() if record.kind in kinds]
 
     def findings(self, allowed: Iterable[str]) -> tuple[Finding, ...]:
-        """Finish every draft; ids in ``allowed`` are not violations."""
+        """Finish every record; ids in ``allowed`` are not violations."""
         accepted = set(allowed)
         taken: dict[str, int] = {}
         finished: list[Finding] = []
-        for draft in self.drafts.values():
-            name = _id(draft)
+        for record in self.records.values():
+            name = _id(record)
             taken[name] = taken.get(name, 0) + 1
             finding_id = name if taken[name] == 1 else f"{name}~{taken[name]}"
-            message, advice = describe(draft)
-            status: Status = "handled" if draft.handled else "allowed" if finding_id in accepted else "violation"
-            finished.append(_finding(finding_id, draft, status, message, advice))
+            message, advice = describe(record)
+            status: Status = "handled" if record.handled else "allowed" if finding_id in accepted else "violation"
+            finished.append(_finding(finding_id, record, status, message, advice))
         return tuple(sorted(finished, key=lambda found: (_ORDER[found.status], found.kind != "mixing")))
 
 
@@ -200,24 +200,24 @@ def in_order(units: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(units, key=lambda name: ([int(number) for number in re.findall(r"\d+", name)], name)))
 
 
-def _finding(finding_id: str, draft: Draft, status: Status, message: str, advice: str) -> Finding:
+def _finding(finding_id: str, record: Record, status: Status, message: str, advice: str) -> Finding:
     return Finding(
         id=finding_id,
-        kind=draft.kind,
+        kind=record.kind,
         status=status,
-        phase=draft.phase,
-        operator=draft.operator,
-        place=draft.place,
-        units=in_order(draft.units),
-        shapes=draft.shapes,
-        count=draft.count,
-        num_bytes=sum(draft.names.values()),
+        phase=record.phase,
+        operator=record.operator,
+        place=record.place,
+        units=in_order(record.units),
+        shapes=record.shapes,
+        count=record.count,
+        num_bytes=sum(record.names.values()),
         message=message,
         advice=advice,
     )
 
 
-def _id(draft: Draft) -> str:
-    line = draft.place.user or draft.place.library
+def _id(record: Record) -> str:
+    line = record.place.user or record.place.library
     file = Path(line.rpartition(":")[0]).name if line else "unknown"
-    return f"{draft.kind}:{draft.operator}@{file}:{draft.place.function}"
+    return f"{record.kind}:{record.operator}@{file}:{record.place.function}"

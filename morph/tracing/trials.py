@@ -26,7 +26,7 @@ StepFunction = Callable[[Optimizer, Mapping[str, Parameter]], object]
 _NUM_STEPS = 2
 _STEADY_STEPS = 12
 _SCALES = (1.0, 1e4, 1e-4)
-_FAR_AHEAD = 10_000
+_LATE_STEP = 10_000
 """Steps that no warm-up inside an optimizer exceeds."""
 Gradients = Sequence[Callable[[str], Tensor]]
 """Of each step, by the parameter's name."""
@@ -120,7 +120,7 @@ def _cases(parameters: Mapping[str, Tensor], units: Sequence[ParameterUnit]) -> 
         *(_Case(f"gradients times {scale:g}", scaled(scale, *range(_NUM_STEPS))) for scale in _SCALES),
         _Case(f"an overflow in {units[0].id} only", [overflowed, *scaled(1.0, 1)]),
         _Case("gradients that are steady in some units only", [steady(step) for step in range(_STEADY_STEPS)]),
-        _Case(f"step counters set to {_FAR_AHEAD:,}", scaled(1.0, 0, 1, 0, 1), skip_after=1),
+        _Case(f"step counters set to {_LATE_STEP:,}", scaled(1.0, 0, 1, 0, 1), skip_after=1),
     ]
 
 
@@ -160,7 +160,7 @@ def _skip(optimizer: Optimizer, before: Mapping[tuple[int, object], float]) -> N
         for key in entries:
             at = (id(entries), key)
             if at in before and now.get(at) == before[at] + 1:
-                entries[key] = entries[key] + _FAR_AHEAD
+                entries[key] = entries[key] + _LATE_STEP
 
 
 def _end(parameter: Parameter, optimizer: Optimizer) -> dict[str, object]:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from morph.contract.plan import Expectation, Plan, StagePlan
 from simulator.costs.bounds import lower_bound_ns, pipes_of, total_ns
 from simulator.costs.finish import optimizer_ns, optimizer_steps_ns
-from simulator.costs.outcome import Outcome, Rehearsal
+from simulator.costs.outcome import Outcome, ShapeSimulator
 from simulator.costs.redundant import mean_pause_ns, note, redundant_host_bytes, total_redundant_ns
 from simulator.costs.stage_costs import StageCosts
 from simulator.costs.time_breakdown import breakdown_s, explain
 from simulator.costs.worker_times import worker_times
 from simulator.inputs.conditions import Conditions
-from simulator.inputs.jitter import MeanLuck, Spread
+from simulator.inputs.jitter import MeanJitter, Spread
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,7 +31,7 @@ def deal(num_micro_batches: int, num_replicas: int) -> tuple[int, ...]:
 def bound_ns(costs: StageCosts, counts: Sequence[int], conditions: Conditions) -> int:
     """Lower bound of the whole mini-batch on these workers and links; of its mean, where times are drawn."""
     num_replicas = len(counts)
-    pipes = pipes_of(costs, counts, conditions, _mean_luck(costs, conditions))
+    pipes = pipes_of(costs, counts, conditions, _mean_jitter(costs, conditions))
     if conditions.jitter_seed is not None:
         pipes = [(pipe.less_one_ns(), count, number) for pipe, count, number in pipes]
     busiest = {id(pipe): (pipe, count) for pipe, count, _ in sorted(pipes, key=lambda entry: entry[1])}
@@ -42,9 +42,9 @@ def bound_ns(costs: StageCosts, counts: Sequence[int], conditions: Conditions) -
     return bound + costs.sections.commit_ns + optimizer_ns(costs, num_replicas, conditions)
 
 
-def _mean_luck(costs: StageCosts, conditions: Conditions) -> MeanLuck | None:
+def _mean_jitter(costs: StageCosts, conditions: Conditions) -> MeanJitter | None:
     seed = conditions.jitter_seed
-    return None if seed is None else costs.sections.mean_luck(seed, conditions.num_draws)
+    return None if seed is None else costs.sections.mean_jitter(seed, conditions.num_draws)
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Simulation:
     """The answer for one shape. ``plan`` is complete: it can be written to a file and run.
 
     ``breakdown_s`` goes from pure work to the simulated mini-batch; its steps add up to ``expected.mini_batch_s``.
-    ``jitter`` has the spread of the mini-batch where draws were asked for; ``expected`` then has their mean.
+    ``jitter`` has the spread of the mini-batch where draws were requested; ``expected`` then has their mean.
     """
 
     plan: Plan
     explanation: str
     breakdown_s: dict[str, float]
     costs: StageCosts
-    rehearsal: Rehearsal
+    shape_simulator: ShapeSimulator
     jitter: Spread | None = None
 
     @property
@@ -74,7 +74,7 @@ class Simulation:
     @property
     def compute_slots(self) -> int | None:
         """Tasks that can run at once on all workers together; None: one device per worker."""
-        return self.rehearsal.conditions.compute_slots
+        return self.shape_simulator.conditions.compute_slots
 
     @cached_property
     def timeline(self) -> pd.DataFrame:
@@ -84,9 +84,9 @@ class Simulation:
         """
         from simulator.costs.timeline import timeline_frame  # pandas is slow to import, and few ask
 
-        counts, conditions = self.plan.micro_batches_per_replica, self.rehearsal.conditions
-        played = self.rehearsal.played(self.costs, counts, keep_times=True)
-        after = self.rehearsal.finished(self.costs, counts, played)
+        counts, conditions = self.plan.micro_batches_per_replica, self.shape_simulator.conditions
+        played = self.shape_simulator.played(self.costs, counts, keep_times=True)
+        after = self.shape_simulator.finished(self.costs, counts, played)
         return timeline_frame(self.costs, counts, conditions, played, after)
 
     @cached_property
@@ -100,14 +100,14 @@ class Simulation:
             PlanError: without redundant computation.
         """
         counts = self.plan.micro_batches_per_replica
-        played = self.rehearsal.played(self.costs, counts, keep_times=True)
-        whole_ns = self.rehearsal.finished(self.costs, counts, played).mini_batch_ns
-        return mean_pause_ns(self.costs, counts, self.rehearsal.conditions, played, whole_ns) / 1e9
+        played = self.shape_simulator.played(self.costs, counts, keep_times=True)
+        whole_ns = self.shape_simulator.finished(self.costs, counts, played).mini_batch_ns
+        return mean_pause_ns(self.costs, counts, self.shape_simulator.conditions, played, whole_ns) / 1e9
 
 
-def describe(outcome: Outcome, rehearsal: Rehearsal) -> Simulation:
+def describe(outcome: Outcome, shape_simulator: ShapeSimulator) -> Simulation:
     """Turn one simulated shape into a plan with its orders, expectation and explanation."""
-    costs, counts, conditions = outcome.costs, outcome.counts, rehearsal.conditions
+    costs, counts, conditions = outcome.costs, outcome.counts, shape_simulator.conditions
     sections, times, placement = costs.sections, costs.times, costs.layout.placement
     total_s = outcome.mini_batch_ns / 1e9
     moment, memory_parts = costs.memory_parts(int(costs.memory_bytes.argmax()))
@@ -128,7 +128,7 @@ def describe(outcome: Outcome, rehearsal: Rehearsal) -> Simulation:
             )
             for stage, (first, end) in enumerate(zip(costs.boundaries, ends, strict=True))
         ),
-        orders=dict(zip(counts, rehearsal.orders(costs, counts), strict=True)),
+        orders=dict(zip(counts, shape_simulator.orders(costs, counts), strict=True)),
         expected=Expectation(
             mini_batch_s=total_s,
             examples_per_s=sections.profile.job.batch_size / total_s,
@@ -145,14 +145,16 @@ def describe(outcome: Outcome, rehearsal: Rehearsal) -> Simulation:
     )
     breakdown = breakdown_s(outcome, conditions)
     explanation = explain(breakdown, plan)
-    return Simulation(plan, explanation, breakdown, costs, rehearsal, outcome.spread).with_note(note(costs, conditions))
+    return Simulation(plan, explanation, breakdown, costs, shape_simulator, outcome.spread).with_note(
+        note(costs, conditions)
+    )
 
 
 def _parts_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:
     """Seconds per worker, averaged over the P x D workers; what is left of the mini-batch is bubble."""
     costs, counts = outcome.costs, outcome.counts
     workers = len(counts) * costs.times.num_stages
-    pipes = pipes_of(costs, counts, conditions, _mean_luck(costs, conditions))
+    pipes = pipes_of(costs, counts, conditions, _mean_jitter(costs, conditions))
 
     def task_ns(kind: str) -> float:
         total = sum(int(total_ns(getattr(pipe, kind), count).sum()) * number for pipe, count, number in pipes)
@@ -165,7 +167,7 @@ def _parts_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:
         "commit": float(costs.sections.commit_ns),
     }
     if conditions.eager:
-        lanes = worker_times(costs, counts, conditions, _mean_luck(costs, conditions))
+        lanes = worker_times(costs, counts, conditions, _mean_jitter(costs, conditions))
         parts_ns["redundant"] = sum(total_redundant_ns(lanes, counts)) / workers
     parts_ns["bubble"] = max(0.0, outcome.mini_batch_ns - sum(parts_ns.values()))
     return {part: value / 1e9 for part, value in parts_ns.items()}

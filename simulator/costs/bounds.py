@@ -30,7 +30,7 @@ from simulator.costs.stage_costs import StageCosts
 from simulator.costs.worker_times import to_come_ns, worker_times
 from simulator.engine.times import Ints, StageTimes
 from simulator.inputs.conditions import Conditions
-from simulator.inputs.jitter import MeanLuck
+from simulator.inputs.jitter import MeanJitter
 
 
 @dataclass(frozen=True)
@@ -86,18 +86,18 @@ def pipe_of(times: StageTimes, exposed_ns: Ints) -> Pipe:
 
 
 def pipes_of(
-    costs: StageCosts, counts: Sequence[int], conditions: Conditions, luck: MeanLuck | None = None
+    costs: StageCosts, counts: Sequence[int], conditions: Conditions, jitter: MeanJitter | None = None
 ) -> list[tuple[Pipe, int, int]]:
     """Of each kind of replica under these conditions its times, its micro-batches, and how many replicas are so."""
     num_replicas, reduced = len(counts), costs.reduced
-    to_come = to_come_ns(costs, counts, conditions, luck)
-    if luck is None and not conditions.slow and costs.layout.alike:
+    to_come = to_come_ns(costs, counts, conditions, jitter)
+    if jitter is None and not conditions.slow and costs.layout.alike:
         pipe = pipe_of(costs.times, reduced.exposed_ns(num_replicas, to_come[:, 0]))
         return [(pipe, count, counts.count(count)) for count in sorted(set(counts))]
-    lanes = worker_times(costs, counts, conditions, luck)
+    lanes = worker_times(costs, counts, conditions, jitter)
     alike: dict[object, list[int]] = {}
     for replica in range(num_replicas):
-        alike.setdefault(lanes.likeness([replica], counts) if luck is None else replica, []).append(replica)
+        alike.setdefault(lanes.likeness([replica], counts) if jitter is None else replica, []).append(replica)
     found = []
     for replica, *others in alike.values():
         count = counts[replica]

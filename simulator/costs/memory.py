@@ -26,13 +26,69 @@ import numpy.typing as npt
 
 from morph.contract.cluster import MAILBOX_SLOT_BYTES, MAILBOX_SLOTS
 from morph.contract.profile import Profile
-from simulator.costs.held_bytes import HeldBytes, Ints, running_sums
+from simulator.engine.redundant_loop import LAG
 from simulator.inputs.request import MemoryRules
+
+# Bytes of what any run of sections holds of its own, a unit that several of them use counted once.
+
+
+Ints = npt.NDArray[np.int64]
+
+
+class HeldBytes:
+    """Of parameters, optimizer state, sums of gradients, and mean gradients as they are reduced.
+
+    Args:
+        profile: What calibration measured.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        sections = profile.sections
+        own = {
+            "parameters": [section.parameter_bytes for section in sections],
+            "optimizer": [section.optimizer_bytes for section in sections],
+            "sums": [section.gradient_bytes for section in sections],
+            "gradients": [s.parameter_bytes if s.reduced_bytes is None else s.reduced_bytes for s in sections],
+        }
+        self._sums = {part: running_sums(values) for part, values in own.items()}
+        self._twice = _counted_twice(profile, own)
+
+    def __call__(self, part: str, begin: Ints, end: Ints) -> Ints:
+        """Bytes of a part, of runs that begin with sections ``begin`` and end before ``end``, which go together."""
+        sums = self._sums[part]
+        held: Ints = sums[end] - sums[begin] - (0 if self._twice is None else self._twice[part][begin, end])
+        return held
+
+
+def running_sums(values: Sequence[int] | Ints) -> Ints:
+    """0, the first value, the sum of the first two and so on: [values + 1]."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(values, np.int64))])
+
+
+def _counted_twice(profile: Profile, own: Mapping[str, Sequence[int]]) -> dict[str, Ints] | None:
+    """By part, what the sections begin..end-1 count more than once: [K + 1, K + 1]; None where nothing is shared."""
+    shared = [unit for unit in profile.units if len(set(unit.sections)) > 1 and unit.parameter_bytes]
+    if not shared:
+        return None
+    size = profile.num_sections + 1
+    tables = {part: np.zeros((size, size), np.int64) for part in own}
+    for unit in shared:
+        uses = np.zeros(size, np.int64)
+        uses[np.array(sorted(set(unit.sections))) + 1] = 1
+        before = np.cumsum(uses)
+        more = np.maximum(0, before[None, :] - before[:, None] - 1)
+        first = unit.sections[0]
+        share = unit.parameter_bytes / max(1, profile.sections[first].parameter_bytes)
+        for part, table in tables.items():
+            known = unit.optimizer_bytes if part == "optimizer" else None
+            table += more * (round(own[part][first] * share) if known is None else known)
+    return tables
+
 
 Parts = dict[str, Ints]
 NEVER = 2**62
 _MESSAGES_AT_ONCE = 3
-"""Of each border: two that are received ahead (the runtime's ``POSTED_AHEAD``), and one on its way out."""
+"""Of each border: two that are received ahead (the runtime's ``NUM_POSTED``), and one on its way out."""
 _UNITS_AT_ONCE = 2
 """Of a reduction: sums of one are received while another's means are waited for."""
 _MOST_GROUP_SIZES = 24
@@ -378,3 +434,52 @@ def _most(room: Ints, each: Ints) -> Ints:
 def _total(parts: Parts) -> Ints:
     total: Ints = np.add.reduce(np.broadcast_arrays(*parts.values()))
     return total
+
+
+# What redundant computation holds of the next stage, the last stage of the first (Bamboo, sections 5.1 and 5.2).
+#
+# On the device: its parameters and optimizer state. Redundant forwards alone (``eflb``) leave their activations to host
+# memory, with one micro-batch's being computed and another's on its way; with backwards (``efeb``) they stay for the
+# micro-batches that the next stage has in flight, and there are sums of gradients. Where stages recompute, a redundant
+# forward leaves nothing: of it only the stage's input would be stored, which its predecessor has made itself.
+
+
+_BUFFERS = 2
+Flags = npt.NDArray[np.bool_]
+
+
+def next_activations(memory: StageMemory, begin: Ints, end: Ints, recompute: Flags) -> Ints:
+    """Of one micro-batch, what the next stage keeps from its forward to its backward beside its input: int64[P]."""
+    held = np.where(recompute, 0, memory.activations[end] - memory.activations[begin])
+    return np.roll(held, -1)
+
+
+def redundant_parts(memory: StageMemory, begin: Ints, end: Ints, window: Ints, recompute: Flags) -> Parts:
+    """On each stage's device: int64[P] each; nothing with one stage only."""
+    name = memory.rules.redundant_computation
+    if name == "off" or len(begin) == 1:
+        return {}
+    parts = {"redundant layers": np.roll(memory.device_state(begin, end), -1)}
+    activations = next_activations(memory, begin, end, recompute)
+    if name == "eflb":
+        parts["redundant activations"] = _BUFFERS * activations
+    elif name == "efeb":
+        parts["redundant activations"] = (np.roll(window, -1) + LAG) * activations
+        parts["redundant sums"] = np.roll(memory.sums(begin, end), -1)
+    return parts
+
+
+def redundant_host_bytes(memory: StageMemory, begin: Ints, end: Ints, recompute: Flags, num_micro_batches: int) -> Ints:
+    """In host memory, until the mini-batch is over: int64[P].
+
+    Of each micro-batch what it gave to the next stage and to the one before, from which lost gradients are computed
+    again, and with ``eflb`` the next stage's activations.
+    """
+    name = memory.rules.redundant_computation
+    if name not in ("lflb", "eflb") or len(begin) == 1:
+        return np.zeros(len(begin), np.int64)
+    kept = np.roll(memory.crossing(begin), -1) + memory.crossing(begin)
+    if name == "eflb":
+        kept = kept + next_activations(memory, begin, end, recompute)
+    found: Ints = num_micro_batches * kept
+    return found

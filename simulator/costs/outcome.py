@@ -1,8 +1,8 @@
 """How one shape's mini-batch goes: first as planned, then under the conditions in which it will run.
 
 The orders are planned with the rules of ``playing.engine``, for workers that have a device of their own and
-links that only their own messages use. What shares links and cores, is slow or varies is then played by following
-those orders (:mod:`simulator.engine.following`), as an executor does.
+links that only their own messages use. What shares links and cores, is slow or varies is then played by executing
+those orders (:mod:`simulator.engine.execution`), as an executor does.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from morph.contract.errors import PlanError
 from simulator.costs.finish import Finish, finish
 from simulator.costs.stage_costs import StageCosts
 from simulator.costs.worker_times import is_plain, to_come_ns, worker_times
-from simulator.engine.following import follow
+from simulator.engine.execution import execute_orders
 from simulator.engine.mini_batch import run_pipeline
 from simulator.engine.times import Played
 from simulator.inputs.conditions import Conditions
-from simulator.inputs.jitter import Luck, Spread, has_jitter, spread_of
+from simulator.inputs.jitter import JitterDraw, Spread, has_jitter, spread_of
 
 EngineName = Literal["compiled", "reference"]
 
@@ -32,12 +32,12 @@ class Engine:
     """
 
     run_pipeline: Callable[..., Played]
-    follow: Callable[..., Played]
+    execute_orders: Callable[..., Played]
     finish: Callable[..., Finish]
     skips: bool = False
 
 
-COMPILED = Engine(run_pipeline, follow, finish, skips=True)
+COMPILED = Engine(run_pipeline, execute_orders, finish, skips=True)
 
 
 def engine_of(name: EngineName) -> Engine:
@@ -50,10 +50,10 @@ def engine_of(name: EngineName) -> Engine:
         raise PlanError("is unknown", field="engine", value=name, allowed=", ".join(get_args(EngineName)))
     if name == "compiled":
         return COMPILED
-    from simulator.costs import reference_finish  # only where it is asked for, as SimPy is
+    from simulator.costs import reference_finish  # only where it is requested, as SimPy is
     from simulator.engine import reference
 
-    return Engine(reference.run_pipeline, reference.follow, reference_finish.finish)
+    return Engine(reference.run_pipeline, reference.execute_orders, reference_finish.finish)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Outcome:
     """One shape with one window.
 
     ``planned``: with devices and links of one's own. ``after``: under the conditions, without jitter.
-    ``spread``: with jitter, where it was asked for.
+    ``spread``: with jitter, where it was requested.
     """
 
     costs: StageCosts
@@ -82,11 +82,11 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class ShapeSimulator:
     """Plays shapes of one job under one set of conditions.
 
     Raises:
-        PlanError: jitter is asked for and the profile has no quantiles to draw it from.
+        PlanError: jitter is requested and the profile has no quantiles to draw it from.
     """
 
     conditions: Conditions
@@ -117,11 +117,11 @@ class Rehearsal:
         return Outcome(costs, counts, planned, after, spread)
 
     def played(
-        self, costs: StageCosts, counts: tuple[int, ...], luck: Luck | None = None, *, keep_times: bool = False
+        self, costs: StageCosts, counts: tuple[int, ...], jitter: JitterDraw | None = None, *, keep_times: bool = False
     ) -> Played:
-        """Follow the planned orders under the conditions."""
-        return self.engine.follow(
-            worker_times(costs, counts, self.conditions, luck),
+        """Execute the planned orders under the conditions."""
+        return self.engine.execute_orders(
+            worker_times(costs, counts, self.conditions, jitter),
             self.orders(costs, counts),
             costs.times.window,
             strict=costs.schedule != "varuna",
@@ -129,10 +129,12 @@ class Rehearsal:
             keep_times=keep_times,
         )
 
-    def finished(self, costs: StageCosts, counts: tuple[int, ...], played: Played, luck: Luck | None = None) -> Finish:
+    def finished(
+        self, costs: StageCosts, counts: tuple[int, ...], played: Played, jitter: JitterDraw | None = None
+    ) -> Finish:
         """What follows what was played under the conditions; redundant tasks are over when workers are prepared."""
         redone_ns = 0 if played.redone_ns is None else int(played.redone_ns.max())
-        to_come = to_come_ns(costs, counts, self.conditions, luck)
+        to_come = to_come_ns(costs, counts, self.conditions, jitter)
         return self.engine.finish(costs, played.last_backward_ns, to_come, self.conditions, redone_ns)
 
     def orders(self, costs: StageCosts, counts: tuple[int, ...]) -> list[tuple[str, ...]]:
@@ -150,19 +152,19 @@ class Rehearsal:
                 field="jitter_seed",
                 value=seed,
             )
-        sections.mean_luck(seed, self.conditions.num_draws)  # refuses more draws than can be played
+        sections.mean_jitter(seed, self.conditions.num_draws)  # refuses more draws than can be played
         orders, total = self.orders(costs, counts), sum(counts)
         draws_s = []
         for draw in range(self.conditions.num_draws):
-            luck = Luck(sections.profile, sections.micro_batch_size, total, seed, draw)
-            played = self.engine.follow(
-                worker_times(costs, counts, self.conditions, luck),
+            jitter = JitterDraw(sections.profile, sections.micro_batch_size, total, seed, draw)
+            played = self.engine.execute_orders(
+                worker_times(costs, counts, self.conditions, jitter),
                 orders,
                 costs.times.window,
                 strict=costs.schedule != "varuna",
                 compute_slots=self.conditions.compute_slots,
             )
-            draws_s.append(self.finished(costs, counts, played, luck).mini_batch_ns / 1e9)
+            draws_s.append(self.finished(costs, counts, played, jitter).mini_batch_ns / 1e9)
         return spread_of(draws_s)
 
 

@@ -15,13 +15,11 @@ import numpy.typing as npt
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
 from morph.contract.profile import LinkProfile, Profile
-from simulator.costs.held_bytes import running_sums
-from simulator.costs.memory import StageMemory, spans
+from simulator.costs.memory import StageMemory, redundant_parts, running_sums, spans
 from simulator.costs.reductions import Reductions, reduced_units, reductions
-from simulator.costs.redundant_memory import redundant_parts
 from simulator.engine.schedules import recomputes
 from simulator.engine.times import Ints, StageTimes
-from simulator.inputs.jitter import MeanLuck
+from simulator.inputs.jitter import MeanJitter
 from simulator.inputs.layout import Layout, lone_workers
 from simulator.inputs.request import MemoryRules
 from simulator.inputs.transfer import AllReduce, Curve, send_curve, whole_ns
@@ -97,7 +95,7 @@ class SectionCosts:
         self.shared_units = tuple(unit for unit in units if len(unit.sections) > 1)
         self._check_sums()
         self._all_reduces: dict[int, AllReduce] = {}
-        self._luck: dict[tuple[int, int], MeanLuck] = {}
+        self._mean_jitters: dict[tuple[int, int], MeanJitter] = {}
 
     def _check_sums(self) -> None:
         """Refuse what would overflow, or keep the simulator busy for hours, however sensible each number is by itself.
@@ -143,9 +141,9 @@ class SectionCosts:
             self._all_reduces[in_flight] = AllReduce(self.profile, in_flight)
         return self._all_reduces[in_flight]
 
-    def mean_luck(self, seed: int, num_draws: int) -> MeanLuck:
+    def mean_jitter(self, seed: int, num_draws: int) -> MeanJitter:
         """The mean of this many draws."""
-        if (seed, num_draws) not in self._luck:
+        if (seed, num_draws) not in self._mean_jitters:
             total = self.profile.job.batch_size // self.micro_batch_size
             most = _MOST_TASKS // (total * self.num_sections)
             if num_draws > most:
@@ -155,8 +153,10 @@ class SectionCosts:
                     value=num_draws,
                     allowed=f"at most {most}",
                 )
-            self._luck[seed, num_draws] = MeanLuck(self.profile, self.micro_batch_size, total, seed, num_draws)
-        return self._luck[seed, num_draws]
+            self._mean_jitters[seed, num_draws] = MeanJitter(
+                self.profile, self.micro_batch_size, total, seed, num_draws
+            )
+        return self._mean_jitters[seed, num_draws]
 
 
 @dataclass(frozen=True)

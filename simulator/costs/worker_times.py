@@ -1,4 +1,4 @@
-"""The times of every single worker of a shape, from its costs, its conditions and the luck of a draw."""
+"""The times of every single worker of a shape, from its costs, its conditions and the jitter of a draw."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from simulator.costs.redundant_memory import next_activations
+from simulator.costs.memory import next_activations
 from simulator.costs.stage_costs import StageCosts
-from simulator.engine.following import ShapeTimes
+from simulator.engine.execution import ShapeTimes
 from simulator.engine.times import Ints, StageTimes
 from simulator.inputs.conditions import Conditions
-from simulator.inputs.jitter import Luck, MeanLuck
+from simulator.inputs.jitter import JitterDraw, MeanJitter
 
 Floats = npt.NDArray[np.float64]
 _TASKS = ("forward", "recompute", "backward")
@@ -20,7 +20,7 @@ _MESSAGES = ("activation", "gradient")
 
 
 def worker_times(
-    costs: StageCosts, counts: Sequence[int], conditions: Conditions, luck: Luck | MeanLuck | None = None
+    costs: StageCosts, counts: Sequence[int], conditions: Conditions, jitter: JitterDraw | MeanJitter | None = None
 ) -> ShapeTimes:
     """Times of stage s of replica d for each.
 
@@ -28,16 +28,16 @@ def worker_times(
         costs: Of the stages.
         counts: Micro-batches of each replica.
         conditions: Nodes and slow workers.
-        luck: Of a draw; None: medians.
+        jitter: Of a draw; None: medians.
     """
     num_replicas = len(counts)
     slower = _slower(costs, num_replicas, conditions)
-    tasks = _medians(costs) if luck is None else _drawn_tasks(costs, counts, luck)
+    tasks = _medians(costs) if jitter is None else _drawn_tasks(costs, counts, jitter)
     wires = {kind: _by_worker(costs, f"{kind}_wire_ns", num_replicas) for kind in _MESSAGES}
-    if luck is None:
+    if jitter is None:
         totals = {kind: _by_worker(costs, f"{kind}_ns", num_replicas)[:, :, None] for kind in _MESSAGES}
     else:
-        totals = {kind: _drawn_messages(costs, counts, luck, kind) for kind in _MESSAGES}
+        totals = {kind: _drawn_messages(costs, counts, jitter, kind) for kind in _MESSAGES}
     handled = _handled_ns(totals, conditions)
     return ShapeTimes(
         **{
@@ -96,7 +96,7 @@ def swap_ns(costs: StageCosts) -> Floats:
 
 
 def to_come_ns(
-    costs: StageCosts, counts: Sequence[int], conditions: Conditions, luck: Luck | MeanLuck | None = None
+    costs: StageCosts, counts: Sequence[int], conditions: Conditions, jitter: JitterDraw | MeanJitter | None = None
 ) -> Ints:
     """What of each replica's last backward follows that of each section: int64[K, D]; see :func:`worker_times`.
 
@@ -106,8 +106,8 @@ def to_come_ns(
         return np.zeros((costs.sections.num_sections, len(counts)), np.int64)
     sums: Floats | Ints = costs.sections.backward_sum_ns[:, None]
     again: Floats | Ints = costs.sections.forward_sum_ns[:, None]
-    if luck is not None:
-        sums, again = (luck.task_sums_ns(kind)[:, np.cumsum(counts) - 1] for kind in ("backward", "recompute"))
+    if jitter is not None:
+        sums, again = (jitter.task_sums_ns(kind)[:, np.cumsum(counts) - 1] for kind in ("backward", "recompute"))
     slower, first = _slower(costs, len(counts), conditions)[costs.reduced.stage, :, 0], costs.reduced.first
     behind = sums[:-1] - sums[first] + (again[costs.group_start] - again[first])
     to_come: Ints = np.rint(behind * slower).astype(np.int64)
@@ -143,9 +143,9 @@ def _dealt(values: Floats, counts: Sequence[int]) -> Floats:
     return dealt
 
 
-def _drawn_tasks(costs: StageCosts, counts: Sequence[int], luck: Luck | MeanLuck) -> dict[str, Floats]:
+def _drawn_tasks(costs: StageCosts, counts: Sequence[int], jitter: JitterDraw | MeanJitter) -> dict[str, Floats]:
     begin, end = _ends(costs)
-    sums = {kind: luck.task_sums_ns(kind) for kind in _TASKS}
+    sums = {kind: jitter.task_sums_ns(kind) for kind in _TASKS}
     times = {kind: total[end] - total[begin] for kind, total in sums.items()}
     rerun = sums["recompute"][costs.last_group] - sums["recompute"][begin]
     times |= {"recompute": times["recompute"] - rerun, "backward": times["backward"] + rerun}
@@ -162,14 +162,14 @@ def _by_worker(costs: StageCosts, name: str, num_replicas: int) -> Ints:
     return chosen
 
 
-def _drawn_messages(costs: StageCosts, counts: Sequence[int], luck: Luck | MeanLuck, kind: str) -> Ints:
+def _drawn_messages(costs: StageCosts, counts: Sequence[int], jitter: JitterDraw | MeanJitter, kind: str) -> Ints:
     """[P, D, most]."""
     _, end = _ends(costs)
     sections = costs.sections
     inside = np.broadcast_to(costs.layout.inside, (len(end), len(counts)))
     by_link = []
     for link in (sections.profile.inter_node, sections.profile.intra_node):
-        times = [luck.message_ns(kind, last, link, float(sections.sent_bytes[last])) for last in (end - 1).tolist()]
+        times = [jitter.message_ns(kind, last, link, float(sections.sent_bytes[last])) for last in (end - 1).tolist()]
         by_link.append(_dealt(np.stack(times), counts))
     return np.rint(np.where(inside[:, :, None], by_link[1], by_link[0])).astype(np.int64)
 
@@ -177,7 +177,7 @@ def _drawn_messages(costs: StageCosts, counts: Sequence[int], luck: Luck | MeanL
 def recomputes_in_time(times: StageTimes) -> bool:
     """Whether a recompute that begins with the backward behind it is done before the gradient comes.
 
-    Otherwise following an order is faster than the rules that made it: a worker that has nothing else to do does not
+    Otherwise executing an order is faster than the rules that made it: a worker that has nothing else to do does not
     wait with the recompute until the next stage has begun its backward.
     """
     late = times.recompute_ns[:-1] > times.backward_ns[1:] + times.gradient_ns[:-1]

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from simulator.engine.compiling import compiled, loop
-from simulator.engine.stage_progress import ACT, EARLY, GRAD, STAGE_PROGRESS, B, F, R
+from simulator.engine.compilation import compiled, loop
+from simulator.engine.times import ACT, EARLY, GRAD, STAGE_PROGRESS, B, F, R
 
 
 @loop
@@ -67,7 +67,7 @@ def keep(lanes, arrivals, old_lanes, old_arrivals):  # type: ignore[no-untyped-d
 
 
 @loop
-def _follow_order(rules, lanes, arrivals, letters, starts, s, last, fixed):  # type: ignore[no-untyped-def]
+def _execute_order(rules, lanes, arrivals, letters, starts, s, last, fixed):  # type: ignore[no-untyped-def]
     """Play stage s in its fixed order until an input is unknown: tasks begun."""
     me, mine, mask = lanes[s], rules[s], arrivals.shape[1] - 1
     begun = 0
@@ -113,9 +113,9 @@ def play_orders(rules, lanes, arrivals, letters, starts, count, fixed):  # type:
     while lanes[0].num_b < count:
         begun = 0
         for s in range(last + 1):
-            begun += _follow_order(rules, lanes, arrivals, letters, starts, s, last, fixed)
+            begun += _execute_order(rules, lanes, arrivals, letters, starts, s, last, fixed)
         for s in range(last - 1, 0, -1):
-            begun += _follow_order(rules, lanes, arrivals, letters, starts, s, last, fixed)
+            begun += _execute_order(rules, lanes, arrivals, letters, starts, s, last, fixed)
         if begun == 0:
             return False, np.int64(0)
     return True, np.int64(0)

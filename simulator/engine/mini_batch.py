@@ -11,7 +11,7 @@ The rules that a free stage applies (Varuna, section 3.2), in this order:
 
 At one instant every task that ends is ended first; then stages decide, the last stage first. Hence the same
 input gives the same orders. Messages of one direction between two stages leave one after the other. These
-orders are what a plan holds and an executor follows; ``following`` plays that, on shared cores too.
+orders are what a plan holds and an executor runs; ``following`` plays that, on shared cores too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
-from simulator.engine.following import follow, lane_times
+from simulator.engine.execution import execute_orders, lane_times
 from simulator.engine.local_loop import play
 from simulator.engine.schedules import fixed_orders
 from simulator.engine.times import Ints, Played, StageTimes
@@ -48,7 +48,7 @@ def run_pipeline(
         counts: How many micro-batches each of the D replicas runs, at least 1 each.
         schedule: "varuna" plays the rules above; "gpipe" and "1f1b" play their fixed orders.
         compute_slots: Tasks that can run at once over all replicas; None: each worker has its own device. On
-            fewer slots than workers the orders of workers with own devices are followed.
+            fewer slots than workers the orders of workers with own devices are executed.
         keep_orders: Also return the order of each stage.
         keep_times: Also return the start of each task (implies ``keep_orders``).
         skip_periods: Jump over repeating periods. Exact: the state is compared relative to clock and index.
@@ -60,7 +60,9 @@ def run_pipeline(
         orders = run_pipeline(times, counts, schedule=schedule, keep_orders=True).orders
         lanes = lane_times(times, len(counts))
         strict = schedule != "varuna"
-        return follow(lanes, orders, times.window, strict=strict, compute_slots=compute_slots, keep_times=keep_times)
+        return execute_orders(
+            lanes, orders, times.window, strict=strict, compute_slots=compute_slots, keep_times=keep_times
+        )
     keep_orders = keep_orders or keep_times
     by_count = {
         count: _play_one(times, count, schedule, keep_orders, keep_times, skip_periods) for count in sorted(set(counts))

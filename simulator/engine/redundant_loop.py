@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator.engine.compiling import loop
+from simulator.engine.compilation import loop
 
 FRC, BRC, SINCE = 0, 1, 2
 COPY = 2

@@ -1,6 +1,6 @@
 """The reference engine: the pipelines of a mini-batch as SimPy processes, in the words of the rules.
 
-It plays what the compiled loops play (:mod:`simulator.engine.mini_batch` and :mod:`simulator.engine.following`), to the
+It plays what the compiled loops play (:mod:`simulator.engine.mini_batch` and :mod:`simulator.engine.execution`), to the
 nanosecond, and is written to be read: tests hold the loops against it, and docs/simulator.md quotes it. Each stage of
 each replica is a process (``Worker``), and so is each direction between two of them (``Channel``).
 
@@ -22,7 +22,7 @@ import simpy
 
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
-from simulator.engine.following import ShapeTimes, lane_times
+from simulator.engine.execution import ShapeTimes, lane_times
 from simulator.engine.schedules import fixed_order
 from simulator.engine.times import Ints, Played, StageTimes
 
@@ -479,7 +479,7 @@ def run_pipeline(times: StageTimes, counts: tuple[int, ...], *, schedule: Schedu
     return play.played()
 
 
-def follow(
+def execute_orders(
     times: ShapeTimes,
     orders: Sequence[Sequence[str]],
     windows: Sequence[int] | Ints,
@@ -489,7 +489,7 @@ def follow(
     decide: Callable[[int, int], Decide] | None = None,
     **_kept: bool,
 ) -> Played:
-    """As :func:`simulator.engine.following.follow`; orders and times are always kept.
+    """As :func:`simulator.engine.execution.follow`; orders and times are always kept.
 
     Args:
         times: Of every worker.

@@ -8,7 +8,44 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from simulator.engine.stage_progress import STAGE
+# What the compiled loops of one pipeline keep of each stage.
+
+
+F, R, B = 70, 82, 66
+"""Letters of the tasks, ASCII."""
+ACT, GRAD, EARLY = 0, 1, 2
+"""Of a micro-batch at a stage: when its activation and gradient arrive, and its early recompute may begin."""
+
+STAGE = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "forward",
+            "recompute",
+            "backward",
+            "window",
+            "again",
+            "activation",
+            "act_wire",
+            "gradient",
+            "grad_wire",
+            "recompute_before",
+            "act_after",
+            "grad_after",
+            "early_after",
+        )
+    ]
+)
+"""One stage. ``recompute`` is 0 where there is none (``again`` = 0), ``recompute_before`` that of the stage before.
+``activation`` and ``gradient``: of a lone message that leaves this stage, of which ``*_wire`` on the wire. ``*_after``:
+from when a neighbour begins its next task to when its message is here, and an early recompute may begin."""
+
+STAGE_PROGRESS = np.dtype(
+    [(name, np.int64) for name in ("clock", "num_f", "num_b", "position", "act_free", "grad_free")]
+)
+"""How far a stage is. ``clock``: no task begins before; ``num_*``: begun; ``position``: letters of a fixed order begun;
+``*_free``: when its last activation and gradient have left the wire."""
+
 
 Ints = npt.NDArray[np.int64]
 
@@ -71,8 +108,8 @@ class Played:
     """How one mini-batch went.
 
     ``last_backward_ns[s, d]`` is when stage s of replica d has done its last backward. ``orders[d][s]`` is
-    the order string over F, R, B, empty unless asked for. ``start_ns[d][s]`` holds the start of each task of
-    that order (int64), empty unless asked for. ``redone_ns[s, d]`` is when its redundant tasks are done too,
+    the order string over F, R, B, empty unless requested. ``start_ns[d][s]`` holds the start of each task of
+    that order (int64), empty unless requested. ``redone_ns[s, d]`` is when its redundant tasks are done too,
     None without any; ``redundant_ns[d][s]``, with ``start_ns``: int64[kinds, n, 2], when each of its redundant
     forwards, and backwards if it has those, first began, and its end.
     """

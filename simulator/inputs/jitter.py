@@ -2,7 +2,7 @@
 
 A draw of a timing is its quantile function at a uniform number: linear between neighbouring quantiles. The numbers
 belong to (seed, draw, kind, section, micro-batch of the global batch), not to a shape: shapes with the same m are
-compared under the same luck (common random numbers). Sections are drawn independently and added up to a stage. A
+compared under the same jitter (common random numbers). Sections are drawn independently and added up to a stage. A
 timing without quantiles always takes its median.
 """
 
@@ -56,7 +56,7 @@ def has_jitter(profile: Profile, micro_batch_size: int) -> bool:
     return any(timing.quantiles_s for timing in (*tasks, *messages))
 
 
-class Luck:
+class JitterDraw:
     """The uniform numbers of one draw, and the times that they stand for.
 
     Args:
@@ -94,8 +94,8 @@ class Luck:
         return _at(_quantiles_ns(getattr(link, kind), size_bytes), self._numbers(kind)[section])
 
 
-class MeanLuck:
-    """The mean of several draws, asked like one of them; see :class:`Luck` for the arguments."""
+class MeanJitter:
+    """The mean of several draws, asked like one of them; see :class:`JitterDraw` for the arguments."""
 
     def __init__(
         self, profile: Profile, micro_batch_size: int, num_micro_batches: int, seed: int, num_draws: int
@@ -105,24 +105,24 @@ class MeanLuck:
         self._known: dict[tuple[str, int], Floats] = {}
 
     def task_sums_ns(self, kind: str) -> Floats:
-        """As :meth:`Luck.task_sums_ns`."""
-        return self._mean((kind, 0), lambda luck: luck.task_sums_ns(kind))
+        """As :meth:`JitterDraw.task_sums_ns`."""
+        return self._mean((kind, 0), lambda jitter: jitter.task_sums_ns(kind))
 
     def message_ns(self, kind: str, section: int, link: LinkProfile, size_bytes: float) -> Floats:  # noqa: ARG002
-        """As :meth:`Luck.message_ns`, for the size that the section sends."""
+        """As :meth:`JitterDraw.message_ns`, for the size that the section sends."""
         sent = list(enumerate(self._sent_bytes))
         of_all = self._mean(
             (kind, id(link)),
-            lambda luck: np.stack([luck.message_ns(kind, index, link, size) for index, size in sent]),
+            lambda jitter: np.stack([jitter.message_ns(kind, index, link, size) for index, size in sent]),
         )
         times: Floats = of_all[section]
         return times
 
-    def _mean(self, key: tuple[str, int], of: Callable[[Luck], Floats]) -> Floats:
+    def _mean(self, key: tuple[str, int], of: Callable[[JitterDraw], Floats]) -> Floats:
         if key not in self._known:
-            total = of(Luck(*self._draws[0]))
+            total = of(JitterDraw(*self._draws[0]))
             for draw in self._draws[1:]:
-                total += of(Luck(*draw))
+                total += of(JitterDraw(*draw))
             self._known[key] = total / len(self._draws)
         return self._known[key]
 

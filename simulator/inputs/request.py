@@ -131,7 +131,7 @@ class PlanRequest:
         )
 
     def on_its_host(self, profile: Profile) -> Profile:
-        """The profile, with the host memory that is asked for.
+        """The profile, with the host memory that is requested.
 
         Raises:
             PlanError: no size.

@@ -11,7 +11,7 @@ from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from simulator.costs.answer import Simulation, deal, describe
-from simulator.costs.outcome import EngineName, Rehearsal, engine_of
+from simulator.costs.outcome import EngineName, ShapeSimulator, engine_of
 from simulator.costs.stage_costs import stage_costs
 from simulator.inputs.conditions import check_slow
 from simulator.inputs.layout import lay_out, placed
@@ -61,12 +61,12 @@ def simulate(
     sizes = request.num_gpus_per_node
     conditions = request.conditions(None if sizes is None else node_sizes(depth * num_replicas, sizes))
     check_slow(conditions.slow, depth, num_replicas)
-    rehearsal = Rehearsal(conditions)
+    shape_simulator = ShapeSimulator(conditions)
     trial = Trial(
         Setting(
             profile, m, request.recompute is not False, (request.schedule or "varuna",), None, request.memory_rules
         ),
-        rehearsal,
+        shape_simulator,
         lay_out(profile.contention, depth, num_replicas, conditions),
         depth,
         deal(total, num_replicas),
@@ -76,9 +76,9 @@ def simulate(
     )
     best = trial.best()
     if not played_by.skips:
-        rehearsal = Rehearsal(conditions, played_by)
-        best = rehearsal.full(best.costs, best.counts)
-    return describe(best, rehearsal)
+        shape_simulator = ShapeSimulator(conditions, played_by)
+        best = shape_simulator.full(best.costs, best.counts)
+    return describe(best, shape_simulator)
 
 
 def simulate_plan(
@@ -122,8 +122,8 @@ def simulate_plan(
     costs = stage_costs(
         setting.sections, boundaries, windows, plan.schedule, layout, single=len(counts) == 1, live=live
     )
-    rehearsal = Rehearsal(conditions, engine_of(engine))
-    return describe(rehearsal.full(costs, counts), rehearsal)
+    shape_simulator = ShapeSimulator(conditions, engine_of(engine))
+    return describe(shape_simulator.full(costs, counts), shape_simulator)
 
 
 def _check_shape(

@@ -204,9 +204,11 @@ class MostProgress:
         chances = self.revocations.living(self.num_nodes)
         likely = np.flatnonzero(chances >= _TAIL)
         numbers = np.arange(likely[0], min(self.num_nodes, likely[-1] + 1) + 1)
-        asked = np.unique(np.linspace(numbers[0], numbers[-1], min(len(numbers), _MOST_FALLBACKS)).round().astype(int))
-        known = [self.fallback(self.num_nodes - number) if number else 0.0 for number in asked.tolist()]
-        rates = np.maximum.accumulate(np.interp(numbers, asked, known))
+        requested = np.unique(
+            np.linspace(numbers[0], numbers[-1], min(len(numbers), _MOST_FALLBACKS)).round().astype(int)
+        )
+        known = [self.fallback(self.num_nodes - number) if number else 0.0 for number in requested.tolist()]
+        rates = np.maximum.accumulate(np.interp(numbers, requested, known))
         return _Living(
             numbers=numbers,
             chances=chances[numbers],

@@ -16,7 +16,7 @@ import numpy as np
 from morph.contract.plan import Schedule
 from simulator.costs.memory import StageMemory
 from simulator.costs.stage_costs import SectionCosts
-from simulator.engine.compiling import compiled
+from simulator.engine.compilation import compiled
 from simulator.engine.schedules import recomputes, stage_windows
 from simulator.engine.times import Ints
 

@@ -18,14 +18,13 @@ from simulator.costs.answer import Simulation, describe
 from simulator.costs.outcome import Outcome
 from simulator.inputs.placement import node_sizes
 from simulator.inputs.request import ObjectiveName, PlanRequest
-from simulator.search.memory import memory_sentence
 from simulator.search.mini_batch import simulate
 from simulator.search.objectives import Shape, usd_per_h_of
 from simulator.search.sweep import Sweep
 
 if TYPE_CHECKING:
     import pandas as pd
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from simulator.search.objectives import (
     Cheapest,
@@ -34,6 +33,40 @@ from simulator.search.objectives import (
     Objective,
     Revocations,
 )
+
+# What a memory limit costs, in words.
+
+
+def memory_sentence(sweep: Sweep, shapes: Sequence[Shape], best: Outcome, objective: Objective) -> str:
+    """What more memory per device would allow; empty where nothing is limited, or it would gain less than 1 %.
+
+    Looks at the shapes again, and at shallower ones, as if there were no limit.
+    """
+    if sweep.memory_bytes is None:
+        return ""
+    free = sweep.without_memory_limit()
+    gpus = max(depth * replicas for depth, replicas in shapes)
+    fitting = sweep.depths(gpus)
+    shallower = [(depth, gpus // depth) for depth in free.depths(gpus) if depth not in fitting]
+    possible = [*shapes, *((depth, min(replicas, free.total)) for depth, replicas in shallower)]
+    now = objective.cost(best.shape, best.mini_batch_ns / 1e9)
+    found = free.best(possible, 1, objective, below=(1 - _WORTH_SAYING) * now)
+    if not found:
+        return ""
+    better = found[0]
+    then = objective.cost(better.shape, better.mini_batch_ns / 1e9)
+    needed = int(better.costs.memory_bytes.max()) / 2**30
+    gain = f"with {needed:.3g} GiB per device {better.shape[0]} x {better.shape[1]}"
+    limit = f"Memory limits it ({sweep.memory_bytes / 2**30:.3g} GiB per device): "
+    if better.shape[0] not in fitting:
+        why = f"pipelines as shallow as {better.shape[0]} do not fit"
+    elif better.shape == best.shape and best.costs.live.any():
+        why = "activations of whole stages, or windows as steep as the links want, do not fit"
+    elif better.shape == best.shape:
+        why = "windows as steep as the links want do not fit"
+    else:
+        why = "the windows that this shape would need do not fit"
+    return f"{limit}{why}; {gain} would take {1 - then / now:.0%} less per example."
 
 
 def objective_for(request: PlanRequest, sweep: Sweep, num_gpus: int) -> Objective:
@@ -46,7 +79,7 @@ def objective_for(request: PlanRequest, sweep: Sweep, num_gpus: int) -> Objectiv
         revocations = Revocations(
             request.revocations_per_hour, request.pause_s, request.replacement_s, request.revoked_together
         )
-        sizes = sweep.rehearsal.conditions.node_sizes
+        sizes = sweep.shape_simulator.conditions.node_sizes
         num_nodes = num_gpus if sizes is None else len(sizes)
         return MostProgress(
             batch_size,
@@ -174,7 +207,7 @@ def plan(
         ranked = sweep.fastest(gpus, [depth for depth, _ in shapes], 1 + num_runners_up)
     else:
         ranked = sweep.best(shapes, 1 + num_runners_up, None if objective == "examples_per_s" else objectively)
-    simulations = [describe(one, sweep.rehearsal) for one in ranked]
+    simulations = [describe(one, sweep.shape_simulator) for one in ranked]
     sentence = memory_sentence(sweep, shapes, ranked[0], objectively)
     simulations[0] = simulations[0].with_note(sentence)
     return PlanChoice(
@@ -190,7 +223,7 @@ def advice(profile: Profile, request: PlanRequest, simulation: Simulation) -> st
     """Say which other shape of as many workers would be faster, and by how much: P and D alone differ.
 
     The shape is the planner's, the time that of :func:`simulate` with the same request. Empty where slow workers or
-    redundant computation are asked for: they belong to the shape that was simulated.
+    redundant computation are requested: they belong to the shape that was simulated.
 
     Args:
         profile: What calibration measured.
@@ -263,7 +296,7 @@ class _Table:
         for num_gpus in numbers:
             if request.num_gpus_per_node is not None:
                 sizes = node_sizes(num_gpus, request.num_gpus_per_node)
-                sweep = sweep.under(replace(sweep.rehearsal.conditions, node_sizes=sizes))
+                sweep = sweep.under(replace(sweep.shape_simulator.conditions, node_sizes=sizes))
             depths = sweep.depths(num_gpus, request.pipeline_depth)
             if not depths:
                 continue
@@ -299,7 +332,7 @@ class _Table:
                 best = sweep.best([one.shape, *shapes], 1)[0]
                 one = min(one, best, key=lambda outcome: outcome.mini_batch_ns)
             if one.shape not in described:
-                described[one.shape] = describe(one, sweep.rehearsal).plan
+                described[one.shape] = describe(one, sweep.shape_simulator).plan
             self.plans[num_gpus] = described[one.shape]
             yield num_gpus, self.plans[num_gpus]
 

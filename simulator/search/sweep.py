@@ -14,7 +14,7 @@ from morph.contract.errors import PlanError
 from morph.contract.profile import Profile
 from simulator.costs.answer import deal
 from simulator.costs.memory import NEVER
-from simulator.costs.outcome import Outcome, Rehearsal
+from simulator.costs.outcome import Outcome, ShapeSimulator
 from simulator.inputs.conditions import Conditions
 from simulator.inputs.layout import Layout, layouts
 from simulator.inputs.request import PlanRequest
@@ -61,7 +61,7 @@ class Sweep:
             memory_bytes = profile.environment.device_memory_bytes
         else:
             ranges.MEMORY_BYTES.check("memory_bytes", memory_bytes)
-        self.profile, self.memory_bytes, self.rehearsal = profile, memory_bytes, Rehearsal(conditions)
+        self.profile, self.memory_bytes, self.shape_simulator = profile, memory_bytes, ShapeSimulator(conditions)
         schedules = SCHEDULES if request.schedule is None else (request.schedule,)
         again = (True, False) if request.recompute is None else (request.recompute,)
         sizes, rules = possible_micro_batch_sizes(profile, request.micro_batch_size), request.memory_rules
@@ -110,7 +110,7 @@ class Sweep:
     def under(self, conditions: Conditions) -> Sweep:
         """The same sweep under other conditions."""
         other = copy(self)
-        other.rehearsal = Rehearsal(conditions)
+        other.shape_simulator = ShapeSimulator(conditions)
         other._forget()
         return other
 
@@ -147,7 +147,7 @@ class Sweep:
 
     def replicas(self, most: int) -> list[int]:
         """Every D up to ``most``, growing, but for those that are no faster than a smaller one; see ``_with_fewer``."""
-        if self.rehearsal.conditions.uneven:
+        if self.shape_simulator.conditions.uneven:
             return list(range(1, most + 1))
         found = set()
         for total in {setting.num_micro_batches for setting in self.settings}:
@@ -286,7 +286,7 @@ class Sweep:
 
     def _may_gain(self, case: Case) -> bool:
         """Whether a shape may be more than 1 % faster in groups than with whole stages; True of one without groups."""
-        whole, conditions = self._whole.get(case.setting), self.rehearsal.conditions
+        whole, conditions = self._whole.get(case.setting), self.shape_simulator.conditions
         if (
             whole is None
             or not self._fits(whole, case.shape)
@@ -300,7 +300,7 @@ class Sweep:
     def layouts(self, shape: Shape) -> list[Layout]:
         """Where the workers of a shape can run, with all nodes first."""
         if shape not in self._layouts:
-            self._layouts[shape] = layouts(self.profile.contention, *shape, self.rehearsal.conditions)
+            self._layouts[shape] = layouts(self.profile.contention, *shape, self.shape_simulator.conditions)
         return self._layouts[shape]
 
     def _trial(self, case: Case) -> Trial:
@@ -308,7 +308,7 @@ class Sweep:
             setting = self.settings[case.setting]
             counts = deal(setting.num_micro_batches, case.shape[1])
             layout = self.layouts(case.shape)[case.place]
-            self._trials[case] = Trial(setting, self.rehearsal, layout, case.shape[0], counts)
+            self._trials[case] = Trial(setting, self.shape_simulator, layout, case.shape[0], counts)
         return self._trials[case]
 
     def _outcome(self, case: Case) -> Outcome:
@@ -325,7 +325,7 @@ class Sweep:
         depth, replicas = shape
         if replicas == 1:
             return None
-        if self.rehearsal.conditions.uneven:
+        if self.shape_simulator.conditions.uneven:
             return depth, replicas - 1
         total = setting.num_micro_batches
         same = _fewest_as_busy(total, replicas)
@@ -333,7 +333,7 @@ class Sweep:
 
     def _even_ns(self, setting: Setting, shape: Shape) -> int:
         """No cut is faster; of times that are drawn less is known."""
-        if self.rehearsal.conditions.jitter_seed is not None:
+        if self.shape_simulator.conditions.jitter_seed is not None:
             return setting.sections.commit_ns
         return setting.bound_ns(shape[0], -(-setting.num_micro_batches // shape[1]))
 
@@ -345,7 +345,7 @@ class Sweep:
 
     def _planned_ns(self, case: Case) -> float:
         """As planned; where windows are judged under the conditions, no more is known than the bound."""
-        if self.rehearsal.conditions.uneven:
+        if self.shape_simulator.conditions.uneven:
             return self._bound_ns(case)
         return max(self._bound_ns(case), _SLACK * self._trial(case).likely_ns())
 

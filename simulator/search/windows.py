@@ -17,7 +17,7 @@ import numpy as np
 from morph.contract.plan import Schedule
 from simulator.costs.answer import bound_ns
 from simulator.costs.finish import Finish
-from simulator.costs.outcome import Outcome, Rehearsal
+from simulator.costs.outcome import Outcome, ShapeSimulator
 from simulator.costs.stage_costs import StageCosts
 from simulator.engine.times import Ints, StageTimes
 from simulator.inputs.layout import Layout
@@ -41,7 +41,7 @@ class Trial:
     """
 
     setting: Setting
-    rehearsal: Rehearsal
+    shape_simulator: ShapeSimulator
     layout: Layout
     depth: int
     counts: tuple[int, ...]
@@ -80,18 +80,18 @@ class Trial:
             outcomes.append(self._best_windows(self.planned[0].boundaries))
         best = min(outcomes, key=lambda outcome: outcome.mini_batch_ns)
         move = self.moves and self._few
-        while move and (moved := self._best_move(best.costs, best.mini_batch_ns, self._followed_ns)) is not None:
+        while move and (moved := self._best_move(best.costs, best.mini_batch_ns, self._executed_ns)) is not None:
             best = self._best_windows(moved[0].boundaries)
         return best
 
     def likely_ns(self) -> int:
-        """As planned, or as followed under the widest windows: of few micro-batches that can be a lot faster."""
+        """As planned, or as executed under the widest windows: of few micro-batches that can be a lot faster."""
         costs, planned_ns = self.planned
-        if not self._few or self.rehearsal.conditions.jitter_seed is not None:
+        if not self._few or self.shape_simulator.conditions.jitter_seed is not None:
             return planned_ns
         widest = [rule for schedule in self.setting.schedules[:1] for rule in self._rules(schedule, costs.boundaries)]
         there = self._stages(widest[-1], costs.boundaries) if widest else None
-        return planned_ns if there is None else min(planned_ns, self._followed_ns(there))
+        return planned_ns if there is None else min(planned_ns, self._executed_ns(there))
 
     def least_ns(self) -> int:
         """No windows that fit in memory make the most even cut, or one next to it, faster by more than is tolerated."""
@@ -112,17 +112,17 @@ class Trial:
                 for found in sorted(fitting, key=lambda found: int(found.times.window.sum()))
             }
             stages = [self._loosened(found) for found in widest.values()]
-            least = min(bound_ns(found, self.counts, self.rehearsal.conditions) for found in stages)
+            least = min(bound_ns(found, self.counts, self.shape_simulator.conditions) for found in stages)
         if self._few:
             least = min(int(self._moved_bounds_ns(found)[1].min(initial=least)) for found in stages)
         return least
 
     def _best_windows(self, boundaries: tuple[int, ...] | None) -> Outcome:
-        if not self.rehearsal.conditions.uneven:
+        if not self.shape_simulator.conditions.uneven:
             outcome = self._outcome(self._chosen(self._planned_ns, boundaries)[0])
             if outcome.mini_batch_ns * 100 <= self._enough_ns(boundaries, outcome.costs):
                 return outcome  # else who follows its orders may want other windows than the plan knows
-        return self._outcome(self._chosen(self._followed_ns, boundaries, between=True)[0])
+        return self._outcome(self._chosen(self._executed_ns, boundaries, between=True)[0])
 
     def _chosen(
         self, judge: Judge, boundaries: tuple[int, ...] | None, *, between: bool = False
@@ -193,7 +193,7 @@ class Trial:
                 Rule(self.setting.schedules[0], 1), self.depth, self.most
             )
         if boundaries not in self._bounds:
-            conditions, costs = self.rehearsal.conditions, self._widest(boundaries)
+            conditions, costs = self.shape_simulator.conditions, self._widest(boundaries)
             bound = bound_ns(costs, self.counts, conditions)
             if conditions.share_links and not conditions.uneven and self.layout.placement is None:
                 bound = max(bound, _links_ns(costs.times, self.most) + self.setting.sections.commit_ns)
@@ -222,10 +222,10 @@ class Trial:
     def _outcome(self, costs: StageCosts) -> Outcome:
         key = (costs.schedule, costs.boundaries, costs.times.window.tobytes())
         if key not in self._outcomes:
-            self._outcomes[key] = self.rehearsal.full(costs, self.counts, self._planned(costs))
+            self._outcomes[key] = self.shape_simulator.full(costs, self.counts, self._planned(costs))
         return self._outcomes[key]
 
-    def _followed_ns(self, costs: StageCosts) -> int:
+    def _executed_ns(self, costs: StageCosts) -> int:
         return self._outcome(costs).mini_batch_ns
 
     def _planned_ns(self, costs: StageCosts) -> int:
@@ -234,7 +234,7 @@ class Trial:
     def _planned(self, costs: StageCosts) -> Finish:
         key = (costs.schedule, costs.boundaries, costs.times.window.tobytes())
         if key not in self._plans:
-            self._plans[key] = self.rehearsal.planned(costs, self.counts)
+            self._plans[key] = self.shape_simulator.planned(costs, self.counts)
         return self._plans[key]
 
     def _best_move(self, costs: StageCosts, fastest_ns: int, judge: Judge) -> tuple[StageCosts, int] | None:
@@ -263,7 +263,9 @@ class Trial:
         """The cuts next to this one, and what none of them can be faster than."""
         rows = self._few and self.depth <= _SHALLOW
         cuts = neighbours(costs.boundaries, self.setting.sections.num_sections, rows=rows)
-        return cuts, moved_bounds_ns(costs, cuts, self.counts, self.setting.memory_bytes, self.rehearsal.conditions)
+        return cuts, moved_bounds_ns(
+            costs, cuts, self.counts, self.setting.memory_bytes, self.shape_simulator.conditions
+        )
 
 
 def _slopes(needed: int, most: int) -> Iterator[int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from manager.host.gone import lives
+from manager.host.processes import lives
 
 BOUND_S = 120.0
 

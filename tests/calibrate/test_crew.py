@@ -9,7 +9,7 @@ import pytest
 
 from calibrate.helpers.crew import Crew
 from calibrate.helpers.token import find_token
-from manager.host.gone import runs
+from manager.host.processes import runs
 from morph.contract.errors import ClusterError, ConfigError, WaitTimeout
 from tests.calibrate.helpers import check_that_none_outlives
 

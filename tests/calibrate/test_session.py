@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from calibrate.helpers import session as session_module
-from calibrate.helpers.session import answer, call
+from calibrate.helpers import proven_connection as session_module
+from calibrate.helpers.proven_connection import answer, call
 from morph.contract.errors import ClusterError, ConfigError, MorphError, WaitTimeout
 from tests.link.pair import Tamper, man_in_the_middle
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from calibrate.helpers.session import call
+from calibrate.helpers.proven_connection import call
 from calibrate.links import peer_node, two_nodes
 from calibrate.links.network import NetworkSpec
 from calibrate.links.peer_node import PeerNode

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import psutil
 
-from manager.host.gone import lives
+from manager.host.processes import lives
 
 MARK = "MORPH_CHAOS_RUN"
 

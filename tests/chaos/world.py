@@ -18,8 +18,8 @@ from typing import Literal
 
 import psutil
 
-from manager.host.gone import wait_gone
-from manager.report.reading import read_report
+from manager.host.processes import wait_gone
+from manager.report.journal_reader import read_report
 from manager.report.values import RunReport
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.errors import MorphError

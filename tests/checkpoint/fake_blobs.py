@@ -32,7 +32,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass
 class BlobService:
-    """What is stored, who asked for what, and faults to give instead of an answer, the next one first.
+    """What is stored, who requested what, and faults to give instead of an answer, the next one first.
 
     ``bytes_per_s``: how fast it sends, all answers together; None: as fast as it can.
     """

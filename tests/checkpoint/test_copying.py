@@ -9,13 +9,13 @@ from uuid import uuid4
 import fsspec
 import pytest
 
-from morph.checkpoint import copying, looking
-from morph.checkpoint.copying import copy_version
-from morph.checkpoint.looking import Look, State, looks
+from morph.checkpoint import inspection, transfer
+from morph.checkpoint.inspection import State, VersionStatus, inspect_versions
 from morph.checkpoint.manifest import complete_versions, read_manifest, version_url, write_atomically, write_manifest
 from morph.checkpoint.newest import find_whole, newest_whole
 from morph.checkpoint.retention import keep, let_go, refusal
-from morph.checkpoint.stored import RECOVERY, delete_version, stored_versions
+from morph.checkpoint.transfer import copy_version
+from morph.checkpoint.versions import RECOVERY, delete_version, stored_versions
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointDamaged, CheckpointError, InputError
 from tests.checkpoint.test_manifest import SEEN_AT_ONCE, _flipped, _truncated, contents, save
@@ -56,7 +56,7 @@ def test_a_copy_that_breaks_off_is_no_checkpoint_and_can_be_continued(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(copying, "write_manifest", full)
+    monkeypatch.setattr(transfer, "write_manifest", full)
     with pytest.raises(CheckpointError, match=r"cannot be written: .*No space left"):
         copy_version(url, read_manifest(url, 4), target)
     assert complete_versions(target) == ()
@@ -92,8 +92,8 @@ def test_checkpoints_of_different_runs_are_not_mixed(tmp_path: Path, target: str
 Damage = Callable[[str, int], None]
 
 
-def seen(url: str, *, every_byte: bool = False) -> dict[int, Look]:
-    return {look.version: look for look in looks(url, every_byte=every_byte)}
+def seen(url: str, *, every_byte: bool = False) -> dict[int, VersionStatus]:
+    return {look.version: look for look in inspect_versions(url, every_byte=every_byte)}
 
 
 def test_each_version_is_told_with_what_its_manifest_says(url: str) -> None:
@@ -152,7 +152,7 @@ def test_a_version_that_is_deleted_while_it_is_read_is_not_damaged(
             delete_version(where, version)
         return manifest
 
-    monkeypatch.setattr(looking, "read_manifest", deleting)
+    monkeypatch.setattr(inspection, "read_manifest", deleting)
     assert list(seen(url)) == [4]
 
 
@@ -164,8 +164,8 @@ def test_what_was_deleted_just_now_cannot_be_kept(tmp_path: Path) -> None:
         keep(url, 2)
 
 
-def look(version: int, state: State = State.WHOLE, *, kept: bool = False) -> Look:
-    return Look(version=version, state=state, kept=kept, size_bytes=1, where="")
+def look(version: int, state: State = State.WHOLE, *, kept: bool = False) -> VersionStatus:
+    return VersionStatus(version=version, state=state, kept=kept, size_bytes=1, where="")
 
 
 THERE = (look(10), look(20, kept=True), look(30, State.DAMAGED), look(40), look(50, State.INCOMPLETE))
@@ -195,6 +195,6 @@ def test_what_may_be_removed(version: int, holder: int | None, force: bool, prob
 def test_where_none_is_whole_none_is_removed_without_force(tmp_path: Path) -> None:
     save(str(tmp_path), 2)
     _truncated(str(tmp_path), 2)
-    found = tuple(looks(str(tmp_path), every_byte=False))
+    found = tuple(inspect_versions(str(tmp_path), every_byte=False))
     assert refusal(found, 2, force=False, holder=None) is not None
     assert refusal(found, 2, force=True, holder=None) is None

@@ -23,8 +23,8 @@ from morph.checkpoint.manifest import (
 )
 from morph.checkpoint.newest import find_whole, newest_whole
 from morph.checkpoint.retention import delete_superfluous
-from morph.checkpoint.stored import SET_ASIDE, delete_version
 from morph.checkpoint.unit_files import write_unit
+from morph.checkpoint.versions import SET_ASIDE, delete_version
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.errors import CheckpointDamaged, CheckpointError
 from morph.contract.rules import CheckpointRules

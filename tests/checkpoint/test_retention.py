@@ -10,7 +10,7 @@ import pytest
 
 from morph.checkpoint.manifest import MANIFEST, complete_versions, version_url, write_atomically, write_manifest
 from morph.checkpoint.retention import delete_superfluous, superfluous
-from morph.checkpoint.stored import KEPT, SET_ASIDE, StoredVersion, delete_version, stored_versions
+from morph.checkpoint.versions import KEPT, SET_ASIDE, StoredVersion, delete_version, stored_versions
 from morph.contract.errors import CheckpointError
 from morph.contract.rules import CheckpointRules
 from tests.checkpoint.fake_blobs import CONTAINER, BlobService

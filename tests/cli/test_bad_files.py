@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from manager.host.handed_on import variables
+from manager.host.environment import variables
 from manager.providers.azure.spec import AzureSpec
 from manager.providers.hosts.static import Hosts
 from morph.cli.main import app

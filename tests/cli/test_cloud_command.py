@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from manager.providers.azure import ending as azure_ending
 from manager.providers.azure import provider as azure_provider
+from manager.providers.azure import termination as azure_ending
 from manager.providers.hosts.ssh import SshHost
 from morph.cli.main import app
 from tests.providers.azure_world import BOUNDS, SPEC, Credential, Line, azure_client, provider

@@ -12,7 +12,7 @@ from manager.controller.decide import decide
 from manager.controller.state.actions import NoteCorrection
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import Tick
-from manager.controller.state.learned import Correction
+from manager.controller.state.profile_correction import Correction
 from manager.controller.state.state import initial_state
 from manager.journal.journal import Journal
 from manager.run_dir import JOURNAL, RunDir, RunFacts

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from manager.run.cloud import Cloud, check_storage
-from manager.run.prepared import PreparedRun
+from manager.run.inputs import PreparedRun
 from manager.run.request import RunRequest
 from manager.run.resolution import resolve
 from morph.cli.main import app

@@ -12,14 +12,14 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from manager.run.managed import managed_run
+from manager.run.managed_run import managed_run
 from manager.run.recovery import read_recovery, recover, recovery_of, write_recovery
 from manager.run.request import IfChanged, RunRequest
 from manager.run.resolution import prepare
 from manager.run.session import RunSpec
 from manager.run_dir import RunDir, is_run, read_facts
 from morph.checkpoint.manifest import read_manifest, write_manifest
-from morph.checkpoint.stored import RECOVERY
+from morph.checkpoint.versions import RECOVERY
 from morph.cli.main import app
 from morph.cli.models.checks import check_job
 from morph.cli.views.run_view import run_view

@@ -14,8 +14,8 @@ import pytest
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.state import initial_state
 from manager.run.code import RunCode
-from manager.run.managed import managed_run
-from manager.run.prepared import PreparedRun
+from manager.run.inputs import PreparedRun
+from manager.run.managed_run import managed_run
 from manager.run.request import IfChanged, RunRequest, keep_request
 from manager.run.session import RunSpec
 from manager.run_dir import RunDir, RunFacts, read_facts
@@ -191,7 +191,7 @@ def tell(*commands):
         told.append((result.exit_code, "torch" in sys.modules, result.stderr.strip()))
 
 def living(run_dir, command):
-    raise RunDirError("lives, and was asked for " + command["the job's code"])
+    raise RunDirError("lives, and was requested " + command["the job's code"])
 
 with RunDir(folder / "run", read_facts(folder / "run")):
     tell()
@@ -218,7 +218,7 @@ def test_reasons_to_refuse_a_run_are_reported_before_torch_is_loaded(begun: Give
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     digest = read_facts(begun.run_dir).code_sha256
-    parts = ["run: is in use by process ", f"lives, and was asked for {digest}", "jobs.py: was changed since the"]
+    parts = ["run: is in use by process ", f"lives, and was requested {digest}", "jobs.py: was changed since the"]
     wanted = [part for part in parts for _ in ("run", "resume")]
     for part, (code, has_torch, line) in zip([*wanted, "is not empty and is not a run"], told, strict=True):
         assert (code, has_torch) == (2, False)

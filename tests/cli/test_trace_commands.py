@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from manager.simulation.replay import POLICIES, Replay, policies_of
 from manager.simulation.spot.job import job_from_profile
-from manager.simulation.spot.until import Until
+from manager.simulation.spot.run_end import Until
 from morph.cli.main import app
 from morph.cli.plans import replay_shown
 from morph.cli.reading.progress import Lines, rest_column

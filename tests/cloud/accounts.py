@@ -11,7 +11,7 @@ from manager.controller.state.actions import RequestNodes
 from manager.controller.state.events import EVENT, ManifestWritten, WorkerLost
 from manager.journal.journal import Journal
 from manager.journal.records import DecisionRecord, Fact
-from manager.report.reading import _Reader
+from manager.report.journal_reader import _Reader
 from manager.run_dir import JOURNAL
 from tests.cloud.region import Life
 
@@ -55,7 +55,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Asked:
-    """How many VMs were asked for, each request once, and granted."""
+    """How many VMs were requested, each request once, and granted."""
 
     asked: int
     granted: int
@@ -114,7 +114,7 @@ def saved_before_loss(run_dir: Path, vm: str) -> int:
 
 
 def requests(run_dir: Path) -> Asked:
-    """How many VMs were asked for and granted."""
+    """How many VMs were requested and granted."""
     asked: dict[str, int] = {}
     granted: set[str] = set()
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:

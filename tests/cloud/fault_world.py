@@ -25,8 +25,8 @@ from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import ControllerState, initial_state
 from manager.engine.joining.notice_server import NoticeServer
 from manager.engine.loop.event_queue import EventQueue
+from manager.engine.vms.budget import Spending
 from manager.engine.vms.provisioning import Provisioning
-from manager.engine.vms.spending import Spending
 from manager.journal.records import Fact
 from manager.providers.interface.provider import end_all
 from morph.contract.cluster import Limits, Policy

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import psutil
 
-from manager.report.reading import read_report
+from manager.report.journal_reader import read_report
 from manager.report.values import RunReport
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from tests.cloud.hosts import ROOT

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from manager.controller.state.nodes import NodeState
-from manager.engine.machines.preempting import Asked, Preempting
+from manager.engine.machines.preemption import PreemptionRequest, PreemptionServer
 from manager.host.folders import make_folder, remove
 from tests.cloud.fault_world import BOUND_S, World, whole
 from tests.cloud.notice_faults import EVENTS, OTHER, VM, agent, nothing, preempt
@@ -20,23 +20,23 @@ from tests.providers.fake_arm import served
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[tuple[World, Preempting]]:
+def run(tmp_path: Path) -> Iterator[tuple[World, PreemptionServer]]:
     folder = make_folder()
     with served() as arm, whole(arm, tmp_path) as opened:
-        desk = Preempting(folder, lambda: opened.state.workers, opened.event_queue, opened.shell)
+        desk = PreemptionServer(folder, lambda: opened.state.workers, opened.event_queue, opened.shell)
         yield opened, desk
         desk.close()
     remove(folder)
 
 
-def test_an_eviction_is_azures_with_its_own_notice_and_another_vm_comes(run: tuple[World, Preempting]) -> None:
+def test_an_eviction_is_azures_with_its_own_notice_and_another_vm_comes(run: tuple[World, PreemptionServer]) -> None:
     opened, desk = run
     with metadata_served() as metadata:
         metadata.script("GET", "/metadata/instance/compute/name", Reply(body=VM))
         metadata.script("GET", EVENTS, nothing())
         metadata.script("POST", EVENTS, Reply())
         with agent(opened, metadata):
-            assert desk.answer(Asked(vms=(VM,), lead_s=2.0, why="a test")).taken == (VM,)
+            assert desk.answer(PreemptionRequest(vms=(VM,), lead_s=2.0, why="a test")).taken == (VM,)
             metadata.script("GET", EVENTS, preempt())
             opened.until(lambda: opened.state.workers[VM].node is NodeState.DRAINING, "Azure's notice")
             opened.until_whole(without=VM)
@@ -44,11 +44,11 @@ def test_an_eviction_is_azures_with_its_own_notice_and_another_vm_comes(run: tup
     assert "preemption injected: a test, evicted by the provider, with its notice" in opened.told
     assert VM not in opened.arm.machines
     assert not any(call == f"DELETE virtualMachines/{VM}" for call in opened.arm.calls)
-    assert desk.answer(Asked(vms=(VM,))).left == {VM: "it is to be taken already"}
+    assert desk.answer(PreemptionRequest(vms=(VM,))).left == {VM: "it is to be taken already"}
 
 
 def test_without_a_notice_the_vm_is_deleted_and_nobody_elses(
-    run: tuple[World, Preempting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: tuple[World, PreemptionServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, desk = run
     ended = threading.Event()
@@ -62,7 +62,7 @@ def test_without_a_notice_the_vm_is_deleted_and_nobody_elses(
     (tmp_path / "other").mkdir()
     stranger = provider(opened.arm, tmp_path / "other", run="tiny-2")
     (foreign,) = stranger.request("b", 1)
-    answer = desk.answer(Asked(vms=(OTHER, foreign.name), why="a test"))
+    answer = desk.answer(PreemptionRequest(vms=(OTHER, foreign.name), why="a test"))
     assert (answer.taken, sorted(answer.left)) == ((OTHER,), [foreign.name])
     assert ended.wait(BOUND_S)
     opened.lose(OTHER)

@@ -123,7 +123,7 @@ def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(
     assert all(morph.steps_redone <= morph.version - saved for morph in forced)  # none where another had all of it
     asked = requests(life.run_dir)
     assert asked.asked == KEEP + 2
-    assert KEEP + 1 <= asked.granted <= len(bill) <= KEEP + 2  # the run ends while the last one is asked for
+    assert KEEP + 1 <= asked.granted <= len(bill) <= KEEP + 2  # the run ends while the last one is requested
     parts = splits(bill, life.run_dir)
     assert [part for part in parts if not part.fits] == []
     assert sum(report.account.parts.values(), NOTHING) == report.account.total

@@ -32,7 +32,7 @@ from manager.engine.joining.notice_server import NoticeServer
 from manager.engine.loop.event_queue import EventQueue
 from manager.enrolment.authority import check_certificate
 from manager.enrolment.files import Certificates
-from manager.host.gone import lives
+from manager.host.processes import lives
 from manager.journal.records import Fact
 from manager.providers.boot.cloud_init import (
     CODE_DIRECTORY,

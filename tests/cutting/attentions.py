@@ -1,4 +1,4 @@
-"""What attention of transformers is asked for, in a traced model and in the plain one."""
+"""What attention of transformers is requested, in a traced model and in the plain one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.nn import functional
 
 from morph.cutting import ExportedJob
-from morph.cutting.exporting.exported import GraphJob
+from morph.cutting.exporting.exported_job import GraphJob
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 

@@ -17,7 +17,7 @@ from morph import Job
 from morph.contract.errors import JobError
 from morph.cutting.trial_run.trial import example_batch
 from morph.data import data_of
-from morph.data.fingerprint import data_facts
+from morph.data.loader import data_facts
 from morph.jobs.job import MapDataset
 from morph.preflight.data_check import check_data
 from morph.preflight.mean_loss import loss_warnings

@@ -23,7 +23,7 @@ from morph.cutting.cache import key
 from morph.cutting.cache.artefact import CannotKeep
 from morph.cutting.cache.cut_job import CutJob, LoadedJob, load_and_cut
 from morph.cutting.exporting import export
-from morph.cutting.exporting.exported import ExportedJob
+from morph.cutting.exporting.exported_job import ExportedJob
 from morph.cutting.exporting.functional import WRITTEN
 from morph.jobs.files import imported_once
 from morph.jobs.job import Job, load_job

@@ -12,7 +12,7 @@ from torch.nn import functional
 from morph.contract.errors import ExportError
 from morph.cutting import cut, export_job
 from morph.cutting.cuts.analysis import analyse
-from morph.cutting.exporting.exported import GraphJob
+from morph.cutting.exporting.exported_job import GraphJob
 from morph.cutting.exporting.user_functions import UserFunction
 from morph.tracing import check_dependencies
 

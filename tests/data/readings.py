@@ -36,16 +36,16 @@ class Reading:
         job = load_job(spec_of(name))
         self.dataset: Drawn = job.dataset()  # type: ignore[assignment]
         self.workers = DataWorkers(count, spec_of(name), **options)
-        self.ahead = MicroBatchLoader(self.dataset, job.seed, BATCH_SIZE, M, self.workers)
+        self.prefetcher = MicroBatchLoader(self.dataset, job.seed, BATCH_SIZE, M, self.workers)
         self.alone = MicroBatchLoader(job.dataset(), job.seed, BATCH_SIZE, M)
         self.dataset.num_reads = 0
 
     def expect(self, places: Sequence[tuple[int, int]], keys: Sequence[str] = KEYS, *, over: bool = False) -> None:
-        self.ahead.expect(places, keys, lambda: over, window=1)
+        self.prefetcher.expect(places, keys, lambda: over, window=1)
 
     def same(self, step: int, micro_batch: int, keys: Sequence[str] = KEYS) -> None:
         """Load a micro-batch both ways, and compare every bit and stride."""
-        found, wanted = (loader.load(step, micro_batch, keys) for loader in (self.ahead, self.alone))
+        found, wanted = (loader.load(step, micro_batch, keys) for loader in (self.prefetcher, self.alone))
         assert list(found) == list(wanted) == list(keys)
         for key in keys:
             assert found[key].stride() == wanted[key].stride()

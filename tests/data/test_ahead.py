@@ -16,7 +16,7 @@ from torch import Tensor
 
 from morph.contract.errors import JobError
 from morph.data.evaluation import EvaluationLoader
-from morph.data.fingerprint import data_facts
+from morph.data.loader import data_facts
 from morph.jobs.job import load_job
 from tests.crew import FORKS
 from tests.data import read_jobs
@@ -102,16 +102,16 @@ def test_evaluations_are_read_beside_in_place_of_what_training_expected() -> Non
         job = load_job(spec_of("evaluated"))
         assert job.eval_data is not None
         loaders = [
-            EvaluationLoader(job.eval_data(), job.seed, found.dataset[0], M, None, ahead)
-            for ahead in (found.workers, None)
+            EvaluationLoader(job.eval_data(), job.seed, found.dataset[0], M, None, prefetcher)
+            for prefetcher in (found.workers, None)
         ]
         found.dataset.num_reads = loaders[0]._dataset.num_reads = 0  # type: ignore[attr-defined]
         found.expect(step_of(0))
         loaders[0].expect(range(5), KEYS, bool)
         for micro_batch in range(5):
             for keys in (["x", "half"], ["picture"]):
-                ahead, alone = (loader.load(micro_batch, keys) for loader in loaders)
-                assert all(torch.equal(ahead[key], alone[key]) for key in keys)
+                prefetcher, alone = (loader.load(micro_batch, keys) for loader in loaders)
+                assert all(torch.equal(prefetcher[key], alone[key]) for key in keys)
         assert loaders[0]._dataset.num_reads <= 2 * M  # type: ignore[attr-defined]  # what training expected is under way
         found.expect(step_of(0))
         for place in step_of(0):
@@ -169,7 +169,7 @@ def test_an_error_in_a_sample_is_the_loaders_own(job: str, kind: type[Exception]
         errors = []
         found.expect([place for step in range(4) for place in step_of(step)], ["x"])
         for place in [place for step in range(4) for place in step_of(step)]:
-            for loader in (found.ahead, found.alone):
+            for loader in (found.prefetcher, found.alone):
                 try:
                     loader.load(*place, ["x"])
                 except kind as error:
@@ -186,7 +186,7 @@ def test_a_data_worker_does_without_the_compiler_also_with_deterministic_kernels
     try:
         with reading("loaded", 1, is_forked=False) as found:
             found.expect(step_of(0), ["compiler", "determinism"])
-            batch = found.ahead.load(0, 0, ["compiler", "determinism"])
+            batch = found.prefetcher.load(0, 0, ["compiler", "determinism"])
     finally:
         torch.set_deterministic_debug_mode(before)
     assert found.dataset.num_reads == 0
@@ -254,7 +254,7 @@ def test_batches_for_a_device_are_contiguous_and_pinned(drawn: Reading, monkeypa
     monkeypatch.setattr(torch, "empty", made)
     monkeypatch.setattr(drawn.workers, "_pinned", True)
     drawn.expect(step_of(80))
-    found = drawn.ahead.load(80, 0, ["picture"])["picture"]
+    found = drawn.prefetcher.load(80, 0, ["picture"])["picture"]
     assert any(pinned)
     assert found.is_contiguous()
     assert torch.equal(found, drawn.alone.load(80, 0, ["picture"])["picture"])

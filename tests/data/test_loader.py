@@ -15,7 +15,7 @@ from morph.contract.errors import JobError
 from morph.contract.job_facts import JobFacts
 from morph.data import MicroBatchLoader, data_of, sample_indices
 from morph.data.evaluation import EvaluationLoader
-from morph.data.fingerprint import data_facts
+from morph.data.loader import data_facts
 from morph.jobs.changes import require_same
 from tests.data.jobs import job_with
 

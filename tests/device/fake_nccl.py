@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from morph.runtime.device.ring_choice import DeviceFacts
+from morph.runtime.device.rings import DeviceFacts
 from tests.device.fake_device import FakeDevice, poison
 
 

@@ -21,10 +21,10 @@ from morph.runtime.device.staging import Staging
 from morph.runtime.groups.channels import Channel, GroupSet, GroupSpec, Ring, Transfer, connect_store
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.store import StoreHost
-from morph.runtime.state import reducing
+from morph.runtime.state import reduction as reducing
 from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator, Reduced
 from morph.runtime.state.parts import Memory
-from morph.runtime.state.reducing import Reduction
+from morph.runtime.state.reduction import Reduction
 
 LOOPBACK = "127.0.0.1"
 BOUND_S = 100.0

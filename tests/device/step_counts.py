@@ -45,7 +45,7 @@ from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.topology import topology, units_of_stage
 from morph.runtime.process.worker import Worker, set_up
 from morph.runtime.state.accumulators import Accumulator
-from morph.runtime.state.reducing import Reduction
+from morph.runtime.state.reduction import Reduction
 from morph.runtime.step.generation import Generation
 from morph.runtime.workloads.job_workload import JobWorkload
 
@@ -317,7 +317,7 @@ class _ReducedAtTheEnd(Reduction):
     """Reduces in the calling thread, to which a fake mode belongs."""
 
     def put(self, accumulator: Accumulator, ring: Ring | None) -> None:
-        with mock.patch("morph.runtime.state.reducing.threading.Thread"):
+        with mock.patch("morph.runtime.state.reduction.threading.Thread"):
             super().put(accumulator, ring)
 
     def finish(self) -> None:
@@ -391,7 +391,7 @@ class ShapeJob:
             warnings.simplefilter("ignore")  # of torch, that a number is asked of a tensor with a gradient
             for module in ("device.links", "device.staging"):
                 enter(mock.patch(f"morph.runtime.{module}.staging_of", return_value=staging))
-            enter(mock.patch("morph.runtime.state.reducing.Reduction", _ReducedAtTheEnd))
+            enter(mock.patch("morph.runtime.state.reduction.Reduction", _ReducedAtTheEnd))
             enter(mock.patch("morph.runtime.step.sums.Reduction", _ReducedAtTheEnd))
             enter(mock.patch("morph.runtime.state.fixed_point._on_processor", return_value=False))  # compiled loops
             enter(mock.patch("morph.runtime.state.accumulators.add_fixed", _nothing))

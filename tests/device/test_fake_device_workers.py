@@ -13,8 +13,7 @@ from typing import Literal
 import pytest
 
 from morph.contract.cluster import LinkSetting
-from morph.contract.faults import Fault
-from morph.contract.messages import Aborted, Slot
+from morph.contract.messages import Aborted, Fault, Slot
 from tests.crew import Crew, check_that_morphs_leave_nothing
 from tests.device.fake_mailboxes import FakeMailRoom
 from tests.system.harness import JOB, TinyJob

@@ -13,13 +13,12 @@ import torch.distributed as dist
 
 from morph.contract.errors import ConfigError, GenerationAborted
 from morph.runtime.device.nccl import library_for
-from morph.runtime.device.ring_choice import DeviceFacts, rings_over_nccl
-from morph.runtime.device.rings import CommunicatorSet, DeviceRing, RingStream, told_facts
+from morph.runtime.device.rings import CommunicatorSet, DeviceFacts, DeviceRing, RingStream, rings_over_nccl, told_facts
 from morph.runtime.groups.channels import GroupSpec, connect_store
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.store import StoreHost
 from morph.runtime.state.accumulators import ExactAccumulator, Reduced
-from morph.runtime.state.reducing import Reduction
+from morph.runtime.state.reduction import Reduction
 from tests.device.fake_device import BOUND_S, FakeDevice, Ticking
 from tests.device.fake_nccl import FakeNccl
 from tests.device.link_contract import LOOPBACK, Ends, LinkContract, Pair

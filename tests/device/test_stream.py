@@ -117,8 +117,8 @@ def test_a_devices_state_is_never_whole_in_host_memory(pair: Pair) -> None:
     ticking = Ticking(device)
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(send_tensors, {"param/large": torch.randn(10_000)}, carrier, interrupt, lambda _: staging)
-        interrupt.wait_for(lambda: len(carrier.given) == 2 + stream.AHEAD, "the first chunks", BOUND_S)
-        assert device.num_copies == stream.AHEAD
+        interrupt.wait_for(lambda: len(carrier.given) == 2 + stream.CHUNKS_UNDER_WAY, "the first chunks", BOUND_S)
+        assert device.num_copies == stream.CHUNKS_UNDER_WAY
         interrupt.abort()
         with pytest.raises(GenerationAborted):
             sending.result(BOUND_S)

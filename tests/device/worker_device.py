@@ -30,14 +30,14 @@ def use_fake_device(
     """
     from morph.runtime.device.links import StagedLink
     from morph.runtime.device.staging import Staging
-    from morph.runtime.state import reducing
+    from morph.runtime.state import reduction
     from morph.runtime.step import generation
 
     HERE.device = device = FakeDevice()
     staging = Staging(device)
     Ticking(device)
     generation.link_over = lambda carrier, _device, interrupt: StagedLink(carrier, staging, interrupt)
-    reducing.staging_for = lambda _device: staging
+    reduction.staging_for = lambda _device: staging
     if boxes is not None:
         from morph.runtime.device import link_choice
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from morph.elastic.agreement import member
-from morph.elastic.agreement.member import MemberState, is_majority
-from morph.elastic.agreement.words import (
+from morph.elastic.consensus import member
+from morph.elastic.consensus.member import MemberState, is_majority
+from morph.elastic.consensus.messages import (
     Admit,
     Apply,
     Ballot,

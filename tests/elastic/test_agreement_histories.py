@@ -12,9 +12,9 @@ from itertools import combinations, permutations
 
 import pytest
 
-from morph.elastic.agreement import member
-from morph.elastic.agreement import member as quorum
-from morph.elastic.agreement.words import Accept, Admit, Ballot, Halt, Lost, Received, Restart, Ring, Send
+from morph.elastic.consensus import member
+from morph.elastic.consensus import member as quorum
+from morph.elastic.consensus.messages import Accept, Admit, Ballot, Halt, Lost, Received, Restart, Ring, Send
 from tests.elastic.explorer import BrokenError, Explorer, Scenario
 from tests.grids import IS_LONG
 

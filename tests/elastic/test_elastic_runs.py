@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from manager.host.gone import runs
+from manager.host.processes import runs
 from tests.elastic.forked import ForkedJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from manager.host.gone import runs
+from manager.host.processes import runs
 
 pytestmark = pytest.mark.slow
 

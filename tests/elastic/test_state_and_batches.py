@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from morph.cli.main import app
 from morph.contract.errors import InputError
-from morph.elastic import journal as journal_module
+from morph.elastic import catch_up as catch_up_module
 from morph.elastic import state as state_module
-from morph.elastic.agreement.member import founder, initiate
-from morph.elastic.agreement.words import Accept, Ballot, Excluded, Reconcile, Restart, Ring, Send, Stop
+from morph.elastic.catch_up import SNAPSHOT, STEP, CatchUpLog
 from morph.elastic.codec import Address, decode, encode
-from morph.elastic.journal import SNAPSHOT, STEP, Journal
+from morph.elastic.consensus.member import founder, initiate
+from morph.elastic.consensus.messages import Accept, Ballot, Excluded, Reconcile, Restart, Ring, Send, Stop
 from morph.elastic.mini_batches import batches
 from morph.elastic.optimizer import Optimizer
 from morph.elastic.shelf import Shelf
@@ -79,32 +79,32 @@ def step_of(state: TrainingState) -> Any:
 def test_who_follows_a_member_s_steps_has_its_state_bit_for_bit() -> None:
     one, other = trained(0, 3), trained(1, 0)
     shelf = Shelf()
-    journal = Journal(shelf)
-    journal.boundary(one, (), is_wanted=True, is_apart=False)
+    catch_up_log = CatchUpLog(shelf)
+    catch_up_log.boundary(one, (), is_wanted=True, is_apart=False)
     other.unpack(torch.cat(shelf._held[SNAPSHOT]))
     for number in range(3, 6):
-        journal.boundary(one, step_of(one), is_wanted=True, is_apart=False)
+        catch_up_log.boundary(one, step_of(one), is_wanted=True, is_apart=False)
         other.unpack_step(torch.cat(shelf._held[f"{STEP}{number}"]))
-    assert journal.covers(6)
+    assert catch_up_log.covers(6)
     assert torch.equal(one.pack(), other.pack())
-    journal.boundary(one, step_of(one), is_wanted=False, is_apart=False)
-    assert (shelf._held, journal.covers(7)) == ({}, False)
+    catch_up_log.boundary(one, step_of(one), is_wanted=False, is_apart=False)
+    assert (shelf._held, catch_up_log.covers(7)) == ({}, False)
 
 
 def test_steps_that_outgrow_the_state_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_module, "LEAST_BOUND_BYTES", 0)
+    monkeypatch.setattr(catch_up_module, "LEAST_BOUND_BYTES", 0)
     one, shelf = trained(0, 3), Shelf()
-    journal = Journal(shelf)
+    catch_up_log = CatchUpLog(shelf)
     for _ in range(30):
-        journal.boundary(one, step_of(one), is_wanted=True, is_apart=False)
+        catch_up_log.boundary(one, step_of(one), is_wanted=True, is_apart=False)
     assert list(shelf._held) == [SNAPSHOT]
     assert len(shelf._held[SNAPSHOT][0]) == 0
-    assert not journal.covers(one.num_steps)
+    assert not catch_up_log.covers(one.num_steps)
 
 
 def test_where_models_differ_joiners_come_in_without_a_state() -> None:
     shelf = Shelf()
-    Journal(shelf).boundary(trained(0, 1), (), is_wanted=True, is_apart=True)
+    CatchUpLog(shelf).boundary(trained(0, 1), (), is_wanted=True, is_apart=True)
     assert len(shelf._held[SNAPSHOT][0]) == 0
 
 

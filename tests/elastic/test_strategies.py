@@ -23,13 +23,13 @@ from morph.elastic.strategy import (
     AD_PSGD,
     AUTO,
     FIRST_WAIT,
-    MEETING_STEPS,
     MOST_WAIT,
     S_SGD,
+    SYNC_STEPS,
     WINDOW,
     Pace,
     begun,
-    is_meeting,
+    is_sync_step,
     observed,
     partner,
     shares_of,
@@ -132,8 +132,8 @@ def test_shares_that_are_summed_are_dealt_once_and_a_replica_always_has_one() ->
 
 
 def test_workers_meet_after_the_first_step_and_then_each_sixteen() -> None:
-    assert [step for step in range(40) if is_meeting(AD_PSGD, step)] == [1, 1 + MEETING_STEPS, 1 + 2 * MEETING_STEPS]
-    assert not any(is_meeting("sma", step) for step in range(40))
+    assert [step for step in range(40) if is_sync_step(AD_PSGD, step)] == [1, 1 + SYNC_STEPS, 1 + 2 * SYNC_STEPS]
+    assert not any(is_sync_step("sma", step) for step in range(40))
 
 
 def test_a_replica_moves_part_of_the_way() -> None:

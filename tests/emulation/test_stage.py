@@ -13,16 +13,14 @@ from torch import Tensor
 from manager.rehearsal.device import EmulationOptions, emulated_device
 from morph.contract.emulation import Duration, EmulatedDevice, EmulatedUnit
 from morph.contract.profile import Profile, Timing
-from morph.runtime.emulation.clock import DeviceClock
-from morph.runtime.emulation.draws import Luck
-from morph.runtime.emulation.memory import DeviceMemory
+from morph.runtime.emulation.clock import DeviceClock, JitterDraw
 from morph.runtime.emulation.message import Head, border, read_head, write_head
 from morph.runtime.emulation.reduction import EmulatedRing, all_reduce_s, left_s
 from morph.runtime.emulation.stage import EmulatedStage, SectionUnits, TaskTimes
-from morph.runtime.emulation.unit import gradient_patterns, make_unit
+from morph.runtime.emulation.unit import DeviceMemory, gradient_patterns, make_unit
 from morph.runtime.state.accumulators import Reduced
 from simulator import simulate, synthetic_profile
-from simulator.inputs.jitter import Luck as SimulatedLuck
+from simulator.inputs.jitter import JitterDraw as SimulatedJitter
 from tests.emulation.fakes import FakeTime
 
 MICRO_BATCHES = (4, 5)
@@ -297,36 +295,36 @@ def spread_profile() -> Profile:
     return profile.model_copy(update={"sections": sections, "inter_node": inter_node})
 
 
-def luck(seed: int | None, step: int = 4) -> Luck:
-    return Luck(seed, step, NUM_SECTIONS, NUM_MICRO_BATCHES)
+def jitter(seed: int | None, step: int = 4) -> JitterDraw:
+    return JitterDraw(seed, step, NUM_SECTIONS, NUM_MICRO_BATCHES)
 
 
 def test_without_a_seed_every_time_is_the_sum_of_medians() -> None:
     durations = {0: Duration(median_s=1.0, quantiles_s=SPREAD), 2: Duration(median_s=2.0)}
-    assert luck(None).times_s("forward", durations, range(3)) == pytest.approx([3.0, 3.0, 3.0])
+    assert jitter(None).times_s("forward", durations, range(3)) == pytest.approx([3.0, 3.0, 3.0])
 
 
 @pytest.mark.parametrize("kind", ["forward", "recompute", "backward"])
 def test_tasks_are_drawn_as_the_simulator_draws_them(kind: str) -> None:
-    simulated = SimulatedLuck(spread_profile(), 1, NUM_MICRO_BATCHES, 7, 4).task_sums_ns(kind)
+    simulated = SimulatedJitter(spread_profile(), 1, NUM_MICRO_BATCHES, 7, 4).task_sums_ns(kind)
     durations = {section: Duration(median_s=1.0, quantiles_s=SPREAD) for section in (1, 2)}
-    drawn = luck(7).times_s(kind, durations, range(5, 9))
+    drawn = jitter(7).times_s(kind, durations, range(5, 9))
     assert drawn == pytest.approx((simulated[3] - simulated[1])[5:9] / 1e9)
 
 
 @pytest.mark.parametrize("kind", ["activation", "gradient"])
 def test_messages_are_drawn_as_the_simulator_draws_them(kind: str) -> None:
     profile = spread_profile()
-    simulated = SimulatedLuck(profile, 1, NUM_MICRO_BATCHES, 7, 4).message_ns(kind, 1, profile.inter_node, 1e5)
-    drawn = luck(7).times_s(kind, {1: Duration(median_s=1.0, quantiles_s=SPREAD)}, range(NUM_MICRO_BATCHES))
+    simulated = SimulatedJitter(profile, 1, NUM_MICRO_BATCHES, 7, 4).message_ns(kind, 1, profile.inter_node, 1e5)
+    drawn = jitter(7).times_s(kind, {1: Duration(median_s=1.0, quantiles_s=SPREAD)}, range(NUM_MICRO_BATCHES))
     assert drawn == pytest.approx(simulated / 1e9)
 
 
 def test_another_step_and_another_seed_draw_other_times() -> None:
     durations = {0: Duration(median_s=1.0, quantiles_s=SPREAD)}
-    first = luck(7).times_s("forward", durations, range(9))
-    assert not np.array_equal(first, luck(8).times_s("forward", durations, range(9)))
-    assert not np.array_equal(first, luck(7, step=5).times_s("forward", durations, range(9)))
+    first = jitter(7).times_s("forward", durations, range(9))
+    assert not np.array_equal(first, jitter(8).times_s("forward", durations, range(9)))
+    assert not np.array_equal(first, jitter(7, step=5).times_s("forward", durations, range(9)))
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from manager.controller.state.state import initial_state
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Driver, Observed
 from manager.engine.loop.event_queue import EventQueue
+from manager.engine.vms.budget import Spending
 from manager.engine.vms.provisioning import Provisioning
-from manager.engine.vms.spending import Spending
 from manager.journal.journal import Journal
 from manager.journal.records import DecisionRecord
 from manager.providers.local import LocalProvider
@@ -64,7 +64,7 @@ class FakePool:
         return DecisionRecord.model_validate_json(entry.payload_json)
 
     def written_down(self, kind: str, worker: str) -> None:
-        """The journal must already end with the decision that asked for this."""
+        """The journal must already end with the decision that requested this."""
         record = self.last_decision()
         asked = {(action.kind, getattr(action, "worker", None)) for action in record.actions}
         asked |= {("send_reshape", receiver) for receiver in record.reshape_receivers}
@@ -130,7 +130,7 @@ class FakePool:
         self.written_down("abort", worker)
 
     def ahead(self, worker: str, order: object) -> None:
-        raise AssertionError("nothing is sent ahead here")
+        raise AssertionError("nothing is pre-copied here")
 
     def end(self, worker: str) -> None:
         self.written_down("end_worker", worker)

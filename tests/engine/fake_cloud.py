@@ -9,8 +9,8 @@ from typing import Any
 from manager.controller.state.actions import ReleaseNodes, RequestNodes
 from manager.controller.state.events import NodesGranted, RequestRefused
 from manager.engine.loop.event_queue import EventQueue
+from manager.engine.vms.budget import Spending
 from manager.engine.vms.provisioning import Provisioning
-from manager.engine.vms.spending import Spending
 from manager.journal.records import Fact
 from manager.providers.interface.provider import Capabilities, CapacityShort, Price, Vm, vm_name
 from morph.contract.cluster import Limits
@@ -57,7 +57,7 @@ class FakeCloud:
         self.errors: list[Exception] = []
         self.end_errors: list[Exception] = []
         self.requests, self.ends = Gate(), Gate()
-        self.asked: list[tuple[str, int]] = []
+        self.requested: list[tuple[str, int]] = []
         self.ended: list[str] = []
         self.calls: list[str] = []
         self.lock = threading.Lock()
@@ -75,7 +75,7 @@ class FakeCloud:
     def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
         num_vms = min(-(-count // self.num_devices), count if max_vms is None else max_vms)
         with self.lock:
-            self.asked.append((request, count))
+            self.requested.append((request, count))
             num_vms = min(num_vms, self.room - sum(vm.request != request for vm in self.there.values()))
             if num_vms <= 0:
                 self.calls.append(f"refuse {request}")

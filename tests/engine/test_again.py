@@ -12,8 +12,8 @@ import pytest
 
 from manager.controller.state.actions import Finish
 from manager.engine.loop.driver import Observed
-from manager.run import again as module
-from manager.run.again import Again, until_it_ends
+from manager.run import restarts as module
+from manager.run.restarts import Restarts, run_until_it_ends
 from morph.contract.errors import ClusterError, ClusterLost
 
 FINISHED = Finish(outcome="finished", sentence="done")
@@ -51,26 +51,26 @@ def test_a_lost_cluster_is_replaced_at_once_then_after_growing_pauses(pauses: li
     told: list[str] = []
     failed = ClusterError("Ray did not start")
     ends = (GONE, failed, failed, GONE, FINISHED)
-    assert until_it_ends(sessions(*ends), Again(3600), told.append) == FINISHED
+    assert run_until_it_ends(sessions(*ends), Restarts(3600), told.append) == FINISHED
     assert pauses == [0.0, 5.0, 10.0, 20.0]
     assert told[0] == "the head node is gone; the run goes on from its newest checkpoint at once"
     assert told[1] == "Ray did not start; the run goes on from its newest checkpoint in 5 s"
 
 
 def test_a_decided_step_makes_the_pauses_short_again(pauses: list[float]) -> None:
-    again = Again(3600)
+    restarts = Restarts(3600)
 
     def begin(number: int) -> None:
         for version in (5, 6) if number == 2 else (5, 5):
-            again(at_version(version))
+            restarts(at_version(version))
 
-    assert until_it_ends(sessions(GONE, GONE, GONE, FINISHED, begin=begin), again, lambda _: None) == FINISHED
+    assert run_until_it_ends(sessions(GONE, GONE, GONE, FINISHED, begin=begin), restarts, lambda _: None) == FINISHED
     assert pauses == [0.0, 5.0, 0.0]
 
 
 def test_a_cluster_that_never_came_up_is_an_error_at_once(pauses: list[float]) -> None:
     with pytest.raises(ClusterError, match="no Ray"):
-        until_it_ends(sessions(ClusterError("no Ray")), Again(3600), lambda _: None)
+        run_until_it_ends(sessions(ClusterError("no Ray")), Restarts(3600), lambda _: None)
     assert pauses == []
 
 
@@ -79,51 +79,51 @@ def test_a_cluster_that_does_not_come_up_is_tried_again_where_the_run_goes_on(
     pauses: list[float], version: int
 ) -> None:
     """Its head node may have been killed while it started; in a run's first session it is rather the settings."""
-    again = Again(3600)
+    restarts = Restarts(3600)
     failed = ClusterError("Ray did not start")
-    played = sessions(failed, failed, FINISHED, begin=lambda _: again.begin_at(version))
+    played = sessions(failed, failed, FINISHED, begin=lambda _: restarts.begin_at(version))
     if version:
-        assert until_it_ends(played, again, lambda _: None) == FINISHED
+        assert run_until_it_ends(played, restarts, lambda _: None) == FINISHED
         assert pauses == [0.0, 5.0]
     else:
         with pytest.raises(ClusterError, match="Ray did not start"):
-            until_it_ends(played, again, lambda _: None)
-    assert not again.has_run
+            run_until_it_ends(played, restarts, lambda _: None)
+    assert not restarts.has_run
 
 
 def test_a_run_that_was_to_stop_is_not_begun_again(pauses: list[float]) -> None:
-    again = Again(3600)
+    restarts = Restarts(3600)
     with pytest.raises(ClusterLost, match="the head node is gone"):
-        until_it_ends(sessions(GONE, begin=lambda _: again(at_version(5, "SIGINT"))), again, lambda _: None)
+        run_until_it_ends(sessions(GONE, begin=lambda _: restarts(at_version(5, "SIGINT"))), restarts, lambda _: None)
     assert pauses == []
 
 
 @pytest.mark.parametrize("asked", [None, "SIGINT"])
 def test_an_error_that_ends_a_session_is_no_stop_of_the_users(pauses: list[float], asked: str | None) -> None:
-    again = Again(3600)
+    restarts = Restarts(3600)
 
     def begin(_number: int) -> None:
-        again(at_version(5, asked))
-        again(at_version(5, "vm0 failed at step 5", failed=True))
+        restarts(at_version(5, asked))
+        restarts(at_version(5, "vm0 failed at step 5", failed=True))
 
     played = sessions(ClusterLost("vm0 failed at step 5"), FINISHED, begin=begin)
     if asked is None:
-        assert until_it_ends(played, again, lambda _: None) == FINISHED
+        assert run_until_it_ends(played, restarts, lambda _: None) == FINISHED
     else:
         with pytest.raises(ClusterLost):
-            until_it_ends(played, again, lambda _: None)
+            run_until_it_ends(played, restarts, lambda _: None)
     assert pauses == ([0.0] if asked is None else [])
 
 
 def test_at_the_limit_the_run_ends_and_says_whose_limit_it_is(pauses: list[float]) -> None:
     now_s = [0.0]
-    again = Again(100, lambda: now_s[0])
+    restarts = Restarts(100, lambda: now_s[0])
 
     def begin(_number: int) -> None:
         now_s[0] += 40
 
     with pytest.raises(ClusterError, match=r"the head node is gone; no step was decided for 100 s \(policy.give_up"):
-        until_it_ends(sessions(*[GONE] * 9, begin=begin), again, lambda _: None)
+        run_until_it_ends(sessions(*[GONE] * 9, begin=begin), restarts, lambda _: None)
     assert len(pauses) == 3
 
 
@@ -144,7 +144,7 @@ def test_a_signal_between_two_sessions_stops_the_run() -> None:
 
     previous = signal.signal(signal.SIGALRM, ask)
     try:
-        finish = until_it_ends(sessions(GONE, failed, begin=begin), Again(3600), lambda _: None)
+        finish = run_until_it_ends(sessions(GONE, failed, begin=begin), Restarts(3600), lambda _: None)
     finally:
         signal.signal(signal.SIGALRM, previous)
     assert finish == Finish(outcome="stopped", sentence="SIGTERM before the run had a cluster again")

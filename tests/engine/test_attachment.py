@@ -15,7 +15,7 @@ from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import NodeAppeared
 from manager.controller.state.state import initial_state
 from manager.engine.local_vms.control_socket import hear, tell
-from manager.engine.machines.attachment import Attachment, NothingLives, find_living, write_attachment
+from manager.engine.machines.attachment import Attachment, TakeoverFailed, find_living, write_attachment
 from manager.journal.journal import Journal
 from manager.run_dir import ATTACHMENT, RunDir, RunFacts
 from morph.contract.errors import RunDirError
@@ -124,7 +124,7 @@ def test_another_command_than_the_runs_is_refused_and_the_run_lives_on(run_dir: 
 
 def test_a_journal_of_another_controller_ends_the_vms(run_dir: RunDir, host: Host) -> None:
     write_journal(run_dir, generation=7)
-    with pytest.raises(NothingLives, match="another version of the controller"):
+    with pytest.raises(TakeoverFailed, match="another version of the controller"):
         find_living(run_dir, COMMAND)
     assert host.join()
     assert find_living(run_dir, COMMAND) is None
@@ -138,7 +138,7 @@ def test_what_is_left_of_a_run_that_is_gone_is_forgotten(run_dir: RunDir, tmp_pa
     write_attachment(run_dir, Attachment(kind="ray", control_socket=control_socket, store_host="h", store_port=1))
     if left == "not a file of ours":
         (run_dir.path / ATTACHMENT).write_text("{")
-    with pytest.raises(NothingLives):
+    with pytest.raises(TakeoverFailed):
         find_living(run_dir, COMMAND)
     assert find_living(run_dir, COMMAND) is None
 
@@ -146,5 +146,5 @@ def test_what_is_left_of_a_run_that_is_gone_is_forgotten(run_dir: RunDir, tmp_pa
 def test_a_socket_that_others_could_have_put_there_is_not_connected_to(run_dir: RunDir, host: Host) -> None:
     for directory in (host.control_socket.parent, host.control_socket.parent.parent):
         directory.chmod(0o755)
-    with pytest.raises(NothingLives, match="can be entered by others"):
+    with pytest.raises(TakeoverFailed, match="can be entered by others"):
         find_living(run_dir, COMMAND)

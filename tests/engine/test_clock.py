@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from manager.host.clock import RunClock
+from manager.engine.loop.event_queue import RunClock
 
 
 class Machine:

@@ -13,7 +13,7 @@ from manager.controller.state.events import NoticeGiven
 from manager.engine.loop.driver import Observed
 from manager.journal.records import Fact
 from manager.journal.replay import replay
-from manager.report.reading import report_of
+from manager.report.journal_reader import report_of
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import Limits
 from morph.contract.messages import (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.actions import ReasonCode
 from manager.controller.state.state import Phase
 from manager.engine.loop import checkpoint_store
 from manager.engine.loop.driver import Observed

@@ -17,7 +17,7 @@ import pytest
 
 from manager.host import folders
 from manager.host.folders import LOCK, OWN_SOCKET, RAYS_SOCKET, make_folder, remove, sweep
-from manager.host.gone import wait_gone
+from manager.host.processes import wait_gone
 from morph.contract.errors import ConfigError
 from tests.system.commands import COMMAND, ROOT
 

@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-from manager.host.gone import lives, session_of, wait_gone
+from manager.host.processes import lives, session_of, wait_gone
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 

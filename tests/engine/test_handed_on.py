@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from manager.host.handed_on import handed_on
+from manager.host.environment import handed_on
 
 
 @pytest.mark.parametrize(

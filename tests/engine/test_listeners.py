@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from calibrate.helpers.session import call
+from calibrate.helpers.proven_connection import call
 from calibrate.links.peer_node import PeerNode
 from manager.dashboard.server import serving
 from manager.engine.joining.certificates import Tls, load_authority, make_certificates
@@ -34,17 +34,17 @@ from manager.report.live import LiveRun
 from morph.link import listener as listener_module
 from morph.link.authority import authority_of, new_key
 from morph.link.caller import TALK, Call
-from morph.link.listener import HELLO_TIMEOUT_S, MOST_STRANGERS, Strangers
+from morph.link.listener import HELLO_TIMEOUT_S, MOST_PENDING, PendingCallers
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.pre_copy.incoming import Incoming
-from morph.runtime.pre_copy.meeting import StreamContext
+from morph.runtime.pre_copy.rendezvous import StreamContext
 from morph.runtime.pre_copy.wire import Frame, send_frame
 from tests.engine.link_scene import LinkScene
 
 SECRET = "s3cret-of-this-run"
 CREDENTIAL = authority_of(SECRET).credential("node")
 BOUND_S = 150.0
-NUM_STRANGERS = 1024
+NUM_PENDING = 1024
 CROWD = """
 import resource, socket, sys
 most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -157,9 +157,9 @@ def units_sent_ahead(_: Path) -> Iterator[Scene]:
     senders = iter(range(9))
 
     def come() -> None:
-        sender, meeting = f"a{next(senders)}", context.meeting("b")
+        sender, rendezvous = f"a{next(senders)}", context.rendezvous("b")
         with socket.create_connection(incoming._listener.address, BOUND_S) as connection:
-            send_frame(connection, Frame(meeting.hello(incoming._told, sender), {}))  # waits until it is taken
+            send_frame(connection, Frame(rendezvous.hello(incoming._told, sender), {}))  # waits until it is taken
 
     yield Scene(incoming._listener.address, come)
     incoming.end()
@@ -193,7 +193,7 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Scene]:
 
 
 @contextmanager
-def crowd(address: tuple[str, int], number: int = NUM_STRANGERS, said: bytes = b"") -> Iterator[None]:
+def crowd(address: tuple[str, int], number: int = NUM_PENDING, said: bytes = b"") -> Iterator[None]:
     arguments = [sys.executable, "-c", CROWD, address[0], str(address[1]), str(number), said.hex()]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -210,7 +210,7 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out_and_is_not_held(scene: Sce
     before = psutil.Process().num_fds()
     with crowd(scene.address):
         until_s = time.monotonic() + HELLO_TIMEOUT_S / 2  # those that were sent away end a little later, all by then
-        while psutil.Process().num_fds() - before > MOST_STRANGERS:
+        while psutil.Process().num_fds() - before > MOST_PENDING:
             assert time.monotonic() < until_s, "they are held"
             time.sleep(0.01)
         scene.come()
@@ -250,10 +250,10 @@ def test_strangers_are_bounded_of_one_address_in_all_and_in_time(monkeypatch: py
     now = [100.0]
     monkeypatch.setattr(listener_module.time, "monotonic", lambda: now[0])
     gone: list[str] = []
-    strangers = Strangers(most=4, most_of_source=2)
+    pending = PendingCallers(most=4, most_of_source=2)
 
     def add(name: str) -> None:
-        strangers.add(name, name[0], lambda: gone.append(name))
+        pending.add(name, name[0], lambda: gone.append(name))
 
     for name in ("a1", "a2", "a3"):
         add(name)
@@ -261,11 +261,11 @@ def test_strangers_are_bounded_of_one_address_in_all_and_in_time(monkeypatch: py
     for name in ("b1", "b2", "c1"):
         add(name)
     assert gone == ["a1", "a2"]  # the oldest of all
-    assert strangers.remove("b1")
-    assert not strangers.remove("a2")  # it took too long
+    assert pending.remove("b1")
+    assert not pending.remove("a2")  # it took too long
     now[0] += 5.0
     add("d1")
     now[0] += 6.0
-    strangers.expire(10.0)
+    pending.expire(10.0)
     assert gone == ["a1", "a2", "a3", "b2", "c1"]
-    assert len(strangers) == 1
+    assert len(pending) == 1

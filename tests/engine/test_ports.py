@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from manager.engine.machines.provided import check_free
+from manager.engine.machines.provider_machines import check_free
 from manager.host.ports import RAY_PORTS, Ports
 from morph.contract.cluster import NUM_PORTS
 from morph.contract.errors import ClusterError

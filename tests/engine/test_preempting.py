@@ -15,9 +15,9 @@ from manager.controller.state.events import NoticeGiven
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import WorkerState
 from manager.engine.loop.event_queue import EventQueue
-from manager.engine.machines import preempting
+from manager.engine.machines import preemption
 from manager.engine.machines.attachment import Attachment
-from manager.engine.machines.preempting import SOCKET_NAME, Answered, Asked, Preempting
+from manager.engine.machines.preemption import SOCKET_NAME, PreemptionAnswer, PreemptionRequest, PreemptionServer
 from manager.host.folders import make_folder, remove
 from manager.injection import injector
 from manager.injection.injector import Injection, ask, inject
@@ -34,7 +34,7 @@ FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_si
 WORKERS = {"vm0": 1.0, "vm1": 2.0, "vm2.d0": 3.5, "vm2.d1": 3.0}
 
 
-class Taker:
+class PreemptionTarget:
     """Takes names; ``evicts``: by means of its own. ``bound``: of requests under way; ``left``: those it cannot end."""
 
     def __init__(self) -> None:
@@ -66,16 +66,16 @@ class World:
     """A run directory that this process holds, and what hears who asks."""
 
     def __init__(self, run_dir: Path, folder: Path) -> None:
-        self.run_dir, self.taker, self.event_queue = run_dir, Taker(), EventQueue()
+        self.run_dir, self.target, self.event_queue = run_dir, PreemptionTarget(), EventQueue()
         self.workers = {name: WorkerState(appeared_s=since_s) for name, since_s in WORKERS.items()}
-        self.desk = Preempting(folder, lambda: self.workers, self.event_queue, self.taker)
+        self.desk = PreemptionServer(folder, lambda: self.workers, self.event_queue, self.target)
         attachment = Attachment(
             kind="processes", control_socket=folder / "control_socket", store_host="-", store_port=1
         )
         (run_dir / ATTACHMENT).write_text(attachment.model_dump_json())
 
-    def ask(self, *vms: str, **asked: object) -> Answered:
-        answer = ask(self.run_dir, Asked.model_validate({"vms": vms, "why": "a test", **asked}))
+    def ask(self, *vms: str, **asked: object) -> PreemptionAnswer:
+        answer = ask(self.run_dir, PreemptionRequest.model_validate({"vms": vms, "why": "a test", **asked}))
         assert answer is not None
         return answer
 
@@ -115,8 +115,8 @@ def test_who_asks_for_none_hears_which_vms_there_are_and_since_when(world: World
 def test_vms_are_ended_together_when_their_notice_is_over_and_not_taken_twice(world: World) -> None:
     answer = world.ask("vm0", "vm2", "vm0", lead_s=0.05)
     assert answer.taken == ("vm0", "vm2")
-    assert world.taker.done.wait(BOUND_S)
-    assert world.taker.taken == [{"vm0": ["vm0"], "vm2": ["vm2.d0", "vm2.d1"]}]
+    assert world.target.done.wait(BOUND_S)
+    assert world.target.taken == [{"vm0": ["vm0"], "vm2": ["vm2.d0", "vm2.d1"]}]
     *facts, first, second, third = world.told(5)
     assert facts == [injected("vm0", "a notice of 0.05 s"), injected("vm2", "a notice of 0.05 s")]
     notices = [each for each in (first, second, third) if isinstance(each, NoticeGiven)]
@@ -130,24 +130,24 @@ def test_vms_are_ended_together_when_their_notice_is_over_and_not_taken_twice(wo
 
 
 def test_without_a_notice_a_vm_is_ended_at_once(world: World) -> None:
-    world.taker.evicts = True  # which would come with a notice
+    world.target.evicts = True  # which would come with a notice
     assert world.ask("vm1").taken == ("vm1",)
-    assert world.taker.done.wait(BOUND_S)
-    assert (world.taker.evicted, world.taker.taken) == ([], [{"vm1": ["vm1"]}])
+    assert world.target.done.wait(BOUND_S)
+    assert (world.target.evicted, world.target.taken) == ([], [{"vm1": ["vm1"]}])
     assert world.told(1) == [injected("vm1", "no notice")]
 
 
 def test_a_provider_with_means_of_its_own_gives_the_notice_and_ends_the_vm_itself(world: World) -> None:
-    world.taker.evicts = True
+    world.target.evicts = True
     assert world.ask("vm1", lead_s=30.0).taken == ("vm1",)
-    assert world.taker.evicted == ["vm1"]
+    assert world.target.evicted == ["vm1"]
     assert world.told(1) == [injected("vm1", "evicted by the provider, with its notice")]
     world.desk.close()
-    assert world.taker.taken == []
+    assert world.target.taken == []
 
 
 def test_what_is_not_of_the_run_or_not_free_or_needed_is_spared(world: World) -> None:
-    world.taker.bound = {"vm1"}
+    world.target.bound = {"vm1"}
     answer = world.ask("elsewhere", "vm1", "vm0", "vm2", min_vms=2)
     assert answer.taken == ("vm0",)
     assert answer.left == {
@@ -155,12 +155,12 @@ def test_what_is_not_of_the_run_or_not_free_or_needed_is_spared(world: World) ->
         "vm1": "its request is under way",
         "vm2": "at least 2 VMs must remain",
     }
-    assert world.taker.done.wait(BOUND_S)
-    assert world.taker.taken == [{"vm0": ["vm0"]}]
+    assert world.target.done.wait(BOUND_S)
+    assert world.target.taken == [{"vm0": ["vm0"]}]
 
 
 def test_a_vm_that_could_not_be_ended_is_told_of_and_may_be_asked_for_again(world: World) -> None:
-    world.taker.left = {"vm0", "vm1"}
+    world.target.left = {"vm0", "vm1"}
     assert world.ask("vm0", "vm1", lead_s=30).left == {"vm0": "vm0 is locked", "vm1": "vm1 is locked"}
     assert world.ask("vm1").taken == ("vm1",)
     assert world.told(2) == [
@@ -174,7 +174,7 @@ def test_a_notice_that_is_not_over_when_the_run_ends_takes_nobody(world: World) 
     assert world.ask("vm0", lead_s=600).taken == ("vm0",)
     world.desk.close()
     assert not any(thread.name == "morph-preemption" and _lives(thread) for thread in threading.enumerate())
-    assert world.taker.taken == []
+    assert world.target.taken == []
 
 
 def _lives(thread: threading.Thread) -> bool:
@@ -183,14 +183,14 @@ def _lives(thread: threading.Thread) -> bool:
 
 
 def test_another_user_is_answered_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preempting, "is_ours", lambda _connection: False)
-    assert ask(world.run_dir, Asked(vms=("vm0",))) is None
-    assert world.taker.taken == []
+    monkeypatch.setattr(preemption, "is_ours", lambda _connection: False)
+    assert ask(world.run_dir, PreemptionRequest(vms=("vm0",))) is None
+    assert world.target.taken == []
 
 
 def test_nobody_but_the_process_that_holds_the_run_is_asked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(injector, "living_holder_of", lambda _run_dir: os.getppid())
-    assert ask(world.run_dir, Asked(vms=("vm0",))) is None
+    assert ask(world.run_dir, PreemptionRequest(vms=("vm0",))) is None
     assert world.told(0) == []
 
 
@@ -199,12 +199,12 @@ def test_a_run_that_starts_still_is_waited_for_and_one_whose_file_is_damaged_is_
     written = path.read_text()
     path.write_text("{")
     with pytest.raises(RunDirError, match=r"attach\.json"):
-        ask(world.run_dir, Asked())
+        ask(world.run_dir, PreemptionRequest())
     path.unlink()
-    assert ask(world.run_dir, Asked()) is None
+    assert ask(world.run_dir, PreemptionRequest()) is None
     path.write_text(written)
     world.desk.close()
-    assert ask(world.run_dir, Asked()) is None
+    assert ask(world.run_dir, PreemptionRequest()) is None
 
 
 class Everybody:
@@ -226,9 +226,9 @@ def test_the_injector_takes_no_more_than_it_is_told_to(world: World) -> None:
 def test_the_injector_ends_with_the_run_or_with_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     injection = Injection(lead_s=0.0, min_vms=0, why="a test")
-    answers: list[Answered | None] = []
+    answers: list[PreemptionAnswer | None] = []
 
-    def answered(_run_dir: Path, asked: Asked) -> Answered | None:
+    def answered(_run_dir: Path, asked: PreemptionRequest) -> PreemptionAnswer | None:
         assert asked.vms == ()
         if not answers:
             raise NotRunning("is not running", source="run")
@@ -236,7 +236,7 @@ def test_the_injector_ends_with_the_run_or_with_its_trace(tmp_path: Path, monkey
 
     monkeypatch.setattr(injector, "POLL_S", 0.0)
     monkeypatch.setattr(injector, "ask", answered)
-    answers = [Answered(now_s=5.0, vms={}), None, Answered(now_s=6.0, vms={})]
+    answers = [PreemptionAnswer(now_s=5.0, vms={}), None, PreemptionAnswer(now_s=6.0, vms={})]
 
     def ended() -> str:
         return inject(tmp_path, injection, lambda start_s: Lifetimes(by_name(1, 60.0), start_s), told.append)
@@ -244,10 +244,14 @@ def test_the_injector_ends_with_the_run_or_with_its_trace(tmp_path: Path, monkey
     assert ended() == "the run has ended"
     assert told[1:] == ["the run does not answer now, for it starts, or is about to end: waiting for it"]
     (tmp_path / ATTACHMENT).touch()
-    answers = [Answered(now_s=5.0, vms={})]
+    answers = [PreemptionAnswer(now_s=5.0, vms={})]
     assert ended().startswith("the run's manager was killed")
     trace = parse_trace(["time_s,event,node_id", "0,add,a", "1,remove,a"], "trace.csv")
-    answers = [Answered(now_s=5.0, vms={}), Answered(now_s=6.5, vms={}), Answered(now_s=9.0, vms={})]
+    answers = [
+        PreemptionAnswer(now_s=5.0, vms={}),
+        PreemptionAnswer(now_s=6.5, vms={}),
+        PreemptionAnswer(now_s=9.0, vms={}),
+    ]
     assert (
         inject(Path("run"), injection, lambda start_s: Removals(1, trace, start_s), told.append) == "the trace is over"
     )
@@ -273,4 +277,4 @@ def test_a_run_that_nobody_manages_is_not_asked(tmp_path: Path) -> None:
     with RunDir(tmp_path / "run", FACTS):
         pass
     with pytest.raises(NotRunning, match="is not running: no process manages it"):
-        ask(tmp_path / "run", Asked())
+        ask(tmp_path / "run", PreemptionRequest())

@@ -167,7 +167,7 @@ def test_a_checkpoint_that_lacks_a_unit_is_refused() -> None:
 
 
 def _no_devices() -> tuple[CudaDevice, ...]:
-    pytest.fail("a CPU's VMs asked for devices")
+    pytest.fail("a CPU's VMs requested devices")
 
 
 def test_memory_is_as_configured_or_a_share_of_this_machine() -> None:

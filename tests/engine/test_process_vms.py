@@ -15,7 +15,7 @@ import pytest
 from manager.engine.joining.link_server import Entrance, LinkServer, listen
 from manager.engine.local_vms.host_line import HostLine
 from manager.engine.on_processes.process_vms import ProcessVms
-from manager.host.gone import runs
+from manager.host.processes import runs
 from morph.contract.messages import Failed
 from morph.link.encoding import ANSWER, pack, parts
 from morph.link.proof import new_secret

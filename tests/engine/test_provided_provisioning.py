@@ -11,8 +11,8 @@ import pytest
 from manager.controller.state.actions import ReleaseNodes, RequestNodes
 from manager.controller.state.events import NodesGranted, Paid, RequestRefused, WorkerLost
 from manager.engine.loop.event_queue import EventQueue
+from manager.engine.vms.budget import Before, Spending
 from manager.engine.vms.provisioning import Provisioning
-from manager.engine.vms.spending import Before, Spending
 from manager.engine.vms.vm_registry import VmRegistry
 from manager.journal.records import Fact
 from manager.providers.interface.provider import (

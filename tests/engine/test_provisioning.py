@@ -9,8 +9,8 @@ import pytest
 
 from manager.controller.state.actions import ReleaseNodes, RequestNodes
 from manager.controller.state.events import NodeFacts, NodesGranted, Paid, RequestRefused
+from manager.engine.vms.budget import Before, Spending
 from manager.engine.vms.provisioning import RETRY_AFTER_MAX_S, TRIES, Provisioning
-from manager.engine.vms.spending import Before, Spending
 from manager.providers.interface.provider import (
     CapacityShort,
     Misconfigured,
@@ -65,10 +65,10 @@ def test_a_request_is_granted_by_name(world: World) -> None:
 
 
 def test_a_grant_says_what_each_vm_costs_and_how_long_it_has_been_paid(world: World) -> None:
-    asked_s = time.time()
+    requested_s = time.time()
     world.cloud.made_as = [
-        {"usd_per_h": 0.3, "paid_since_s": asked_s - 60.0},
-        {"usd_per_h": 1.4, "paid_since_s": asked_s + 3600.0},  # a clock that is ahead: not paid in the future
+        {"usd_per_h": 0.3, "paid_since_s": requested_s - 60.0},
+        {"usd_per_h": 1.4, "paid_since_s": requested_s + 3600.0},  # a clock that is ahead: not paid in the future
         {"usd_per_h": 0.3},
         {},
     ]
@@ -77,7 +77,7 @@ def test_a_grant_says_what_each_vm_costs_and_how_long_it_has_been_paid(world: Wo
     assert isinstance(granted, NodesGranted)
     first = granted.paid.pop("job-1-0")
     assert first.usd_per_h == 0.3
-    assert 60.0 <= first.before_s <= 60.0 + answered_s - asked_s
+    assert 60.0 <= first.before_s <= 60.0 + answered_s - requested_s
     assert granted.paid == {"job-1-1": Paid(usd_per_h=1.4), "job-1-2": Paid(usd_per_h=0.3)}
 
 
@@ -103,7 +103,7 @@ def test_a_request_that_comes_again_makes_no_further_call(world: World) -> None:
     world.cloud.requests.open.set()
     first = world.answer()
     assert world.get() == first  # answered
-    assert world.cloud.asked == [("job-1", 2)]
+    assert world.cloud.requested == [("job-1", 2)]
     assert world.event_queue.get(0.05) is None
 
 
@@ -131,7 +131,7 @@ def test_a_throttled_call_waits_as_it_is_told_and_goes_on_under_its_name(world: 
     world.cloud.errors = [Throttled("slow down", 17), Throttled("slow down", 10**6), Transient("502")]
     assert isinstance(world.get(), NodesGranted)
     assert world.pauses_s == [17, RETRY_AFTER_MAX_S, 8]
-    assert {request for request, _ in world.cloud.asked} == {"job-1"}
+    assert {request for request, _ in world.cloud.requested} == {"job-1"}
     assert len(world.cloud.there) == 2
 
 
@@ -140,7 +140,7 @@ def test_what_stays_in_vain_is_refused_after_some_tries_and_leaves_nothing(world
     refused = world.get()
     assert isinstance(refused, RequestRefused)
     assert (refused.cause, refused.detail) == ("error", "502")
-    assert len(world.cloud.asked) == TRIES
+    assert len(world.cloud.requested) == TRIES
     assert world.settle() == ["job-1-0"]
 
 
@@ -282,4 +282,4 @@ def test_nothing_is_left_in_the_end(world: World) -> None:
     world.shell.close()
     assert world.cloud.there == {}
     world.shell.request(RequestNodes(request="job-9", count=1))
-    assert world.cloud.asked == [("job-1", 2)]
+    assert world.cloud.requested == [("job-1", 2)]

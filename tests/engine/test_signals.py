@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from manager.host.signals import ASKED, STOPPED_BY_COMMAND, STOPPING, deaf_to_signals, stopping_on_signals
+from manager.host.signals import STOP_SIGNAL, STOPPED_BY_COMMAND, STOPPING, signals_blocked, stopping_on_signals
 from tests.conftest import hear_signals
 
 
@@ -29,7 +29,7 @@ def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals) -> No
     asked: list[str] = []
     with stopping_on_signals(asked.append):
         signal.raise_signal(number)
-        assert asked == [STOPPED_BY_COMMAND if number == ASKED else number.name]
+        assert asked == [STOPPED_BY_COMMAND if number == STOP_SIGNAL else number.name]
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
     assert len(asked) == 1
@@ -40,7 +40,7 @@ def test_a_signal_that_was_ignored_stays_so(number: signal.Signals) -> None:
     asked: list[str] = []
     before = signal.signal(number, signal.SIG_IGN)  # as nohup does, or a shell in whose script this is a background job
     try:
-        with stopping_on_signals(asked.append), deaf_to_signals():
+        with stopping_on_signals(asked.append), signals_blocked():
             signal.raise_signal(number)
         with stopping_on_signals(asked.append):
             signal.raise_signal(number)
@@ -65,7 +65,7 @@ def test_sigterm_is_heard_where_it_was_ignored_too() -> None:
 
 @pytest.mark.parametrize("number", STOPPING)
 def test_while_everything_is_ended_a_signal_changes_nothing(number: signal.Signals) -> None:
-    with deaf_to_signals():
+    with signals_blocked():
         signal.raise_signal(number)
 
 
@@ -87,7 +87,7 @@ def test_outside_the_main_thread_nothing_is_changed() -> None:
     seen: list[object] = []
 
     def look() -> None:
-        with stopping_on_signals(lambda _name: None), deaf_to_signals():
+        with stopping_on_signals(lambda _name: None), signals_blocked():
             seen.extend(signal.getsignal(number) for number in STOPPING)
 
     thread = threading.Thread(target=look)
@@ -97,7 +97,7 @@ def test_outside_the_main_thread_nothing_is_changed() -> None:
 
 
 def test_what_tests_start_hears_signals_that_the_tests_were_started_to_ignore() -> None:
-    ignored = [number for number in STOPPING if number != ASKED]
+    ignored = [number for number in STOPPING if number != STOP_SIGNAL]
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     try:
         hear_signals()

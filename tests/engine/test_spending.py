@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from manager.engine.vms.spending import Before, Spending
+from manager.engine.vms.budget import Before, Spending
 from manager.providers.interface.provider import Price, Vm
 from morph.contract.cluster import Limits
 

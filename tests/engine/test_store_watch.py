@@ -76,7 +76,7 @@ def test_a_dead_one_is_started_once_and_both_are_told(event_queue: EventQueue, d
 def test_one_that_cannot_be_started_again_ends_the_session(
     event_queue: EventQueue, dead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_watch, "AGAIN_S", 0.0)
+    monkeypatch.setattr(store_watch, "RETRY_S", 0.0)
     watch = StoreWatch(FakeStore(dead, num_failures=10**9), event_queue)
     watch.check()
     assert watch._starting is not None

@@ -12,7 +12,7 @@ from manager.controller.decide import decide
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import Event, ManagerResumed, NodeAppeared, WorkerAnswered, WorkerLost
 from manager.controller.state.state import ControllerState, initial_state
-from manager.engine.machines.attachment import Attachment, Found
+from manager.engine.machines.attachment import Attachment, FoundRun
 from manager.journal.records import TOOK_OVER, Fact, TraceMoment
 from manager.run.session import take_over
 from morph.contract.messages import WorkerReady
@@ -66,7 +66,7 @@ class Seen:
 
 def test_vms_are_known_before_the_controller_decides_of_them_and_it_hears_who_lives() -> None:
     seen = Seen()
-    found = Found(
+    found = FoundRun(
         attachment=Attachment(kind="ray", control_socket=Path("control_socket"), store_host="h", store_port=1),
         line=SimpleNamespace(),  # type: ignore[arg-type]
         greeting={"vms": {"a": [1], "d": [2], "new": [3]}},

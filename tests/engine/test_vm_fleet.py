@@ -19,7 +19,7 @@ def test_vms_of_requests_go_on_boot_or_end_as_somebody_waits_for_them() -> None:
     fleet = VmFleet(host, event_queue)
     try:
         asked = dict.fromkeys(("job-1-0", "job-1-1", "job-1-2"), "job-1")
-        fleet.adopt((), up=["job-0-0", "job-1-0", "job-1-1"], appeared=["job-0-0", "job-1-0"], asked=asked)
+        fleet.adopt((), up=["job-0-0", "job-1-0", "job-1-1"], appeared=["job-0-0", "job-1-0"], requested=asked)
         told: list[object] = []
         while len(told) < 2:
             stamped = event_queue.get(BOUND_S)

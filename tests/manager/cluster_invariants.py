@@ -8,12 +8,13 @@ from simulated_cluster import Observer, SimulatedCluster
 from simulated_job import SUMMED
 from simulated_workers import order_key
 
-from manager.controller.requests.node_requests import MAX_SENT
+from manager.controller.node_requests import MAX_SENT
 from manager.controller.state.actions import (
     Abort,
     AcknowledgeNotice,
     EndWorker,
     ProbeWorker,
+    ReasonCode,
     ReleaseNodes,
     RequestNodes,
     SendCommit,
@@ -22,7 +23,7 @@ from manager.controller.state.actions import (
     SendStep,
     StartWorker,
 )
-from manager.controller.state.bounds import ahead_bound_s, save_bound_s
+from manager.controller.state.bounds import pre_copy_bound_s, save_bound_s
 from manager.controller.state.events import (
     CheckpointFailed,
     Event,
@@ -33,10 +34,9 @@ from manager.controller.state.events import (
     WorkerLost,
 )
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, Decision, Phase
 from manager.controller.state.validate import BrokenState, validate
-from manager.controller.steps.resting import PAUSES
+from manager.controller.steps.recovery import PAUSES
 from manager.simulation.spot.sums import Place
 from morph.contract.vm_names import beside, vm_of
 
@@ -179,7 +179,7 @@ def check_rest(cluster: SimulatedCluster, before: ControllerState, event: Event,
 
 
 def check_repeats(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """Nothing is asked for without end: a request so often, never for too many VMs, and an order once a manager.
+    """Nothing is requested without end: a request so often, never for too many VMs, and an order once a manager.
 
     A commit is ordered once more each time that storage refused its units.
     """
@@ -210,7 +210,7 @@ def check_repeats(cluster: SimulatedCluster, before: ControllerState, event: Eve
                 continue
         cluster.asked[repeats] += 1
         times = cluster.asked[repeats]
-        cluster.check(times < limit + cluster.num_managers, f"{repeats} is asked for {times} times")
+        cluster.check(times < limit + cluster.num_managers, f"{repeats} is requested {times} times")
     if decision.reason.code is ReasonCode.REQUEST_REFUSED:
         cluster.refused_until_s = cluster.clock_s() + state.config.policy.rules.requests.backoff_s - 1e-6
     target = state.config.target_nodes
@@ -224,26 +224,26 @@ def check_repeats(cluster: SimulatedCluster, before: ControllerState, event: Eve
 
 
 def check_ahead(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """Units are sent ahead by who holds them to who lacks them, for a bounded time; only what arrived is used."""
-    state, known = decision.state, before.ahead
+    """Units are pre-copied by who holds them to who lacks them, for a bounded time; only what arrived is used."""
+    state, known = decision.state, before.pre_copy
     for action in decision.actions:
         if isinstance(action, SendPreCopy):
-            cluster.check(action.worker not in cluster.told_lost, f"units are sent ahead with dead {action.worker}")
+            cluster.check(action.worker not in cluster.told_lost, f"units are pre-copied with dead {action.worker}")
         if isinstance(action, SendReshape) and not isinstance(event, ManagerResumed):
             for source in action.order.sources:
                 if source.kind == "ahead":
-                    there = known is not None and source.unit in known.following.get(source.worker, ())
+                    there = known is not None and source.unit in known.synced.get(source.worker, ())
                     cluster.check(there, f"{source.worker} is to have {source.unit} ahead, which has not arrived")
                     right = known is not None and action.order.ahead == known.number
-                    cluster.check(right, f"the change uses what was sent ahead as {action.order.ahead}")
-    ahead = state.ahead
-    if ahead is None:
+                    cluster.check(right, f"the change uses what was pre-copied as {action.order.ahead}")
+    pre_copy = state.pre_copy
+    if pre_copy is None:
         return
     late_s = sum(max(0.0, -by_s) for _, by_s in cluster.faults.clock_jumps)
-    left_s = ahead.until_s - cluster.clock_s()
-    bound_s = ahead_bound_s(state, 2 * state.plan.expected.mini_batch_s if state.plan else 0.0)
+    left_s = pre_copy.until_s - cluster.clock_s()
+    bound_s = pre_copy_bound_s(state, 2 * state.plan.expected.mini_batch_s if state.plan else 0.0)
     cluster.check(left_s <= bound_s + late_s + 1e-6, f"a change is put off for {left_s:.1f} s")
-    if known is not None and known.number == ahead.number and state.version > before.version:
+    if known is not None and known.number == pre_copy.number and state.version > before.version:
         going_on = any(isinstance(action, SendStep) for action in decision.actions)
         cluster.check(not going_on or left_s > 0, "a change is put off for longer than it was to be")
 
@@ -271,7 +271,7 @@ def check_may_go(cluster: SimulatedCluster, state: ControllerState, name: str) -
 
 
 def check_given_back(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """Every node that is not known any more is given back at once, before others are asked for, and no other is."""
+    """Every node that is not known any more is given back at once, before others are requested, and no other is."""
     if not before.config.target_nodes:
         return
     state = decision.state

@@ -12,7 +12,7 @@ from cluster_invariants import INVARIANTS
 from simulated_cluster import BrokenHistoryError, Faults, SimulatedCluster
 from simulated_job import make_config
 
-from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.actions import ReasonCode
 from manager.controller.state.state import Phase
 from morph.contract.messages import FailureCause
 from morph.contract.rules import PreCopyRules
@@ -41,7 +41,7 @@ AHEAD = (
 
 
 def random_faults(seed: int) -> tuple[Faults, int, int]:
-    """Draw what goes wrong in one history, its number of VMs at the start, and how many are asked for (0: none)."""
+    """Draw what goes wrong in one history, its number of VMs at the start, and how many are requested (0: none)."""
     draw = random.Random(f"faults {seed}")
 
     def now_and_then(share: float, *values: float) -> float:

@@ -298,7 +298,7 @@ class SimulatedCluster(World):
             self.at_time(max(self.now_s, wake_s - self.clock_ahead_s) + 1e-6, lambda: self.wake(wake_s))
 
     def wake(self, wake_s: float) -> None:
-        """Send the tick that the last decision asked for."""
+        """Send the tick that the last decision requested."""
         if self.wake_s == wake_s and self.clock_s() >= wake_s:
             self.wake_s = None
             self.emit(Tick())
@@ -427,7 +427,7 @@ class SimulatedCluster(World):
             case Abort():
                 self.crew.abort(action.worker, action.generation)
             case SendPreCopy():
-                self.crew.ahead.order(action)
+                self.crew.pre_copy.order(action)
             case ProbeWorker():
                 self.probe(action)
             case AcknowledgeNotice():
@@ -461,7 +461,7 @@ class SimulatedCluster(World):
         self.emit(CheckpointFound(manifest=manifest, passed_over=told))
 
     def write_manifest(self, version: int, first: ControllerState) -> None:
-        """The manifest is on storage, unless the run that asked for it was begun again."""
+        """The manifest is on storage, unless the run that requested it was begun again."""
         if first is not self.first:
             return
         if self.state.phase != "sealing" and self.chance(self.faults.write_failure):

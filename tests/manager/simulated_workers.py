@@ -74,7 +74,7 @@ class Faults:
     late_message: float = 0.0
     """by up to 3 s, so that messages overtake each other"""
     broken_stream: float = 0.0
-    """what is sent ahead breaks off, or cannot keep up"""
+    """what is pre-copied breaks off, or cannot keep up"""
     order_error: float = 0.0
     """an order fails: at each step once, but for devices that are lost"""
     error_causes: tuple[FailureCause, ...] = ("job", "device", "memory")
@@ -134,7 +134,7 @@ class SimulatedWorker:
     last: tuple[OrderKey, Answer] | None = None
     newest: tuple[int, int, int, int] = (0, 0, 0, 0)
     aborted: int = 0
-    ahead_number: int = 0
+    pre_copy_number: int = 0
     units: dict[str, int] = field(default_factory=dict)
     received: dict[str, int] = field(default_factory=dict)
     shape: ReshapeOrder | None = None
@@ -268,13 +268,13 @@ class SimulatedPreCopy:
     def receive(self, name: str, order: PreCopyOrder) -> None:
         """A worker gets an order: it drops what an older one said."""
         worker = self.workers[name]
-        if not worker.alive or order.number < worker.ahead_number:
+        if not worker.alive or order.number < worker.pre_copy_number:
             return
-        if order.number == worker.ahead_number:
+        if order.number == worker.pre_copy_number:
             self.report(name, order.number)
             return
         self.end(name)
-        worker.ahead_number = order.number
+        worker.pre_copy_number = order.number
         for move in order.moves:
             if name == move.sender:
                 key = order.number, name, move.receiver
@@ -304,7 +304,7 @@ class SimulatedPreCopy:
         stream = self.streams[key]
         if self.world.chance(self.world.faults.broken_stream):
             self.give_up(key)
-        expected = self.workers[receiver].ahead_number == number and self.workers[sender].ahead_number == number
+        expected = self.workers[receiver].pre_copy_number == number and self.workers[sender].pre_copy_number == number
         if not stream.broken and expected:
             stream.follows = True
             self.report(receiver, number)
@@ -329,7 +329,7 @@ class SimulatedPreCopy:
             for unit, held in stream.versions.items():
                 if not stream.broken:
                     if held != version:
-                        raise self.world.broken(f"{unit}, sent ahead by {name}, is at {held}, not {version}")
+                        raise self.world.broken(f"{unit}, pre-copied by {name}, is at {held}, not {version}")
                     stream.versions[unit] = version + 1
 
     def keep(self, name: str, order: ReshapeOrder) -> None:
@@ -340,7 +340,7 @@ class SimulatedPreCopy:
                 stream.broken = True
 
     def is_broken(self, name: str, order: ReshapeOrder) -> bool:
-        """Whether a worker waits in vain for what was sent ahead, or for it to arrive."""
+        """Whether a worker waits in vain for what was pre-copied, or for it to arrive."""
         keys = {
             (order.ahead, entry.peer, entry.worker)
             for entry in order.sources
@@ -349,8 +349,8 @@ class SimulatedPreCopy:
         return any(key not in self.streams or self.streams[key].broken for key in keys)
 
     def take(self, name: str, peer: str, unit: str, order: ReshapeOrder) -> bool:
-        """Take a unit that was sent ahead; whether it is what the order says."""
-        assert order.ahead is not None, "sent ahead, and no number"
+        """Take a unit that was pre-copied; whether it is what the order says."""
+        assert order.ahead is not None, "pre-copied, and no number"
         stream = self.streams[order.ahead, peer, name]
         self.num_taken += 1
         return not stream.broken and stream.follows and stream.versions.get(unit) == order.version
@@ -372,7 +372,7 @@ class SimulatedPreCopy:
         self.num_given_up += 1
         self.streams[key].broken = True
         number, _, receiver = key
-        if self.workers[receiver].ahead_number == number:
+        if self.workers[receiver].pre_copy_number == number:
             self.world.at(self.world.between(0.01, 1), lambda: self.report(receiver, number))
 
     def of(self, name: str, *, sending: bool) -> list[tuple[Key, Stream]]:
@@ -478,8 +478,8 @@ class SimulatedWorkers:
         self.members: dict[int, frozenset[str]] = {}
         self.failed: set[int] = set()
         self.damaged: set[int] = set()
-        self.ahead = SimulatedPreCopy(world, tell, self.all)
-        self.following = SimulatedFollowing(world, self.all)
+        self.pre_copy = SimulatedPreCopy(world, tell, self.all)
+        self.synced = SimulatedFollowing(world, self.all)
 
     # --- life ------------------------------------------------------------------------------------------------
 
@@ -512,7 +512,7 @@ class SimulatedWorkers:
             return
         worker.alive = False
         worker.token += 1
-        self.ahead.end(name)
+        self.pre_copy.end(name)
         world.note(f"{name} dies")
         lost = WorkerLost(worker=name, cause="killed")
         if told and (not world.chance(world.faults.silent_death) or worker.order is None):
@@ -556,7 +556,7 @@ class SimulatedWorkers:
         worker.order, worker.token = None, worker.token + 1
         worker.last = (order_key(order), answer)
         if isinstance(order, SendReshape):
-            self.ahead.change_over(name, went_well=isinstance(answer, Reshaped))
+            self.pre_copy.change_over(name, went_well=isinstance(answer, Reshaped))
         self.send(name, answer)
 
     # --- orders ----------------------------------------------------------------------------------------------
@@ -620,14 +620,14 @@ class SimulatedWorkers:
         world, order = self.world, action.order
         version = order.step if isinstance(action, SendStep) else order.version
         if isinstance(action, SendReshape):
-            self.ahead.keep(name, action.order)
+            self.pre_copy.keep(name, action.order)
         if worker.prepared is not None and worker.prepared + 1 == version:
             right = facts_of(version, world.faults.non_finite)
             if order.decided != right:
                 raise world.broken(f"{name} is to apply version {version} with {order.decided}")
-            self.ahead.apply(name, worker.prepared)
+            self.pre_copy.apply(name, worker.prepared)
             worker.apply()
-            self.following.enter(worker, version)
+            self.synced.enter(worker, version)
         if isinstance(action, SendStep):
             scale = scale_of(version, world.faults.non_finite)
             if order.loss_scale != scale:
@@ -657,7 +657,7 @@ class SimulatedWorkers:
             raise world.broken(f"{name} is to be at version {version} with {worker.stage_units}: {worker.units}")
         self.write_later(action)
         if isinstance(action, SendStep):
-            self.ahead.begin_step(name, version)
+            self.pre_copy.begin_step(name, version)
             shape = worker.shape
             assert shape is not None
             slot = next(slot for slot in shape.slots if slot.worker == name)
@@ -684,7 +684,7 @@ class SimulatedWorkers:
                 if isinstance(action, SendReshape) and self.world.random.random() < 0.5:
                     self.give_up(name, peer_lost=True)
                 return
-            if isinstance(action, SendReshape) and self.ahead.is_broken(name, action.order):
+            if isinstance(action, SendReshape) and self.pre_copy.is_broken(name, action.order):
                 self.give_up(name, peer_lost=True)
                 return
             if any(peer.begun != key for peer in peers):
@@ -706,7 +706,7 @@ class SimulatedWorkers:
                 self.take(name, worker, source, order)
         self.take_sums(name, worker, order)
         worker.stage_units = frozenset(source.unit for source in order.sources if source.worker == name)
-        self.following.begin(name, worker, order)
+        self.synced.begin(name, worker, order)
         scale = scale_of(order.version, self.world.faults.non_finite) if worker.stage_units else None
         durations = {"groups_s": 0.1, "state_s": 0.2, "received_bytes": 0}
         return Reshaped(worker=name, generation=order.generation, loss_scale=scale, **durations)
@@ -736,7 +736,7 @@ class SimulatedWorkers:
     def take(self, name: str, worker: SimulatedWorker, source: Any, order: ReshapeOrder) -> None:
         version = order.version
         if source.kind == "ahead":
-            right = self.ahead.take(name, source.peer, source.unit, order)
+            right = self.pre_copy.take(name, source.peer, source.unit, order)
         elif source.kind == "keep":
             right = worker.units.get(source.unit) == version
         elif source.kind == "peer":
@@ -763,7 +763,7 @@ class SimulatedWorkers:
             overflowed=worker.overflowed,
             unit_norms_sq={} if worker.non_finite else norms_sq,
             non_finite=worker.non_finite,
-            followed=self.following.share(name, order.step),
+            followed=self.synced.share(name, order.step),
             losses=tuple(
                 MicroBatchLoss(micro_batch=index, loss=1 / (1 + order.step), metrics={"right": index / 2})
                 for index in range(2)
@@ -794,7 +794,7 @@ class SimulatedWorkers:
                     worker.sums.counted = {}
                 worker.sums.keep(order.order.step)
                 if not order.order.attempt:
-                    worker.sums.parts += self.following.copies(name, order.order.step)
+                    worker.sums.parts += self.synced.copies(name, order.order.step)
             self.answer(name, order, self.aborted(name, order.order.generation, peer_lost=peer_lost))
 
     def abort(self, name: str, generation: int) -> None:

@@ -29,7 +29,7 @@ from manager.controller.state.events import (
 )
 from manager.controller.state.state import initial_state
 from manager.journal.records import OUTLIVES, SESSION_OVER, TOOK_OVER, DecisionRecord, Entry, EntryKind, Fact
-from manager.report.reading import read_report, report_of
+from manager.report.journal_reader import read_report, report_of
 from morph.contract.base import Value
 from morph.contract.messages import WorkerReady
 
@@ -66,7 +66,7 @@ def test_a_killed_step_counts_as_lost_and_a_morph_as_no_bubble(tmp_path: Path) -
 @pytest.mark.parametrize("seed", range(12))
 def test_the_parts_add_up_to_the_nodes_lives_in_any_history(tmp_path: Path, seed: int) -> None:
     faults, num_nodes, _ = random_faults(seed)
-    asked = {"target_nodes": num_nodes + 2} if seed % 3 else {}  # those that are asked for have prices
+    asked = {"target_nodes": num_nodes + 2} if seed % 3 else {}  # those that are requested have prices
     account = account_of(tmp_path, faults, num_nodes, seed, **asked)
     if seed == 1:  # as in most
         assert 0 < account.total.unpriced_ns < account.total.vm_ns, "VMs with prices and without"

@@ -1,4 +1,4 @@
-"""Units sent ahead of a planned change: when that is worth it, and what becomes of it."""
+"""Pre-copied units of a planned change: when that is worth it, and what becomes of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOW = {"bytes_per_s": 20.0}
 
 
 def script_with(num_workers: int = 3, **rules: Any) -> Script:
-    """A job that trains on so many workers, and sends units ahead."""
+    """A job that trains on so many workers, and pre-copies units."""
     config = make_config()
     changed = config.policy.rules.model_copy(update={"ahead": PreCopyRules.model_validate({"when": "always", **rules})})
     policy = config.policy.model_copy(update={"rules": changed})
@@ -44,27 +44,27 @@ def joining(**rules: Any) -> tuple[Script, tuple[Action, ...]]:
 
 
 def until_ahead(script: Script) -> tuple[Action, ...]:
-    """Steps are done until the members of the present shape do no more without sending ahead, or leaving."""
+    """Steps are done until the members of the present shape do no more without pre-copying, or leaving."""
     for _ in range(200):
         actions = script.prepared()
-        if script.state.ahead is not None or script.state.phase is not Phase.TRAINING:
+        if script.state.pre_copy is not None or script.state.phase is not Phase.TRAINING:
             return actions
-    raise AssertionError("nothing is sent ahead")
+    raise AssertionError("nothing is pre-copied")
 
 
 def report(script: Script, worker: str, *, share: float = 1.0, error: str | None = None) -> tuple[Action, ...]:
     """A receiver says that some of its units have arrived, in the order of the moves."""
-    assert script.state.ahead is not None
-    units = [move.unit for move in script.state.ahead.moves if move.receiver == worker]
+    assert script.state.pre_copy is not None
+    units = [move.unit for move in script.state.pre_copy.moves if move.receiver == worker]
     told = PreCopyReport(
-        number=script.state.ahead.number, following=tuple(units[: round(share * len(units))]), error=error
+        number=script.state.pre_copy.number, following=tuple(units[: round(share * len(units))]), error=error
     )
     return script.tell(PreCopyReported(worker=worker, report=told))
 
 
 def all_receivers(script: Script) -> list[str]:
-    assert script.state.ahead is not None
-    return list(dict.fromkeys(move.receiver for move in script.state.ahead.moves))
+    assert script.state.pre_copy is not None
+    return list(dict.fromkeys(move.receiver for move in script.state.pre_copy.moves))
 
 
 def reshape_in(actions: tuple[Action, ...]) -> Any:
@@ -84,17 +84,17 @@ def test_a_newcomers_units_are_sent_ahead_while_the_next_step_runs() -> None:
     for worker, order in orders.items():
         assert order.moves
         assert all(worker in (move.sender, move.receiver) for move in order.moves)
-    ahead = script.state.ahead
-    assert ahead is not None
-    for move in ahead.moves:
+    pre_copy = script.state.pre_copy
+    assert pre_copy is not None
+    for move in pre_copy.moves:
         assert move.unit in script.state.workers[move.sender].holds
         assert move.unit not in script.state.workers[move.receiver].holds
-    assert "units are sent ahead to" in script.sentence
+    assert "units are pre-copied to" in script.sentence
 
 
 def test_the_change_is_formed_at_the_boundary_after_everything_has_arrived() -> None:
     script, _ = joining()
-    number = script.state.ahead.number  # type: ignore[union-attr]
+    number = script.state.pre_copy.number  # type: ignore[union-attr]
     first, *others = all_receivers(script)
     for worker in others:
         report(script, worker)
@@ -106,7 +106,7 @@ def test_the_change_is_formed_at_the_boundary_after_everything_has_arrived() -> 
     assert order.ahead == number
     assert order.version == script.state.version == 3
     assert {source.kind for source in order.sources} == {"keep", "ahead"}
-    assert script.state.ahead is None
+    assert script.state.pre_copy is None
 
 
 def test_what_has_not_arrived_in_time_is_sent_in_the_change() -> None:
@@ -137,16 +137,16 @@ def test_late_news_of_an_older_order_changes_nothing() -> None:
     script, _ = joining()
     script.tell(PreCopyReported(worker="n4", report=PreCopyReport(number=99, following=("s0",))))
     assert script.code == "ignored"
-    assert script.state.ahead is not None
-    assert script.state.ahead.following == {}
+    assert script.state.pre_copy is not None
+    assert script.state.pre_copy.synced == {}
 
 
 def test_a_newcomer_that_dies_meanwhile_does_not_disturb_the_step() -> None:
     script, _ = joining()
-    parties = set(script.state.ahead.parties)  # type: ignore[union-attr]
+    parties = set(script.state.pre_copy.parties)  # type: ignore[union-attr]
     actions = script.tell(WorkerLost(worker="n4", cause="killed"))
     assert script.state.phase is Phase.TRAINING
-    assert script.state.ahead is None
+    assert script.state.pre_copy is None
     assert set(receivers(actions, SendPreCopy)) == parties - {"n4"}
     assert all(action.order.moves == () for action in actions if isinstance(action, SendPreCopy))
     assert receivers(script.prepared(), SendStep) == ["n1", "n2", "n3"]
@@ -156,7 +156,7 @@ def test_a_member_that_dies_meanwhile_ends_it_and_the_ordinary_rules_apply() -> 
     script, _ = joining()
     actions = script.tell(WorkerLost(worker="n1", cause="killed"))
     assert script.state.phase is Phase.ABORTING
-    assert script.state.ahead is None
+    assert script.state.pre_copy is None
     assert "n4" in receivers(actions, SendPreCopy)
     order = reshape_in(script.aborted())
     assert order.ahead is None
@@ -176,10 +176,10 @@ def test_a_change_that_is_given_up_is_formed_anew_from_peers() -> None:
 
 def test_another_newcomer_meanwhile_means_another_change_within_the_same_time() -> None:
     script, _ = joining()
-    before = script.state.ahead
+    before = script.state.pre_copy
     script.ready("n5", "n6")
     script.prepared()
-    after = script.state.ahead
+    after = script.state.pre_copy
     assert before is not None
     assert after is not None
     assert after.number > before.number
@@ -191,8 +191,8 @@ def test_a_noticed_member_drains_ahead_if_time_allows() -> None:
     script = script_with(4, **SLOW)
     script.tell(NoticeGiven(worker="n4", lead_s=20.0))
     assert reshape_in(until_ahead(script)) is None
-    assert script.state.ahead is not None
-    assert "n4" not in {slot.worker for slot in script.state.ahead.slots}
+    assert script.state.pre_copy is not None
+    assert "n4" not in {slot.worker for slot in script.state.pre_copy.slots}
     hurried = script_with(4, **SLOW)
     hurried.tell(NoticeGiven(worker="n4", lead_s=2.0))
     assert reshape_in(hurried.prepared()) is not None
@@ -222,14 +222,14 @@ def test_a_postponed_drain_happens_before_its_time_is_over() -> None:
 def test_a_change_is_not_put_off_where_that_is_not_worth_it(rules: dict[str, Any]) -> None:
     script, actions = joining(**rules)
     assert reshape_in(actions) is not None
-    assert script.state.ahead is None
+    assert script.state.pre_copy is None
 
 
 def test_any_shorter_pause_justifies_postponing_a_drain() -> None:
     script = script_with(4, when="if_worth", min_saved_s=0.1, **SLOW)
     script.tell(NoticeGiven(worker="n4", lead_s=20.0))
     assert reshape_in(until_ahead(script)) is None
-    assert script.state.ahead is not None
+    assert script.state.pre_copy is not None
 
 
 def test_transfer_speed_is_measured_where_all_state_came_from_peers() -> None:
@@ -249,10 +249,10 @@ def test_transfer_speed_is_measured_where_all_state_came_from_peers() -> None:
 def test_a_new_manager_drops_what_its_predecessor_had_sent_ahead() -> None:
     script, _ = joining()
     actions = script.tell(ManagerResumed(living=tuple(script.state.workers)))
-    assert script.state.ahead is None
+    assert script.state.pre_copy is None
     assert "n4" in receivers(actions, SendPreCopy)
     script.prepared()
-    assert script.state.ahead is not None  # and sends it anew
+    assert script.state.pre_copy is not None  # and sends it anew
 
 
 def test_a_run_that_stops_waits_for_no_pre_copy() -> None:

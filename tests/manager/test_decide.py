@@ -15,9 +15,8 @@ from random_history import play, play_all
 from simulated_job import MANIFEST, PLANS, UNITS
 
 from manager.controller.decide import TRANSITIONS, ImpossibleEvent, decide
-from manager.controller.shape import choosing
+from manager.controller.shape import selection
 from manager.controller.state.actions import AcknowledgeNotice, Action, Finish
-from manager.controller.state.draft import Draft
 from manager.controller.state.events import (
     EVENT_TYPES,
     MANIFEST_WRITER,
@@ -48,6 +47,7 @@ from manager.controller.state.events import (
 )
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import ControllerState, Failing, KeptNotice, NodeRequest, Phase, PreCopy, Probation
+from manager.controller.state.transition import Transition
 from manager.controller.state.validate import INVARIANTS, BrokenState, validate
 from morph.contract.decided import Decided
 from morph.contract.messages import (
@@ -191,8 +191,8 @@ def test_the_best_shape_is_chosen_once_when_a_planned_change_is_formed(monkeypat
     script.ready("n3")
     script.prepared("n1")
     chosen: list[Phase] = []
-    steady = choosing._steady
-    monkeypatch.setattr(choosing, "_steady", lambda state, now_s: chosen.append(state.phase) or steady(state, now_s))
+    steady = selection._steady
+    monkeypatch.setattr(selection, "_steady", lambda state, now_s: chosen.append(state.phase) or steady(state, now_s))
     script.prepared("n2")
     assert script.state.generation == 2
     assert chosen == [Phase.TRAINING]
@@ -200,31 +200,31 @@ def test_the_best_shape_is_chosen_once_when_a_planned_change_is_formed(monkeypat
 
 @pytest.mark.slow
 def test_what_was_chosen_is_what_would_be_chosen_now_in_every_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    once, num_kept = Draft.once, 0
+    once, num_kept = Transition.once, 0
 
-    def checked(draft: Draft, question: Callable[..., Any], *depends_on: object) -> Any:
+    def checked(transition: Transition, question: Callable[..., Any], *depends_on: object) -> Any:
         nonlocal num_kept
-        num_kept += question in draft._known
-        kept = once(draft, question, *depends_on)
-        assert kept == question(draft.state, draft.now_s)
+        num_kept += question in transition._known
+        kept = once(transition, question, *depends_on)
+        assert kept == question(transition.state, transition.now_s)
         return kept
 
-    monkeypatch.setattr(Draft, "once", checked)
+    monkeypatch.setattr(Transition, "once", checked)
     play_all(range(100 if IS_LONG else 40))
     assert num_kept > 100
 
 
 def test_a_question_is_asked_again_once_what_it_depends_on_was_replaced() -> None:
-    draft, asked = Draft(Script().state, 0.0), []
+    transition, asked = Transition(Script().state, 0.0), []
 
     def num_workers(state: Any, now_s: float) -> int:
         asked.append(now_s)
         return len(state.workers)
 
     for _ in range(3):
-        assert draft.once(num_workers, draft.state.workers) == 0
-    draft.change(workers={"n1": None})
-    assert draft.once(num_workers, draft.state.workers) == 1
+        assert transition.once(num_workers, transition.state.workers) == 0
+    transition.change(workers={"n1": None})
+    assert transition.once(num_workers, transition.state.workers) == 1
     assert len(asked) == 2
 
 
@@ -303,7 +303,7 @@ def test_events_that_come_together_act_as_if_one_by_one(length: int) -> None:
     num_acted = 0
     for seed in SEEDS:
         cluster = played(seed)
-        if cluster.state.config.target_nodes:  # what is asked for is counted after each decision, not after each event
+        if cluster.state.config.target_nodes:  # what is requested is counted after each decision, not after each event
             continue
         history = [entry for entry in cluster.log if not isinstance(entry, str)]
         for first in range(0, len(history) - length, min(length, 4)):
@@ -335,21 +335,21 @@ def inside(name: str, **fields: Any) -> Break:
 def worker(name: str, **fields: Any) -> Break:
 
     def broken(state: ControllerState) -> ControllerState:
-        draft = Draft(state, 0.0)
-        draft.change_worker(name, **fields)
-        return draft.state
+        transition = Transition(state, 0.0)
+        transition.change_worker(name, **fields)
+        return transition.state
 
     return broken
 
 
 def sent_ahead(sender: str, receiver: str, number: int = 0) -> Break:
-    """Have a unit sent ahead that the first worker holds."""
+    """Have a pre-copied unit that the first worker holds."""
 
     def broken(state: ControllerState) -> ControllerState:
         assert state.plan is not None, "no shape is formed"
         move = PreCopyMove(unit=min(state.member_units["n1"]), sender=sender, receiver=receiver)
-        ahead = PreCopy(number=number, plan=state.plan, slots=state.slots, moves=(move,), until_s=9.0, limit_s=9.0)
-        return having(ahead=ahead)(state)
+        pre_copy = PreCopy(number=number, plan=state.plan, slots=state.slots, moves=(move,), until_s=9.0, limit_s=9.0)
+        return having(pre_copy=pre_copy)(state)
 
     return broken
 
@@ -361,7 +361,7 @@ def nobody_holds_a_unit(state: ControllerState) -> ControllerState:
 
 
 FINAL = Failing(version=0, generation=1, worker="n1", sentence="broken", final=True)
-GRANTED = NodeRequest(count=0, asked_s=0.0, granted={"n1": 0.0})
+GRANTED = NodeRequest(count=0, requested_s=0.0, granted={"n1": 0.0})
 
 BROKEN: dict[str, tuple[Phase, Break]] = {
     "there is an order while somebody has it": (Phase.TRAINING, having(order=None)),
@@ -432,18 +432,18 @@ BROKEN: dict[str, tuple[Phase, Break]] = {
     "whose notice is to be acknowledged drains": (Phase.TRAINING, having(leaving=frozenset({"n1"}))),
     "something of each request is awaited": (
         Phase.TRAINING,
-        having(requests={"job-1": NodeRequest(count=0, asked_s=0.0)}),
+        having(requests={"job-1": NodeRequest(count=0, requested_s=0.0)}),
     ),
     "a node boots for one request, and is not up": (Phase.TRAINING, having(requests={"job-1": GRANTED})),
     "a notice is kept of nodes that are not up": (
         Phase.TRAINING,
         having(kept_notices={"n1": KeptNotice(notice="first", taken_s=9.0)}),
     ),
-    "units are sent ahead while training, under their number, by known workers": (
+    "units are pre-copied while training, under their number, by known workers": (
         Phase.TRAINING,
         sent_ahead("n1", "stranger"),
     ),
-    "units are sent ahead by who holds them to who lacks them": (Phase.TRAINING, sent_ahead("n1", "n1")),
+    "units are pre-copied by who holds them to who lacks them": (Phase.TRAINING, sent_ahead("n1", "n1")),
 }
 
 

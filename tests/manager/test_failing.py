@@ -6,12 +6,13 @@ import pytest
 from controller_script import Script, changed, receivers, script_in
 from simulated_job import MANIFEST, PLANS, UNITS
 
-from manager.controller.shape.forming import GATHER_S
+from manager.controller.shape.formation import GATHER_S
 from manager.controller.state.actions import (
     Abort,
     Action,
     EndWorker,
     Finish,
+    ReasonCode,
     RequestNodes,
     SendCommit,
     SendReshape,
@@ -19,7 +20,6 @@ from manager.controller.state.actions import (
     StartWorker,
     WriteManifest,
 )
-from manager.controller.state.draft import Draft
 from manager.controller.state.events import (
     ManagerResumed,
     ManifestWritten,
@@ -29,9 +29,9 @@ from manager.controller.state.events import (
     WorkerAnswered,
     WorkerLost,
 )
-from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import Phase
-from manager.controller.steps.resting import PAUSES
+from manager.controller.state.transition import Transition
+from manager.controller.steps.recovery import PAUSES
 from morph.contract.messages import (
     Failed,
     FailureCause,
@@ -164,12 +164,12 @@ def test_a_device_that_fails_in_setup_costs_its_worker_then_a_pause() -> None:
     script = Script(target_nodes=2, expected_nodes=2)
     script.tell(Tick())
     failed = Failed(worker="n1", generation=0, error="CUDA error", cause="device")
-    for number, num_asked in ((1, 1), (2, 0)):
+    for number, num_requested in ((1, 1), (2, 0)):
         script.tell(NodeAppeared(node=f"n{number}", request="job-1"))
         answer = failed.model_copy(update={"worker": f"n{number}"})
         actions = script.tell(WorkerAnswered(worker=f"n{number}", answer=answer))
         assert EndWorker(worker=f"n{number}") in actions
-        assert sum(isinstance(action, RequestNodes) for action in actions) == num_asked
+        assert sum(isinstance(action, RequestNodes) for action in actions) == num_requested
     assert script.state.phase is Phase.STARTING
 
 
@@ -518,14 +518,14 @@ def test_a_manifest_that_is_never_written_ends_the_run() -> None:
 
 
 def test_that_work_is_lost_is_told_whatever_else_a_tick_finds_due() -> None:
-    draft = Draft(Script().state, 0.0)
-    draft.say(ReasonCode.NODE_ABSENT, "n8 did not appear")
-    draft.say(ReasonCode.SET_BACK, "back to version 0")
-    draft.say(ReasonCode.NODE_ABSENT, "n9 did not appear")
-    assert draft.decision(None).reason.code is ReasonCode.SET_BACK
-    assert draft.decision(None).reason.sentence == "n8 did not appear; back to version 0; n9 did not appear"
-    draft.end("stopped", "asked to")
-    assert draft.decision(None).reason.code is ReasonCode.STOPPED
+    transition = Transition(Script().state, 0.0)
+    transition.say(ReasonCode.NODE_ABSENT, "n8 did not appear")
+    transition.say(ReasonCode.SET_BACK, "back to version 0")
+    transition.say(ReasonCode.NODE_ABSENT, "n9 did not appear")
+    assert transition.decision(None).reason.code is ReasonCode.SET_BACK
+    assert transition.decision(None).reason.sentence == "n8 did not appear; back to version 0; n9 did not appear"
+    transition.end("stopped", "asked to")
+    assert transition.decision(None).reason.code is ReasonCode.STOPPED
 
 
 def test_workers_lost_together_dissolve_one_generation() -> None:
@@ -540,7 +540,7 @@ def test_workers_lost_together_dissolve_one_generation() -> None:
 
 
 def with_two_devices_a_vm() -> Script:
-    """A shape of four workers on two VMs that trains, with orders out; VMs are asked for."""
+    """A shape of four workers on two VMs that trains, with orders out; VMs are requested."""
     script = Script(target_nodes=4)
     script.ready("a.d0", "a.d1", "b.d0", "b.d1")
     script.state = changed(script.state, requests={})
@@ -557,7 +557,7 @@ def test_workers_of_a_vm_lost_in_turn_cost_one_shape_and_request() -> None:
     actions += script.tell(WorkerLost(worker="a.d1", cause="its process is gone"), script.now_s + 0.5)
     assert [action.count for action in actions if isinstance(action, RequestNodes)] == [2]
     assert receivers(actions, SendReshape) == ["b.d0", "b.d1"]
-    assert (script.state.generation, script.state.waits.torn) == (2, {})
+    assert (script.state.generation, script.state.waits.partly_lost) == (2, {})
 
 
 def test_a_lone_death_is_replaced_after_its_vm_had_time_to_go() -> None:

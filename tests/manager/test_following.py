@@ -8,7 +8,7 @@ import pytest
 from controller_script import Script, changed
 from simulated_job import SIZES, UNITS, make_config, make_plan
 
-from manager.controller.shape.following import choose_follows, redundancy_of
+from manager.controller.shape.followers import choose_followers, redundancy_of
 from manager.controller.shape.placement import place
 from manager.controller.shape.risk import holders_of, mean_s_to_fatal_loss
 from manager.controller.shape.salvage import losses_of
@@ -35,7 +35,7 @@ def follows_of(
 ) -> tuple[Follow, ...]:
     slots, needed = shape(depth, replicas, workers)
     sole = frozenset(UNITS) if replicas == 1 else frozenset()
-    return choose_follows(slots, needed, {}, SIZES, sole, zones or {})
+    return choose_followers(slots, needed, {}, SIZES, sole, zones or {})
 
 
 def test_workers_without_replicas_follow_each_other_in_pairs() -> None:
@@ -72,14 +72,14 @@ def test_the_follower_is_the_best_of_all_workers(seed: int) -> None:
 
         chosen[me] = min((other for other in own if vm_of(other) != vm_of(me)), key=rank)
         load[chosen[me]] += sum(SIZES[unit] for unit in own[me])
-    follows = choose_follows(slots, needed, held, SIZES, frozenset(), zones)
+    follows = choose_followers(slots, needed, held, SIZES, frozenset(), zones)
     assert {follow.worker: follow.follower for follow in follows} == chosen
 
 
 def test_of_replicas_one_follows_the_other_with_sums_alone() -> None:
     slots, needed = shape(2, 2, VMS[:4])
     stage_of = {slot.worker: slot.stage for slot in slots}
-    follows = choose_follows(slots, needed, {}, SIZES, frozenset(), {})
+    follows = choose_followers(slots, needed, {}, SIZES, frozenset(), {})
     assert all(stage_of[follow.worker] == stage_of[follow.follower] for follow in follows)
     assert not any(follow.units for follow in follows)
 
@@ -91,7 +91,7 @@ def test_who_has_followed_goes_on_and_is_sent_nothing() -> None:
     first = next(worker for worker, stage in stage_of.items() if stage == 0)
     middle = next(worker for worker, stage in stage_of.items() if stage == 1)
     held = {last: frozenset(needed[2]) | frozenset(needed[1])}
-    follows = {follow.worker: follow for follow in choose_follows(slots, needed, held, SIZES, frozenset(UNITS), {})}
+    follows = {follow.worker: follow for follow in choose_followers(slots, needed, held, SIZES, frozenset(UNITS), {})}
     assert follows[middle].follower == last
     assert set(follows[middle].known) == set(needed[1])
     assert not follows[first].known
@@ -102,7 +102,7 @@ def test_units_shared_by_a_vms_workers_are_sent_by_one() -> None:
     needed = list(units_by_stage(plan, UNITS))  # the first and the last stage have a unit in common
     first, last = workers_of("n1", 2)
     slots = tuple(Slot(worker=worker, stage=stage, replica=0) for stage, worker in enumerate((first, "n2", last)))
-    follows = choose_follows(slots, needed, {}, SIZES, frozenset(UNITS), {})
+    follows = choose_followers(slots, needed, {}, SIZES, frozenset(UNITS), {})
     sent = [(follow.follower, unit) for follow in follows for unit in follow.units]
     assert len(sent) == len(set(sent))
     assert ("n2", "s0+s5") in sent

@@ -17,11 +17,10 @@ from random_history import AHEAD, FATAL_ACTIONS, Reached, play, play_all, reache
 from simulated_cluster import BrokenHistoryError, Faults, SimulatedCluster
 from simulated_job import make_config
 
-from manager.controller.state.actions import EndWorker, ReleaseNodes
-from manager.controller.state.draft import Draft
+from manager.controller.state.actions import EndWorker, ReasonCode, ReleaseNodes
 from manager.controller.state.events import CheckpointFound, CheckpointNotFound
-from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import Phase
+from manager.controller.state.transition import Transition
 from tests.grids import IS_LONG
 
 pytestmark = pytest.mark.slow
@@ -164,6 +163,6 @@ def test_an_undisturbed_run_forms_one_generation_and_decides_each_step_once() ->
 
 
 def test_a_broken_history_prints_seed_events_and_how_to_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Draft, "answered", lambda draft, worker: None)
+    monkeypatch.setattr(Transition, "answered", lambda transition, worker: None)
     with pytest.raises(BrokenHistoryError, match=r"seed \d+: (.|\n)*worker_answered(.|\n)*random_history\.py \d+"):
         play_all(range(20))

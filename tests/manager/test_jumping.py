@@ -134,7 +134,7 @@ from pathlib import Path
 from manager.simulation.policies import morph
 from manager.simulation.spot import cluster
 from manager.simulation.spot.job import job_from_profile
-from manager.simulation.spot.until import Until
+from manager.simulation.spot.run_end import Until
 from morph.contract.profile import load_profile
 from simulator import spot_model
 

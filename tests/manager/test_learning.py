@@ -14,13 +14,19 @@ from simulated_job import make_plan
 
 from manager.controller.state.actions import Action, NoteCorrection
 from manager.controller.state.events import ComputeTimesSeen, Event, WorkerLost, WorkerTimes
-from manager.controller.state.learned import Correction, StageRatios, correction_of, is_material, with_observation
 from manager.controller.state.nodes import NodeState
+from manager.controller.state.profile_correction import (
+    Correction,
+    StageRatios,
+    correction_of,
+    is_material,
+    with_observation,
+)
 from manager.controller.state.state import Phase
 from manager.journal import journal as journal_module
 from manager.journal.journal import Journal
 from manager.journal.replay import replay
-from manager.report.reading import read_report
+from manager.report.journal_reader import read_report
 from manager.report.summary import summarise
 from manager.run_dir import JOURNAL
 

@@ -18,9 +18,9 @@ from manager.controller.state.events import Event
 from manager.controller.state.state import ControllerState, Decision, Phase
 from manager.dashboard.snapshot import snapshot
 from manager.engine.loop.driver import Observed
+from manager.report.journal_reader import read_report
 from manager.report.live import LiveRun
 from manager.report.means import MOST_POINTS, Series
-from manager.report.reading import read_report
 from manager.run_dir import RunFacts
 from morph.cli.main import app
 from morph.cli.views.run_view import run_view

@@ -84,7 +84,7 @@ class Told(Script):
 
 
 def granted(*nodes: str, **fields: object) -> Told:
-    """VMs that were asked for at 10 s and granted at 40 s."""
+    """VMs that were requested at 10 s and granted at 40 s."""
     told = Told(target_nodes=len(nodes), **fields)
     told.tell(Tick(), 10.0)
     paid = dict.fromkeys(nodes, Paid(usd_per_h=0.7))

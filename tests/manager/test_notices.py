@@ -8,7 +8,7 @@ import pytest
 from controller_script import Script, changed, receivers, script_in
 from simulated_job import PLANS, UNITS
 
-from manager.controller.shape.postponing import MARGIN, STEP_MARGIN
+from manager.controller.shape.planned_changes import MARGIN, STEP_MARGIN
 from manager.controller.state.actions import (
     AcknowledgeNotice,
     Action,

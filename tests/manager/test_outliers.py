@@ -13,7 +13,7 @@ from manager.controller.state.actions import EndWorker, ProbeWorker, SendReshape
 from manager.controller.state.events import ComputeTimesSeen, WorkerLost, WorkerProbed, WorkerTimes
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import Phase
-from manager.controller.stragglers.outliers import Expected, error_of_median, judge, usual
+from manager.controller.stragglers import Expected, error_of_median, judge, usual
 from morph.contract.rules import StutterRules
 
 STUTTER = StutterRules()
@@ -311,7 +311,7 @@ def test_a_probe_that_did_not_run_is_repeated_and_not_counted() -> None:
     script.tell(WorkerProbed(worker="n3", probe=probe(script), slowdown=None))
     probation = script.state.workers["n3"].probation
     assert probation is not None
-    assert (probation.num_failed, probation.num_passed, probation.asked_s) == (0, 0, None)
+    assert (probation.num_failed, probation.num_passed, probation.requested_s) == (0, 0, None)
     for _ in range(RULES.stutter.max_probes - 1):
         script.tell(WorkerProbed(worker="n3", probe=probe(script), slowdown=None))
     assert "n3" not in script.state.workers  # not for ever

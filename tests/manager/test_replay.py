@@ -23,7 +23,7 @@ from manager.simulation.spot.job import (
     with_redundant_costs,
 )
 from manager.simulation.spot.outcome import Outcome
-from manager.simulation.spot.until import SpotPrices, Until
+from manager.simulation.spot.run_end import SpotPrices, Until
 from morph.contract.errors import ConfigError, InputError
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace, TraceEvent, TracePrice

@@ -16,10 +16,10 @@ from manager.controller.state.actions import SendReshape
 from manager.controller.state.state import Phase
 from manager.journal.journal import Journal
 from manager.journal.records import PREEMPTION_INJECTED, Fact
+from manager.report.journal_reader import read_report, report_of
 from manager.report.means import mean_loss
 from manager.report.morph_trace import MANAGER, chrome_trace, morph_trace
 from manager.report.page import report_page
-from manager.report.reading import read_report, report_of
 from manager.report.summary import summarise
 from manager.report.values import RunReport
 from manager.run_dir import JOURNAL, RunFacts

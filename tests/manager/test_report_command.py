@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from manager.accounting.account import Account, Part
 from manager.accounting.spent import NOTHING, Prices
+from manager.report.journal_reader import read_report
 from manager.report.page import report_page
 from manager.report.picture import training_figure
-from manager.report.reading import read_report
 from manager.report.summary import summarise
 from manager.run_dir import JOURNAL, RunFacts
 from morph.cli.main import app

@@ -9,8 +9,8 @@ import pytest
 from controller_script import Script, changed, receivers, script_in
 from simulated_job import FILES, MANIFEST, PLANS, RULES, make_config
 
-from manager.controller.requests.node_requests import MAX_SENT
-from manager.controller.shape.forming import GATHER_S
+from manager.controller.node_requests import MAX_SENT
+from manager.controller.shape.formation import GATHER_S
 from manager.controller.state.actions import (
     Action,
     EndWorker,
@@ -97,7 +97,7 @@ def test_refusals_lengthen_the_wait_up_to_a_bound_until_a_grant() -> None:
         waits_s.append(script.now_s - refused_s)
     assert waits_s == pytest.approx([1.0, 2.0, 4.0, 8.0, 8.0, 8.0])
     script.tell(NodesGranted(request="job-7", nodes=("n1", "n2", "n3", "n4")))
-    assert (script.state.provisioning.num_refused, script.state.provisioning.ask_at_s) == (0, None)
+    assert (script.state.provisioning.num_refused, script.state.provisioning.next_request_s) == (0, None)
 
 
 def test_a_request_granted_in_part_is_asked_for_again_after_a_wait() -> None:
@@ -170,7 +170,7 @@ def test_vms_that_never_appear_are_requested_less_and_less_often() -> None:
         assert requested(script.tell(Tick(), at_s=until_s)) == [(f"job-{number}", 1)]
         wait_s *= 2
     assert ReleaseNodes(nodes=(f"m{number}",)) in absent(script, number)
-    told = f"{REQUESTS.max_absent} times in a row VMs were granted and none of them joined: no further one is asked for"
+    told = f"{REQUESTS.max_absent} times in a row VMs were granted and none of them joined: no further one is requested"
     assert told in script.sentence
     assert "vms.environment" in script.sentence
     for _ in range(3):
@@ -190,7 +190,7 @@ def test_unfit_vms_are_requested_as_rarely_as_absent_ones() -> None:
         assert "no further one" not in script.sentence
         script.tell(NodesGranted(request=f"job-{number}", nodes=(f"m{number}",)))
         script.tell(WorkerLost(worker=f"m{number}", cause="its Python is 3.10.12", unfit=True))
-    assert "none of them joined: no further one is asked for" in script.sentence
+    assert "none of them joined: no further one is requested" in script.sentence
     assert requested(script.tell(Tick(), at_s=script.now_s + 10 * REQUESTS.backoff_max_s)) == []
 
 
@@ -310,15 +310,15 @@ def test_every_state_is_reachable_and_all_but_gone_can_be_lost() -> None:
 
 def test_gone_is_final_and_only_a_setup_makes_nodes_ready() -> None:
     assert not [pair for pair in NODE_TRANSITIONS if pair[0] is NodeState.GONE]
-    leading = {pair for pair, following in NODE_TRANSITIONS.items() if following is NodeState.READY}
+    leading = {pair for pair, synced in NODE_TRANSITIONS.items() if synced is NodeState.READY}
     assert {event for state, event in leading if state is NodeState.WARMING} == {NodeEvent.SET_UP}
 
 
 def test_only_a_withdrawn_or_void_notice_leads_out_of_draining_alive() -> None:
     out = {
         event
-        for (state, event), following in NODE_TRANSITIONS.items()
-        if state is NodeState.DRAINING and following not in (NodeState.DRAINING, NodeState.GONE)
+        for (state, event), synced in NODE_TRANSITIONS.items()
+        if state is NodeState.DRAINING and synced not in (NodeState.DRAINING, NodeState.GONE)
     }
     assert out == {NodeEvent.SPARED, NodeEvent.SPARED_UNREADY}
 

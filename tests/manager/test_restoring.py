@@ -17,7 +17,7 @@ from manager.controller.state.events import (
     WorkerLost,
 )
 from manager.controller.state.state import Phase
-from manager.controller.steps.resting import PAUSES
+from manager.controller.steps.recovery import PAUSES
 from morph.contract.checkpoint import Manifest
 from morph.contract.messages import Failed
 
@@ -63,7 +63,7 @@ def test_a_damaged_version_is_skipped_by_the_same_workers(script: Script) -> Non
     assert script.state.phase is Phase.RESTING
     actions = script.tell(CheckpointFound(manifest=manifest(3), passed_over=(f"{DAMAGED}; version 6 is passed over",)))
     assert receivers(actions, SendReshape) == ["n3", "n4"]
-    assert len(actions) == 2  # nobody is ended, nothing is given back or asked for
+    assert len(actions) == 2  # nobody is ended, nothing is given back or requested
     assert script.code == "set_back"
     assert DAMAGED in script.sentence
     assert "back to version 3, the newest checkpoint, 3 steps are to be redone" in script.sentence
@@ -88,16 +88,16 @@ def test_a_whole_version_is_loaded_again_after_growing_pauses(script: Script) ->
 
 def test_silent_storage_is_no_damage_and_is_retried_until_the_limit(script: Script) -> None:
     actions = nobody_can_load(script)
-    began_s, num_asked = script.now_s, 0
+    began_s, num_requested = script.now_s, 0
     while script.state.phase is not Phase.ENDED:
         assert actions == (FindCheckpoint(doubted=6),)
-        num_asked += 1
+        num_requested += 1
         assert script.state.saving.checkpoint is not None
         assert script.state.saving.checkpoint.version == 6
         actions = script.tell(CheckpointNotFound(error="storage took longer than 600 s", damaged=False))
         assert "whether version 6 is whole is not known" in script.sentence
         actions = actions or script.wake()
-    assert num_asked > 10
+    assert num_requested > 10
     limit_s = script.state.config.policy.give_up_after_s
     assert limit_s <= script.now_s - began_s <= limit_s + PAUSES.most_s + 10
     (finish,) = actions

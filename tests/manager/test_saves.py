@@ -9,7 +9,6 @@ import pytest
 from controller_script import Script, changed
 from simulated_job import PLANS, UNITS, make_config
 
-from manager.controller.saves.timing import cheapest_interval, insurance_save, next_save
 from manager.controller.shape.risk import losses_per_vm_s, mean_s_to_fatal_loss
 from manager.controller.state.actions import NoteNextSave, SendCommit, SendReshape, SendStep
 from manager.controller.state.config import ExpectedLosses
@@ -25,6 +24,7 @@ from manager.controller.state.events import (
     WorkerLost,
 )
 from manager.controller.state.state import ControllerState, Phase
+from manager.controller.steps.save_timing import cheapest_interval, insurance_save, next_save
 from morph.contract.messages import UnitWritten
 
 H = 3600.0
@@ -264,7 +264,7 @@ def test_how_long_a_vm_took_to_come_is_measured() -> None:
     script.ready("own")
     ((name, request),) = script.state.provisioning.requests.items()
     script.tell(NodesGranted(request=name, nodes=("new",)))
-    script.tell(NodeAppeared(node="new", request=name), at_s=request.asked_s + 30)
+    script.tell(NodeAppeared(node="new", request=name), at_s=request.requested_s + 30)
     assert script.state.saving.save_times.allocation_s == pytest.approx(30)
 
 

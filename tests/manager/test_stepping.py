@@ -11,13 +11,13 @@ from simulated_job import MANIFEST, PLANS, UNITS
 from manager.controller.state.actions import (
     Action,
     Finish,
+    ReasonCode,
     SendCommit,
     SendReshape,
     SendStep,
     WriteManifest,
 )
 from manager.controller.state.config import units_by_stage
-from manager.controller.state.draft import Draft
 from manager.controller.state.events import (
     MANIFEST_WRITER,
     CheckpointFailed,
@@ -27,9 +27,9 @@ from manager.controller.state.events import (
     WorkerAnswered,
     WorkerLost,
 )
-from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, Phase
-from manager.controller.steps.stepping import MAX_ATTEMPTS
+from manager.controller.state.transition import Transition
+from manager.controller.steps.training_loop import MAX_ATTEMPTS
 from manager.run.preparation import constant_trace, controller_config
 from morph.contract.cluster import LocalVms, Policy
 from morph.contract.decided import Decided, LossScale
@@ -412,12 +412,12 @@ def test_facts_survive_json_exactly() -> None:
 
 def test_fields_are_replaced_where_they_stand() -> None:
     state = started(SCALE).state
-    draft = Draft(state, 0.0)
-    draft.change(generation=7)
-    draft.change_step(attempt=3)
-    draft.change_saving(sealing_since_s=2.0)
-    draft.change_save_times(num_refused=1)
-    later = draft.state
+    transition = Transition(state, 0.0)
+    transition.change(generation=7)
+    transition.change_step(attempt=3)
+    transition.change_saving(sealing_since_s=2.0)
+    transition.change_save_times(num_refused=1)
+    later = transition.state
     assert later.saving.save_times == state.saving.save_times.model_copy(update={"num_refused": 1})
     assert (later.generation, later.step.attempt, later.saving.sealing_since_s) == (7, 3, 2.0)
     assert later.step.order == state.step.order

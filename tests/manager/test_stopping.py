@@ -18,13 +18,13 @@ FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_si
 MANAGER = """
 import signal, sys
 from pathlib import Path
-from manager.host.signals import ASKED
+from manager.host.signals import STOP_SIGNAL
 from manager.run_dir import RunDir, RunFacts
 facts = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=6)
-signal.pthread_sigmask(signal.SIG_BLOCK, [ASKED])
+signal.pthread_sigmask(signal.SIG_BLOCK, [STOP_SIGNAL])
 with RunDir(Path(sys.argv[1]), facts):
     print("held", flush=True)
-    signal.sigwait([ASKED])
+    signal.sigwait([STOP_SIGNAL])
     print("asked", flush=True)
 """
 

@@ -6,11 +6,11 @@ import pytest
 from controller_script import Script, changed, receivers, script_in
 from simulated_job import PLANS, RULES, make_config, make_plan
 
-from manager.controller.shape.flapping import flapped, hold_s
+from manager.controller.shape.selection import hold_s, record_flap
 from manager.controller.state.actions import Abort, EndWorker, Finish, SendReshape, SendStep
-from manager.controller.state.draft import Draft
 from manager.controller.state.events import NobodyHeard, NodeAppeared, StopRequested, Tick, WorkerAnswered, WorkerLost
 from manager.controller.state.state import Flaps, Phase
+from manager.controller.state.transition import Transition
 from morph.contract.messages import Aborted, WorkerReady
 from morph.contract.rules import Rules
 from morph.contract.salvage import LOSSES, KeptSums, partial_sum
@@ -198,35 +198,35 @@ FLAPS = RULES.flaps
 
 
 def test_each_return_after_the_first_costs_twice_as_much() -> None:
-    draft = Draft(Script().state, 0.0)
+    transition = Transition(Script().state, 0.0)
     holds_s = []
     for number in range(6):
-        draft.now_s = float(number)
-        flapped(draft, "m")
-        holds_s.append(hold_s(draft, "m"))
+        transition.now_s = float(number)
+        record_flap(transition, "m")
+        holds_s.append(hold_s(transition, "m"))
     assert holds_s == pytest.approx([0.0, 2.0, 4.0, 8.0, 8.0, 8.0])
-    assert hold_s(draft, "other") == 0.0
+    assert hold_s(transition, "other") == 0.0
 
 
 def test_what_was_long_ago_is_forgotten() -> None:
-    draft = Draft(Script().state, 1.0)
+    transition = Transition(Script().state, 1.0)
     for _ in range(2):
-        flapped(draft, "m")
-    assert hold_s(draft, "m") > 0.0
-    draft.now_s += FLAPS.memory_s
-    assert hold_s(draft, "m") == 0.0
-    flapped(draft, "other")
-    assert set(draft.state.provisioning.flaps) == {"other"}
-    draft.change_provisioning(flaps={"m": Flaps(num=10**6, last_s=draft.now_s)})
-    assert hold_s(draft, "m") == FLAPS.hold_max_s
+        record_flap(transition, "m")
+    assert hold_s(transition, "m") > 0.0
+    transition.now_s += FLAPS.memory_s
+    assert hold_s(transition, "m") == 0.0
+    record_flap(transition, "other")
+    assert set(transition.state.provisioning.flaps) == {"other"}
+    transition.change_provisioning(flaps={"m": Flaps(num=10**6, last_s=transition.now_s)})
+    assert hold_s(transition, "m") == FLAPS.hold_max_s
 
 
 def flapped_twice(script: Script) -> None:
     """A machine went away twice just now."""
-    draft = Draft(script.state, script.now_s)
-    flapped(draft, "m")
-    flapped(draft, "m")
-    script.state = draft.state
+    transition = Transition(script.state, script.now_s)
+    record_flap(transition, "m")
+    record_flap(transition, "m")
+    script.state = transition.state
 
 
 def comes(script: Script, node: str, host: str) -> None:

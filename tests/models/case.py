@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from morph.contract.errors import InputError
 from morph.cutting import ExportedJob, cut, export_job
-from morph.cutting.exporting.exported import GraphJob
+from morph.cutting.exporting.exported_job import GraphJob
 from morph.data import MicroBatchLoader
 from morph.jobs.job import Job
 from morph.preflight.data_check import check_data

@@ -20,7 +20,7 @@ import pytest
 from manager.controller.state.events import NoticeGiven, NoticeWithdrawn
 from manager.engine.joining.notice_server import NoticeServer
 from manager.engine.loop.event_queue import EventQueue
-from manager.host.gone import wait_gone
+from manager.host.processes import wait_gone
 from manager.journal.records import Fact
 from manager.notices.agent import Agent
 from manager.notices.call import AGENT, ERRAND, called

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from manager.providers.azure.client import azure_client
 from manager.providers.azure.group import paid_since_s
-from manager.providers.azure.prices import AGAIN_S, RetailPrices, retail_price
+from manager.providers.azure.prices import RETRY_S, RetailPrices, retail_price
 from manager.providers.azure.spec import AzureSize, AzureSpec
 from manager.providers.interface.provider import Price
 from tests.notices.metadata_server import MetadataServer, Reply, json_reply, served
@@ -153,13 +153,13 @@ def test_a_missing_price_is_asked_for_again_and_a_known_one_never() -> None:
         now_s[0] = at_s
         return [prices(size) for size in sizes]
 
-    for at_s in (5.0, 65.0, 4.9 + AGAIN_S, 5.0 + AGAIN_S, 65.0 + AGAIN_S):
+    for at_s in (5.0, 65.0, 4.9 + RETRY_S, 5.0 + RETRY_S, 65.0 + RETRY_S):
         assert look(at_s) == [0.3, None]
-    assert asked == [("known", 5.0), ("silent", 5.0), ("silent", 5.0 + AGAIN_S)]
+    assert asked == [("known", 5.0), ("silent", 5.0), ("silent", 5.0 + RETRY_S)]
     said["silent"] = 1.4
-    assert look(65.0 + AGAIN_S) == [0.3, None]
-    assert look(5.0 + 2 * AGAIN_S) == [0.3, 1.4]
-    assert look(5.0 + 9 * AGAIN_S) == [0.3, 1.4]
+    assert look(65.0 + RETRY_S) == [0.3, None]
+    assert look(5.0 + 2 * RETRY_S) == [0.3, 1.4]
+    assert look(5.0 + 9 * RETRY_S) == [0.3, 1.4]
     assert len(asked) == 4
 
 

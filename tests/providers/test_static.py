@@ -19,7 +19,7 @@ from pydantic import SecretStr, ValidationError
 from manager.controller.state.events import WorkerLost
 from manager.engine.joining.notice_server import NoticeServer
 from manager.engine.loop.event_queue import EventQueue
-from manager.host.gone import wait_gone
+from manager.host.processes import wait_gone
 from manager.journal.records import Fact
 from manager.providers.boot.cloud_init import NodeStart
 from manager.providers.hosts.ssh import SshHost, Unanswered, run_ssh, ssh_command

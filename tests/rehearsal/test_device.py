@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from manager.controller.state.actions import Reason, ReasonCode
 from manager.controller.state.events import WorkerAnswered
-from manager.controller.state.reasons import Reason, ReasonCode
 from manager.controller.state.state import ControllerState, Decision, Phase
 from manager.engine.loop.driver import Observed
 from manager.rehearsal.device import EmulationOptions, emulated_device, known_units, stretched
-from manager.rehearsal.figures import Rehearsed
-from manager.rehearsal.measured import Measured
+from manager.rehearsal.measurements import Measured
 from manager.rehearsal.planning import STATE_BYTES, choose_scales, hosts_of, plan_rehearsal
-from manager.rehearsal.run import controller_config_of
+from manager.rehearsal.run import Rehearsed, controller_config_of
 from manager.rehearsal.spec import RehearsalSpec
 from morph.contract.emulation import EmulatedDevice
 from morph.contract.errors import PlanError

@@ -25,7 +25,7 @@ from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from morph.cutting import CutModel
 from morph.jobs.files import imported_once
-from morph.runtime.state.reducing import Reduction
+from morph.runtime.state.reduction import Reduction
 from simulator import Simulation, simulate, simulate_plan, synthetic_profile
 from simulator.costs.stage_costs import SectionCosts
 from simulator.inputs.request import MemoryRules
@@ -223,7 +223,7 @@ class MeasuredJob:
 
 
 def measured_job(job_path: str) -> MeasuredJob:
-    """Calibrate what a job computes and holds; links are made up, for no time is asked for."""
+    """Calibrate what a job computes and holds; links are made up, for no time is requested."""
     alone = mock.patch.object(computing, "num_cores", return_value=1)  # nothing is timed beside busy neighbours
     with one_thread(), alone:
         subject = load_subject(job_path, torch.device("cpu"))

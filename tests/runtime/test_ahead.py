@@ -1,4 +1,4 @@
-"""Units sent ahead over real connections, from one thread to another: the receiver's are the sender's, bit for bit."""
+"""Pre-copied units over real connections, from one thread to another: the receiver's are the sender's, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.pre_copy import outgoing
 from morph.runtime.pre_copy.lane import PreCopyLane
-from morph.runtime.pre_copy.meeting import Meeting
+from morph.runtime.pre_copy.rendezvous import Rendezvous
 from morph.runtime.pre_copy.wire import Frame, send_frame
 from morph.runtime.state.unit_state import MakeOptimizer, UnitState, UpdateRules
 from tests.crew import poll_until, wait_for_updates
@@ -386,7 +386,7 @@ def test_a_stranger_who_does_not_know_the_secret_is_turned_away(
     receiver.lane.take(order_of(1, *moves("a", "b", "s0")))
     incoming = receiver.lane._incoming
     assert incoming is not None
-    stranger = Meeting(1, "b", guess)
+    stranger = Rendezvous(1, "b", guess)
     told = incoming._open_store().get(stranger.key).decode()
     host, port, *_ = told.split(" ")
     with (

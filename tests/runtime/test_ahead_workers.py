@@ -38,7 +38,7 @@ class Threads(Crew):
         self.set_up("emulated", JOB.fingerprint, directory, code=None, emulation=device)
 
     def order_ahead(self, shape: str, names: str, ahead: PreCopyOrder | None = None) -> ReshapeOrder:
-        """The order of a shape; ``ahead``: units come from what was sent ahead, rather than from peers."""
+        """The order of a shape; ``ahead``: units come from what was pre-copied, rather than from peers."""
         order = self.order(plan_of(PROFILE, shape, M), names)
         if ahead is None:
             return order
@@ -78,7 +78,7 @@ class Threads(Crew):
                     following.update((name, unit) for unit in report.following)
             if following != wanted:
                 for name in {move.sender for move in ahead.moves}:
-                    wait_for_updates(self.members[name].worker._ahead, MOST_BEHIND)
+                    wait_for_updates(self.members[name].worker._pre_copy, MOST_BEHIND)
                 self.train(self.version + 1)
             return following == wanted
 
@@ -102,7 +102,7 @@ def crew(tmp_path: Path) -> Iterator[Threads]:
     made = Threads(tmp_path, "abcd")
     yield made
     for member in made.members.values():
-        member.worker._ahead.end()
+        member.worker._pre_copy.end()
         member.worker._generation = None
     made.close()
 
@@ -147,7 +147,7 @@ def test_a_change_that_was_sent_ahead_and_lost_a_sender_is_aborted_and_formed_fr
     crew.train(1)
     ahead = crew.send_ahead("1x3", "abc")
     crew.train_until_all_follow(ahead)
-    crew.members[ahead.moves[0].sender].worker._ahead.end()  # its streams break; it trains on
+    crew.members[ahead.moves[0].sender].worker._pre_copy.end()  # its streams break; it trains on
     crew.train(crew.version + 1)
     order = crew.order_ahead("1x3", "abc", ahead)
     answers = dict(zip(taking_part(order), crew.ask(taking_part(order), "reshape", order), strict=True))

@@ -16,7 +16,7 @@ from morph.contract.rules import CheckpointRules
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.state import checkpoint_writer
 from morph.runtime.state.checkpoint_writer import CheckpointWriter
-from morph.runtime.state.state_copy import StateCopy
+from morph.runtime.state.unit_state import StateCopy
 from tests.small_disk import read_only, small_disk
 
 WAIT_S = 100.0

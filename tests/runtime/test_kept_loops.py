@@ -10,8 +10,7 @@ from typing import Any
 import numba
 import pytest
 
-from morph.runtime.state.fixed_point import _loops, prepare
-from morph.runtime.state.kept_loops import kept_for_user
+from morph.runtime.state.fixed_point import _loops, kept_for_user, prepare
 
 SOURCE = "def loop(number):\n    return number + {more}\n"
 

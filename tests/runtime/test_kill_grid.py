@@ -15,17 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from manager.controller.state.actions import SendReshape
+from manager.controller.state.actions import ReasonCode, SendReshape
 from manager.controller.state.config import ControllerConfig, ExpectedLosses
 from manager.controller.state.events import NoticeGiven, StopRequested, WorkerLost
-from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, Phase
 from manager.engine.loop.driver import Observed
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import Policy
-from morph.contract.faults import Fault
-from morph.contract.messages import ReshapeOrder
+from morph.contract.messages import Fault, ReshapeOrder
 from morph.contract.plan import Plan
 from morph.contract.salvage import counted_in
 from tests.crew import Crew, ManagedCrew

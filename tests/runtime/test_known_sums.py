@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from morph.runtime.following.known_sums import KnownSums
+from morph.runtime.followers.known_sums import KnownSums
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from tests.worker_setup import SETUP

@@ -1,12 +1,12 @@
-"""Units are sent ahead between workers of one run, for one order, and nobody else gets or gives any."""
+"""Units are pre-copied between workers of one run, for one order, and nobody else gets or gives any."""
 
 from __future__ import annotations
 
 import pytest
 
-from morph.runtime.pre_copy.meeting import Meeting
+from morph.runtime.pre_copy.rendezvous import Rendezvous
 
-OURS = Meeting(7, "b", "of the run")
+OURS = Rendezvous(7, "b", "of the run")
 
 
 def test_sender_and_receiver_of_one_run_meet() -> None:
@@ -17,10 +17,10 @@ def test_sender_and_receiver_of_one_run_meet() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [Meeting(7, "b", "of another run"), Meeting(6, "b", "of the run"), Meeting(8, "b", "of the run")],
+    [Rendezvous(7, "b", "of another run"), Rendezvous(6, "b", "of the run"), Rendezvous(8, "b", "of the run")],
     ids=["another run", "an older order", "a later order"],
 )
-def test_another_run_or_order_is_a_stranger_on_both_sides(other: Meeting) -> None:
+def test_another_run_or_order_is_a_stranger_on_both_sides(other: Rendezvous) -> None:
     told, theirs = OURS.told("127.0.0.1", 4711), other.told("127.0.0.1", 4711)
     assert OURS.greeted(told, other.hello(told, "a")) is None
     with pytest.raises(ConnectionError, match="someone else"):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from morph.contract.plan import Plan, Schedule
-from morph.runtime.step.schedule_follower import ScheduleFollower, Task
+from morph.runtime.step.schedule_cursor import ScheduleCursor, Task
 from simulator import plan, synthetic_profile
 from simulator.engine.schedules import fixed_order
 
@@ -32,11 +32,11 @@ def shape(schedule: Schedule, depth: int, num_micro_batches: int, latency_s: flo
     ).best
 
 
-def followers(planned: Plan) -> list[ScheduleFollower]:
+def followers(planned: Plan) -> list[ScheduleCursor]:
     opportunistic = planned.schedule == "varuna"
     orders = planned.orders[planned.num_micro_batches]
     return [
-        ScheduleFollower(order, stage.window, opportunistic=opportunistic)
+        ScheduleCursor(order, stage.window, opportunistic=opportunistic)
         for order, stage in zip(orders, planned.stages, strict=True)
     ]
 
@@ -114,7 +114,7 @@ def test_every_history_of_arrivals_finishes_and_runs_each_task_once(
         assert sorted(pipeline.ran[index]) == sorted(f"{kind}{n}" for kind in kinds for n in range(num_micro_batches))
 
 
-def run_with_everything_there(follower: ScheduleFollower) -> str:
+def run_with_everything_there(follower: ScheduleCursor) -> str:
     ran = ""
     while (task := follower.next_task(EVERYTHING, follower.progress.forwards)) is not None:
         follower.done(task)
@@ -128,7 +128,7 @@ def test_a_fixed_schedule_is_kept_to_the_letter_whatever_arrives_when(
     schedule: Schedule, stage: int, count: int, seed: int
 ) -> None:
     order = fixed_order(schedule, stage, 5, count, stage < 4)
-    follower, chance = ScheduleFollower(order, count, opportunistic=False), random.Random(seed)
+    follower, chance = ScheduleCursor(order, count, opportunistic=False), random.Random(seed)
     activations = gradients = 0
     ran = ""
     while not follower.finished:
@@ -148,34 +148,34 @@ def test_a_fixed_schedule_is_kept_to_the_letter_whatever_arrives_when(
 
 def test_an_order_is_followed_when_every_input_comes_in_time() -> None:
     order = "FFRBFRBRB"
-    follower = ScheduleFollower(order, 2, opportunistic=False)
+    follower = ScheduleCursor(order, 2, opportunistic=False)
     assert run_with_everything_there(follower) == order
     assert follower.finished
     assert follower.next_task(EVERYTHING, EVERYTHING) is None
 
 
 def test_a_forward_fills_the_wait_for_a_gradient_but_only_within_the_window() -> None:
-    follower = ScheduleFollower("FFBBFFBB", 3, opportunistic=True)
+    follower = ScheduleCursor("FFBBFFBB", 3, opportunistic=True)
     for _ in range(3):  # two by the order, one in place of the backward that is due
         assert follower.next_task(4, 0) is Task.FORWARD
         follower.done(Task.FORWARD)
     assert follower.in_flight == 3
     assert follower.next_task(4, 0) is None
-    strict = ScheduleFollower("FFBBFFBB", 3, opportunistic=False)
+    strict = ScheduleCursor("FFBBFFBB", 3, opportunistic=False)
     strict.done(Task.FORWARD)
     strict.done(Task.FORWARD)
     assert strict.next_task(4, 0) is None
 
 
 def test_a_gradient_that_is_there_goes_before_the_forward_that_is_due() -> None:
-    follower = ScheduleFollower("FFFRBRBRB", 3, opportunistic=True)
+    follower = ScheduleCursor("FFFRBRBRB", 3, opportunistic=True)
     follower.done(Task.FORWARD)
     assert follower.next_task(3, 1) is Task.RECOMPUTE
-    assert ScheduleFollower("FFFBBB", 3, opportunistic=True).next_task(3, 0) is Task.FORWARD
+    assert ScheduleCursor("FFFBBB", 3, opportunistic=True).next_task(3, 0) is Task.FORWARD
 
 
 def test_only_its_backward_may_follow_a_recompute() -> None:
-    follower = ScheduleFollower("FFRBFRBRB", 3, opportunistic=True)
+    follower = ScheduleCursor("FFRBFRBRB", 3, opportunistic=True)
     for task in (Task.FORWARD, Task.FORWARD, Task.RECOMPUTE):
         follower.done(task)
     assert follower.in_flight < 3
@@ -184,24 +184,24 @@ def test_only_its_backward_may_follow_a_recompute() -> None:
 
 
 def test_a_recompute_that_is_due_starts_before_its_gradient_has_come() -> None:
-    follower = ScheduleFollower("FRB", 1, opportunistic=True)
+    follower = ScheduleCursor("FRB", 1, opportunistic=True)
     follower.done(Task.FORWARD)
     assert follower.next_task(1, 0) is Task.RECOMPUTE
 
 
 def test_a_forward_goes_before_an_early_recompute_as_long_as_the_window_has_room() -> None:
-    follower = ScheduleFollower("FRBFRBFRB", 2, opportunistic=True)
+    follower = ScheduleCursor("FRBFRBFRB", 2, opportunistic=True)
     follower.done(Task.FORWARD)
     assert follower.next_task(3, 0) is Task.FORWARD
     follower.done(Task.FORWARD)
     assert follower.next_task(3, 0) is Task.RECOMPUTE  # no room for a third
-    strict = ScheduleFollower("FRBFRBFRB", 2, opportunistic=False)
+    strict = ScheduleCursor("FRBFRBFRB", 2, opportunistic=False)
     strict.done(Task.FORWARD)
     assert strict.next_task(3, 0) is Task.RECOMPUTE
 
 
 def test_the_order_goes_on_behind_what_was_run_out_of_turn() -> None:
-    follower = ScheduleFollower("FBFB", 2, opportunistic=True)
+    follower = ScheduleCursor("FBFB", 2, opportunistic=True)
     ran = ""
     for gradients in (0, 0, 0, 1, 2):
         task = follower.next_task(2, gradients)

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from morph.contract.faults import SlowSpell
 from morph.contract.messages import (
     CommitOrder,
     ProbeOrder,
     ReshapeOrder,
     Slot,
+    SlowSpell,
     Source,
     StepOrder,
     WorkerSetup,
@@ -163,7 +163,7 @@ def test_a_probe_finds_a_slow_spell_and_its_end(
     slept_s: list[float] = []
     clock = SimpleNamespace(perf_counter=lambda: time.thread_time() + sum(slept_s))
     monkeypatch.setattr("morph.runtime.device.task_clock.time", clock)
-    monkeypatch.setattr("morph.runtime.step.slowed.time", SimpleNamespace(sleep=slept_s.append))
+    monkeypatch.setattr("morph.runtime.step.slow_stage.time", SimpleNamespace(sleep=slept_s.append))
     alone = Alone(tiny_job, tmp_path, (SlowSpell(worker="w", factor=12.0, first_step=3, end_step=5),))
     numbers = itertools.count(1)
 

@@ -23,10 +23,10 @@ from morph.contract.salvage import Salvage
 from morph.cutting.sections.section import ParameterUnit
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.state import reducing
+from morph.runtime.state import reduction as reducing
 from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator, Reduced
 from morph.runtime.state.fixed_point import first_exponent
-from morph.runtime.state.reducing import Reduction
+from morph.runtime.state.reduction import Reduction
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.step.sums import Rings, StepSums
 

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from manager.controller.shape.following import choose_follows
+from manager.controller.shape.followers import choose_followers
 from manager.controller.shape.salvage import choose_salvage, losses_of
 from manager.controller.state.config import units_by_stage
-from morph.contract.faults import Fault
-from morph.contract.messages import Aborted, Failed, Prepared, ReshapeOrder
+from morph.contract.messages import Aborted, Failed, Fault, Prepared, ReshapeOrder
 from morph.contract.salvage import LOSSES, PartialSum, mask_of, partial_sum, share_in, spans_of
 from tests.crew import Crew, Member, poll_until
 from tests.system.harness import JOB, TinyJob, uninterrupted
@@ -232,7 +231,7 @@ def follow(crew: Crew, order: ReshapeOrder, *, every: int = 0) -> ReshapeOrder:
     sizes = dict.fromkeys(crew.job.units, 1)
     num = Counter(unit for slot in order.slots for unit in needed[slot.stage])
     sole = {unit for unit, times in num.items() if times == 1}
-    follows = choose_follows(order.slots, needed, crew.held, sizes, sole, {})
+    follows = choose_followers(order.slots, needed, crew.held, sizes, sole, {})
     return order.model_copy(update={"follows": follows, "keep_sums": True, "copy_sums_every": every})
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from morph.contract.plan import Plan, Schedule
 from morph.contract.timeline import SpanKind, StepTimeline
-from morph.runtime.step.links import POSTED_AHEAD
+from morph.runtime.step.links import NUM_POSTED
 from morph.runtime.step.timeline import trace
 from tests.crew import Crew, workers_of
 from tests.grids import cells
@@ -42,8 +42,8 @@ def check_bounds(planned: Plan, timelines: list[StepTimeline]) -> None:
         else:  # a fixed order fills its window whatever comes when
             assert peaks.in_flight == most
         assert peaks.live_graphs == (1 if stage.recompute else peaks.in_flight)
-        assert peaks.untaken_activations <= POSTED_AHEAD
-        assert peaks.untaken_gradients <= POSTED_AHEAD
+        assert peaks.untaken_activations <= NUM_POSTED
+        assert peaks.untaken_gradients <= NUM_POSTED
         # when a sender hears that something has left is up to a thread: test_executor holds what may be unsent
 
 

@@ -16,8 +16,8 @@ from morph.runtime.device.task_clock import EventClock, HostClock, TaskClock, cl
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.step.executor import Executor
 from morph.runtime.step.pace import Pace
-from morph.runtime.step.schedule_follower import Task
-from morph.runtime.step.slowed import slowed
+from morph.runtime.step.schedule_cursor import Task
+from morph.runtime.step.slow_stage import slowed
 from morph.runtime.step.stage import StageTasks
 from morph.runtime.step.stopwatch import Stopwatch
 from tests.runtime.queued_device import QueuedDevice, QueuedEvent
@@ -159,7 +159,7 @@ def test_a_slowed_stage_stands_still_by_what_its_own_work_took_and_not_by_what_w
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device, slept_s = QueuedDevice(), []
-    monkeypatch.setattr("morph.runtime.step.slowed.time", SimpleNamespace(sleep=slept_s.append))  # others may sleep
+    monkeypatch.setattr("morph.runtime.step.slow_stage.time", SimpleNamespace(sleep=slept_s.append))  # others may sleep
     stage = FakeStage(lambda task: device.launch(TICKS[task], host_ticks=0.0), recompute=False)
     tasks: StageTasks = slowed(stage, 1.5, EventClock(device.recorded))
     device.launch(500.0)

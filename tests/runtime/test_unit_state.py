@@ -277,25 +277,25 @@ def test_a_parked_state_is_updated_as_any_other_and_comes_back(
     )
     values = {"weight": torch.randn(3, 4).to(torch.bfloat16 if masters else torch.float32), "seen": torch.zeros(2)}
 
-    def trained(parked: bool) -> dict[str, Tensor]:
+    def trained(offloaded: bool) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(1)
         state = UnitState(unit, values, half, num_micro_batches=2, exact=True, rules=rules)
         for number in range(4):
-            if parked and number in (1, 3):
-                state.park()
+            if offloaded and number in (1, 3):
+                state.offload()
             accumulator = state.new_accumulator()
             for _ in range(2):
                 accumulator.add("weight", torch.randn(3, 4, generator=generator))
                 accumulator.add("seen", torch.ones(2, dtype=torch.float64))
             state.reduced = accumulator.finish(2, step=state.version)
-            if parked and number == 2:
-                state.unpark()
-                state.park()
+            if offloaded and number == 2:
+                state.reload()
+                state.offload()
             state.apply()
-        state.unpark()
+        state.reload()
         return state.tensors()
 
-    usual = trained(parked=False)
+    usual = trained(offloaded=False)
     assert not moves
-    assert same(trained(parked=True), usual)
+    assert same(trained(offloaded=True), usual)
     assert len(moves) > 10

@@ -10,9 +10,9 @@ import pytest
 from morph.contract.errors import PlanError
 from morph.contract.profile import Contention, NodeTypeProfile, Profile, SendTime, Timing, load_profile
 from simulator import Simulation, plan, simulate, synthetic_profile
-from simulator.inputs.jitter import Luck, drawn_ns, message_quantiles_ns
+from simulator.inputs.conditions import of_node_type
+from simulator.inputs.jitter import JitterDraw, drawn_ns, message_quantiles_ns
 from simulator.inputs.layout import slowdown
-from simulator.inputs.node_types import of_node_type
 
 MEASURED = (Contention(num_busy=2, factor=1.2), Contention(num_busy=4, factor=1.6))
 
@@ -203,15 +203,15 @@ def test_jitter_costs_time_and_is_a_step_of_the_ladder() -> None:
 def test_a_lone_worker_with_jitter_takes_the_sum_of_its_draws() -> None:
     profile = synthetic_profile(num_sections=3, batch_size=8, micro_batch_size=1, jitter=0.5)
     got = simulate(profile, num_stages=1, jitter_seed=4, num_draws=2)
-    luck = Luck(profile, 1, 8, 4, 1)
-    work_s = sum(float(luck.task_sums_ns(kind)[-1].sum()) for kind in ("forward", "backward")) / 1e9
+    jitter = JitterDraw(profile, 1, 8, 4, 1)
+    work_s = sum(float(jitter.task_sums_ns(kind)[-1].sum()) for kind in ("forward", "backward")) / 1e9
     assert got.jitter is not None
     assert got.jitter.draws_s[1] == pytest.approx(work_s + 3 * 0.001 + 0.002, abs=1e-6)
 
 
 def test_shapes_are_compared_under_the_same_luck() -> None:
     profile = synthetic_profile(num_sections=4, batch_size=8, micro_batch_size=1, jitter=0.5)
-    one, other = (Luck(profile, 1, 8, 7, 0) for _ in range(2))
+    one, other = (JitterDraw(profile, 1, 8, 7, 0) for _ in range(2))
     assert (one.task_sums_ns("forward") == other.task_sums_ns("forward")).all()
     assert (one.task_sums_ns("forward") != one.task_sums_ns("recompute")).any()
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from morph.contract.plan import Schedule
-from morph.runtime.step.schedule_follower import Progress, ScheduleFollower
+from morph.runtime.step.schedule_cursor import Progress, ScheduleCursor
 from simulator.engine import reference
-from simulator.engine.following import ShapeTimes, follow, lane_times
+from simulator.engine.execution import ShapeTimes, execute_orders, lane_times
 from simulator.engine.mini_batch import StageTimes, run_pipeline
 from simulator.engine.schedules import fixed_order, stage_windows
 from tests.seeds import each_seed
@@ -79,12 +79,12 @@ def executors_rules(
 
     def make(stage: int, replica: int) -> reference.Decide:
         window = int(times.window[stage])
-        follower = ScheduleFollower(orders[replica][stage], window, opportunistic=schedule == "varuna")
+        cursor = ScheduleCursor(orders[replica][stage], window, opportunistic=schedule == "varuna")
 
         def decide(worker: reference.Worker) -> str:
-            follower.progress = Progress(*worker.done.values())
+            cursor.progress = Progress(*worker.done.values())
             gradients = worker.done["F"] if worker.is_last else worker.gradients
-            return follower.next_task(worker.activations, gradients) or reference.WAIT
+            return cursor.next_task(worker.activations, gradients) or reference.WAIT
 
         return decide
 
@@ -101,10 +101,10 @@ def test_every_task_starts_when_the_reference_engine_starts_it_by_its_rules_and_
     lanes, orders = random_lanes(rng, times, counts), orders_of(times, counts, schedule)
     slots = int(rng.integers(1, 5)) if rng.random() < 0.3 else None
     given: dict[str, Any] = {"strict": schedule != "varuna", "compute_slots": slots}
-    played = follow(lanes, orders, times.window, **given, keep_times=True)
-    assert_alike(played, reference.follow(lanes, orders, times.window, **given))
+    played = execute_orders(lanes, orders, times.window, **given, keep_times=True)
+    assert_alike(played, reference.execute_orders(lanes, orders, times.window, **given))
     decide = executors_rules(orders, times, schedule)
-    assert_alike(played, reference.follow(lanes, orders, times.window, **given, decide=decide))
+    assert_alike(played, reference.execute_orders(lanes, orders, times.window, **given, decide=decide))
 
 
 @each_seed(100, in_long=200)
@@ -114,7 +114,9 @@ def test_an_order_followed_on_devices_and_links_of_its_own_ends_when_it_was_plan
     counts = (int(rng.integers(1, 30)),)
     times = random_stages(rng, int(rng.integers(1, 9)), schedule, max(counts))
     planned = run_pipeline(times, counts, schedule=schedule, keep_orders=True)
-    followed = follow(lane_times(times, 1), planned.orders, times.window, strict=schedule != "varuna", keep_times=True)
+    followed = execute_orders(
+        lane_times(times, 1), planned.orders, times.window, strict=schedule != "varuna", keep_times=True
+    )
     assert followed.orders == planned.orders
     # The rules wait with a recompute until the gradient is known to come; who has an order need not.
     assert (followed.last_backward_ns <= planned.last_backward_ns).all()
@@ -132,8 +134,10 @@ def test_skipping_periods_of_those_who_follow_orders_changes_no_end(seed: int) -
     times = random_stages(rng, int(rng.integers(1, 7)), schedule, max(counts))
     lanes, orders = random_lanes(rng, times, counts, drawn=False), orders_of(times, counts, schedule)
     slots = int(rng.integers(1, 5)) if rng.random() < 0.3 else None
-    skipped = follow(lanes, orders, times.window, strict=schedule != "varuna", compute_slots=slots)
-    played = follow(lanes, orders, times.window, strict=schedule != "varuna", compute_slots=slots, keep_times=True)
+    skipped = execute_orders(lanes, orders, times.window, strict=schedule != "varuna", compute_slots=slots)
+    played = execute_orders(
+        lanes, orders, times.window, strict=schedule != "varuna", compute_slots=slots, keep_times=True
+    )
     assert skipped.last_backward_ns.tolist() == played.last_backward_ns.tolist()
 
 
@@ -157,7 +161,7 @@ def two_senders(share: bool, nodes: list[list[int]]) -> ShapeTimes:
 
 
 def second_stage_starts(lanes: ShapeTimes) -> list[int]:
-    played = follow(lanes, [("FB", "FB")] * 2, [1, 1], keep_times=True)
+    played = execute_orders(lanes, [("FB", "FB")] * 2, [1, 1], keep_times=True)
     return [int(played.start_ns[replica][1][0]) for replica in range(2)]
 
 
@@ -196,7 +200,7 @@ def test_gradients_share_the_link_with_activations() -> None:
     )
     lanes = lane_times(times, 1)
     orders = orders_of(times, (6,), "varuna")
-    alone, shared = (follow(replace(lanes, share_links=share), orders, times.window) for share in (False, True))
+    alone, shared = (execute_orders(replace(lanes, share_links=share), orders, times.window) for share in (False, True))
     assert shared.makespan_ns > alone.makespan_ns
 
 
@@ -214,8 +218,8 @@ def test_a_late_gradient_lets_a_forward_go_first_and_the_order_is_left() -> None
     lanes = lane_times(times, 1)
     late = replace(lanes, gradient_ns=np.array([[[100, 0]], [[0, 0]]]))
     # stage 0 runs its second forward while it waits for the first gradient
-    assert follow(late, orders, times.window, keep_times=True).orders[0][0] == "FFRBRB"
-    assert follow(late, orders, times.window, strict=True, keep_times=True).orders[0][0] == "FRBFRB"
+    assert execute_orders(late, orders, times.window, keep_times=True).orders[0][0] == "FFRBRB"
+    assert execute_orders(late, orders, times.window, strict=True, keep_times=True).orders[0][0] == "FRBFRB"
 
 
 def test_gpipe_orders_that_wait_for_each_other_are_refused() -> None:
@@ -224,6 +228,6 @@ def test_gpipe_orders_that_wait_for_each_other_are_refused() -> None:
     times = random_stages(np.random.default_rng(0), 2, "gpipe", 2)
     assert fixed_order("gpipe", 0, 2, 2, True) == "FFRBRB"
     lanes = replace(lane_times(times, 1), recompute=np.array([False, False]))
-    for either in (follow, reference.follow):
+    for either in (execute_orders, reference.execute_orders):
         with pytest.raises(PlanError, match="wait for each other"):
             either(lanes, [("FBFB", "FFBB")], [2, 2], strict=True)

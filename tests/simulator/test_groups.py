@@ -13,7 +13,7 @@ from manager.rehearsal.device import EmulationOptions, emulated_device
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan, StagePlan
 from morph.contract.profile import Profile
-from morph.runtime.emulation.draws import Luck
+from morph.runtime.emulation.clock import JitterDraw
 from morph.runtime.emulation.workload import stage_memory, task_times
 from simulator import PlanRequest, plan, simulate, simulate_plan, synthetic_profile
 from simulator.costs.answer import bound_ns, deal
@@ -110,7 +110,7 @@ def test_an_emulated_stage_takes_what_is_simulated_and_holds_one_group(seed: int
     costs = simulate_plan(profile, found).costs
     device = emulated_device(profile, 1, (2,), EmulationOptions())
     for number, stage in enumerate(found.stages):
-        times = task_times(device, stage.groups, Luck(None, 0, 6, 1), [0])
+        times = task_times(device, stage.groups, JitterDraw(None, 0, 6, 1), [0])
         assert times.forward_s[0] * 1e9 == pytest.approx(costs.times.forward_ns[number], abs=4)
         assert times.recompute_s[0] * 1e9 == pytest.approx(costs.times.recompute_ns[number], abs=4)
         assert times.backward_s.sum() * 1e9 == pytest.approx(costs.times.backward_ns[number], abs=4)

@@ -14,7 +14,7 @@ from simulator.costs.answer import Simulation
 from simulator.costs.finish import Finish
 from simulator.costs.outcome import EngineName, engine_of
 from simulator.costs.worker_times import to_come_ns as to_come_ns_of
-from simulator.inputs.jitter import Luck
+from simulator.inputs.jitter import JitterDraw
 from tests.seeds import each_seed
 
 
@@ -47,9 +47,14 @@ def random_simulation(rng: np.random.Generator, **more: Any) -> Simulation:
     return simulate(random_job(rng, **more), boundaries=[0, *cuts], num_replicas=replicas, **given)
 
 
-def finished(found: Simulation, luck: Luck | None = None, engine: EngineName = "compiled") -> Finish:
-    counts, rehearsal = found.plan.micro_batches_per_replica, replace(found.rehearsal, engine=engine_of(engine))
-    return rehearsal.finished(found.costs, counts, found.rehearsal.played(found.costs, counts, luck), luck)
+def finished(found: Simulation, jitter: JitterDraw | None = None, engine: EngineName = "compiled") -> Finish:
+    counts, shape_simulator = (
+        found.plan.micro_batches_per_replica,
+        replace(found.shape_simulator, engine=engine_of(engine)),
+    )
+    return shape_simulator.finished(
+        found.costs, counts, found.shape_simulator.played(found.costs, counts, jitter), jitter
+    )
 
 
 def assert_same_end(one: Finish, other: Finish) -> None:
@@ -75,12 +80,12 @@ def test_reductions_end_when_the_reference_engine_ends_them(seed: int) -> None:
 def test_drawn_backwards_are_drawn_section_by_section(seed: int) -> None:
     found = random_simulation(np.random.default_rng(seed), jitter=0.3)
     counts, costs = found.plan.micro_batches_per_replica, found.costs
-    luck = Luck(costs.sections.profile, 1, sum(counts), 7, 0)
-    assert_same_end(finished(found, luck), finished(found, luck, "reference"))
-    section_ns = np.diff(luck.task_sums_ns("backward"), axis=0)[:, np.cumsum(counts) - 1]
-    for stage, replica, factor in found.rehearsal.conditions.slow:
+    jitter = JitterDraw(costs.sections.profile, 1, sum(counts), 7, 0)
+    assert_same_end(finished(found, jitter), finished(found, jitter, "reference"))
+    section_ns = np.diff(jitter.task_sums_ns("backward"), axis=0)[:, np.cumsum(counts) - 1]
+    for stage, replica, factor in found.shape_simulator.conditions.slow:
         section_ns[costs.reduced.stage == stage, replica] *= factor
-    to_come_ns = to_come_ns_of(costs, counts, found.rehearsal.conditions, luck)
+    to_come_ns = to_come_ns_of(costs, counts, found.shape_simulator.conditions, jitter)
     for stage, (first, end) in enumerate(zip(*costs.spans, strict=True)):
         behind_ns = np.cumsum(section_ns[first:end], axis=0) - section_ns[first:end]
         assert to_come_ns[first:end] == pytest.approx(behind_ns, abs=1), stage

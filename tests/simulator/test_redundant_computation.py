@@ -95,9 +95,9 @@ def test_a_forward_of_a_stage_that_recomputes_leaves_nothing_and_shortens_no_pau
     assert found["eflb"].expected.mini_batch_s > found["lflb"].expected.mini_batch_s
     assert found["eflb"].costs.redundant_parts["redundant activations"].tolist() == [0] * 4
     eager = found["eflb"]
-    counts, conditions = eager.plan.micro_batches_per_replica, eager.rehearsal.conditions
-    played = eager.rehearsal.played(eager.costs, counts, keep_times=True)
-    whole_ns = eager.rehearsal.finished(eager.costs, counts, played).mini_batch_ns
+    counts, conditions = eager.plan.micro_batches_per_replica, eager.shape_simulator.conditions
+    played = eager.shape_simulator.played(eager.costs, counts, keep_times=True)
+    whole_ns = eager.shape_simulator.finished(eager.costs, counts, played).mini_batch_ns
     lazy_ns = mean_pause_ns(eager.costs, counts, replace(conditions, redundant_computation="lflb"), played, whole_ns)
     assert eager.mean_pause_s == lazy_ns / 1e9
     assert "lflb does without" in found["eflb"].explanation

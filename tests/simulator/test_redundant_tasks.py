@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from simulator.engine import reference
-from simulator.engine.following import ShapeTimes, follow, lane_times
+from simulator.engine.execution import ShapeTimes, execute_orders, lane_times
 from simulator.engine.mini_batch import StageTimes
 from tests.seeds import each_seed
 from tests.simulator.test_engine import assert_alike
@@ -39,9 +39,9 @@ def test_every_task_and_every_redundant_one_is_when_the_reference_engine_has_it(
     lanes = with_redundant_tasks(random_lanes(rng, times, counts), rng, backwards=seed % 3 > 0)
     orders = orders_of(times, counts, schedule)
     strict = schedule != "varuna"
-    played = follow(lanes, orders, times.window, strict=strict, keep_times=True)
-    assert_alike(played, reference.follow(lanes, orders, times.window, strict=strict))
-    quick = follow(lanes, orders, times.window, strict=strict)
+    played = execute_orders(lanes, orders, times.window, strict=strict, keep_times=True)
+    assert_alike(played, reference.execute_orders(lanes, orders, times.window, strict=strict))
+    quick = execute_orders(lanes, orders, times.window, strict=strict)
     assert quick.last_backward_ns.tolist() == played.last_backward_ns.tolist()
     assert quick.redone_ns is not None
     assert played.redone_ns is not None
@@ -64,12 +64,12 @@ def test_a_forward_that_fits_into_a_wait_costs_nothing_and_one_that_does_not_del
     times = two_stages()
     lanes = lane_times(times, 1)
     orders = orders_of(times, (4,), "varuna")
-    plain = follow(lanes, orders, times.window)
+    plain = execute_orders(lanes, orders, times.window)
     fits = replace(lanes, redundant_forward_ns=np.array([[[90]], [[10]]]))
     # stage 0 waits for 90 ns behind each forward, stage 1 for 30 ns behind each backward
-    assert follow(fits, orders, times.window).last_backward_ns.tolist() == plain.last_backward_ns.tolist()
+    assert execute_orders(fits, orders, times.window).last_backward_ns.tolist() == plain.last_backward_ns.tolist()
     beyond = replace(lanes, redundant_forward_ns=np.array([[[200]], [[10]]]))
-    late = follow(beyond, orders, times.window, keep_times=True)
+    late = execute_orders(beyond, orders, times.window, keep_times=True)
     # the forward of k waits for the redundant one of k - 2: 20 ns are left of the first, 110 of the second
     assert late.start_ns[0][0][::2].tolist() == [0, 120, 240 + 20, 380 + 110]
     assert late.redundant_ns[0][0][0, :2].tolist() == [[10, 260], [270, 490]]
@@ -82,7 +82,7 @@ def test_a_redundant_backward_waits_for_the_gradient_that_its_stage_was_given() 
         redundant_forward_ns=np.array([[[30]], [[10]]]),
         redundant_backward_ns=np.array([[[60]], [[20]]]),
     )
-    played = follow(lanes, orders_of(times, (1,), "varuna"), times.window, keep_times=True)
+    played = execute_orders(lanes, orders_of(times, (1,), "varuna"), times.window, keep_times=True)
     first, last = played.redundant_ns[0]
     assert first.tolist() == [[[10, 40]], [[40, 100]]]  # of stage 1, beside it
     assert last.tolist() == [[[100, 110]], [[110, 130]]]  # of stage 0, behind stage 1's own tasks

@@ -9,7 +9,7 @@ import pytest
 
 from morph.contract.errors import TraceError
 from morph.contract.trace import Trace, load_trace, write_trace
-from simulator.traces.importing import Place, import_trace, merged, part_of
+from simulator.traces.importers import Place, import_trace, merged, part_of
 from simulator.traces.statistics import statistics_of
 
 TRACES = Path(__file__).resolve().parents[2] / "../shared/traces"

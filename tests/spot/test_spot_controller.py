@@ -1,4 +1,4 @@
-"""One script on one VM: when it is saved, when VMs are asked for, and when it moves on."""
+"""One script on one VM: when it is saved, when VMs are requested, and when it moves on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from manager.host.folders import sweep
-from manager.host.gone import wait_gone
+from manager.host.processes import wait_gone
 from manager.providers.local import LocalProvider
 from manager.spot.controller import (
     PRIOR,
@@ -78,7 +78,7 @@ def test_a_vm_that_does_not_come_is_asked_for_again_ever_later_and_at_once_when_
     assert done == [Ask()]
     state, done = after(state, (20.0 + 2 * first_s, Tick()), (50.0, Came("a")), (60.0, Stepped(2.0)))
     assert done == [Ask(), Start("a")]
-    assert state.again_s == 58.0  # from the first time it was asked for
+    assert state.restart_s == 58.0  # from the first time it was requested
     leaving, _ = after(state, (70.0, Noticed(30.0)), (71.0, denied))
     assert after(leaving, (72.0, Tick()), (80.0, Gone()))[1] == [Ask()]
     assert Ask() in after(leaving, (71.0 + first_s, Tick()))[1]

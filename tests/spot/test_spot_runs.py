@@ -16,12 +16,12 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from manager.engine.vms.spending import Spending
+from manager.engine.vms.budget import Spending
 from manager.providers.interface.provider import Misconfigured
 from manager.providers.local import LocalProvider
 from manager.run.resolution import load_cloud
+from manager.spot.factory import open_local, open_provided
 from manager.spot.launcher import TAKEN_CODE, Launcher, Outcome, Source
-from manager.spot.opening import open_local, open_provided
 from manager.spot.spec import SpotJob
 from morph.cli.main import app
 from morph.contract.cluster import Limits
@@ -282,7 +282,7 @@ def test_the_next_vm_is_requested_at_the_notice_where_limits_allow(max_vms: int,
 )
 def test_where_limits_allow_no_group_at_all_the_command_ends(limits: dict[str, float], said: str) -> None:
     source = Source(LocalProvider(Counted(), 2), 2, 2, Spending(Limits.model_validate(limits)))
-    with pytest.raises(Misconfigured, match=f"no VM may be asked for: .*{said}"):
+    with pytest.raises(Misconfigured, match=f"no VM may be requested: .*{said}"):
         Launcher(SpotJob(storage="x"), ["true"], source, Played(), None).run()
 
 

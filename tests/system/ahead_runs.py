@@ -1,4 +1,4 @@
-"""Managed runs on plain processes whose planned changes send units ahead: emulated devices, or the tiny job."""
+"""Managed runs on plain processes whose planned changes pre-copy units: emulated devices, or the tiny job."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed, Observer
 from manager.engine.machines.machines import Processes
 from manager.rehearsal.device import EmulationOptions
-from manager.report.reading import read_report
+from manager.report.journal_reader import read_report
 from manager.report.values import RunReport
 from manager.run.session import RunSpec, run_session
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import ClusterConfig, Policy
-from morph.contract.faults import Fault, SlowSpell
+from morph.contract.messages import Fault, SlowSpell
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from morph.contract.rules import PreCopyRules, Rules, StutterRules
@@ -61,7 +61,7 @@ class Ran:
         return [{source.kind for source in order.sources} for order in orders.values()]
 
     def sent_ahead(self) -> int:
-        """How many orders to send ahead were given."""
+        """How many orders to pre-copy were given."""
         actions = [action for turn in self.turns for action in turn.decision.actions]
         return sum(isinstance(action, SendPreCopy) and bool(action.order.moves) for action in actions)
 

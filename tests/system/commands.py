@@ -19,7 +19,7 @@ import pytest
 from filelock import FileLock
 
 from manager.host.folders import PREFIX
-from manager.host.gone import lives, wait_gone
+from manager.host.processes import lives, wait_gone
 from tests.forked_scripts import Nursery
 from tests.system.exposure import RECORDED
 

@@ -16,8 +16,7 @@ from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import ClusterConfig, LocalVms, Policy
-from morph.contract.faults import Fault, SlowSpell
-from morph.contract.messages import HandedCut
+from morph.contract.messages import Fault, HandedCut, SlowSpell
 from morph.contract.plan import Plan, Schedule
 from morph.contract.profile import Profile
 from morph.contract.rules import Rules, StutterRules

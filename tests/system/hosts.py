@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from manager.host.gone import lives
+from manager.host.processes import lives
 
 SSH = """#!/bin/sh
 # arguments: options, --, host, remote line

@@ -24,7 +24,7 @@ from manager.engine.loop.event_queue import EventQueue
 from manager.engine.machines.attachment import find_living
 from manager.journal.records import Fact
 from manager.run import session
-from manager.run.again import Again, until_it_ends
+from manager.run.restarts import Restarts, run_until_it_ends
 from manager.run.session import RunSpec
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
@@ -159,7 +159,7 @@ def main() -> None:
     )
     if any(death.unwritten for death in orders.deaths):
         session.EventQueue = DeafEventQueue  # type: ignore[misc]
-    again = Again(config.policy.give_up_after_s)
+    again = Restarts(config.policy.give_up_after_s)
     undertakers = [Undertaker(death, orders) for death in orders.deaths if not death.unwritten]
 
     def one_session(number: int) -> Finish:
@@ -170,7 +170,7 @@ def main() -> None:
         if number:
             if orders.gate is not None:
                 orders.gate.touch()
-            begun = session.gone_on_with_trace(replace(spec, config=from_newest(config, opened)), opened)
+            begun = session.with_resumed_trace(replace(spec, config=from_newest(config, opened)), opened)
         print(f"found {len(found.vms) if found else 'nothing'}", flush=True)
         return session.run_session(begun, opened, observe, found=found)
 
@@ -180,7 +180,7 @@ def main() -> None:
             undertaker(observed)
 
     with RunDir(orders.run_dir, facts) as opened:
-        finish = until_it_ends(one_session, again, print)
+        finish = run_until_it_ends(one_session, again, print)
         print(finish.outcome, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Units sent ahead in managed runs of a member that will be taken, or is slow: no step is lost, and no bit changes."""
+"""Pre-copied units in managed runs of a member that will be taken, or is slow: no step is lost, and no bit changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop import driver
 from manager.engine.loop.driver import Observed, Observer
 from manager.rehearsal.device import stretched
-from morph.contract.faults import SlowSpell
+from morph.contract.messages import SlowSpell
 from morph.contract.rules import PreCopyRules, StutterRules
 from tests.system.ahead_runs import PROFILE, Case, Ran, best, emulated, real, run
 from tests.system.harness import uninterrupted

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from manager.report.reading import read_report
+from manager.report.journal_reader import read_report
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.profile import load_profile
 from tests.system.commands import RunningMorph, morph

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from manager.report.reading import read_report
+from manager.report.journal_reader import read_report
 from morph.checkpoint.manifest import complete_versions, read_manifest, version_url
-from morph.checkpoint.stored import SET_ASIDE
 from morph.checkpoint.unit_files import read_unit
+from morph.checkpoint.versions import SET_ASIDE
 from morph.contract.profile import load_profile
 from tests.system.commands import RunningMorph
 from tests.system.harness import uninterrupted

@@ -20,7 +20,7 @@ from manager.journal.journal import Journal
 from manager.journal.records import Fact
 from manager.notices.agent import Agent
 from manager.notices.source import Standing
-from manager.report.reading import read_report
+from manager.report.journal_reader import read_report
 from manager.run_dir import JOURNAL
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.cli.main import app

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from manager.engine.local_vms.namespaces import DIRECTORY, check_permitted, remove_stale
-from manager.host.gone import wait_gone
+from manager.host.processes import wait_gone
 from manager.rehearsal import RehearsalSpec, Rehearsed, plan_rehearsal, rehearse, run_facts
 from manager.rehearsal.planning import Planned
 from manager.run_dir import RunDir

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from manager.controller.state.actions import ReasonCode
 from manager.controller.state.events import ComputeTimesSeen, NoticeGiven
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import Phase
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop import driver
 from manager.engine.loop.driver import Observed, Observer
 from morph.contract.cluster import Policy
-from morph.contract.faults import SlowSpell
+from morph.contract.messages import SlowSpell
 from morph.contract.profile import Profile, Timing
 from morph.contract.rules import Rules, StutterRules
 from simulator import synthetic_profile

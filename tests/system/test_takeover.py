@@ -16,10 +16,10 @@ import pytest
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import EVENT, Event, NodesGranted, RequestRefused, WorkerAnswered, WorkerLost
 from manager.controller.state.state import Phase
-from manager.host.gone import runs
+from manager.host.processes import runs
 from manager.journal.journal import Journal
 from manager.journal.records import DecisionRecord, Fact
-from manager.report.reading import read_report
+from manager.report.journal_reader import read_report
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import Limits, LocalVms, Policy
 from morph.contract.messages import WorkerReady
@@ -261,7 +261,7 @@ def test_vms_that_were_asked_for_are_kept_by_the_next_manager_and_replaced_withi
 ) -> None:
     vms = LocalVms(keep=2, usd_per_h=0.5, limits=Limits(max_vms=2, usd_per_h=1.0, budget_usd=5.0))
     run = Managed(tiny_job, tmp_path, "processes", num_vms=2, shapes={2: "1x2"}, vms=vms)
-    run.manage(Death(phase=Phase.STARTING))  # asked for, perhaps not granted
+    run.manage(Death(phase=Phase.STARTING))  # requested, perhaps not granted
     run.manage(Death(phase=Phase.TRAINING, version=2))
     run.manage(Death(phase=Phase.TRAINING, version=4, worker="job-1-1"))  # one is lost while nobody looks
     run.manage(Death(phase=Phase.TRAINING, version=7, worker="job-1-0", manager_lives=True))

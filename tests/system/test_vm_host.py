@@ -25,8 +25,8 @@ from manager.engine.on_ray import ray_environment
 from manager.engine.on_ray.launcher import RayLauncher
 from manager.engine.on_ray.ray_cluster import RayCluster
 from manager.engine.on_ray.ray_environment import prepare
-from manager.host.gone import lives
 from manager.host.ports import VM_RESOURCE
+from manager.host.processes import lives
 from morph.contract.errors import ClusterError, ClusterLost
 from morph.link.home import Home
 

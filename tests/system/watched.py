@@ -17,7 +17,7 @@ from types import TracebackType
 
 import psutil
 
-from manager.host.gone import wait_gone
+from manager.host.processes import wait_gone
 from tests.system.commands import END_TIMEOUT_S, LINE_TIMEOUT_S, ROOT, environment_of_commands
 from tests.system.exposure import RECORDED, Listening, recorded, shown_by
 

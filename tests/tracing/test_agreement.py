@@ -17,12 +17,12 @@ from morph.cli.main import app
 from morph.contract.errors import ExportError, JobError
 from morph.cutting import ExportedJob, cut, export_job
 from morph.cutting.cuts.analysis import REFERENCE_SAMPLES, analyse
-from morph.cutting.exporting.exported import GraphJob
+from morph.cutting.exporting.exported_job import GraphJob
 from morph.jobs.job import Job, load_job
 from morph.preflight import checks
 from morph.preflight.checks import CHECKS, CutJob, Effort, Needs, check
-from morph.preflight.comparison_cache import agreement_key, keep_agreement, kept_agreement
-from morph.preflight.plain_comparison import QUICK_FLOPS, Agreement, Limits, agreement_note, compare_with_plain
+from morph.preflight.comparison_cache import cache_comparison, cached_comparison, comparison_key
+from morph.preflight.plain_comparison import QUICK_FLOPS, Comparison, Limits, compare_with_plain, comparison_note
 from morph.runtime.state.accumulators import ExactAccumulator, Reduced
 from morph.user_cache import cache_folder
 
@@ -113,8 +113,8 @@ def test_sections_with_dropout_and_a_tied_weight_have_the_loss_and_the_gradients
     good: tuple[Job, ExportedJob],
 ) -> None:
     found = compare_with_plain(*good, 3, ROOMY)
-    assert found == Agreement("whole", num_seeds=3, num_samples=2, num_steps=2, largest=0.0)
-    assert agreement_note(found) == (
+    assert found == Comparison("whole", num_seeds=3, num_samples=2, num_steps=2, largest=0.0)
+    assert comparison_note(found) == (
         "loss, every gradient and the weights after 2 steps are equal to the plain model's (3 x 2 samples)"
     )
 
@@ -145,7 +145,7 @@ def test_a_costly_model_is_compared_fewer_times(good: tuple[Job, ExportedJob]) -
         ("whole", 1, 1),
         ("none", 0, 0),
     ]
-    assert agreement_note(found[2]) == (
+    assert comparison_note(found[2]) == (
         "loss, gradients and weights were not compared with the plain model: one sample takes 0.0 TFLOP"
     )
 
@@ -157,7 +157,7 @@ def test_a_model_that_does_not_fit_is_compared_with_fewer_of_its_equal_blocks() 
     found = compare_with_plain(job, exported, 3, small)
     assert (found.how, found.largest) == ("shortened", 0.0)
     assert "GiB are free" in str(found.reason)
-    assert "both with fewer equal blocks" in agreement_note(found)
+    assert "both with fewer equal blocks" in comparison_note(found)
     assert compare_with_plain(job, exported, 3, replace(small, shorten=False)).how == "none"
     nothing = compare_with_plain(job, exported, 3, replace(small, available_bytes=1_000))
     assert nothing.how == "none"
@@ -196,7 +196,7 @@ def test_cut_at_marks_the_comparison_is_made_too() -> None:
             return self.last(x) if float(x.detach().abs().max()) < 1e9 else x
 
     job = replace(job_of(Marked), cut_points=("blocks.1", "blocks.2"), num_sections=None)
-    assert compare_with_plain(job, export_job(job), None, ROOMY) == Agreement("whole", 3, 2, 2, 0.0)
+    assert compare_with_plain(job, export_job(job), None, ROOMY) == Comparison("whole", 3, 2, 2, 0.0)
 
 
 class Normed(nn.Module):
@@ -219,7 +219,7 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("frozen", [False, True])
 def test_what_the_forward_writes_into_buffers_is_the_same_on_both_sides(frozen: bool) -> None:
     job = job_of(lambda: Normed(frozen))
-    assert compare_with_plain(job, export_job(job), 2, ROOMY) == Agreement("whole", 3, 2, 2, 0.0)
+    assert compare_with_plain(job, export_job(job), 2, ROOMY) == Comparison("whole", 3, 2, 2, 0.0)
 
 
 class Complex(nn.Module):
@@ -339,24 +339,24 @@ def test_what_was_not_compared_is_said(good: tuple[Job, ExportedJob]) -> None:
     little = compare_with_plain(*good, 3, replace(ROOMY, available_bytes=weights * 4 * 15))
     assert (little.how, little.num_steps) == ("whole", 0)
     said = " samples); weights after steps were not compared: that may take 0.0 GiB, and 0.0 GiB are free"
-    assert agreement_note(little).startswith("loss and every gradient are equal to the plain model's (")
-    assert agreement_note(little).endswith(said)
+    assert comparison_note(little).startswith("loss and every gradient are equal to the plain model's (")
+    assert comparison_note(little).endswith(said)
     mixing = compare_with_plain(*good, 3, replace(ROOMY, steps=False))
     assert mixing.num_steps == 0
-    assert "one optimizer for all" in agreement_note(mixing)
+    assert "one optimizer for all" in comparison_note(mixing)
 
 
 def test_what_was_found_is_kept_for_this_user_alone_and_a_damaged_file_is_as_none(tmp_path: Path) -> None:
-    found = Agreement("whole", 3, 2, 2, 1e-7)
-    assert kept_agreement(tmp_path, "key") is None
-    keep_agreement(tmp_path, "key", found)
-    assert kept_agreement(tmp_path, "key") == found
+    found = Comparison("whole", 3, 2, 2, 1e-7)
+    assert cached_comparison(tmp_path, "key") is None
+    cache_comparison(tmp_path, "key", found)
+    assert cached_comparison(tmp_path, "key") == found
     (file,) = (tmp_path / "agreements").iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     file.write_text('{"how": "whole", "other": 1}')
-    assert kept_agreement(tmp_path, "key") is None
+    assert cached_comparison(tmp_path, "key") is None
     (tmp_path / "file").touch()
-    keep_agreement(tmp_path / "file", "key", found)  # cannot be written: nothing is kept
+    cache_comparison(tmp_path / "file", "key", found)  # cannot be written: nothing is kept
 
 
 JOB = """
@@ -432,7 +432,7 @@ def test_another_line_of_code_of_the_jobs_folder_is_compared_anew(job_file: Path
         sys.modules.pop("helper", None)
         job = load_job(f"{job_file}:job")
         exported = export_job(job)
-        return agreement_key(
+        return comparison_key(
             job, exported, cut(exported, num_sections=2, micro_batch_size=1).fingerprint, CPU, settings
         )
 

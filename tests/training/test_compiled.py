@@ -16,7 +16,7 @@ from morph.cutting import CutModel, cut, export_job
 from morph.cutting.sections.cut_point import CutPoint
 from morph.data import MicroBatchLoader
 from morph.jobs.job import Accumulation, Job
-from morph.runtime.step.compiled import compile_all, compiled, refuse_marked
+from morph.runtime.step.compilation import compile_all, compiled, refuse_marked
 from morph.runtime.step.kernels import kernels_for, kernels_now, set_kernels
 from morph.runtime.step.stage import Stage
 from morph.runtime.step.sums import MicroBatchSums

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence, Set
 
-from manager.controller.shape.choosing import cost_of_morph_s
+from manager.controller.shape.selection import cost_of_morph_s
 from manager.controller.state.state import ControllerState
 from morph.contract.messages import Slot, UnitId
 from morph.contract.salvage import Follow

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from operator import itemgetter
 
-from manager.controller.state.draft import Draft
+from manager.controller.state.transition import Transition
 from morph.contract.messages import Slot, UnitId, WorkerId
 from morph.contract.plan import Plan
 from morph.contract.salvage import (
@@ -74,12 +74,12 @@ def choose_salvage(
     return Salvage.model_construct(sums=tuple(salvaged), remaining=spans_of(whole & ~complete))
 
 
-def note_prepared(draft: Draft) -> None:
+def note_prepared(transition: Transition) -> None:
     """A step is given up by all: note what those have that have prepared it, for nobody asks them.
 
     Also of who had done so when it was told to give up.
     """
-    state = draft.state
+    state = transition.state
     step = state.step
     if not step.reports or step.attempt or not state.config.policy.keeps_sums:
         return
@@ -99,7 +99,7 @@ def note_prepared(draft: Draft) -> None:
         ]
         losses = partial_sum(LOSSES, losses_of(plan, slot, salvage))
         kept[slot.worker] = (*sums, losses) if losses.counted else tuple(sums)
-    draft.change_step(kept=kept)
+    transition.change_step(kept=kept)
 
 
 def losses_of(plan: Plan, slot: Slot, salvage: Salvage | None) -> dict[int, int]:

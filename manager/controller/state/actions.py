@@ -6,11 +6,12 @@ carries one out twice, or resends it, changes nothing.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from manager.controller.state.learned import Correction
+from manager.controller.state.profile_correction import Correction
 from manager.controller.state.saves import NextSave
 from morph.contract.base import Value
 from morph.contract.checkpoint import Manifest
@@ -24,6 +25,63 @@ from morph.contract.messages import (
     Version,
     WorkerId,
 )
+
+# Why the controller decided what it decided.
+
+
+class ReasonCode(StrEnum):
+    """One code per kind of decision; when one decision does several things, the code is the last one's."""
+
+    NODE_REGISTERED = "node_registered"
+    WORKER_READY = "worker_ready"
+    NODES_REQUESTED = "nodes_requested"
+    NODES_GRANTED = "nodes_granted"
+    REQUEST_REFUSED = "request_refused"
+    NODE_ABSENT = "node_absent"
+    NOTICE_KEPT = "notice_kept"
+    NOTICE_TAKEN = "notice_taken"
+    NOTICE_ACKNOWLEDGED = "notice_acknowledged"
+    NODE_SPARED = "node_spared"
+    START_WAIT = "start_wait"
+    FORMED = "formed"
+    SET_BACK = "set_back"
+    TOO_FEW_WORKERS = "too_few_workers"
+    HOLDING = "holding"
+    RESTING = "resting"
+    TIMES_NOTED = "times_noted"
+    WORKER_SLOW = "worker_slow"
+    WORKER_WELL = "worker_well"
+    WORKER_PROBED = "worker_probed"
+    MANAGER_RESUMED = "manager_resumed"
+    PRE_COPY_NOTED = "ahead_noted"
+    PRE_COPY_DROPPED = "ahead_dropped"
+    AWAITING_ANSWERS = "awaiting_answers"
+    STEP_STARTED = "step_started"
+    STEP_DECIDED = "step_decided"
+    OVERFLOW_RETRY = "overflow_retry"
+    ABORTING = "aborting"
+    OUTAGE_OVER = "outage_over"
+    WORKER_REMOVED = "worker_removed"
+    COMMIT_STARTED = "commit_started"
+    COMMIT_WAIT = "commit_wait"
+    UNITS_NOTED = "units_noted"
+    CHECKPOINT_SEALED = "checkpoint_sealed"
+    CHECKPOINT_COMPLETE = "checkpoint_complete"
+    CHECKPOINT_ABANDONED = "checkpoint_abandoned"
+    STOP_NOTED = "stop_noted"
+    NOTHING_DUE = "nothing_due"
+    IGNORED = "ignored"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class Reason(Value):
+    """A code for programs and a sentence for people."""
+
+    code: ReasonCode
+    sentence: str
+
 
 RequestId = str
 
@@ -63,7 +121,7 @@ class SendCommit(Value):
 
 
 class SendPreCopy(Value):
-    """Tell a worker, on its control lane, which units to send ahead and to expect; ``PreCopyReported`` may follow."""
+    """Tell a worker, on its control lane, which units to pre-copy and to expect; ``PreCopyReported`` may follow."""
 
     kind: Literal["send_ahead"] = "send_ahead"
     worker: WorkerId

@@ -33,7 +33,7 @@ PASS_BYTES_PER_S = 2.5e8
 """Of a pass over state in memory, such as an optimizer's step, a copy, or making initial numbers: a slow host."""
 SUM_BYTES = 2
 """Bytes of a sum, by those of a parameter: eight for four."""
-AHEAD_FLOOR_S = 60.0
+PRE_COPY_FLOOR_S = 60.0
 NUM_PROBED = 6
 """Micro-batches of a probe."""
 
@@ -134,10 +134,10 @@ def why_retried_no_longer(state: ControllerState) -> str:
     return "four times what a step and the reading of a checkpoint take"
 
 
-def ahead_bound_s(state: ControllerState, expected_s: float) -> float:
-    """Return for how long a change is put off at most (seconds) for what is sent ahead, which is to take so long."""
+def pre_copy_bound_s(state: ControllerState, expected_s: float) -> float:
+    """Return for how long a change is put off at most (seconds) for what is pre-copied, which is to take so long."""
     limit_s = state.config.policy.rules.ahead.patience_s
-    return max(AHEAD_FLOOR_S, HEADROOM * expected_s) if limit_s is None else limit_s
+    return max(PRE_COPY_FLOOR_S, HEADROOM * expected_s) if limit_s is None else limit_s
 
 
 def evaluation_s(state: ControllerState, plan: Plan, version: int | None) -> float:

@@ -56,7 +56,7 @@ class ControllerConfig(Value):
     initial_checkpoint: Manifest | None = Field(
         default=None, description="newest complete checkpoint; absent: from the seed"
     )
-    expected_nodes: int = Field(ge=1, description="VMs asked for at the start")
+    expected_nodes: int = Field(ge=1, description="VMs requested at the start")
     timeline_step: int | None = Field(default=None, ge=0, description="the workers record a timeline of this step")
     target_nodes: int = Field(default=0, ge=0, description="VMs to keep asking for; 0: they come by themselves")
     requests: str = Field(default="", description="what the names of requests begin with; empty: the job's name")

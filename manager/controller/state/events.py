@@ -48,7 +48,7 @@ class NodeAppeared(Value):
 
 
 class NodesGranted(Value):
-    """The provider grants a request, or, with fewer nodes than asked for, a part of it and no more.
+    """The provider grants a request, or, with fewer nodes than requested, a part of it and no more.
 
     A node that ``paid`` says nothing of is a VM without a price, paid from the grant on.
     """
@@ -180,7 +180,7 @@ class CheckpointFailed(Value):
 
 
 class PreCopyReported(Value):
-    """A worker tells how far it has what is sent ahead to it."""
+    """A worker tells how far it has what is pre-copied to it."""
 
     kind: Literal["ahead_reported"] = "ahead_reported"
     worker: WorkerId

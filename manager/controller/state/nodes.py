@@ -12,7 +12,7 @@ from morph.contract.errors import MorphError
 class NodeState(StrEnum):
     """States of one VM and its worker, each with what always holds in it.
 
-    ``REQUESTED``: asked for, not granted yet; it has no name. Kept in ``Provisioning.requests``.
+    ``REQUESTED``: requested, not granted yet; it has no name. Kept in ``Provisioning.requests``.
     ``BOOTING``: granted by name, not up yet. Kept in ``Provisioning.requests``.
     ``WARMING``: up; its worker was started and has not answered its setup. It has no order and holds nothing.
     ``READY``: set up; may be a member, or a spare that stands by.

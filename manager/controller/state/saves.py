@@ -100,5 +100,5 @@ class Saving(Value):
     sealing: tuple[Manifest, ...] = Field(default=(), description="manifests being written")
     sealing_since_s: float | None = None
     unsaved_since_s: float | None = Field(default=None, description="since when storage refuses what the end waits for")
-    save_again_s: float | None = Field(default=None, description="when that is tried again")
+    save_retry_s: float | None = Field(default=None, description="when that is tried again")
     save_times: SaveTimes = SaveTimes()

@@ -7,12 +7,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from manager.controller.state.actions import Action, Finish, RequestId
+from manager.controller.state.actions import Action, Finish, Reason, RequestId
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import NodeFacts
-from manager.controller.state.learned import Correction, StageRatios
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.reasons import Reason
+from manager.controller.state.profile_correction import Correction, StageRatios
 from manager.controller.state.saves import Saving
 from morph.contract.base import Value
 from morph.contract.decided import Decided, LossScale
@@ -72,14 +71,14 @@ class StepProgress(Value):
 
 
 class NodeRequest(Value):
-    """VMs that were asked for and are not up.
+    """VMs that were requested and are not up.
 
     ``count``: not granted yet; ``granted``: booting (name -> since when); ``facts``: what kind these are;
     ``appeared``: who was up before its grant was heard of.
     """
 
     count: int
-    asked_s: float
+    requested_s: float
     num_sent: int = 1
     granted: dict[WorkerId, float] = Field(default_factory=dict)
     facts: dict[WorkerId, NodeFacts] = Field(default_factory=dict)
@@ -87,7 +86,7 @@ class NodeRequest(Value):
 
 
 class KeptNotice(Value):
-    """A notice of a VM that may be one of those that are asked for: its agent can be faster than the grant."""
+    """A notice of a VM that may be one of those that are requested: its agent can be faster than the grant."""
 
     notice: str
     taken_s: float
@@ -109,7 +108,7 @@ class Provisioning(Value):
     num_setups_lost: int = Field(default=0, description="VMs in a row that came to nothing before one got ready")
     setup_lost_s: float | None = Field(default=None, description="when the last of these was")
     num_absent: int = Field(default=0, description="times in a row that granted VMs did not appear at all")
-    ask_at_s: float | None = Field(default=None, description="no further request before that")
+    next_request_s: float | None = Field(default=None, description="no further request before that")
     kept_notices: dict[WorkerId, KeptNotice] = Field(
         default_factory=dict, description="of nodes that are not known: of open requests, or of VMs that came"
     )
@@ -151,13 +150,13 @@ class Pace(Value):
 
 
 class Probation(Value):
-    """Of a slow worker that was left out. ``asked_s``: when the probe was sent that is not answered yet."""
+    """Of a slow worker that was left out. ``requested_s``: when the probe was sent that is not answered yet."""
 
-    num_asked: int = 0
+    num_requested: int = 0
     num_passed: int = 0
     num_failed: int = 0
     due_s: float
-    asked_s: float | None = None
+    requested_s: float | None = None
 
 
 class WorkerState(Value):
@@ -237,10 +236,10 @@ class Phase(StrEnum):
 
 
 class PreCopy(Value):
-    """A planned change whose units are sent ahead, while the present generation goes on training.
+    """A planned change whose units are pre-copied, while the present generation goes on training.
 
     The change is ``slots`` of ``plan``. ``moves`` are the units that a receiver lacks there, each with a member that
-    holds it and sends it; ``following``, by receiver, those that it has and keeps at the decided version.
+    holds it and sends it; ``synced``, by receiver, those that it has and keeps at the decided version.
     ``failed``: receivers that some units will not reach. Nobody ever waits for any of it but a boundary that puts the
     change off: ``until_s`` at the latest. ``limit_s``: for which a stream may be silent.
     """
@@ -249,7 +248,7 @@ class PreCopy(Value):
     plan: Plan
     slots: tuple[Slot, ...]
     moves: tuple[PreCopyMove, ...]
-    following: dict[WorkerId, frozenset[UnitId]] = Field(default_factory=dict)
+    synced: dict[WorkerId, frozenset[UnitId]] = Field(default_factory=dict)
     failed: frozenset[WorkerId] = frozenset()
     until_s: float
     limit_s: float
@@ -260,15 +259,15 @@ class PreCopy(Value):
         return tuple(dict.fromkeys(worker for move in self.moves for worker in (move.sender, move.receiver)))
 
     @property
-    def num_following(self) -> int:
+    def num_synced(self) -> int:
         """Units that have arrived, of all receivers."""
-        return sum(len(units) for units in self.following.values())
+        return sum(len(units) for units in self.synced.values())
 
     @property
     def settled(self) -> bool:
         """Whether every unit has arrived, or will not."""
         return all(
-            move.receiver in self.failed or move.unit in self.following.get(move.receiver, ()) for move in self.moves
+            move.receiver in self.failed or move.unit in self.synced.get(move.receiver, ()) for move in self.moves
         )
 
 
@@ -278,7 +277,7 @@ class Waits(Value):
     first_feasible_s: float | None = Field(default=None, description="when a plan first fitted, before the first shape")
     waiting_since_s: float | None = Field(default=None, description="for VMs, before the start or with too few")
     hold_until_s: float | None = None
-    torn: dict[str, float] = Field(
+    partly_lost: dict[str, float] = Field(
         default_factory=dict, description="VMs that lost a worker: until when its other workers may follow"
     )
     join_since_s: float | None = Field(default=None, description="since when a better shape could be formed")
@@ -319,8 +318,8 @@ class ControllerState(Value):
     waits: Waits = Waits()
     provisioning: Provisioning = Provisioning()
     measured: Measured = Measured()
-    ahead: PreCopy | None = Field(default=None, description="sent ahead now; gone with the generation, or a party")
-    num_ahead: int = 0
+    pre_copy: PreCopy | None = Field(default=None, description="pre-copied now; gone with the generation, or a party")
+    num_pre_copies: int = 0
     evaluation: EvaluationSize | None = Field(default=None, description="of the job, as its workers say")
     failing: Failing | None = Field(default=None, description="the last error inside a worker")
     stop_reason: str | None = None

@@ -18,7 +18,7 @@ WITHOUT_ORDERS = (Phase.STARTING, Phase.WAITING, Phase.HOLDING, Phase.SEALING, P
 WITH_ORDERS = (Phase.RESHAPING, Phase.TRAINING, Phase.ABORTING)
 SHAPED = (Phase.RESHAPING, Phase.TRAINING)
 UNSHAPED = (Phase.STARTING, Phase.WAITING, Phase.HOLDING, Phase.RESTING)
-AHEAD = (Phase.TRAINING, Phase.COMMITTING, Phase.SEALING, Phase.ENDED)
+PRE_COPY_PHASES = (Phase.TRAINING, Phase.COMMITTING, Phase.SEALING, Phase.ENDED)
 LIVING = (NodeState.WARMING, NodeState.READY, NodeState.SUSPECT, NodeState.DRAINING)
 
 
@@ -106,22 +106,24 @@ def _leaving(state: ControllerState) -> bool:
 
 def _granted(state: ControllerState) -> bool:
     granted = [node for request in state.provisioning.requests.values() for node in request.granted]
-    return len(granted) == len(set(granted)) and _strangers(state, granted)
+    return len(granted) == len(set(granted)) and _unknown(state, granted)
 
 
-def _strangers(state: ControllerState, nodes: Iterable[str]) -> bool:
+def _unknown(state: ControllerState, nodes: Iterable[str]) -> bool:
     return state.workers.keys().isdisjoint(nodes)
 
 
-def _ahead(state: ControllerState) -> bool:
-    ahead = state.ahead
-    return ahead is None or (
-        state.phase in AHEAD and ahead.number <= state.num_ahead and set(ahead.parties) <= state.workers.keys()
+def _pre_copy(state: ControllerState) -> bool:
+    pre_copy = state.pre_copy
+    return pre_copy is None or (
+        state.phase in PRE_COPY_PHASES
+        and pre_copy.number <= state.num_pre_copies
+        and set(pre_copy.parties) <= state.workers.keys()
     )
 
 
 def _moves(state: ControllerState) -> bool:
-    if state.ahead is None or state.phase is not Phase.TRAINING:
+    if state.pre_copy is None or state.phase is not Phase.TRAINING:
         return True
     workers = state.workers
     follows = () if state.reshape is None else state.reshape.follows
@@ -129,7 +131,7 @@ def _moves(state: ControllerState) -> bool:
     return all(
         (move.unit in workers[move.sender].holds or (move.sender, move.unit) in kept)
         and (move.unit not in workers[move.receiver].holds or (move.receiver, move.unit) in kept)
-        for move in state.ahead.moves
+        for move in state.pre_copy.moves
     )
 
 
@@ -210,9 +212,9 @@ INVARIANTS: dict[str, Callable[[ControllerState], bool]] = {
         request.count or request.granted for request in state.provisioning.requests.values()
     ),
     "a node boots for one request, and is not up": _granted,
-    "a notice is kept of nodes that are not up": lambda state: _strangers(state, state.provisioning.kept_notices),
-    # units sent ahead
-    "units are sent ahead while training, under their number, by known workers": _ahead,
-    "units are sent ahead by who holds them to who lacks them": _moves,
+    "a notice is kept of nodes that are not up": lambda state: _unknown(state, state.provisioning.kept_notices),
+    # pre-copied units
+    "units are pre-copied while training, under their number, by known workers": _pre_copy,
+    "units are pre-copied by who holds them to who lacks them": _moves,
 }
 """What should hold, and whether it does."""

@@ -17,7 +17,7 @@ LIFE = datetime.timedelta(days=30)
 """A VM gets another one each time its node starts."""
 
 
-class Asked(Value):
+class CertificateRequest(Value):
     """What a node wants to be signed."""
 
     node: str = Field(pattern=r"^[a-z0-9-]{1,64}$")
@@ -52,15 +52,15 @@ class EnrolmentDesk:
         Raises:
             ValidationError: it asks in another form.
         """
-        asked = Asked.model_validate({"node": node, "request": request})
+        requested = CertificateRequest.model_validate({"node": node, "request": request})
         try:
-            certificate = self._certificate(asked, address)
+            certificate = self._certificate(requested, address)
         except RequestRefused as refusal:
             self._event_queue.put(Fact(name="enrolment_refused", detail=f"{node}: {refusal}"))
             return {"refused": str(refusal)}
         self._event_queue.put(Fact(name="node_enrolled", detail=f"{node} at {address}"))
         return {"certificate": certificate}
 
-    def _certificate(self, asked: Asked, address: str) -> str:
-        key = requested_key(asked.request, asked.node, address)
-        return self._authority.certify(key, asked.node, address, LIFE, self._moment()).decode()
+    def _certificate(self, requested: CertificateRequest, address: str) -> str:
+        key = requested_key(requested.request, requested.node, address)
+        return self._authority.certify(key, requested.node, address, LIFE, self._moment()).decode()

@@ -22,7 +22,7 @@ from manager.engine.loop.worker_pool import Line
 from morph.link.authority import authority_of, credential_of
 from morph.link.caller import LIVENESS, ROLES, TALK, bounded
 from morph.link.home import Home
-from morph.link.listener import BACKLOG, HELLO_TIMEOUT_S, LOOK_EVERY_S, MOST_KNOWN, PAUSE_S, Strangers
+from morph.link.listener import BACKLOG, HELLO_TIMEOUT_S, LOOK_EVERY_S, MOST_KNOWN, PAUSE_S, PendingCallers
 from morph.link.session import WELCOME, facts_of
 from morph.link.wire import CHUNK_BYTES, Wire
 
@@ -117,7 +117,7 @@ class LinkServer:
     def __init__(self, entrance: Entrance, events: LinkEvents) -> None:
         self._entrance, self._events = entrance, events
         self._credential = credential_of(entrance.secret)
-        self._strangers = Strangers()
+        self._pending = PendingCallers()
         self._known: dict[tuple[str, str], _Caller] = {}
         self._callers: set[_Caller] = set()
         self._blocked: deque[_Caller] = deque()
@@ -155,7 +155,7 @@ class LinkServer:
     def _run(self) -> None:
         while not self._over.is_set():
             ready = self._selector.select(LOOK_EVERY_S)
-            self._strangers.expire(HELLO_TIMEOUT_S)
+            self._pending.expire(HELLO_TIMEOUT_S)
             for key, events in ready:
                 if self._over.is_set():
                     return
@@ -180,14 +180,14 @@ class LinkServer:
                 connection, address = self._entrance.listening.accept()
             except (BlockingIOError, ConnectionError):
                 return
-            except OSError as error:  # no descriptor is left, mostly: strangers go first
+            except OSError as error:  # no descriptor is left, mostly: pending callers go first
                 log.warning("no worker can be let in: %s", error)
-                self._strangers.send_oldest_away()
+                self._pending.send_oldest_away()
                 time.sleep(PAUSE_S)
                 return
             caller = _Caller(connection, Wire(self._credential, listens=True), self)
             self._callers.add(caller)
-            self._strangers.add(caller, str(address[0]), caller.hang_up)
+            self._pending.add(caller, str(address[0]), caller.hang_up)
             try:
                 bounded(connection)
                 connection.setblocking(False)
@@ -237,7 +237,7 @@ class LinkServer:
         worker, role = facts_of(message, 2)
         if role not in ROLES or not worker or worker != caller.wire.other_name:
             raise ConnectionError("it is not the worker that it says it is")
-        if not self._strangers.remove(caller) or len(self._known) >= len(ROLES) * MOST_KNOWN:
+        if not self._pending.remove(caller) or len(self._known) >= len(ROLES) * MOST_KNOWN:
             raise ConnectionError("it took too long, or too many are here")
         with caller.lock:
             caller.write(caller.wire.put(WELCOME))
@@ -251,7 +251,7 @@ class LinkServer:
 
     def _end(self, caller: _Caller) -> None:
         self._callers.discard(caller)
-        self._strangers.remove(caller)
+        self._pending.remove(caller)
         if self._known.get((caller.worker, caller.role)) is caller:
             del self._known[caller.worker, caller.role]
         with suppress(KeyError, ValueError):

@@ -47,10 +47,10 @@ class TraceReplayer:
         self._thread.start()
 
     def resume(
-        self, up: Collection[str], appeared: Collection[str], asked: Mapping[str, str] = MappingProxyType({})
+        self, up: Collection[str], appeared: Collection[str], requested: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         """Before ``start``, and after another manager: take over the VMs of what it played; see ``VmFleet.adopt``."""
-        self.fleet.adopt([(event, self._usd_per_h(event)) for event in self._played], up, appeared, asked)
+        self.fleet.adopt([(event, self._usd_per_h(event)) for event in self._played], up, appeared, requested)
 
     def start_clock(self) -> None:
         """Let the trace's time run. Calling it again changes nothing."""

@@ -1,4 +1,4 @@
-"""The local VMs of a run: asked for, booted several at a time, revoked without warning."""
+"""The local VMs of a run: requested, booted several at a time, revoked without warning."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class VmHost(Protocol):
 class VmFleet:
     """Boots VMs from threads of its own; ``request`` and ``revoke`` return at once, from any thread.
 
-    A node that is asked for again after its revocation gets a new VM id (``name.2``): it is another machine. A notice
+    A node that is requested again after its revocation gets a new VM id (``name.2``): it is another machine. A notice
     of a VM that is not up yet is given when it is.
     """
 
@@ -50,7 +50,7 @@ class VmFleet:
         self._told: set[str] = set()
         self._taken_s: dict[str, float] = {}
         self._said: dict[str, tuple[NodeFacts, Paid | None]] = {}
-        self._asked: dict[str, str] = {}
+        self._requests: dict[str, str] = {}
         self._lock = threading.Lock()
         for _ in range(host.boots_at_once):
             threading.Thread(target=self._boot_loop, name="morph-vm-boot", daemon=True).start()
@@ -60,16 +60,16 @@ class VmFleet:
         played: Iterable[tuple[TraceEvent, float | None]],
         up: Collection[str],
         appeared: Collection[str],
-        asked: Mapping[str, str] = MappingProxyType({}),
+        requested: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Go on after another manager, which asked for and revoked these.
+        """Go on after another manager, which requested and revoked these.
 
         Args:
             played: In order, each with what such a VM cost then, in dollars an hour.
             up: VMs that are up now. One that was revoked already is killed.
             appeared: VMs of which the controller was told. One of the others that is up is told of now; one that is
-                not is asked for again.
-            asked: VMs besides those of ``played``, each with the request that it answers.
+                not is requested again.
+            requested: VMs besides those of ``played``, each with the request that it answers.
         """
         with self._lock:
             for event, usd_per_h in played:
@@ -77,8 +77,8 @@ class VmFleet:
                     self._want(event.node_id, event.zone, event.instance_type, usd_per_h)
                 else:
                     self._wanted.pop(event.node_id, None)
-            for node, request in asked.items():
-                self._asked[self._want(node)] = request
+            for node, request in requested.items():
+                self._requests[self._want(node)] = request
             wanted = set(self._wanted.values())
             self._up |= wanted & set(up)
             self._told |= wanted & set(appeared)
@@ -103,7 +103,7 @@ class VmFleet:
         with self._lock:
             vm = self._want(node, zone, instance_type, usd_per_h)
             if answers is not None:
-                self._asked[vm] = answers
+                self._requests[vm] = answers
         self._event_queue.put(Fact(name="vm_requested", worker=vm, detail=zone))
         self._boots.put(vm)
         return vm
@@ -156,7 +156,7 @@ class VmFleet:
 
     @property
     def booting(self) -> bool:
-        """Whether a VM that was asked for is not up yet."""
+        """Whether a VM that was requested is not up yet."""
         with self._lock:
             return bool(set(self._wanted.values()) - self._up - self._failed)
 
@@ -180,7 +180,7 @@ class VmFleet:
     def _appear(self, vm: str) -> None:
         with self._lock:  # so that no notice comes before
             facts, paid = self._said[vm]
-            self._event_queue.put(NodeAppeared(node=vm, request=self._asked.get(vm), facts=facts, paid=paid))
+            self._event_queue.put(NodeAppeared(node=vm, request=self._requests.get(vm), facts=facts, paid=paid))
             self._event_queue.put(Fact(name=VM_UP, worker=vm))
             self._told.add(vm)
             if vm in self._taken_s:

@@ -54,7 +54,7 @@ class CheckpointStore:
         self._do(self._find)
 
     def close(self) -> None:
-        """Wait until what was asked for is done; gives up after ``CLOSE_TIMEOUT_S``. Safe to call twice."""
+        """Wait until what was requested is done; gives up after ``CLOSE_TIMEOUT_S``. Safe to call twice."""
         if self._thread is not None:
             self._wanted.put(None)
             self._thread.join(CLOSE_TIMEOUT_S)

@@ -66,8 +66,8 @@ class Pool(Protocol):
     def abort(self, worker: str, generation: int) -> None:
         """Abort a generation on a worker."""
 
-    def ahead(self, worker: str, order: PreCopyOrder) -> None:
-        """Tell a worker what to send ahead, or to expect."""
+    def pre_copy(self, worker: str, order: PreCopyOrder) -> None:
+        """Tell a worker what to pre-copy, or to expect."""
 
     def end(self, worker: str) -> None:
         """Kill a worker."""
@@ -228,8 +228,8 @@ class Driver:
                 self._pool.commit(worker, commit)
             case Abort(worker=worker, generation=generation):
                 self._pool.abort(worker, generation)
-            case SendPreCopy(worker=worker, order=ahead):
-                self._pool.ahead(worker, ahead)
+            case SendPreCopy(worker=worker, order=pre_copy):
+                self._pool.pre_copy(worker, pre_copy)
             case StartWorker(worker=worker):
                 self._pool.start(worker, vm_of(worker))
             case EndWorker(worker=worker):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,10 +23,38 @@ from manager.controller.state.events import (
     WorkerProbed,
     WorkerTimes,
 )
-from manager.host.clock import RunClock
 from manager.journal.records import Fact
 from morph.contract.messages import Answer, Heartbeat, Probed, WorkerId
 from morph.contract.timeline import MicroBatchTimes
+
+# The clock of a run: seconds as the wall clock said when the run began, counted on by the monotonic clock.
+
+
+class RunClock:
+    """Nobody moves it: neither who sets this machine's clock, nor a manager's death. Wall time is for people alone.
+
+    Args:
+        epoch_s: ``epoch_s`` of the manager that began the session, where its VMs live: this machine was not started
+            anew since, so that both read one monotonic clock. None: a session begins.
+        not_before_s: It begins no earlier, whatever the wall clock says: the journal's last line.
+        wall: Seconds since 1970.
+        monotonic: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        epoch_s: float | None = None,
+        not_before_s: float = 0.0,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._monotonic = monotonic
+        self.epoch_s = max(wall(), not_before_s) - monotonic() if epoch_s is None else epoch_s
+
+    def now_s(self) -> float:
+        """Seconds since 1970, as far as the wall clock was right when the session began."""
+        return self.epoch_s + self._monotonic()
+
 
 _ANSWER: TypeAdapter[Answer | Probed] = TypeAdapter(Answer | Probed)
 

@@ -169,9 +169,9 @@ class WorkerPool:
         """Abort a generation on a worker, beside its running order."""
         self._tell(worker, "abort", generation)
 
-    def ahead(self, worker: str, order: PreCopyOrder) -> None:
-        """Tell a worker what to send ahead, or to expect, beside its running order."""
-        self._tell(worker, "ahead", order)
+    def pre_copy(self, worker: str, order: PreCopyOrder) -> None:
+        """Tell a worker what to pre-copy, or to expect, beside its running order."""
+        self._tell(worker, "pre_copy", order)
 
     def end(self, worker: str) -> None:
         """Kill a worker's process; no event follows."""
@@ -222,10 +222,10 @@ class WorkerPool:
         if handle is None:
             return
         with handle.sending:
-            is_again, handle.line = handle.line not in (None, line), line
+            is_reconnect, handle.line = handle.line not in (None, line), line
             for message in (*handle.told.values(), *handle.unanswered.values()):
                 line.send(message)
-        if is_again and not handle.gone:
+        if is_reconnect and not handle.gone:
             self._event_queue.put(Fact(name="connection_broken", worker=worker, detail="it has a new one"))
 
     def heard(self, worker: str, body: bytes) -> None:

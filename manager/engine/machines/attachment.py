@@ -42,7 +42,7 @@ class Attachment(Value):
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundRun:
     """A run that still lives: a line to the process that owns its VMs, what it has, and what the journal says.
 
     ``appeared``: VMs of which the controller was told. ``moment``: where the trace stood.
@@ -61,7 +61,7 @@ class Found:
         return tuple(self.greeting["vms"])
 
 
-class NothingLives(MorphError):
+class TakeoverFailed(MorphError):
     """There was something to take over, and it cannot be: the sentence says why. Nothing of it is left."""
 
 
@@ -79,7 +79,7 @@ def forget_attachment(run_dir: RunDir) -> None:
     (run_dir.path / ATTACHMENT).unlink(missing_ok=True)
 
 
-def find_living(run_dir: RunDir, command: dict[str, str]) -> Found | None:
+def find_living(run_dir: RunDir, command: dict[str, str]) -> FoundRun | None:
     """Look whether the run's VMs live, and connect to them; None: no manager was killed. Some seconds at most.
 
     Args:
@@ -87,7 +87,7 @@ def find_living(run_dir: RunDir, command: dict[str, str]) -> Found | None:
         command: What the run is to be gone on with; must be what it was started with.
 
     Raises:
-        NothingLives: the VMs are gone, or were ended just now because the journal cannot be read by this version.
+        TakeoverFailed: the VMs are gone, or were ended just now because the journal cannot be read by this version.
         RunDirError: the run lives, and was started with something else; it goes on living for a while.
     """
     path = run_dir.path / ATTACHMENT
@@ -99,7 +99,7 @@ def find_living(run_dir: RunDir, command: dict[str, str]) -> Found | None:
         line, greeting = HostLine.attach(attachment.control_socket, run_dir.path)
     except (RunDirError, ClusterError) as error:
         forget_attachment(run_dir)
-        raise NothingLives(str(error)) from error
+        raise TakeoverFailed(str(error)) from error
     differing = [name for name, value in attachment.command.items() if command.get(name) != value]
     if differing:
         line.close()
@@ -117,8 +117,8 @@ def find_living(run_dir: RunDir, command: dict[str, str]) -> Found | None:
         line.end()
         sweep()
         forget_attachment(run_dir)
-        raise NothingLives(str(error)) from error
-    return Found(attachment, line, greeting, state, appeared, moment)
+        raise TakeoverFailed(str(error)) from error
+    return FoundRun(attachment, line, greeting, state, appeared, moment)
 
 
 def _check_private(control_socket: Path) -> None:

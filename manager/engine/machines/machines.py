@@ -15,7 +15,7 @@ from manager.engine.local_vms.namespaces import HostNetwork, opened_in
 from manager.engine.local_vms.vm_fleet import VmHost
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.loop.worker_pool import Launcher, WorkerPool
-from manager.engine.machines.attachment import Attachment, Found
+from manager.engine.machines.attachment import Attachment, FoundRun
 from manager.engine.machines.store_watch import StartedStore, StoreWatch
 from manager.host.ports import LOOPBACK
 from manager.providers.interface.provider import Provider
@@ -49,7 +49,7 @@ class Provided:
 
 @dataclass(frozen=True)
 class Machines:
-    """VMs that can be asked for and revoked, the workers on them, and how these reach each other.
+    """VMs that can be requested and revoked, the workers on them, and how these reach each other.
 
     ``attachment`` is what a successor needs. ``up``: workers of VMs that another manager left, or that joined since.
     ``provided``: None where VMs are of this machine.
@@ -83,7 +83,7 @@ class Opening:
     outage_timeout_s: float
     patience_s: float
     ending: ExitStack
-    found: Found | None = None
+    found: FoundRun | None = None
 
 
 OpenMachines = Callable[[Opening], Machines]

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from manager.engine.loop.event_queue import EventQueue
-from manager.host.gone import runs
+from manager.host.processes import runs
 from manager.journal.records import Fact
 from morph.contract.errors import ClusterError, ClusterLost
 
 LOOK_EVERY_S = 0.5
-AGAIN_S = 60.0
+RETRY_S = 60.0
 PAUSE_S = 0.2
 CLOSE_TIMEOUT_S = 10.0
 
@@ -70,7 +70,7 @@ class StoreWatch:
         """See that the store lives, once in ``LOOK_EVERY_S``; never blocks.
 
         Raises:
-            ClusterLost: it was gone, and could not be started again within ``AGAIN_S``.
+            ClusterLost: it was gone, and could not be started again within ``RETRY_S``.
         """
         if self._failed is not None:
             raise ClusterLost(f"the rendezvous store is gone and cannot be started again: {self._failed}")
@@ -90,7 +90,7 @@ class StoreWatch:
             self._starting.join(CLOSE_TIMEOUT_S)
 
     def _start(self) -> None:
-        until_s = time.monotonic() + AGAIN_S
+        until_s = time.monotonic() + RETRY_S
         while not self._over.is_set():
             try:
                 self._store.start()

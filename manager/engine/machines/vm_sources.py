@@ -11,13 +11,13 @@ from manager.engine.joining.certificates import Tls
 from manager.engine.joining.joiner import Joiner
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.event_queue import EventQueue
-from manager.engine.machines.attachment import Found
+from manager.engine.machines.attachment import FoundRun
 from manager.engine.machines.machines import Machines, OpenMachines, Processes, Provided
-from manager.engine.machines.provided import Providing, open_provided
+from manager.engine.machines.provider_machines import Providing, open_provided
 from manager.engine.machines.ray_machines import open_ray
 from manager.engine.on_ray.ray_environment import adopt, prepare
+from manager.engine.vms.budget import Spending
 from manager.engine.vms.provisioning import Provisioning
-from manager.engine.vms.spending import Spending
 from manager.engine.vms.vm_registry import Inherited, inherited
 from manager.journal.journal import Journal
 from manager.journal.records import SESSION_OVER, Fact
@@ -32,7 +32,7 @@ PROVIDER_CLOSE_S = 90.0
 
 
 def machines_of(
-    vms: Vms, providing: Providing | None, found: Found | None, run_dir: Path, job_path: str
+    vms: Vms, providing: Providing | None, found: FoundRun | None, run_dir: Path, job_path: str
 ) -> OpenMachines:
     """Return what opens VMs of this kind. ``providing``: how their provider is opened, where one brings them.
 
@@ -58,7 +58,7 @@ def _tls(vms: Vms) -> Tls | None:
 
 
 def provisioning_of(
-    vms: Vms, machines: Machines, fleet: VmFleet, event_queue: EventQueue, spending: Spending, found: Found | None
+    vms: Vms, machines: Machines, fleet: VmFleet, event_queue: EventQueue, spending: Spending, found: FoundRun | None
 ) -> Provisioning:
     """Open what asks for VMs in a run that is to keep a number of them."""
     if machines.provided is not None:

@@ -101,7 +101,7 @@ def _child(request: dict[str, Any], descriptors: list[int], host: socket.socket)
 
 
 def _attend(manager: socket.socket, children: _Children) -> bool:
-    """Do what one manager asks for until it goes; returns whether it asked for the end."""
+    """Do what one manager asks for until it goes; returns whether it requested the end."""
     with manager, contextlib.suppress(OSError):
         tell(manager, children.calls.fileno(), host=os.getpid(), store=children.store, vms=children.living())
         while True:

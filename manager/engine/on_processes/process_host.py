@@ -15,7 +15,7 @@ tells its port; an earlier store ends,
 
 Answers: ``{"pid": ..}`` or ``{"error": ".."}``. Every manager is greeted with ``{"host": pid, "store": pid, "vms":
 {"vm0": pid}}``.
-At ``{"end": true}``, or when no manager comes any more, every child is killed; if no manager asked for that, the
+At ``{"end": true}``, or when no manager comes any more, every child is killed; if no manager requested that, the
 directories and the first manager's network namespaces are removed too.
 """
 

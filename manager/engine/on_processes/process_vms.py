@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from manager.engine.local_vms.host_line import HostLine
+from manager.host.environment import handed_on
 from manager.host.folders import OWN_SOCKET, hold, make_folder
-from manager.host.gone import runs
-from manager.host.handed_on import handed_on
+from manager.host.processes import runs
 from morph.contract.errors import ClusterError, ClusterLost
 from morph.link.home import Home
 

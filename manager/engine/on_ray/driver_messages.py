@@ -36,7 +36,7 @@ class Kill(Value):
 
 
 class Told(Value):
-    """Of one worker: it is placed where there is room for it, it ended, or it must be asked for once more."""
+    """Of one worker: it is placed where there is room for it, it ended, or it must be requested once more."""
 
     kind: Literal["started", "ended", "unreachable"]
     worker: Name

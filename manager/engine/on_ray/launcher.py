@@ -13,7 +13,7 @@ from manager.engine.on_ray.driver_messages import Kill, Start, Told
 from morph.contract.vm_names import vm_of
 from morph.link.home import Home
 
-CALL_AGAIN_S = 0.2
+RETRY_CALL_S = 0.2
 ADOPT_TIMEOUT_S = 15.0
 
 
@@ -27,7 +27,7 @@ class _Started:
 
 
 class RayLauncher:
-    """See ``Launcher``. A worker of which no driver said that it is there is asked for again of the next driver.
+    """See ``Launcher``. A worker of which no driver said that it is there is requested again of the next driver.
 
     One that is there is not: its end is known by its connection, and what it sent may be what ended the driver.
 
@@ -96,7 +96,7 @@ class RayLauncher:
                 del self._workers[told.worker]
             self._changed.notify_all()
         if told.kind == "unreachable":
-            later = threading.Timer(CALL_AGAIN_S, self._ask_for, (told.worker,))
+            later = threading.Timer(RETRY_CALL_S, self._ask_for, (told.worker,))
             later.daemon = True
             later.start()
         elif is_news:

@@ -26,7 +26,7 @@ from manager.engine.local_vms.host_line import HostLine
 from manager.engine.on_ray.driver_line import DriverLine
 from manager.engine.on_ray.ray_environment import environment
 from manager.host.folders import OWN_SOCKET
-from manager.host.gone import runs, session_of, wait_gone
+from manager.host.processes import runs, session_of, wait_gone
 from morph.contract.errors import ClusterError, ClusterLost
 
 log = logging.getLogger(__name__)
@@ -211,11 +211,11 @@ class RayCluster:
         """Take what the process that owns the nodes tells; nothing: it is gone."""
         if "store" in packet or not packet:
             with self._lock:
-                asked, self._store_asked = self._store_asked, None
-            if asked is not None and packet.get("store"):
-                asked.set_result((packet["store"], packet["port"]))
-            elif asked is not None:
-                asked.set_exception(ClusterError(packet.get("error", "the process that owns the VMs ended")))
+                requested, self._store_asked = self._store_asked, None
+            if requested is not None and packet.get("store"):
+                requested.set_result((packet["store"], packet["port"]))
+            elif requested is not None:
+                requested.set_exception(ClusterError(packet.get("error", "the process that owns the VMs ended")))
         if "name" in packet and "error" in packet:
             with self._lock:
                 self._boots.update({packet["name"]: packet["error"]} if packet["name"] in self._boots else {})
@@ -248,14 +248,14 @@ class RayCluster:
         Raises:
             ClusterError: it does not come up within ``STORE_TIMEOUT_S``.
         """
-        line, asked = self._line, Future[tuple[int, int]]()
+        line, requested = self._line, Future[tuple[int, int]]()
         with self._lock:
-            self._store_asked = asked
+            self._store_asked = requested
         try:
             if line is None:
                 raise ClusterError("the cluster is closed")
             line.send({"store": host, "port": port})
-            return asked.result(STORE_TIMEOUT_S)
+            return requested.result(STORE_TIMEOUT_S)
         except TimeoutError as error:
             raise ClusterError(f"the rendezvous store did not start within {STORE_TIMEOUT_S:g} s") from error
         except ClusterError as error:

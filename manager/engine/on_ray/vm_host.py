@@ -7,7 +7,7 @@ ports of its other processes; 0: any free one.
 
 A process of its own, because Ctrl-C in the user's terminal must reach the manager alone. Nodes outlive a manager that
 was killed for ``PATIENCE_S``, in which another may take over. Then, or at ``{"end": true}``, every node is ended; if no
-manager asked for that, the directory is removed. If this process is killed, another one ends its session.
+manager requested that, the directory is removed. If this process is killed, another one ends its session.
 
 Every manager is greeted with that socket and ``{"host": pid, "address": .., "head": [pid, ..], "store": pid, "vms":
 {"vm0": pid}}``: without one of the head's processes there is no cluster, and a VM is its raylet. Requests: ``{"add":
@@ -34,8 +34,8 @@ from typing import Any, Protocol
 import psutil
 
 from manager.engine.local_vms.control_socket import ControlSocket, hear, tell
-from manager.host.gone import wait_gone
 from manager.host.ports import LOOPBACK, VM_RESOURCE, Ports
+from manager.host.processes import wait_gone
 from morph.contract.errors import ClusterError
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
@@ -272,7 +272,7 @@ def _end_children() -> None:
 
 
 def _attend(manager: socket.socket, nodes: _Nodes, control_socket: ControlSocket) -> bool:
-    """Do what one manager asks for until it goes; returns whether it asked for the end."""
+    """Do what one manager asks for until it goes; returns whether it requested the end."""
     with manager, suppress(OSError):
         try:
             nodes.greet(manager)

@@ -1,1 +1,1 @@
-"""VMs of a provider: asked for, paid for, ended."""
+"""VMs of a provider: requested, paid for, ended."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from manager.controller.state.actions import ReleaseNodes, RequestId, RequestNodes
 from manager.controller.state.events import NodeFacts, Paid, RequestRefused, WorkerLost
 from manager.engine.loop.event_queue import EventQueue
-from manager.engine.vms.spending import Spending
+from manager.engine.vms.budget import Spending
 from manager.engine.vms.vm_registry import End, VmRegistry, facts_of, paid
 from manager.host.serial_executor import SerialExecutor
 from manager.journal.records import VM_KILLED, Fact
@@ -288,7 +288,7 @@ class Provisioning:
         return RequestRefused(request=name, cause="error", detail=waited)
 
     def _wait_for_room(self, request: RequestId, why: str, ends: Collection[int]) -> bool:
-        """Wait for the end of VMs that took up room when it was asked for; returns whether some have made room."""
+        """Wait for the end of VMs that took up room when it was requested; returns whether some have made room."""
         if not ends:
             return False
         if names := self._registry.names(ends):

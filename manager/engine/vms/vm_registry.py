@@ -1,4 +1,4 @@
-"""Which VMs are asked for, granted, given up and being ended, and their workers; no provider is called here."""
+"""Which VMs are requested, granted, given up and being ended, and their workers; no provider is called here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from manager.controller.requests.node_requests import request_name
+from manager.controller.node_requests import request_name
 from manager.controller.state.actions import RequestId, RequestNodes
 from manager.controller.state.events import NodeFacts, NodesGranted, Paid, RequestRefused
 from manager.controller.state.state import ControllerState
@@ -24,7 +24,7 @@ class Inherited:
 
 
 def inherited(state: ControllerState, up: Collection[str]) -> Inherited:
-    """Return what was asked for under which request, and is still wanted.
+    """Return what was requested under which request, and is still wanted.
 
     A VM is named after its request, so it is known whether or not its grant was written down before the manager died.
     Wanted are the nodes that the controller knows and that are up, what was granted and is awaited, and what is up of a

@@ -23,7 +23,7 @@ class _Kept(Value):
 class Operations:
     """Tokens by VM name, and the VMs that each request got. Every change is on disk before the call returns.
 
-    Thread-safe: VMs are ended while others are asked for.
+    Thread-safe: VMs are ended while others are requested.
 
     Raises:
         Misconfigured: the file holds something else.

@@ -14,14 +14,14 @@ from manager.providers.azure.spec import AzureSize, AzureSpec
 PRICES_URL = "https://prices.azure.com/api/retail/prices"
 TIMEOUT_S = 20.0
 MAX_PAGES = 10
-AGAIN_S = 600.0
+RETRY_S = 600.0
 """When a list that did not say what a size costs is asked again."""
 
 
 class RetailPrices:
     """The list's prices of a spec's sizes, each remembered. Thread-safe.
 
-    A price that is known stays; one that the list did not say is asked for again after ``AGAIN_S``, so that a list
+    A price that is known stays; one that the list did not say is requested again after ``RETRY_S``, so that a list
     that is not reached holds up a provider's calls once, and not at every look.
 
     Args:
@@ -48,7 +48,7 @@ class RetailPrices:
             if size.name not in self._known and self._clock() >= self._ask_at_s.get(size.name, float("-inf")):
                 usd_per_h = self._find(size.name)
                 if usd_per_h is None:
-                    self._ask_at_s[size.name] = self._clock() + AGAIN_S
+                    self._ask_at_s[size.name] = self._clock() + RETRY_S
                 else:
                     self._known[size.name] = usd_per_h
             return self._known.get(size.name)

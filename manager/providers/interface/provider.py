@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from pydantic import Field
 
-from morph.contract.base import Value
-from morph.contract.errors import MorphError
+from manager.run_dir import VMS, write_in_run_dir
+from morph.contract.base import Value, read_json
+from morph.contract.errors import MorphError, RunDirError
 from morph.contract.vm_names import MAX_DEVICES, workers_of
 from morph.contract.waits import Backoff
 
@@ -59,14 +62,14 @@ class Misconfigured(ProviderError):
     """Something that the user gave is wrong: an account, a name, a right, a lock."""
 
 
-AGAIN = (Throttled, Transient)
+RETRYABLE = (Throttled, Transient)
 """What the same call may mend."""
 
 
 def not_ended(left: Mapping[str, ProviderError]) -> ProviderError:
     """Return the error for what could not be ended, by name: Transient where for one of them another try may help."""
     text = "; ".join(f"{name} is left: {error}" for name, error in sorted(left.items()))
-    again = [error for error in left.values() if isinstance(error, AGAIN)]
+    again = [error for error in left.values() if isinstance(error, RETRYABLE)]
     if not again:
         return Misconfigured(text)
     return Transient(
@@ -136,7 +139,7 @@ class Provider(Protocol):
         """
 
     def list(self) -> tuple[Vm, ...]:
-        """Return every VM of this run that exists or is being made, also those that another manager asked for.
+        """Return every VM of this run that exists or is being made, also those that another manager requested.
 
         Raises:
             ProviderError: which VMs there are is not known.
@@ -224,10 +227,49 @@ def end_all(
         try:
             provider.dismantle()
             return
-        except AGAIN as error:
+        except RETRYABLE as error:
             left_s = until_s - clock()
             if left_s <= 0:
                 raise
             next_s = min(own_s if error.retry_after_s is None else error.retry_after_s, left_s)
             told(f"{error}; again in {next_s:.3g} s")
         pause(next_s)
+
+
+# The name under which a run's VMs are known to their provider: new for each run directory, kept in it.
+
+
+class RunName(Value):
+    """Whose VMs they are. ``num_starts``: how often the run began anew, each time with VMs of its own."""
+
+    schema_version: int = Field(default=1, ge=1, le=1)
+    run: str = Field(pattern=r"^[a-z0-9-]+$")
+    job: str
+    num_starts: int = Field(default=0, ge=0)
+
+    @property
+    def requests(self) -> str:
+        """What the names of requests begin with: no VM of an earlier start has one of these."""
+        return f"{self.run}-{self.num_starts}"
+
+
+def name_of(run_dir: Path, job: str) -> RunName:
+    """Return the run's name, a new one if it has none; writes nothing.
+
+    Raises:
+        RunDirError: the file in the run directory is damaged.
+    """
+    path = run_dir / VMS
+    if path.exists():
+        return read_json(path, RunName, RunDirError)
+    clean = vm_name(job, 0).rsplit("-", 1)[0][:24].strip("-")
+    return RunName(run=f"{clean}-{secrets.token_hex(3)}", job=job)
+
+
+def write_name(run_dir: Path, name: RunName) -> None:
+    """Keep it.
+
+    Raises:
+        RunDirError: it cannot be written.
+    """
+    write_in_run_dir(run_dir / VMS, name.model_dump_json(indent=2) + "\n")

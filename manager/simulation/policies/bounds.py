@@ -8,7 +8,7 @@ from manager.accounting.account import Part
 from manager.simulation.policies.membership import Books, end_of, intervals, nothing_paid
 from manager.simulation.spot.job import SpotJob
 from manager.simulation.spot.outcome import Outcome
-from manager.simulation.spot.until import SpotPrices, Until
+from manager.simulation.spot.run_end import SpotPrices, Until
 from morph.contract.trace import Trace
 
 

@@ -14,7 +14,7 @@ from manager.simulation.policies.membership import ON_DEMAND, end_of, nothing_pa
 from manager.simulation.spot.cluster import SpotCluster
 from manager.simulation.spot.job import SpotJob
 from manager.simulation.spot.outcome import Outcome
-from manager.simulation.spot.until import SpotPrices, Until
+from manager.simulation.spot.run_end import SpotPrices, Until
 from manager.simulation.spot.vms import Acting
 from morph.contract.lives import Recorded, recorded
 from morph.contract.trace import Trace, TraceEvent

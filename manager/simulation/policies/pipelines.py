@@ -22,7 +22,7 @@ from manager.accounting.account import Part
 from manager.simulation.policies.membership import Books, Change, end_of, intervals, nothing_paid
 from manager.simulation.spot.job import RedundantCost, SpotJob
 from manager.simulation.spot.outcome import Outcome
-from manager.simulation.spot.until import SpotPrices, Until
+from manager.simulation.spot.run_end import SpotPrices, Until
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace
 from morph.contract.waits import cheapest_interval_s

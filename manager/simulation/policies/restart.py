@@ -15,7 +15,7 @@ from manager.accounting.account import Part
 from manager.simulation.policies.membership import Books, end_of, intervals, nothing_paid
 from manager.simulation.spot.job import SpotJob
 from manager.simulation.spot.outcome import Outcome
-from manager.simulation.spot.until import SpotPrices, Until
+from manager.simulation.spot.run_end import SpotPrices, Until
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace
 from morph.contract.waits import cheapest_interval_s
@@ -51,7 +51,7 @@ class _Run:
 
     @property
     def done(self) -> bool:
-        """Every step that was asked for."""
+        """Every step that was requested."""
         return self.step >= self.most
 
     def is_told_in_time(self, leads: Sequence[float | None]) -> bool:
@@ -141,8 +141,8 @@ class _Run:
         """The interval between saves that costs least, by the losses so far; never shorter than one takes."""
         num, now_s = self.books.num_losses, self.since_s
         mttp_s = now_s / num if num and now_s else max(3600.0, now_s)
-        again_s = self.job.durations.restart_s + self.job.durations.setup_s
-        return max(cheapest_interval_s(self._stall_s(), mttp_s, again_s), self._durable_s())
+        restart_s = self.job.durations.restart_s + self.job.durations.setup_s
+        return max(cheapest_interval_s(self._stall_s(), mttp_s, restart_s), self._durable_s())
 
     def _save(self, until_s: float) -> None:
         assert self.plan is not None

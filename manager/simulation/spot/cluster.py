@@ -44,8 +44,8 @@ from manager.controller.state.events import (
 )
 from manager.controller.state.state import Decision, Phase, initial_state
 from manager.journal.records import DecisionRecord
+from manager.simulation.spot.fast_forward import passed, steps_alike
 from manager.simulation.spot.job import FINGERPRINT, SpotJob
-from manager.simulation.spot.jumping import passed, steps_alike
 from manager.simulation.spot.outcome import Moment
 from manager.simulation.spot.vms import Acting, Told, Workers
 from morph.contract.messages import Prepared
@@ -230,7 +230,7 @@ class SpotCluster:
         if SendCommit in by_kind:
             self.workers.commit(_of(by_kind, SendCommit))
         if SendPreCopy in by_kind:
-            self.workers.send_ahead(_of(by_kind, SendPreCopy))
+            self.workers.send_pre_copies(_of(by_kind, SendPreCopy))
         if Abort in by_kind:
             self.workers.abort(_of(by_kind, Abort))
         for written in _of(by_kind, WriteManifest):

@@ -23,7 +23,7 @@ class Outcome:
 
     ``steps``: whose result counts at the end. ``examples``: in them; fewer than steps times the batch where a policy
     drops samples. ``lost_steps``: that were run and undone. ``parts_s``: node-seconds by what they went into; they add
-    up to ``vm_s``. ``usd``: None without prices. ``finished``: whether all steps that were asked for are done.
+    up to ``vm_s``. ``usd``: None without prices. ``finished``: whether all steps that were requested are done.
     """
 
     policy: str

@@ -108,19 +108,19 @@ class Workers:
         """A shape is formed: who receives or sends most decides how long it takes."""
         order, times = orders[0].order, self.job.durations
         mini_batch_s, parts_s = order.plan.expected.mini_batch_s, order.plan.expected.parts_s
-        luck = max(0.5, self._random.gauss(1.0, times.spread)) if times.spread else 1.0
+        jitter = max(0.5, self._random.gauss(1.0, times.spread)) if times.spread else 1.0
         compute = ComputeTimes(
-            forward_s=luck * parts_s.get("forward", 0.0 if parts_s else mini_batch_s),
-            recompute_s=luck * parts_s.get("recompute", 0.0),
-            backward_s=luck * parts_s.get("backward", 0.0),
+            forward_s=jitter * parts_s.get("forward", 0.0 if parts_s else mini_batch_s),
+            recompute_s=jitter * parts_s.get("recompute", 0.0),
+            backward_s=jitter * parts_s.get("backward", 0.0),
             reduce_s=0.0,
             wait_s=0.0,
-            step_s=luck * mini_batch_s,
+            step_s=jitter * mini_batch_s,
         )
         self._sums.keep(order.version)
         state_s, received = self._moved(order)
         longest_s = max(state_s.values(), default=0.0)
-        step_s = times.slowness * luck * mini_batch_s + times.order_s + self._shared_s(order)
+        step_s = times.slowness * jitter * mini_batch_s + times.order_s + self._shared_s(order)
         following_s = times.groups_s + longest_s + self._following_s(order)
         self.formed = Formed(order, step_s, compute, self._env.now + following_s)
         like = Reshaped(worker="", generation=order.generation, groups_s=times.groups_s, state_s=0.0, received_bytes=0)
@@ -212,7 +212,7 @@ class Workers:
         workers = tuple(action.worker for action in orders)
         self._env.process(self._answer(self.job.durations.order_s + stall_s, workers, like))
 
-    def send_ahead(self, orders: Iterable[SendPreCopy]) -> None:
+    def send_pre_copies(self, orders: Iterable[SendPreCopy]) -> None:
         """Units travel beside training: each receiver has them once its links and its senders' have carried them."""
         sent: Counter[WorkerId] = Counter()
         wanted: dict[WorkerId, set[UnitId]] = {}

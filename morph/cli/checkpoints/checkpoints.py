@@ -9,12 +9,12 @@ import typer
 from morph.cli.reading.options import JsonOption, StoredArgument
 
 if TYPE_CHECKING:
-    from morph.checkpoint.looking import Look
+    from morph.checkpoint.inspection import VersionStatus
     from morph.contract.checkpoint import Manifest
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from morph.checkpoint.looking import Look
+from morph.checkpoint.inspection import VersionStatus
 from morph.tables import table
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
-def checkpoint_table(url: str, looks: Sequence[Look], now_s: float) -> Table:
+def checkpoint_table(url: str, inspect_versions: Sequence[VersionStatus], now_s: float) -> Table:
     """One row for each version, the newest last; ages are as of ``now_s`` (epoch)."""
     columns = ("where", "state", "version", "kind", "shape", "MiB", "age")
     rows = [
@@ -37,7 +37,7 @@ def checkpoint_table(url: str, looks: Sequence[Look], now_s: float) -> Table:
             f"{look.size_bytes / 2**20:.1f}",
             age_text(look.saved_s, now_s),
         )
-        for look in looks
+        for look in inspect_versions
     ]
     return table(f"checkpoints in {url}", columns, rows, left=2)
 
@@ -79,12 +79,12 @@ def ls_command(source: StoredArgument, as_json: JsonOption = False) -> None:
     import json
     import time
 
-    from manager.run.stored import no_checkpoint, stored_at
-    from morph.checkpoint.looking import looks
+    from manager.run.checkpoint_location import no_checkpoint, stored_at
+    from morph.checkpoint.inspection import inspect_versions
     from morph.tables import wide_console
 
     stored = stored_at(source)
-    found = tuple(looks(stored.url, every_byte=False))
+    found = tuple(inspect_versions(stored.url, every_byte=False))
     if as_json:
         print(json.dumps([look.model_dump(mode="json") for look in found], indent=2))
         return
@@ -105,16 +105,16 @@ def verify_command(
       morph checkpoints verify runs/tiny
       morph checkpoints verify az://container/run --version 40
     """
-    from manager.run.stored import stored_at, unknown_version
-    from morph.checkpoint.looking import State, looks
-    from morph.checkpoint.stored import stored_versions
+    from manager.run.checkpoint_location import stored_at, unknown_version
+    from morph.checkpoint.inspection import State, inspect_versions
+    from morph.checkpoint.versions import stored_versions
 
     stored = stored_at(source)
     known = tuple(entry.version for entry in stored_versions(stored.url))
     if not known or version not in (None, *known):
         raise unknown_version(stored, "--version", version or 0, known)
     states = []
-    for look in looks(stored.url, () if version is None else (version,), every_byte=True):
+    for look in inspect_versions(stored.url, () if version is None else (version,), every_byte=True):
         states.append(look.state)
         print(_told(look), flush=True)
     if State.DAMAGED in states:
@@ -134,9 +134,9 @@ def keep_command(
       morph checkpoints keep runs/tiny 40
       morph checkpoints keep runs/tiny 40 --undo
     """
-    from manager.run.stored import stored_at, unknown_version
+    from manager.run.checkpoint_location import stored_at, unknown_version
     from morph.checkpoint.retention import keep, let_go
-    from morph.checkpoint.stored import stored_versions
+    from morph.checkpoint.versions import stored_versions
 
     stored = stored_at(source)
     known = {entry.version for entry in stored_versions(stored.url) if entry.complete or (undo and entry.kept)}
@@ -167,16 +167,16 @@ def rm_command(
     Example:
       morph checkpoints rm runs/tiny 20 40
     """
-    from manager.run.stored import stored_at, unknown_version
+    from manager.run.checkpoint_location import stored_at, unknown_version
     from manager.run_dir import holder_of
-    from morph.checkpoint.looking import looks
+    from morph.checkpoint.inspection import inspect_versions
     from morph.checkpoint.retention import refusal
     from morph.checkpoint.storage import writing
-    from morph.checkpoint.stored import delete_version
+    from morph.checkpoint.versions import delete_version
     from morph.contract.errors import InputError
 
     stored = stored_at(source)
-    found = tuple(looks(stored.url, every_byte=False))
+    found = tuple(inspect_versions(stored.url, every_byte=False))
     known = tuple(look.version for look in found)
     missing = next((version for version in versions if version not in known), None)
     if missing is not None:
@@ -208,9 +208,9 @@ def copy_command(
     Example:
       morph checkpoints copy runs/tiny az://container/tiny
     """
-    from manager.run.stored import stored_at, target_url, unknown_version, with_newest
-    from morph.checkpoint.copying import copy_version
+    from manager.run.checkpoint_location import stored_at, target_url, unknown_version, with_newest
     from morph.checkpoint.manifest import complete_versions, read_manifest
+    from morph.checkpoint.transfer import copy_version
 
     stored, url = stored_at(source), target_url(target)
 
@@ -231,9 +231,9 @@ def copy_command(
         print(f"version {manifest.version} is in {url} already")
 
 
-def _told(look: Look) -> str:
+def _told(look: VersionStatus) -> str:
     """One line of ``verify``."""
-    from morph.checkpoint.looking import State
+    from morph.checkpoint.inspection import State
 
     kept = ", kept" if look.kept else ""
     size = f"{look.size_bytes / 2**20:.1f} MiB{kept}"

@@ -54,7 +54,7 @@ def check_job(job_path: str, profile: Profile) -> CheckedJob:
     from manager.run.code import CheckedJob
     from morph.contract.job_facts import JobFacts
     from morph.cutting.cache.cut_job import LoadedJob
-    from morph.data.fingerprint import data_facts
+    from morph.data.loader import data_facts
     from morph.jobs.files import held
     from morph.jobs.snapshot import from_elsewhere
     from morph.preflight.checks import users_code
@@ -125,7 +125,7 @@ def _about(job: Job, profile: Profile) -> str | None:
     """What findings depend on besides the job's code; None where its data cannot be read."""
     from morph.contract.errors import JobError
     from morph.contract.job_facts import JobFacts
-    from morph.data.fingerprint import data_facts
+    from morph.data.loader import data_facts
 
     try:
         data = JobFacts(data=data_facts(job))

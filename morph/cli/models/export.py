@@ -13,7 +13,7 @@ from morph.cli.reading.progress import doing
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from manager.run.stored import Stored
+    from manager.run.checkpoint_location import Stored
     from morph.contract.checkpoint import Manifest
     from morph.jobs.job import Job
 
@@ -44,7 +44,7 @@ def export_command(
       morph export runs/tiny tiny.safetensors
       morph export az://container/run tiny.safetensors --job my_job.py:job
     """
-    from manager.run.stored import no_checkpoint, stored_at, unknown_version, with_newest
+    from manager.run.checkpoint_location import no_checkpoint, stored_at, unknown_version, with_newest
     from morph.contract.errors import InputError
 
     stored = stored_at(source)

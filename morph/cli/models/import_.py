@@ -37,7 +37,7 @@ def import_command(
     from morph.contract.errors import JobError, RunDirError
     from morph.cutting import cut, export_job
     from morph.jobs.job import load_job
-    from morph.runtime.state.initial_checkpoint import write_initial_checkpoint
+    from morph.runtime.state.checkpoint_writer import write_initial_checkpoint
     from morph.runtime.state.model_state import ImportedParameters
 
     target = run_dir.resolve()

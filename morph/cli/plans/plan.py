@@ -102,7 +102,7 @@ def plan_command(
     """
     from morph.contract.profile import load_profile
     from simulator import plan
-    from simulator.inputs.node_types import of_node_type
+    from simulator.inputs.conditions import of_node_type
 
     for path in (output, csv, png):
         if path is not None:

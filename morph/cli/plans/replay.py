@@ -94,7 +94,7 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
     """
     from manager.simulation.replay import Replay, advice, frame_of, policies_of
     from manager.simulation.spot.job import Durations, OneVmJob, SpotJob, job_from_profile, with_redundant_costs
-    from manager.simulation.spot.until import SpotPrices, Until, most_vms
+    from manager.simulation.spot.run_end import SpotPrices, Until, most_vms
     from morph.contract.cluster import ClusterConfig
     from morph.contract.profile import load_profile
     from simulator import PlanRequest

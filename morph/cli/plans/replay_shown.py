@@ -19,7 +19,7 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def by_policy(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """Outcomes by policy, in the order in which they were asked for."""
+    """Outcomes by policy, in the order in which they were requested."""
     found: dict[str, list[Outcome]] = {}
     for one in outcomes:
         found.setdefault(one.policy, []).append(one)

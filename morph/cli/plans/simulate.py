@@ -74,7 +74,7 @@ def simulate_command(
     """
     from morph.contract.profile import load_profile
     from simulator import simulate
-    from simulator.inputs.node_types import of_node_type
+    from simulator.inputs.conditions import of_node_type
     from simulator.search.planner import advice
 
     if png is not None:

@@ -102,7 +102,7 @@ def convert_command(
       morph trace convert us-east-2b_v100_1.json us-west-2a_v100_1.json --from-h 24 --hours 48 -o v100.csv
     """
     from morph.contract.trace import write_trace
-    from simulator.traces.importing import part_of
+    from simulator.traces.importers import part_of
 
     check_output(output, ConfigError)
     trace = read_traces(traces, zone, instance_type, seed)

@@ -35,7 +35,7 @@ def read_traces(
         TraceError: naming file and line.
     """
     from morph.contract.trace import UNKNOWN
-    from simulator.traces.importing import Place, import_trace, merged, name_of
+    from simulator.traces.importers import Place, import_trace, merged, name_of
 
     place = Place(zone or UNKNOWN, instance_type or UNKNOWN)
     return merged([(name_of(path), import_trace(path, place, seed)) for path in paths])

@@ -85,7 +85,7 @@ def refine_command(
     Example:
       morph profile refine runs/tiny -o profile.json
     """
-    from manager.report.reading import read_report
+    from manager.report.journal_reader import read_report
     from manager.run.request import kept_request
     from manager.run_dir import read_facts
     from morph.contract.errors import ProfileError, RunDirError

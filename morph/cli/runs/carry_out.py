@@ -14,12 +14,12 @@ from manager.controller.state.actions import Finish
 from manager.dashboard.server import serving
 from manager.engine.loop.driver import Observer
 from manager.host.signals import STOPPED_BY_COMMAND
+from manager.report.journal_reader import read_timelines
 from manager.report.live import LiveRun
 from manager.report.summary import summarise
-from manager.report.timelines import read_timelines
 from manager.report.values import RunReport
 from manager.run.code import CheckedJob
-from manager.run.managed import managed_run
+from manager.run.managed_run import managed_run
 from manager.run.request import IfChanged, RunRequest
 from manager.run.resolution import prepare
 from manager.run_dir import as_its_folder
@@ -51,7 +51,7 @@ class Shown:
 
 
 def carry_out(request: RunRequest, run_dir: Path | None, shown: Shown, if_changed: IfChanged) -> None:
-    """Do what ``morph run`` was asked for; ``run_dir``: instead of the job's own. Ends in the command's exit code."""
+    """Do what ``morph run`` was requested; ``run_dir``: instead of the job's own. Ends in the command's exit code."""
     with doing_if_long("reading the job's files"):
         run = prepare(request, run_dir)
         check_device(run.cluster, str(run.request.cluster))

@@ -57,7 +57,7 @@ def reconcile_command(file: CloudFile, run: RunOption, job: JobOption) -> None:
     Example:
       morph cloud reconcile configs/clouds/azure.yaml --run my-run --job my-job
     """
-    from manager.providers.interface.provider import AGAIN, ProviderError
+    from manager.providers.interface.provider import RETRYABLE, ProviderError
     from morph.contract.errors import ClusterError
     from morph.yaml_files import read_yaml
 
@@ -69,7 +69,9 @@ def reconcile_command(file: CloudFile, run: RunOption, job: JobOption) -> None:
             else _end_on_azure(file, run, job)
         )
     except ProviderError as error:
-        raise ClusterError(f"{error}; the same command goes on" if isinstance(error, AGAIN) else str(error)) from error
+        raise ClusterError(
+            f"{error}; the same command goes on" if isinstance(error, RETRYABLE) else str(error)
+        ) from error
     for vm in ended:
         print(f"ended {vm.name} ({vm.request}, {vm.size}, zone {vm.zone})")
     print(f"{counted(len(ended), 'VM')} of {run} {'was' if len(ended) == 1 else 'were'} there; none is left")
@@ -82,7 +84,7 @@ def _end_on_azure(file: Path, run: str, job: str) -> tuple[Vm, ...]:
 
     spec = load_yaml(file, AzureSpec)
     try:
-        from manager.providers.azure.ending import end_run
+        from manager.providers.azure.termination import end_run
     except ImportError as error:
         raise ConfigError(
             "needs more packages: pip install -e '.[azure]' in the clone of Morph", source=str(file)

@@ -53,9 +53,9 @@ def demo_command(
     doing("loading PyTorch and the simulator")
     from calibrate import calibrate
     from manager.report.picture import draw_run
-    from manager.run.managed import managed_run
+    from manager.run.inputs import PreparedRun
+    from manager.run.managed_run import managed_run
     from manager.run.preparation import memory_of
-    from manager.run.prepared import PreparedRun
     from manager.run.request import RunRequest
     from manager.run_dir import read_facts
     from morph.cli.models.checks import check_job
@@ -177,9 +177,9 @@ def _clear(out: Path) -> None:
     known = {"profile.json", "trace.csv", "run", "reference"}
     try:
         out.mkdir(parents=True, exist_ok=True)
-        strangers = sorted(entry.name for entry in out.iterdir() if entry.name not in known)
-        if strangers:
-            raise RunDirError(f"holds files that no demo made ({strangers[0]})", source=str(out))
+        foreign = sorted(entry.name for entry in out.iterdir() if entry.name not in known)
+        if foreign:
+            raise RunDirError(f"holds files that no demo made ({foreign[0]})", source=str(out))
         for name in ("run", "reference"):
             shutil.rmtree(out / name, ignore_errors=True)
     except OSError as error:

@@ -80,7 +80,7 @@ def inject_command(
       morph inject runs/tiny --trace trace.csv --notice 0s --min-vms 2
       morph inject runs/tiny --vm tiny-gpt-1-3
     """
-    from manager.engine.machines.preempting import Asked
+    from manager.engine.machines.preemption import PreemptionRequest
     from manager.injection.injector import Injection, first_answer, inject, lines_of, planned_line
     from manager.run.preparation import from_its_first_event
     from manager.run_dir import read_facts
@@ -117,7 +117,7 @@ def inject_command(
             for line in lines_of(answer, injection):
                 told(line)
         elif dry_run:
-            answer = first_answer(run_dir, Asked(), told)
+            answer = first_answer(run_dir, PreemptionRequest(), told)
             for taken in lives(answer.now_s).between(answer.vms, answer.now_s, math.inf):
                 told(planned_line(taken, answer.now_s))
         else:

@@ -33,7 +33,7 @@ def spot_run_command(
     from manager.host.folders import make_folder, remove
     from manager.run.cloud import check_storage, check_url
     from manager.run.resolution import load_cloud
-    from manager.spot.opening import open_local, open_provided
+    from manager.spot.factory import open_local, open_provided
     from manager.spot.spec import SpotJob, lives_of
     from morph.elastic.launcher import interrupted_once
     from morph.yaml_files import load_cluster, load_yaml

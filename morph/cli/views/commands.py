@@ -35,7 +35,7 @@ def status_command(
       morph status runs/tiny
       morph status runs/tiny --json | jq .version
     """
-    from manager.report.reading import read_report
+    from manager.report.journal_reader import read_report
     from manager.report.summary import summarise
     from manager.run_dir import read_facts
 
@@ -110,8 +110,8 @@ def report_command(
       morph report runs/tiny --price 0.9 --on-demand-price 3.06
     """
     from manager.accounting.spent import no_price, prices_of
+    from manager.report.journal_reader import read_report
     from manager.report.page import report_page
-    from manager.report.reading import read_report
     from manager.run_dir import as_its_folder, read_facts
 
     for option, given in (("--price", price), ("--on-demand-price", on_demand_price)):

@@ -41,8 +41,8 @@ def history_command(
     from manager.history.database import forget_lives, history_path, kept_lives
     from manager.history.estimate import INTERVAL, kinds
 
-    asked = {"provider": provider, "size": size, "region": region, "zone": zone}
-    kind = {name: value for name, value in asked.items() if value is not None}
+    requested = {"provider": provider, "size": size, "region": region, "zone": zone}
+    kind = {name: value for name, value in requested.items() if value is not None}
     path = history_path()
     if forget:
         if not kind:

@@ -40,7 +40,7 @@ def timeline_command(
     """
     from rich.console import Console
 
-    from manager.report.timelines import read_timelines
+    from manager.report.journal_reader import read_timelines
     from manager.run_dir import read_facts
     from morph.runtime.step.timeline import write_trace
     from morph.tables import table
@@ -75,7 +75,7 @@ def timeline_command(
     title = f"Step {first.step}: {first.shape.replace('x', ' x ')}, {first.schedule} schedule"
     console.print(table(title, columns, rows, light=True))
     if png is not None:
-        from manager.report.timeline_picture import draw_measured
+        from manager.report.picture import draw_measured
 
         draw_measured(timelines, replica, png)
         console.print(f"Drew {png}.")
@@ -89,8 +89,8 @@ def _show_morph(run_dir: Path, number: int, path: Path | None) -> None:
     import json
 
     from manager.journal.journal import Journal
+    from manager.report.journal_reader import report_of
     from manager.report.morph_trace import chrome_trace, morph_trace
-    from manager.report.reading import report_of
     from manager.run_dir import JOURNAL
     from morph.tables import table, wide_console
 

@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from morph.cutting.deferred_init.construct import LazyTensors
 from morph.cutting.deferred_init.recordable import TRUNCATED
 from morph.cutting.deferred_init.tape import Operation, Tape, TensorRef
-from morph.cutting.exporting.exported import ExportedJob, GraphJob, InitialState
+from morph.cutting.exporting.exported_job import ExportedJob, GraphJob, InitialState
 from morph.cutting.exporting.functional import WRITTEN
 from morph.cutting.sections.section import BoundaryTensor, CutModel, ParameterUnit, Section
 

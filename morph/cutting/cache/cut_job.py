@@ -17,7 +17,7 @@ from morph.contract.errors import JobError
 from morph.contract.messages import MOST_CUT_BYTES, HandedCut
 from morph.cutting.cache.artefact import CannotKeep, Entry, read_entry, write_entry
 from morph.cutting.cache.key import content_key, loaded
-from morph.cutting.exporting.exported import ExportedJob, InitialState
+from morph.cutting.exporting.exported_job import ExportedJob, InitialState
 from morph.cutting.sections.section import CutModel
 from morph.cutting.source.reads import Reads
 from morph.jobs.files import held

@@ -12,7 +12,7 @@ from morph.contract.errors import JobError
 from morph.cutting.cuts.analysis import Analysis, analyse
 from morph.cutting.cuts.blocks import find_blocks
 from morph.cutting.cuts.build import BuiltSection, build_section, describe
-from morph.cutting.exporting.exported import ExportedJob, GraphJob, MarkedJob
+from morph.cutting.exporting.exported_job import ExportedJob, GraphJob, MarkedJob
 from morph.cutting.marked.marked_cut import cut_marked
 from morph.cutting.sections.cut_point import CutPoint
 from morph.cutting.sections.positions import MAX_DEFAULT_SECTIONS, Position, choose_positions, default_num_sections
@@ -82,7 +82,7 @@ def cut(exported: ExportedJob, *, num_sections: int | None, micro_batch_size: in
         micro_batch_size: m. Cut positions and fingerprint do not depend on it.
 
     Raises:
-        JobError: the graph has fewer places to cut than asked for.
+        JobError: the graph has fewer places to cut than requested.
         ExportError: a size in the graph depends on data, or a value goes past a mark.
     """
     if isinstance(exported, MarkedJob):

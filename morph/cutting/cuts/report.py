@@ -9,7 +9,7 @@ from math import prod
 from morph.contract.messages import WEIGHT
 from morph.cutting.cuts.analysis import REFERENCE_SAMPLES, analyse
 from morph.cutting.cuts.cost import RECURRENT
-from morph.cutting.exporting.exported import ExportedJob, GraphJob, MarkedJob
+from morph.cutting.exporting.exported_job import ExportedJob, GraphJob, MarkedJob
 from morph.cutting.sections.section import CutModel, Section
 from morph.cutting.source.locate import node_line
 

@@ -1,4 +1,4 @@
-"""Build the user's model without memory for its weights, and make single tensors of it when they are asked for."""
+"""Build the user's model without memory for its weights, and make single tensors of it when they are requested."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Named tensors on CPU, as they are now; one of a recorded constructor is made anew each time it is asked for.
+    """Named tensors on CPU, as they are now; one of a recorded constructor is made anew each time it is requested.
 
     Attributes:
         tape: What the constructor did; None when it was really run.

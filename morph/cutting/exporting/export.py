@@ -27,7 +27,7 @@ from morph.cutting.deferred_init.construct import (
 from morph.cutting.deferred_init.recordable import unvalidated_distributions
 from morph.cutting.deferred_init.tape import CannotRecord
 from morph.cutting.exporting.attention_masks import masks_as_untraced
-from morph.cutting.exporting.exported import ExportedJob, GraphJob, MarkedJob, Source
+from morph.cutting.exporting.exported_job import ExportedJob, GraphJob, MarkedJob, Source
 from morph.cutting.exporting.functional import Functional, make_functional
 from morph.cutting.exporting.gradient_hooks import (
     gradients_refused,
@@ -36,7 +36,7 @@ from morph.cutting.exporting.gradient_hooks import (
     refuse_parameter_hooks,
 )
 from morph.cutting.exporting.user_functions import kept_whole, put_back
-from morph.cutting.exporting.written import settle_writes
+from morph.cutting.exporting.written_buffers import settle_writes
 from morph.cutting.sections.cut_point import CutPoint
 from morph.cutting.source.guards import TRANSFORMS, decisive, watched_guards
 from morph.cutting.source.locate import (

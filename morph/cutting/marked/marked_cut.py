@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from morph.contract.errors import ExportError, JobError, MorphError
-from morph.cutting.exporting.exported import MarkedJob
+from morph.cutting.exporting.exported_job import MarkedJob
 from morph.cutting.marked.marked_run import Call, Flops, Mark, MarkedCode, Trial, named, run_whole
 from morph.cutting.sections.cut_point import CutPoint
 from morph.cutting.sections.positions import Position, choose_positions

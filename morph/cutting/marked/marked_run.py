@@ -222,7 +222,7 @@ class MarkedCode:
     """Modules that the latest run called, outermost first, those left out that a border runs through."""
     seeded: Mapping[Call, int] = field(default_factory=dict)
     """Marks behind which the trial seeds random numbers anew, with what: sections in front draw others."""
-    strangers: frozenset[str] = frozenset()
+    foreign: frozenset[str] = frozenset()
     """Modules with parameters that the section does not hold, for the trial did not come to them in it."""
     _border_shape: tuple[int, ...] | None = None
 
@@ -230,7 +230,7 @@ class MarkedCode:
         """Let go of the tensors of the trial; what it did not show is refused from now on."""
         given = {f"model.{name}" for name in self.names}
         held = {id(p) for name, p in self.whole.named_parameters(remove_duplicate=False) if name in given}
-        self.strangers = frozenset(name for name, module in self.whole.named_modules() if _lacks(module, held))
+        self.foreign = frozenset(name for name, module in self.whole.named_modules() if _lacks(module, held))
         self._border_shape = None if self.end is None else tuple(self.end.value.shape)
         self.seeded = {}
         self.entry = None if self.entry is None else replace(self.entry, value=None)
@@ -309,7 +309,7 @@ class _Walk:
             raise _Reached(args[0])
         if not any(mark is not None and call in mark.enclosing for mark in (entry, end)):
             self._code.called.append(name)
-            if name in self._code.strangers:
+            if name in self._code.foreign:
                 raise JobError(
                     "the section does not hold this module's parameters: with the first samples the forward did not "
                     "come to it here",

@@ -86,7 +86,7 @@ class Section:
         buffers: Buffers it reads that some section writes.
         writes: Those of them that it writes.
         constants: Constants it reads (other buffers, frozen parameters), by their names in ``constant_values``.
-        constant_values: Makes a constant when it is asked for.
+        constant_values: Makes a constant when it is requested.
         source: Line of code, ``file:line``, that the section begins with, outside torch.
         cost: Estimated compute, in the unit of its neighbours.
         num_replicated: Cheap operations that it computes for itself although other sections do too.

@@ -24,7 +24,7 @@ from morph.contract.errors import JobError
 from morph.cutting.deferred_init.tape import Tape, written_tensors
 from morph.cutting.source.guards import line_in_loss
 from morph.cutting.source.locate import definition_line, forward_line
-from morph.cutting.trial_run.kept_state import NUMPY, PYTHON, KeptState, changed
+from morph.cutting.trial_run.python_state import NUMPY, PYTHON, KeptState, changed
 from morph.jobs.job import Job
 
 _WHY = "a trace keeps one value forever, and every worker has its own"

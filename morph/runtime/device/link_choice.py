@@ -24,9 +24,11 @@ from morph.contract.messages import WorkerSetup
 from morph.runtime.device.devices import CudaDevice
 from morph.runtime.device.links import Link
 from morph.runtime.device.mailboxes import LinkEnd, Mailbox, MailRoom, ReceivingEnd, SendingEnd
+from morph.runtime.device.nccl import communicators
 from morph.runtime.device.rings import told_facts
 from morph.runtime.groups.channels import Channel, GroupSet, GroupSpec, first_clause
 from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.groups.topology import Topology
 
 log = logging.getLogger(__name__)
 
@@ -177,3 +179,20 @@ def _room(device: torch.device) -> MailRoom:
 @cache
 def _say_once(text: str) -> None:
     log.warning(text)
+
+
+# What of a generation's groups stays on devices, formed beside the groups themselves.
+
+
+def form_on_devices(
+    setup: WorkerSetup, layout: Topology, groups: GroupSet, interrupt: Interrupt, open_store: Callable[[], Store]
+) -> dict[str, Link]:
+    """Give the groups a worker's rings that stay on devices, and return its links that do, by their groups' names.
+
+    Raises:
+        ConfigError: a setting asks for what these devices or this torch cannot do.
+        GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.call``.
+    """
+    device = torch.device(setup.device)
+    groups.device_rings = communicators(setup.rings, device, layout.rings, setup.worker, interrupt, open_store)
+    return mailboxes(setup, layout.edges, groups, interrupt, open_store)

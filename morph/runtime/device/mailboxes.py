@@ -87,11 +87,11 @@ _LEFT: list[object] = []
 """Mailboxes that were opened on a device that was lost since."""
 
 
-AskedT = TypeVar("AskedT", bound=Begun)
+RequestT = TypeVar("RequestT", bound=Begun)
 
 
-class LinkEnd(ABC, Generic[AskedT]):
-    """See ``Link``: one end, which sends or receives. A thread of its own does what it is asked for, until ``close``.
+class LinkEnd(ABC, Generic[RequestT]):
+    """See ``Link``: one end, which sends or receives. A thread of its own does what it is requested, until ``close``.
 
     The thread waits for the peer through the generation's ``Interrupt``, and for the device without a bound: where that
     hangs the thread is left behind, and goes on when what the device hangs in is aborted.
@@ -99,11 +99,11 @@ class LinkEnd(ABC, Generic[AskedT]):
 
     def __init__(self, forth: Carrier, back: Carrier, interrupt: Interrupt) -> None:
         self._forth, self._back, self._interrupt = forth, back, interrupt
-        self._asked: SimpleQueue[AskedT | None] = SimpleQueue()
+        self._requests: SimpleQueue[RequestT | None] = SimpleQueue()
         self._number = 0
         """Of the next piece."""
         interrupt.at_end(self.close)
-        threading.Thread(target=self._follow, name="morph-mailbox", daemon=True).start()
+        threading.Thread(target=self._work_off, name="morph-mailbox", daemon=True).start()
 
     def send(
         self,
@@ -125,26 +125,26 @@ class LinkEnd(ABC, Generic[AskedT]):
         raise AssertionError("this end sends")
 
     def close(self) -> None:
-        """Let the thread end behind what was asked for; returns at once."""
-        self._asked.put(None)
+        """Let the thread end behind what was requested; returns at once."""
+        self._requests.put(None)
 
-    def _follow(self) -> None:
+    def _work_off(self) -> None:
         failure: Exception | None = None
-        while (asked := self._asked.get()) is not None:
+        while (requested := self._requests.get()) is not None:
             try:
                 if failure is None:
-                    self._carry(asked)
+                    self._carry(requested)
             except Exception as error:  # whoever waits for it is told
                 failure = error
                 traceback.clear_frames(error.__traceback__)  # they hold slots of a peer, and are kept with the error
             if failure is not None:
-                asked.fail(failure)
-            del asked
+                requested.fail(failure)
+            del requested
         self._let_go()
         del self._forth, self._back  # with them the group, which nobody else may hold any more
 
     @abstractmethod
-    def _carry(self, asked: AskedT) -> None:
+    def _carry(self, requested: RequestT) -> None:
         """Send or receive one message."""
 
     def _let_go(self) -> None:
@@ -183,23 +183,23 @@ class SendingEnd(LinkEnd[_Message]):
         """See ``Link.send``."""
         own = own_of(tensors, lent=lent)
         message = _Message(own, beside, self._box.device.current.record(), self._interrupt)
-        self._asked.put(message)
+        self._requests.put(message)
         return message
 
-    def _carry(self, asked: _Message) -> None:
-        told = [self._forth.transfer(one) for one in asked.beside]
-        for piece in _pieces(asked.tensors, self._box.slot_bytes):
+    def _carry(self, requested: _Message) -> None:
+        told = [self._forth.transfer(one) for one in requested.beside]
+        for piece in _pieces(requested.tensors, self._box.slot_bytes):
             self._await_slot()
             self._interrupt.check()
-            self._box.fill(self, self._number, piece, asked.ready).wait()
+            self._box.fill(self, self._number, piece, requested.ready).wait()
             self._interrupt.check()
             told.append(self._forth.transfer(_number(self._number)))
             self._number += 1
             if self._number >= self._box.num_slots:
                 answer = torch.zeros(1, dtype=torch.int64)
                 self._answer = answer, self._back.transfer(answer)
-        asked.tensors = ()
-        asked.begin(told)
+        requested.tensors = ()
+        requested.begin(told)
 
     def _await_slot(self) -> None:
         """Wait until the slot of the next piece is free."""
@@ -254,13 +254,13 @@ class ReceivingEnd(LinkEnd[_Read]):
     def receive(self, specs: Sequence[TensorSpec], *, beside: Sequence[Tensor] = ()) -> Arrival:
         """See ``Link.receive``."""
         arrival = _Read(specs, beside, self._device, self._interrupt)
-        self._asked.put(arrival)
+        self._requests.put(arrival)
         return arrival
 
-    def _carry(self, asked: _Read) -> None:
+    def _carry(self, requested: _Read) -> None:
         assert self._slots is not None
-        tensors = tuple(self._stream.empty(spec.shape, spec.dtype) for spec in asked.specs)
-        told = [self._forth.transfer(one) for one in asked.beside]
+        tensors = tuple(self._stream.empty(spec.shape, spec.dtype) for spec in requested.specs)
+        told = [self._forth.transfer(one) for one in requested.beside]
         for piece in _pieces(tensors, self._slot_bytes):
             self._answer()
             number = torch.zeros(1, dtype=torch.int64)
@@ -271,7 +271,7 @@ class ReceivingEnd(LinkEnd[_Read]):
             self._stream.copy(piece, slot)
             self._unanswered.append((self._stream.record(), slot))
             self._number += 1
-        asked.arrive(tensors, self._stream.record(), told)
+        requested.arrive(tensors, self._stream.record(), told)
         self._answer()
 
     def _answer(self) -> None:

@@ -22,8 +22,15 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from morph.contract.cluster import RingSetting
 from morph.contract.errors import ConfigError
 from morph.runtime.device.devices import CudaDevice
-from morph.runtime.device.ring_choice import DeviceFacts, rings_over_nccl
-from morph.runtime.device.rings import Communicator, CommunicatorSet, Library, RingStream, told_facts
+from morph.runtime.device.rings import (
+    Communicator,
+    CommunicatorSet,
+    DeviceFacts,
+    Library,
+    RingStream,
+    rings_over_nccl,
+    told_facts,
+)
 from morph.runtime.groups.channels import GroupSpec
 from morph.runtime.groups.interrupt import Interrupt
 

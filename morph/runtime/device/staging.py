@@ -1,7 +1,7 @@
 """Copies between a device and pinned host memory, beside what the device computes.
 
 One stream for each direction, and one thread that waits for the device so that nobody else does: what is to be done
-with a copy on the host (handing it to gloo) is done there, in the order in which the copies were asked for.
+with a copy on the host (handing it to gloo) is done there, in the order in which the copies were requested.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class EventThread:
 
     def __init__(self, name: str) -> None:
         self._waiting: queue.SimpleQueue[_Wanted] = queue.SimpleQueue()
-        threading.Thread(target=self._follow, name=name, daemon=True).start()
+        threading.Thread(target=self._work_off, name=name, daemon=True).start()
 
     def after(
         self,
@@ -48,7 +48,7 @@ class EventThread:
         """
         self._waiting.put(_Wanted(event, then, failed, kept))
 
-    def _follow(self) -> None:
+    def _work_off(self) -> None:
         while True:
             wanted = self._waiting.get()
             try:

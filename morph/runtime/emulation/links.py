@@ -82,7 +82,7 @@ class IncomingState:
         self._free_s = NEVER_S
 
     def transfer(self, tensor: Tensor) -> Transfer:
-        """Start receiving; what is asked for at once comes one after the other."""
+        """Start receiving; what is requested at once comes one after the other."""
         real = self._channel.transfer(tensor)
         if tensor.dtype != torch.uint8:
             return real

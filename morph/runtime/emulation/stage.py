@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from morph.runtime.emulation.clock import DeviceClock
-from morph.runtime.emulation.draws import Seconds
-from morph.runtime.emulation.memory import DeviceMemory
+from morph.runtime.emulation.clock import DeviceClock, Seconds
 from morph.runtime.emulation.message import (
     LOSS_GRADIENT,
     Head,
@@ -21,6 +19,7 @@ from morph.runtime.emulation.message import (
     weight_gradient,
     write_head,
 )
+from morph.runtime.emulation.unit import DeviceMemory
 from morph.runtime.step.section_run import GradientSink
 
 

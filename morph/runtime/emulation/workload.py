@@ -15,14 +15,12 @@ from morph.contract.messages import Evaluation, Slot, StepOrder, WorkerSetup
 from morph.contract.plan import Plan
 from morph.cutting.sections.section import BoundaryTensor, ParameterUnit
 from morph.runtime.device.links import HostLink
-from morph.runtime.emulation.clock import NEVER_S, Alarm, DeviceClock
-from morph.runtime.emulation.draws import Luck
+from morph.runtime.emulation.clock import NEVER_S, Alarm, DeviceClock, JitterDraw
 from morph.runtime.emulation.links import IncomingLink, IncomingState, OutgoingLink
-from morph.runtime.emulation.memory import DeviceMemory
 from morph.runtime.emulation.message import border
 from morph.runtime.emulation.reduction import rings_of
 from morph.runtime.emulation.stage import EmulatedStage, SectionUnits, TaskTimes
-from morph.runtime.emulation.unit import EmulatedUnitState, gradient_patterns, make_unit, parameter_unit
+from morph.runtime.emulation.unit import DeviceMemory, EmulatedUnitState, gradient_patterns, make_unit, parameter_unit
 from morph.runtime.groups.channels import Carrier, Channel
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
@@ -91,7 +89,9 @@ class EmulatedWorkload:
         assert current.slot is not None
         self._clock.slowness = slowness(self._device, current.plan, current.slot) * faults.slowness
         plan = current.plan.stages[current.slot.stage]
-        luck = Luck(self._device.jitter_seed, order.step, len(self._device.sections), current.plan.num_micro_batches)
+        jitter = JitterDraw(
+            self._device.jitter_seed, order.step, len(self._device.sections), current.plan.num_micro_batches
+        )
         inputs = (self._border(plan.first_section - 1),) if current.slot.stage else ()
         is_last = plan.end_section == len(self._device.sections)
         outputs = (_LOSS,) if is_last else (self._border(plan.end_section - 1),)
@@ -99,7 +99,7 @@ class EmulatedWorkload:
         work = replace(work, record_timeline=order.record_timeline)
         stage = EmulatedStage(
             self._sections(current, plan.sections),
-            task_times(self._device, plan.groups, luck, work.micro_batches),
+            task_times(self._device, plan.groups, jitter, work.micro_batches),
             work.micro_batches,
             recompute=plan.recompute,
             clock=self._clock,
@@ -109,7 +109,7 @@ class EmulatedWorkload:
             gradient=torch.zeros(inputs[0].shape, dtype=torch.float64) if inputs else None,
         )
         self._ends_s = stage.ends_s
-        neighbours = self._neighbours(current, luck, work.micro_batches)
+        neighbours = self._neighbours(current, jitter, work.micro_batches)
         executor = Executor(stage, work, neighbours, current.interrupt, faults, _CPU)
         executor.stopwatch.device_took_s = lambda: self._clock.took_s
         executor.stopwatch.in_groups = len(plan.groups) > 1
@@ -167,13 +167,13 @@ class EmulatedWorkload:
             found.append(SectionUnits(section, sum(first[unit] for unit in units), patterns))
         return found
 
-    def _neighbours(self, current: Generation, luck: Luck, micro_batches: Sequence[int]) -> Neighbours:
+    def _neighbours(self, current: Generation, jitter: JitterDraw, micro_batches: Sequence[int]) -> Neighbours:
         (activations_in, gradients_out, activations_out, gradients_in), slot = current.edges(), current.slot
         assert slot is not None
         return Neighbours(
             activations_in=self._incoming(activations_in, current),
-            gradients_out=self._outgoing(gradients_out, current, luck, slot.stage - 1, micro_batches),
-            activations_out=self._outgoing(activations_out, current, luck, slot.stage, micro_batches),
+            gradients_out=self._outgoing(gradients_out, current, jitter, slot.stage - 1, micro_batches),
+            activations_out=self._outgoing(activations_out, current, jitter, slot.stage, micro_batches),
             gradients_in=self._incoming(gradients_in, current),
         )
 
@@ -186,7 +186,7 @@ class EmulatedWorkload:
         self,
         channel: Carrier | None,
         current: Generation,
-        luck: Luck,
+        jitter: JitterDraw,
         boundary: int,
         micro_batches: Sequence[int],
     ) -> HostLink | None:
@@ -200,7 +200,7 @@ class EmulatedWorkload:
         same_node = bool(plan.placement) and len(set(plan.placement[slot.replica][boundary : boundary + 2])) == 1
         links = self._device.intra_node if same_node else self._device.inter_node
         message = (links.activation if kind == "activation" else links.gradient)[section]
-        times_s = luck.times_s(kind, {section: message}, micro_batches)
+        times_s = jitter.times_s(kind, {section: message}, micro_batches)
         return HostLink(OutgoingLink(channel, self._clock, iter(times_s.tolist()), message.wire_s))
 
 
@@ -221,18 +221,20 @@ def stage_memory(device: EmulatedDevice, groups: Sequence[range]) -> DeviceMemor
     )
 
 
-def task_times(device: EmulatedDevice, groups: Sequence[range], luck: Luck, micro_batches: Sequence[int]) -> TaskTimes:
+def task_times(
+    device: EmulatedDevice, groups: Sequence[range], jitter: JitterDraw, micro_batches: Sequence[int]
+) -> TaskTimes:
     """Of a stage whose recompute runs its last group of sections again, and the backward the others."""
     forward = {section: device.sections[section].forward for group in groups for section in group}
     backward = {section: device.sections[section].backward for section in forward}
-    again_s = [
-        luck.times_s("recompute", {section: forward[section] for section in group}, micro_batches) for group in groups
+    recompute_s = [
+        jitter.times_s("recompute", {section: forward[section] for section in group}, micro_batches) for group in groups
     ]
-    backward_s = luck.section_times_s("backward", backward, micro_batches)
-    for group, group_s in zip(groups[:-1], again_s[:-1], strict=True):
+    backward_s = jitter.section_times_s("backward", backward, micro_batches)
+    for group, group_s in zip(groups[:-1], recompute_s[:-1], strict=True):
         backward_s[group[-1] - groups[0][0]] += group_s
     return TaskTimes(
-        forward_s=luck.times_s("forward", forward, micro_batches), recompute_s=again_s[-1], backward_s=backward_s
+        forward_s=jitter.times_s("forward", forward, micro_batches), recompute_s=recompute_s[-1], backward_s=backward_s
     )
 
 

@@ -1,1 +1,1 @@
-"""Sending units ahead of a planned change: the state once, then each step's gradients, beside the training."""
+"""Pre-copying units before a planned change: the state once, then each step's gradients, beside the training."""

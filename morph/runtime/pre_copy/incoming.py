@@ -1,4 +1,4 @@
-"""The receiving end: every stream to one worker, and the units that follow their senders."""
+"""The receiving end: every stream to one worker, and the units that are kept in step with their senders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from morph.contract.errors import PeerLost
 from morph.link.listener import HELLO_TIMEOUT_S, Caller, Listener
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.pre_copy.meeting import StreamContext
+from morph.runtime.pre_copy.rendezvous import StreamContext
 from morph.runtime.pre_copy.wire import (
     GREETING_BYTES,
     Frame,
@@ -32,7 +32,7 @@ class Incoming:
     Args:
         context: Of the streams.
         senders: By unit.
-        make_shadow: Makes a unit that is to follow.
+        make_shadow: Makes a unit that is to be kept in step.
         arrive: Blocks until so many bytes are there, where the link is emulated.
         listen_host: The address to listen on.
         news: Called when there is something to report.
@@ -54,7 +54,7 @@ class Incoming:
         expected: Iterable[str] = (),
         take_sums: Callable[[str, Frame], None] = lambda _sender, _frame: None,
     ) -> None:
-        self._meeting = context.meeting(context.worker)
+        self._rendezvous = context.rendezvous(context.worker)
         self._senders = dict(senders)
         self._make_shadow, self._arrive, self._open_store = make_shadow, arrive, context.open_store
         self._faults, self._news, self._limit_s = context.faults, news, context.limit_s
@@ -63,7 +63,7 @@ class Incoming:
         self._shadows: dict[str, UnitState] = dict(known or {})
         self._versions: dict[str, int] = {unit: state.version for unit, state in self._shadows.items()}
         self._in_step: set[str] = set(self._shadows)
-        self._following: set[str] = set()
+        self._synced: set[str] = set()
         self._broken: dict[str, str] = {}
         self._interrupt: Interrupt | None = None
         self._ended = False
@@ -72,7 +72,7 @@ class Incoming:
         self._met = threading.Condition(self._lock)
         self._told = ""
         self._listener = Listener.at(listen_host, 0, self._serve, "morph-ahead")
-        self._told = self._meeting.told(*self._listener.address)
+        self._told = self._rendezvous.told(*self._listener.address)
         try:
             threading.Thread(target=self._meet, name="morph-ahead-meet", daemon=True).start()
         except RuntimeError:  # there are too many
@@ -97,11 +97,11 @@ class Incoming:
                 raise PeerLost(self._broken[self._senders[unit]])
             return False
 
-        interrupt.wait_for(there, f"unit {unit}, which was sent ahead", timeout_s)
+        interrupt.wait_for(there, f"unit {unit}, which was pre-copied", timeout_s)
         return self._shadows[unit]
 
     def in_step(self, version: int) -> dict[str, UnitState]:
-        """The units that follow their senders and are at this version, or hold the gradients that lead to it."""
+        """The units in step with their senders: at this version, or with the gradients that lead to it."""
         with self._lock:
             found = {}
             for unit in self._in_step:
@@ -112,12 +112,10 @@ class Incoming:
             return found
 
     @property
-    def following(self) -> tuple[str, ...]:
-        """The units that follow their senders."""
+    def synced(self) -> tuple[str, ...]:
+        """The units that are kept in step with their senders."""
         with self._lock:
-            return tuple(
-                unit for unit, sender in self._senders.items() if sender in self._following - self._broken.keys()
-            )
+            return tuple(unit for unit, sender in self._senders.items() if sender in self._synced - self._broken.keys())
 
     @property
     def broken(self) -> frozenset[str]:
@@ -127,7 +125,7 @@ class Incoming:
 
     @property
     def error(self) -> str | None:
-        """Why some units do not follow, and will not."""
+        """Why some units are not in step, and will not be."""
         with self._lock:
             return "; ".join(self._broken.values()) or None
 
@@ -143,9 +141,9 @@ class Incoming:
     # ---- its own threads ----
 
     def _meet(self) -> None:
-        """Say where this is, and wait until all senders are there: strangers make the time for that no longer."""
+        """Say where this is, and wait until all senders are there: other callers do not prolong that wait."""
         try:
-            self._open_store().set(self._meeting.key, self._told)
+            self._open_store().set(self._rendezvous.key, self._told)
             with self._met:
                 if not self._met.wait_for(lambda: self._ended or not self._expected, self._limit_s):
                     raise TimeoutError(f"{self._limit_s:.4g} s are over")
@@ -153,7 +151,7 @@ class Incoming:
             with self._lock:
                 missing, self._expected = sorted(self._expected), set()
             for sender in missing:
-                self._give_up(sender, f"{sender} did not come to send units ahead: {type(error).__name__}: {error}")
+                self._give_up(sender, f"{sender} did not come to pre-copy units: {type(error).__name__}: {error}")
         finally:
             self._listener.stop()
 
@@ -161,7 +159,7 @@ class Incoming:
         connection = caller.connection
         connection.settimeout(HELLO_TIMEOUT_S)
         received = receive_frame(connection, GREETING_BYTES)
-        sender = None if received is None else self._meeting.greeted(self._told, received[0].facts)
+        sender = None if received is None else self._rendezvous.greeted(self._told, received[0].facts)
         if sender is None:
             return
         caller.known()
@@ -189,7 +187,7 @@ class Incoming:
                     self._interrupt.notify()
             self._give_up(sender, f"{sender} hung up")
         except Exception as error:  # whatever it is, the units are sent again, in the change
-            self._give_up(sender, f"what {sender} sends ahead broke off: {type(error).__name__}: {error}")
+            self._give_up(sender, f"the pre-copy from {sender} broke off: {type(error).__name__}: {error}")
 
     def _take_in(self, frame: Frame, size: int, sender: str) -> None:
         facts = frame.facts
@@ -218,7 +216,7 @@ class Incoming:
             self._take_sums(sender, frame)
         else:
             with self._lock:
-                self._following.add(sender)
+                self._synced.add(sender)
             self._news()
 
     def _give_up(self, sender: str, error: str) -> None:
@@ -228,7 +226,7 @@ class Incoming:
         if self._interrupt is not None:
             self._interrupt.notify()
         if not ended:
-            log.info("units sent ahead are dropped: %s", error)
+            log.info("pre-copied units are dropped: %s", error)
             self._news()
 
 

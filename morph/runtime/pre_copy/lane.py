@@ -1,4 +1,4 @@
-"""A worker's part in what is sent ahead: streams to others, units from others."""
+"""A worker's part in what is pre-copied: streams to others, units from others."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from morph.contract.messages import PreCopyOrder, PreCopyReport, ReshapeOrder, W
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.pre_copy.incoming import Incoming
-from morph.runtime.pre_copy.meeting import StreamContext
 from morph.runtime.pre_copy.outgoing import Outgoing
+from morph.runtime.pre_copy.rendezvous import StreamContext
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.workloads.workload import Workload
 
@@ -91,7 +91,7 @@ class PreCopyLane:
                 return None
             report = PreCopyReport(
                 number=self._number,
-                following=incoming.following,
+                following=incoming.synced,
                 received_bytes=incoming.received_bytes,
                 error=incoming.error,
             )
@@ -130,14 +130,14 @@ class PreCopyLane:
             stream.pass_on(states, decided)
 
     def adopt(self, unit: str, version: int, interrupt: Interrupt) -> UnitState:
-        """Wait for a unit that was sent ahead. Raises as ``Incoming.take``."""
+        """Wait for a unit that was pre-copied. Raises as ``Incoming.take``."""
         incoming = self._incoming
         if incoming is None:
-            raise PeerLost(f"unit {unit} was sent ahead, and dropped")
+            raise PeerLost(f"unit {unit} was pre-copied, and dropped")
         return self._workload.adopt(incoming.take(unit, version, interrupt, interrupt.limit_s))
 
     def flush(self, interrupt: Interrupt) -> None:
-        """Wait until what others were sent ahead has arrived. Raises as ``Outgoing.flush``."""
+        """Wait until what others were pre-copied has arrived. Raises as ``Outgoing.flush``."""
         for stream in self._outgoing:
             stream.flush(interrupt, interrupt.limit_s)
 

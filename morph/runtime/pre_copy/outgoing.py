@@ -18,7 +18,7 @@ from torch import Tensor
 from morph.contract.decided import Decided
 from morph.contract.errors import PeerLost, WaitTimeout
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.pre_copy.meeting import StreamContext
+from morph.runtime.pre_copy.rendezvous import StreamContext
 from morph.runtime.pre_copy.wire import (
     CONNECT_TIMEOUT_S,
     Frame,
@@ -55,11 +55,11 @@ class Outgoing:
         self.receiver = receiver
         self._name = f"what {context.worker} sends beside training to {receiver}"
         self._worker = context.worker
-        self._meeting = context.meeting(receiver)
+        self._rendezvous = context.rendezvous(receiver)
         self._open_store, self._limit_s = context.open_store, context.limit_s
         self._faults = context.faults
         self._to_begin = deque(units)
-        self._followed: set[str] = set(known)
+        self._synced: set[str] = set(known)
         self._in_step = False
         self._condition = threading.Condition()
         self._queue: deque[tuple[Frame, int]] = deque()
@@ -88,13 +88,13 @@ class Outgoing:
             tensors = units[name].tensors()
             size = _size_of(tensors)
             self._begun_bytes += size
-            self._followed.add(name)
+            self._synced.add(name)
             self._put(Frame({"kind": "state", "unit": name, "version": units[name].version}, tensors), size)
             idle = False
 
     def pass_on(self, states: Mapping[str, UnitState], decided: Decided | None) -> None:
-        """Before a decided step is applied: copy it for the units that are followed."""
-        names = [name for name in states if name in self._followed]
+        """Before a decided step is applied: copy it for the units that are kept in step."""
+        names = [name for name in states if name in self._synced]
         if not names or self.error is not None or self._in_step:
             return
         facts: dict[str, dict[str, Any]] = {}
@@ -117,12 +117,12 @@ class Outgoing:
         """
         with self._condition:
             idle = not self._queue and not self._sending and self._connection is not None
-        if self.error is not None or not self._followed or self._to_begin or not (self._in_step or idle):
+        if self.error is not None or not self._synced or self._to_begin or not (self._in_step or idle):
             return False
         self._in_step = True
         facts: dict[str, dict[str, Any]] = {}
         tensors: dict[str, Tensor] = {}
-        for name in self._followed:
+        for name in self._synced:
             facts[name] = facts_of_update(states[name])
             tensors |= {f"{name}/{key}": value for key, value in gradients_of_update(states[name]).items()}
         self._put(Frame({"kind": "undecided", "units": facts}, tensors), _size_of(tensors))
@@ -194,8 +194,8 @@ class Outgoing:
             self.end(f"{self._name} broke off: {type(error).__name__}: {error}")
 
     def _connect(self) -> socket.socket:
-        told = self._open_store().get(self._meeting.key).decode()
-        connection = socket.create_connection(self._meeting.address(told), CONNECT_TIMEOUT_S)
+        told = self._open_store().get(self._rendezvous.key).decode()
+        connection = socket.create_connection(self._rendezvous.address(told), CONNECT_TIMEOUT_S)
         connection.settimeout(self._limit_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._condition:
@@ -203,7 +203,7 @@ class Outgoing:
             ended = self.error is not None
         if ended:
             close(connection)
-        send_frame(connection, Frame(self._meeting.hello(told, self._worker), {}))
+        send_frame(connection, Frame(self._rendezvous.hello(told, self._worker), {}))
         return connection
 
     def _next(self) -> tuple[Frame, int] | None:
@@ -212,7 +212,7 @@ class Outgoing:
             self._sending = False
             if self._interrupt is not None and not self._queue:
                 self._interrupt.notify()
-            if not self._queue and not self._to_begin and self._followed and not self._told:
+            if not self._queue and not self._to_begin and self._synced and not self._told:
                 self._told = self._sending = True
                 return Frame({"kind": "follows"}, {}), 0
             self._condition.wait_for(lambda: bool(self._queue) or self.error is not None)

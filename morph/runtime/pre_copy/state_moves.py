@@ -30,7 +30,7 @@ from morph.runtime.pre_copy.stream import FindStaging, receive_tensors, send_ten
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.step.sums import HeldSum
 
-READ_AHEAD = 4
+NUM_PREFETCHED = 4
 """Units of a checkpoint that one worker reads at a time."""
 _LOSSES = "losses"
 _HOST = torch.device("cpu")
@@ -78,9 +78,9 @@ def start_sending(sources: Sequence[Source], context: MoveContext) -> list[Trans
         CheckpointError: as ``take_units``, where it reads for others.
     """
     pending: list[Transfer] = []
-    asked = [source for source in sources if source.peer == context.worker]
-    stored = _from_checkpoint([source.unit for source in asked if source.kind == "checkpoint"], context)
-    for source in asked:
+    requested = [source for source in sources if source.peer == context.worker]
+    stored = _from_checkpoint([source.unit for source in requested if source.kind == "checkpoint"], context)
+    for source in requested:
         if source.kind == "checkpoint":
             pending += _send(next(stored)[0], context, source.worker)
         elif source.kind == "peer":
@@ -159,7 +159,7 @@ def take_units(sources: Sequence[Source], context: MoveContext) -> tuple[dict[st
     for source in own:
         if source.kind == "keep":
             units[source.unit] = context.held[source.unit]
-            units[source.unit].unpark()
+            units[source.unit].reload()
             continue
         if source.kind == "ahead":
             units[source.unit] = context.adopt(source.unit)
@@ -182,7 +182,7 @@ def take_units(sources: Sequence[Source], context: MoveContext) -> tuple[dict[st
 def _from_checkpoint(units: Sequence[str], context: MoveContext) -> Iterator[tuple[Mapping[str, Tensor], bool]]:
     """Yield units of the reshape's version in this order: this worker's own copies of what it wrote, else from storage.
 
-    With each, whether nobody else has its memory. The next ``READ_AHEAD`` are read and checked while one is loaded.
+    With each, whether nobody else has its memory. The next ``NUM_PREFETCHED`` are read and checked while one is loaded.
     """
     if not units:
         return
@@ -218,9 +218,9 @@ def _from_checkpoint(units: Sequence[str], context: MoveContext) -> Iterator[tup
 
     reading: deque[Future[tuple[Mapping[str, Tensor], bool]]] = deque()
     for index, unit in enumerate(units):
-        while len(reading) < READ_AHEAD and index + len(reading) < len(units):
+        while len(reading) < NUM_PREFETCHED and index + len(reading) < len(units):
             reading.append(start(partial(read, units[index + len(reading)])))
-        together = sum(sizes.get(other, 0) for other in units[index : index + READ_AHEAD])
+        together = sum(sizes.get(other, 0) for other in units[index : index + NUM_PREFETCHED])
         yield wait(reading.popleft(), f"unit {unit} to be read", together)
 
 

@@ -24,7 +24,7 @@ from morph.runtime.groups.interrupt import Interrupt
 CHUNK_BYTES = 1 << 24
 OWN_CHUNK_BYTES = 1 << 20
 """A tensor as large as this begins a chunk; smaller ones share one."""
-AHEAD = 4
+CHUNKS_UNDER_WAY = 4
 """Chunks of a device that are under way at a time."""
 
 FindStaging = Callable[[torch.device], Staging | None]
@@ -59,7 +59,9 @@ def send_tensors(
     under_way: deque[Transfer] = deque()
     for pieces in _pieces(flat):
         staging = next((found for piece in pieces if (found := find(piece.device)) is not None), None)
-        while under_way and (staging is None or len(under_way) >= AHEAD):  # whatever goes by itself waits for its turn
+        while under_way and (
+            staging is None or len(under_way) >= CHUNKS_UNDER_WAY
+        ):  # whatever goes by itself waits for its turn
             under_way.popleft().wait("a part of a unit's state to leave")
         if staging is None:
             pending.append(carrier.transfer(_joined(pieces)))
@@ -119,7 +121,7 @@ def _staged(carrier: Carrier, staging: Staging, total: int, cut: Iterator[tuple[
     for begin, end in cut:
         host = staging.device.pinned((end - begin,), torch.uint8)
         posted.append((body[begin:end], host, carrier.transfer(host)))
-        if len(posted) == AHEAD:
+        if len(posted) == CHUNKS_UNDER_WAY:
             take()
     while posted:
         take()

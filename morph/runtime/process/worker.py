@@ -41,9 +41,9 @@ from morph.contract.messages import (
     WorkerSetup,
 )
 from morph.jobs.snapshot import use
-from morph.runtime.device.formed import form_on_devices
-from morph.runtime.following.known_sums import KnownSums
-from morph.runtime.following.lane import FollowLane
+from morph.runtime.device.link_choice import form_on_devices
+from morph.runtime.followers.known_sums import KnownSums
+from morph.runtime.followers.lane import FollowerLane
 from morph.runtime.groups.channels import Carrier, GroupSet, connect_store
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
@@ -149,9 +149,9 @@ class Worker:
         self._writer = CheckpointWriter(
             setup.worker, setup.checkpoint_url, self._faults, setup.checkpoints, on_processor=setup.device == "cpu"
         )
-        self._following = FollowLane(setup, self._workload, self._faults, self._open_store)
-        self._sums = KnownSums(setup.worker, self._following, self._faults)
-        self._ahead = PreCopyLane(setup, self._workload, self._faults, self._open_store, self._writer.wake)
+        self._followers = FollowerLane(setup, self._workload, self._faults, self._open_store)
+        self._sums = KnownSums(setup.worker, self._followers, self._faults)
+        self._pre_copy = PreCopyLane(setup, self._workload, self._faults, self._open_store, self._writer.wake)
         took_s = time.perf_counter() - start_s
         evaluation = self._workload.evaluation
         self.ready = WorkerReady(worker=setup.worker, pid=os.getpid(), setup_s=took_s, evaluation=evaluation)
@@ -202,15 +202,15 @@ class Worker:
     def heartbeat(self, wait_s: float) -> Heartbeat:
         """Proof of life; returns early when a checkpoint unit was written. Blocks up to ``wait_s``."""
         return self._writer.collect(wait_s).model_copy(
-            update={"times": self._pace.collect(), "ahead": self._ahead.report()}
+            update={"times": self._pace.collect(), "ahead": self._pre_copy.report()}
         )
 
     def ahead(self, order: PreCopyOrder) -> None:
-        """Begin to send or receive units ahead of a planned change; returns at once."""
+        """Begin to send or receive pre-copies before a planned change; returns at once."""
         try:
-            self._ahead.take(order)
-        except (OSError, RuntimeError) as error:  # no port to listen on, no thread to be had: nothing is sent ahead
-            log.warning("nothing is sent ahead: %s", error)
+            self._pre_copy.take(order)
+        except (OSError, RuntimeError) as error:  # no port to listen on, no thread to be had: nothing is pre-copied
+            log.warning("nothing is pre-copied: %s", error)
 
     def tell_again(self) -> None:
         """Another manager may be there: tell it of checkpoint units again."""
@@ -271,9 +271,9 @@ class Worker:
             self._reaper.reap(self._generation.groups)
             self._generation = None
         self._sums.keep(order.version)
-        self._held = {**self._following.in_step(order.version), **self._held}
-        self._following.end()
-        self._ahead.keep(order)
+        self._held = {**self._followers.in_step(order.version), **self._held}
+        self._followers.end()
+        self._pre_copy.keep(order)
         self._writer.forget_after(order.version)
         self._roll_forward(self._held, order.version, order.decided)
         for state in self._held.values():
@@ -290,7 +290,7 @@ class Worker:
             self._reaper.reap(groups)
             raise
         finally:
-            self._ahead.end()
+            self._pre_copy.end()
 
     def _join(self, order: ReshapeOrder, layout: Topology, groups: GroupSet, start_s: float) -> Reshaped:
         setup, interrupt = self._setup, self._interrupt
@@ -305,7 +305,7 @@ class Worker:
             held={name: self._workload.adopt(state) for name, state in self._held.items()},
             make_unit=lambda unit, empty: self._workload.make_unit(unit, order.plan.num_micro_batches, empty=empty),
             channel=lambda sender, receiver: self._move_channel(groups, order.generation, sender, receiver),
-            adopt=lambda unit: self._ahead.adopt(unit, order.version, interrupt),
+            adopt=lambda unit: self._pre_copy.adopt(unit, order.version, interrupt),
             interrupt=interrupt,
             host_copy=self._writer.copy,
             salvage=order.salvage,
@@ -317,10 +317,10 @@ class Worker:
         received, sums_bytes = take_sums(context)
         sent()
         self._sums.add(received)
-        self._ahead.flush(interrupt)
+        self._pre_copy.flush(interrupt)
         at_version = {name: state for name, state in self._held.items() if state.version == order.version}
         self._held = {**at_version, **units}
-        self._following.begin(order, at_version)
+        self._followers.begin(order, at_version)
         self._generation = Generation(
             order, slot_of(order.slots, setup.worker), layout, groups, interrupt, units, links
         )
@@ -343,8 +343,8 @@ class Worker:
         due = {
             name: state for name, state in units.items() if state.version == version - 1 and state.reduced is not None
         }
-        self._ahead.pass_on(due, decided)
-        self._following.pass_on(due, decided)
+        self._pre_copy.pass_on(due, decided)
+        self._followers.pass_on(due, decided)
         for state in due.values():
             state.apply(decided)
 
@@ -354,7 +354,7 @@ class Worker:
         assert current is not None
         assert current.order.generation == generation
         self._sums.forget_before(version)
-        self._held = {**self._following.in_step(version), **current.units}
+        self._held = {**self._followers.in_step(version), **current.units}
         self._roll_forward(self._held, version, decided)
         for name, state in current.units.items():
             assert state.version == version, f"unit {name} is at version {state.version}, not {version}"
@@ -366,8 +366,8 @@ class Worker:
         current = self._enter(order.generation, order.step, order.decided)
         self._faults.reach("applied")
         self._hand_over(current.units, order.checkpoint_units)
-        self._ahead.begin_step(self._held)
-        self._following.begin_step(current.units)
+        self._pre_copy.begin_step(self._held)
+        self._followers.begin_step(current.units)
         for state in current.units.values():
             if state.reduced is not None and state.reduced.overflowed:
                 state.rescale(state.reduced)
@@ -392,7 +392,7 @@ class Worker:
             state.reduced = sums.accumulators[name].finish(current.plan.num_micro_batches, order.step)
         norms_sq = {name: state.norm_sq() for name, state in units.items()}
         rates = [rate for state in units.values() for rate in state.learning_rates]
-        followed = self._following.share(units, current.interrupt)
+        followed = self._followers.share(units, current.interrupt)
         self._faults.reach("before_commit")
         answer = Prepared(
             worker=self._setup.worker,
@@ -408,7 +408,7 @@ class Worker:
             times=executor.stopwatch.times(),
             timeline=current.timeline(order.step, executor) if order.record_timeline else None,
         )
-        self._following.settle(order.step, current.interrupt)
+        self._followers.settle(order.step, current.interrupt)
         return answer
 
     def _commit(self, order: CommitOrder) -> Committed:
@@ -424,8 +424,8 @@ class Worker:
 
     def _commit_held(self, order: CommitOrder) -> Committed:
         """Write what this worker holds, whatever became of the generation in which it got that."""
-        self._held = {**self._following.in_step(order.version), **self._held}
-        self._following.end()
+        self._held = {**self._followers.in_step(order.version), **self._held}
+        self._followers.end()
         self._roll_forward(self._held, order.version, order.decided)
         for state in self._held.values():
             state.drop_step()  # it was not decided

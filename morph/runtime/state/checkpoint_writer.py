@@ -1,7 +1,7 @@
 """Copies units of a checkpoint and writes them in the background: training waits only for what it is about to change.
 
 What was written of the newest versions is remembered: a manager that takes over is told of it again, and a unit that is
-asked for again is not written twice. Its tensors stay in host memory too, so that a worker that must go back to a
+requested again is not written twice. Its tensors stay in host memory too, so that a worker that must go back to a
 checkpoint reads from storage only what others wrote.
 """
 
@@ -10,17 +10,64 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from morph.checkpoint.manifest import write_manifest
 from morph.checkpoint.storage import bounded, is_local
 from morph.checkpoint.unit_files import write_unit
+from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.messages import Heartbeat, UnitWritten
 from morph.contract.rules import CheckpointRules
+from morph.cutting import CutModel
+from morph.jobs.job import Job
 from morph.runtime.groups.faults import FaultPlan
-from morph.runtime.state.state_copy import StateCopy
+from morph.runtime.state.unit_state import StateCopy, UnitState, update_rules
+
+# Version 0 of a run, written from given parameters instead of the job's seed.
+
+
+class Parameters(Protocol):
+    """Parameters by name, made or read when they are requested."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return one."""
+        ...
+
+
+def write_initial_checkpoint(job: Job, model: CutModel, parameters: Parameters, checkpoint_url: str) -> Manifest:
+    """Write every unit with a fresh optimizer, then the manifest; one unit is in memory at a time.
+
+    Raises:
+        JobError: an optimizer or schedule that cannot be used.
+        OSError: of the storage.
+    """
+    num_micro_batches = job.batch_size // model.micro_batch_size
+    rules = update_rules(job, torch.device("cpu"))
+    files: list[UnitFile] = []
+    for unit in model.units:
+        state = UnitState(
+            unit,
+            {name: parameters[name] for name in unit.names},
+            job.optimizer,
+            num_micro_batches=num_micro_batches,
+            exact=job.accumulation == "exact",
+            rules=rules,
+        )
+        written = write_unit(checkpoint_url, 0, unit.id, "import", state.tensors())
+        files.append(UnitFile(**written.model_dump(exclude={"worker", "version", "stall_s"})))
+    manifest = Manifest(fingerprint=model.fingerprint, version=0, units=_sorted(files), kind="imported")
+    write_manifest(checkpoint_url, manifest)
+    return manifest
+
+
+def _sorted(files: Iterable[UnitFile]) -> tuple[UnitFile, ...]:
+    return tuple(sorted(files, key=lambda entry: entry.unit))
+
 
 KEPT_VERSIONS = 2
 PAUSES_S = (0.5, 1.5, 4.0)

@@ -16,7 +16,7 @@ from morph.runtime.device.task_clock import TaskClock, clock_of
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.step.links import Interval, Receiver, Sender
-from morph.runtime.step.schedule_follower import ScheduleFollower, Task
+from morph.runtime.step.schedule_cursor import ScheduleCursor, Task
 from morph.runtime.step.stage import StageTasks
 from morph.runtime.step.stopwatch import Stopwatch
 from morph.runtime.step.sums import StepSums
@@ -67,7 +67,7 @@ class Executor:
         self._device = device
         count = len(work.micro_batches)
         self._first, self._last = neighbours.activations_in is None, neighbours.activations_out is None
-        self._follower = ScheduleFollower(work.order, work.window, opportunistic=work.opportunistic)
+        self._cursor = ScheduleCursor(work.order, work.window, opportunistic=work.opportunistic)
         self._activations_in = self._receiver(neighbours.activations_in, work.inputs, count)
         self._gradient_specs = tuple(spec for spec in work.outputs if spec.requires_grad)
         lack = work.gradients_may_lack
@@ -90,15 +90,15 @@ class Executor:
         ``loss_scale`` is what the loss is multiplied by before its backward.
         """
         self._loss_scale = loss_scale
-        while not self._follower.finished:
+        while not self._cursor.finished:
             self._interrupt.check()
-            task = self._follower.next_task(self._activations(), self._gradients())
+            task = self._cursor.next_task(self._activations(), self._gradients())
             if task is None:
                 self._wait()
                 continue
             start, began_s = self.stopwatch.mark(), time.thread_time()
             micro_batch = self._run_task(task, sums)
-            self._follower.done(task)
+            self._cursor.done(task)
             spent_s = time.thread_time() - began_s if self._device.type == "cpu" else None
             self.stopwatch.task_given(task, micro_batch, start, spent_s)
             self._count_stored()
@@ -134,7 +134,7 @@ class Executor:
     def _wait(self) -> None:
         start = self.stopwatch.mark()
         self._interrupt.wait_for(
-            lambda: self._follower.next_task(self._activations(), self._gradients()) is not None,
+            lambda: self._cursor.next_task(self._activations(), self._gradients()) is not None,
             "the neighbouring stages' activations or gradients",
         )
         self.stopwatch.stood("wait", start)
@@ -154,11 +154,11 @@ class Executor:
         return len(self._work.micro_batches) if self._activations_in is None else self._activations_in.arrived()
 
     def _gradients(self) -> int:
-        return self._follower.progress.forwards if self._gradients_in is None else self._gradients_in.arrived()
+        return self._cursor.progress.forwards if self._gradients_in is None else self._gradients_in.arrived()
 
     def _run_task(self, task: Task, sums: StepSums) -> int:
         """Run the next task of this kind; returns the number of its micro-batch."""
-        progress = self._follower.progress
+        progress = self._cursor.progress
         if task is Task.FORWARD:
             micro_batch = self._work.micro_batches[progress.forwards]
             self._faults.reach("forward")

@@ -18,7 +18,7 @@ from morph.cutting.sections.section import BoundaryTensor
 from morph.runtime.device.links import Arrival, Link
 from morph.runtime.groups.channels import Transfer
 
-POSTED_AHEAD = 2
+NUM_POSTED = 2
 
 Interval = tuple[float, float]
 """Start and end of one micro-batch's transfer, on the clock of ``time.perf_counter``."""
@@ -119,7 +119,7 @@ class Receiver:
         return tensors, beside
 
     def _post(self) -> None:
-        while self._to_post and len(self._posted) < POSTED_AHEAD:
+        while self._to_post and len(self._posted) < NUM_POSTED:
             beside = _are_there(self._specs) if self._may_lack else ()
             self._posted.append((time.perf_counter(), self._link.receive(self._specs, beside=beside), beside))
             self._to_post -= 1

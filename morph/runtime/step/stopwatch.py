@@ -1,4 +1,4 @@
-"""Seconds by kind of work in one step, on the device's clock; and where asked for, what was done when."""
+"""Seconds by kind of work in one step, on the device's clock; and where requested, what was done when."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 from morph.contract.timeline import ComputeTimes, Span, SpanKind
 from morph.runtime.device.task_clock import Mark, TaskClock
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.step.schedule_follower import Task
+from morph.runtime.step.schedule_cursor import Task
 
 Standing = Literal["wait", "reduce"]
 """What the device stands idle for."""
@@ -100,7 +100,7 @@ class Stopwatch:
         self._measured.clear()
 
     def record(self, kind: SpanKind, micro_batch: int | None, start_s: float, end_s: float) -> None:
-        """Keep a span of the host's clock (``time.perf_counter``) for the timeline, if one is asked for."""
+        """Keep a span of the host's clock (``time.perf_counter``) for the timeline, if one is requested."""
         self._keep(kind, micro_batch, start_s - self.start_s, end_s - self.start_s)
 
     def times(self) -> ComputeTimes:

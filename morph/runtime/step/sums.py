@@ -15,7 +15,7 @@ from morph.runtime.groups.channels import Ring
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.accumulators import Accumulator
-from morph.runtime.state.reducing import Reduction
+from morph.runtime.state.reduction import Reduction
 from morph.runtime.state.unit_state import UnitState
 
 
@@ -126,7 +126,7 @@ class StepSums:
     def add_loss(self, micro_batch: int, outputs: Sequence[Tensor], metric_names: Sequence[str]) -> None:
         """Note what the last stage's forward gave of a micro-batch, unless a worker has that already.
 
-        That is its loss, and its metrics; the device is not waited for before they are asked for.
+        That is its loss, and its metrics; the device is not waited for before they are requested.
         """
         if not self._before.get(self._losses, 0) >> micro_batch & 1:
             self._outputs[micro_batch], self._metric_names = outputs, metric_names

@@ -195,13 +195,13 @@ class Evaluator:
         JobError: evaluation data that cannot be used, or a model that cannot be evaluated.
     """
 
-    def __init__(self, job: Job, model: CutModel, device: torch.device, ahead: DataWorkers | None = None) -> None:
+    def __init__(self, job: Job, model: CutModel, device: torch.device, prefetcher: DataWorkers | None = None) -> None:
         assert job.eval_data is not None
         self._job, self._device = job, device
         self._sections = evaluation_sections(model)
         (sample,) = read_samples(data_of(job), job.seed, [(0, 0)])
         data = data_of(job, "eval_data")
-        self._loader = EvaluationLoader(data, job.seed, sample, model.micro_batch_size, job.eval_samples, ahead)
+        self._loader = EvaluationLoader(data, job.seed, sample, model.micro_batch_size, job.eval_samples, prefetcher)
 
     @property
     def size(self) -> EvaluationSize | None:

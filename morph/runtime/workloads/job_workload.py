@@ -21,7 +21,7 @@ from morph.cutting.cache.cut_job import load_and_cut
 from morph.cutting.sections.section import BoundaryTensor, ParameterUnit
 from morph.cutting.trial_run.trial import run_users_code
 from morph.data import DataWorkers, MicroBatchLoader, data_of
-from morph.data.fingerprint import data_facts
+from morph.data.loader import data_facts
 from morph.jobs.changes import require_same
 from morph.jobs.job import Job
 from morph.runtime.device.staging import placed
@@ -38,11 +38,11 @@ from morph.runtime.state.optimizer_state import (
     scheduler_numbers,
 )
 from morph.runtime.state.unit_state import UnitState, update_rules
-from morph.runtime.step.compiled import compile_all, compiled, refuse_marked
+from morph.runtime.step.compilation import compile_all, compiled, refuse_marked
 from morph.runtime.step.executor import Executor, finish_reduction
 from morph.runtime.step.generation import Generation
 from morph.runtime.step.kernels import kernels_for, kernels_now, prepare_cublas, set_kernels
-from morph.runtime.step.slowed import slowed
+from morph.runtime.step.slow_stage import slowed
 from morph.runtime.step.stage import Stage
 from morph.runtime.step.sums import MicroBatchSums, StepSums
 from morph.runtime.workloads.evaluation import Evaluator, batch_keys
@@ -312,7 +312,7 @@ class JobWorkload:
         return DataWorkers(self._job.data_workers, setup.job_path, known=setup.known_by.data, pinned=pinned)
 
     def _expect(self, current: Generation, order: StepOrder) -> None:
-        """Have this step's micro-batches read ahead, and those of the next step, if that comes in this shape."""
+        """Have this step's micro-batches prefetched, and those of the next step, if that comes in this shape."""
         assert current.slot is not None
         plan = current.plan.stages[current.slot.stage]
         later = current.plan.micro_batches_of(current.slot.replica)

@@ -34,13 +34,13 @@ class Workload(Protocol):
         """The channel over which this worker receives a unit's state."""
 
     def make_shadow(self, unit: str, num_micro_batches: int) -> UnitState:
-        """An empty unit that is to follow another worker's; made and used beside the order lane."""
+        """An empty unit that is to be kept in step with another worker's; made and used beside the order lane."""
 
     def arrive(self, num_bytes: int) -> None:
-        """Block until so many bytes that were sent ahead are there; called beside the order lane."""
+        """Block until so many bytes that were pre-copied are there; called beside the order lane."""
 
     def adopt(self, shadow: UnitState) -> UnitState:
-        """Make a unit that followed this worker's own."""
+        """Make a unit that was kept in step as this worker's own."""
 
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
         """Everything of one step up to its reductions, ready to run on this worker's stage."""

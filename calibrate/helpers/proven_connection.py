@@ -1,0 +1,125 @@
+"""A connection over TLS between two nodes that share a secret, which itself never travels (``morph/link``).
+
+Messages are JSON: what to measure, and time stamps.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from morph.contract.errors import ClusterError, ConfigError, WaitTimeout
+from morph.link import session as link
+from morph.link.authority import credential_of
+from morph.link.wire import Wire
+
+NAME = "morph calibrate-peer"
+HANDSHAKE_TIMEOUT_S = 10.0
+
+
+class ProvenConnection:
+    """One connection, after ``call`` or ``answer``. Closes with its ``with`` block."""
+
+    def __init__(self, link: link.Session) -> None:
+        self._link = link
+
+    def __enter__(self) -> ProvenConnection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection. Safe to call twice."""
+        self._link.close()
+
+    @property
+    def own_address(self) -> str:
+        """This node's address on the way to the other."""
+        return self._link.own_address
+
+    @property
+    def other_address(self) -> str:
+        """The other node's address."""
+        return self._link.other_address
+
+    def send(self, message: Mapping[str, Any], timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
+        """Send one message.
+
+        Raises:
+            ClusterError: the other node is gone, or takes nothing for ``timeout_s``.
+        """
+        try:
+            self._link.send(json.dumps(message).encode(), timeout_s)
+        except OSError as error:
+            raise ClusterError(f"the other node is gone: {error.strerror or error}") from error
+
+    def receive(self, what: str, timeout_s: float) -> dict[str, Any]:
+        """Block for the next message.
+
+        Raises:
+            ClusterError: the other node is gone, or the message is not its own.
+            WaitTimeout: none within ``timeout_s``; says ``what`` was waited for.
+        """
+        try:
+            return self._link.hear(timeout_s)
+        except TimeoutError as error:
+            raise WaitTimeout(f"waited {timeout_s:g} s for {what}") from error
+        except OSError as error:
+            raise ClusterError(f"waiting for {what}: {error.strerror or error}") from error
+
+
+def call(host: str, port: int, token: str) -> ProvenConnection:
+    """Connect to the node that listens.
+
+    Raises:
+        ConfigError: it has another secret.
+        ClusterError: it cannot be reached, or something else listens there.
+        WaitTimeout: it does not answer.
+    """
+    what = f"the peer at {host}:{port}"
+    try:
+        connection = socket.create_connection((host, port), timeout=HANDSHAKE_TIMEOUT_S)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ClusterError(f"{what} cannot be reached: {reason}; is `{NAME}` running there?") from error
+    proven = link.Session(connection, Wire(credential_of(token), listens=False))
+    try:
+        with ExitStack() as failing:
+            failing.callback(proven.close)
+            proven.greet(timeout_s=HANDSHAKE_TIMEOUT_S)
+            failing.pop_all()
+    except TimeoutError as error:
+        raise WaitTimeout(f"waited {HANDSHAKE_TIMEOUT_S:g} s for {what} to answer as `{NAME}`") from error
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigError(
+            f"{what} has another secret", field="--token-file", allowed="the same secret on both nodes"
+        ) from error
+    except OSError as error:
+        raise ClusterError(f"{what} does not answer as `{NAME}`: {error.strerror or error}") from error
+    return ProvenConnection(proven)
+
+
+def answer(connection: socket.socket, token: str) -> ProvenConnection:
+    """Let a node in that called, if it knows the secret; closes the connection if not.
+
+    Raises:
+        ClusterError: it does not know the secret, or is gone.
+        WaitTimeout: it does not speak.
+    """
+    proven = link.Session(connection, Wire(credential_of(token), listens=True))
+    try:
+        with ExitStack() as failing:
+            failing.callback(proven.close)
+            proven.welcome(0, HANDSHAKE_TIMEOUT_S)
+            proven.let_in()
+            failing.pop_all()
+    except TimeoutError as error:
+        raise WaitTimeout(f"waited {HANDSHAKE_TIMEOUT_S:g} s for the caller to speak") from error
+    except OSError as error:
+        raise ClusterError(f"the caller is not a `morph calibrate` with this secret: {error}") from error
+    return ProvenConnection(proven)

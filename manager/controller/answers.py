@@ -1,0 +1,219 @@
+"""What a worker's answer changes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from manager.controller.node_requests import pause_requests
+from manager.controller.shape.formation import form_or_hold, start_if_due
+from manager.controller.shape.planned_changes import worth_giving_up
+from manager.controller.shape.pre_copy import measure_speed
+from manager.controller.shape.selection import hold_s
+from manager.controller.state.actions import EndWorker, ReasonCode
+from manager.controller.state.events import WorkerAnswered
+from manager.controller.state.nodes import NodeEvent
+from manager.controller.state.state import OutstandingOrder, Phase, StepReport, mean_of
+from manager.controller.state.transition import Transition
+from manager.controller.steps.failures import dissolve, failed, settle
+from manager.controller.steps.training_loop import begin, decide_step, seal_if_complete
+from morph.contract.messages import (
+    Aborted,
+    Answer,
+    Committed,
+    Failed,
+    Prepared,
+    Reshaped,
+    WorkerId,
+    WorkerReady,
+    weights_of,
+)
+from morph.words import counted
+
+AnswerT = TypeVar("AnswerT")
+
+NOTED: Mapping[Phase, tuple[type[Answer], ...]] = defaultdict(
+    tuple,
+    {
+        Phase.RESHAPING: (Reshaped,),
+        Phase.TRAINING: (Prepared,),
+        Phase.COMMITTING: (Committed,),
+        Phase.ABORTING: (Aborted, Reshaped, Prepared, Committed),
+    },
+)
+"""By phase the answers by which nothing is decided before the last one has come."""
+
+
+def on_worker_answered(transition: Transition, event: WorkerAnswered) -> None:
+    """Take an answer to the setup or to the outstanding order; anything else is late, doubled or from nobody known."""
+    state = transition.state
+    step = state.step
+    entry = state.workers.get(event.worker)
+    if entry is None:
+        return transition.say(ReasonCode.IGNORED, f"{event.worker} is not known, or was lost")
+    if not entry.ready:
+        return _set_up(transition, event.worker, event.answer)
+    if step.order is None or event.worker not in step.awaited or not _fits(event.answer, step.order):
+        return transition.say(ReasonCode.IGNORED, f"{event.worker} has no order that this {event.answer.kind} answers")
+    if isinstance(event.answer, Failed):
+        transition.change_step(kept={worker: sums for worker, sums in step.kept.items() if worker != event.worker})
+        return failed(transition, event.worker, event.answer)
+    return _order_answered(transition, event.worker, event.answer)
+
+
+def note_answers(transition: Transition, answers: Mapping[WorkerId, Answer]) -> Sequence[WorkerAnswered]:
+    """Note what many workers answer at the same time; returns the answers that are still to be taken one by one.
+
+    That is the last one that is awaited, by which something is decided, or all of them where each may decide something.
+    """
+    state, order, noted = transition.state, transition.state.step.order, NOTED[transition.state.phase]
+    step = state.step
+    awaited = order is not None and step.awaited.issuperset(answers)
+    alike = _alike(answers).values()
+    if order is None or not awaited or not all(isinstance(one, noted) and _fits(one, order) for one in alike):
+        return [_answer_of(worker, answer) for worker, answer in answers.items()]
+    answers = dict(answers)
+    last = answers.popitem() if len(answers) == len(step.awaited) else None
+    if answers:
+        _note(transition, answers)
+        transition.change_step(awaited=step.awaited.difference(answers))
+        left, kind = len(transition.state.step.awaited), next(iter(answers.values())).kind
+        transition.say(
+            ReasonCode.AWAITING_ANSWERS,
+            f"{counted(len(answers), 'worker')} answered {kind}, {counted(left, 'has', 'have')} still to",
+        )
+    return () if last is None else [_answer_of(*last)]
+
+
+def _alike(answers: Mapping[WorkerId, AnswerT]) -> dict[int, AnswerT]:
+    """Return the answers by ``id``, each once: of many workers it may be one and the same."""
+    return dict(zip(map(id, answers.values()), answers.values(), strict=True))
+
+
+def _answer_of(worker: WorkerId, answer: Answer) -> WorkerAnswered:
+    return WorkerAnswered.model_construct(worker=worker, answer=answer.model_copy(update={"worker": worker}))
+
+
+def _note(transition: Transition, answers: Mapping[WorkerId, Answer]) -> None:
+    """Keep what these workers report of their orders."""
+    kinds = dict.fromkeys(map(type, answers.values()))
+    for kind in kinds:
+        alike = answers if len(kinds) == 1 else {worker: one for worker, one in answers.items() if type(one) is kind}
+        if kind in _NOTES:
+            _NOTES[kind](transition, alike)
+
+
+def _note_reshaped(transition: Transition, answers: Mapping[WorkerId, Reshaped]) -> None:
+    state = transition.state
+    entries = dict(state.workers)
+    for worker in answers:
+        entry, units = entries[worker], state.member_units.get(worker, frozenset())
+        if not units <= entry.holds:
+            entries[worker] = entry.model_copy(update={"holds": entry.holds | units})
+    scales = [answer.loss_scale for answer in answers.values() if answer.loss_scale is not None]
+    transition.change(workers=entries)
+    transition.change_step(loss_scale=scales[-1] if scales else state.step.loss_scale)
+    measure_speed(transition, answers)
+
+
+def _note_prepared(transition: Transition, answers: Mapping[WorkerId, Prepared]) -> None:
+    reports = {key: _report_of(answer) for key, answer in _alike(answers).items()}
+    told = zip(answers, [reports[key] for key in map(id, answers.values())], strict=True)
+    transition.change_step(reports=transition.state.step.reports | dict(told))
+
+
+def _note_aborted(transition: Transition, answers: Mapping[WorkerId, Aborted]) -> None:
+    state = transition.state
+    kept = {worker: sums for worker, sums in state.step.kept.items() if worker not in answers}
+    if state.config.policy.keeps_sums:
+        for worker, answer in answers.items():
+            if answer.kept is not None and answer.kept.step == state.version and answer.kept.sums:
+                kept[worker] = answer.kept.sums
+    transition.change_step(kept=kept)
+
+
+_NOTES: Mapping[type, Callable[[Transition, Mapping[WorkerId, Any]], None]] = {
+    Reshaped: _note_reshaped,
+    Prepared: _note_prepared,
+    Aborted: _note_aborted,
+}
+
+
+def _report_of(answer: Prepared) -> StepReport:
+    return StepReport(
+        overflowed=answer.overflowed,
+        unit_norms_sq=answer.unit_norms_sq,
+        non_finite=answer.non_finite,
+        followed=answer.followed,
+        weights=weights_of(answer.losses),
+    )
+
+
+def _set_up(transition: Transition, worker: WorkerId, answer: Answer) -> None:
+    """A worker answers its setup. A failed one ends the run only when nothing was formed yet, and its device works."""
+    state, now_s = transition.state, transition.now_s
+    entry = state.workers[worker]
+    if isinstance(answer, Failed):
+        sentence = f"{worker} could not be set up: {answer.error}"
+        if state.phase is Phase.STARTING and answer.cause != "device":
+            return transition.end("failed", sentence)
+        transition.forget([worker])
+        transition.say(ReasonCode.WORKER_REMOVED, sentence, EndWorker(worker=worker))
+        return pause_requests(transition, entry.appeared_s)
+    if not isinstance(answer, WorkerReady):
+        return transition.say(ReasonCode.IGNORED, f"{worker} is not set up and was given no order")
+    wait_s = hold_s(transition, entry.host)
+    eligible_s = now_s + wait_s if wait_s else None
+    transition.change_node(worker, NodeEvent.SET_UP, ready_s=now_s, eligible_s=eligible_s)
+    transition.change_provisioning(num_setups_lost=0, setup_lost_s=None)
+    transition.change_measured(setup_s=mean_of(state.measured.setup_s, now_s - entry.appeared_s))
+    transition.change(evaluation=answer.evaluation)
+    sentence = f"{worker} is ready"
+    if eligible_s is not None:
+        sentence += f"; its machine came back before, so that it is taken in after {wait_s:g} s"
+    transition.say(ReasonCode.WORKER_READY, sentence)
+    if state.phase is Phase.STARTING:
+        start_if_due(transition)
+    elif state.phase in (Phase.WAITING, Phase.HOLDING):
+        form_or_hold(transition)
+    elif (why := worth_giving_up(transition)) is not None:
+        transition.add(why)
+        dissolve(transition, planned=True)
+    return None
+
+
+def _fits(answer: Answer, order: OutstandingOrder) -> bool:
+    """Whether the answer answers this order, and not an older generation, step or attempt."""
+    if isinstance(answer, WorkerReady) or answer.generation != order.generation:
+        return False
+    match answer:
+        case Reshaped():
+            return order.kind == "reshape"
+        case Prepared():
+            return order.kind == "step" and (answer.step, answer.attempt) == (order.version, order.attempt)
+        case Committed():
+            return order.kind == "commit" and answer.version == order.version
+        case _:
+            return True
+
+
+def _order_answered(transition: Transition, worker: WorkerId, answer: Answer) -> None:
+    state = transition.state
+    _note(transition, {worker: answer})
+    transition.answered(worker)
+    if isinstance(answer, Aborted) and state.phase not in (Phase.RESTING, Phase.ABORTING):
+        detail = answer.detail or ("a peer was lost" if answer.peer_lost else "no detail")
+        transition.say(ReasonCode.ABORTING, f"{worker} gave up its order: {detail}")
+        return dissolve(transition)
+    num_left, trains = len(transition.state.step.awaited), state.phase in (Phase.RESHAPING, Phase.TRAINING)
+    if trains and not num_left:
+        return begin(transition) if state.phase is Phase.RESHAPING else decide_step(transition)
+    transition.say(ReasonCode.AWAITING_ANSWERS, f"{worker} answered {answer.kind}")
+    if trains:
+        transition.add(f"{counted(num_left, 'worker is', 'workers are')} still at it")
+    elif state.phase is Phase.ABORTING:
+        settle(transition)
+    elif state.phase is Phase.COMMITTING:
+        seal_if_complete(transition)
+    return None

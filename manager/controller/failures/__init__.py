@@ -1,1 +1,0 @@
-"""Workers that are lost or fail."""

@@ -1,1 +1,0 @@
-"""Asking for VMs, and notices that some will be taken."""

@@ -1,0 +1,231 @@
+"""Whether a planned change is put off, and for how long: while its units are pre-copied, or while a notice lasts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from manager.controller.shape.followers import followers_due
+from manager.controller.shape.formation import next_order
+from manager.controller.shape.pre_copy import pre_copy_orders, without_pre_copy
+from manager.controller.shape.selection import (
+    Choice,
+    chosen,
+    cost_of_morph_s,
+    draining_members,
+    gain_of,
+    nodes_to_come,
+    present_speed,
+)
+from manager.controller.state.actions import ReasonCode
+from manager.controller.state.bounds import pre_copy_bound_s
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.state import ControllerState, Phase, PreCopy
+from manager.controller.state.transition import Transition
+from morph.contract.messages import PreCopyMove, ReshapeOrder, WorkerId
+from morph.words import counted
+
+GRADIENT_SHARE = 1 / 3
+"""Of a unit's state with Adam, the default of what is left for the boundary: the last step's gradients."""
+
+MARGIN = 2.0
+"""A drain is not put off unless this many times what it takes is left."""
+STEP_MARGIN = 1.5
+"""Before whoever drains runs one more step, this many times what a step takes is left beside that."""
+
+
+def stays(transition: Transition) -> bool:
+    """Whether members that will be taken run one more step: the shape without them is slower, and there is time.
+
+    For that step, for what is pre-copied after it, and for the change. The step and the change are those measured in
+    this run: before a step was, nobody stays. What comes meanwhile is taken in by the same change; and a shape that is
+    no slower is not waited with, for VMs may be taken early.
+    """
+    state, choice = transition.state, chosen(transition)
+    if choice is None or state.plan is None or state.saving.save_times.step_s is None:
+        return False
+    if choice.examples_per_s >= present_speed(state):
+        return False
+    step_s = max(state.saving.save_times.step_s, state.plan.expected.mini_batch_s)
+    left_s = _deadline_s(state) - transition.now_s - STEP_MARGIN * step_s
+    return left_s > 0 and left_s > (_wait_s(state, choice, _moves(next_order(transition)[0])) or 0.0)
+
+
+def starts_pre_copy(transition: Transition) -> bool:
+    """A planned change is due: pre-copy its units and train on, if that is worth it; else it is to be formed now.
+
+    It is formed now when everything has arrived that will, when the time for that is over, and when nothing is to be
+    gained. What is sent for another change, because workers came or left since, is dropped and the new one's sent,
+    within the same time.
+    """
+    state, now_s, choice = transition.state, transition.now_s, chosen(transition)
+    if choice is None:
+        return False
+    order, _ = next_order(transition)
+    pre_copy = state.pre_copy
+    if pre_copy is not None and (now_s >= pre_copy.until_s or now_s >= _deadline_s(state)):
+        return False
+    if pre_copy is not None and pre_copy.slots == order.slots and pre_copy.plan == order.plan:
+        if pre_copy.settled:
+            return False
+        sentence = (
+            f"{pre_copy.num_synced} of {counted(len(pre_copy.moves), 'unit has', 'units have')} arrived before it"
+        )
+        transition.say(ReasonCode.PRE_COPY_NOTED, sentence)
+        return True
+    moves = _moves(order)
+    until_s = _until_s(state, choice, moves, now_s)
+    if until_s is None or state.reshape is None:
+        return False
+    if pre_copy is not None:
+        until_s = min(until_s, pre_copy.until_s)
+    dropped = without_pre_copy(transition)
+    number = transition.state.num_pre_copies + 1
+    limit_s = max(state.reshape.limit_s, until_s - now_s)
+    pre_copy = PreCopy(number=number, plan=order.plan, slots=order.slots, moves=moves, until_s=until_s, limit_s=limit_s)
+    transition.change(pre_copy=pre_copy, num_pre_copies=number)
+    receivers = counted(len({move.receiver for move in moves}), "worker")
+    sentence = (
+        f"{counted(len(moves), 'unit is', 'units are')} pre-copied to {receivers} while training goes on, "
+        f"for {until_s - now_s:.1f} s at most"
+    )
+    transition.say(ReasonCode.PRE_COPY_NOTED, sentence, *dropped, *pre_copy_orders(pre_copy))
+    return True
+
+
+def _moves(order: ReshapeOrder) -> tuple[PreCopyMove, ...]:
+    """Return what could be pre-copied."""
+    return tuple(
+        PreCopyMove.model_construct(unit=source.unit, sender=source.peer, receiver=source.worker)
+        for source in order.sources
+        if source.kind == "peer" and source.peer is not None
+    )
+
+
+def _until_s(state: ControllerState, choice: Choice, moves: tuple[PreCopyMove, ...], now_s: float) -> float | None:
+    """Return until when a change is put off at most so that these are sent, or None when it is not worth it."""
+    rules, wait_s = state.config.policy.rules.ahead, _wait_s(state, choice, moves)
+    if wait_s is None or now_s + wait_s >= _deadline_s(state):
+        return None
+    if rules.when == "always":
+        return now_s + pre_copy_bound_s(state, wait_s)
+    return now_s + min(pre_copy_bound_s(state, wait_s), MARGIN * wait_s)
+
+
+def _wait_s(state: ControllerState, choice: Choice, moves: tuple[PreCopyMove, ...]) -> float | None:
+    """Return what pre-copying these takes until the boundary after it, or None when it is not worth it.
+
+    Sending takes ``transfer_s`` for whoever sends or receives most, longer for the gradients that travel beside it, up
+    to a step more until the next boundary; and it saves the change most of ``transfer_s``. Going without the gain
+    meanwhile must cost less: ``wait * gain`` against ``saved * (1 + gain)``, in work of the present shape. Leaving
+    out who will be taken gains nothing, so it can wait.
+    """
+    rules, plan = state.config.policy.rules.ahead, state.plan
+    assert plan is not None, "no generation was formed"
+    if rules.when == "never" or not moves:
+        return None
+    transfer_s = _most_bytes(state, moves) / (state.measured.state_bytes_per_s or rules.bytes_per_s)
+    step_s = plan.expected.mini_batch_s
+    busy_share = GRADIENT_SHARE * transfer_s / step_s  # of the link, by the gradients of every unit
+    wait_s = transfer_s / max(0.1, 1 - busy_share / 2) + step_s
+    saved_s = (1 - GRADIENT_SHARE) * transfer_s
+    gain = gain_of(state, choice)
+    worth = saved_s >= rules.min_saved_s and busy_share < 1 and wait_s * gain <= saved_s * (1 + gain)
+    return wait_s if worth or rules.when == "always" else None
+
+
+def _most_bytes(state: ControllerState, moves: tuple[PreCopyMove, ...]) -> int:
+    """Return what the worker that sends or receives most has to."""
+    load: Counter[tuple[str, WorkerId]] = Counter()
+    for move in moves:
+        size = state.config.unit_bytes[move.unit]
+        load["sends", move.sender] += size
+        load["receives", move.receiver] += size
+    return max(load.values())
+
+
+def _deadline_s(state: ControllerState) -> float:
+    """Return until when everybody is sure to be there: a while before the first member that drains is taken."""
+    grace_s = state.config.policy.rules.requests.notice_grace_s
+    taken_s = [state.workers[worker].drain_until_s for worker in draining_members(state)]
+    return min((time_s - grace_s for time_s in taken_s if time_s is not None), default=float("inf")) - (
+        MARGIN * cost_of_morph_s(state)
+    )
+
+
+# Planned changes: what is worth a morph between two steps, where no work is lost, or in the midst of one.
+
+
+def drain_due(transition: Transition) -> str | None:
+    """Say which members are to be left out now because their VMs will be taken.
+
+    None: nobody, no plan fits then, or there is time for another step with them.
+    """
+    leaving = draining_members(transition.state)
+    if not leaving or chosen(transition) is None or stays(transition):
+        return None
+    return f"{', '.join(leaving)} will be taken and is left out"
+
+
+def change_due(transition: Transition) -> str | None:
+    """Say why the shape is to be changed at this boundary; None when it is not, or not yet.
+
+    A drain that cannot wait and a slow member that costs more than it gives are dealt with at once. A better shape
+    with newcomers waits for a further node that is about to be ready while that costs less than a second change: going
+    without the gain for w seconds costs ``w * gain``, a change its own time. The same shape is formed anew where it is
+    to have followers from now on, or none any more.
+    """
+    leaving = drain_due(transition)
+    if leaving is not None:
+        return leaving
+    choice, state = chosen(transition), transition.state
+    gain = gain_of(state, choice) if choice else 0.0
+    if choice is None or gain <= 0 or gain < state.config.policy.min_join_gain:
+        if state.waits.join_since_s is not None:
+            transition.change_waits(join_since_s=None)
+        return None if choice is None else followers_due(transition)
+    slow = [worker for worker in state.member_units if state.workers[worker].node is NodeState.SUSPECT]
+    slow = [worker for worker in slow if worker not in choice.workers]
+    if slow:
+        return f"{', '.join(slow)} is slow and left out, {gain:.1%} faster"
+    if state.waits.join_since_s is None:
+        transition.change_waits(join_since_s=transition.now_s)
+    if _next_is_near(transition.state, choice, gain, transition.now_s):
+        return None
+    return f"more workers are ready, {gain:.1%} faster"
+
+
+def worth_giving_up(transition: Transition) -> str | None:
+    """Say why the step under way is to be given up for those that got ready, or None: they wait for its end.
+
+    Its partial sums are kept, so that it costs the change and what is between the stages, which runs again: a pipeline
+    empties and fills once more. In what is left of the step they make up their gain. Not while a checkpoint is written,
+    for its writers may change, nor before another node that is near.
+    """
+    state, choice, now_s = transition.state, chosen(transition), transition.now_s
+    order, formed = state.step.order, state.reshape
+    if choice is None or formed is None or order is None or state.phase is not Phase.TRAINING or order.kind != "step":
+        return None
+    if not formed.keep_sums or state.step.attempt or state.saving.pending or state.stop_reason or state.failing:
+        return None
+    plan, gain = formed.plan, gain_of(state, choice)
+    step_s, num = plan.expected.mini_batch_s, plan.num_micro_batches
+    if formed.salvage is not None and formed.version == state.version:
+        num = sum(end - first for first, end in formed.salvage.remaining)
+    left_s = order.sent_s + step_s * num / plan.num_micro_batches - now_s
+    depth = plan.pipeline_depth
+    cost_s = cost_of_morph_s(state) + 2 * (depth - 1) * step_s / (plan.micro_batches_per_replica[0] + depth - 1)
+    if gain < state.config.policy.min_join_gain or left_s * gain <= MARGIN * cost_s * (1 + gain):
+        return None
+    patience_s = min(cost_of_morph_s(state) / gain, state.config.policy.rules.wait.join_patience_s)
+    if any(time_s <= now_s + patience_s for time_s in nodes_to_come(state, now_s)):
+        return None
+    return f"{gain:.1%} faster with more workers, of which {left_s:.0f} s of the step are worth giving it up"
+
+
+def _next_is_near(state: ControllerState, choice: Choice, gain: float, now_s: float) -> bool:
+    assert state.waits.join_since_s is not None, "nobody waits"
+    patience_s = min(cost_of_morph_s(state) / gain, state.config.policy.rules.wait.join_patience_s)
+    until_s = state.waits.join_since_s + patience_s
+    coming = sum(time_s <= until_s for time_s in nodes_to_come(state, now_s))
+    better = state.config.best_plan(len(choice.workers) + coming)
+    return now_s < until_s and better is not None and better.expected.examples_per_s > choice.examples_per_s

@@ -1,0 +1,125 @@
+"""Which workers a shape could be formed of now, and whether it is worth it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.state import ControllerState, Flaps
+from manager.controller.state.transition import Transition
+from morph.contract.messages import WorkerId
+from morph.contract.plan import Plan
+from morph.contract.waits import Backoff
+
+# Machines that come and go: how long one must stay ready before a shape is built on it again.
+
+
+def record_flap(transition: Transition, host: str) -> None:
+    """Note that a machine which had been ready is not to be counted on any more; forget what was long ago."""
+    state, now_s = transition.state, transition.now_s
+    memory_s = state.config.policy.rules.flaps.memory_s
+    recent = {name: entry for name, entry in state.provisioning.flaps.items() if now_s < entry.last_s + memory_s}
+    num = recent[host].num + 1 if host in recent else 1
+    transition.change_provisioning(flaps={**recent, host: Flaps(num=num, last_s=now_s)})
+
+
+def hold_s(transition: Transition, host: str) -> float:
+    """Return how long (seconds) a machine that is ready again must stay so before it is taken in; 0: no time."""
+    rules, entry = transition.state.config.policy.rules.flaps, transition.state.provisioning.flaps.get(host)
+    if entry is None or entry.num < 2 or transition.now_s >= entry.last_s + rules.memory_s:
+        return 0.0
+    return Backoff(rules.hold_s, rules.hold_max_s).pause_s(entry.num - 2)
+
+
+class Choice(NamedTuple):
+    """A shape, who may be given a place in it, and the speed that its slowest worker leaves (examples/s)."""
+
+    plan: Plan
+    workers: tuple[WorkerId, ...]
+    examples_per_s: float
+
+
+def chosen(transition: Transition) -> Choice | None:
+    """Return the best shape now, chosen once in a decision as long as it does not change who there is."""
+    state = transition.state
+    return transition.once(choose, state.config, state.workers, state.member_units, state.failing)
+
+
+def choose(state: ControllerState, now_s: float) -> Choice | None:
+    """Return the best shape of the workers that are there; None when no plan fits them.
+
+    In this order: ready workers; such that came and went too often or failed, if no plan fits without them; slow ones,
+    the least slow first, as far as the shape is faster with them. Never one that drains.
+    """
+    steady, unsteady = _steady(state, now_s)
+    if state.config.best_plan(len(steady)) is None:
+        steady, unsteady = _in_order(state, (*steady, *unsteady)), ()
+    slow = [worker for worker, entry in state.workers.items() if entry.node is NodeState.SUSPECT]
+    slow.sort(key=lambda worker: state.workers[worker].pace.slowdown)
+    best: Choice | None = None
+    for count in range(len(slow) + 1):
+        plan = state.config.best_plan(len(steady) + count)
+        if plan is None:
+            continue
+        slowdown = max(1.0, state.workers[slow[count - 1]].pace.slowdown) if count else 1.0
+        speed = plan.expected.examples_per_s / slowdown
+        if best is None or speed > best.examples_per_s:
+            best = Choice(plan, _in_order(state, (*steady, *slow[:count])) if count else steady, speed)
+    return best
+
+
+def present_speed(state: ControllerState) -> float:
+    """Return how fast the present shape is (examples/s), which its slowest member decides; 0 without one."""
+    if state.plan is None:
+        return 0.0
+    slowdowns = [state.workers[slot.worker].pace.slowdown for slot in state.slots if slot.worker in state.workers]
+    return state.plan.expected.examples_per_s / max([1.0, *slowdowns])
+
+
+def gain_of(state: ControllerState, choice: Choice) -> float:
+    """Return by which share a choice is faster than the present shape; 0 when it is not."""
+    now = present_speed(state)
+    if choice.examples_per_s <= now:
+        return 0.0
+    return choice.examples_per_s / now - 1 if now else float("inf")
+
+
+def draining_members(state: ControllerState) -> tuple[WorkerId, ...]:
+    """Return the members whose VMs are said to be taken."""
+    return tuple(worker for worker in state.member_units if state.workers[worker].node is NodeState.DRAINING)
+
+
+def nodes_to_come(state: ControllerState, now_s: float) -> tuple[float, ...]:
+    """Return when nodes that are being set up are expected to be ready (seconds), those that are overdue not."""
+    expected_s = (
+        state.measured.setup_s if state.measured.setup_s is not None else state.config.policy.rules.wait.setup_s
+    )
+    times = [entry.appeared_s + expected_s for entry in state.workers.values() if entry.node is NodeState.WARMING]
+    return tuple(sorted(time_s for time_s in times if now_s <= time_s + expected_s))
+
+
+def cost_of_morph_s(state: ControllerState) -> float:
+    """Return what a planned change costs, as measured or as the policy says."""
+    return state.measured.morph_s if state.measured.morph_s is not None else state.config.policy.rules.wait.morph_s
+
+
+def _steady(state: ControllerState, now_s: float) -> tuple[tuple[WorkerId, ...], tuple[WorkerId, ...]]:
+    """Split the ready workers into those that can be taken in, and those that are taken in only where it must be.
+
+    Their machine came and went too often, or an error came on them at the step that is to be run. Each in order of
+    appearance.
+    """
+    failed = state.failing.worker if state.failing is not None and not state.failing.final else None
+    taken: list[WorkerId] = []
+    left: list[WorkerId] = []
+    for worker, entry in state.workers.items():
+        if entry.node is NodeState.READY:
+            steady = entry.eligible_s is None or now_s >= entry.eligible_s or worker in state.member_units
+            (taken if steady and worker != failed else left).append(worker)
+    return tuple(taken), tuple(left)
+
+
+def _in_order(state: ControllerState, chosen: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
+    """Sort by appearance."""
+    wanted = set(chosen)
+    return tuple(worker for worker in state.workers if worker in wanted)

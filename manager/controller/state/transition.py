@@ -1,0 +1,196 @@
+"""A decision while it is made: one transition goes from handler to handler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import Any, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack
+
+from manager.controller.state import nodes
+from manager.controller.state.actions import Abort, Action, Finish, Reason, ReasonCode, ReleaseNodes
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import NodeFacts
+from manager.controller.state.nodes import NodeEvent
+from manager.controller.state.saves import SaveTimes, Saving
+from manager.controller.state.state import (
+    ControllerState,
+    Decision,
+    Failing,
+    Measured,
+    OutstandingOrder,
+    Pace,
+    Phase,
+    PreCopy,
+    Probation,
+    Provisioning,
+    StepProgress,
+    Waits,
+    WorkerState,
+)
+from morph.contract.decided import Decided
+from morph.contract.messages import EvaluationSize, ReshapeOrder, UnitId, Version, WorkerId
+
+Answer = TypeVar("Answer")
+Fields = ParamSpec("Fields")
+
+
+class StateFields(TypedDict, total=False):
+    """Fields of ``ControllerState`` that stand in none of its slices."""
+
+    config: ControllerConfig
+    phase: Phase
+    version: Version
+    generation: int
+    decided: Decided | None
+    reshape: ReshapeOrder | None
+    member_units: dict[WorkerId, frozenset[UnitId]]
+    workers: dict[WorkerId, WorkerState]
+    num_appeared: int
+    pre_copy: PreCopy | None
+    num_pre_copies: int
+    evaluation: EvaluationSize | None
+    failing: Failing | None
+    stop_reason: str | None
+    finish: Finish | None
+    recent: tuple[str, ...]
+
+
+class WorkerFields(TypedDict, total=False):
+    """Fields of ``WorkerState`` but for its node, which ``Transition.change_node`` sets."""
+
+    facts: NodeFacts
+    ready_s: float | None
+    eligible_s: float | None
+    notice: str | None
+    drain_until_s: float | None
+    pace: Pace
+    probation: Probation | None
+    holds: frozenset[UnitId]
+
+
+class SliceChange(Generic[Fields]):
+    """Replaces some fields of one slice of a transition's state.
+
+    Args:
+        transition: The transition.
+        path: Names of the fields that lead to the slice, from the state on.
+        kind: The slice's class, whose constructor says which fields there are, and their types.
+    """
+
+    def __init__(self, transition: Transition, path: str, kind: Callable[Fields, object]) -> None:  # noqa: ARG002 (for its type)
+        self._transition, self._path = transition, path.split(".")
+
+    def __call__(self, *args: Fields.args, **fields: Fields.kwargs) -> None:
+        """Replace these fields."""
+        assert not args, "fields are given by name"
+        owners = list(accumulate(self._path, getattr, initial=self._transition.state))
+        replaced = owners.pop().model_copy(update=fields)
+        for name, owner in zip(reversed(self._path), reversed(owners), strict=True):
+            replaced = owner.model_copy(update={name: replaced})
+        self._transition.state = replaced
+
+
+class Transition:
+    """What is decided so far at ``now_s``: the state, the actions in order, and what is told.
+
+    Every part of the controller changes it in place. The states themselves stay frozen: whoever reads ``state`` has it
+    as it was then.
+    """
+
+    def __init__(self, state: ControllerState, now_s: float) -> None:
+        self.state, self.now_s = state, now_s
+        self.actions: list[Action] = []
+        self.code: ReasonCode | None = None
+        self._sentences: list[str] = []
+        self._known: dict[Callable[..., Any], tuple[tuple[object, ...], Any]] = {}
+        self.change_step = SliceChange(self, "step", StepProgress)
+        self.change_saving = SliceChange(self, "saving", Saving)
+        self.change_save_times = SliceChange(self, "saving.save_times", SaveTimes)
+        self.change_waits = SliceChange(self, "waits", Waits)
+        self.change_provisioning = SliceChange(self, "provisioning", Provisioning)
+        self.change_measured = SliceChange(self, "measured", Measured)
+
+    def say(self, code: ReasonCode, sentence: str, *actions: Action) -> None:
+        """Tell what was done last, and why. That work is lost is told whatever follows, but for the run's end."""
+        if self.code is not ReasonCode.SET_BACK or self.state.phase is Phase.ENDED:
+            self.code = code
+        self.add(sentence, *actions)
+
+    def add(self, sentence: str, *actions: Action) -> None:
+        """Tell something beside what was told before."""
+        self._sentences.append(sentence)
+        self.actions += actions
+
+    def end(self, outcome: Literal["finished", "stopped", "failed"], sentence: str) -> None:
+        """End the run: abort what is outstanding, then finish. With an error that cannot be mended it has failed."""
+        trace, cause, failing = "", None, self.state.failing
+        if failing is not None and failing.final:
+            outcome, trace, cause = "failed", failing.traceback, failing.cause
+        aborts = [Abort(worker=worker, generation=self.state.generation) for worker in self.state.busy_workers]
+        finish = Finish(outcome=outcome, sentence=sentence, traceback=trace, cause=cause)
+        self.change(phase=Phase.ENDED, finish=finish)
+        self.change_step(order=None, awaited=frozenset())
+        self.say(ReasonCode(outcome), sentence, *aborts, finish)
+
+    def decision(self, wake_at_s: float | None) -> Decision:
+        """Return what was decided."""
+        assert self.code is not None, "a decision without a reason"
+        reason = Reason(code=self.code, sentence="; ".join(self._sentences))
+        return Decision.model_construct(
+            state=self.state, actions=tuple(self.actions), reason=reason, wake_at_s=wake_at_s
+        )
+
+    def change(self, **fields: Unpack[StateFields]) -> None:
+        """Replace some fields of the state that stand in none of its slices."""
+        self.state = self.state.model_copy(update=fields)
+
+    def change_worker(self, worker: WorkerId, **fields: Unpack[WorkerFields]) -> None:
+        """Replace some fields of one worker."""
+        workers = self.state.workers.copy()
+        workers[worker] = workers[worker].model_copy(update=fields)
+        self.change(workers=workers)
+
+    def change_node(self, worker: WorkerId, event: NodeEvent, **fields: Unpack[WorkerFields]) -> None:
+        """Put a node in the state that follows an event, and replace some of its worker's fields."""
+        entry = self.state.workers[worker]
+        node = nodes.after(entry.node, event)
+        self.change(workers={**self.state.workers, worker: entry.model_copy(update={**fields, "node": node})})
+
+    def order(self, order: OutstandingOrder, receivers: Iterable[WorkerId]) -> None:
+        """Make this order outstanding; there was none before."""
+        self.change_step(order=order, awaited=frozenset(receivers), reports={})
+
+    def answered(self, worker: WorkerId) -> None:
+        """Take a worker's order from it."""
+        awaited = self.state.step.awaited - {worker}
+        self.change_step(awaited=awaited, order=self.state.step.order if awaited else None)
+
+    def forget(self, lost: Iterable[WorkerId]) -> None:
+        """Forget workers, and give back what VMs they had of a provider.
+
+        A pending checkpoint that one of them still had to write to becomes stale.
+        """
+        state, gone = self.state, set(lost)
+        workers = {worker: entry for worker, entry in state.workers.items() if worker not in gone}
+        pending, awaited = state.saving.pending, state.step.awaited - gone
+        if pending is not None and gone & pending.debtors:
+            pending = pending.model_copy(update={"stale": True})
+        self.change(workers=workers)
+        self.change_saving(pending=pending)
+        self.change_step(awaited=awaited, order=state.step.order if awaited else None)
+        self.change_provisioning(leaving=state.provisioning.leaving - gone)
+        if state.config.target_nodes and gone:
+            self.actions.append(ReleaseNodes(nodes=tuple(sorted(gone))))
+
+    def wake_by(self, time_s: float) -> None:
+        """Look at nodes and requests again at this time, at the latest."""
+        if self.state.provisioning.nodes_wake_s is None or time_s < self.state.provisioning.nodes_wake_s:
+            self.change_provisioning(nodes_wake_s=time_s)
+
+    def once(self, question: Callable[[ControllerState, float], Answer], *depends_on: object) -> Answer:
+        """Answer a question about the state, once unless a part of it that the answer depends on was replaced."""
+        known = self._known.get(question)
+        if known is None or any(then is not now for then, now in zip(known[0], depends_on, strict=True)):
+            known = self._known[question] = (depends_on, question(self.state, self.now_s))
+        answer: Answer = known[1]
+        return answer

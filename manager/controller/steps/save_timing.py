@@ -1,0 +1,308 @@
+"""When the next checkpoint is due: as was requested, and as often as costs least (Spotify, sections 4.2 to 4.4).
+
+The formula is that of ``morph.contract.waits.cheapest_interval_s``. Of a job of many VMs only those losses count that
+no survivor mends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from manager.controller.shape.risk import mean_s_to_fatal_loss
+from manager.controller.shape.selection import chosen, cost_of_morph_s, draining_members
+from manager.controller.state.actions import NoteNextSave
+from manager.controller.state.bounds import SAVE_COPY_BYTES_PER_S, STORAGE_BYTES_PER_S
+from manager.controller.state.events import NodeAppeared
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.saves import NextSave, PendingCheckpoint
+from manager.controller.state.state import ControllerState, Phase, WorkerState, mean_of
+from manager.controller.state.transition import Transition
+from morph.contract.checkpoint import Manifest, SaveKind
+from morph.contract.messages import WorkerId
+from morph.contract.vm_names import vm_of
+from morph.contract.waits import Backoff, cheapest_interval_s
+
+RETRIES = Backoff(first_s=10.0, most_s=600.0)
+"""Between saves that storage does not take."""
+
+
+def next_save(state: ControllerState, now_s: float) -> NextSave | None:
+    """Return when the next checkpoint is due, and why; None: nothing trains, or none is wanted."""
+    return sooner(periodic_save(state, now_s), insurance_save(state, now_s))
+
+
+def sooner(one: NextSave | None, other: NextSave | None) -> NextSave | None:
+    """Return the one that is due first."""
+    return min((save for save in (one, other) if save is not None), key=lambda save: save.due_s, default=None)
+
+
+def periodic_save(state: ControllerState, now_s: float) -> NextSave | None:
+    """Return when a checkpoint is due because it was requested so often; None: nothing trains, or none was."""
+    saving = state.saving
+    every = state.config.policy.checkpoint_every_steps
+    if saving.save_times.since_s is None or not state.slots or every is None:
+        return None
+    if saving.checkpoint_base + every >= state.config.num_steps:
+        return None
+    step_s = step_seconds(state)
+    due_s = now_s + max(0, every - (state.version - saving.checkpoint_base)) * step_s
+    return NextSave(due_s=due_s, interval_s=every * step_s, kind="periodic", why=_as_configured(every))
+
+
+def insurance_save(state: ControllerState, now_s: float) -> NextSave | None:
+    """Return when a checkpoint is due because it costs least to save that often; None: nothing trains, or none is."""
+    times, policy = state.saving.save_times, state.config.policy
+    wanted = policy.rules.checkpoints.insurance
+    if wanted is None:
+        wanted = policy.checkpoint_every_steps is None
+    if times.since_s is None or not state.slots or not wanted:
+        return None
+    interval_s, why = cheapest_interval(state, now_s)
+    due_s = times.since_s + interval_s
+    if times.retry_s is not None:
+        due_s, why = times.retry_s, f"storage did not take the last {times.num_refused}"
+    return NextSave(due_s=due_s, interval_s=interval_s, kind="insurance", why=why)
+
+
+def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]:
+    """Return the interval between saves (seconds) that costs least, and what it is worked out from.
+
+    Never shorter than a save takes to be complete, so that one version is on its way at a time, nor than a step.
+    """
+    times, expected = state.saving.save_times, state.config.expected_losses
+    mttf_s = mean_s_to_fatal_loss(state, now_s)
+    most_bytes = _most_bytes(state)
+    stall_s = most_bytes / SAVE_COPY_BYTES_PER_S if times.stall_s is None else times.stall_s
+    allocation_s = expected.allocation_s if times.allocation_s is None else times.allocation_s
+    restart_s = allocation_s + (expected.preparation_s if state.measured.setup_s is None else state.measured.setup_s)
+    tau_s = cheapest_interval_s(stall_s, mttf_s, restart_s)
+    durable_s = save_seconds(state)
+    interval_s = max(tau_s, durable_s, step_seconds(state))
+    why = (
+        f"one every {duration(interval_s)} costs least: a save stalls training for {duration(stall_s)} "
+        f"({stall_s / interval_s:.2%} of the time), and a loss from which only a checkpoint helps is expected every "
+        f"{duration(mttf_s)}"
+    )
+    if interval_s == durable_s:
+        why += f"; a save takes {duration(durable_s)} to be complete"
+    return interval_s, why
+
+
+def is_due(state: ControllerState, now_s: float) -> tuple[SaveKind, str] | None:
+    """Return the kind of save that is to begin with the step that is ordered now, and why; None: none is due.
+
+    That of insurance is the one that was told last: with many workers it is not worked out at each step.
+    """
+    every, insurance = state.config.policy.checkpoint_every_steps, state.saving.save_times.insurance
+    if every is not None and state.version - state.saving.checkpoint_base >= every:
+        return "periodic", _as_configured(every)
+    if insurance is not None and now_s + step_seconds(state) / 2 >= insurance.due_s:  # the boundary that is nearest
+        return insurance.kind, insurance.why
+    return None
+
+
+def _as_configured(every: int) -> str:
+    return f"every {every} steps, as the cluster file says"
+
+
+def step_seconds(state: ControllerState) -> float:
+    """Return what a step takes: as measured, else as the plan expects."""
+    if state.saving.save_times.step_s is not None:
+        return state.saving.save_times.step_s
+    return state.plan.expected.mini_batch_s if state.plan is not None else 0.0
+
+
+def save_seconds(state: ControllerState) -> float:
+    """Return what a save takes from the copy until it is complete: as measured, else as a slow storage would."""
+    return (
+        _most_bytes(state) / STORAGE_BYTES_PER_S
+        if state.saving.save_times.durable_s is None
+        else state.saving.save_times.durable_s
+    )
+
+
+def duration(seconds: float) -> str:
+    """Return a span of time as people say it."""
+    for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {name}"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _most_bytes(state: ControllerState) -> int:
+    """Return how much the member writes that writes most, if the replicas of a stage share its units evenly."""
+    plan = state.plan
+    if plan is None:
+        return 0
+    return state.config.stage_bytes(plan) // plan.num_replicas
+
+
+# Noting what saves and steps take and how VMs fare, and telling when the next save comes.
+
+
+def record_step_ordered(transition: Transition) -> None:
+    """A step begins; with the first one there is something to lose."""
+    transition.change_save_times(ordered_s=transition.now_s)
+    if transition.state.saving.save_times.since_s is None:
+        transition.change_save_times(saved_s=transition.now_s, since_s=transition.now_s)
+
+
+def record_step_decided(transition: Transition) -> None:
+    """Take the time of a step into the mean."""
+    times = transition.state.saving.save_times
+    if times.ordered_s is not None:
+        transition.change_save_times(step_s=mean_of(times.step_s, transition.now_s - times.ordered_s), ordered_s=None)
+
+
+def record_shape_left(transition: Transition) -> None:
+    """The step under way is dissolved: its time is of no use."""
+    transition.change_save_times(ordered_s=None)
+
+
+def record_save_begun(transition: Transition, writers: dict[str, WorkerId], kind: SaveKind) -> PendingCheckpoint:
+    """The decided version's state is copied now, and written by these."""
+    state, now_s = transition.state, transition.now_s
+    pending = PendingCheckpoint(
+        version=state.version,
+        writers=writers,
+        started_s=now_s,
+        copied_s=now_s,
+        kind=kind,
+        shape="" if state.plan is None else state.plan.shape,
+    )
+    transition.change_saving(pending=pending)
+    transition.change_save_times(since_s=now_s, retry_s=None, insurance=None)
+    return pending
+
+
+def record_units_complete(transition: Transition, pending: PendingCheckpoint) -> None:
+    """Every unit of a save is on storage: take its stall into the mean, that of the worker that stood longest."""
+    stall_s: dict[WorkerId, float] = {}
+    for entry in pending.written.values():
+        stall_s[entry.worker] = stall_s.get(entry.worker, 0.0) + entry.stall_s
+    transition.change_save_times(
+        stall_s=mean_of(transition.state.saving.save_times.stall_s, max(stall_s.values(), default=0.0))
+    )
+
+
+def record_save_complete(transition: Transition, manifest: Manifest) -> str:
+    """A checkpoint is complete; returns what is to be told of those before it that storage did not take."""
+    times = transition.state.saving.save_times
+    if manifest.saved_s is not None:
+        saved_s = manifest.saved_s if times.saved_s is None else max(times.saved_s, manifest.saved_s)
+        transition.change_save_times(
+            durable_s=mean_of(times.durable_s, transition.now_s - manifest.saved_s), saved_s=saved_s
+        )
+    transition.change_save_times(
+        num_refused=0, retry_s=None, weighs=transition.state.config.policy.redundancy == "auto"
+    )
+    return f", after {times.num_refused} that storage did not take" if times.num_refused else ""
+
+
+def record_save_refused(transition: Transition) -> bool:
+    """Storage did not take a save: the next one is tried after a while. Returns whether it is the first in a row."""
+    num = transition.state.saving.save_times.num_refused + 1
+    transition.change_save_times(num_refused=num, retry_s=transition.now_s + RETRIES.pause_s(num - 1))
+    return num == 1
+
+
+def vms_lost(transition: Transition, lost: Mapping[WorkerId, WorkerState]) -> None:
+    """Workers were lost and are forgotten: count the VMs that are gone with them."""
+    left = {vm_of(worker) for worker in transition.state.workers}
+    appeared_s = {vm_of(worker): entry.appeared_s for worker, entry in lost.items() if vm_of(worker) not in left}
+    if appeared_s:
+        times = transition.state.saving.save_times
+        lived_s = sum(max(0.0, transition.now_s - since_s) for since_s in appeared_s.values())
+        transition.change_save_times(num_lost=times.num_lost + len(appeared_s), vm_s=times.vm_s + lived_s)
+
+
+def vm_came(transition: Transition, event: NodeAppeared) -> None:
+    """Take the time from a request to its VM into the mean."""
+    request = transition.state.provisioning.requests.get(event.request) if event.request is not None else None
+    if request is not None:
+        transition.change_save_times(
+            allocation_s=mean_of(
+                transition.state.saving.save_times.allocation_s, transition.now_s - request.requested_s
+            )
+        )
+
+
+def tell_next(transition: Transition) -> None:
+    """Work out when the next save comes, and put it into the journal with the reason."""
+    if transition.state.phase is not Phase.TRAINING:
+        return
+    state = transition.state
+    saving = state.saving
+    if not saving.sealing and (saving.pending is None or saving.pending.stale):  # what was under way came to nothing
+        transition.change_save_times(since_s=saving.save_times.saved_s)
+    insurance = insurance_save(transition.state, transition.now_s)
+    transition.change_save_times(insurance=insurance)
+    save = sooner(periodic_save(transition.state, transition.now_s), insurance)
+    if save is not None:
+        transition.actions.append(NoteNextSave(next_save=save))
+
+
+# Saving what only VMs hold that are about to be taken (Spotify, section 4.2).
+
+
+def lacks_others(transition: Transition) -> bool:
+    """Whether workers that drain hold what no other does, and no shape could be formed that takes it over."""
+    state = transition.state
+    leaving = leaving_workers(state)
+    if not leaving or chosen(transition) is not None:
+        return False
+    held: set[str] = set().union(*(e.holds for worker, e in state.workers.items() if worker not in leaving))
+    return any(state.workers[worker].holds - held for worker in leaving)
+
+
+def emergency_due(transition: Transition) -> bool:
+    """Whether the decided version is to be saved with the step that is ordered now, because VMs are about to go.
+
+    That is when as much would be run again as could still be trained before the last save: at once if the newest
+    checkpoint is old, again when half of the time is over, and so on, the last time as late as it is complete in time.
+    """
+    state, now_s = transition.state, transition.now_s
+    if not draining_members(state) or not lacks_others(transition) or not fits(state, now_s):
+        return False
+    since_s = now_s if state.saving.save_times.since_s is None else state.saving.save_times.since_s
+    return now_s - since_s >= taken_s(state) - save_seconds(state) - step_seconds(state) - now_s
+
+
+def fits(state: ControllerState, now_s: float) -> bool:
+    """Whether a save that begins now is complete before the first VM that drains is taken, as far as is known."""
+    unknown = state.saving.save_times.durable_s is None  # then it is tried
+    return unknown or now_s + save_seconds(state) <= taken_s(state)
+
+
+def step_outlasts(transition: Transition) -> bool:
+    """Whether the step under way ends too late for what is to be done before a member is taken, and now is not.
+
+    That is a planned change where others can take over, else a save. The step would be lost with the VM in any case.
+    """
+    state, now_s = transition.state, transition.now_s
+    ordered_s = state.saving.save_times.ordered_s
+    if state.phase is not Phase.TRAINING or ordered_s is None or state.saving.save_times.step_s is None:
+        return False
+    leaving = draining_members(state)
+    if not leaving:
+        return False
+    if chosen(transition) is not None:
+        needed_s = cost_of_morph_s(state)
+    elif lacks_others(transition):
+        needed_s = save_seconds(state)
+    else:
+        return False
+    ends_s = max(now_s, ordered_s + step_seconds(state))
+    return now_s + needed_s <= taken_s(state, leaving) < ends_s + needed_s
+
+
+def taken_s(state: ControllerState, leaving: Iterable[WorkerId] | None = None) -> float:
+    """Return when the first worker that drains, or the first of these, is taken, as its notice says."""
+    grace_s = state.config.policy.rules.requests.notice_grace_s
+    times_s = [state.workers[worker].drain_until_s for worker in leaving or leaving_workers(state)]
+    return min((time_s - grace_s for time_s in times_s if time_s is not None), default=float("inf"))
+
+
+def leaving_workers(state: ControllerState) -> frozenset[WorkerId]:
+    """Return all workers whose VMs are said to be taken."""
+    return frozenset(worker for worker, entry in state.workers.items() if entry.node is NodeState.DRAINING)

@@ -1,0 +1,329 @@
+"""The training loop: first order of a generation, step boundaries, overflow, the last commit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from manager.controller.shape.formation import form
+from manager.controller.shape.placement import share_units
+from manager.controller.shape.planned_changes import change_due, drain_due, starts_pre_copy
+from manager.controller.shape.pre_copy import drop_if_stale
+from manager.controller.state.actions import ReasonCode, SendCommit, SendStep, WriteManifest
+from manager.controller.state.bounds import commit_bound_s, save_bound_s, step_bound_s
+from manager.controller.state.saves import PendingCheckpoint
+from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, WorkerState, mean_of
+from manager.controller.state.transition import Transition
+from manager.controller.steps.save_timing import (
+    emergency_due,
+    is_due,
+    record_save_begun,
+    record_step_decided,
+    record_step_ordered,
+    record_units_complete,
+    tell_next,
+)
+from morph.contract.checkpoint import Manifest, SaveKind, UnitFile
+from morph.contract.decided import decided_step
+from morph.contract.errors import TrainingStopped
+from morph.contract.messages import CommitOrder, StepOrder, UnitId, WorkerId
+from morph.words import counted
+
+MAX_ATTEMPTS = 8
+
+
+def begin(transition: Transition) -> None:
+    """Everybody is reshaped: give the first order of the generation; members drop what their stage does not need."""
+    state = transition.state
+    measured = state.measured
+    if measured.morph_began_s is not None:
+        transition.change_measured(
+            morph_s=mean_of(measured.morph_s, transition.now_s - measured.morph_began_s), morph_began_s=None
+        )
+    leaving = drain_due(transition) if not _is_last(state) else None
+    if leaving is not None:  # nobody was given an order yet, so nobody dropped anything
+        transition.say(ReasonCode.FORMED, leaving)
+        return form(transition, planned=True)
+    _settle_holdings(transition, others_keep=True)
+    if _is_last(state):
+        return _commit(transition)
+    _step(transition, ReasonCode.STEP_STARTED)
+    return tell_next(transition)
+
+
+def decide_step(transition: Transition) -> None:
+    """Every member prepared the step: run it again if a gradient overflowed, else decide the next version.
+
+    A gradient that is not finite fits no scale: then the step is decided as skipped, whatever overflowed.
+    """
+    state = transition.state
+    overflowed = [worker for worker in state.member_units if state.step.reports[worker].overflowed]
+    if overflowed and not any(report.non_finite for report in state.step.reports.values()):
+        return _retry(transition, overflowed)
+    try:
+        _decide_facts(transition)
+    except TrainingStopped as error:
+        return transition.end("failed", str(error))
+    _settle_holdings(transition, others_keep=False)
+    record_step_decided(transition)
+    step = state.version
+    transition.change(version=step + 1)
+    transition.change_step(attempt=0)
+    transition.change_waits(num_fruitless=0, resting_since_s=None)
+    transition.change_saving(doubt=None)
+    if state.failing is not None and state.failing.version <= step and not state.failing.final:
+        transition.change(failing=None)
+    state = transition.state
+    sentence = f"every worker prepared step {step}: version {step + 1} is decided"
+    if state.decided is not None and state.decided.skipped:
+        cause = "nothing in it counts" if state.decided.gradient_factor == 0 else "a gradient is not finite"
+        sentence += f", its weights unchanged, for {cause}"
+    transition.say(ReasonCode.STEP_DECIDED, sentence)
+    if _is_last(state):
+        return _commit(transition)
+    why = change_due(transition)
+    if why is None:
+        drop_if_stale(transition)
+        return _step(transition, ReasonCode.STEP_DECIDED)
+    transition.say(ReasonCode.FORMED, why)
+    return _step(transition, ReasonCode.STEP_DECIDED) if starts_pre_copy(transition) else form(transition, planned=True)
+
+
+def seal_if_complete(transition: Transition) -> None:
+    """While committing: write the last manifest once every commit is answered and every unit written."""
+    state = transition.state
+    saving = state.saving
+    if state.step.awaited:
+        workers = counted(len(state.step.awaited), "worker has", "workers have")
+        return transition.say(ReasonCode.COMMIT_WAIT, f"{workers} still to commit")
+    if saving.pending is None:
+        return _end(transition)
+    missing = len(saving.pending.writers) - len(saving.pending.written)
+    if missing:
+        units = counted(missing, "unit is", "units are")
+        return transition.say(ReasonCode.COMMIT_WAIT, f"{units} still to be written of the last checkpoint")
+    transition.change(phase=Phase.SEALING)
+    return seal(transition, saving.pending)
+
+
+def seal(transition: Transition, pending: PendingCheckpoint) -> None:
+    """Every unit is on storage: write the manifest."""
+    state = transition.state
+    files = [pending.written[unit] for unit in state.config.units]
+    record_units_complete(transition, pending)
+    manifest = Manifest(
+        fingerprint=state.config.fingerprint,
+        version=pending.version,
+        kind=pending.kind,
+        shape=pending.shape,
+        saved_s=pending.started_s if pending.copied_s is None else pending.copied_s,
+        units=tuple(
+            UnitFile.model_construct(**{key: getattr(file, key) for key in UnitFile.model_fields}) for file in files
+        ),
+    )
+    transition.change_saving(pending=None, sealing=(*state.saving.sealing, manifest), sealing_since_s=transition.now_s)
+    transition.change_saving(unsaved_since_s=None, save_retry_s=None)
+    sentence = f"every unit of version {pending.version} is written: its manifest follows"
+    transition.say(ReasonCode.CHECKPOINT_SEALED, sentence, WriteManifest(manifest=manifest))
+
+
+def end_if_saved(transition: Transition) -> None:
+    """While sealing: end once the decided version is a complete checkpoint."""
+    state = transition.state
+    if state.saving.checkpoint is not None and state.saving.checkpoint.version == state.version:
+        return _end(transition)
+    return transition.say(ReasonCode.CHECKPOINT_COMPLETE, "an earlier checkpoint is complete; the last one is awaited")
+
+
+def repeat_orders(state: ControllerState) -> tuple[SendStep | SendCommit, ...]:
+    """Build the step or commit orders that are not answered once more, as they were."""
+    step = state.step
+    assert step.order is not None, "nothing is outstanding"
+    pending = state.saving.pending
+    share = pending.writers if pending is not None and pending.version == state.version else {}
+    receivers = state.busy_workers
+    if step.order.kind == "commit":
+        return commit_orders(state, share, receivers)
+    return _step_orders(state, share if step.attempt == 0 and not step.order.abort_sent_s else {}, receivers)
+
+
+def commit_orders(
+    state: ControllerState, share: dict[UnitId, WorkerId], receivers: Iterable[WorkerId]
+) -> tuple[SendCommit, ...]:
+    """Build the orders to write the decided version; while resting, of what each holds without a generation."""
+    units = _units_of(share)
+    plain = CommitOrder(
+        generation=state.generation,
+        version=state.version,
+        decided=state.decided,
+        held=state.phase is Phase.RESTING,
+    )
+    return tuple(
+        SendCommit(worker=worker, order=plain.model_copy(update={"checkpoint_units": units.get(worker, ())}))
+        for worker in receivers
+    )
+
+
+def _decide_facts(transition: Transition) -> None:
+    """Note what is decided of the step that is prepared, and the loss scale of the next one."""
+    state = transition.state
+    step = state.step
+    reports = [step.reports[slot.worker] for slot in state.slots]
+    decided = decided_step(
+        state.version + 1,
+        [report.unit_norms_sq for report in reports],
+        [report.non_finite for report in reports],
+        state.config.units,
+        [report.weights for report in reports],
+    )
+    transition.change(decided=decided)
+    transition.change_step(loss_scale=decided.next_scale(step.loss_scale))
+
+
+def _settle_holdings(transition: Transition, *, others_keep: bool) -> None:
+    """Members hold their stage's units, and what they keep for others; others what they held, or nothing any more.
+
+    ``others_keep``: no step was run yet, and a follower has what it had.
+    """
+    state = transition.state
+    nothing: frozenset[UnitId] = frozenset()
+    follows = () if state.reshape is None else state.reshape.follows
+    kept: dict[WorkerId, frozenset[UnitId]] = {}
+    for follow in follows:
+        if follow.units and (others_keep or state.step.reports[follow.worker].followed):
+            units = follow.known if others_keep else follow.units
+            kept[follow.follower] = kept.get(follow.follower, nothing).union(units)
+    changed: dict[WorkerId, WorkerState] = {}
+    of_members = state.member_units
+    for worker, entry in state.workers.items():
+        held = entry.holds
+        holds = of_members.get(worker, held if others_keep else nothing)
+        if worker in kept:
+            holds |= kept[worker]
+        if held is not holds and held != holds:
+            changed[worker] = entry.model_copy(update={"holds": holds})
+    if changed:
+        transition.change(workers=state.workers | changed)
+
+
+def _end(transition: Transition) -> None:
+    state = transition.state
+    if state.version >= state.config.num_steps and (state.failing is None or not state.failing.final):
+        return transition.end("finished", f"all {state.config.num_steps} steps are committed and saved")
+    return transition.end("stopped", f"{state.stop_reason}; version {state.version} is saved")
+
+
+def _is_last(state: ControllerState) -> bool:
+    return state.version >= state.config.num_steps or state.stop_reason is not None
+
+
+def _step(transition: Transition, code: ReasonCode) -> None:
+    """Order the step of the decided version from every member, with a checkpoint of it when one is due."""
+    share, why = _begin_checkpoint_if_due(transition)
+    sentence = f"step {transition.state.version} is ordered"
+    if share:
+        sentence += f", with a checkpoint of version {transition.state.version}: {why}"
+    record_step_ordered(transition)
+    _send_step(transition, share, sentence, code)
+
+
+def _retry(transition: Transition, overflowed: list[WorkerId]) -> None:
+    state = transition.state
+    attempt = state.step.attempt + 1
+    sentence = f"a gradient of step {state.version} overflowed on {', '.join(overflowed)}"
+    if attempt >= MAX_ATTEMPTS:
+        return transition.end("failed", f"{sentence}, {attempt} times in a row")
+    sentence += f"; attempt {attempt} of the step is ordered"
+    transition.change_step(attempt=attempt)
+    return _send_step(transition, {}, sentence, ReasonCode.OVERFLOW_RETRY)
+
+
+def _send_step(transition: Transition, share: dict[UnitId, WorkerId], sentence: str, code: ReasonCode) -> None:
+    state = transition.state
+    assert state.reshape is not None, "no generation was formed"
+    order = OutstandingOrder(
+        kind="step",
+        generation=state.generation,
+        version=state.version,
+        attempt=state.step.attempt,
+        sent_s=transition.now_s,
+        limit_s=step_bound_s(state, state.reshape, state.version),
+    )
+    transition.order(order, state.member_units)
+    transition.change_step(kept={})
+    transition.change(phase=Phase.TRAINING)
+    transition.say(code, sentence, *_step_orders(state, share, state.member_units))
+
+
+def _step_orders(
+    state: ControllerState, share: dict[UnitId, WorkerId], receivers: Iterable[WorkerId]
+) -> tuple[SendStep, ...]:
+    plain = StepOrder(
+        generation=state.generation,
+        step=state.version,
+        attempt=state.step.attempt,
+        decided=state.decided,
+        loss_scale=state.step.loss_scale,
+        record_timeline=state.version == state.config.timeline_step,
+    )
+    units = _units_of(share)
+    orders = SendStep.each("worker", receivers, order=plain)
+    if not units:
+        return tuple(orders)
+    return tuple(
+        each.model_copy(update={"order": plain.model_copy(update={"checkpoint_units": units[each.worker]})})
+        if each.worker in units
+        else each
+        for each in orders
+    )
+
+
+def _commit(transition: Transition) -> None:
+    """Order every member to apply the decided version, and to write it unless it is a complete checkpoint already."""
+    state, now_s = transition.state, transition.now_s
+    saved = state.saving.checkpoint is not None and state.saving.checkpoint.version == state.version
+    share = {} if saved else _shares(state)
+    transition.change(phase=Phase.COMMITTING)
+    transition.change_saving(unsaved_since_s=None, save_retry_s=None, pending=None)
+    transition.change_step(kept={})
+    if not saved:
+        record_save_begun(transition, share, "final")
+    limit_s = commit_bound_s(state)
+    order = OutstandingOrder(
+        kind="commit", generation=state.generation, version=state.version, sent_s=now_s, limit_s=limit_s
+    )
+    transition.order(order, state.member_units)
+    sentence = f"version {state.version} is to be committed: {state.stop_reason or 'it is the last'}"
+    transition.say(ReasonCode.COMMIT_STARTED, sentence, *commit_orders(transition.state, share, state.member_units))
+
+
+def _units_of(share: dict[UnitId, WorkerId]) -> dict[WorkerId, tuple[UnitId, ...]]:
+    units: dict[WorkerId, tuple[UnitId, ...]] = {}
+    for unit, writer in share.items():
+        units[writer] = (*units.get(writer, ()), unit)
+    return units
+
+
+def _shares(state: ControllerState) -> dict[UnitId, WorkerId]:
+    assert state.plan is not None, "no generation was formed"
+    needed = state.config.units_of(state.plan)
+    return share_units(state.slots, needed, state.config.unit_bytes)
+
+
+def _begin_checkpoint_if_due(transition: Transition) -> tuple[dict[UnitId, WorkerId], str]:
+    """Begin a checkpoint when one is due, one at a time; return who writes what, and why."""
+    state, now_s = transition.state, transition.now_s
+    saving = state.saving
+    pending = saving.pending
+    under_way = pending is not None and not pending.stale and now_s < pending.started_s + save_bound_s(state)
+    if under_way or saving.sealing or state.version == saving.checkpoint_base:
+        return {}, ""
+    kind: SaveKind
+    if emergency_due(transition):
+        kind, why = "emergency", "VMs that hold what no other does are about to be taken"
+    elif (due := is_due(state, now_s)) is not None:
+        kind, why = due
+    else:
+        return {}, ""
+    share = _shares(state)
+    record_save_begun(transition, share, kind)
+    return share, why

@@ -1,0 +1,410 @@
+"""Slow members: found by their compute times, over several windows of micro-batches."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from manager.controller.shape.selection import hold_s, record_flap
+from manager.controller.state.actions import EndWorker, NoteCorrection, ProbeWorker, ReasonCode
+from manager.controller.state.bounds import probe_bound_s
+from manager.controller.state.events import ComputeTimesSeen, WorkerProbed
+from manager.controller.state.nodes import NodeEvent, NodeState
+from manager.controller.state.profile_correction import correction_of, is_material, with_times
+from manager.controller.state.state import ControllerState, Pace, WorkerState, Yardstick
+from manager.controller.state.transition import Transition
+from manager.controller.steps.failures import lose
+from morph.contract.messages import WorkerId
+from morph.contract.rules import StutterRules
+from morph.contract.waits import Backoff
+from morph.words import counted
+
+# Fail-stutter (Varuna, section 4.6): which of a shape's workers compute slower than they should. Pure statistics.
+
+
+NORMAL_MAD = 1.4826  # the median absolute deviation of a normal distribution, times this, is its standard deviation
+MEDIAN_ERROR = 1.2533  # standard error of a normal sample's median over that of its mean
+PEERS = 3
+"""So many can show by themselves what is chance."""
+SMALL_SAMPLE = {3: 1.495, 4: 1.363, 5: 1.206, 6: 1.2, 7: 1.14, 8: 1.129, 9: 1.107}
+"""By how much the deviation of few is more than their median absolute deviation says (Croux and Rousseeuw 1992)."""
+
+
+class Usual(NamedTuple):
+    """How the workers at hand compare with the profile: the median of their ratios to it, and the robust spread."""
+
+    ratio: float
+    spread: float
+
+    def expects(self, profiled_s: float) -> Expected:
+        """Return what is expected (seconds) of a worker for work that took that long when it was profiled."""
+        return Expected(profiled_s * self.ratio, profiled_s * self.spread)
+
+
+class Expected(NamedTuple):
+    """What a micro-batch should take (seconds), and the deviation (seconds) by which healthy workers miss that."""
+
+    compute_s: float
+    spread_s: float
+
+
+class Judgement(NamedTuple):
+    """``ratio``: how many times as long as expected, which is ``healthy_s``.
+
+    Neither slow nor well: in between, nothing is to change.
+    """
+
+    ratio: float
+    slow: bool
+    well: bool
+    healthy_s: float
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return the robust standard deviation of some values, 0 for one; of few it says too little."""
+    middle = statistics.median(values)
+    return NORMAL_MAD * statistics.median(abs(value - middle) for value in values)
+
+
+def error_of_median(samples_s: Sequence[float]) -> float:
+    """Return the standard error (seconds) of the median of these samples, as their own spread has it.
+
+    On a machine whose cores are shared a micro-batch takes now this long, now that: a window says less there.
+    """
+    return MEDIAN_ERROR * spread(samples_s) / math.sqrt(len(samples_s))
+
+
+def judge(
+    medians_s: Mapping[WorkerId, float],
+    expected: Expected | None,
+    rules: StutterRules,
+    errors_s: Mapping[WorkerId, float] = MappingProxyType({}),
+) -> dict[WorkerId, Judgement]:
+    """Judge the workers of one stage by the median compute time (seconds) of each over a window of micro-batches.
+
+    Replicas of a stage do the same work. Three or more are held against their median, and must also lie some
+    robust deviations (median absolute deviation) above it. Of two the faster one is the measure, for nothing makes
+    a device faster than it is. One alone is held against ``expected``, and must also lie some of its deviations
+    above it; without that it is not judged. Always, the excess must also be some standard errors of the two medians
+    (``errors_s``) that are compared.
+    """
+    values = sorted(medians_s.values())
+    spread_s = measure_error_s = 0.0
+    if len(values) >= PEERS:
+        reference_s, spread_s = statistics.median(values), spread(values)
+    elif len(values) == 2:
+        reference_s = values[0]
+        measure_error_s = errors_s.get(min(medians_s, key=medians_s.__getitem__), 0.0)
+    elif expected is not None:
+        reference_s, spread_s = expected
+    else:
+        return {}
+    if reference_s <= 0:
+        return {}
+    return {
+        worker: _is_judged(
+            value, reference_s, max(spread_s, math.hypot(errors_s.get(worker, 0.0), measure_error_s)), rules
+        )
+        for worker, value in medians_s.items()
+    }
+
+
+def usual(ratios: Sequence[float]) -> Usual | None:
+    """Return how workers compare with the profile, by the ratio of each one's time to its own; None: too few to tell.
+
+    What slows everybody (another clock, contention that the profile did not see) is no single worker's fault, and
+    where workers compare with the profile unequally it is the profile that is not to be trusted. One or two workers
+    cannot show whether a worker or the profile is wrong.
+    """
+    count = len(ratios)
+    if count < PEERS:
+        return None
+    return Usual(statistics.median(ratios), spread(ratios) * SMALL_SAMPLE.get(count, count / (count - 0.8)))
+
+
+def _is_judged(value_s: float, reference_s: float, spread_s: float, rules: StutterRules) -> Judgement:
+    ratio = value_s / reference_s
+    slow = ratio >= rules.ratio and value_s - reference_s >= rules.deviations * spread_s
+    return Judgement(ratio, slow, ratio < rules.well_ratio, reference_s)
+
+
+def learn(transition: Transition, event: ComputeTimesSeen) -> None:
+    """Take compute times of members that are well; tell what is known of the profile's when that changed materially."""
+    state, profiled_s = transition.state, transition.state.config.section_compute_s
+    measured = state.measured
+    if state.plan is None or not all(profiled_s) or not profiled_s:
+        return
+    stage_of = {slot.worker: slot.stage for slot in state.slots}
+    samples_s: dict[int, list[float]] = {}
+    for times in event.times:
+        entry = state.workers.get(times.worker)
+        well = entry is not None and entry.node is NodeState.READY
+        if well and times.generation == state.generation and times.worker in stage_of:
+            samples_s.setdefault(stage_of[times.worker], []).extend(times.device_s or times.compute_s)
+    sections = {stage: state.plan.stages[stage].sections for stage in samples_s}
+    seen = with_times(measured.stage_ratios, sections, samples_s, profiled_s)
+    if seen is measured.stage_ratios:
+        return
+    transition.change_measured(stage_ratios=seen)
+    found = correction_of(seen, profiled_s)
+    if is_material(measured.correction, found, seen, profiled_s):
+        transition.change_measured(correction=found)
+        transition.add(found.sentence, NoteCorrection(correction=found))
+
+
+PAST_WINDOWS = 12
+
+
+def on_compute_times(transition: Transition, event: ComputeTimesSeen) -> None:
+    """Take compute times of members; judge each stage of which every replica filled its window."""
+    state = transition.state
+    rules, workers = state.config.policy.rules.stutter, dict(state.workers)
+    num_samples = 0
+    for times in event.times:
+        entry = workers.get(times.worker)
+        if entry is None or times.generation != state.generation or times.worker not in state.member_units:
+            continue
+        num_samples += len(times.compute_s)
+        samples_s = (*entry.pace.samples_s, *times.compute_s)[-4 * rules.samples :]
+        pace = entry.pace.model_copy(update={"samples_s": samples_s})
+        workers[times.worker] = entry.model_copy(update={"pace": pace})
+    transition.change(workers=workers)
+    transition.say(ReasonCode.TIMES_NOTED, f"{num_samples} micro-batches were timed")
+    learn(transition, event)
+    full = _close_windows(transition)
+    state = transition.state
+    usual = usual_now(state)
+    judged = _judged(state, full, usual) if full else {}
+    workers = dict(state.workers)
+    stage_of = {slot.worker: slot.stage for slot in state.slots}
+    for worker, judgement in judged.items():
+        assert state.plan is not None, "nobody is judged without a shape"
+        stage = state.plan.stages[stage_of[worker]]
+        yardstick = Yardstick(
+            first_section=stage.first_section,
+            end_section=stage.end_section,
+            healthy_s=judgement.healthy_s,
+            usual=usual.ratio if usual is not None else None,
+        )
+        pace = _counted(workers[worker], judgement).model_copy(update={"yardstick": yardstick})
+        workers[worker] = workers[worker].model_copy(update={"pace": pace})
+    transition.change(workers=workers)
+    for worker, judgement in judged.items():
+        _take_judgement(transition, worker, judgement)
+
+
+def _close_windows(transition: Transition) -> list[int]:
+    """Close the windows of each stage of which every replica has a full one; say which stages these are."""
+    state = transition.state
+    rules, workers = state.config.policy.rules.stutter, dict(state.workers)
+    full: list[int] = []
+    for stage, members in members_by_stage(state).items():
+        if any(len(state.workers[worker].pace.samples_s) < rules.samples for worker in members):
+            continue
+        full.append(stage)
+        for worker in members:
+            pace = workers[worker].pace
+            median_s, error_s = statistics.median(pace.samples_s), error_of_median(pace.samples_s)
+            past_s = (*pace.past_s, median_s)[-PAST_WINDOWS - rules.windows :]
+            update = {"samples_s": (), "median_s": median_s, "error_s": error_s, "past_s": past_s}
+            workers[worker] = workers[worker].model_copy(update={"pace": pace.model_copy(update=update)})
+    transition.change(workers=workers)
+    return full
+
+
+def _judged(state: ControllerState, stages: Sequence[int], usual: Usual | None) -> dict[WorkerId, Judgement]:
+    """Judge every worker of these stages by its last window.
+
+    Where there are too few peers to show what is chance, each worker's own windows have to, those before it grew slow.
+    """
+    assert state.plan is not None, "no shape is formed"
+    members, rules = members_by_stage(state), state.config.policy.rules.stutter
+    judged: dict[WorkerId, Judgement] = {}
+    for stage in stages:
+        profiled_s = state.config.expected_compute_s(state.plan.stages[stage])
+        expected = usual.expects(profiled_s) if usual is not None and profiled_s is not None else None
+        paces = {worker: state.workers[worker].pace for worker in members[stage]}
+        medians_s = {worker: pace.median_s for worker, pace in paces.items() if pace.median_s is not None}
+        errors_s = {worker: pace.error_s for worker, pace in paces.items()}
+        if len(paces) < PEERS:
+            before_s = {worker: pace.past_s[: -1 - max(pace.streak, 0)] for worker, pace in paces.items()}
+            if any(len(each_s) < rules.windows for each_s in before_s.values()):
+                continue
+            errors_s = {worker: max(paces[worker].error_s, spread(each_s)) for worker, each_s in before_s.items()}
+        judged |= judge(medians_s, expected, rules, errors_s)
+    return judged
+
+
+def _counted(entry: WorkerState, judgement: Judgement) -> Pace:
+    """Count windows in a row."""
+    streak = entry.pace.streak
+    streak = max(streak, 0) + 1 if judgement.slow else min(streak, 0) - 1 if judgement.well else 0
+    slowdown = max(1.0, judgement.ratio) if entry.node is NodeState.SUSPECT else 1.0
+    return entry.pace.model_copy(update={"streak": streak, "slowdown": slowdown})
+
+
+def _take_judgement(transition: Transition, worker: WorkerId, judgement: Judgement) -> None:
+    """Enough slow windows in a row make a worker slow, enough good ones make a slow member well again."""
+    state = transition.state
+    entry, windows = state.workers[worker], state.config.policy.rules.stutter.windows
+    if entry.node is NodeState.READY and entry.pace.streak >= windows:
+        record_flap(transition, entry.host or worker)
+        pace = entry.pace.model_copy(update={"slowdown": judgement.ratio})
+        transition.change_node(worker, NodeEvent.SLOW, pace=pace)
+        sentence = (
+            f"{worker} takes {judgement.ratio:.2f} times as long as it should, {entry.pace.streak} windows in a row"
+        )
+        transition.say(ReasonCode.WORKER_SLOW, sentence)
+    if entry.node is NodeState.SUSPECT and entry.pace.streak <= -windows:
+        pace = entry.pace.model_copy(update={"slowdown": 1.0})
+        transition.change_node(worker, NodeEvent.WELL, pace=pace)
+        transition.say(ReasonCode.WORKER_WELL, f"{worker} is as fast as it should be again")
+
+
+# Probing slow workers that were left out, ever less often, until they are well or given up.
+
+
+def members_by_stage(state: ControllerState) -> dict[int, list[WorkerId]]:
+    """Return the members that are still there, by the stage that they hold."""
+    stages: dict[int, list[WorkerId]] = {}
+    for slot in state.slots:
+        if slot.worker in state.workers:
+            stages.setdefault(slot.stage, []).append(slot.worker)
+    return stages
+
+
+def usual_now(state: ControllerState) -> Usual | None:
+    """Return how all members compare with the profile by their last windows; None until each of them has filled one.
+
+    None as well without times of the profile, or with too few members to tell.
+    """
+    if state.plan is None:
+        return None
+    ratios = []
+    for stage, members in members_by_stage(state).items():
+        profiled_s = state.config.expected_compute_s(state.plan.stages[stage])
+        for worker in members:
+            median_s = state.workers[worker].pace.median_s
+            if median_s is None or profiled_s is None:
+                return None
+            ratios.append(median_s / profiled_s)
+    return usual(ratios)
+
+
+def healthy_now_s(state: ControllerState, yardstick: Yardstick) -> float:
+    """Return what a healthy worker takes (seconds) now for what a worker was slow at.
+
+    What it was held against then, times how all members compare with the profile now and did then. Where healthy
+    members do just that work and all take longer, as long as the fastest of them: a worker is not to be blamed for
+    what everybody else needs too.
+    """
+    healthy_s, now = yardstick.healthy_s, usual_now(state)
+    if now is not None and yardstick.usual is not None:
+        healthy_s *= now.ratio / yardstick.usual
+    sections = (yardstick.first_section, yardstick.end_section)
+    taken_s = [
+        median_s
+        for stage, members in members_by_stage(state).items()
+        if state.plan is not None
+        and (state.plan.stages[stage].first_section, state.plan.stages[stage].end_section) == sections
+        for worker in members
+        if (median_s := state.workers[worker].pace.median_s) is not None
+        and state.workers[worker].node is not NodeState.SUSPECT
+    ]
+    return max(healthy_s, min(taken_s, default=0.0))
+
+
+def on_worker_probed(transition: Transition, event: WorkerProbed) -> None:
+    """Take a probe's answer: some good ones in a row bring a worker back."""
+    state, now_s = transition.state, transition.now_s
+    entry = state.workers.get(event.worker)
+    probation = entry.probation if entry is not None else None
+    if entry is None or probation is None or probation.requested_s is None or event.probe != probation.num_requested:
+        return transition.say(ReasonCode.IGNORED, f"no such probe of {event.worker} is awaited")
+    rules = state.config.policy.rules.stutter
+    if event.slowdown is None and probation.num_requested < rules.max_probes:
+        again = probation.model_copy(update={"requested_s": None, "due_s": now_s + rules.probe_every_s})
+        transition.change_worker(event.worker, probation=again)
+        transition.wake_by(now_s + rules.probe_every_s)
+        return transition.say(
+            ReasonCode.WORKER_PROBED, f"{event.worker} did not come to its probe; another is to follow"
+        )
+    if event.slowdown is None:
+        return _probe_failed(transition, event.worker, "did not come to its last probe")
+    if event.slowdown >= rules.well_ratio:
+        return _probe_failed(transition, event.worker, f"is still {event.slowdown:.2f} times slower")
+    if probation.num_passed + 1 < rules.probe_passes:
+        if probation.num_requested >= rules.max_probes:
+            return _probe_failed(transition, event.worker, "passed too few probes")
+        passed = {"num_passed": probation.num_passed + 1, "requested_s": None, "due_s": now_s + rules.probe_every_s}
+        transition.change_worker(event.worker, probation=probation.model_copy(update=passed))
+        transition.wake_by(now_s + rules.probe_every_s)
+        return transition.say(ReasonCode.WORKER_PROBED, f"{event.worker} passed a probe; one more is to follow")
+    wait_s = hold_s(transition, entry.host or event.worker)
+    eligible_s = now_s + wait_s if wait_s else None
+    transition.change_node(event.worker, NodeEvent.WELL, probation=None, pace=Pace(), eligible_s=eligible_s)
+    return transition.say(
+        ReasonCode.WORKER_WELL, f"{event.worker} is well again, by {counted(rules.probe_passes, 'probe')}"
+    )
+
+
+def probe_if_due(transition: Transition, worker: WorkerId) -> None:
+    """Send a probe when it is time to, or count one that was never answered as failed."""
+    state, now_s = transition.state, transition.now_s
+    entry = state.workers[worker]
+    probation = entry.probation
+    if probation is None or now_s < probe_at_s(state, entry):
+        return None
+    if probation.requested_s is not None:
+        return _probe_failed(transition, worker, "did not answer a probe")
+    requested = probation.model_copy(update={"num_requested": probation.num_requested + 1, "requested_s": now_s})
+    transition.change_worker(worker, probation=requested)
+    transition.wake_by(probe_at_s(state, transition.state.workers[worker]))
+    return transition.say(ReasonCode.WORKER_PROBED, f"{worker} is probed", probe_of(transition.state, worker))
+
+
+def probe_of(state: ControllerState, worker: WorkerId) -> ProbeWorker:
+    """Build the probe that this worker was asked last: on the stage on which it was slow, against what others take."""
+    entry = state.workers[worker]
+    yardstick = entry.pace.yardstick
+    assert entry.probation is not None and yardstick is not None, f"{worker} was never found slow"  # noqa: PT018
+    return ProbeWorker(
+        worker=worker,
+        probe=entry.probation.num_requested,
+        step=state.version,
+        first_section=yardstick.first_section,
+        end_section=yardstick.end_section,
+        healthy_s=healthy_now_s(state, yardstick),
+    )
+
+
+def probe_at_s(state: ControllerState, entry: WorkerState) -> float:
+    """Return when the next probe of a worker on probation is due, or the present one counts as failed."""
+    probation, yardstick = entry.probation, entry.pace.yardstick
+    assert probation is not None and yardstick is not None, "it was never found slow"  # noqa: PT018
+    if probation.requested_s is None:
+        return probation.due_s
+    return probation.requested_s + probe_bound_s(state, yardstick.healthy_s)
+
+
+def _probe_failed(transition: Transition, worker: WorkerId, what: str) -> None:
+    state = transition.state
+    rules, probation = state.config.policy.rules.stutter, state.workers[worker].probation
+    assert probation is not None, "nobody probed it"
+    if probation.num_requested >= rules.max_probes:
+        why = f"it {what}, after {probation.num_requested} probes"
+        transition.say(ReasonCode.WORKER_REMOVED, "given up", EndWorker(worker=worker))
+        return lose(transition, {worker: why})
+    wait_s = Backoff(rules.probe_every_s, rules.probe_every_max_s).pause_s(probation.num_failed)
+    failed = {
+        "num_passed": 0,
+        "num_failed": probation.num_failed + 1,
+        "requested_s": None,
+        "due_s": transition.now_s + wait_s,
+    }
+    transition.change_worker(worker, probation=probation.model_copy(update=failed))
+    transition.wake_by(transition.now_s + wait_s)
+    return transition.say(ReasonCode.WORKER_PROBED, f"{worker} {what}: probed again in {wait_s:g} s")

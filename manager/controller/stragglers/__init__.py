@@ -1,1 +1,0 @@
-"""Workers that are alive but slow (fail-stutter)."""

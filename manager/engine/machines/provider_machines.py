@@ -1,0 +1,172 @@
+"""Machines whose VMs a provider brings: the head node, the store and what listens here, the workers there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import SecretStr
+
+from manager.engine.joining.certificates import load_authority
+from manager.engine.joining.notice_server import NoticeServer
+from manager.engine.loop.event_queue import EventQueue
+from manager.engine.machines.attachment import Attachment
+from manager.engine.machines.machines import Machines, Opening, OpenMachines, Provided
+from manager.engine.machines.ray_machines import OnRay
+from manager.engine.on_ray.ray_cluster import RayCluster
+from manager.host.ports import Ports
+from manager.providers.boot.cloud_init import NodeStart
+from manager.providers.boot.own_wheel import kept_wheel, python_version, requirements
+from manager.providers.interface.provider import Provider
+from morph.contract.cluster import AzureVms, ProvidedVms
+from morph.contract.errors import ClusterError
+from morph.link.authority import authority_of
+from morph.link.proof import new_secret
+
+if TYPE_CHECKING:
+    from manager.engine.joining.enrolment_desk import EnrolmentDesk
+
+MakeProvider = Callable[[NodeStart], Provider]
+"""Opens the provider, whose VMs start like this."""
+
+
+@dataclass(frozen=True)
+class Providing:
+    """What a run on such VMs needs beside its cluster file.
+
+    ``management_url``: what a forgotten VM asks for its end; empty: what it asks anyway.
+    """
+
+    make_provider: MakeProvider
+    management_url: str = ""
+
+
+def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> OpenMachines:
+    """Open machines of this kind. ``directory`` is what ``ray_environment.prepare`` or ``adopt`` returned.
+
+    The result raises ClusterError when Ray does not start, or an address or port cannot be listened on.
+    """
+
+    def open_machines(opening: Opening) -> Machines:
+        found, ending = opening.found, opening.ending
+        ports = Ports(vms.first_port or 0)
+        head_port = vms.ray_port or ports.head
+        cluster = RayCluster(directory, opening.patience_s, vms.address, head_port, ports.first)
+        addresses = _Addresses(cluster.joined)
+        on_ray = OnRay(directory, vms.address, ports.store, ports.workers, gpus=vms.device == "cuda")
+        secret = _node_secret(directory.parent / "node-secret", make=found is None)
+        wheel = kept_wheel(directory.parent / "wheel", make=found is None)
+        if found is None:
+            check_free(vms.address, ports.of_manager())
+        store, entrance, pool = on_ray.begin(opening, cluster, addresses.look)
+        notice_port = found.attachment.notice_port if found else vms.notice_port or ports.notices
+        desk, authority = _desk(directory.parent, opening.event_queue) if vms.tls else (None, "")
+        try:
+            notices = NoticeServer(opening.event_queue, secret, vms.address, notice_port, desk, wheel)
+            ending.callback(notices.close)
+        except OSError as error:
+            raise ClusterError(f"cannot listen on {vms.address}: {error.strerror}") from error
+        start = NodeStart(
+            ray_address=cluster.address,
+            manager_address=f"{vms.address}:{notices.port}",
+            ray_token=SecretStr((directory.parent / "token").read_text(encoding="utf-8").strip()),
+            node_secret=SecretStr(authority_of(secret).credential("node")),
+            setup=vms.environment.setup,
+            python=vms.environment.python,
+            python_version=python_version(),
+            wheel_sha256=hashlib.sha256(wheel).hexdigest(),
+            requirements=(*requirements(), *vms.environment.packages),
+            uid=vms.uid if isinstance(vms, AzureVms) else 0,
+            metadata=not isinstance(vms, AzureVms) or vms.metadata,
+            gpus=vms.device == "cuda",
+            first_port=ports.first,
+            lonely_s=vms.lonely_s,
+            management_url=providing.management_url,
+            authority=authority,
+        )
+        return Machines(
+            vms=cluster,
+            pool=pool,
+            address_of=addresses.of,
+            attachment=Attachment(
+                kind="provided",
+                control_socket=cluster.control_socket,
+                store_host=store.host,
+                store_port=store.port,
+                notice_port=notices.port,
+                secret=found.attachment.secret if found else new_secret(),
+                own_secret=entrance.secret,
+            ),
+            up=lambda: tuple(addresses.look()),
+            provided=Provided(providing.make_provider(start), notices, addresses.look),
+        )
+
+    return open_machines
+
+
+def check_free(address: str, ports: Collection[int]) -> None:
+    """See that nobody listens on ports that the run is to have.
+
+    Raises:
+        ClusterError: naming the first one that is taken.
+    """
+    for port in ports:
+        try:
+            socket.create_server((address, port)).close()
+        except OSError as error:
+            why = os.strerror(error.errno or 0)
+            raise ClusterError(f"vms.first_port: cannot listen on {address}:{port}: {why}") from error
+
+
+class _Addresses:
+    """Where workers are reached; remembered, for one whose VM has just left is still requested now and then."""
+
+    def __init__(self, joined: Callable[[], dict[str, str]]) -> None:
+        self._joined = joined
+        self._known: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def look(self) -> dict[str, str]:
+        found = self._joined()
+        with self._lock:
+            self._known |= found
+        return found
+
+    def of(self, worker: str) -> str:
+        with self._lock:
+            return self._known[worker]
+
+
+def _desk(directory: Path, event_queue: EventQueue) -> tuple[EnrolmentDesk, str]:
+    """Return what signs for the VMs, and the certificate by which they know what it signed.
+
+    Raises:
+        ClusterError: what it signs with is gone.
+    """
+    from manager.engine.joining.enrolment_desk import EnrolmentDesk
+
+    authority = load_authority(directory)
+    return EnrolmentDesk(event_queue, authority), authority.pem.decode()
+
+
+def _node_secret(path: Path, *, make: bool) -> str:
+    """Return what the VMs' credentials follow from; it outlives a manager that is killed, as Ray's token does.
+
+    Raises:
+        ClusterError: it is gone.
+    """
+    if make:
+        path.unlink(missing_ok=True)
+        path.touch(mode=0o600)
+        path.write_text(secrets.token_hex(32), encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ClusterError("the VMs' secret is gone") from error

@@ -1,0 +1,130 @@
+"""What a run may cost (VMs, dollars an hour, dollars in all), and what it cost before, out of its journal."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from manager.accounting.spent import NS_PER_S, SHARES, UNITS_PER_USD
+from manager.providers.interface.provider import Price, Vm
+from manager.report.journal_reader import ledger_now
+from morph.contract.cluster import Limits
+from morph.contract.vm_names import vm_of
+
+SECONDS_PER_H = 3600.0
+
+
+@dataclass(frozen=True)
+class Before:
+    """What the run cost before, by all its managers: dollars, and VM-hours of VMs whose price nobody noted.
+
+    ``vms``: those of its VMs that live on; what they cost so far is in it.
+    """
+
+    usd: float = 0.0
+    unpriced_h: float = 0.0
+    vms: Collection[str] = ()
+
+
+class Spending:
+    """Adds up what the VMs cost while they live, and says how many more are allowed. Thread-safe.
+
+    Args:
+        limits: The user's.
+        clock: Seconds, never going back.
+        before: What it cost before; hours without a price cost what a VM costs now.
+        wall_clock: Seconds since 1970, as a VM's ``paid_since_s`` is in.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        before: Before | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._before = before or Before()
+        self._counted = frozenset(self._before.vms)
+        self._usd_per_h = 0.0
+        self._spent_usd = self._before.usd
+        self._since_s = clock()
+        self._lock = threading.Lock()
+
+    def spent_usd(self, price: Price) -> float:
+        """So far, by all managers of the run."""
+        with self._lock:
+            self._add_up()
+            return self._spent_usd + self._before.unpriced_h * price.usd_per_h
+
+    def living(self, vms: Sequence[Vm], price: Price | None) -> None:
+        """Take note of which VMs there are from now on; one without a price of its own costs ``price``.
+
+        One that was not noted before has cost something since it is paid for.
+        """
+        with self._lock:
+            self._add_up()
+            self._usd_per_h = sum(_usd_per_h(vm, price) for vm in vms)
+            for vm in vms:
+                if vm.name not in self._counted and vm.paid_since_s is not None:
+                    paid_s = max(0.0, self._wall_clock() - vm.paid_since_s)
+                    self._spent_usd += _usd_per_h(vm, price) * paid_s / SECONDS_PER_H
+            self._counted |= {vm.name for vm in vms}  # one that a list left out is not new when it is back
+
+    def allowed(self, count: int, living: Sequence[Vm], price: Price | None) -> tuple[int, str]:
+        """Return how many of ``count`` further VMs may be requested beside these, and what forbids the rest.
+
+        Any of them may be the dearest that there is: ``price``.
+        """
+        limits = self._limits
+        bounds = [(count, "")]
+        if limits.max_vms is not None:
+            bounds.append((limits.max_vms - len(living), f"vms.limits.max_vms is {limits.max_vms}"))
+        if limits.usd_per_h is not None or limits.budget_usd is not None:
+            if price is None:
+                return 0, "vms.limits are in dollars, and the price of a VM is not known: set vms.usd_per_h"
+            if limits.usd_per_h is not None and price.usd_per_h > 0:
+                left = limits.usd_per_h - sum(_usd_per_h(vm, price) for vm in living)
+                bounds.append((int(left / price.usd_per_h + 1e-9), f"vms.limits.usd_per_h is {limits.usd_per_h:g}"))
+            if limits.budget_usd is not None and (spent_usd := self.spent_usd(price)) >= limits.budget_usd:
+                sentence = f"{spent_usd:.2f} dollars are spent, vms.limits.budget_usd is {limits.budget_usd:g}"
+                bounds.append((0, sentence))
+        fewest, why = min(bounds, key=lambda bound: bound[0])
+        return max(0, fewest), why
+
+    def _add_up(self) -> None:
+        now_s = self._clock()
+        self._spent_usd += self._usd_per_h * (now_s - self._since_s) / SECONDS_PER_H
+        self._since_s = now_s
+
+
+def _usd_per_h(vm: Vm, price: Price | None) -> float:
+    if vm.usd_per_h is not None:
+        return vm.usd_per_h
+    return 0.0 if price is None else price.usd_per_h
+
+
+def before_now(run_dir: Path, now_s: float, *, lives_on: bool) -> Before:
+    """Add up what all sessions of a run have cost by now.
+
+    Args:
+        run_dir: The run's directory.
+        now_s: By the run's clock.
+        lives_on: The nodes of the last session live.
+
+    Raises:
+        RunDirError: the journal cannot be read.
+    """
+    ledger = ledger_now(run_dir, now_s, lives_on=lives_on)
+    total = ledger.account().total
+    return Before(
+        usd=total.cost / UNITS_PER_USD,
+        unpriced_h=total.unpriced_ns / (SHARES * NS_PER_S * 3600),
+        vms=frozenset(map(vm_of, ledger.since_ns)) if lives_on else (),
+    )

@@ -1,0 +1,57 @@
+"""From a cloud file to a provider."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from manager.providers.azure.prices import RetailPrices
+from manager.providers.azure.spec import AzureSpec
+from manager.providers.boot.cloud_init import NodeStart, cloud_init, custom_data
+from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
+from manager.providers.hosts.static_node import secret_of, static_node
+from manager.providers.interface.provider import Provider, RunName
+
+OPERATIONS_NAME = "operations.json"
+
+
+def azure_spec(spec: AzureSpec, image: str | None, usd_per_h: float | None) -> AzureSpec:
+    """Return the spec with the image and the price that the cluster file gives, if it does."""
+    sizes = spec.sizes
+    if usd_per_h is not None:
+        sizes = tuple(size.model_copy(update={"usd_per_h": usd_per_h}) for size in sizes)
+    return spec.model_copy(update={"sizes": sizes, "image": image or spec.image})
+
+
+def ending_command(path: Path, name: RunName) -> str:
+    """Return the command that ends what is left of a run; ``path``: the cloud file, or the file of hosts."""
+    return shlex.join(["morph", "cloud", "reconcile", str(path), "--run", name.run, "--job", name.job])
+
+
+def open_azure(spec: AzureSpec, path: Path, name: RunName, run_dir: Path, start: NodeStart) -> Provider:
+    """Open the provider of a run's VMs on Azure; nothing is asked yet. ``path``: the cloud file.
+
+    Raises:
+        ProviderError: what an earlier manager noted in the run directory is damaged.
+    """
+    from manager.providers.azure.client import azure_client
+    from manager.providers.azure.group import Identity
+    from manager.providers.azure.operations import Operations
+    from manager.providers.azure.provider import AzureProvider
+
+    return AzureProvider(
+        azure_client(spec.subscription_id, base_url=spec.resource_manager, authority=spec.authority),
+        spec,
+        Identity(run=name.run, job=name.job),
+        Operations(run_dir / OPERATIONS_NAME),
+        lambda node, num_devices: custom_data(cloud_init(start, node, "azure", num_devices)),
+        find_price=RetailPrices(spec),
+        ending=ending_command(path, name),
+    )
+
+
+def open_static(hosts: Hosts, path: Path, name: RunName, start: NodeStart) -> Provider:
+    """Open the provider of hosts; ``path``: the file of hosts, to whose folder its paths are relative."""
+    spec = StaticSpec(command=static_node(start), **dict(hosts))
+    leases, secret = path.parent / hosts.leases, secret_of(start)
+    return StaticProvider(spec, name.run, leases, secret, ending=ending_command(path, name), job=name.job)

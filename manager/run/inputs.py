@@ -1,0 +1,149 @@
+"""A request with everything that it names read: what a run is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from manager.accounting.spent import Prices, no_price, prices_of
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import NodeFacts
+from manager.run.cloud import Cloud
+from manager.run.preparation import constant_trace, controller_config
+from manager.run.request import RunRequest, absolute_job
+from manager.run_dir import RunFacts, is_run, read_facts
+from morph.contract.base import Value
+from morph.contract.cluster import ClusterConfig
+from morph.contract.profile import Profile
+from morph.contract.trace import Trace
+from morph.jobs.files import JobFiles
+from simulator import PlanRequest
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """What is requested of a run, read and with its paths resolved.
+
+    ``request``: with what a job file says; its cluster file may be that file, as ``in_file`` says. ``asked``: the
+    request as it was given, to be kept; None: nothing is. ``job_files``: as they are now. ``trace``: None: the VMs come
+    at the start. ``stop_with_trace``: see :class:`manager.run.session.RunSpec`.
+    """
+
+    request: RunRequest
+    profile: Profile
+    cluster: ClusterConfig
+    run_dir: Path
+    job_files: JobFiles
+    cloud: Cloud | None = None
+    trace: Trace | None = None
+    in_file: bool = False
+    requested: RunRequest | None = None
+    stop_with_trace: bool = False
+
+    @property
+    def events(self) -> Trace:
+        """How the VMs come and go."""
+        return self.trace or constant_trace(self.cluster.vms)
+
+    @property
+    def places(self) -> dict[str, tuple[str, str]]:
+        """Where the values that the planner is given stand, for errors."""
+        source, short = str(self.request.cluster), {"pipeline_depth": "-P", "num_replicas": "-D"}
+        return {
+            "memory_bytes": (source, "vms.memory_bytes"),
+            "host_memory_bytes": (source, "memory of the VMs' hosts, in bytes"),
+            "micro_batch_size": (str(self.request.profile), "job.micro_batch_size"),
+            **{name: (source, f"job.{name}") if self.in_file else ("", option) for name, option in short.items()},
+        }
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file that it was read from; the run keeps its code itself."""
+        cloud = self.cloud.path if self.cloud is not None else None
+        paths = (self.request.profile, self.request.cluster, cloud, self.request.trace)
+        return tuple(path for path in paths if path is not None)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a manager that takes over must be started with too, by the user's names."""
+        request = self.request
+        return {
+            "JOB": absolute_job(request.job),
+            "--steps": str(request.steps),
+            "--profile": _digest(self.profile),
+            "--cluster": _digest(self.cluster),
+            "--trace": _digest(self.events),
+            "--timeline-step": str(request.timeline_step),
+            "--schedule": request.schedule or "",
+            "--recompute": str(request.recompute),
+            "-P": str(request.pipeline_depth),
+            "-D": str(request.num_replicas),
+        }
+
+    @property
+    def vm_kind(self) -> NodeFacts:
+        """What is known beforehand of its VMs: what they have in common."""
+        return NodeFacts(provider="local") if self.cloud is None else self.cloud.vm_kind
+
+    def config(self) -> ControllerConfig:
+        """Plan, and gather what the controller starts with; see ``controller_config``. Takes seconds for many VMs."""
+        given = self.request
+        requested = given.model_dump(include={"schedule", "recompute", "pipeline_depth", "num_replicas"})
+        request = PlanRequest(**requested, micro_batch_size=self._kept_micro_batch_size())
+        beyond = 0 if self.cloud is None else self.cloud.most_devices - 1
+        return controller_config(
+            self.profile,
+            self.cluster.vms,
+            self.cluster.policy,
+            self.events,
+            given.steps,
+            request,
+            timeline_step=given.timeline_step,
+            num_beyond=beyond,
+        )
+
+    def facts(self, planned: Callable[[], ControllerConfig]) -> RunFacts:
+        """What its run directory belongs to; plans are made only where m is theirs to choose.
+
+        Raises:
+            InputError: as ``config``.
+        """
+        known = self.profile.job.micro_batch_size or self._kept_micro_batch_size()
+        return RunFacts(
+            job=self.request.job,
+            fingerprint=self.profile.job.fingerprint,
+            micro_batch_size=known or next(iter(planned().plans.values())).micro_batch_size,
+            batch_size=self.profile.job.batch_size,
+            num_sections=self.profile.num_sections,
+            checkpoint_url=self.request.checkpoint_url,
+        )
+
+    def prices(self) -> Prices | None:
+        """The command line's price counts for all VMs; else the provider's or the cluster file's for those without one.
+
+        Raises:
+            InputError: a price to compare with, and none that is paid.
+        """
+        vms, given = self.cluster.vms, self.request
+        on_demand = vms.on_demand_usd_per_h if given.on_demand_price is None else given.on_demand_price
+        if given.price is not None:
+            return prices_of(given.price, on_demand)
+        price = self.cloud.price() if self.cloud is not None else None
+        paid = vms.usd_per_h if price is None else price.usd_per_h
+        prices = prices_of(paid, on_demand)
+        if paid is None and prices is not None and self.cloud is None:
+            raise no_price()
+        return None if prices is None else prices.model_copy(update={"for_all": False})
+
+    def _kept_micro_batch_size(self) -> int | None:
+        """The m of a run that goes on, where it is the planner's to choose: it may not change in a run."""
+        if self.profile.job.micro_batch_size is not None or not is_run(self.run_dir):
+            return None
+        kept = read_facts(self.run_dir)
+        return kept.micro_batch_size if kept.fingerprint == self.profile.job.fingerprint else None
+
+
+def _digest(value: Value) -> str:
+    return sha256(value.model_dump_json().encode()).hexdigest()[:16]

@@ -1,0 +1,256 @@
+"""A managed job from its request to its end: checked, run or taken over."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import cache, partial
+
+from manager.controller.state.actions import Finish
+from manager.controller.state.config import ControllerConfig
+from manager.engine.loop.driver import Observed, Observer
+from manager.engine.machines import attachment
+from manager.engine.machines.machines import OpenMachines, Processes
+from manager.engine.machines.provider_machines import Providing
+from manager.engine.machines.vm_sources import machines_of
+from manager.history.run_history import RunHistory
+from manager.host.environment import variables
+from manager.journal.journal import LIMIT_S, patiently
+from manager.providers.interface.provider import name_of, write_name
+from manager.report.journal_reader import read_ledger, read_report
+from manager.report.live import LiveRun
+from manager.report.values import RunReport
+from manager.run import session
+from manager.run.code import CheckJob, RunCode
+from manager.run.inputs import PreparedRun
+from manager.run.preparation import starting_from
+from manager.run.recovery import recovery_of, write_recovery
+from manager.run.request import IfChanged, keep_request
+from manager.run.restarts import Restarts, run_until_it_ends
+from manager.run_dir import RunDir, check_free, is_run
+from morph.checkpoint.newest import find_whole, newest_whole
+from morph.checkpoint.storage import bounded
+from morph.contract.checkpoint import Manifest
+from morph.contract.cluster import LocalVms
+from morph.contract.errors import CheckpointDamaged, CheckpointError, ClusterLost, RunDirError
+from morph.contract.messages import JobCode
+from morph.words import counted
+
+Show = Callable[[LiveRun], AbstractContextManager[Observer]]
+"""Shows a run while the block runs; yields the driver's observer."""
+
+
+def managed_run(
+    run: PreparedRun, check_job: CheckJob, show: Show, if_changed: IfChanged = IfChanged.REFUSE
+) -> tuple[Finish, RunReport]:
+    """Check everything, then run a job on its VMs to its end; returns the end and the report.
+
+    A run whose VMs live is gone on with, or one that is in use refused, before the job is loaded. The request is kept
+    in the run directory once it is known that the run begins.
+
+    Args:
+        run: What to run.
+        check_job: Loads the job and holds it against the profile.
+        show: Shows the run while it goes on.
+        if_changed: What to do where the job is not what the run began with.
+
+    Raises:
+        InputError: before anything is started or written.
+        CheckpointError: the same, where storage has no answer for a run that is about to begin.
+        TrainingStopped: when the cluster or training fails.
+    """
+    with ExitStack() as ending:
+        return ManagedRun(run, check_job, show, if_changed, ending).carry_out()
+
+
+class ManagedRun:
+    """One run under this manager. It is checked and planned when it is made; ``carry_out`` trains.
+
+    Storage and the job are checked, and shapes planned, as far as that need not wait for a run that may still live.
+
+    A session is what one group of VMs and workers does, from their start to their end; ``run_until_it_ends`` begins
+    another where the machines were lost.
+
+    Args:
+        run: What to run.
+        check_job: Loads the job and holds it against the profile.
+        show: Shows the run while it goes on.
+        if_changed: What to do where the job is not what the run began with.
+        ending: Closes what is begun beside that.
+
+    Raises:
+        InputError: the run cannot begin, and nothing of it was started or written.
+    """
+
+    def __init__(
+        self, run: PreparedRun, check_job: CheckJob, show: Show, if_changed: IfChanged, ending: ExitStack
+    ) -> None:
+        check_free(run.run_dir)
+        self._run, self._show = run, show
+        self._is_new = not is_run(run.run_dir)
+        self._wait = partial(patiently, limit_s=0.0 if self._is_new else LIMIT_S)  # for the disk of a run that goes on
+        unpack = run.cloud is not None
+        self._trained = RunCode(run.request.job, run.profile, run.job_files, if_changed, check_job, unpack=unpack)
+        self._planned = cache(run.config)  # once, for many VMs take their time, and not where a run is taken over
+        self._prices = run.prices()
+        self._restarts, self._history = Restarts(run.cluster.policy.give_up_after_s), RunHistory(_tell)
+        self._providing: Providing | None = None
+        self._code: JobCode | None = None
+        if self._is_new and run.request.checkpoint_url is not None:
+            find_whole(run.request.checkpoint_url)  # first: the job takes longer; what a wrong key leaves is in the way
+        self._machines = _begin_machines(run, ending) if self._is_new else []
+        if self._is_new or not run.profile.units:  # a job that cannot run leaves nothing behind
+            self._trained.check()
+        if self._is_new:
+            self._planned()
+        self._facts = run.facts(self._planned)
+
+    def carry_out(self) -> tuple[Finish, RunReport]:
+        """Train to the run's end, in as many sessions as that takes."""
+        cloud, name = self._run.cloud, self._run.profile.job.name
+        with RunDir(self._run.run_dir, self._facts) as opened:
+            if cloud is not None:
+                known_as = name_of(opened.path, name)
+                self._wait(partial(write_name, opened.path, known_as))  # the provider marks VMs with it, to find them
+                self._providing = cloud.providing(known_as, opened.path)
+            try:
+                finish = run_until_it_ends(partial(self._session, opened), self._restarts, _tell)
+                return finish, read_report(opened.path)
+            finally:
+                self._history.take_in(opened.path)
+
+    def _session(self, opened: RunDir, number: int) -> Finish:
+        """Run one session; the first takes over what still lives."""
+        finish = None if number else self._take_over(opened)
+        return self._begin(opened, number) if finish is None else finish
+
+    def _take_over(self, opened: RunDir) -> Finish | None:
+        """Take over a run whose manager was killed; None: none lives, which is said if there was one."""
+        began_with = self._trained.of(opened)
+        try:
+            found = attachment.find_living(opened, self._command(began_with))
+            if found is None:
+                return None
+            version, num_vms = found.state.version, len(found.vms) or len(found.state.workers)
+            self._history.take_in(opened.path)
+            them = "it" if num_vms == 1 else "them"
+            living = f"{counted(num_vms, 'VM')} of this run live{'s' * (num_vms == 1)}"
+            _tell(f"{living}: going on with {them} at version {version}")
+            with self._view(opened, version, takes_over=True) as observer:
+                spec = self._spec(began_with, found.state.config)
+                return session.run_session(spec, opened, observer, found=found)
+        except attachment.TakeoverFailed as error:
+            _tell(f"this run cannot be taken over: {error}; going on from its newest checkpoint")
+            return None
+
+    def _begin(self, opened: RunDir, number: int) -> Finish:
+        """Begin a session from the newest checkpoint, or from the beginning."""
+        run = self._run
+        self._history.take_in(opened.path)
+        checkpoint = self._newest_checkpoint(opened)
+        version = checkpoint.version if checkpoint else 0
+        self._restarts.begin_at(version)
+        if not number and version >= run.request.steps:
+            where, allowed = str(run.run_dir), f"above {version}, given to morph run"
+            raise RunDirError(
+                "has reached that step already", source=where, field="--steps", value=run.request.steps, allowed=allowed
+            )
+        if self._code is None:
+            self._code = self._wait(lambda: self._trained.begin(opened))
+            if run.requested is not None:
+                self._wait(partial(keep_request, opened.path, run.requested, run.files))
+                _leave_recovery(run, opened, self._trained)
+        config = starting_from(self._planned(), checkpoint, self._history.expected(run.vm_kind))
+        spec = self._spec(self._code, config)
+        if self._restarts.has_run:
+            spec = session.with_resumed_trace(spec, opened)
+        if run.cloud is not None:
+            name = name_of(opened.path, run.profile.job.name)
+            name = name.model_copy(update={"num_starts": name.num_starts + 1})
+            self._wait(partial(write_name, opened.path, name))
+            _tell(f"VMs of this run are known as {name.run} (job {name.job})")
+            spec = replace(spec, config=spec.config.model_copy(update={"requests": name.requests}))
+        with self._view(opened, version) as observer:
+            return session.run_session(spec, opened, observer)
+
+    def _newest_checkpoint(self, opened: RunDir) -> Manifest | None:
+        """Find what the run goes on from by its files' sizes; a worker that loads it finds what is wrong inside."""
+        try:
+            manifest, passed_over = newest_whole(opened.checkpoint_url)
+        except CheckpointDamaged:
+            raise
+        except CheckpointError as error:
+            if self._restarts.has_run:  # storage that went away may come back
+                raise ClusterLost(str(error)) from error
+            raise
+        for sentence in passed_over:
+            _tell(sentence)
+        return manifest
+
+    def _spec(self, code: JobCode, config: ControllerConfig) -> session.RunSpec:
+        run = self._run
+        return session.RunSpec(
+            job_path=run.identity["JOB"],
+            config=config,
+            cluster=run.cluster,
+            trace=run.events,
+            num_sections=run.profile.num_sections,
+            micro_batch_size=self._facts.micro_batch_size,
+            stop_with_trace=run.stop_with_trace,
+            patient_trace=run.stop_with_trace,
+            providing=self._providing,
+            code=code,
+            cut=self._trained.cut,
+            machines=self._machines.pop() if self._machines else None,
+            facts=self._trained.facts(code),
+            command=self._command(code),
+            variables=variables(run.cluster.vms.pass_variables),
+        )
+
+    def _command(self, code: JobCode) -> dict[str, str]:
+        return {**self._run.identity, "the job's code": code.sha256}
+
+    @contextmanager
+    def _view(self, opened: RunDir, version: int, *, takes_over: bool = False) -> Iterator[Observer]:
+        """Show a session while the block runs; yields the driver's observer."""
+        run = self._run
+        num_steps = None if run.stop_with_trace else run.request.steps
+        live = LiveRun(run.profile.job.name, num_steps, run.profile.job.batch_size, self._prices)
+        live.version, live.ledger, live.takes_over = version, read_ledger(opened.path), takes_over
+        with self._show(live) as shown:
+
+            def observe(observed: Observed) -> None:
+                self._restarts(observed)
+                shown(observed)
+
+            yield observe
+
+
+def _begin_machines(run: PreparedRun, ending: ExitStack) -> list[OpenMachines]:
+    """Let the process that local workers are forked from import what they need, while the job is checked."""
+    vms = run.cluster.vms
+    if not isinstance(vms, LocalVms) or vms.under_ray:
+        return []
+    machines = machines_of(vms, None, None, run.run_dir, run.identity["JOB"])
+    assert isinstance(machines, Processes)
+    with suppress(OSError):  # the session says what is wrong
+        begun = machines.begin(run.cluster.policy.takeover_patience_s)
+        ending.callback(begun.close)
+        return [replace(machines, begun=begun)]
+    return []
+
+
+def _leave_recovery(run: PreparedRun, opened: RunDir, trained: RunCode) -> None:
+    """Put beside the checkpoints what the run could be gone on with elsewhere; it runs without that too."""
+    limit_s = run.cluster.policy.rules.checkpoints.file_limit_s(0)
+    try:
+        recovery = recovery_of(run, opened.facts, trained.files)
+        bounded(partial(write_recovery, opened.checkpoint_url, recovery), limit_s, "storage")
+    except (CheckpointError, OSError) as error:
+        _tell(f"note: {error}; the run can be gone on with in {opened.path}, but not from its checkpoints alone")
+
+
+def _tell(sentence: str) -> None:
+    print(sentence, file=sys.stderr)

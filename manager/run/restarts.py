@@ -1,0 +1,109 @@
+"""Beginning a run again whose cluster was lost, by the same command: with growing pauses, up to the user's limit."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from itertools import count
+
+from manager.controller.state.actions import Finish
+from manager.controller.steps.recovery import PAUSES
+from manager.engine.loop.driver import Observed
+from manager.host.signals import stopping_on_signals
+from morph.contract.errors import ClusterError, ClusterLost
+
+
+class Restarts:
+    """Counts the tries since the last step that was decided. An observer of every session.
+
+    Args:
+        give_up_after_s: With no step decided for so long after the cluster was lost, the run ends.
+        clock: Seconds that only grow.
+
+    ``has_run``: whether a session came as far as to decide something.
+    """
+
+    def __init__(self, give_up_after_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._give_up_after_s = give_up_after_s
+        self._clock = clock
+        self._since_s: float | None = None
+        self._num_tries = 0
+        self._version: int | None = None
+        self._stopping = False
+        self._goes_on = self.has_run = False
+
+    def begin_at(self, version: int) -> None:
+        """A session begins at this version: above 0 its cluster has been up before, and so is tried again."""
+        self._goes_on = version > 0
+
+    def __call__(self, observed: Observed) -> None:
+        """Note a decision: with a new step everything is well again."""
+        self.has_run = True
+        state = observed.decision.state
+        version = state.version
+        if state.failing is None or not state.failing.final:  # which stops the run as well
+            self._stopping = state.stop_reason is not None
+        if self._version is not None and version > self._version:
+            self._since_s, self._num_tries = None, 0
+        self._version = version
+
+    def pause_s(self, error: ClusterError) -> float:
+        """Return how long to wait before the next try; the first follows at once.
+
+        Raises:
+            ClusterError: ``error`` itself, if the run never had a cluster or was to stop anyway; or one that says that
+                the limit is reached.
+        """
+        never_up = not (self._num_tries or self._goes_on or isinstance(error, ClusterLost))
+        if self._stopping or never_up:
+            raise error
+        now_s = self._clock()
+        self._since_s = now_s if self._since_s is None else self._since_s
+        if now_s >= self._since_s + self._give_up_after_s:
+            limit = f"{self._give_up_after_s:g} s (policy.give_up_after_s of the cluster file)"
+            raise ClusterError(
+                f"{error}; no step was decided for {limit}; the same command goes on from the newest checkpoint"
+            ) from error
+        pause_s = PAUSES.pause_s(self._num_tries - 1) if self._num_tries else 0.0
+        self._num_tries += 1
+        self._version = None  # the next session may begin at an earlier one
+        return pause_s
+
+
+def run_until_it_ends(session: Callable[[int], Finish], restarts: Restarts, tell: Callable[[str], None]) -> Finish:
+    """Run one session after the other until one ends by itself, or a signal asks for a stop between two.
+
+    Args:
+        session: Runs the session of this number, from 0.
+        restarts: Observes each of them.
+        tell: Given a sentence when a cluster was lost.
+
+    Raises:
+        ClusterError: the cluster did not come up in the first place, or the limit is reached.
+    """
+    for number in count():
+        try:
+            return session(number)
+        except ClusterError as error:
+            pause_s = restarts.pause_s(error)
+            when = f"in {pause_s:g} s" if pause_s else "at once"
+            tell(f"{error}; the run goes on from its newest checkpoint {when}")
+        requested = _wait(pause_s)
+        if requested is not None:
+            return Finish(outcome="stopped", sentence=f"{requested} before the run had a cluster again")
+    raise AssertionError("an endless count ended")
+
+
+def _wait(pause_s: float) -> str | None:
+    """Wait; returns the name of the signal that requested a stop meanwhile, if one did."""
+    requested: list[str] = []
+    stop = threading.Event()
+
+    def note(reason: str) -> None:
+        requested.append(reason)
+        stop.set()
+
+    with stopping_on_signals(note):
+        stop.wait(pause_s)
+    return requested[0] if requested else None

@@ -1,0 +1,92 @@
+"""From the files of ``morph spot-run`` to a launcher with its VMs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from manager.engine.vms.budget import Spending
+from manager.host.environment import variables
+from manager.host.ports import Ports
+from manager.providers.boot.cloud_init import NodeStart
+from manager.providers.boot.own_wheel import make_wheel, python_version, requirements
+from manager.providers.factory import ending_command
+from manager.providers.interface.provider import name_of
+from manager.providers.local import LocalProvider
+from manager.run.cloud import Cloud
+from manager.spot.launcher import Launcher, Source, log
+from manager.spot.local import LocalMachines
+from manager.spot.provider_vms import ProvidedMachines
+from manager.spot.spec import SpotJob
+from morph.contract.cluster import AzureVms
+from morph.contract.errors import ConfigError
+from morph.contract.files import code_files, packed
+from morph.contract.lives import Lives
+from morph.jobs.snapshot import MAX_BYTES
+from morph.link.authority import authority_of
+from morph.link.proof import new_secret
+
+
+def open_local(job: SpotJob, command: Sequence[str], root: Path, code: Path | None, lives: Lives | None) -> Launcher:
+    """Return the launcher of a job on VMs of this machine, or on this machine (without ``code``)."""
+    machines = LocalMachines(root, code)
+    num_vms = job.num_vms if code is not None else 1
+    provider = LocalProvider(machines, max_vms=2 * num_vms if code is not None else 1)
+    return Launcher(job, command, Source(provider, num_vms), machines, lives)
+
+
+def open_provided(
+    job: SpotJob, command: Sequence[str], cloud: Cloud, root: Path, code: Path, lives: Lives | None
+) -> Launcher:
+    """Return the launcher of a job on VMs that a provider brings.
+
+    Raises:
+        ClusterError: Morph is not installed here as VMs can get it.
+        ConfigError: the code is too large, the address cannot be listened at, or a variable that is to be handed on is
+            not set.
+    """
+    vms, name, wheel = cloud.vms, name_of(root, job.name), make_wheel()
+    providing, secret = cloud.providing(name, root), new_secret()
+    port = vms.notice_port or Ports(vms.first_port or 0).notices
+    archive = packed_code(code)
+    try:
+        machines = ProvidedMachines(secret, vms.address, port, wheel, archive, variables(vms.pass_variables))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be listened on: {error.strerror}", source=str(cloud.path), field="vms.address", value=vms.address
+        ) from error
+    start = NodeStart(
+        manager_address=f"{vms.address}:{machines.port}",
+        node_secret=SecretStr(authority_of(secret).credential("node")),
+        setup=vms.environment.setup,
+        python=vms.environment.python,
+        python_version=python_version(),
+        wheel_sha256=hashlib.sha256(wheel).hexdigest(),
+        requirements=(*requirements(), *vms.environment.packages),
+        uid=vms.uid if isinstance(vms, AzureVms) else 0,
+        metadata=not isinstance(vms, AzureVms) or vms.metadata,
+        lonely_s=vms.lonely_s,
+        management_url=providing.management_url,
+    )
+    log.info("if this command is killed, and VMs are left: %s", ending_command(cloud.path, name))
+    named = job.model_copy(update={"name": name.requests})
+    least_vms = -(-vms.keep // cloud.most_devices)
+    source = Source(providing.make_provider(start), vms.keep, least_vms, Spending(vms.limits))
+    launcher = Launcher(named, command, source, machines, lives)
+    machines.noticed = launcher.noticed
+    return launcher
+
+
+def packed_code(folder: Path) -> bytes:
+    """Pack the script's folder, but for what is hidden or compiled, and links.
+
+    Raises:
+        ConfigError: it is too large.
+    """
+    files = dict(code_files(folder))
+    if sum(path.stat().st_size for path in files.values()) > MAX_BYTES:
+        raise ConfigError("has too much in it", field="code", value=str(folder), allowed=f"{MAX_BYTES} bytes at most")
+    return packed({inside: path.read_bytes() for inside, path in files.items()})

@@ -1,0 +1,112 @@
+"""What a user is told of each stored version: whether it is whole, how big, how old, of which kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+
+import fsspec
+from pydantic import Field
+
+from morph.checkpoint.manifest import MANIFEST, files_in, read_manifest, version_url
+from morph.checkpoint.newest import check_files
+from morph.checkpoint.storage import reading
+from morph.checkpoint.versions import SET_ASIDE, StoredVersion, stored_versions
+from morph.contract.base import Value
+from morph.contract.checkpoint import Manifest, SaveKind
+from morph.contract.errors import CheckpointDamaged
+
+
+class State(StrEnum):
+    """Of a stored version.
+
+    INCOMPLETE: it has no manifest, because it is being written, or its writing was broken off. DAMAGED: it has one, and
+    is not what that says; also one that was set aside for it.
+    """
+
+    WHOLE = "whole"
+    DAMAGED = "damaged"
+    INCOMPLETE = "incomplete"
+
+
+class VersionStatus(Value):
+    """What is known of one version."""
+
+    version: int
+    state: State
+    kept: bool = Field(description="by a user, so that it is never deleted as an old one")
+    kind: SaveKind | None = None
+    shape: str = ""
+    size_bytes: int = Field(description="of everything in its folder")
+    saved_s: float | None = Field(default=None, description="wall-clock seconds (epoch); None: not known")
+    where: str
+    problem: str = Field(default="", description="a sentence that names the file, where it is damaged")
+
+
+def inspect_versions(url: str, versions: tuple[int, ...] = (), *, every_byte: bool) -> Iterator[VersionStatus]:
+    """Look at each version, ascending; at all that are there where none is named.
+
+    Args:
+        url: Where checkpoints are.
+        versions: Only these.
+        every_byte: Read all of each, file by file; else files are held against their sizes.
+
+    Raises:
+        CheckpointError: storage does not answer.
+    """
+    for stored in stored_versions(url):
+        if versions and stored.version not in versions:
+            continue
+        look = inspect_version(url, stored, every_byte=every_byte)
+        if look is not None:
+            yield look
+
+
+def inspect_version(url: str, stored: StoredVersion, *, every_byte: bool) -> VersionStatus | None:
+    """Look at one version; None: it was deleted meanwhile."""
+    where = version_url(url, stored.version)
+    seen = VersionStatus(
+        version=stored.version,
+        state=State.INCOMPLETE,
+        kept=stored.kept,
+        size_bytes=stored.size_bytes,
+        where=where,
+    )
+    if not stored.complete and not stored.set_aside:
+        return seen
+    name = MANIFEST if stored.complete else SET_ASIDE
+    manifest, problem = _held_against(url, stored.version, name, every_byte=every_byte)
+    if problem and not _is_there(where, name):
+        return None
+    if stored.set_aside:
+        problem = problem or f"{where}: it was set aside as damaged"
+    found: dict[str, object] = {"state": State.DAMAGED if problem else State.WHOLE, "problem": problem}
+    if manifest is not None:
+        saved_s = manifest.saved_s if manifest.saved_s is not None else _written_s(f"{where}/{name}")
+        found |= {"kind": manifest.kind, "shape": manifest.shape, "saved_s": saved_s}
+    return seen.model_copy(update=found)
+
+
+def _held_against(url: str, version: int, name: str, *, every_byte: bool) -> tuple[Manifest | None, str]:
+    manifest = None
+    try:
+        manifest = read_manifest(url, version, name)
+        check_files(url, manifest, every_byte=every_byte)
+    except CheckpointDamaged as error:
+        return manifest, str(error)
+    return manifest, ""
+
+
+def _is_there(where: str, name: str) -> bool:
+    with reading(where):
+        filesystem, folder = fsspec.core.url_to_fs(where)
+        return name in files_in(filesystem, folder)
+
+
+def _written_s(where: str) -> float | None:
+    """When storage says that a file was written."""
+    filesystem, path = fsspec.core.url_to_fs(where)
+    try:
+        return float(filesystem.modified(path).timestamp())
+    except Exception:  # not every kind of storage says it
+        return None

@@ -1,0 +1,151 @@
+"""What is known of a job before it is cut: as a graph, or as the user's own code with marks in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+
+from morph.cutting.deferred_init.construct import LazyTensors
+from morph.cutting.exporting.user_functions import UserFunction
+from morph.cutting.trial_run.trial import Whole
+from morph.jobs.job import Boundary, Job
+
+# Which operations of a graph draw random numbers.
+
+
+_KNOWN_NAMESPACES = {"aten", "prims", "morph"}
+"""Of operations that say whether they draw random numbers; users' own rarely do."""
+
+
+def is_random(node: Node, graph_module: GraphModule) -> bool:
+    """Whether a call draws random numbers, itself or in its submodule."""
+    if isinstance(node.target, UserFunction):
+        return True  # for all that is known
+    if isinstance(node.target, OpOverload):
+        if node.target.namespace not in _KNOWN_NAMESPACES:
+            return True
+        return torch.Tag.nondeterministic_seeded in node.target.tags and not _draws_nothing(node)
+    submodules = [graph_module.get_submodule(str(a.target)) for a in node.all_input_nodes if a.op == "get_attr"]
+    return any(
+        is_random(inner, submodule)
+        for submodule in submodules
+        if isinstance(submodule, GraphModule)
+        for inner in submodule.graph.nodes
+        if inner.op == "call_function"
+    )
+
+
+def _draws_nothing(node: Node) -> bool:
+    """Whether a dropout is off: attention without dropout_p, or dropout outside training."""
+    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+        probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return bool(probability == 0.0)
+    return node.target is torch.ops.aten.dropout.default and (node.args[1] in {0.0} or node.args[2] is False)
+
+
+class InitialState(Mapping[str, Tensor]):
+    """Initial values of everything that changes while training, made when they are requested."""
+
+    def __init__(self, *parts: LazyTensors) -> None:
+        self._parts = {name: part for part in parts for name in part}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._parts[name][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def empty(self, name: str, device: torch.device) -> Tensor:
+        """See ``LazyTensors.empty``."""
+        return self._parts[name].empty(name, device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedJob:
+    """What both kinds have.
+
+    Attributes:
+        initial_parameters: Trainable parameters by their first name in the model, on CPU, each made when it is asked
+            for. A tied one comes once.
+        initial_buffers: The same of the buffers that the forward writes.
+        aliases: Further names of tied parameters, with the name they are kept under.
+        num_sections: What the job asks for, if anything.
+        cut_points: Names of modules in front of which the job wants to be cut, if any.
+        model_line: Where the model is defined, ``file:line``, for errors.
+        not_recorded: Why initial values cannot be made one by one; None when they can.
+        boundary: Type in which tensors cross cut-points, as in ``Job``.
+        metric_names: What the loss returns besides, in the order in which sections do, behind the loss.
+    """
+
+    initial_parameters: LazyTensors
+    initial_buffers: LazyTensors
+    aliases: dict[str, str]
+    num_sections: int | None
+    cut_points: tuple[str, ...]
+    model_line: str
+    not_recorded: str | None
+    boundary: Boundary = "same"
+    metric_names: tuple[str, ...] = ()
+
+    @property
+    def initial_state(self) -> InitialState:
+        """Parameters and written buffers: what changes while training."""
+        return InitialState(self.initial_parameters, self.initial_buffers)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a graph input holds.
+
+    ``kind`` is ``parameter`` (a trainable one), ``buffer`` (one that the forward writes), ``constant`` (another buffer,
+    a frozen parameter) or ``batch``.
+    """
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphJob(ExportedJob):
+    """The graph of ``loss(model, batch)``, and what it starts from.
+
+    Attributes:
+        graph_module: Graph of loss, metrics and new values of buffers, without in-place operations or assertions.
+        written: The buffers whose new values the graph returns, in that order.
+        sources: What each placeholder of the graph holds, by placeholder name.
+        batch_symbol: The symbol that stands for the number of samples (a sympy symbol).
+        initial_constants: Constants by the placeholder that holds them, made when they are requested.
+    """
+
+    graph_module: GraphModule
+    sources: dict[str, Source]
+    batch_symbol: Any
+    initial_constants: LazyTensors
+    written: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarkedJob(ExportedJob):
+    """A job that torch.export refuses, with marks where to cut.
+
+    Attributes:
+        job: The job.
+        whole: Model and loss as one module, its trainable parameters without memory; buffers and frozen parameters
+            are real.
+        batch: Some samples, stacked, to try the model on.
+        refusal: Why it was not exported.
+    """
+
+    job: Job
+    whole: Whole
+    batch: dict[str, Tensor]
+    refusal: str

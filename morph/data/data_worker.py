@@ -1,0 +1,117 @@
+"""A data worker: a process that reads samples beside the worker that started it, and ends with it.
+
+``python -m morph.data.data_worker LINE MEMORY``: descriptors of the connection to the worker and of the memory that the
+two share; what it is set up with is on standard input. Everything said is JSON, for nothing that is read is unpickled.
+"""
+
+from __future__ import annotations
+
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # until all is imported, which stays: to look through it again and again takes a sixth of that time
+
+import json
+import mmap
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from morph.contract.job_facts import JobFacts
+from morph.data.evaluation import EPOCH
+from morph.data.loader import data_facts, data_of, read_samples, require_alike, stack_entry
+from morph.data.slots import Slots
+from morph.jobs.changes import require_same
+from morph.jobs.files import JobFiles
+from morph.jobs.job import Job, load_job
+
+Message = dict[str, Any]
+
+
+def main() -> int:
+    """Read what is requested until the worker is gone."""
+    gc.freeze()
+    gc.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's, which ends this process
+    line, memory_fd = Connection(int(sys.argv[1])), int(sys.argv[2])
+    setup = json.load(sys.stdin.buffer)
+    heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    threading.Thread(target=_hear, args=(line, heard), daemon=True).start()
+    try:
+        job = _load(setup)
+        begin = heard.get()
+        # torch.use_deterministic_algorithms loads torch's compiler, for a second
+        torch.set_deterministic_debug_mode(begin["determinism"])
+        slots = Slots(begin["micro_batch_size"], begin["entries"])
+        memory = torch.frombuffer(mmap.mmap(memory_fd, slots.num_bytes), dtype=torch.uint8)
+    except BaseException as error:  # the job's file may raise anything, SystemExit too
+        _tell(line, {"failed": _shown(error)})
+        return 1
+    _tell(line, {"ready": True})
+    while True:
+        _tell(line, _answer(job, slots, memory, heard.get()))
+
+
+def _hear(line: Connection, heard: queue.SimpleQueue[Message]) -> None:
+    """Take in what the worker says, also while a sample is read. A line that ends says that the worker is gone."""
+    with suppress(EOFError, OSError):
+        while True:
+            heard.put(json.loads(line.recv_bytes()))
+    os._exit(0)
+
+
+def _tell(line: Connection, message: Message) -> None:
+    with suppress(OSError):  # the worker is gone: the other thread ends this process
+        line.send_bytes(json.dumps(message).encode())
+
+
+def _load(setup: Message) -> Job:
+    """Load the job as the worker did, and build its data sets.
+
+    Raises:
+        JobError: a job that cannot be loaded, or data that is not what the run began with.
+    """
+    sys.path[:] = setup["path"]
+    torch.set_num_threads(setup["num_threads"])
+    if setup["folder"] is not None:
+        files = {name: content.encode("latin-1") for name, content in setup["files"].items()}
+        JobFiles(Path(setup["folder"]), files, growing=setup["growing"]).install()
+    job = load_job(setup["job_path"])
+    data_of(job)
+    known = JobFacts.model_validate(setup["known"])
+    if known.data:
+        require_same(JobFacts(data=data_facts(job)), known, setup["job_path"])
+    return job
+
+
+def _answer(job: Job, slots: Slots, memory: torch.Tensor, request: Mapping[str, Any]) -> Message:
+    """Read one micro-batch into a slot. Whatever is raised, the worker reads it again, and raises it itself."""
+    slot = request["slot"]
+    try:
+        samples, count = [], slots.num_read(memory)
+        for epoch, index in slots.samples(memory, slot).tolist():
+            dataset = data_of(job, "eval_data" if epoch == EPOCH else "dataset")
+            samples += read_samples(dataset, job.seed, [(epoch, index)])
+            require_alike(samples[-1], slots.like, f"dataset()[{index}]", "as in item 0")
+            count += 1  # seen by the worker: the memory is shared
+        stride = {key: slots.put(memory, slot, key, stack_entry(samples, key)) for key in request["keys"]}
+    except Exception as error:
+        return {"slot": slot, "error": _shown(error)}
+    return {"slot": slot, "stride": stride}
+
+
+def _shown(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,350 @@
+"""How the members of a ring agree on the next one, after losses or when somebody joins (Spotnik 3.2). Pure.
+
+An attempt is a token that goes round three times, from each member to the next one that is left:
+
+1. *reconcile* collects who is lost and what everyone knows. Whoever meets it leaves the ring, and says how many steps
+   its state has: from then on it applies none. Each adds the losses that it found itself.
+2. *accept* names the next ring, which is everyone whom the first round met, and the state that it goes on from: the
+   newest. A member is ready to be in it.
+3. *restart* says that all are: train.
+
+Whoever finds a loss that the attempt it follows does not know of begins another one with a higher epoch. Of two in one
+epoch the lowest initiator's wins, and a token that is beaten ends at whoever follows a better one. A member watches
+only the next one, to whom it sends: a token that is lost was sent to somebody who is gone. So K losses make few more
+than K attempts, each of which costs a member three messages at most, and one for each member that is left out.
+
+A member that is suspected wrongly is left out like a lost one, and told so (``Excluded``). The paper goes on until a
+list comes back unchanged; here the second round names the ring, so that a loss found late needs no further round.
+
+============  ==================================================================================================
+phase         invariant
+============  ==================================================================================================
+``joining``   has no state; is in no ring
+``running``   is in ``ring``, promised nothing better than its ballot, applies steps once its state is the ring's
+``agreeing``  follows the attempt ``promised``; applies nothing
+``halted``    for good
+============  ==================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from morph.elastic.consensus.messages import (
+    Accept,
+    Admit,
+    Apply,
+    Ballot,
+    Copied,
+    Enter,
+    Excluded,
+    Halt,
+    Input,
+    Leave,
+    Lost,
+    Message,
+    Output,
+    Received,
+    Reconcile,
+    Reduced,
+    Report,
+    Restart,
+    Ring,
+    Send,
+    Stop,
+)
+
+
+def is_majority(left: Collection[int], of: Collection[int]) -> bool:
+    """Whether more than half is left, or exactly half with the lowest member."""
+    num_left = sum(member in left for member in of)
+    return 2 * num_left > len(of) or (2 * num_left == len(of) and min(of) in left)
+
+
+def voters(reports: Iterable[Report]) -> list[Ring]:
+    """Return the newest ring that was formed, and all that may have been formed after it."""
+    told = list(reports)
+    formed = [report.ring for report in told if report.ring is not None]
+    newest = formed[0]
+    for ring in formed:
+        newest = ring if ring.ballot.beats(newest.ballot) else newest
+    open_ones = {ring for report in told for ring in report.accepted if ring.ballot.beats(newest.ballot)}
+    return [newest, *sorted(open_ones)]
+
+
+def outvoting(left: Collection[int], reports: Iterable[Report]) -> Ring | None:
+    """Return a ring of which too few are left; None: those who are left may go on."""
+    return next((ring for ring in voters(reports) if not is_majority(left, ring.members)), None)
+
+
+NONE_YET = Ballot(-1, 0)
+Outputs = tuple[Output, ...]
+
+
+@dataclass(frozen=True)
+class MemberState:
+    """One member; ``around`` is everyone whom the attempt under way still counts on, or the ring.
+
+    ``joiners``: whom attempts since the ring would have let in. ``met``: who was in such attempts, or sent something
+    that was not heard: whoever of them is left out is told. ``goal``: the number of steps that the ring went on from;
+    ``num_steps`` is less until that state has come.
+    """
+
+    me: int
+    phase: Literal["joining", "running", "agreeing", "halted"]
+    num_steps: int
+    promised: Ballot
+    around: tuple[int, ...]
+    ring: Ring | None = None
+    accepted: tuple[Ring, ...] = ()
+    suspects: frozenset[int] = frozenset()
+    joiners: frozenset[int] = frozenset()
+    met: frozenset[int] = frozenset()
+    goal: int = 0
+    source: int = 0
+    behind: tuple[int, ...] = ()
+    fresh: tuple[int, ...] = ()
+
+    def report(self) -> Report:
+        """What it tells in the first round."""
+        return Report(self.me, self.num_steps, self.ring, self.accepted)
+
+    def known(self) -> set[int]:
+        """Who is in its ring, or in one that it accepted since."""
+        return set(() if self.ring is None else self.ring.members).union(*(ring.members for ring in self.accepted))
+
+
+def founder(me: int, members: tuple[int, ...]) -> MemberState:
+    """A member of the first ring, of epoch 0."""
+    ring = Ring(Ballot(0, members[0]), members)
+    return MemberState(me, "running", 0, ring.ballot, members, ring, source=members[0])
+
+
+def joiner(me: int) -> MemberState:
+    """A member that waits to be let in."""
+    return MemberState(me, "joining", -1, NONE_YET, (me,))
+
+
+def watched(state: MemberState) -> int | None:
+    """Whose loss it must notice: the one to whom it sends. None: nobody's."""
+    is_one_of_several = state.phase in ("running", "agreeing") and len(state.around) > 1
+    return _next(state) if is_one_of_several else None
+
+
+def step(state: MemberState, happened: Input) -> tuple[MemberState, Outputs]:
+    """Return the next state and what is to be done, in this order."""
+    if state.phase == "halted":
+        return state, ()
+    match happened:
+        case Received(sender, message):
+            return _on_message(state, sender, message)
+        case Lost(member):
+            return _on_lost(state, member)
+        case Reduced(ballot):
+            return _on_reduced(state, ballot)
+        case Copied(ballot):
+            return _on_copied(state, ballot)
+        case Admit(joiners) if state.phase != "running":
+            return state, ()
+        case Admit(joiners):
+            return initiate(state, joiners) if may_admit(state) or not joiners else (state, ())
+
+
+def _on_message(state: MemberState, sender: int, message: Message) -> tuple[MemberState, Outputs]:
+    if isinstance(message, Excluded):
+        return _on_excluded(state, message.ballot)
+    if state.ring is not None and _is_from_outside(state, sender, message):
+        return state, (Send(sender, Excluded(state.ring.ballot)),)
+    if isinstance(message, Reconcile):
+        return _on_reconcile(state, sender, message)
+    return _on_later_round(state, sender, message)
+
+
+def _is_from_outside(state: MemberState, sender: int, message: Message) -> bool:
+    """Whether a member in a ring hears from somebody who is not in it, and is not on its way in."""
+    if state.phase != "running" or sender in state.known():
+        return False
+    if not isinstance(message, Reconcile):
+        return True
+    return sender not in message.joiners or not message.ballot.beats(state.promised)
+
+
+def may_admit(state: MemberState) -> bool:
+    """Whether it is this member that lets joiners in: the ring's lowest."""
+    return state.phase == "running" and state.ring is not None and state.me == state.ring.members[0]
+
+
+def _on_lost(state: MemberState, member: int) -> tuple[MemberState, Outputs]:
+    if member == state.me or member in state.suspects:
+        return state, ()
+    state = replace(state, suspects=state.suspects | {member})
+    if member not in state.around:
+        return state, ()
+    return initiate(state)
+
+
+def initiate(state: MemberState, joiners: tuple[int, ...] = (), above: int = 0) -> tuple[MemberState, Outputs]:
+    """Begin an attempt of a higher epoch than any that it knows, and than ``above``."""
+    if state.ring is None:
+        return _halted(state, "whoever let this worker in is gone")
+    members = state.known() | state.joiners | set(joiners)
+    token = Reconcile(
+        ballot=Ballot(max(state.promised.epoch, above) + 1, state.me),
+        members=tuple(sorted(members)),
+        lost=(),
+        joiners=tuple(sorted(members.difference(state.ring.members))),
+        reports=(),
+    )
+    state, outputs, token = _joined_attempt(state, token)
+    if state.around == (state.me,):
+        concluded, more = _conclude(state, token)
+        return concluded, outputs + more
+    return state, (*outputs, Send(_next(state), token))
+
+
+def _joined_attempt(state: MemberState, token: Reconcile) -> tuple[MemberState, Outputs, Reconcile]:
+    """Join an attempt: leave the ring, and add to the token."""
+    lost = set(token.lost) | (state.suspects & set(token.members))
+    if state.ring is not None:
+        lost |= (
+            set(token.members) - state.known() - set(token.joiners)
+        )  # left out of a ring that the initiator has not heard of
+    left = tuple(member for member in token.members if member not in lost)
+    token = token._replace(lost=tuple(sorted(lost)), reports=(*token.reports, state.report()))
+    leaves: Outputs = (Leave(),) if state.phase == "running" else ()
+    joiners, met = state.joiners.union(token.joiners), state.met.union(token.members)
+    state = replace(state, phase="agreeing", promised=token.ballot, around=left, joiners=joiners, met=met)
+    return state, leaves, token
+
+
+def _next(state: MemberState) -> int:
+    """The next one round the ring."""
+    return state.around[(state.around.index(state.me) + 1) % len(state.around)]
+
+
+def _on_reconcile(state: MemberState, sender: int, token: Reconcile) -> tuple[MemberState, Outputs]:
+    initiator = token.ballot.initiator
+    if initiator == state.me:
+        return _conclude(state, token) if token.ballot == state.promised else (state, ())
+    if not token.ballot.beats(state.promised):
+        return _not_heard(state, sender)
+    is_out = state.ring is not None and initiator not in state.known()
+    if is_out or (initiator in state.suspects and initiator > state.me):
+        return initiate(state, above=token.ballot.epoch)
+    state = replace(state, suspects=state.suspects - {initiator})  # it is alive, and of two the lower one stays
+    state, outputs, token = _joined_attempt(state, token)
+    return state, (*outputs, Send(_next(state), token))
+
+
+def _not_heard(state: MemberState, sender: int) -> tuple[MemberState, Outputs]:
+    """Pass over a token that is beaten."""
+    is_left_out = state.phase == "agreeing" and sender not in state.around
+    return replace(state, met=state.met | {sender}) if is_left_out else state, ()
+
+
+def _conclude(state: MemberState, token: Reconcile) -> tuple[MemberState, Outputs]:
+    """The first round is over."""
+    left = tuple(member for member in token.members if member not in token.lost)
+    reports = [report for report in token.reports if report.member in left]
+    state = replace(state, around=left)
+    too_few = outvoting(left, reports)
+    if too_few is not None:
+        return _on_stop(state, Stop(token.ballot, len(left), len(too_few.members)))
+    num_steps = max(report.num_steps for report in reports)
+    if num_steps < 0:
+        return _on_stop(state, Stop(token.ballot, len(left), 0))
+    source = min(report.member for report in reports if report.num_steps == num_steps)
+    behind = tuple(sorted(report.member for report in reports if 0 <= report.num_steps < num_steps))
+    fresh = tuple(sorted(report.member for report in reports if report.num_steps < 0))
+    accept = Accept(Ring(token.ballot, left), num_steps, source, behind, fresh)
+    state = _accepted(state, accept)
+    if left == (state.me,):
+        return _entered(state)
+    return state, (Send(_next(state), accept),)
+
+
+def _accepted(state: MemberState, token: Accept) -> MemberState:
+    return replace(
+        state,
+        accepted=(*state.accepted, token.ring),
+        around=token.ring.members,
+        goal=token.num_steps,
+        source=token.source,
+        behind=token.behind,
+        fresh=token.fresh,
+    )
+
+
+def _on_later_round(state: MemberState, sender: int, token: Accept | Restart | Stop) -> tuple[MemberState, Outputs]:
+    ballot = token.ring.ballot if isinstance(token, Accept) else token.ballot
+    if ballot != state.promised or state.phase != "agreeing":
+        return _not_heard(state, sender)
+    match token:
+        case Accept():
+            return _on_accept(state, token)
+        case Restart():
+            state, outputs = _entered(state)
+            return state, (Send(_next(state), token), *outputs)
+        case Stop():
+            return _on_stop(state, token)
+
+
+def _on_accept(state: MemberState, token: Accept) -> tuple[MemberState, Outputs]:
+    ballot = token.ring.ballot
+    if ballot.initiator == state.me:
+        state, outputs = _entered(state)
+        return state, (Send(_next(state), Restart(ballot)), *outputs)
+    if state.suspects & set(token.ring.members):
+        return initiate(state)
+    state = _accepted(state, token)
+    return state, (Send(_next(state), token),)
+
+
+def _entered(state: MemberState) -> tuple[MemberState, Outputs]:
+    """All accepted: go on in the ring accepted last, and tell whoever is not in it."""
+    ring = state.accepted[-1]
+    left_out = (state.known() | state.met).difference(ring.members)
+    told = tuple(Send(other, Excluded(ring.ballot)) for other in sorted(left_out))
+    nobody: frozenset[int] = frozenset()
+    state = replace(state, phase="running", ring=ring, accepted=(), suspects=nobody, joiners=nobody, met=nobody)
+    return state, (*told, Enter(ring, state.goal, state.source, state.behind, state.fresh))
+
+
+def _on_stop(state: MemberState, token: Stop) -> tuple[MemberState, Outputs]:
+    reason = f"{token.num_left} of {token.num_before} workers are left, too few to go on without the others"
+    if token.num_before == 0:
+        reason = "all workers that had the model are gone"
+    following = _next(state)
+    state, outputs = _halted(state, reason)
+    return state, (Send(following, token), *outputs) if following != token.ballot.initiator else outputs
+
+
+def _on_excluded(state: MemberState, ballot: Ballot) -> tuple[MemberState, Outputs]:
+    if state.ring is not None and not ballot.beats(state.ring.ballot):
+        return state, ()
+    return _halted(state, "the other workers took this one for lost, and go on without it")
+
+
+def _halted(state: MemberState, reason: str) -> tuple[MemberState, Outputs]:
+    leaves: Outputs = (Leave(),) if state.phase == "running" else ()
+    return replace(state, phase="halted"), (*leaves, Halt(reason))
+
+
+def _on_reduced(state: MemberState, ballot: Ballot) -> tuple[MemberState, Outputs]:
+    if not may_apply(state, ballot):
+        return state, ()
+    return replace(state, num_steps=state.num_steps + 1, goal=state.num_steps + 1), (Apply(),)
+
+
+def may_apply(state: MemberState, ballot: Ballot) -> bool:
+    """Whether what was reduced in a ring may still be applied: it is in that ring, with that ring's state."""
+    is_there = state.phase == "running" and state.ring is not None and state.ring.ballot == ballot
+    return is_there and state.num_steps == state.goal
+
+
+def _on_copied(state: MemberState, ballot: Ballot) -> tuple[MemberState, Outputs]:
+    if state.phase != "running" or state.ring is None or state.ring.ballot != ballot:
+        return state, ()
+    return replace(state, num_steps=state.goal), ()

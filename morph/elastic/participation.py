@@ -1,0 +1,287 @@
+"""A process's part in a job: it settles in one ring after another, with that ring's state, and leaves in order."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from morph.contract.errors import GenerationAborted, MorphError, PeerLost, TrainingStopped, WaitTimeout
+from morph.contract.messages import DEFAULT_LIMIT_S
+from morph.elastic.catch_up import SNAPSHOT, STEP, CatchUpLog
+from morph.elastic.consensus.messages import Ballot
+from morph.elastic.invitation import Invitation
+from morph.elastic.membership import Membership, Place
+from morph.elastic.rendezvous import RENDEZVOUS_TIMEOUT_S, Sponsor, meet
+from morph.elastic.shelf import Fetch, Fetcher
+from morph.elastic.state import TrainingState
+from morph.runtime.groups.channels import Channel, GroupSet, GroupSpec, Ring, connect_store
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.groups.reaper import Reaper
+
+FINISH_TIMEOUT_S = 60.0
+CATCH_UP_EVERY_S = 0.02
+NUM_TRIES_TO_JOIN = 20
+
+
+class Participation:
+    """Used by the training thread alone.
+
+    Args:
+        state: What this member trains.
+        invitation: How it takes part.
+        become_one: Makes members' states equal at the end.
+    """
+
+    def __init__(self, state: TrainingState, invitation: Invitation, become_one: Callable[[], object]) -> None:
+        self._state, self._invitation, self._become_one = state, invitation, become_one
+        self._membership, self._store, self._sponsor = meet(invitation)
+        self.catch_up_log = CatchUpLog(self._membership.shelf)
+        self._fetcher = Fetcher(invitation.credential)
+        self._reaper = Reaper()
+        self._groups: GroupSet | None = None
+        self._place: Place | None = None
+        self._left: Ballot | None = None
+        self._held: str | None = None
+        self._num_tries = 0
+        self._has_abandoned = False
+        self.ring: Ring | None = None
+        """What reduces sums; None: this member is alone."""
+        self.is_over = False
+        self._code = 0
+        """With which the process is about to end, as far as this object has seen."""
+        atexit.register(self._at_exit)
+
+    @property
+    def membership(self) -> Membership:
+        """The live member."""
+        return self._membership
+
+    @property
+    def place(self) -> Place:
+        """Where this member is, or was when the step under way began."""
+        return self._place if self._place is not None else self.settle()
+
+    def settle(self) -> Place:
+        """Be in a ring, with its state; waits for the others where they must agree first.
+
+        Raises:
+            TrainingStopped: this member trains no more.
+            WaitTimeout: the others do not answer.
+        """
+        self._code = 0  # it trains on
+        while True:
+            place = self._next_place()
+            if place is self._place:
+                return place
+            try:
+                self._enter(place)
+            except (GenerationAborted, PeerLost):
+                self.leave(place)
+                continue
+            self._place = place
+            return place
+
+    def leave(self, place: Place) -> None:
+        """The ring of this place is no more, or one of its connections: wait for another one before going on."""
+        self._left = place.ring.ballot
+        self._drop_groups()
+
+    def cross_boundary(self, place: Place) -> None:
+        """Somebody is to be let in now: every member calls this after the same step."""
+        self._membership.admit()
+        self.leave(place)
+
+    def finish(self) -> None:
+        """End in good order: no member goes before all have every step. Called after the last one."""
+        if self.is_over:
+            return
+        with suppress(MorphError):
+            while True:
+                self._become_one()
+                place = self.settle()
+                if self._state.differs:
+                    continue
+                try:
+                    if self.ring is not None:
+                        done = torch.zeros(1)
+                        self.ring.reduce(done, torch.distributed.ReduceOp.SUM).wait("the others' end", FINISH_TIMEOUT_S)
+                    break
+                except (GenerationAborted, PeerLost):
+                    self.leave(place)
+        self.close()
+
+    def close(self) -> None:
+        """Leave at once; the others go on without this member."""
+        if self.is_over:
+            return
+        self.is_over = True
+        groups, self._groups = self._groups, None
+        if groups is not None and not groups.broken:
+            groups.clear()
+        elif groups is not None:
+            self._abandon(groups)
+        self._fetcher.close()
+        self._membership.close()
+
+    def fetch(self, other: int, name: str, interrupt: Interrupt, wait_s: float = 0.0) -> Fetch:
+        """Begin to get what another member holds ready under a name, or will within so many seconds."""
+        address = self._membership.address_of(other)
+        return self._fetcher.fetch(self._membership.me, other, address, name, interrupt, wait_s)
+
+    def _catch_up(self, sponsor: Sponsor) -> bool:
+        """Before this member is let in, get the state beside the others' steps, and then each step they do."""
+        interrupt = Interrupt(0)
+        packed = self.fetch(sponsor.number, SNAPSHOT, interrupt, RENDEZVOUS_TIMEOUT_S).wait()
+        is_caught_up = packed is not None and len(packed) > 0
+        if packed is not None and is_caught_up:
+            self._state.unpack(packed)
+            while self._take_step(sponsor.number, interrupt):
+                pass
+        sponsor.ready(is_caught_up=is_caught_up)
+        return is_caught_up
+
+    def _awaited(self, sponsor: Sponsor) -> Place:
+        """Wait to be let in, and catch up with the sponsor's steps meanwhile."""
+        until_s, interrupt = time.monotonic() + RENDEZVOUS_TIMEOUT_S, Interrupt(0)
+        while time.monotonic() < until_s:
+            try:
+                return self._membership.place(timeout_s=CATCH_UP_EVERY_S)
+            except WaitTimeout:
+                self._take_step(sponsor.number, interrupt)
+        return self._membership.place(timeout_s=0.0)
+
+    def _take_step(self, source: int, interrupt: Interrupt) -> bool:
+        """Whether another member holds the step after those of this one's state, which it is then part of."""
+        packed = self.fetch(source, f"{STEP}{self._state.num_steps}", interrupt).wait()
+        if packed is None:
+            return False
+        self._state.unpack_step(packed)
+        return True
+
+    def _next_place(self) -> Place:
+        """Wait for a ring; a broken one is formed again if nobody is missed from it."""
+        while True:
+            sponsor, self._sponsor = self._sponsor, None
+            try:
+                if sponsor is not None and self._catch_up(sponsor):
+                    return self._awaited(sponsor)
+                if self._left is None:
+                    return self._membership.place(timeout_s=RENDEZVOUS_TIMEOUT_S)
+                try:
+                    return self._membership.place(self._left, 2 * self._invitation.silence_s)
+                except WaitTimeout:
+                    self._membership.reform()
+                    return self._membership.place(self._left)
+            except TrainingStopped as stopped:
+                if isinstance(stopped, WaitTimeout) or not self._rejoin():
+                    raise
+
+    def _rejoin(self) -> bool:
+        """Whether this member was never in a ring, and so asks once more."""
+        self._num_tries += 1
+        if self._membership.was_in_a_ring or self._invitation.join is None or self._num_tries > NUM_TRIES_TO_JOIN:
+            return False
+        self._membership.close()
+        self._membership, self._store, self._sponsor = meet(self._invitation)
+        self.catch_up_log = CatchUpLog(self._membership.shelf)
+        return True
+
+    def _enter(self, place: Place) -> None:
+        self._drop_groups()  # of a ring that ended between two steps
+        if self._held is not None:
+            self._membership.shelf.drop(self._held)
+            self._held = None
+        ballot, members = place.ring.ballot, tuple(str(number) for number in place.ring.members)
+        me, source = str(self._membership.me), str(place.source)
+        # Before the first step the founders' models may differ: all take the source's.
+        behind = [str(one) for one in (place.behind if place.num_steps else place.ring.members) if one != place.source]
+        name = f"elastic/{ballot.epoch}.{ballot.initiator}"
+        fresh = place.fresh if place.num_steps else ()
+        if self._membership.me == place.source and fresh:
+            self._hold_for_fresh(fresh, name)
+        ring = GroupSpec(f"{name}/ring", members)
+        copying = GroupSpec(f"{name}/copy", (source, *behind))
+        initiator = self._membership.address_of(ballot.initiator)
+        groups = GroupSet(place.interrupt)
+        self._groups = groups
+        groups.form(
+            [ring, copying],
+            me,
+            self._invitation.listen_host,
+            lambda: connect_store(initiator.host, initiator.store_port, self._invitation.secret),
+        )
+        if me in copying.members and len(copying.members) > 1:
+            packed = self._copied(groups.channel(copying.name, source), is_source=me == source)
+            if me in behind:
+                if not self._membership.copied(ballot):
+                    raise GenerationAborted("the ring whose state came is no more")
+                self._state.unpack(packed)
+        if self._membership.me in fresh:
+            self._begin_fresh(place, name)
+        self.ring = groups.ring(ring.name)
+
+    def _hold_for_fresh(self, fresh: tuple[int, ...], name: str) -> None:
+        """Hold ready what those who are new in a ring begin with: the whole state, or what completes their own."""
+        is_caught_up = self.catch_up_log.covers(self._state.num_steps) and self._membership.all_caught_up(fresh)
+        self._membership.shelf.put(name, self._state.pack_facts() if is_caught_up else self._state.pack())
+        self._held = name
+
+    def _begin_fresh(self, place: Place, name: str) -> None:
+        told = self.fetch(place.source, name, place.interrupt, DEFAULT_LIMIT_S).wait()
+        place.interrupt.check()
+        if told is None:
+            raise PeerLost("nothing came to begin with")
+        goal, is_whole = self._state.read(told)
+        while not is_whole and self._state.num_steps < goal:
+            if not self._take_step(place.source, place.interrupt):
+                place.interrupt.check()
+                raise PeerLost("a step did not come")
+        if not self._membership.copied(place.ring.ballot):
+            raise GenerationAborted("the ring whose state came is no more")
+        if is_whole:
+            self._state.unpack(told)
+        else:
+            self._state.unpack_facts(told)
+
+    def _copied(self, channel: Channel, *, is_source: bool) -> Tensor:
+        packed = self._state.pack() if is_source else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([packed.numel()], dtype=torch.int64)
+        channel.transfer(size).wait("the size of the state")
+        if not is_source:
+            packed = torch.empty(int(size), dtype=torch.uint8)
+        channel.transfer(packed).wait("the state")
+        return packed
+
+    def _drop_groups(self) -> None:
+        self._place = self.ring = None
+        groups, self._groups = self._groups, None
+        if groups is not None:
+            self._abandon(groups)
+
+    def _abandon(self, groups: GroupSet) -> None:
+        self._has_abandoned = self._has_abandoned or groups.broken
+        self._reaper.reap(groups)
+
+    def will_exit(self, exit: SystemExit) -> None:
+        """Keep the code of a ``SystemExit`` on its way, which Python forgets before it calls what is registered."""
+        self._code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+
+    def _at_exit(self) -> None:
+        code = 1 if getattr(sys, "last_value", None) is not None else self._code
+        if code == 0:
+            self.finish()
+        else:
+            self.close()
+        if self._has_abandoned:
+            # An operation of a ring that was left may end now, while the interpreter that it calls is half gone.
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(code)

@@ -1,0 +1,93 @@
+"""The partial sums that a worker has: of the step that it runs, or of one that was given up; its own and others'."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from morph.contract.messages import StepOrder
+from morph.contract.salvage import KeptSums
+from morph.runtime.followers.lane import FollowerLane
+from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.pre_copy.state_moves import held_sum
+from morph.runtime.step.generation import Generation
+from morph.runtime.step.sums import HeldSum, Rings, StepSums
+
+
+class KnownSums:
+    """See the module's docstring. ``parts`` are those of a step that was given up.
+
+    Args:
+        worker: Whose they are.
+        followers: Has copies of others' sums, and is offered these.
+        faults: Scheduled faults.
+    """
+
+    def __init__(self, worker: str, followers: FollowerLane, faults: FaultPlan) -> None:
+        self._worker, self._followers, self._faults = worker, followers, faults
+        self.parts: list[HeldSum] = []
+        self._step: int | None = None
+        self._running: StepSums | None = None
+
+    def begin(self, current: Generation, order: StepOrder) -> StepSums:
+        """The sums of a step that begins, or begins anew in another shape with what is there of it."""
+        assert current.slot is not None
+        salvage = current.salvage_in(order)
+        mine = [] if salvage is None else [entry for entry in salvage.sums if entry.receiver == self._worker]
+        every, micro_batches = current.order.copy_sums_every, current.micro_batches_in(order)
+        keep = current.order.keep_sums and order.attempt == 0  # scales of a later attempt are no other worker's
+
+        def counted(num: int) -> None:
+            # counted from the end: the last copy has the time of as many to travel before the reduction
+            left = len(micro_batches) - num
+            running = self._running  # no name of this frame: sums that hold themselves outlive their step
+            if running is not None and keep and every and left and left % every == 0:
+                self._followers.offer_sums(order.step, running.copies)
+
+        running = StepSums(
+            current.units,
+            current.plan.stages[current.slot.stage].sections,
+            micro_batches,
+            current.plan.num_micro_batches,
+            current.plan.stages[-1].end_section - 1,
+            Rings(current.topology.unit_rings, current.ring_of, current.interrupt, self._faults),
+            salvage=salvage,
+            held=[held_sum(entry.sum, self.parts) for entry in mine],
+            keep=keep,
+            counted=counted,
+        )
+        self._step, self._running, self.parts = order.step, running, []
+        return running
+
+    def keep(self, step: int) -> None:
+        """A shape is formed in which this step, if it was begun, begins anew."""
+        if self._step == step:
+            self._settle()
+        else:  # it is decided: nothing is made of its sums first
+            self.drop()
+            self._step = step
+
+    def add(self, received: Sequence[HeldSum]) -> None:
+        """Take what others had."""
+        self.parts += received
+
+    def told(self) -> KeptSums | None:
+        """What the manager is told when an order is given up."""
+        self._settle()
+        if self._step is None or not self.parts:
+            return None
+        return KeptSums(step=self._step, sums=tuple(part.total for part in self.parts))
+
+    def forget_before(self, version: int) -> None:
+        """Let go of sums whose step is decided."""
+        if self._step is not None and self._step < version:
+            self.drop()
+
+    def _settle(self) -> None:
+        """Nobody goes on with the step that runs: what is in its sums now stays, whatever arrives yet."""
+        if self._running is not None and self._step is not None:
+            self.parts = [*self._running.partial_sums(), *self._followers.copies(self._step)]
+            self._running = None
+
+    def drop(self) -> None:
+        """Let go of everything."""
+        self.parts, self._step, self._running = [], None, None

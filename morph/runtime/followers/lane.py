@@ -1,0 +1,218 @@
+"""A worker's part in following: streams to its follower, and what it keeps for those that it follows."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from morph.contract.decided import Decided
+from morph.contract.errors import PeerLost
+from morph.contract.messages import MicroBatchLoss, ReshapeOrder, WorkerSetup
+from morph.contract.salvage import PartialSum
+from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.pre_copy.incoming import Incoming
+from morph.runtime.pre_copy.outgoing import Outgoing
+from morph.runtime.pre_copy.rendezvous import StreamContext
+from morph.runtime.pre_copy.wire import Frame
+from morph.runtime.state.unit_state import UnitState
+from morph.runtime.step.sums import HeldSum
+from morph.runtime.workloads.workload import Workload
+
+log = logging.getLogger(__name__)
+
+
+class FollowerLane:
+    """Of one worker. It begins anew with each generation; nothing that fails in it disturbs an order.
+
+    Args:
+        setup: The worker's.
+        workload: Makes the units that are followed.
+        faults: Scheduled faults.
+        open_store: Opens a connection to the rendezvous store.
+    """
+
+    def __init__(
+        self, setup: WorkerSetup, workload: Workload, faults: FaultPlan, open_store: Callable[[], Store]
+    ) -> None:
+        self._setup, self._workload, self._faults, self._open_store = setup, workload, faults, open_store
+        self._outgoing: Outgoing | None = None
+        self._incoming: Incoming | None = None
+        self._lock = threading.Lock()
+        self._copies: dict[str, tuple[int, list[HeldSum]]] = {}
+        self._through: dict[str, int] = {}
+        self._offered = -1
+        self._waits: Interrupt | None = None
+        self._formed: ReshapeOrder | None = None
+        self._known: dict[str, UnitState] = {}
+
+    def begin(self, order: ReshapeOrder, held: Mapping[str, UnitState]) -> None:
+        """A generation is formed: who follows whom in it. ``held``: units of this version that are here.
+
+        Connections are made with the first step, which is ordered of all at the same time.
+        """
+        self.end()
+        me = self._setup.worker
+        known = [unit for follow in order.follows if follow.follower == me for unit in follow.known]
+        self._formed, self._known = order, {unit: held[unit] for unit in known}
+
+    def _connect(self, order: ReshapeOrder) -> None:
+        try:
+            self._open(order)
+        except (OSError, RuntimeError) as error:  # no port to listen on, no thread to be had
+            log.warning("nothing is kept for others, or by them: %s", error)
+
+    def _open(self, order: ReshapeOrder) -> None:
+        me = self._setup.worker
+        context = StreamContext(
+            occasion=f"follow/{order.generation}",
+            worker=me,
+            secret=self._setup.secret,
+            open_store=self._open_store,
+            faults=self._faults,
+            limit_s=order.limit_s,
+        )
+        for state in self._known.values():
+            if order.follow_in_host:
+                state.offload()
+            else:
+                state.reload()
+        mine = next((follow for follow in order.follows if follow.worker == me), None)
+        if mine is not None:
+            fresh = [unit for unit in mine.units if unit not in mine.known]
+            self._outgoing = Outgoing(context, mine.follower, fresh, known=mine.known)
+        others = [follow for follow in order.follows if follow.follower == me]
+        if not others:
+            return
+        self._incoming = Incoming(
+            context,
+            {unit: follow.worker for follow in others for unit in follow.units},
+            make_shadow=lambda unit: self._shadow(unit, order),
+            arrive=self._workload.arrive,
+            listen_host=self._setup.listen_host,
+            news=self._wake,
+            known=self._known,
+            expected=[follow.worker for follow in others],
+            take_sums=self._keep,
+        )
+
+    def _shadow(self, unit: str, order: ReshapeOrder) -> UnitState:
+        shadow = self._workload.make_shadow(unit, order.plan.num_micro_batches)
+        if order.follow_in_host:
+            shadow.offload()
+        return shadow
+
+    def begin_step(self, units: Mapping[str, UnitState]) -> None:
+        """Every unit is at the version of a step that begins: send further ones on their way."""
+        if self._formed is not None:
+            self._connect(self._formed)
+            self._formed = None
+        if self._outgoing is not None:
+            self._outgoing.begin(units)
+
+    def pass_on(self, states: Mapping[str, UnitState], decided: Decided | None) -> None:
+        """A decided step is about to be applied: a follower that has not caught up is told then."""
+        if self._outgoing is not None:
+            self._outgoing.pass_on(states, decided)
+
+    def share(self, units: Mapping[str, UnitState], interrupt: Interrupt) -> bool:
+        """Send the reduced gradients of a step that is not decided; returns whether the follower holds them.
+
+        Blocks until they have arrived. Raises GenerationAborted, PeerLost.
+        """
+        outgoing = self._outgoing
+        return outgoing is not None and outgoing.share(units) and outgoing.settled(interrupt, interrupt.limit_s)
+
+    def in_step(self, version: int) -> dict[str, UnitState]:
+        """Others' units that are here at this version, or with the gradients that lead to it."""
+        if self._incoming is not None:
+            return self._incoming.in_step(version)
+        return {unit: state for unit, state in self._known.items() if state.version == version}
+
+    def offer_sums(self, step: int, parts: Callable[[], Sequence[HeldSum]]) -> None:
+        """Send a copy of this worker's partial sums to its follower, unless the one before is still on its way."""
+        if self._outgoing is not None:
+            self._offered = step
+            self._outgoing.offer(lambda: frame_of(step, parts()))
+
+    def settle(self, step: int, interrupt: Interrupt) -> None:
+        """A step is prepared: wait until those of whose sums copies are here have prepared it too.
+
+        For who has prepared a step is not asked any more what it has. Raises GenerationAborted; PeerLost also if one is
+        cut off before: it may be lost, and the step is then to be given up with what is here.
+        """
+        outgoing, incoming = self._outgoing, self._incoming
+        if outgoing is not None and self._offered == step:
+            outgoing.through(step)
+        if incoming is None:
+            return
+
+        def late() -> set[str]:
+            with self._lock:
+                senders = [sender for sender, (of, _) in self._copies.items() if of == step]
+                return {sender for sender in senders if self._through.get(sender, -1) < step}
+
+        def is_settled() -> bool:
+            return bool(late() & incoming.broken) or not late()
+
+        self._waits = interrupt
+        interrupt.wait_for(is_settled, f"those whose sums of step {step} are here to prepare it", interrupt.limit_s)
+        if cut_off := sorted(late() & incoming.broken):
+            raise PeerLost(f"{', '.join(cut_off)}, of whose sums copies are here, did not prepare step {step}")
+
+    def copies(self, step: int) -> list[HeldSum]:
+        """What is here of others' partial sums in a step."""
+        with self._lock:
+            return [part for of_step, parts in self._copies.values() if of_step == step for part in parts]
+
+    def end(self) -> None:
+        """Nobody follows anybody any more; what was received stays as it is."""
+        if self._outgoing is not None:
+            self._outgoing.end()
+        if self._incoming is not None:
+            self._incoming.end()
+        self._outgoing = self._incoming = self._formed = None
+        self._known = {}
+        with self._lock:
+            self._copies, self._through = {}, {}
+
+    def _keep(self, sender: str, frame: Frame) -> None:
+        step, received = frame.facts["step"], sums_of(frame)
+        with self._lock:
+            if frame.facts["kind"] == "through":
+                self._through[sender] = step
+            else:
+                self._copies[sender] = step, received
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waits is not None:
+            self._waits.notify()
+
+
+def frame_of(step: int, parts: Sequence[HeldSum]) -> Frame:
+    """Partial sums as they travel."""
+    sums = [{"total": part.total.model_dump(), "losses": [loss.model_dump() for loss in part.losses]} for part in parts]
+    tensors = {f"{index}/{name}": value for index, part in enumerate(parts) for name, value in part.tensors.items()}
+    return Frame({"kind": "sums", "step": step, "sums": sums}, tensors)
+
+
+def sums_of(frame: Frame) -> list[HeldSum]:
+    """The partial sums in a frame."""
+    told = frame.facts.get("sums", ())
+    tensors: list[dict[str, Tensor]] = [{} for _ in told]
+    for key, value in frame.tensors.items():
+        index, _, name = key.partition("/")
+        tensors[int(index)][name] = value
+    return [
+        HeldSum(
+            PartialSum.model_validate(part["total"]),
+            found,
+            tuple(MicroBatchLoss.model_validate(loss) for loss in part["losses"]),
+        )
+        for part, found in zip(told, tensors, strict=True)
+    ]

@@ -1,0 +1,92 @@
+"""How a sender finds the receiver of pre-copied units, and each knows the other for one of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from morph.contract.messages import DEFAULT_LIMIT_S
+from morph.link.proof import is_proven, new_secret, proof
+from morph.runtime.groups.faults import FaultPlan
+
+
+class Rendezvous:
+    """Of one receiver and its senders, for one order or generation.
+
+    The receiver writes its address and a nonce into the rendezvous store, to which anybody could write, so it proves
+    both; a sender's hello proves its name for that nonce. Who has not the run's secret can neither receive units nor
+    send any, and what was proven for another order is no proof for this one.
+
+    Args:
+        occasion: What the rendezvous is for, unique in this run.
+        receiver: The worker that receives.
+        secret: Of the run.
+    """
+
+    def __init__(self, occasion: str, receiver: str, secret: str) -> None:
+        self.key = f"ahead/{occasion}/{receiver}"
+        self._secret = secret
+
+    def told(self, host: str, port: int) -> str:
+        """What the receiver writes under ``key``; with another nonce each time."""
+        nonce = new_secret()
+        return f"{host} {port} {nonce} {proof(self._secret, 'receiver', self.key, host, str(port), nonce)}"
+
+    def address(self, told: str) -> tuple[str, int]:
+        """Where the receiver listens.
+
+        Raises:
+            ConnectionError: it was not the receiver who wrote this.
+        """
+        host, port, nonce, given = _parts(told)
+        if not is_proven(given, self._secret, "receiver", self.key, host, port, nonce):
+            raise ConnectionError("the receiver's address was written by someone else")
+        return host, int(port)
+
+    def hello(self, told: str, sender: str) -> dict[str, str]:
+        """The facts of a sender's first frame."""
+        _, _, nonce, _ = _parts(told)
+        return {"kind": "hello", "worker": sender, "proof": proof(self._secret, "sender", self.key, nonce, sender)}
+
+    def greeted(self, told: str, facts: Mapping[str, Any]) -> str | None:
+        """The sender whose hello this is; None for anybody else's."""
+        _, _, nonce, _ = _parts(told)
+        sender, given = str(facts.get("worker")), str(facts.get("proof"))
+        return sender if is_proven(given, self._secret, "sender", self.key, nonce, sender) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamContext:
+    """What all streams from and to one worker, of one order or generation, have in common.
+
+    Attributes:
+        occasion: Of their rendezvous.
+        worker: This one.
+        secret: Of the run.
+        open_store: Opens a connection to the rendezvous store.
+        faults: Scheduled faults.
+        limit_s: Seconds after which the other end is given up that is not there, or takes nothing; a sender may be
+            silent for twice as long, because it has nothing to send between two steps.
+    """
+
+    occasion: str
+    worker: str
+    secret: str
+    open_store: Callable[[], Store]
+    faults: FaultPlan
+    limit_s: float = DEFAULT_LIMIT_S
+
+    def rendezvous(self, receiver: str) -> Rendezvous:
+        """Where these streams' senders find a receiver."""
+        return Rendezvous(self.occasion, receiver, self.secret)
+
+
+def _parts(told: str) -> tuple[str, str, str, str]:
+    parts = told.rsplit(" ", 3)
+    if len(parts) < 4:
+        raise ConnectionError("the receiver's address is not valid")
+    host, port, nonce, given = parts
+    return host, port, nonce, given
