@@ -88,7 +88,7 @@ def _arm(worker: Any, faults: tuple[Fault, ...], slow_s: float) -> None:
     plan, computes = worker._faults, threading.main_thread()
 
     def reach(phase: str, step: int | None = None) -> None:
-        stream = worker._following._outgoing
+        stream = worker._followers._outgoing
         if slow_s and phase in ("send_ahead", "receive_ahead"):
             time.sleep(slow_s)
         elif not slow_s and stream is not None and threading.current_thread() is computes:
@@ -105,7 +105,7 @@ def _arm(worker: Any, faults: tuple[Fault, ...], slow_s: float) -> None:
 
 def _num_copied(worker: Any, sender: str, step: int) -> int:
     """How many micro-batches of a step are in the copy of another worker's sums that a worker has."""
-    of, parts = worker._following._copies.get(sender, (-1, []))
+    of, parts = worker._followers._copies.get(sender, (-1, []))
     return max(
         (mask.bit_count() for part in parts for mask in counted_in(part.total).values() if of == step), default=0
     )

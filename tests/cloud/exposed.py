@@ -54,14 +54,15 @@ class Watch:
         self.shown: dict[str, Shown] = {}
         self.modes: dict[str, int] = {}
         self.found: dict[str, set[str]] = {}
+        self._credentials: set[str] = set()
         self._login = life.environment[LOGIN]
         life.on_line, azure.before_removal = self._on_line, self._before_removal
 
     @property
     def secrets(self) -> list[str]:
-        """Those that the manager made, the tokens that the cloud gave to anybody, and how the manager would log in."""
+        """Those that the manager made, what nodes have of them, the cloud's tokens, and how the manager would log in."""
         assert self._life.secrets_path is not None
-        return [*recorded(self._life.secrets_path), *self._azure.region.tokens, self._login]
+        return [*recorded(self._life.secrets_path), *self._credentials, *self._azure.region.tokens, self._login]
 
     def check(self) -> None:
         """See that nothing listens, and no secret stands, where docs/safety.md and docs/azure.md do not say so."""
@@ -110,6 +111,9 @@ class Watch:
         self._search(f"{host.name} in the end", host.directory, SEARCHED)
 
     def _search(self, name: str, directory: Path, below: Iterable[str]) -> None:
+        credential = directory / "etc/morph/node-secret"
+        if credential.is_file():
+            self._credentials.add(credential.read_text(encoding="ascii").strip())
         self.found[name] = files_with(self._files(directory, below), self.secrets)
         self.modes |= {f"{name} {file}": (directory / file).stat().st_mode for file in self.found[name]}
 

@@ -380,7 +380,7 @@ class ShapeJob:
         with mock.patch("morph.runtime.process.worker.load_workload", return_value=self._workload):
             worker = set_up(self._setup.model_copy(update={"worker": me}))
         assert isinstance(worker, Worker)
-        worker._following = _NoFollowers()  # type: ignore[assignment]
+        worker._followers = _NoFollowers()  # type: ignore[assignment]
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         counting = Counting(self.device.kind, self.device.pinned_tensors)
         for section in self.model.sections:

@@ -25,7 +25,7 @@ from tests.system.held import HeldJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
-STEPS, MANY = 35, 10_000
+STEPS, MANY = 60, 10_000  # a worker that reads half of the samples is held at 44
 CONNECTION = "AZURE_STORAGE_CONNECTION_STRING"
 BOUND_S = 100.0
 

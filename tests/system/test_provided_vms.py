@@ -105,7 +105,7 @@ def named(directory: Path) -> dict[str, bytes]:
 
 
 def check_exposure(hosts: Hosts, run: RunningMorph, run_dir: Path, secrets: list[str]) -> None:
-    """Where both sides listen, and that secrets stand in the files of docs/safety.md alone."""
+    """Where both sides listen, and that secrets and nodes' credentials stand in the files of docs/safety.md alone."""
     assert len(secrets) >= 4
     sides = {"127.0.0.2": run.family()}
     of_nodes = set()
@@ -114,17 +114,20 @@ def check_exposure(hosts: Hosts, run: RunningMorph, run_dir: Path, secrets: list
         host = place.parents[2]
         sides[f"127.0.0.{11 + int(host.name[1:])}"] = hosts.processes(node)
         of_nodes |= {f"{host.name}/.morph/nodes/{node}/{name}" for name in ("ray-token", "node-secret")}
+    credentials = [(hosts.directory / name).read_text() for name in of_nodes if name.endswith("node-secret")]
+    assert credentials
+    told = [*secrets, *map(str.strip, credentials)]
     for address, processes in sides.items():
         shown = shown_by(processes)
-        assert with_secrets(shown, secrets) == []
+        assert with_secrets(shown, told) == []
         assert {found.address for found in shown.listening} <= {address, "::"}, address
         inside = {found.process.partition(".")[0] for found in shown.listening if found.address == address}
         one = "ray::RuntimeEnvAgent" if address == "127.0.0.2" else "ray::WorkerActor"
         assert one in inside, address  # it was looked at the right processes
-    assert files_with(named(hosts.directory), secrets) == of_nodes
+    assert files_with(named(hosts.directory), told) == of_nodes
     assert {stat.S_IMODE((hosts.directory / name).stat().st_mode) for name in of_nodes} == {0o600}
-    assert [folder for folder in hosts.temporary() if files_with(named(folder), secrets)] == []
-    assert files_with(named(run_dir), secrets) == {"attach.json"}
+    assert [folder for folder in hosts.temporary() if files_with(named(folder), told)] == []
+    assert files_with(named(run_dir), told) == {"attach.json"}
 
 
 def facts_of(run_dir: Path) -> list[Fact]:

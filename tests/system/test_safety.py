@@ -183,7 +183,7 @@ def test_no_secret_is_in_a_command_line_or_an_environment(seen: Seen) -> None:
 
 
 def test_no_secret_is_shown_by_any_command_or_error(seen: Seen) -> None:
-    for name, text in {**seen.outputs, **seen.pending}.items():
+    for name, text in {**seen.outputs, **seen.strangers}.items():
         assert text, name
         assert not any(holds(text.encode(), secret) for secret in seen.all_secrets), name
 
@@ -206,10 +206,10 @@ def test_everything_in_the_run_directory_is_its_user_s_alone(seen: Seen) -> None
 
 
 def test_ray_refuses_whoever_has_another_token_or_none(seen: Seen) -> None:
-    assert "came in: 4 nodes" in seen.pending["the token"]  # the head node and three VMs
+    assert "came in: 4 nodes" in seen.strangers["the token"]  # the head node and three VMs
     for kind in ("another token", "no token"):
-        assert "refused" in seen.pending[kind], kind
-        assert "came in" not in seen.pending[kind], kind
+        assert "refused" in seen.strangers[kind], kind
+        assert "came in" not in seen.strangers[kind], kind
 
 
 def test_a_closed_terminal_ends_the_run_saved(seen: Seen) -> None:

@@ -171,7 +171,7 @@ class WorkerPool:
 
     def pre_copy(self, worker: str, order: PreCopyOrder) -> None:
         """Tell a worker what to pre-copy, or to expect, beside its running order."""
-        self._tell(worker, "pre_copy", order)
+        self._tell(worker, "ahead", order)
 
     def end(self, worker: str) -> None:
         """Kill a worker's process; no event follows."""
