@@ -60,7 +60,7 @@ class Watch:
 
     @property
     def secrets(self) -> list[str]:
-        """Those that the manager made, what nodes have of them, the cloud's tokens, and how the manager would log in."""
+        """Those that the manager made, those of nodes, the cloud's tokens, and how the manager would log in."""
         assert self._life.secrets_path is not None
         return [*recorded(self._life.secrets_path), *self._credentials, *self._azure.region.tokens, self._login]
 

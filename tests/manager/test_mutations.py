@@ -95,8 +95,8 @@ def _another_norm_is_decided(*arguments: Any) -> Any:
     return facts.model_copy(update={"gradient_norm": 1.0}) if facts.version > 3 else facts
 
 
-def _one_member_is_asked(version: int, norms_sq: Any, non_finite: Any, units: Any) -> Any:
-    return decided_step(version, norms_sq[:1], non_finite[:1], norms_sq[0])
+def _one_member_is_asked(version: int, norms_sq: Any, non_finite: Any, units: Any, weights: Any) -> Any:
+    return decided_step(version, norms_sq[:1], non_finite[:1], norms_sq[0], weights)
 
 
 def _survivors_are_told_no_facts(**fields: Any) -> Any:

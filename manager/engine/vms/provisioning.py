@@ -247,7 +247,7 @@ class Provisioning:
         try:
             found: tuple[Vm, ...] | RequestRefused = self._answer(action)
         except Exception as error:  # a bug, or a provider's own error: the controller must hear of the refusal
-            self.failure = error
+            self.failure = _without_frames(error)
             detail = f"{type(error).__name__}: {error}"
             found = RequestRefused(request=action.request, cause="error", detail=detail)
         answer, end = self._registry.answer(action, found, self._nodes)
@@ -330,3 +330,9 @@ class Provisioning:
             yield
         except ProviderError as error:
             self._fact(name, str(error))
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Let go of where an error was raised: the frames hold the connections of the call that failed."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
