@@ -175,8 +175,9 @@ def _decide_facts(transition: Transition) -> None:
         state.config.units,
         [report.weights for report in reports],
     )
+    scale = decided.next_scale(step.loss_scale)
     transition.change(decided=decided)
-    transition.change_step(loss_scale=decided.next_scale(step.loss_scale))
+    transition.change_step(loss_scale=scale)
 
 
 def _settle_holdings(transition: Transition, *, others_keep: bool) -> None:
