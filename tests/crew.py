@@ -37,6 +37,7 @@ from morph.contract.messages import (
     Committed,
     Failed,
     Fault,
+    Heartbeat,
     PreCopyOrder,
     Prepared,
     ProbeOrder,
@@ -129,6 +130,12 @@ def _data_workers(worker: Any) -> tuple[tuple[int, ...], int]:
     return found.pids, loader.num_own
 
 
+def _heartbeat_of_none(wait_s: float) -> Heartbeat:
+    """Answer for a worker that is not set up yet."""
+    time.sleep(min(wait_s, 0.2))
+    return Heartbeat(worker="")
+
+
 def _serve(orders: Connection, control: Connection) -> None:
     """Body of a worker's process: orders in this thread, control in another."""
     from morph.runtime.process.worker import Worker, set_up
@@ -142,8 +149,8 @@ def _serve(orders: Connection, control: Connection) -> None:
 
     def serve_control() -> None:
         commands: dict[str, Callable[..., Any]] = {
-            "abort": lambda generation: workers[-1].abort(generation),
-            "heartbeat": lambda wait_s: workers[-1].heartbeat(wait_s),
+            "abort": lambda generation: workers[-1].abort(generation) if workers else None,
+            "heartbeat": lambda wait_s: workers[-1].heartbeat(wait_s) if workers else _heartbeat_of_none(wait_s),
             "ahead": lambda order: workers[-1].ahead(order),
             "footprint": footprint,
             "arm": lambda faults, slow_s: _arm(workers[-1], faults, slow_s),
