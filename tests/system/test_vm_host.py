@@ -164,6 +164,7 @@ def owned() -> Iterator[Owned]:
         owned.cluster.close()
 
 
+@pytest.mark.long
 def test_a_head_node_that_dies_while_it_starts_is_started_once_more(owned: Owned) -> None:
     assert owned.cluster.address
     pids = {raylet.pid for raylet in _raylets(owned.cluster)}
@@ -171,6 +172,7 @@ def test_a_head_node_that_dies_while_it_starts_is_started_once_more(owned: Owned
     assert owned.first_head[0].pid not in pids
 
 
+@pytest.mark.long
 def test_vms_boot_together_and_the_death_of_one_is_told_at_once_while_it_boots_and_when_it_is_up(owned: Owned) -> None:
     """And nothing is left of the dead: no zombie, and no thread."""
     cluster = owned.cluster
