@@ -19,7 +19,7 @@ from morph.contract.plan import Expectation, Plan, Schedule, StagePlan
 from morph.cutting.cache.cut_job import load_and_cut
 from morph.cutting.cuts.cut_model import CutModel
 from morph.jobs.job import load_job
-from morph.losses import plain_mean
+from morph.losses import Loss
 from morph.runtime.groups.store import StoreHost
 from morph.runtime.process.worker import set_up
 
@@ -80,7 +80,9 @@ def cut_job(job_path: str) -> CutModel:
 
 def loss_of(job: Job, model: Any, batch: dict[str, Tensor]) -> Tensor:
     """A micro-batch's loss, without what else the job reports."""
-    return plain_mean(job.loss, model, batch)
+    found = job.loss(model, batch)
+    loss = found[0] if isinstance(found, tuple) else found
+    return loss.mean() if isinstance(loss, Loss) else loss
 
 
 class Crew:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from morph.contract.messages import WEIGHT
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Loss:
     """What ``Job.loss`` may return in place of a mean over samples; metrics may be one too.
 
-    The loss of a step is the sum of all totals over the sum of all weights of the whole mini-batch, however it is cut
-    into micro-batches and whatever the shape: a mean over tokens, or one that weighs classes, is what a plain loop over
-    the whole mini-batch has. A step in which nothing has a weight changes nothing.
+    The loss of a step is the sum of all totals divided by the sum of all weights, over the whole mini-batch, however it
+    is cut into micro-batches and whatever the shape. So a mean over tokens, or one that weights classes, equals that of
+    a plain loop over the whole mini-batch. A step whose weights are all 0 changes nothing.
 
     Attributes:
         total: The sum over what counts in this micro-batch, a scalar; 0 where nothing does.
@@ -48,7 +47,7 @@ def cross_entropy(
         labels: Numbers of classes, of shape (...), or ``ignore_index`` where nothing counts.
         class_weights: Of shape (classes,): how much a label of each class counts. None: all count one.
         ignore_index: The label that does not count.
-        label_smoothing: As there.
+        label_smoothing: As in ``torch.nn.functional.cross_entropy``.
 
     Returns:
         The sum over the labels that count, and their number or weight.
@@ -99,10 +98,3 @@ def _weight(loss: Loss) -> Tensor:
     if not isinstance(weight, torch.Tensor):
         return torch.scalar_tensor(weight, dtype=torch.float64, device=total.device)
     return weight.detach().to(torch.float64, copy=True)
-
-
-def plain_mean(job_loss: Any, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return what a plain loop takes the backward of: the loss, or total over weight, of a whole batch."""
-    result = job_loss(model, dict(batch))
-    loss = result[0] if isinstance(result, tuple) else result
-    return loss.mean() if isinstance(loss, Loss) else loss

@@ -144,7 +144,7 @@ def _measure(proven: ProvenConnection, message: dict[str, Any]) -> dict[str, Any
         spec = Order.model_validate(message.get("measure")).spec()
     except ValidationError as error:
         field, problem, value = first_problem(error)
-        raise ClusterError(f"requested what is not measured here: {field}: {problem} (got {value!r:.100})") from error
+        raise ClusterError(f"was asked to measure what it cannot: {field}: {problem} (got {value!r:.100})") from error
     port = message.get("store_port")
     if not isinstance(port, int) or not 0 < port < 65536:
         raise ClusterError(f"asked to meet at port {port!r:.100}")

@@ -36,7 +36,7 @@ class Injection:
     count: int | None = None
 
     def taking(self, *vms: str) -> PreemptionRequest:
-        """Return what the manager is requested."""
+        """Return the request to the manager."""
         return PreemptionRequest(vms=vms, lead_s=self.lead_s, min_vms=self.min_vms, why=self.why)
 
 

@@ -1,1 +1,1 @@
-"""Warnings of a cloud that a VM will be taken: requested on the VM itself, told to the manager."""
+"""Warnings of a cloud that a VM will be taken: polled on the VM itself, and passed on to the manager."""

@@ -37,9 +37,9 @@ from morph.contract.trace import Trace
 
 
 def take_over(found: FoundRun, machines: Machines, replayer: TraceReplayer, driver: Driver) -> None:
-    """Reach the workers, tell the trace's replayer which VMs are up, and the controller who lives.
+    """Reach the workers, tell the trace's replayer which VMs are up, and tell the controller which workers live.
 
-    In this order: what the controller decides of its VMs finds them known. What is new to it waits in the event_queue.
+    The order matters: VMs must be known before the controller decides about them. New events wait in the event queue.
     What is decided is written down before it is done, as ever: should this manager be killed here too, the next one
     takes over from the same journal, and repeats what is not answered.
     """
@@ -71,8 +71,8 @@ class RunSpec:
     absent: as the cluster file says. ``providing``: opens the provider, where one brings the VMs. ``code``: the files
     that every worker loads the job from; absent, in experiments: whatever lies at ``job_path``. ``cut``: the cut
     model that every worker is handed; absent: each exports the job. ``facts``: for the journal. ``played``: where the
-    trace stands, in a session that follows one whose cluster was lost. ``command``: what the user requested; who takes
-    over must be given the same request. ``variables``: of the environment, for the workers' alone.
+    trace stands, in a session that follows one whose cluster was lost. ``command``: what the user requested; a
+    manager that takes over must be given the same. ``variables``: environment variables that only the workers get.
     """
 
     job_path: str
@@ -103,19 +103,19 @@ def run_session(
     attend: Callable[[VmFleet], Observer] | None = None,
     found: FoundRun | None = None,
 ) -> Finish:
-    """Run a job to its end on local VMs; blocks. The first SIGINT, SIGTERM or SIGHUP asks for a clean stop.
+    """Run one session of a job to its end; blocks. The first SIGINT, SIGTERM or SIGHUP asks for a clean stop.
 
     Args:
         spec: What to run.
         run_dir: Opened, and held by the caller until this returns.
         observer: Called after each decision.
         attend: Makes one more observer that may ask for VMs and revoke them: for experiments.
-        found: What a manager that was killed left: it is gone on with. Its configuration counts, not the spec's.
+        found: What a manager that was killed left, to be continued. Its configuration counts, not the spec's.
 
     Raises:
         ClusterError: when Ray, or what else the workers run under, does not start.
         ClusterLost: what the session stood on is gone; nothing of it is left.
-        TakeoverFailed: what was found cannot be gone on with after all; nothing of it is left.
+        TakeoverFailed: what was found cannot be continued after all; nothing of it is left.
         KeyboardInterrupt: on a second such signal; everything is ended all the same.
     """
     ending = ExitStack()  # closes what was opened, in reverse

@@ -92,7 +92,7 @@ class Lifetimes:
         life_s: ``by_name`` or ``InOrder``.
         start_s: The first moment.
         end_s: The last one.
-        notice_s: So long before it is taken a VM is warned; 0: it is not.
+        notice_s: How long before it is taken a VM is warned; 0: it is not warned.
     """
 
     life_s: LifeS
@@ -128,7 +128,7 @@ class Lifetimes:
 
 @dataclass(frozen=True)
 class Removals:
-    """As many VMs at once as a trace takes, when it does; it brings none. Which of those that there are, the seed says.
+    """Takes as many VMs at once as a trace does, at the trace's times; it brings none. The seed says which are taken.
 
     The trace's time 0 is ``start_s``.
     """

@@ -44,7 +44,7 @@ def authority_of(secret: str) -> Authority:
 
 @lru_cache(maxsize=8)
 def credential_of(secret: str) -> str:
-    """Return what one shows who has a secret, to call and to be called; the same for the life of this process."""
+    """Return the credential of a holder of the secret, to call and to be called; the same while this process lives."""
     return authority_of(secret).credential()
 
 
@@ -101,7 +101,7 @@ class Authority:
             node: Its name, at most 64 characters.
             address: At which others reach it.
             life: How long it is valid.
-            begin: From when on, less what clocks may differ.
+            begin: The moment from which it is valid, less ``CLOCK_SLACK`` for clocks that differ.
         """
         addresses = dict.fromkeys(map(ipaddress.ip_address, (address, LOOPBACK)))
         names = [*map(x509.IPAddress, addresses), x509.DNSName("localhost")]
@@ -133,7 +133,7 @@ def new_key() -> PrivateKey:
 
 
 def key_pem(key: PrivateKey) -> bytes:
-    """Write a key: who reads it is whom it belongs to."""
+    """Return a key as unencrypted PEM: whoever can read it can use it."""
     return _written(key, serialization.Encoding.PEM)
 
 

@@ -78,7 +78,7 @@ class Report:
     Args:
         settings: What it trains with, as text by name.
         dependencies: Between its sections; None: not looked for.
-        warnings: Why the loss is not the mean over samples that it is taken for.
+        warnings: Why the loss or a metric is neither a mean over samples nor a total with its weight.
         compared: With the plain model; None: not compared.
     """
 
@@ -171,7 +171,7 @@ CHECKS = (
     Check("settings", Needs.NOTHING, "that optimizer, schedule and evaluation data can be used", _settings),
     Check("data", Needs.DATA, "that samples are the same when they are read again", _data),
     Check("dependencies", Needs.MODEL, "that a training step mixes no sections", _dependencies),
-    Check("loss", Needs.TRIALS, "that the loss is a mean over samples", _loss),
+    Check("loss", Needs.TRIALS, "that the loss is a mean over samples, or a total and a weight", _loss),
     Check("comparison", Needs.TRIALS, "that the cut model trains as the plain one does", _comparison),
 )
 

@@ -489,7 +489,7 @@ def execute_orders(
     decide: Callable[[int, int], Decide] | None = None,
     **_kept: bool,
 ) -> Played:
-    """As :func:`simulator.engine.execution.follow`; orders and times are always kept.
+    """As :func:`simulator.engine.execution.execute_orders`; orders and times are always kept.
 
     Args:
         times: Of every worker.

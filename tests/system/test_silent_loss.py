@@ -288,7 +288,7 @@ def test_a_run_on_ray_nodes_bears_broken_connections_silent_workers_and_a_revoke
                 process.resume()
 
     faults = [Fault(stop_worker, at=5), Fault(stop_vm, "vm2", 7)]
-    breaking, driverless = Breaking(faults[0], {2, 4}), WithoutDriver(faults[0], {1})
+    breaking, driverless = Breaking(faults[0], {2, 3}), WithoutDriver(faults[0], {1})
     spells = tuple(SlowSpell(worker=vm, factor=10_000, first_step=at) for vm, at in ((VICTIM, 5), ("vm2", 7)))
     emulated = Emulated(
         PROFILE,

@@ -1,4 +1,4 @@
-"""When the next checkpoint is due: as was requested, and as often as costs least (Spotify, sections 4.2 to 4.4).
+"""When the next checkpoint is due: at the configured interval, and as often as costs least (Spotify, 4.2 to 4.4).
 
 The formula is that of ``morph.contract.waits.cheapest_interval_s``. Of a job of many VMs only those losses count that
 no survivor mends.
@@ -37,7 +37,7 @@ def sooner(one: NextSave | None, other: NextSave | None) -> NextSave | None:
 
 
 def periodic_save(state: ControllerState, now_s: float) -> NextSave | None:
-    """Return when a checkpoint is due because it was requested so often; None: nothing trains, or none was."""
+    """Return when a checkpoint is due by the configured interval; None: nothing trains, or no interval is set."""
     saving = state.saving
     every = state.config.policy.checkpoint_every_steps
     if saving.save_times.since_s is None or not state.slots or every is None:

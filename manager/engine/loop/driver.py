@@ -46,7 +46,7 @@ TIMES_SHARE = 0.05
 
 
 class Pool(Protocol):
-    """What carries orders to workers; answers come back through the event_queue."""
+    """What carries orders to workers; answers come back through the event queue."""
 
     def start(self, worker: str, vm: str) -> None:
         """Start and set up a worker."""
@@ -80,7 +80,7 @@ class Pool(Protocol):
 
 
 class Requests(Protocol):
-    """What asks a provider for VMs; all return at once, and answers come back through the event_queue."""
+    """What asks a provider for VMs; all return at once, and answers come back through the event queue."""
 
     def know(self, nodes: Collection[str]) -> None:
         """Take note of the nodes that the controller knows, before what it decided is carried out."""
@@ -148,7 +148,7 @@ class Driver:
         self._event_queue.put(StopRequested(reason=reason))
 
     def tell(self, *told: Event | Fact) -> None:
-        """Take these before any of the event_queue: what a manager that takes over has seen."""
+        """Take these before anything in the event queue: what a manager that takes over has seen."""
         for item in told:
             if self._finish is None:
                 self._take(Stamped(self._event_queue.now_s(), item))

@@ -126,7 +126,7 @@ def check_free(address: str, ports: Collection[int]) -> None:
 
 
 class _Addresses:
-    """Where workers are reached; remembered, for one whose VM has just left is still requested now and then."""
+    """Where workers are reached; remembered, because an address may still be looked up after its VM has left."""
 
     def __init__(self, joined: Callable[[], dict[str, str]]) -> None:
         self._joined = joined

@@ -1,1 +1,1 @@
-"""Everything that imports Ray: its cluster, its actors, and what keeps them harmless."""
+"""Everything about Ray: its cluster, its driver and actors, and what confines them."""

@@ -126,7 +126,7 @@ class DriverLine:
             except OSError:
                 pass
             except ValueError as error:
-                log.warning("what Ray's driver says cannot be read, so that it is ended: %s", error)
+                log.warning("Ray's driver sent a line that cannot be read, and is ended: %s", error)
             finally:
                 with self._changed:
                     self._connection = self._nodes = None
@@ -135,7 +135,9 @@ class DriverLine:
     def _take(self, told: Hello | Told | Nodes) -> None:
         if isinstance(told, Hello):
             if told.lacks and not self.lacks:
-                log.warning("Ray's processes here are not wholly confined (docs/safety.md): no %s", told.lacks)
+                log.warning(
+                    "Ray's processes are not fully confined (docs/safety.md): this machine lacks %s", told.lacks
+                )
             self.lacks = told.lacks
             return
         if isinstance(told, Told):

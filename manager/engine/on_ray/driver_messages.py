@@ -36,7 +36,7 @@ class Kill(Value):
 
 
 class Told(Value):
-    """Of one worker: it is placed where there is room for it, it ended, or it must be requested once more."""
+    """About one worker: it is placed once there is room, it has ended, or the order to start it must be sent again."""
 
     kind: Literal["started", "ended", "unreachable"]
     worker: Name

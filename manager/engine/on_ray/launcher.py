@@ -27,7 +27,7 @@ class _Started:
 
 
 class RayLauncher:
-    """See ``Launcher``. A worker of which no driver said that it is there is requested again of the next driver.
+    """See ``Launcher``. A worker that no driver has reported as started is ordered again from the next driver.
 
     One that is there is not: its end is known by its connection, and what it sent may be what ended the driver.
 

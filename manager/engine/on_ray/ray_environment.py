@@ -16,6 +16,7 @@ from morph.contract.errors import ClusterError
 SETTINGS = {
     **RAY_SETTINGS,
     "RAY_ENABLE_AUTO_CONNECT": "0",  # a call before or after the session must fail, not find some other cluster
+    "RAY_gcs_server_port_wait_time_s": "60",  # Ray's own 15 s are too few on a busy machine
     "RAY_task_events_report_interval_ms": "0",  # else the head keeps a record of each of the last 100,000 orders
 }
 MAY_LEAVE_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"

@@ -1,13 +1,14 @@
-"""The process that owns Ray's nodes on this machine, and the process that is Ray's driver.
+"""The process that owns Ray's nodes on this machine and the process of Ray's driver.
 
 ``python -m manager.engine.on_ray.vm_host FD PATIENCE_S WORKERS_FD DIRECTORY HOST PORT FIRST`` starts it. FD: see
 ``control_socket``. WORKERS_FD: a socket at which workers call, which it keeps for the managers. DIRECTORY: the run's,
 with Ray's token. HOST and PORT: of the head node, HOST being empty where all VMs are of this machine; FIRST: of the
 ports of its other processes; 0: any free one.
 
-A process of its own, because Ctrl-C in the user's terminal must reach the manager alone. Nodes outlive a manager that
-was killed for ``PATIENCE_S``, in which another may take over. Then, or at ``{"end": true}``, every node is ended; if no
-manager requested that, the directory is removed. If this process is killed, another one ends its session.
+It is a process of its own, because Ctrl-C in the user's terminal must reach the manager alone. If the manager is
+killed, nodes live on for ``PATIENCE_S``, in which another one may take over. Then, or at ``{"end": true}``, every node
+is ended; unless a manager requested that, the directory is removed. If this process is killed, a helper process ends
+everything in its session.
 
 Every manager is greeted with that socket and ``{"host": pid, "address": .., "head": [pid, ..], "store": pid, "vms":
 {"vm0": pid}}``: without one of the head's processes there is no cluster, and a VM is its raylet. Requests: ``{"add":

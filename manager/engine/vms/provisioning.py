@@ -39,7 +39,7 @@ ROOM_PATIENCE_S = 900.0
 
 
 class Provisioning:
-    """Asks a provider for VMs and gives them back; answers come through the event_queue.
+    """Asks a provider for VMs and gives them back; answers come through the event queue.
 
     The controller's nodes are workers, one for each device of a VM. A request that comes again under its name while it
     is under way, or was answered, makes no further call: its answer is given again. A VM is ended once the controller

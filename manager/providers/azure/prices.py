@@ -21,7 +21,7 @@ RETRY_S = 600.0
 class RetailPrices:
     """The list's prices of a spec's sizes, each remembered. Thread-safe.
 
-    A price that is known stays; one that the list did not say is requested again after ``RETRY_S``, so that a list
+    A price that is known stays; one that the list did not have is looked up again after ``RETRY_S``, so that a list
     that is not reached holds up a provider's calls once, and not at every look.
 
     Args:

@@ -51,7 +51,7 @@ class Shown:
 
 
 def carry_out(request: RunRequest, run_dir: Path | None, shown: Shown, if_changed: IfChanged) -> None:
-    """Do what ``morph run`` was requested; ``run_dir``: instead of the job's own. Ends in the command's exit code."""
+    """Do what ``morph run`` was asked to do; ``run_dir``: instead of the job's own. Ends in the command's exit code."""
     with doing_if_long("reading the job's files"):
         run = prepare(request, run_dir)
         check_device(run.cluster, str(run.request.cluster))

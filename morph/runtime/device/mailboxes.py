@@ -91,7 +91,7 @@ RequestT = TypeVar("RequestT", bound=Begun)
 
 
 class LinkEnd(ABC, Generic[RequestT]):
-    """See ``Link``: one end, which sends or receives. A thread of its own does what it is requested, until ``close``.
+    """See ``Link``: one end, which sends or receives. A thread of its own handles requests until ``close``.
 
     The thread waits for the peer through the generation's ``Interrupt``, and for the device without a bound: where that
     hangs the thread is left behind, and goes on when what the device hangs in is aborted.
@@ -125,7 +125,7 @@ class LinkEnd(ABC, Generic[RequestT]):
         raise AssertionError("this end sends")
 
     def close(self) -> None:
-        """Let the thread end behind what was requested; returns at once."""
+        """Let the thread end once earlier requests are done; returns at once."""
         self._requests.put(None)
 
     def _work_off(self) -> None:

@@ -137,7 +137,7 @@ class PreCopyLane:
         return self._workload.adopt(incoming.take(unit, version, interrupt, interrupt.limit_s))
 
     def flush(self, interrupt: Interrupt) -> None:
-        """Wait until what others were pre-copied has arrived. Raises as ``Outgoing.flush``."""
+        """Wait until everything pre-copied to others has arrived. Raises as ``Outgoing.flush``."""
         for stream in self._outgoing:
             stream.flush(interrupt, interrupt.limit_s)
 
