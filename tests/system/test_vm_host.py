@@ -164,7 +164,6 @@ def owned() -> Iterator[Owned]:
         owned.cluster.close()
 
 
-@pytest.mark.long
 def test_a_head_node_that_dies_while_it_starts_is_started_once_more(owned: Owned) -> None:
     assert owned.cluster.address
     pids = {raylet.pid for raylet in _raylets(owned.cluster)}
