@@ -26,6 +26,20 @@ NUM_STEPS = 3
 END_S = 100.0
 
 
+@pytest.fixture(scope="module")
+def reference(job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The weights of a worker that trains alone on such a device, whose kernels may differ from the processor's."""
+    crew = Crew(job, NAMES[:1])
+    try:
+        _give_device(crew, NAMES[0])
+        crew.set_up(JOB, job.fingerprint, tmp_path_factory.mktemp("reference"))
+        crew.reshape("1x1", NAMES[:1])
+        crew.train(NUM_STEPS)
+        return crew.digests()
+    finally:
+        crew.close()
+
+
 @pytest.fixture
 def crew(job: TinyJob) -> Iterator[Crew]:
     made = Crew(job, NAMES)
