@@ -1,10 +1,10 @@
 """Tensors of a device that is not the host, with numbers: what the host may not do with a device's memory fails.
 
 They take torch's slot for backends that others bring (PrivateUse1), as in ``step_counts``; autograd, optimizers and
-views are torch's own. Each storage has an address at which nobody can read, and host memory of its own that only this module
-finds, in which operations are computed. So ``.numpy()`` and buffers are refused by torch, whoever reads at an address
-ends the process, an operation that mixes devices is refused here, and a copy between the host and the device is an error, unless a ``Stream`` makes it
-(``copied``) or a place in the code is named as one that may (``pageable_allowed``).
+views are torch's own. Each storage has an address at which nobody can read, and host memory of its own that only this
+module finds, in which operations are computed. So ``.numpy()`` and buffers are refused by torch, whoever reads at an
+address ends the process, an operation that mixes devices is refused here, and a copy between the host and the device
+is an error where no ``Stream`` makes it (``copies_allowed``), but for the few bytes of ``.tolist()`` and the like.
 """
 
 from __future__ import annotations
@@ -78,7 +78,17 @@ def gpu() -> torch.device:
     _LIBRARIES.append(everything)
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     everything.fallback(_run, "PrivateUse1")
+    own = property(Tensor.data.__get__, _set_data)  # type: ignore[attr-defined]
+    torch.nn.Parameter.data = own  # type: ignore[assignment]
     return torch.device(NAME, 0)
+
+
+def _set_data(parameter: Tensor, value: Tensor) -> None:
+    """As torch does it for its own devices: a parameter may go from one to another."""
+    if is_on_device(parameter) == is_on_device(value):
+        Tensor.data.__set__(parameter, value)  # type: ignore[attr-defined]
+    else:
+        torch._C._swap_tensor_impl(parameter, torch.nn.Parameter(value, parameter.requires_grad))
 
 
 @contextmanager

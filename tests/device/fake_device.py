@@ -92,6 +92,7 @@ class FakeStream:
     def wait(self, event: FakeEvent) -> None:
         """What waits on the stream on which everything is computed at once lets the device come to the event now."""
         if self is self._device.at_once:
+            self._device.num_stalls += not event.done
             self._device.run_until(event)
         else:
             self._put(lambda: event.done)
@@ -127,11 +128,15 @@ class FakeStream:
 
 
 class FakeDevice:
-    """See ``Device``. ``released``: how often it was asked for memory that nothing uses."""
+    """See ``Device``.
+
+    ``released``: how often it was asked for memory that nothing uses; ``num_stalls``: how often what is computed had to
+    wait for something else.
+    """
 
     def __init__(self) -> None:
         self.kind = gpu()
-        self.released = 0
+        self.released = self.num_stalls = 0
         self.most_pinned_bytes = 0
         self.condition = threading.Condition(threading.RLock())
         self.aborted = self.hung = False

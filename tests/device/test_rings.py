@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from morph.contract.errors import ConfigError, GenerationAborted
+from morph.contract.errors import ConfigError, GenerationAborted, PeerLost
 from morph.runtime.device.nccl import library_for
 from morph.runtime.device.rings import CommunicatorSet, DeviceFacts, DeviceRing, RingStream, rings_over_nccl, told_facts
 from morph.runtime.device.staging import Staging
@@ -203,6 +203,16 @@ def test_a_generation_that_ends_while_a_communicator_is_formed_leaves_none(pair:
             over.wait(0.01)
         assert len(library.formed) == 1
         assert library.formed[0].aborted
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, OSError])
+def test_whatever_forming_a_communicator_fails_with_ends_the_wait_for_it(
+    pair: Pair, store: StoreHost, error: type[Exception]
+) -> None:
+    with mock.patch.object(FakeNccl, "form", side_effect=error("no such device")):
+        made = Members(pair, store)
+        with pytest.raises(PeerLost, match="no such device"):
+            made.ring("a").reduce(placed(torch.ones(1)), dist.ReduceOp.SUM)
 
 
 RINGS = [GroupSpec("first", ("a", "b")), GroupSpec("second", ("a", "c")), GroupSpec("third", ("b", "c"))]
