@@ -172,8 +172,11 @@ def test_the_schema_accepts_a_right_file_and_refuses_an_unknown_key(given: Given
             "jobs.py:indivisible",
             "micro_batch_size: is not right (got 3); allowed: a divisor of batch_size 8: 1, 2, 4, 8",
         ),
-        ("jobs.py:lists", "dataset()[0]: is not a sample (got 'list'); allowed: a dict from names to dense tensors"),
-        ("jobs.py:numbers", """dataset()[0]: is not a sample (got "'x': float"); allowed: a dict"""),
+        ("jobs.py:lists", "dataset()[0]: is not a sample (got 'set'); allowed: a nest (dict, tuple, list, dataclass)"),
+        (
+            "jobs.py:numbers",
+            """dataset()[0]: is not a sample (got "'x': object"); allowed: a nest (dict, tuple, list""",
+        ),
         ("jobs.py:extreme", "the forward changes buffer largest in a way that depends on"),
     ],
 )
