@@ -31,7 +31,7 @@ PIECES_UNDER_WAY = 2
 """One is copied by the device while the host is busy with the other."""
 
 
-def _there(host: Tensor, event: Event) -> Tensor:
+def _there(host: Tensor, event: Event, _kept: Tensor) -> Tensor:
     event.wait()
     return host
 
@@ -136,16 +136,16 @@ class Staging:
             ready: Behind what made them.
         """
         self._out_beside.wait(ready)
-        under_way: deque[tuple[Tensor, Event]] = deque()
+        under_way: deque[tuple[Tensor, Event, Tensor]] = deque()
         for tensor in tensors:
             with self._out_beside.computing():
                 flat = as_bytes(tensor.detach().contiguous())
             for piece in torch.split(flat, PIECE_BYTES) if len(flat) else ():
-                under_way.append((self._gathered([piece]), self._out_beside.record()))
+                under_way.append((self._gathered([piece]), self._out_beside.record(), piece))
                 if len(under_way) == PIECES_UNDER_WAY:
                     yield _there(*under_way.popleft())
-            while under_way:  # for what was made contiguous is let go
-                yield _there(*under_way.popleft())
+        while under_way:
+            yield _there(*under_way.popleft())
 
     def fill_beside(self, into: Tensor, source: Tensor) -> None:
         """Copy a contiguous host tensor into one of the device; blocks until it is there.
