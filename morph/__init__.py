@@ -24,6 +24,7 @@ _LAZY = {
     "Job": "morph.jobs.job",
     "Loss": "morph.losses",
     "LossScaling": "morph.jobs.job",
+    "data": None,
     "PerSample": "morph.losses",
     "Sum": "morph.losses",
     "elastic": None,
