@@ -210,8 +210,8 @@ class Worker:
         """Begin to send or receive pre-copies before a planned change; returns at once."""
         try:
             self._pre_copy.take(order)
-        except (OSError, RuntimeError) as error:  # no port to listen on, no thread to be had: nothing is pre-copied
-            log.warning("nothing is pre-copied: %s", error)
+        except Exception as error:  # no port to listen on, no thread to be had, or what nobody thought of
+            log.warning("nothing is pre-copied: %s: %s", type(error).__name__, error)
 
     def tell_again(self) -> None:
         """Another manager may be there: tell it of checkpoint units again."""
