@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from morph.contract.errors import JobError
 from morph.contract.job_facts import DataFacts, SampleFacts
-from morph.data.order import sample_indices
+from morph.data.order import sample_places
 from morph.data.prefetch import DataWorkers
 from morph.data.seeding import own_generators, seed_of
 from morph.jobs.job import Job, MapDataset
@@ -124,12 +124,7 @@ class MicroBatchLoader:
     def _samples_of(self, step: int, micro_batch: int) -> list[tuple[int, int]]:
         """Epoch and index of each sample."""
         first = micro_batch * self._micro_batch_size
-        indices = sample_indices(self._seed, step, self._batch_size, len(self._dataset))
-        position = step * self._batch_size + first
-        return [
-            ((position + offset) // len(self._dataset), int(index))
-            for offset, index in enumerate(indices[first : first + self._micro_batch_size])
-        ]
+        return sample_places(self._dataset, self._seed, step, self._batch_size, first, self._micro_batch_size)
 
     def _first_sample(self) -> dict[str, Tensor]:
         if self._first is None:
@@ -165,7 +160,7 @@ def data_of(job: Job, field: DataField = "dataset") -> MapDataset:
         make = getattr(job, field)
         with own_generators() as seed_all:
             seed_all(seed_of(job.seed, "dataset"))
-            built[field] = make()
+            built[field] = numbered(make())
     data: MapDataset = built[field]
     return data
 
@@ -186,12 +181,34 @@ def read_samples(dataset: MapDataset, seed: int, places: Iterable[tuple[int, int
     Raises:
         JobError: a sample that is not a dict with string keys and tensor values.
     """
-    samples = []
+    samples, places = [], list(places)
+    expect_samples(dataset, seed, places)
     with own_generators() as seed_all:
         for epoch, index in places:
             seed_all(seed_of(seed, "sample", epoch, index))
             samples.append(check_sample(dataset[index], index))
     return samples
+
+
+def expect_samples(dataset: object, seed: int, places: Sequence[tuple[int, int]]) -> None:
+    """Say which samples are read next to a data set that wants to know (``Stream.expect_samples``)."""
+    expect = getattr(dataset, "expect_samples", None)
+    if expect is not None and places:
+        expect(seed, places)
+
+
+def num_at_hand(dataset: Any) -> int:
+    """How many of its first samples can be read at any time, to look at some: not all, where they lie in shards."""
+    return int(getattr(dataset, "num_at_hand", len(dataset)))
+
+
+def numbered(dataset: Any) -> Any:
+    """Return a data set whose samples have numbers: an ``IterableDataset`` of known length becomes one."""
+    if not isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        return dataset
+    from morph.data.streams import Iterated, Stream
+
+    return Stream(Iterated(lambda: dataset, len(dataset)), window=0)
 
 
 def check_sample(sample: object, index: int) -> dict[str, Tensor]:
@@ -247,15 +264,16 @@ def check_map_style(dataset: object, field: str) -> int:
     Raises:
         JobError: it is something else, or is empty.
     """
-    problem = None
+    problem, allowed = None, _ALLOWED
     if isinstance(dataset, DataLoader):
         problem = "returns a DataLoader; Morph forms the batches itself, so return the data set that it loads"
     elif isinstance(dataset, IterableDataset):
-        problem = "returns an IterableDataset; every worker needs to read any sample by its number"
+        problem = "returns an IterableDataset of unknown length"
+        allowed = "morph.data.streams.Stream(Iterated(make, num_samples)), or a source in shards, such as Jsonl(urls)"
     elif not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         problem = "does not return a data set"
     if problem is not None:
-        raise JobError(problem, source="Job", field=field, value=type(dataset).__name__, allowed=_ALLOWED)
+        raise JobError(problem, source="Job", field=field, value=type(dataset).__name__, allowed=allowed)
     size = len(dataset)  # type: ignore[arg-type]  # it has a length
     if size == 0:
         raise JobError("is empty", source="Job", field=field, allowed="at least one sample")
@@ -281,9 +299,9 @@ def data_facts(job: Job) -> dict[str, DataFacts]:
 
 
 def _facts(dataset: MapDataset, seed: int) -> DataFacts:
-    """Length, and samples spread evenly from the first to the last."""
-    length = len(dataset)
-    indices = sorted({place * (length - 1) // (NUM_SAMPLED - 1) for place in range(NUM_SAMPLED)}) if length else []
+    """Length, and samples spread evenly from the first to the last at hand."""
+    length, last = len(dataset), num_at_hand(dataset) - 1
+    indices = sorted({place * last // (NUM_SAMPLED - 1) for place in range(NUM_SAMPLED)}) if length else []
     samples = zip(indices, read_samples(dataset, seed, [(0, index) for index in indices]), strict=True)
     return DataFacts(
         num_samples=length,

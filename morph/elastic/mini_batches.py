@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from morph.contract.errors import InputError
-from morph.data.loader import check_map_style
-from morph.data.order import sample_indices
+from morph.data.loader import check_map_style, expect_samples, num_at_hand, numbered
+from morph.data.order import sample_places
 from morph.data.seeding import own_generators, seed_of
 
 MOST_SHARES = 32
@@ -70,11 +70,8 @@ class Batch:
         What a sample draws from the global generators depends on (seed, epoch, sample) alone.
         """
         given = self.batches
-        size = len(given.dataset)
         first = index * given.share_size
-        indices = sample_indices(self.seed, self.step, given.global_batch, size)[first : first + given.share_size]
-        begin = self.step * given.global_batch + first
-        places = [((begin + offset) // size, int(sample)) for offset, sample in enumerate(indices)]
+        places = sample_places(given.dataset, self.seed, self.step, given.global_batch, first, given.share_size)
         return default_collate(given.read(places))
 
 
@@ -84,6 +81,7 @@ class Batches:
     def __init__(
         self, dataset: Any, global_batch: int, seed: int, share_size: int | None, num_steps: int | None
     ) -> None:
+        dataset = numbered(dataset)
         size = check_map_style(dataset, "dataset")
         if global_batch < 1:
             raise InputError("is no batch", field="global_batch", value=global_batch, allowed="1 or more")
@@ -105,7 +103,8 @@ class Batches:
 
     def read(self, places: Iterable[tuple[int, int]]) -> list[Any]:
         """Read samples, by epoch and number: what one draws from the global generators depends on these alone."""
-        samples = []
+        samples, places = [], list(places)
+        expect_samples(self.dataset, self.seed, places)
         with own_generators() as seed_all:
             for epoch, index in places:
                 seed_all(seed_of(self.seed, "sample", epoch, index))
@@ -131,7 +130,7 @@ def batches(
     """Return the mini-batches of a data set, for ``morph.elastic.Optimizer.step``.
 
     Args:
-        dataset: Map-style: ``len(dataset)`` and ``dataset[i]``.
+        dataset: Map-style: ``len(dataset)`` and ``dataset[i]``, such as a ``morph.data.streams.Stream``.
         global_batch: Samples of one step, over all workers.
         seed: Of the order of samples, of what samples draw, and of what the model draws (dropout).
         share_size: Samples that are computed at once. It is part of the result, so it does not depend on how many
@@ -159,7 +158,7 @@ def loss_warnings(batches: Batches, model: nn.Module, loss_of: Callable[[Any], A
     def collate(samples: Sequence[Any]) -> Any:
         return default_collate(list(samples))
 
-    size = len(batches.dataset)
+    size = num_at_hand(batches.dataset)
     trial = LossTrial(loss_of, model, size, read, collate, part="share", setting="share_size")
     try:
         return mean_warnings(trial, running_s=TRIAL_S)

@@ -17,7 +17,7 @@ from morph.cutting import CutModel, ExportedJob
 from morph.cutting.cuts.report import num_elements
 from morph.jobs.job import Job
 from morph.preflight.comparison_cache import compare_once
-from morph.preflight.data_check import check_data
+from morph.preflight.data_check import check_data, reading_warnings
 from morph.preflight.mean_loss import loss_warnings
 from morph.preflight.plain_comparison import PATIENT_FLOPS, QUICK_FLOPS, Comparison, Limits, comparison_note
 from morph.runtime.workloads.job_workload import check_training
@@ -78,7 +78,8 @@ class Report:
     Args:
         settings: What it trains with, as text by name.
         dependencies: Between its sections; None: not looked for.
-        warnings: Why the loss or a metric is neither a mean over samples nor a total with its weight.
+        warnings: Why reading the data costs much, and why the loss or a metric is neither a mean over samples nor a total
+            with its weight.
         compared: With the plain model; None: not compared.
     """
 
@@ -133,7 +134,7 @@ def _settings(checked: CutJob, _effort: Effort, report: Report) -> Report:
 
 def _data(checked: CutJob, _effort: Effort, report: Report) -> Report:
     check_data(checked.job)
-    return report
+    return replace(report, warnings=(*report.warnings, *(f"warning: {text}" for text in reading_warnings(checked.job))))
 
 
 def _dependencies(checked: CutJob, effort: Effort, report: Report) -> Report:
@@ -152,7 +153,8 @@ def _dependencies(checked: CutJob, effort: Effort, report: Report) -> Report:
 def _loss(checked: CutJob, effort: Effort, report: Report) -> Report:
     if num_elements(checked.model) > effort.most_parameters:
         return report
-    return replace(report, warnings=tuple(f"warning: {sentence}" for sentence in loss_warnings(checked.job)))
+    found = tuple(f"warning: {sentence}" for sentence in loss_warnings(checked.job))
+    return replace(report, warnings=(*report.warnings, *found))
 
 
 def _comparison(checked: CutJob, effort: Effort, report: Report) -> Report:

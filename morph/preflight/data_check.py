@@ -11,7 +11,8 @@ from torch import Tensor
 from morph.contract.errors import JobError
 from morph.cutting.source.locate import definition_line
 from morph.cutting.trial_run.trial import run_users_code
-from morph.data.loader import DataField, check_map_style, data_of, forget_data, read_samples, require_alike
+from morph.data.loader import DataField, check_map_style, data_of, forget_data, num_at_hand, read_samples, require_alike
+from morph.data.streams import Iterated
 from morph.jobs.job import Job, MapDataset
 
 _NUM_SAMPLES = 8
@@ -40,9 +41,21 @@ def check_data(job: Job) -> None:
             run_users_code(partial(_check, job, field), job, None, field)
 
 
+def reading_warnings(job: Job) -> tuple[str, ...]:
+    """Say what it costs that a data set can only be read from its beginning."""
+    fields: tuple[DataField, ...] = ("dataset", "eval_data")
+    return tuple(
+        f"{field} is a stream without shards: each worker and data worker that needs samples reads all of it, and "
+        "after a restart it is read from its beginning (docs/training.md, Data in shards)"
+        for field in fields
+        if getattr(job, field) is not None and isinstance(getattr(data_of(job, field), "source", None), Iterated)
+    )
+
+
 def _check(job: Job, field: DataField) -> None:
     dataset = data_of(job, field)
-    count, line = check_map_style(dataset, field), definition_line(type(dataset).__getitem__)
+    check_map_style(dataset, field)
+    count, line = num_at_hand(dataset), definition_line(type(dataset).__getitem__)
     indices = sorted({count * part // _NUM_SAMPLES for part in range(_NUM_SAMPLES)})
     read = partial(_read, seed=job.seed)
     first = [{key: value.clone() for key, value in sample.items()} for sample in read(dataset, indices)]

@@ -23,7 +23,7 @@ from morph.contract.errors import JobError, MorphError
 from morph.contract.messages import WEIGHT
 from morph.cutting.deferred_init.construct import build_really, training_mode
 from morph.cutting.trial_run.trial import example_batch, move_weights, run_really
-from morph.data.loader import data_of, read_samples, stack_entry
+from morph.data.loader import data_of, num_at_hand, read_samples, stack_entry
 from morph.jobs.job import Job
 from morph.losses import values_of
 from morph.preflight.equal_draws import EqualDraws
@@ -116,7 +116,7 @@ def _job_warnings(job: Job) -> tuple[str, ...]:
         def collate(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
             return {key: widen(stack_entry(samples, key)) for key in samples[0]}
 
-        return mean_warnings(LossTrial(partial(job.loss, model), model, len(dataset), read, collate))
+        return mean_warnings(LossTrial(partial(job.loss, model), model, num_at_hand(dataset), read, collate))
 
     try:
         return tried(_widened)

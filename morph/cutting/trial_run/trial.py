@@ -20,7 +20,7 @@ from morph.cutting.source.locate import calling_line, definition_line, user_line
 from morph.cutting.source.reads import of_data
 from morph.cutting.source.refusal import changes_requires_grad, first_line
 from morph.cutting.trial_run.repeatable import Forward, require_repeatable
-from morph.data.loader import check_map_style, data_of, read_samples, stack_entry
+from morph.data.loader import check_map_style, data_of, num_at_hand, read_samples, stack_entry
 from morph.jobs.job import Job
 from morph.losses import Loss, values_of
 
@@ -190,7 +190,8 @@ def example_batch(job: Job) -> dict[str, Tensor]:
 def _first_samples(job: Job, num_samples: int) -> dict[str, Tensor]:
     with of_data():
         dataset = run_users_code(lambda: data_of(job), job, None, "dataset")
-        size = run_users_code(lambda: check_map_style(dataset, "dataset"), job, None, "dataset")
+        run_users_code(lambda: check_map_style(dataset, "dataset"), job, None, "dataset")
+        size = num_at_hand(dataset)
         places = [(0, position % size) for position in range(num_samples)]
         samples = run_users_code(lambda: read_samples(dataset, job.seed, places), job, None, "dataset")
     return {key: stack_entry(samples, key) for key in sorted(samples[0])}
