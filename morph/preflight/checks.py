@@ -78,8 +78,8 @@ class Report:
     Args:
         settings: What it trains with, as text by name.
         dependencies: Between its sections; None: not looked for.
-        warnings: Why reading the data costs much, and why the loss or a metric is neither a mean over samples nor a total
-            with its weight.
+        warnings: Why reading the data costs much, and why the loss or a metric is neither a mean over samples nor a
+            total with its weight.
         compared: With the plain model; None: not compared.
     """
 
