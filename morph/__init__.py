@@ -20,6 +20,7 @@ _LAZY = {
     "Job": "morph.jobs.job",
     "Loss": "morph.losses",
     "LossScaling": "morph.jobs.job",
+    "data": None,
     "elastic": None,
     "losses": None,
     "spot": None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,13 +92,19 @@ def resolve(request: RunRequest, path: Path, file: JobFile, run_dir: Path | None
             value=job.batch_size,
             allowed=str(profile.job.batch_size),
         )
-    own_dir = folder / job.run_dir if job.run_dir else None
+    own_dir = _short(folder / job.run_dir) if job.run_dir else None
     said = {name: getattr(job, name) for name in ("steps", "schedule", "recompute", "pipeline_depth", "num_replicas")}
     url = None if job.checkpoint_url is None else absolute_url(job.checkpoint_url, folder)
     files = {"job": f"{(folder / code).resolve()}:{name}", "profile": folder / job.profile, "cluster": path}
     complete = request.model_copy(update={**said, **files, "checkpoint_url": url})
     run_dir = run_dir or own_dir or folder_of(profile, folder / job.profile)
     return replace(_with_cloud(complete, profile, file, run_dir, "job.checkpoint_url"), in_file=True)
+
+
+def _short(path: Path) -> Path:
+    """As a user would type it: from the working directory where it lies below, and without ``..``."""
+    path = Path(os.path.normpath(path))
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def folder_of(profile: Profile, path: Path) -> Path:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from torch import nn
-from torch.utils.data import default_collate
 
 from morph.contract.errors import InputError
-from morph.data.loader import check_map_style, expect_samples, num_at_hand, numbered
-from morph.data.order import sample_places
-from morph.data.seeding import own_generators, seed_of
+from morph.data.batches import Collate, Recipe
+from morph.data.loader import check_map_style, num_at_hand, numbered
+from morph.data.order import EpochOrder, Sampler
+from morph.data.streams import reading_warning
 
 MOST_SHARES = 32
 TRIAL_S = 1.0
@@ -69,17 +69,23 @@ class Batch:
 
         What a sample draws from the global generators depends on (seed, epoch, sample) alone.
         """
-        given = self.batches
-        first = index * given.share_size
-        places = sample_places(given.dataset, self.seed, self.step, given.global_batch, first, given.share_size)
-        return default_collate(given.read(places))
+        given, first = self.batches, index * self.batches.share_size
+        places = given.order.mini_batch(self.step)[first : first + given.share_size]
+        return given.recipe.nest(given.recipe.read(given.dataset, places), places, "dataset")
 
 
 class Batches:
     """See ``batches``."""
 
     def __init__(
-        self, dataset: Any, global_batch: int, seed: int, share_size: int | None, num_steps: int | None
+        self,
+        dataset: Any,
+        global_batch: int,
+        seed: int,
+        share_size: int | None,
+        num_steps: int | None,
+        collate_fn: Collate | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         dataset = numbered(dataset)
         size = check_map_style(dataset, "dataset")
@@ -96,20 +102,13 @@ class Batches:
             raise InputError("is no number of steps", field="num_steps", value=num_steps, allowed="0 or more")
         self.dataset, self.global_batch, self.seed, self.share_size = dataset, global_batch, seed, share_size
         self.num_shares = global_batch // share_size
+        self.recipe = Recipe(seed, collate_fn)
+        self.order = EpochOrder(dataset, seed, global_batch, sampler)
+        size = size if sampler is None else len(self.order.epoch(0))
         self.num_steps = max(1, size // global_batch) if num_steps is None else num_steps
 
     def __len__(self) -> int:
         return self.num_steps
-
-    def read(self, places: Iterable[tuple[int, int]]) -> list[Any]:
-        """Read samples, by epoch and number: what one draws from the global generators depends on these alone."""
-        samples, places = [], list(places)
-        expect_samples(self.dataset, self.seed, places)
-        with own_generators() as seed_all:
-            for epoch, index in places:
-                seed_all(seed_of(self.seed, "sample", epoch, index))
-                samples.append(self.dataset[index])
-        return samples
 
     def __iter__(self) -> Iterator[Batch]:
         optimizer = the_optimizer()
@@ -125,7 +124,14 @@ class Batches:
 
 
 def batches(
-    dataset: Any, *, global_batch: int, seed: int = 0, share_size: int | None = None, num_steps: int | None = None
+    dataset: Any,
+    *,
+    global_batch: int,
+    seed: int = 0,
+    share_size: int | None = None,
+    num_steps: int | None = None,
+    collate_fn: Collate | None = None,
+    sampler: Sampler | None = None,
 ) -> Batches:
     """Return the mini-batches of a data set, for ``morph.elastic.Optimizer.step``.
 
@@ -137,15 +143,20 @@ def batches(
             workers there are; one of them computes several shares of a step, or none. None: the smallest that makes
             at most 32 shares.
         num_steps: How many steps there are in all; None: one pass over the data.
+        collate_fn: Makes a batch of a list of samples, as in a ``DataLoader``; None: as there by default. What it draws
+            from the global generators is seeded by its samples.
+        sampler: ``sampler(dataset, seed, epoch)`` returns an epoch's samples in order: see ``morph.data.order``.
 
     Raises:
         InputError: naming what is wrong.
     """
-    return Batches(dataset, global_batch, seed, share_size, num_steps)
+    return Batches(dataset, global_batch, seed, share_size, num_steps, collate_fn, sampler)
 
 
 def loss_warnings(batches: Batches, model: nn.Module, loss_of: Callable[[Any], Any]) -> tuple[str, ...]:
     """Say, as ``morph run`` does, how the loss differs from the mean over samples that Morph takes it for.
+
+    Also what reading the data costs, where it must be read from its beginning.
 
     Calls ``loss_of`` several times without gradients, with unlike samples of the data set. Says nothing where that
     fails, or where it cannot tell samples apart: if something is wrong, the step, which calls it next, says so.
@@ -153,14 +164,15 @@ def loss_warnings(batches: Batches, model: nn.Module, loss_of: Callable[[Any], A
     from morph.preflight.mean_loss import LossTrial, mean_warnings  # not before it is needed
 
     def read(indices: Sequence[int]) -> list[Any]:
-        return batches.read([(0, index) for index in indices])
+        return batches.recipe.read(batches.dataset, [(0, index) for index in indices])
 
     def collate(samples: Sequence[Any]) -> Any:
-        return default_collate(list(samples))
+        return batches.recipe.nest(samples, [(0, 0)] * len(samples), "dataset")
 
-    size = num_at_hand(batches.dataset)
+    size, costs = num_at_hand(batches.dataset), reading_warning(batches.dataset, "dataset")
     trial = LossTrial(loss_of, model, size, read, collate, part="share", setting="share_size")
+    known = () if costs is None else (costs,)
     try:
-        return mean_warnings(trial, running_s=TRIAL_S)
+        return (*known, *mean_warnings(trial, running_s=TRIAL_S))
     except Exception:  # the loss and the data set are the user's, who may do anything with samples of any kind
-        return ()
+        return known

@@ -43,19 +43,22 @@ _CALLED = {
     "optimizer": (1, "lambda parameters: torch.optim.SGD([p for _, p in parameters], lr=0.1)"),
     "lr_scheduler": (1, "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10), or None"),
     "eval_data": (0, "lambda: MyDataset(), that builds it, or None"),
+    "collate_fn": (1, "collate_fn of torch's DataLoader, that makes a batch of a list of samples, or None"),
+    "sampler": (3, "lambda dataset, seed, epoch: numpy.arange(len(dataset)), or None"),
 }
+_OPTIONAL = frozenset({"lr_scheduler", "eval_data", "collate_fn", "sampler"})
 """Fields that are functions: with how many arguments they are called, and an example."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class MapDataset(Protocol):
-    """A map-style data set: every item is a dict of tensors of equal keys, shapes and dtypes."""
+    """A map-style data set: every item is a nest of tensors of equal names, shapes and dtypes."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
         ...
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Any:
         """Return one sample, without a batch dimension."""
         ...
 
@@ -93,7 +96,8 @@ class Job:
             weight, as of a mean over tokens; or ``(loss, {"name": scalar, ...})`` with
             metrics that are means over the samples too.
         dataset: Builds the data set. Order and contents must be the same in every process; numbers that an item draws
-            from the global generators of torch, numpy and Python are (seeded by seed, epoch and sample).
+            from the global generators of torch, numpy and Python are (seeded by seed, epoch and sample). Items are
+            nests (dicts, tuples, dataclasses) of tensors, arrays and numbers, or whatever ``collate_fn`` takes.
         optimizer: Builds the optimizer for some named parameters; it is called once per parameter unit.
         batch_size: Global batch M: samples per optimizer step, in every shape of the job.
         name: Short name, used in files and logs.
@@ -111,6 +115,10 @@ class Job:
         loss_scaling: Dynamic loss scaling; None: none, but for ``fp16``, which then has its defaults.
         compile: Sections are compiled by torch.compile.
         optimizer_device: ``cpu`` keeps the optimizer's state and its step in host memory.
+        collate_fn: Makes the batch of a micro-batch's samples, as in torch's DataLoader: a nest of tensors that have
+            the samples as their first dimension. None: tensors are stacked. What it draws is seeded as for items.
+        sampler: ``sampler(dataset, seed, epoch)`` returns the numbers of an epoch's samples, in order; see
+            ``morph.data.order``. None: each once, shuffled.
         data_workers: Processes beside each worker that read its next micro-batches while it computes: ``num_workers``
             of torch's DataLoader; each builds the data set for itself. 0: the worker reads them between its tasks.
         eval_data: Builds the data set to evaluate on.
@@ -124,7 +132,7 @@ class Job:
     """
 
     model: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, dict[str, Tensor]], LossResult]
+    loss: Callable[[nn.Module, Any], LossResult]
     dataset: Callable[[], MapDataset]
     optimizer: Callable[[Iterable[tuple[str, Parameter]]], Optimizer]
     batch_size: int
@@ -142,6 +150,8 @@ class Job:
     loss_scaling: LossScaling | None = None
     compile: bool = False
     optimizer_device: OptimizerDevice = "same"
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    sampler: Callable[[Any, int, int], Any] | None = None
     data_workers: int = 0
     eval_data: Callable[[], MapDataset] | None = None
     eval_every_steps: int | None = None
@@ -155,7 +165,7 @@ class Job:
 
     def __post_init__(self) -> None:
         for field, called in _CALLED.items():
-            if getattr(self, field) is not None or field not in ("lr_scheduler", "eval_data"):
+            if getattr(self, field) is not None or field not in _OPTIONAL:
                 _require_function(field, getattr(self, field), *called)
         _require(
             isinstance(self.name, str) and _NAME.fullmatch(self.name) is not None,

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from morph.contract.errors import JobError
-from morph.data import MicroBatchLoader, data_of, sample_places
+from morph.data import MicroBatchLoader, data_of
 from morph.data.loader import data_facts
+from morph.data.order import EpochOrder
 from morph.data.streams import Iterated, Jsonl, Mds, Parquet, Rows, Stream, Tar
 from morph.data.streams.order import ShardOrder, _words
 from morph.elastic.mini_batches import Batch, Batches
@@ -245,7 +246,7 @@ def test_what_comes_next_is_fetched_beside_what_is_computed() -> None:
         stream.expect_samples(1, [(0, 10 * row[place])])
         if stream._preparing is not None:
             stream._preparing.join(60)
-    assert source.fetched == [row[3], row[4], row[4], row[5]]
+    assert source.fetched == [row[3], row[4], row[2], row[5]]
 
 
 # ---- the index, and copies ----
@@ -319,7 +320,8 @@ def passing(make: Callable[[], Any], bookmarks: str | None = "memory://data/mark
 
 def test_a_stream_without_shards_is_read_once_an_epoch() -> None:
     stream = passing(Passing, None)
-    places = [place for step in range(19) for place in sample_places(stream, 3, step, 10, 0, 10)]
+    order = EpochOrder(stream, 3, 10)
+    places = [place for step in range(19) for place in order.mini_batch(step)]
     found = [stream[index] for _, index in places]
     assert sorted(found[:95]) == sorted(found[95:]) == list(range(95))
     assert found[:95] != found[95:]

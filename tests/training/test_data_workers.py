@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from morph.checkpoint.unit_files import from_payload
-from morph.data import data_of, sample_places
+from morph.data import data_of
+from morph.data.order import EpochOrder
 from morph.jobs.job import load_job
 from tests.training.shapes import ShapesCrew, Trained, spec_of
 
@@ -59,10 +60,9 @@ def test_no_history_loses_or_repeats_a_sample_of_a_stream(crew: ShapesCrew, name
     trained = crew.train(name, WORKER_LOST, tmp_path / "lost", lose=True, kill_readers_at=4)
     assert trained.digests == reference.digests
     assert trained.losses == reference.losses
-    dataset, size = data_of(job), job.batch_size
-    trained_on = [
-        index for step in range(NUM_STEPS) for _, index in sample_places(dataset, job.seed, step, size, 0, size)
-    ]
+    dataset = data_of(job)
+    order = EpochOrder(dataset, job.seed, job.batch_size)
+    trained_on = [index for step in range(NUM_STEPS) for _, index in order.mini_batch(step)]
     ids = torch.tensor([int(dataset[index]["id"]) for index in trained_on])
     assert num_trained_on(trained) == torch.bincount(ids, minlength=len(dataset)).tolist()
     assert set(num_trained_on(trained)) == {1, 2}, "an epoch, and most of another"

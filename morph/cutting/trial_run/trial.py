@@ -20,7 +20,8 @@ from morph.cutting.source.locate import calling_line, definition_line, user_line
 from morph.cutting.source.reads import of_data
 from morph.cutting.source.refusal import changes_requires_grad, first_line
 from morph.cutting.trial_run.repeatable import Forward, require_repeatable
-from morph.data.loader import check_map_style, data_of, num_at_hand, read_samples, stack_entry
+from morph.data.batches import Form
+from morph.data.loader import check_map_style, data_of, form_of, num_at_hand, recipe_of
 from morph.jobs.job import Job
 from morph.losses import Loss, values_of
 
@@ -37,7 +38,14 @@ ResultT = TypeVar("ResultT")
 
 def call_loss(job: Job, model: nn.Module, batch: dict[str, Tensor]) -> object:
     """Call the user's loss, from this file: see ``guards.line_in_loss``."""
-    return job.loss(model, dict(batch))
+    return job.loss(model, form_of(job).build(batch))
+
+
+def loss_of_entries(
+    loss: Callable[[nn.Module, Any], Any], form: Form, model: nn.Module, batch: Mapping[str, Tensor]
+) -> Any:
+    """Call a loss on the batch that has these entries."""
+    return loss(model, form.build(batch))
 
 
 class Whole(nn.Module):
@@ -193,8 +201,12 @@ def _first_samples(job: Job, num_samples: int) -> dict[str, Tensor]:
         run_users_code(lambda: check_map_style(dataset, "dataset"), job, None, "dataset")
         size = num_at_hand(dataset)
         places = [(0, position % size) for position in range(num_samples)]
-        samples = run_users_code(lambda: read_samples(dataset, job.seed, places), job, None, "dataset")
-    return {key: stack_entry(samples, key) for key in sorted(samples[0])}
+        recipe = recipe_of(job)
+        samples = run_users_code(lambda: recipe.read(dataset, places), job, None, "dataset")
+        field = "dataset" if job.collate_fn is None else "collate_fn"
+        made = run_users_code(lambda: recipe.batch(samples, places, "dataset()"), job, None, field)
+        run_users_code(lambda: form_of(job), job, None, field)  # read here, and not while something is traced
+    return dict(sorted(made.entries.items()))
 
 
 def run_users_code(function: Callable[[], ResultT], job: Job, model: nn.Module | None, field: str) -> ResultT:
@@ -238,7 +250,7 @@ def _loss_error(error: Exception, job: Job, model: nn.Module) -> JobError:
         if num_samples > _MAX_SAMPLES_TRIED:
             continue
         try:
-            job.loss(model, _first_samples(job, num_samples))
+            call_loss(job, model, _first_samples(job, num_samples))
         except Exception:
             continue
         return JobError(
@@ -325,7 +337,7 @@ def run_really(job: Job, batch: dict[str, Tensor]) -> None:
     model = training_mode(build_really(job.model, job.seed))
     with torch.random.fork_rng(devices=[]):
         try:
-            result = job.loss(model, dict(batch))
+            result = call_loss(job, model, batch)
         except Exception as error:
             raise _loss_error(error, job, model) from error
         check_loss(job, result)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from morph.data.streams.kinds import Jsonl, Mds, Parquet, Tar
-from morph.data.streams.stream import Iterated, Rows, Source, Stream
+from morph.data.streams.stream import Iterated, Rows, Source, Stream, reading_warning
 
-__all__ = ["Iterated", "Jsonl", "Mds", "Parquet", "Rows", "Source", "Stream", "Tar"]
+__all__ = ["Iterated", "Jsonl", "Mds", "Parquet", "Rows", "Source", "Stream", "Tar", "reading_warning"]

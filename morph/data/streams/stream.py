@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import PurePosixPath
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from morph.contract.errors import JobError
+from morph.data.order import AGAIN
 from morph.data.seeding import own_generators, seed_of
 from morph.data.streams.order import ShardedEpoch, ShardOrder
 
@@ -78,7 +79,7 @@ class Stream:
         self._most_open = width + 2 * max(sizes)
         self._open: OrderedDict[int, Samples] = OrderedDict()
         self._sizes = sizes
-        self._prepared = -1, 0
+        self._prepared = deque[int](maxlen=4 * (window + _PREPARED_AHEAD))
         self._preparing: threading.Thread | None = None
         self.num_at_hand = next(size for size in sizes if size)
         """How many of its first samples can be read at any time without reading much else: to look at some."""
@@ -103,11 +104,11 @@ class Stream:
         *_, (epoch, index) = ((-1, 0), *places)
         if prepare is None or epoch < 0 or (self._preparing is not None and self._preparing.is_alive()):
             return
-        order = self._order(seed, epoch)
-        place = int(order.place_of[self._order.shard_of(index)[0]])
-        if (epoch, place) > self._prepared:
-            self._prepared = epoch, place
-            coming = order.row[place + 1 : place + 1 + _PREPARED_AHEAD].tolist()
+        order = self._order(seed, epoch % AGAIN)
+        begin = int(order.place_of[self._order.shard_of(index)[0]]) + 1
+        coming = [shard for shard in order.row[begin : begin + _PREPARED_AHEAD].tolist() if shard not in self._prepared]
+        if coming:
+            self._prepared.extend(coming)
             self._preparing = threading.Thread(target=_prepare, args=(prepare, coming), daemon=True)
             self._preparing.start()
 
@@ -128,6 +129,16 @@ def _prepare(prepare: Callable[[int], object], shards: Iterable[int]) -> None:
             prepare(shard)
     except Exception as error:  # who reads the shard fetches it itself, and says what is wrong
         log.info("a shard was not fetched ahead: %s: %s", type(error).__name__, error)
+
+
+def reading_warning(dataset: Any, name: str) -> str | None:
+    """What it costs that a data set can only be read from its beginning; None: it need not be."""
+    if not isinstance(dataset, Stream) or not isinstance(dataset.source, Iterated):
+        return None
+    return (
+        f"{name} is a stream without shards: each worker and data worker that needs samples reads all of it, and after "
+        "a restart it is read from its beginning (docs/training.md, Data in shards)"
+    )
 
 
 class Rows:

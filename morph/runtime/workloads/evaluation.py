@@ -24,7 +24,7 @@ from morph.cutting.marked.marked_run import MarkedCode
 from morph.cutting.sections.statistics import PLAIN, use_statistics
 from morph.data import DataWorkers
 from morph.data.evaluation import EvaluationLoader
-from morph.data.loader import data_of, read_samples
+from morph.data.loader import data_of, recipe_of
 from morph.jobs.job import Job, Precision
 from morph.runtime.device.staging import placed
 from morph.runtime.groups.interrupt import Interrupt
@@ -199,9 +199,9 @@ class Evaluator:
         assert job.eval_data is not None
         self._job, self._device = job, device
         self._sections = evaluation_sections(model)
-        (sample,) = read_samples(data_of(job), job.seed, [(0, 0)])
-        data = data_of(job, "eval_data")
-        self._loader = EvaluationLoader(data, job.seed, sample, model.micro_batch_size, job.eval_samples, prefetcher)
+        recipe, data = recipe_of(job), data_of(job, "eval_data")
+        sample, m = recipe.first(data_of(job)), model.micro_batch_size
+        self._loader = EvaluationLoader(data, job.seed, sample, m, job.eval_samples, prefetcher, recipe)
 
     @property
     def size(self) -> EvaluationSize | None:

@@ -20,7 +20,7 @@ from morph.cutting import CutModel
 from morph.cutting.cache.cut_job import load_and_cut
 from morph.cutting.sections.section import BoundaryTensor, ParameterUnit
 from morph.cutting.trial_run.trial import run_users_code
-from morph.data import DataWorkers, MicroBatchLoader, data_of
+from morph.data import DataWorkers, MicroBatchLoader
 from morph.data.loader import data_facts
 from morph.jobs.changes import require_same
 from morph.jobs.job import Job
@@ -189,10 +189,7 @@ class JobWorkload:
         if self._job.accumulation == "exact":
             prepare(self._device)
         prepare_torch()  # here, and not in a change of shape, for which every worker waits
-        data = data_of(self._job)
-        self._loader = MicroBatchLoader(
-            data, self._job.seed, self._job.batch_size, setup.micro_batch_size, self._data_workers
-        )
+        self._loader = MicroBatchLoader.of(self._job, setup.micro_batch_size, self._data_workers)
         self._run_model = self._model
         if self._job.compile:
             self._run_model = compiled(self._model)
