@@ -183,7 +183,9 @@ class Parquet(ShardedFiles):
             import pyarrow.ipc
             import pyarrow.parquet
         except ImportError as error:
-            raise self._wrong("needs pyarrow", "urls", None, "pip install 'morph-train[parquet]'") from error
+            raise self._wrong(
+                "needs pyarrow", "urls", None, "pip install -e '.[parquet]' in the clone of Morph"
+            ) from error
         self._arrow, self._columns = pyarrow, None if columns is None else list(columns)
         super().__init__(urls, **options)
 
