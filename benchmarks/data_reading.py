@@ -6,8 +6,9 @@ One worker in this process trains a small model, shape 1x1, batches of 16 in 4 m
 which nothing is computed, as a file from a distant store does. The figure is the median step of the last third, by when
 data workers have long started, and its ratio to the same with samples that take no time. All run one after the other.
 
-Then the same samples are read by one data worker, from memory and from packed tar files in shards (``--rounds`` runs of
-each, in turn). The figures are processor time of the thread that computes and of the data worker, by step.
+Then the same samples are read by one data worker, from memory and from packed tar files (``--rounds`` runs of each, in
+turn). The figures are processor time of a step: of the thread that computes, of its calls of the loader, and of
+the data worker.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import head, in_turns, machine, ratio, row, spread
+from benchmarks.harness import head, in_turns, machine, row, spread
 from morph import Job
+from morph.data import MicroBatchLoader
 from morph.data.streams import Stream, Tar
 from morph.runtime.process.single import run_single
 
@@ -110,13 +112,7 @@ in_memory = replace(one, dataset=InMemory)
 in_shards = replace(one, dataset=lambda: Stream(Tar(os.environ[FOLDER]), decoded, window=4))
 
 
-def processor_s() -> tuple[float, float]:
-    """Processor seconds of this thread, and of the data worker."""
-    others = [child.cpu_times() for child in psutil.Process().children()]
-    return time.thread_time(), sum(times.user + times.system for times in others)
-
-
-def run(name: str, num_steps: int, on_step: Callable[[], object]) -> str:
+def run(name: str, num_steps: int, on_step: Callable[[], None]) -> str:
     """Train a job; returns a digest of the weights."""
     with tempfile.TemporaryDirectory() as directory:
         manifest = run_single(
@@ -138,13 +134,35 @@ def step_s(name: str, num_steps: int) -> tuple[float, str]:
     return median(steps_s[-num_steps // 3 :]), digest
 
 
-def step_processor_s(name: str, num_steps: int) -> tuple[float, float, str]:
-    """Processor seconds of a step in the last two thirds: of this thread (median), of the data worker; and a digest."""
-    taken: list[tuple[float, float]] = []
-    digest = run(name, num_steps, lambda: taken.append(processor_s()))
+def step_processor_s(name: str, num_steps: int) -> tuple[float, float, float]:
+    """Processor seconds of a step, from a third of the run on: of this thread, of its loader, of the data worker."""
+    taken: list[tuple[float, float, float]] = []
+    getting_s = 0.0
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*given: Any, **named: Any) -> Any:
+            nonlocal getting_s
+            begin_s = time.thread_time()
+            try:
+                return method(*given, **named)
+            finally:
+                getting_s += time.thread_time() - begin_s
+
+        return call
+
+    def on_step() -> None:
+        others = [child.cpu_times() for child in psutil.Process().children()]
+        taken.append((time.thread_time(), getting_s, sum(times.user + times.system for times in others)))
+
+    load, expect = timed(MicroBatchLoader.load), timed(MicroBatchLoader.expect)
+    with mock.patch.multiple(MicroBatchLoader, load=load, expect=expect):
+        run(name, num_steps, on_step)
     counted = taken[num_steps // 3 :]
-    own_s = [end - begin for (begin, _), (end, _) in itertools.pairwise(counted)]
-    return median(own_s), (counted[-1][1] - counted[0][1]) / len(own_s), digest
+    own_s, samples_s, others_s = (
+        (last - first) / (len(counted) - 1) for first, last in zip(counted[0], counted[-1], strict=True)
+    )
+    return own_s, samples_s, others_s
 
 
 def compare_shards(num_steps: int, rounds: int) -> None:
@@ -156,11 +174,16 @@ def compare_shards(num_steps: int, rounds: int) -> None:
             write_shards(Path(kept[FOLDER]))
             ways = {name: functools.partial(step_processor_s, name, num_steps) for name in ("in_memory", "in_shards")}
             found = in_turns(ways, rounds)
-    head("samples are read | of the thread that computes | over memory | of the data worker")
+    head("samples are read | the thread that computes | of that, to get samples | the data worker")
+    middle: dict[str, list[float]] = {}
     for name, text in {"in_memory": "from memory", "in_shards": "from packed shards"}.items():
-        own_s, theirs_s, _ = zip(*found[name], strict=True)
-        over = ratio(own_s, [own for own, _, _ in found["in_memory"]])
-        row(text, spread(own_s, "ms", 1, 1e3), f"{over:.3f}", spread(theirs_s, "ms", 1, 1e3))
+        columns = list(zip(*found[name], strict=True))
+        middle[name] = [median(values) for values in columns]
+        row(text, *(spread(values, "ms", 2, 1e3) for values in columns))
+    more_s = middle["in_shards"][1] - middle["in_memory"][1]
+    print(
+        f"getting samples from shards adds {more_s / middle['in_memory'][0]:.2%} to a step of the thread that computes"
+    )
 
 
 def main(steps: int = 60, rounds: int = 5) -> None:

@@ -6,14 +6,14 @@ import json
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from morph.contract.errors import JobError
-from morph.data.streams.files import File, Mapped, Shard, ShardedFiles, cut_into_shards
+from morph.data.streams.files import CACHE_BYTES, File, Mapped, Shard, ShardedFiles, cut_into_shards
 
 _BLOCK = tarfile.BLOCKSIZE
 _NEW_LINE, _RETURN = 10, 13
@@ -246,15 +246,21 @@ class Mds(ShardedFiles):
     """A folder that MosaicML's ``MDSWriter`` wrote, with its ``index.json``; a sample is a dict from column to value.
 
     Columns of bytes, texts, numbers, JSON and numpy arrays are decoded as by Mosaic; pictures (``jpeg``, ``png``) stay
-    bytes. Pickles are refused, for reading one can run code. Other arguments are those of ``ShardedFiles``, without
-    ``index``.
+    bytes. Pickles are refused, for reading one can run code. Other arguments are those of ``ShardedFiles``.
     """
 
     kind = "mds"
     suffixes = (".mds",)
 
-    def __init__(self, url: str, **options: Any) -> None:
-        super().__init__([f"{url.rstrip('/')}/index.json"], **options)
+    def __init__(
+        self,
+        url: str,
+        *,
+        options: Mapping[str, Any] | None = None,
+        cache: str | Path | None = None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        super().__init__(f"{url.rstrip('/')}/index.json", options=options, cache=cache, cache_bytes=cache_bytes)
 
     def _shards(self, files: Sequence[File], index: str | None) -> list[Shard]:  # noqa: ARG002
         folder, name = str(PurePosixPath(files[0].name).parent), files[0].name
