@@ -6,8 +6,9 @@ Only safetensors files are read, entry by entry: nothing is unpickled.
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,37 @@ def check_plain_name(path: Path) -> None:
         InputError: the name ends otherwise than those of safetensors and torch.
     """
     if path.suffix.lower() not in (SAFETENSORS, *TORCH):
-        allowed = f"a name that ends in {SAFETENSORS}, or in {', '.join(TORCH)} for a file of torch.save"
+        allowed = f"a name that ends in {SAFETENSORS}, or in {', '.join(TORCH)} for a file of torch.save; none: a folder"
         raise InputError("does not say by its name which format is wanted", source=str(path), allowed=allowed)
+
+
+def write_folder(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a folder, whole or not at all; files of these names that are there already are replaced.
+
+    Args:
+        path: The folder.
+        write: Fills a new one.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        partial.mkdir(parents=True)
+        write(partial)
+        for written in sorted(file for file in partial.rglob("*") if file.is_file()):
+            with written.open("rb") as opened:
+                os.fsync(opened.fileno())
+            if path.exists():
+                target = path / written.relative_to(partial)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                written.replace(target)
+        if not path.exists():
+            partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"cannot be written: {error}", source=str(path)) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_plain_file(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -26,8 +26,8 @@ NAMES = ("w0", "w1", "w2", "w3")
 
 
 def spec_of(name: str) -> str:
-    """The job of a name, as workers are told it."""
-    return f"{JOBS}:{name}"
+    """The job of a name, as workers are told it; one of another file is told so already."""
+    return name if ":" in name else f"{JOBS}:{name}"
 
 
 def make_plan(shape: str, fingerprint: str, *, recompute: bool = True, live_sections: int | None = None) -> Plan:

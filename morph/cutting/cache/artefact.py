@@ -22,9 +22,10 @@ from torch.fx import Graph, GraphModule, Node
 from morph.cutting.deferred_init.construct import LazyTensors
 from morph.cutting.deferred_init.recordable import TRUNCATED
 from morph.cutting.deferred_init.tape import Operation, Tape, TensorRef
+from morph.cutting.deferred_init.weight_files import read_slice
 from morph.cutting.exporting.exported_job import ExportedJob, GraphJob, InitialState
 from morph.cutting.exporting.functional import WRITTEN
-from morph.cutting.sections.section import BoundaryTensor, CutModel, ParameterUnit, Section
+from morph.cutting.sections.section import BoundaryTensor, Constants, CutModel, ParameterUnit, Section
 
 Json = Any
 MOST_BYTES = 256 << 20
@@ -37,6 +38,7 @@ _NAMESPACES = frozenset({"aten", "prims", "morph"})
 _OPERATORS = frozenset(
     {"getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "eq", "ne", "lt", "le"}
 )
+_READ = "read_slice"
 _PLAIN = (type(None), bool, int, float, str)
 _RECORDS = {kind.__name__: kind for kind in (CutModel, Section, ParameterUnit, BoundaryTensor, Operation, TensorRef)}
 _OF_A_PROCESS = frozenset({"finish", "_on_device"})
@@ -56,6 +58,7 @@ class Entry:
 
     model: CutModel
     initial: InitialState
+    tape: Tape
 
 
 def write_entry(exported: ExportedJob, model: CutModel, folder: str) -> bytes:
@@ -111,7 +114,7 @@ def read_entry(content: bytes, folder: str) -> Entry:
             LazyTensors.of(read_value(entries), read_value(specs), tape, num_operations)
             for entries, specs, num_operations in form["tensors"]
         )
-        return Entry(read_value(form["model"], constants=constants), InitialState(parameters, buffers))
+        return Entry(read_value(form["model"], constants=Constants(constants)), InitialState(parameters, buffers), tape)
     except (TypeError, LookupError, AttributeError, RuntimeError, AssertionError, zlib.error) as error:
         raise ValueError(f"it cannot be read: {type(error).__name__}: {error}") from error
 
@@ -143,7 +146,7 @@ def write_value(value: Any, numbers: dict[Node, int] | None = None) -> Json:
     raise CannotKeep(f"a {kind}")
 
 
-def read_value(form: Json, nodes: Sequence[Node] = (), constants: LazyTensors | None = None) -> Any:
+def read_value(form: Json, nodes: Sequence[Node] = (), constants: Constants | None = None) -> Any:
     """Return what ``write_value`` wrote.
 
     Raises:
@@ -209,6 +212,8 @@ def _write_function(function: Any) -> str:
         return str(function)
     if function is getattr(nn.init, TRUNCATED, None):
         return TRUNCATED
+    if function is read_slice:
+        return _READ
     if name in _OPERATORS and function is getattr(operator, name):
         return f"operator.{name}"
     raise CannotKeep(f"a call of {function}")
@@ -219,6 +224,8 @@ def _read_function(name: str) -> Callable[..., Any]:
     found: Any = None
     if name == TRUNCATED:
         found = getattr(nn.init, TRUNCATED)
+    elif name == _READ:
+        found = read_slice
     elif namespace == "operator" and rest in _OPERATORS:
         found = getattr(operator, rest)
     elif namespace in _NAMESPACES:
@@ -261,7 +268,7 @@ def _read_data(form: Json) -> Tensor:
 _LEAVES: dict[str, tuple[type, Callable[[Any], Json], Callable[[Json], Any]]] = {
     "frozenset": (frozenset, sorted, frozenset),
     "graph": (GraphModule, _write_graph, _read_graph),
-    "constants": (LazyTensors, lambda _: None, lambda _: None),
+    "constants": (Constants, lambda _: None, lambda _: None),
     "data": (Tensor, _write_data, _read_data),
     "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     "device": (torch.device, str, torch.device),

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from morph.checkpoint.plain_file import PlainFile
+from morph.checkpoint.plain_file import SAFETENSORS, PlainFile
 from morph.checkpoint.unit_files import read_unit
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointError, InputError, JobError
@@ -24,12 +24,14 @@ class ModelState:
     """Names of a job's state_dict.
 
     Attributes:
+        model: The job's model, without memory for its weights where that is possible.
         kept: Every name, with the first name of the same tensor: tied parameters are kept under that.
         trainable: Kept names of parameters that require a gradient.
         buffers: Kept names of buffers.
         values: By kept name, as the job's model makes them.
     """
 
+    model: nn.Module
     kept: Mapping[str, str]
     trainable: frozenset[str]
     buffers: frozenset[str]
@@ -60,7 +62,7 @@ def model_state(job: Job) -> ModelState:
     trainable = frozenset(name for name, value in first.items() if value.requires_grad)
     buffers = frozenset(name for name, _ in built.model.named_buffers()) & first.keys()
     values = LazyTensors({name: value.detach() for name, value in first.items()}, built.tape)
-    return ModelState(kept, trainable, buffers, values)
+    return ModelState(built.model, kept, trainable, buffers, values)
 
 
 def export_state(job: Job, checkpoint_url: str, manifest: Manifest) -> dict[str, Tensor]:
@@ -71,6 +73,45 @@ def export_state(job: Job, checkpoint_url: str, manifest: Manifest) -> dict[str,
         JobError: the job's model is not the one that was trained.
     """
     state = model_state(job)
+    return _under_each_name(state, _trained(job, state, checkpoint_url, manifest), state.kept)
+
+
+def export_pretrained(job: Job, checkpoint_url: str, manifest: Manifest) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Collect what the model's own ``save_pretrained(folder, state_dict=...)`` is to be called with.
+
+    Of a model with adapters (peft) these are trained tensors alone: no frozen weight is read.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or damaged.
+        JobError: the job's model is not the one that was trained, or has no such method.
+    """
+    state = model_state(job)
+    if not callable(getattr(state.model, "save_pretrained", None)):
+        raise JobError(
+            "has no save_pretrained, which writes a folder",
+            source="Job",
+            field="model",
+            value=type(state.model).__name__,
+            allowed=f"a model of transformers or peft, or a file whose name ends in {SAFETENSORS}",
+        )
+    trained = _trained(job, state, checkpoint_url, manifest)
+    names = state.kept
+    if hasattr(state.model, "peft_config"):
+        names = {name: kept for name, kept in names.items() if kept in trained}
+    return state.model, _under_each_name(state, trained, names)
+
+
+def _under_each_name(
+    state: ModelState, trained: Mapping[str, Tensor], names: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Return tensors by these names, of those that are kept; what is not trained, as the job's model makes it."""
+    whole = {name: trained[name] if name in trained else state.values[name] for name in dict.fromkeys(names.values())}
+    # every name has memory of its own: safetensors stores no tensor twice under two names
+    return {name: whole[kept].clone().contiguous() for name, kept in names.items()}
+
+
+def _trained(job: Job, state: ModelState, checkpoint_url: str, manifest: Manifest) -> dict[str, Tensor]:
+    """Read what a checkpoint has of the state_dict, by kept name."""
     trained: dict[str, Tensor] = {}
     for entry in manifest.units:
         for key, tensor in read_unit(checkpoint_url, manifest, entry.unit).items():
@@ -95,11 +136,7 @@ def export_state(job: Job, checkpoint_url: str, manifest: Manifest) -> dict[str,
                 value=have,
                 allowed=f"{list(tensor.shape)} {tensor.dtype}, as in the checkpoint",
             )
-    whole = {
-        name: trained[name] if name in trained else state.values[name] for name in dict.fromkeys(state.kept.values())
-    }
-    # every name has memory of its own: safetensors stores no tensor twice under two names
-    return {name: whole[kept].clone().contiguous() for name, kept in state.kept.items()}
+    return trained
 
 
 class ImportedParameters:

@@ -248,6 +248,7 @@ class JobWorkload:
         plan = current.plan.stages[current.slot.stage]
         if self._data_workers is not None:
             self._expect(current, order)
+        self._run_model.keep_constants_of(plan.sections)
         stage = Stage(
             self._run_model,
             plan.sections,
