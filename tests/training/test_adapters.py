@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -17,9 +16,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.unit_files import read_unit
+from morph.cutting.cache.cut_job import LoadedJob
 from morph.data import MicroBatchLoader
+from morph.jobs.files import imported_once
 from morph.jobs.job import load_job
-from morph.runtime.state.model_state import export_pretrained, model_state
+from morph.runtime.state.model_state import model_state
 from tests.training.shapes import ShapesCrew, Trained
 from tests.training.test_export_and_import import morph
 from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS
@@ -111,24 +112,29 @@ def state_of(trained: Trained) -> dict[str, Tensor]:
 def test_adapters_end_where_peft_brings_them_in_every_shape_and_after_losses(
     name: str, jobs: Path, crew: ShapesCrew, tmp_path: Path
 ) -> None:
-    job_path = f"{jobs / 'adapter_jobs.py'}:{name}"
+    job_path, run, out = f"{jobs / 'adapter_jobs.py'}:{name}", tmp_path / "run", tmp_path / "adapter"
     plain = plain_loop(job_path)
-    trained = crew.train(job_path, [("1x1", NUM_STEPS)], tmp_path / "single")
-    moved = crew.train(job_path, [("2x2", 2), ("3x1", 4), ("1x2", NUM_STEPS)], tmp_path / "moved", lose=True)
-    assert moved.digests == trained.digests
+    with imported_once(job_path):
+        cut = LoadedJob(job_path).handed(NUM_SECTIONS, MICRO_BATCH_SIZE)
+    facts = RunFacts(
+        job=job_path, fingerprint="any", micro_batch_size=MICRO_BATCH_SIZE, batch_size=8, num_sections=NUM_SECTIONS
+    )
+    with RunDir(run, facts) as opened:
+        trained = crew.train(job_path, [("1x1", NUM_STEPS)], Path(opened.checkpoint_url), cut=cut)
+    spans = [("2x2", 2), ("3x1", 4), ("1x2", NUM_STEPS)]
+    assert crew.train(job_path, spans, tmp_path / "moved", lose=True, cut=cut).digests == trained.digests
     state = state_of(trained)
     expected = {key: value for key, value in plain.named_parameters() if value.requires_grad}
-    assert {key for key in state if key.startswith("param/")} == {f"param/{key}" for key in expected}
+    assert {key.split("/")[1] for key in state if "/" in key} == set(expected), "nothing frozen is in a checkpoint"
     for key, value in expected.items():
         torch.testing.assert_close(state[f"param/{key}"], value.detach(), rtol=0, atol=1e-6)
-        assert state[f"optim/{key}/exp_avg"].shape == value.shape
-    kept = {key.split("/")[1] for key in state if "/" in key}
-    assert kept == set(expected), "frozen weights take no optimizer state and no bytes of a checkpoint"
-    job = load_job(job_path)
-    model, tensors = export_pretrained(job, str(trained.directory), trained.manifest)
-    exported: Any = model
-    exported.save_pretrained(tmp_path / "adapter", state_dict=tensors)
-    require_same_outputs(jobs, tmp_path / "adapter", plain)
+    code, said = morph("export", run, out)
+    assert (code, f"wrote version {NUM_STEPS} to {out}: {len(expected)} tensors" in said) == (0, True)
+    assert json.loads((out / "adapter_config.json").read_text())["r"] == 4
+    assert len(safetensors.torch.load_file(out / "adapter_model.safetensors")) == len(expected)
+    require_same_outputs(jobs, out, plain)
+    code, said = morph("export", run, out)
+    assert (code, "exists already" in said) == (2, True)
 
 
 def require_same_outputs(jobs: Path, adapter: Path, plain: nn.Module) -> None:
@@ -139,31 +145,3 @@ def require_same_outputs(jobs: Path, adapter: Path, plain: nn.Module) -> None:
     with torch.no_grad():
         given, wanted = found(input_ids=tokens).logits, plain.eval()(input_ids=tokens).logits
     torch.testing.assert_close(given, wanted, rtol=0, atol=1e-5)
-
-
-def test_a_folder_of_an_export_holds_adapters_alone(jobs: Path, crew: ShapesCrew, tmp_path: Path) -> None:
-    job_path = f"{jobs / 'adapter_jobs.py'}:lora"
-    run, out = tmp_path / "run", tmp_path / "adapter"
-    facts = RunFacts(
-        job=job_path,
-        fingerprint="of no matter",
-        micro_batch_size=MICRO_BATCH_SIZE,
-        batch_size=8,
-        num_sections=NUM_SECTIONS,
-    )
-    with RunDir(run, facts) as opened:
-        trained = crew.train(job_path, [("1x1", NUM_STEPS)], Path(opened.checkpoint_url))
-    code, said = morph("export", run, out)
-    assert (code, f"wrote version {NUM_STEPS} to {out}" in said) == (0, True)
-    assert json.loads((out / "adapter_config.json").read_text())["r"] == 4
-    names = safetensors.torch.load_file(out / "adapter_model.safetensors").keys()
-    assert len(names) == len(state_of(trained).keys() & {f"param/{n}" for n in load_names(job_path)})
-    assert not [name for name in names if "lora_" not in name and "lm_head" not in name]
-    require_same_outputs(jobs, out, plain_loop(job_path))
-    code, said = morph("export", run, out)
-    assert (code, "exists already" in said) == (2, True)
-    assert morph("export", run, out, "--overwrite")[0] == 0
-
-
-def load_names(job_path: str) -> list[str]:
-    return list(model_state(load_job(job_path)).trainable)
