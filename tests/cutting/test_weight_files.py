@@ -186,7 +186,9 @@ job = Job(name="files", model=model, loss=lambda model, batch: model(batch["x"])
 
 def test_a_worker_is_handed_places_in_files_and_refuses_files_that_changed(tmp_path: Path) -> None:
     path, spec = tmp_path / "own.safetensors", f"{tmp_path / 'job.py'}:job"
-    state = {f"{2 * index}.{name}": value for index in range(2) for name, value in nn.Linear(16, 16).state_dict().items()}
+    state = {
+        f"{2 * index}.{name}": value for index in range(2) for name, value in nn.Linear(16, 16).state_dict().items()
+    }
     safetensors.torch.save_file(state, path)
     (tmp_path / "job.py").write_text(JOB)
     with imported_once(spec):

@@ -60,7 +60,8 @@ def model(**settings):
         return get_peft_model(base, config)
 
 def job_of(name, **settings):
-    return Job(name=name, model=lambda: model(**settings), loss=loss, dataset=Text, optimizer=adam, batch_size=8, seed=2)
+    make = lambda: model(**settings)
+    return Job(name=name, model=make, loss=loss, dataset=Text, optimizer=adam, batch_size=8, seed=2)
 
 lora, dora = job_of("lora", modules_to_save=["lm_head"]), job_of("dora", use_dora=True, lora_dropout=0.0)
 """

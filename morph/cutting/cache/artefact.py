@@ -91,6 +91,7 @@ def write_entry(exported: ExportedJob, model: CutModel, folder: str) -> bytes:
             [write_value(one.entries), write_value(one.specs), sum(place < one.num_operations for place in places)]
             for one in lazy
         ],
+        "constants": {place: found.name for place, found in exported.sources.items() if found.kind == "constant"},
         "model": write_value(model),
     }
     text = json.dumps(form, separators=(",", ":"))
@@ -117,7 +118,11 @@ def read_entry(content: bytes, folder: str) -> Entry:
             LazyTensors.of(read_value(entries), read_value(specs), tape, num_operations)
             for entries, specs, num_operations in form["tensors"]
         )
-        return Entry(read_value(form["model"], constants=Constants(constants)), InitialState(parameters, buffers), tape)
+        return Entry(
+            read_value(form["model"], constants=Constants(constants, form["constants"])),
+            InitialState(parameters, buffers),
+            tape,
+        )
     except (TypeError, LookupError, AttributeError, RuntimeError, AssertionError, zlib.error) as error:
         raise ValueError(f"it cannot be read: {type(error).__name__}: {error}") from error
 
@@ -186,12 +191,12 @@ def _write_graph(code: GraphModule) -> Json:
     numbers: dict[Node, int] = {}
     forms: list[Json] = []
     for node in code.graph.nodes:
-        inner = code.get_submodule(node.target) if node.op == "get_attr" and "." not in node.target else None
+        inner = getattr(code, node.target, None) if node.op == "get_attr" else None
         if node.op not in _OPS and not isinstance(inner, GraphModule):
             raise CannotKeep(f"a graph's {node.op}")
         meta = {key: node.meta[key] for key in _META if isinstance(node.meta.get(key), str)}
         given = [write_value(part, numbers) for part in (node.target, node.args, dict(node.kwargs))]
-        forms.append([node.op, node.name, *given, meta if inner is None else _write_graph(inner)])
+        forms.append([node.op, node.name, *given, _write_graph(inner) if isinstance(inner, GraphModule) else meta])
         numbers[node] = len(numbers)
     return forms
 

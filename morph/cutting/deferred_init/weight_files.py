@@ -39,7 +39,7 @@ def read_slice(path: str, offset: int, num_bytes: int, proof: str) -> Tensor:
         JobError: the file is missing or cannot be read, or these bytes are not those that were there before.
     """
     read = torch.empty(num_bytes, dtype=torch.uint8)
-    content = memoryview(read.numpy())
+    content = memoryview(read.numpy())  # type: ignore[arg-type]  # as in checkpoint/unit_files.py
     try:
         with Path(path).open("rb", buffering=0) as file:
             file.seek(offset)
@@ -114,7 +114,7 @@ class _LeavesInFiles(TorchFunctionMode):
         path, offset = place
         sys.audit("open", path, "rb", os.O_RDONLY)  # safetensors opens it out of Python's sight
         first = offset + found.storage_offset()
-        content = memoryview(found.numpy())
+        content = memoryview(found.numpy())  # type: ignore[arg-type]
         return self._tape.made_by(read_slice, (path, first, found.numel(), _proof(content)), found)
 
 

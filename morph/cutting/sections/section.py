@@ -73,26 +73,33 @@ class Constants(Mapping[str, Tensor]):
 
     Args:
         values: Makes a constant when it is requested, on the CPU.
+        names: Of constants in the user's model.
     """
 
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        self.values_by_name = values
+    def __init__(self, values: Mapping[str, Tensor], names: Mapping[str, str] | None = None) -> None:
+        self._values, self._names = values, names or {}
+        self._given: Mapping[str, Tensor] = {}
         self._held: dict[tuple[str, torch.device], Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.values_by_name[name]
+        called = self._names.get(name, "")
+        return self._given[called] if called in self._given else self._values[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.values_by_name)
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(self.values_by_name)
+        return len(self._values)
+
+    def take(self, given: Mapping[str, Tensor]) -> None:
+        """From now on, take these in the place of the model's own, by their names in the user's model."""
+        self._given, self._held = given, {}
 
     def on(self, name: str, device: torch.device) -> Tensor:
         """Return one on a device, where it stays until ``keep_only``."""
         key = name, device
         if key not in self._held:
-            self._held[key] = self.values_by_name[name].to(device)
+            self._held[key] = self[name].to(device)
         return self._held[key]
 
     def keep_only(self, names: Collection[str]) -> None:
@@ -196,9 +203,14 @@ class CutModel:
         """Shape and dtype of everything that changes while training."""
         return {**self.parameter_specs, **self.buffer_specs}
 
+    @property
+    def constants(self) -> list[Constants]:
+        """Those of its sections, each once."""
+        return list({id(section.constant_values): section.constant_values for section in self.sections}.values())
+
     def keep_constants_of(self, sections: range) -> None:
         """Let go of the constants that none of these sections reads."""
-        for held in {id(section.constant_values): section.constant_values for section in self.sections}.values():
+        for held in self.constants:
             held.keep_only({name for index in sections for name in self.sections[index].constants})
 
 

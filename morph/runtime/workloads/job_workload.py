@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from morph.checkpoint.frozen_weights import FrozenWeights
 from morph.contract.errors import ProfileError
 from morph.contract.job_facts import JobFacts
 from morph.contract.messages import Evaluation, EvaluationSize, StepOrder, WorkerSetup
@@ -174,7 +175,10 @@ class JobWorkload:
         self._job, self._model, self._initial = found.job, found.model, found.initial
         self._data_workers = self._start_data_workers(setup) if self._job.data_workers else None
         set_kernels(kernels_for(self._job.accumulation, kernels_now()))
-        self._rules = update_rules(self._job, self._device, setup.code.sha256 if setup.code else "")
+        frozen = FrozenWeights(setup.checkpoint_url)
+        self._rules = update_rules(self._job, self._device, setup.code.sha256 if setup.code else "", frozen.digest)
+        for constants in self._model.constants if frozen else ():
+            constants.take(frozen)
         if self._model.fingerprint != setup.fingerprint:
             raise ProfileError(
                 "the profile belongs to another model; calibrate again",
