@@ -148,6 +148,8 @@ def test_a_worker_holds_frozen_weights_of_its_own_sections_alone(tmp_path: Path)
     assert held(found) == {name for section in found.sections for name in section.constants} > middle
     found.keep_constants_of(range(1, 3))
     assert held(found) == middle
+    (constants,) = found.constants
+    assert {name: constants.num_bytes(name) for name in middle} == {name: constants[name].nbytes for name in middle}
     assert list(found.specs) == [f"{index}.bias" for index in range(4)], "what is frozen is in no unit"
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from morph.cutting.deferred_init.construct import LazyTensors
+
 SectionCode = Callable[..., tuple[Tensor, ...]]
 Finish = Callable[[SectionCode, torch.device], SectionCode]
 
@@ -90,6 +92,13 @@ class Constants(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def num_bytes(self, name: str) -> int:
+        """Return the size of one, without making it where that is known."""
+        if isinstance(self._values, LazyTensors):
+            shape, dtype = self._values.specs[name]
+            return prod(shape) * dtype.itemsize
+        return self._values[name].nbytes
 
     def take(self, given: Mapping[str, Tensor]) -> None:
         """From now on, take these in the place of the model's own, by their names in the user's model."""
