@@ -106,8 +106,8 @@ class _LeavesInFiles(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not torch.asarray or not args or not isinstance(args[0], torch.UntypedStorage):
             return func(*args, **kwargs)
-        with unset_fake_temporarily():
-            found: Tensor = func(*args, **kwargs)
+        with unset_fake_temporarily():  # on the CPU, wherever it was to go: each worker moves what it needs
+            found: Tensor = func(*args, **{key: value for key, value in kwargs.items() if key != "device"})
         place = self._mappings.place_of(found.untyped_storage())
         if place is None or found.dtype is not torch.uint8 or not found.is_contiguous():
             return found

@@ -244,13 +244,21 @@ class JobWorkload:
         """See ``Workload.adopt``."""
         return shadow
 
+    def take_place(self, current: Generation) -> None:
+        """See ``Workload.take_place``: constants, frozen weights among them, are read from where they come from."""
+        if current.slot is not None:
+            sections = current.plan.stages[current.slot.stage].sections
+            self._run_model.keep_constants_of(sections)
+            for section in self._run_model.sections[sections.start : sections.stop]:
+                for name in section.constants:
+                    section.constant_values.on(name, self._device)
+
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
         """See ``Workload.executor``."""
         assert current.slot is not None
         plan = current.plan.stages[current.slot.stage]
         if self._data_workers is not None:
             self._expect(current, order)
-        self._run_model.keep_constants_of(plan.sections)
         stage = Stage(
             self._run_model,
             plan.sections,
