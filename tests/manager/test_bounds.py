@@ -101,7 +101,7 @@ def test_restoring_a_checkpoint_allows_for_slow_storage() -> None:
     assert script.state.phase is Phase.TRAINING
 
 
-def test_a_shape_may_read_the_frozen_weights_of_its_largest_stage_from_slow_storage() -> None:
+def test_a_shape_may_read_frozen_weights_from_slow_storage() -> None:
     small = dict.fromkeys(UNITS, 1000)
     for size, healthy in ((50 * GB, True), (0, False)):
         num_sections = PLANS[4].stages[-1].end_section
