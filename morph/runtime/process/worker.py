@@ -326,6 +326,7 @@ class Worker:
         self._generation = Generation(
             order, slot_of(order.slots, setup.worker), layout, groups, interrupt, units, links
         )
+        self._workload.take_place(self._generation)
         return Reshaped(
             worker=setup.worker,
             generation=order.generation,
