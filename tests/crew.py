@@ -158,7 +158,7 @@ def _serve(orders: Connection, control: Connection) -> None:
             "copied": lambda sender, step: _num_copied(workers[-1], sender, step),
             "ends": lambda: [type(one).__name__ for one in workers[-1]._generation.mailboxes.values()],  # type: ignore[union-attr]
             "staged_bytes": lambda: 0 if HERE.device is None else HERE.device.copied_bytes,
-            "released": lambda: 0 if HERE.device is None else HERE.device.released,
+            "live_at_release": lambda: [] if HERE.device is None else HERE.device.live_at_release,
             "launches": lambda: [] if HERE.nccl is None else HERE.nccl.launches,
             "waiting": lambda: bool(workers[-1]._interrupt._condition._waiters),  # type: ignore[attr-defined]
         }
