@@ -173,7 +173,31 @@ class WiderNet(Net):
         self.third = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
 
 
+class HeadedNet(Net):
+    """The model of ``plain`` within another, with one more layer and another constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.shift.fill_(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [samples, width] to the same shape."""
+        out: Tensor = self.head(super().forward(x))
+        return out
+
+
+def shifted_net() -> nn.Module:
+    """The same weights as those of ``plain``, with another constant."""
+    net = Net()
+    net.shift.fill_(1.0)
+    return net
+
+
 open_size = replace(plain, micro_batch_size=None)
+shifted = replace(plain, model=shifted_net)
+headed = replace(plain, model=HeadedNet)
+headed_sgd = replace(headed, optimizer=sgd)
 wider = replace(plain, model=WiderNet)
 
 
