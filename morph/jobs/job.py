@@ -161,6 +161,8 @@ class Job:
         eval_metrics: Computes metrics that are no means, once, of a whole evaluation: it is called with ``loss``, the
             metrics (means), every :class:`morph.Sum` (a number) and every :class:`morph.PerSample` (a numpy array with
             one row a sample, in their order) by name, and returns numbers by name.
+        step_entry: Name of an entry of the batch, a whole number in each sample, that is replaced by the number of the
+            step: an input of the loss, as for annealing. In an evaluation it is the number of steps applied.
         best: Which evaluated version is kept as the best, and when training ends early.
         allowed_dependencies: Ids of findings of ``morph trace-deps`` that may stay as they are: each parameter unit is
             then stepped by itself.
@@ -197,6 +199,7 @@ class Job:
     eval_every_epochs: int | None = None
     eval_metrics: Callable[[dict[str, Any]], Mapping[str, float]] | None = None
     best: Best | None = None
+    step_entry: str | None = None
     allowed_dependencies: tuple[str, ...] = ()
 
     @property
@@ -249,6 +252,9 @@ class Job:
         _require(scaling is None or isinstance(scaling, LossScaling), "loss_scaling", scaling, allowed)
         where = self.optimizer_device
         _require(where in get_args(OptimizerDevice), "optimizer_device", where, "'same' or 'cpu'")
+        entry = self.step_entry
+        named = entry is None or (isinstance(entry, str) and entry != "")
+        _require(named, "step_entry", entry, "a name, or None")
         few = _is_int(self.data_workers) and 0 <= self.data_workers <= MOST_DATA_WORKERS
         _require(few, "data_workers", self.data_workers, f"a whole number from 0 to {MOST_DATA_WORKERS}")
 

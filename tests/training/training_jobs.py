@@ -214,6 +214,46 @@ judged = replace(
 )
 
 
+class Numbered(Points):
+    """Points with a place for the number of the step."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return ``x``, ``y`` and ``now``."""
+        return {**super().__getitem__(index), "now": 0}
+
+
+def annealed_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean squared error to a goal that moves with the step."""
+    now = batch["now"][0]
+    goal = batch["y"] * (1 - 0.9**now)
+    return functional.mse_loss(model(batch["x"]), goal), {"now": now.float()}
+
+
+def annealing(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Move the momentum with the step."""
+    for group in optimizer.param_groups:
+        group["momentum"] = min(0.9, 0.1 * group["step_number"])
+
+
+def annealed_sgd(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """SGD whose momentum grows with the number of the step."""
+    groups = [{"params": [parameter for _, parameter in parameters], "step_number": 0}]
+    optimizer = torch.optim.SGD(groups, lr=0.05)
+    optimizer.register_step_pre_hook(annealing)
+    return optimizer
+
+
+annealed = replace(
+    plain,
+    loss=annealed_loss,
+    dataset=Numbered,
+    optimizer=annealed_sgd,
+    step_entry="now",
+    eval_data=lambda: Numbered(1000, 11),
+    eval_every_steps=2,
+)
+
+
 class Tables(Net):
     """A model whose first and last sections take long to draw."""
 
