@@ -140,6 +140,8 @@ class ManagedRun:
             "limit_s": LIMIT_OF_A_CALL_S,
         }
         kinds: list[dict[str, object]] = [{"kind": tracker} for tracker in run.cluster.trackers]
+        if run.cluster.samples:  # it reads checkpoints, as workers do
+            kinds.append({"kind": "samples", "variables": variables(run.cluster.vms.pass_variables)})
         targets: list[dict[str, object]] = [
             {"kind": "callback", "target": str(folder / target), "number": number}
             for number, target in enumerate(run.cluster.callbacks)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from manager.accounting.spent import Prices
 from manager.journal.journal import Journal
 from manager.trackers.reading import HappeningsReader
@@ -38,9 +40,12 @@ TRACKERS: Mapping[str, Callable[[Path, str], Sink]] = {
 
 
 class Watching(Value):
-    """What one process is to do. ``target``: the callback, file.py:name; ``limit_s``: of one call."""
+    """What one process is to do. ``target``: the callback, file.py:name; ``limit_s``: of one call.
 
-    kind: Literal["tensorboard", "wandb", "mlflow", "callback"]
+    ``variables``: of the environment, beside what it gets anyhow; only for the process that reads checkpoints.
+    """
+
+    kind: Literal["tensorboard", "wandb", "mlflow", "callback", "samples"]
     target: str = ""
     number: int = 0
     run_dir: Path
@@ -49,6 +54,7 @@ class Watching(Value):
     job: str
     prices: Prices | None = None
     limit_s: float
+    variables: dict[str, str] = Field(default={}, repr=False, exclude=True)
 
 
 class _Watchdog:

@@ -19,7 +19,7 @@ from typing import Self
 from manager.host.environment import handed_on
 from manager.trackers.process import Watching
 
-END_S = 20.0
+END_S, SAMPLES_END_S = 20.0, 120.0
 MOST_STARTS = 5
 LIMIT_OF_A_CALL_S = 60.0
 OWN_VARIABLES = {"wandb": ("WANDB_", "NETRC"), "mlflow": ("MLFLOW_",)}
@@ -54,17 +54,18 @@ class Watchers:
 
     def __exit__(self, *_: object) -> None:
         self._ending.set()
-        deadline_s = time.monotonic() + self._end_s
+        begun_s = time.monotonic()
         for watcher in self._watchers:
             watcher.end()
         for watcher in self._watchers:
-            watcher.join(deadline_s)
+            samples = watcher.watching.kind == "samples"
+            watcher.join(begun_s + (max(self._end_s, SAMPLES_END_S) if samples else self._end_s))
 
 
 class _Watcher(threading.Thread):
     def __init__(self, watching: Watching, tell: Callable[[str], None], ending: threading.Event) -> None:
         super().__init__(name=f"morph-{watching.kind}", daemon=True)
-        self._watching, self._say, self._ending = watching, tell, ending
+        self.watching, self._say, self._ending = watching, tell, ending
         self._name = watching.kind if watching.kind != "callback" else f"callback {watching.target}"
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
@@ -102,26 +103,34 @@ class _Watcher(threading.Thread):
             super().join()
 
     @property
+    def _command(self) -> list[str]:
+        if self.watching.kind != "samples":
+            return [sys.executable, "-m", "manager.trackers.process"]
+        run_dir = str(self.watching.run_dir)
+        return [sys.executable, "-m", "morph.cli.main", "sample", run_dir, "--while-open"]
+
+    @property
     def _log(self) -> Path:
-        number = f"-{self._watching.number}" if self._watching.kind == "callback" else ""
-        return self._watching.run_dir / "trackers" / f"{self._watching.kind}{number}.log"
+        number = f"-{self.watching.number}" if self.watching.kind == "callback" else ""
+        return self.watching.run_dir / "trackers" / f"{self.watching.kind}{number}.log"
 
     def _start(self) -> subprocess.Popen[str]:
         with self._lock:
             self._log.parent.mkdir(mode=0o700, exist_ok=True)
             with open(os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:  # noqa: PTH123
                 process = self._process = subprocess.Popen(
-                    [sys.executable, "-m", "manager.trackers.process"],
+                    self._command,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
                     text=True,
-                    env=environment_of(self._watching.kind, os.environ),
+                    env=environment_of(self.watching.kind, os.environ) | self.watching.variables,
                     start_new_session=True,  # Ctrl-C is not meant for it: it tells how the run ended
                 )
             if self._given_up:
                 process.kill()
-            self._write(process, self._watching.model_dump_json())
+            if self.watching.kind != "samples":
+                self._write(process, self.watching.model_dump_json())
             if self._ending.is_set():
                 self._tell_end(process)
             return process

@@ -309,6 +309,9 @@ class ClusterConfig(Value):
 
     vms: Vms = LocalVms()
     policy: Policy = Policy()
+    samples: bool = Field(
+        default=False, description="have Job.sample called with each new checkpoint, in a process beside the manager"
+    )
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
         default=(), description="where steps, evaluations and changes are plotted; each needs its extra"
     )

@@ -74,7 +74,7 @@ def export_command(
     if version is not None and version not in known:
         raise unknown_version(stored, "--version", version, known)
     doing("tracing the model")
-    loaded = _loaded(stored, job)
+    loaded = loaded_job(stored, job)
 
     def exported(manifest: Manifest) -> dict[str, Tensor]:
         return export_state(loaded, stored.url, manifest)
@@ -89,7 +89,7 @@ def export_command(
     print(f"wrote version {manifest.version} to {output}: {len(tensors)} tensors, {size_bytes / 2**20:.1f} MiB")
 
 
-def _loaded(stored: Stored, job: str | None) -> Job:
+def loaded_job(stored: Stored, job: str | None) -> Job:
     """The job that is named; else the one that the run trains, whatever became of its files."""
     from manager.run.code import kept
     from manager.run_dir import read_facts
