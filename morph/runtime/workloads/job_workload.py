@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from morph.checkpoint.frozen_weights import FrozenWeights
 from morph.contract.errors import JobError, ProfileError
 from morph.contract.evaluation import EvaluationSize, EvaluationTotals, FinishedMetrics
 from morph.contract.job_facts import JobFacts
@@ -25,7 +26,7 @@ from morph.data import DataWorkers, MicroBatchLoader
 from morph.data.loader import data_facts, data_of, recipe_of
 from morph.jobs.changes import require_same
 from morph.jobs.job import Job
-from morph.runtime.device.staging import placed
+from morph.runtime.device.staging import moved, placed
 from morph.runtime.device.task_clock import clock_of
 from morph.runtime.groups.channels import Carrier, Channel
 from morph.runtime.groups.faults import FaultPlan
@@ -192,7 +193,10 @@ class JobWorkload:
         self._job, self._model, self._initial = found.job, found.model, found.initial
         self._data_workers = self._start_data_workers(setup) if self._job.data_workers else None
         set_kernels(kernels_for(self._job.accumulation, kernels_now()))
-        self._rules = update_rules(self._job, self._device, setup.code.sha256 if setup.code else "")
+        frozen = FrozenWeights(setup.checkpoint_url)
+        self._rules = update_rules(self._job, self._device, setup.code.sha256 if setup.code else "", frozen.digest)
+        for constants in self._model.constants if frozen else ():
+            constants.take(frozen)
         if self._model.fingerprint != setup.fingerprint:
             raise ProfileError(
                 "the profile belongs to another model; calibrate again",
@@ -232,7 +236,7 @@ class JobWorkload:
         return UnitState(
             found,
             {
-                name: self._initial.empty(name, self._device) if empty else self._initial[name].to(self._device)
+                name: self._initial.empty(name, self._device) if empty else moved(self._initial[name], self._device)
                 for name in found.names
             },
             self._job.optimizer,
@@ -256,6 +260,15 @@ class JobWorkload:
     def adopt(self, shadow: UnitState) -> UnitState:
         """See ``Workload.adopt``."""
         return shadow
+
+    def take_place(self, current: Generation) -> None:
+        """See ``Workload.take_place``: constants, frozen weights among them, are read from where they come from."""
+        if current.slot is not None:
+            sections = current.plan.stages[current.slot.stage].sections
+            self._run_model.keep_constants_of(sections)
+            for section in self._run_model.sections[sections.start : sections.stop]:
+                for name in section.constants:
+                    section.constant_values.on(name, self._device)
 
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
         """See ``Workload.executor``."""
