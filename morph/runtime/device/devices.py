@@ -15,6 +15,49 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from morph.contract.errors import ConfigError
+
+
+def check_kernels(device: torch.device) -> None:
+    """Refuse a CUDA device for which this torch has no kernels: the first one that is launched would fail.
+
+    Raises:
+        ConfigError: naming the device, its compute capability, and those that torch was built for.
+    """
+    if device.type != "cuda":
+        return
+    capability, built_for = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
+    if not has_kernels(capability, built_for):
+        raise ConfigError(
+            f"torch {torch.__version__} has no kernels for this device, {torch.cuda.get_device_name(device)}",
+            field="vms.device",
+            value=f"cuda, compute capability {capability[0]}.{capability[1]}",
+            allowed=f"those that torch was built for: {', '.join(built_for)}; docs/gpu.md says which build has others",
+        )
+
+
+def has_kernels(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
+    """Whether code for these architectures runs on a device.
+
+    Binary code (``sm_86``) runs on devices of the same major number and the same or a higher minor one; with a letter
+    behind (``sm_90a``), on that alone. Code that the driver compiles (``compute_90``) runs on all newer ones. An empty
+    list, as of a build for other devices, says nothing.
+    """
+    major, minor = capability
+    for name in built_for:
+        kind, _, number = name.partition("_")
+        digits = number.rstrip("abcdefghijklmnopqrstuvwxyz")
+        if not digits.isdigit():
+            continue
+        made = (int(digits[:-1] or 0), int(digits[-1]))
+        if made == capability:
+            return True
+        if digits == number and (made <= capability if kind == "compute" else made[0] == major and made[1] <= minor):
+            return True
+        if number.endswith("f") and made[0] == major and made[1] <= minor:  # of the family
+            return True
+    return not built_for
+
 
 class Event(Protocol):
     """A place in a stream."""

@@ -41,6 +41,7 @@ from morph.contract.messages import (
     WorkerSetup,
 )
 from morph.jobs.snapshot import use
+from morph.runtime.device.devices import check_kernels
 from morph.runtime.device.link_choice import form_on_devices
 from morph.runtime.device.staging import staging_for
 from morph.runtime.followers.known_sums import KnownSums
@@ -109,6 +110,7 @@ def set_up(setup: WorkerSetup) -> Worker | Failed:
         torch.set_num_threads(setup.num_threads)
         os.environ.update(setup.variables)
         take_slot(setup.device_slots)
+        check_kernels(torch.device(setup.device))
         setup = setup.model_copy(update={"variables": {}})
         if setup.code is not None:
             job_path = use(setup.code)
