@@ -119,7 +119,7 @@ def read_entry(content: bytes, folder: str) -> Entry:
             for entries, specs, num_operations in form["tensors"]
         )
         return Entry(
-            read_value(form["model"], constants=Constants(constants, form["constants"])),
+            read_value(form["model"], constants=Constants(constants, form["constants"], constants.specs)),
             InitialState(parameters, buffers),
             tape,
         )
