@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 import random
 from collections import UserDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import fsspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -17,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from morph import Best, CutPoint, Job, Loss, LossScaling, PerSample, Sum
 from morph.data.order import stratified, weighted
+from morph.data.streams import Jsonl, Stream
 from morph.losses import cross_entropy
 
 WIDTH = 8
@@ -268,6 +272,62 @@ cropped = replace(plain, dataset=Crops, eval_data=lambda: Crops(1000, 11), eval_
 read_beside = replace(cropped, data_workers=2, eval_every_steps=4)
 read_by_one = replace(read_beside, data_workers=1)
 read_between = replace(read_beside, data_workers=0)
+
+
+class Counting(Net):
+    """A model that counts how often it was trained on each sample: what ``seen`` loses in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = nn.Parameter(torch.zeros(NUM_SAMPLES))
+
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Map [samples, width] to the same shape; also the counts of the samples."""
+        return super().forward(x), self.seen[ids]
+
+
+def counting_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean squared error, and a gradient of one share of the mini-batch for each sample's count."""
+    found, counts = model(batch["x"], batch["id"])
+    return functional.mse_loss(found, batch["y"]) + counts.mean()
+
+
+def counting_sgd(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """SGD that takes the whole gradient of the counts."""
+    groups = [{"params": [p], "lr": float(BATCH_SIZE) if name.endswith("seen") else 0.1} for name, p in parameters]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+def numbered_crop(record: dict[str, Any]) -> dict[str, Tensor]:
+    """A random crop of a record, and its number."""
+    row = torch.randn(4 * WIDTH, generator=torch.Generator().manual_seed(record["id"]))
+    begin = int(torch.randint(0, 3 * WIDTH, ()))
+    x = row[begin : begin + WIDTH]
+    return {"x": x, "y": x.roll(1), "id": torch.tensor(record["id"])}
+
+
+def shards() -> Stream:
+    """Four packed files in a file system that is not local."""
+    for shard in range(4):
+        lines = "".join(json.dumps({"id": 10 * shard + place}) + "\n" for place in range(10))
+        fsspec.filesystem("memory").pipe_file(f"/shards/{shard}.jsonl.gz", gzip.compress(lines.encode(), mtime=0))
+    return Stream(Jsonl("memory://shards/*.jsonl.gz"), numbered_crop, window=2)
+
+
+class Passing(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+    """Samples that can only be read from the first one on."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return NUM_SAMPLES
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Yield random crops."""
+        return (numbered_crop({"id": index}) for index in range(NUM_SAMPLES))
+
+
+streamed = replace(plain, model=Counting, loss=counting_loss, optimizer=counting_sgd, dataset=shards, data_workers=1)
+passing = replace(streamed, dataset=Passing)
 
 
 class Normed(nn.Module):

@@ -26,7 +26,7 @@ from morph.data import DataWorkers, MicroBatchLoader
 from morph.data.loader import data_facts
 from morph.jobs.changes import require_same
 from morph.jobs.job import Job
-from morph.runtime.device.staging import placed
+from morph.runtime.device.staging import moved, placed
 from morph.runtime.device.task_clock import clock_of
 from morph.runtime.groups.channels import Carrier, Channel
 from morph.runtime.groups.faults import FaultPlan
@@ -219,7 +219,7 @@ class JobWorkload:
         return UnitState(
             found,
             {
-                name: self._initial.empty(name, self._device) if empty else self._initial[name].to(self._device)
+                name: self._initial.empty(name, self._device) if empty else moved(self._initial[name], self._device)
                 for name in found.names
             },
             self._job.optimizer,
