@@ -13,6 +13,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from manager.run_dir import RunDir, RunFacts, read_facts
+from manager.trackers.process import Watching
+from manager.trackers.supervisor import Watchers
 from morph.checkpoint.frozen_weights import FrozenWeights
 from morph.checkpoint.manifest import read_manifest, version_url, write_manifest
 from morph.checkpoint.plain_file import write_plain_file
@@ -29,7 +31,7 @@ from tests.cli.given import without_phases
 from tests.crew import taking_part
 from tests.system.harness import load_tiny_job
 from tests.training.shapes import NAMES, ShapesCrew, spec_of
-from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, Net
+from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, Net, Points
 
 pytestmark = pytest.mark.slow
 
@@ -442,3 +444,35 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
     file.write_bytes(bytes(data))
     code, said = morph("export", run, tmp_path / "out.safetensors")
     assert (code, "differs from its manifest" in said) == (1, True)
+
+
+def test_a_jobs_function_is_called_with_the_model_of_the_newest_checkpoint(tmp_path: Path) -> None:
+    run_dir = trained_run(spec_of("judged"), tmp_path / "run")
+    code, said = morph("sample", run_dir, "-o", tmp_path / "samples")
+    path = tmp_path / "samples" / f"v{NUM_STEPS:08d}.json"
+    assert (code, said.splitlines()[-1]) == (0, f"wrote {path}")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert morph("export", run_dir, tmp_path / "out.safetensors")[0] == 0
+    net = Net().eval()
+    net.load_state_dict(safetensors.torch.load_file(tmp_path / "out.safetensors"))
+    with torch.no_grad():
+        expected = net(Points()[0]["x"][None])[0].tolist()
+    assert (found["step"], found["sample"]["said"]) == (NUM_STEPS, pytest.approx(expected))
+
+    said_of_it: list[str] = []
+    watching = Watching(
+        kind="samples",
+        run_dir=run_dir,
+        journal=run_dir / "journal.sqlite",
+        checkpoint_url="",
+        job="judged",
+        limit_s=60,
+    )
+    with Watchers((watching,), said_of_it.append):
+        pass
+    again = json.loads((run_dir / "samples" / path.name).read_text(encoding="utf-8"))
+    assert (said_of_it, again) == ([], found), "what is drawn depends on the version alone"
+    assert "has its sample in" in morph("sample", run_dir)[1]
+
+    code, said = morph("sample", trained_run(spec_of("plain"), tmp_path / "plain"))
+    assert (code, "Job: sample: is not given; allowed: lambda model, step: text" in said) == (2, True)

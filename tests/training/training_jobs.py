@@ -231,14 +231,63 @@ def f1_score(values: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def spoken(model: nn.Module, step: int) -> dict[str, Any]:
+    """Say something with the model, and draw something."""
+    assert not model.training
+    if step == 3:
+        raise ValueError("nothing to say")
+    return {"step": step, "said": model(Points()[0]["x"][None])[0].tolist(), "drawn": float(torch.rand(()))}
+
+
 judged = replace(
     plain,
+    sample=spoken,
     loss=loss_with_answers,
     optimizer=sgd,
     eval_data=lambda: Points(1000, 11),
     eval_every_steps=2,
     eval_metrics=f1_score,
     best=Best(metric="root", patience=3),
+)
+
+
+class Numbered(Points):
+    """Points with a place for the number of the step."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return ``x``, ``y`` and ``now``."""
+        return {**super().__getitem__(index), "now": 0}
+
+
+def annealed_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean squared error to a goal that moves with the step."""
+    now = batch["now"][0]
+    goal = batch["y"] * (1 - 0.9**now)
+    return functional.mse_loss(model(batch["x"]), goal), {"now": now.float()}
+
+
+def annealing(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Move the momentum with the step."""
+    for group in optimizer.param_groups:
+        group["momentum"] = min(0.9, 0.1 * group["step_number"])
+
+
+def annealed_sgd(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """SGD whose momentum grows with the number of the step."""
+    groups = [{"params": [parameter for _, parameter in parameters], "step_number": 0}]
+    optimizer = torch.optim.SGD(groups, lr=0.05)
+    optimizer.register_step_pre_hook(annealing)
+    return optimizer
+
+
+annealed = replace(
+    plain,
+    loss=annealed_loss,
+    dataset=Numbered,
+    optimizer=annealed_sgd,
+    step_entry="now",
+    eval_data=lambda: Numbered(1000, 11),
+    eval_every_steps=2,
 )
 
 

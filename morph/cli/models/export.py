@@ -80,7 +80,7 @@ def export_command(
     if version is not None and version not in known:
         raise unknown_version(stored, "--version", version, known)
     doing("tracing the model")
-    loaded = _loaded(stored, job)
+    loaded = loaded_job(stored, job)
 
     def exported(manifest: Manifest) -> tuple[nn.Module | None, dict[str, Tensor]]:
         if as_folder:
@@ -101,7 +101,7 @@ def export_command(
     print(f"wrote version {manifest.version} to {output}: {num_tensors} tensors, {size_bytes / 2**20:.1f} MiB")
 
 
-def _loaded(stored: Stored, job: str | None) -> Job:
+def loaded_job(stored: Stored, job: str | None) -> Job:
     """The job that is named; else the one that the run trains, whatever became of its files."""
     from manager.run.code import kept
     from manager.run_dir import read_facts

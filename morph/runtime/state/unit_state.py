@@ -141,6 +141,10 @@ _CLIP_EPSILON = 1e-6
 """As in ``torch.nn.utils.clip_grad_norm_``."""
 
 
+STEP_NUMBER = "step_number"
+"""Of a parameter group, where the job has it: the number of the step, for optimizers that go by it."""
+
+
 class UnitState:
     """What a worker holds of one unit.
 
@@ -325,6 +329,9 @@ class UnitState:
         for name, parameter in self._updated.items():
             gradient = reduced.gradients.get(name)
             parameter.grad = gradient if gradient is None or factor == 1.0 else gradient.mul_(factor)
+        for group in self.optimizer.param_groups:
+            if STEP_NUMBER in group:
+                group[STEP_NUMBER] = self.version
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
