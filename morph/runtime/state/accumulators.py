@@ -314,6 +314,8 @@ class FastAccumulator(Accumulator):
     ) -> None:
         super().__init__(like, loss_scale, changes, memory)
         self._added: set[str] = set()
+        self._shaped: dict[str, Tensor] = {}
+        """Sums in the shapes of their means."""
 
     def _type(self, mean_dtype: torch.dtype) -> torch.dtype:
         return torch.float64 if mean_dtype == torch.float64 else torch.float32
@@ -324,8 +326,16 @@ class FastAccumulator(Accumulator):
         later: tuple[list[Tensor], list[Tensor]] = [], []
         for name, gradient in gradients:
             into, is_first = self._part_of[name].sum_of(name)
-            for found, tensor in zip(first if is_first else later, (into, reals(gradient)), strict=True):
-                found.append(tensor)
+            if name in self._changes:
+                gradient = reals(gradient)
+            else:
+                shaped = self._shaped.get(name)
+                if shaped is None:
+                    shaped = self._shaped[name] = from_reals(into, self._like[name])
+                into = shaped
+            sums, values = first if is_first else later
+            sums.append(into)
+            values.append(gradient)
         fresh = [name for name, _ in gradients if name not in self._added]
         self._added.update(fresh)
         for operation, tensors in (

@@ -91,13 +91,13 @@ def _mean(sums, means, scales, nums, divisor, stride, members, size: tl.constexp
 
 def add(sums: Sequence[FixedSum], values: Sequence[Tensor], is_first: Sequence[bool]) -> None:
     """See ``fixed_point.add_fixed``; flat, and all on one device."""
-    kinds: dict[tuple[torch.dtype, bool], list[tuple[FixedSum, Tensor]]] = {}
+    kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[FixedSum, Tensor]]] = {}
     for one, value, first in zip(sums, values, is_first, strict=True):
         if value.numel() == 0:
             one.largest.clamp_(min=0.0)
         else:
-            kinds.setdefault((value.dtype, first), []).append((one, value))
-    for (_, first), pairs in kinds.items():
+            kinds.setdefault((value.dtype, _is_even(one.total, value), first), []).append((one, value))
+    for (_, _, first), pairs in kinds.items():
         for some in _portions(pairs):
             halves = [one.exponent // 2 for one, _ in some]  # what a loss scale takes off may leave no ordinary float32
             nums = tuple(value.numel() for _, value in some)
@@ -116,7 +116,10 @@ def add(sums: Sequence[FixedSum], values: Sequence[Tensor], is_first: Sequence[b
 
 def mean(totals: Sequence[Tensor], exponents: Sequence[int], divisor: int, into: Sequence[Tensor]) -> None:
     """See ``fixed_point.from_fixed``; into float32 or float64, rows of all tensors as far apart."""
-    for some in _portions([one for one in zip(totals, exponents, into, strict=True) if one[2].numel()]):
+    every = [one for one in zip(totals, exponents, into, strict=True) if one[2].numel()]
+    even = [_is_even(total, means) for total, _, means in every]
+    kinds = [[one for one, is_even in zip(every, even, strict=True) if is_even == wanted] for wanted in (True, False)]
+    for some in (some for kind in kinds for some in _portions(kind)):
         rows = some[0][0]
         nums = tuple(means.numel() for _, _, means in some)
         with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
@@ -130,6 +133,11 @@ def mean(totals: Sequence[Tensor], exponents: Sequence[int], divisor: int, into:
                 len(rows),
                 ELEMENTS,
             )
+
+
+def _is_even(total: Tensor, values: Tensor) -> bool:
+    """Whether a kernel may move several numbers at once; one tensor with which it may not keeps it from that."""
+    return values.numel() % 16 == 0 and not (total.data_ptr() % 16 or values.data_ptr() % 16)
 
 
 def _portions(tensors: Sequence[Any]) -> Iterator[Sequence[Any]]:

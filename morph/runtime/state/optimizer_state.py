@@ -120,45 +120,45 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE and not watched
 
 
-def step_all(optimizers: Sequence[Optimizer]) -> None:
-    """Have optimizers step for which ``is_elementwise`` holds: in one call those that take the same kernels for it.
+def step_together(optimizers: Sequence[Optimizer]) -> None:
+    """Have optimizers step in one call for which ``is_elementwise`` holds, and ``kernels_of`` is the same.
 
-    Which kernels torch takes depends on all tensors of a group. So only those share one that are alike in all that the
-    choice depends on: settings, types, device, layout, and what their states have.
+    All their parameters have gradients, and all have stepped before.
     """
-    alike: dict[Any, list[Optimizer]] = {}
+    if len(optimizers) < 2:
+        for optimizer in optimizers:
+            optimizer.step()
+        return
+    groups: list[dict[str, Any]] = []
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        settings = _settings(group)
+        found = next((one for one in groups if _settings(one) == settings), None)
+        if found is None:
+            groups.append(found := {**settings, "params": []})
+        found["params"].extend(group["params"])
+    joint = copy(optimizers[0])  # with groups and a state of its own, and without what is hung on that one
+    joint.param_groups = groups
+    joint.state = defaultdict(dict)
     for optimizer in optimizers:
-        alike.setdefault(_kernels_of(optimizer) or id(optimizer), []).append(optimizer)
-    for some in alike.values():
-        if len(some) == 1:
-            some[0].step()
-            continue
-        groups: list[dict[str, Any]] = []
-        for group in (group for optimizer in some for group in optimizer.param_groups):
-            settings = _settings(group)
-            found = next((one for one in groups if _settings(one) == settings), None)
-            if found is None:
-                groups.append(found := {**settings, "params": []})
-            found["params"].extend(group["params"])
-        joint = copy(some[0])  # one of its own groups and states, and without what is hung on it
-        joint.param_groups = groups
-        joint.state = defaultdict(dict)
-        for optimizer in some:
-            joint.state.update(optimizer.state)
-        joint.step()
+        joint.state.update(optimizer.state)
+    joint.step()
 
 
-def _kernels_of(optimizer: Optimizer) -> Any:
-    """What its choice of kernels depends on; None if it is to step by itself."""
+def kernels_of(optimizer: Optimizer) -> Any:
+    """What an optimizer's choice of kernels depends on, beside its settings; None if it is to step by itself.
+
+    Torch chooses for all tensors of a group, so only those may share one that are alike: in type, device, layout, and
+    what their states have. To be asked behind a step, with the gradients still there.
+    """
     found = set()
     for group in optimizer.param_groups:
         if any(isinstance(value, Tensor) for value in _settings(group).values()):
             return None
-        for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
+        for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             tensors = (parameter, parameter.grad, *(value for value in state.values() if isinstance(value, Tensor)))
             is_plain = type(parameter) is Parameter and not parameter.is_complex() and parameter.numel()
-            if not (is_plain and all(tensor.is_contiguous() for tensor in tensors)):
+            if not (is_plain and all(tensor is not None and tensor.is_contiguous() for tensor in tensors)):
                 return None
             kinds = tuple((key, getattr(value, "dtype", None)) for key, value in sorted(state.items()))
             found.add((parameter.device, parameter.dtype, parameter.grad.dtype, kinds))

@@ -33,12 +33,13 @@ from morph.runtime.state.optimizer_state import (
     build_both,
     group_numbers,
     is_aligned,
+    kernels_of,
     load_optimizer_state,
     load_settings,
     optimizer_state,
     says_otherwise,
     scheduler_numbers,
-    step_all,
+    step_together,
 )
 from morph.runtime.state.parts import Memory, reals
 
@@ -185,7 +186,7 @@ class UnitState:
         self.optimizer, self.scheduler, said, self._is_elementwise = build_both(
             self._make_optimizer, self._rules.make_scheduler, self._updated
         )
-        self._has_stepped = False
+        self._kernels: Any = None
         scale = self._rules.loss_scale
         self._said = {
             **said,
@@ -297,20 +298,21 @@ class UnitState:
         """
         if self.begin_step(decided):
             self.optimizer.step()
-            self._has_stepped = True
+            if self.joins and self._is_elementwise:
+                self._kernels = kernels_of(self.optimizer)
         self.end_step(decided)
 
     joins = True
     """Whether its optimizer may step together with other units' at all."""
 
     @property
-    def may_join(self) -> bool:
-        """Whether its next step may be made together with other units'.
+    def kernels(self) -> Any:
+        """What the kernels of its next step depend on: units with the same may step together. None: this one may not.
 
         The first step of an optimizer is its own: it makes its state, and tells its schedule. A state that is on the
         device only while it is updated does not wait there for others.
         """
-        return self.joins and self._is_elementwise and self._has_stepped and self._home is None
+        return self._kernels if self._home is None else None
 
     def begin_step(self, decided: Decided | None) -> bool:
         """Give the optimizer its gradients; returns whether it is to step before ``end_step``."""
@@ -423,6 +425,7 @@ class UnitState:
         if says_otherwise(numbers, self._said):
             self._build_optimizer()
         load_optimizer_state(self.optimizer, self._updated, found, numbers["optimizer"], for_good=for_good)
+        self._kernels = None
         self._load_numbers(numbers)
         self.reduced = self._scales_before = None
 
@@ -477,25 +480,30 @@ def apply_all(states: Iterable[UnitState], decided: Decided | None) -> None:
     One call makes the steps of optimizers with the same settings, which compute each element by itself, so that no bit
     depends on which units share it. It has no more elements than the largest unit, so that it needs no more memory.
     """
-    together: list[UnitState] = []
+    together: dict[Any, list[UnitState]] = {}
     for state in states:
-        if state.may_join:
-            together.append(state)
-        else:
+        if state.kernels is None:
             state.apply(decided)
-    sizes = [sum(parameter.numel() for parameter in state.parameters.values()) for state in together]
-    most, some, num = max([AT_ONCE, *sizes]), list[UnitState](), 0
-    for state, size in zip(together, sizes, strict=True):
-        if num + size > most:
-            _apply_together(some, decided)
-            some, num = [], 0
-        some.append(state)
-        num += size
-    _apply_together(some, decided)
+        else:
+            together.setdefault(state.kernels, []).append(state)
+    for some in together.values():
+        sizes = [sum(parameter.numel() for parameter in state.parameters.values()) for state in some]
+        most, joined, num = max([AT_ONCE, *sizes]), list[UnitState](), 0
+        for state, size in zip(some, sizes, strict=True):
+            if num + size > most:
+                _apply_together(joined, decided)
+                joined, num = [], 0
+            joined.append(state)
+            num += size
+        _apply_together(joined, decided)
 
 
 def _apply_together(states: Sequence[UnitState], decided: Decided | None) -> None:
-    step_all([state.optimizer for state in states if state.begin_step(decided)])
+    begun = [state.optimizer for state in states if state.begin_step(decided)]
+    lacking = [one for one in begun if any(entry.grad is None for group in one.param_groups for entry in group["params"])]
+    for one in lacking:
+        one.step()
+    step_together([one for one in begun if one not in lacking])
     for state in states:
         state.end_step(decided)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -103,7 +104,7 @@ class StepSums:
         for name in sorted(units.keys() - set(shared)):
             self._complete_at[min(self._sections_of[name])].append(name)
         self._last = sorted(shared, key=lambda name: (rings.of_unit[name], name))
-        self._gradients: dict[str, list[tuple[str, Tensor]]] = {}
+        self._gradients: dict[str, list[tuple[str, Tensor]]] = defaultdict(list)
         """By unit, of the section whose backward is not through: they are added together."""
         self._before: dict[tuple[str, int], int] = {}
         self._counted: dict[tuple[str, int], int] = {}
@@ -122,8 +123,8 @@ class StepSums:
     def _add(self, micro_batch: int, section: int, name: str, gradient: Tensor) -> None:
         """Add what one micro-batch's backward through one section gave, unless it is in a sum already."""
         unit = self._unit_of[name]
-        if not self._before.get((unit, section), 0) >> micro_batch & 1:
-            self._gradients.setdefault(unit, []).append((name, gradient))
+        if not (self._before and self._before.get((unit, section), 0) >> micro_batch & 1):
+            self._gradients[unit].append((name, gradient))
 
     def add_loss(self, micro_batch: int, outputs: Sequence[Tensor], metric_names: Sequence[str]) -> None:
         """Note what the last stage's forward gave of a micro-batch, unless a worker has that already.
