@@ -94,7 +94,7 @@ def _arm(worker: Any, faults: tuple[Fault, ...], slow_s: float) -> None:
             time.sleep(slow_s)
         elif not slow_s and stream is not None and threading.current_thread() is computes:
             if stream._connection is not None:  # what came before is taken in when this arrives, not when it has left
-                stream._put(Frame({"kind": "follows"}, {}), 0)
+                stream._put(Frame({"kind": "follows"}, {}))
             deadline_s = time.monotonic() + END_S
             while stream.error is None and (stream._queue or stream._sending) and time.monotonic() < deadline_s:
                 time.sleep(0.001)
@@ -158,6 +158,7 @@ def _serve(orders: Connection, control: Connection) -> None:
             "copied": lambda sender, step: _num_copied(workers[-1], sender, step),
             "ends": lambda: [type(one).__name__ for one in workers[-1]._generation.mailboxes.values()],  # type: ignore[union-attr]
             "staged_bytes": lambda: 0 if HERE.device is None else HERE.device.copied_bytes,
+            "released": lambda: 0 if HERE.device is None else HERE.device.released,
             "launches": lambda: [] if HERE.nccl is None else HERE.nccl.launches,
             "waiting": lambda: bool(workers[-1]._interrupt._condition._waiters),  # type: ignore[attr-defined]
         }
@@ -186,6 +187,8 @@ def _serve(orders: Connection, control: Connection) -> None:
                     before._reaper.reap(before._generation.groups)
                 if beside := getattr(before._workload, "_data_workers", None):
                     beside.close()
+            if HERE.device is not None:  # which a setup does not know
+                arguments = (arguments[0].model_copy(update={"device": HERE.device.kind.type}),)
             made = set_up(*arguments)
             if isinstance(made, Failed):
                 orders.send(made)
@@ -555,11 +558,12 @@ class ManagedCrew:
 
     Args:
         job: What every run trains.
+        job_path: Where it is defined.
     """
 
-    def __init__(self, job: TinyJob) -> None:
-        self.job = job
-        self._code = pack(JOB, collect(JOB))
+    def __init__(self, job: TinyJob, job_path: str = JOB) -> None:
+        self.job, self._job_path = job, job_path
+        self._code = pack(job_path, collect(job_path))
         self._idle: list[Member] = []
         self._members: dict[str, Member] = {}
         self._lost: set[str] = set()
@@ -615,7 +619,9 @@ class ManagedCrew:
     def start(self, worker: str, vm: str) -> None:
         member = self._members[worker] = self._idle.pop() if self._idle else Member(worker)
         url = self._checkpoint_url
-        setup = worker_setup(self.job, worker, self._store, job_path=JOB, checkpoint_url=url, code=self._code)
+        setup = worker_setup(
+            self.job, worker, self._store, job_path=self._job_path, checkpoint_url=url, code=self._code
+        )
         member.send("setup", setup)
 
     def reshape(self, worker: str, order: ReshapeOrder) -> None:

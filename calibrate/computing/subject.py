@@ -36,7 +36,7 @@ class Subject:
 
     def benches(self, model: CutModel, signatures: Container[str] | None = None) -> list[Bench]:
         """Set up one section of each kind, or of these kinds."""
-        loader = MicroBatchLoader(self.dataset, self.job.seed, self.job.batch_size, model.micro_batch_size)
+        loader = MicroBatchLoader.of(self.job, model.micro_batch_size)
         return [
             make_bench(self.job, section, self.loaded.initial, loader, self.device)
             for section in one_of_each(model)

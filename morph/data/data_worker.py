@@ -28,7 +28,7 @@ import torch
 
 from morph.contract.job_facts import JobFacts
 from morph.data.evaluation import EPOCH
-from morph.data.loader import data_facts, data_of, read_samples, require_alike, stack_entry
+from morph.data.loader import data_facts, data_of, recipe_of
 from morph.data.slots import Slots
 from morph.jobs.changes import require_same
 from morph.jobs.files import JobFiles
@@ -63,10 +63,12 @@ def main() -> int:
 
 def _hear(line: Connection, heard: queue.SimpleQueue[Message]) -> None:
     """Take in what the worker says, also while a sample is read. A line that ends says that the worker is gone."""
-    with suppress(EOFError, OSError):
-        while True:
-            heard.put(json.loads(line.recv_bytes()))
-    os._exit(0)
+    try:
+        with suppress(EOFError, OSError):
+            while True:
+                heard.put(json.loads(line.recv_bytes()))
+    finally:  # also where something else came than JSON
+        os._exit(0)
 
 
 def _tell(line: Connection, message: Message) -> None:
@@ -97,13 +99,13 @@ def _answer(job: Job, slots: Slots, memory: torch.Tensor, request: Mapping[str, 
     """Read one micro-batch into a slot. Whatever is raised, the worker reads it again, and raises it itself."""
     slot = request["slot"]
     try:
-        samples, count = [], slots.num_read(memory)
-        for epoch, index in slots.samples(memory, slot).tolist():
-            dataset = data_of(job, "eval_data" if epoch == EPOCH else "dataset")
-            samples += read_samples(dataset, job.seed, [(epoch, index)])
-            require_alike(samples[-1], slots.like, f"dataset()[{index}]", "as in item 0")
+        samples, count, recipe = [], slots.num_read(memory), recipe_of(job)
+        places = [(epoch, index) for epoch, index in slots.samples(memory, slot).tolist()]
+        for epoch, index in places:
+            samples += recipe.read(data_of(job, "eval_data" if epoch == EPOCH else "dataset"), [(epoch, index)])
             count += 1  # seen by the worker: the memory is shared
-        stride = {key: slots.put(memory, slot, key, stack_entry(samples, key)) for key in request["keys"]}
+        made = recipe.alike(samples, places, slots.like, "dataset()", "as in item 0", request["keys"])
+        stride = {key: slots.put(memory, slot, key, made[key]) for key in request["keys"]}
     except Exception as error:
         return {"slot": slot, "error": _shown(error)}
     return {"slot": slot, "stride": stride}

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import Tensor
 
 from morph.contract.errors import JobError
-from morph.data.loader import check_map_style, read_samples, require_alike, stack_entry
+from morph.data.batches import Recipe
+from morph.data.loader import check_map_style
+from morph.data.order import Place
 from morph.data.prefetch import DataWorkers
 from morph.jobs.job import MapDataset
 
@@ -25,6 +27,7 @@ class EvaluationLoader:
         micro_batch_size: m.
         num_samples: How many samples to take at most; None: all.
         prefetcher: Reads what is expected.
+        recipe: How micro-batches are made of samples; None: by stacking.
 
     Raises:
         JobError: too few samples, or a first sample that differs from those of training.
@@ -38,6 +41,7 @@ class EvaluationLoader:
         micro_batch_size: int,
         num_samples: int | None,
         prefetcher: DataWorkers | None = None,
+        recipe: Recipe | None = None,
     ) -> None:
         available = check_map_style(dataset, "eval_data")
         self.num_micro_batches = min(available, num_samples or available) // micro_batch_size
@@ -50,13 +54,13 @@ class EvaluationLoader:
             field, value = ("eval_data", available) if num_samples is None else ("eval_samples", num_samples)
             raise JobError("is too small", source="Job", field=field, value=value, allowed=allowed)
         self._dataset = dataset
-        self._seed = seed
+        self._recipe = recipe or Recipe(seed)
         self._micro_batch_size = micro_batch_size
         self._training_sample = training_sample
         self._prefetcher = prefetcher
         self._expected: tuple[str, ...] = ()
         self._taken: tuple[int, dict[str, Tensor]] = -1, {}
-        self._read(range(1))
+        self._read([(EPOCH, 0)])
 
     def expect(self, micro_batches: Sequence[int], keys: Iterable[str], over: Callable[[], bool]) -> None:
         """Have these prefetched. See ``DataWorkers.expect``."""
@@ -77,16 +81,12 @@ class EvaluationLoader:
             self._taken = micro_batch, self._prefetcher.take((EPOCH, micro_batch, self._expected))
         if self._taken[0] == micro_batch and self._taken[1].keys() >= set(keys):
             return {key: self._taken[1][key] for key in keys}
-        samples = self._read(index for _, index in self._samples(micro_batch))
-        return {key: stack_entry(samples, key) for key in keys}
+        return self._read(self._samples(micro_batch), keys)
 
-    def _samples(self, micro_batch: int) -> list[tuple[int, int]]:
+    def _samples(self, micro_batch: int) -> list[Place]:
         first = micro_batch * self._micro_batch_size
         return [(EPOCH, index) for index in range(first, first + self._micro_batch_size)]
 
-    def _read(self, indices: Iterable[int]) -> list[dict[str, Tensor]]:
-        indices = tuple(indices)
-        samples = read_samples(self._dataset, self._seed, [(EPOCH, index) for index in indices])
-        for index, sample in zip(indices, samples, strict=True):
-            require_alike(sample, self._training_sample, f"eval_data()[{index}]", "as in training")
-        return samples
+    def _read(self, places: Sequence[Place], keys: Sequence[str] | None = None) -> dict[str, Tensor]:
+        samples = self._recipe.read(self._dataset, places)
+        return self._recipe.alike(samples, places, self._training_sample, "eval_data()", "as in training", keys)

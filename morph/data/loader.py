@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from morph.contract.errors import JobError
 from morph.contract.job_facts import DataFacts, SampleFacts
-from morph.data.order import sample_indices
+from morph.data.batches import Form, Recipe
+from morph.data.order import EpochOrder, Order, Place
 from morph.data.prefetch import DataWorkers
 from morph.data.seeding import own_generators, seed_of
 from morph.jobs.job import Job, MapDataset
@@ -22,7 +23,8 @@ DataField = Literal["dataset", "eval_data"]
 _CACHED_MICRO_BATCHES = 8
 _MOST_CACHED = 64
 _BUILT = "_built_data"
-"""The attribute of a job that holds its data sets."""
+"""The attribute of a job that holds its data sets, and the form of its batches."""
+_FORM = "form"
 
 
 class MicroBatchLoader:
@@ -36,6 +38,8 @@ class MicroBatchLoader:
         batch_size: M.
         micro_batch_size: m.
         prefetcher: Reads what is expected. It is told what samples look like, so the first one is read now.
+        recipe: How micro-batches are made of samples; None: by stacking.
+        order: Of the samples; None: the default one.
 
     Raises:
         JobError: something else than a data set, or a first sample that is none.
@@ -48,20 +52,29 @@ class MicroBatchLoader:
         batch_size: int,
         micro_batch_size: int,
         prefetcher: DataWorkers | None = None,
+        recipe: Recipe | None = None,
+        order: Order | None = None,
     ) -> None:
         check_map_style(dataset, "dataset")
         self._dataset = dataset
         self._first: dict[str, Tensor] | None = None
-        self._seed = seed
-        self._batch_size = batch_size
+        self._recipe = recipe or Recipe(seed)
+        self._order = order or EpochOrder(dataset, seed, batch_size)
+        self._mini_batches: OrderedDict[int, Sequence[Place]] = OrderedDict()
         self._micro_batch_size = micro_batch_size
         self._num_kept = _CACHED_MICRO_BATCHES
-        self._samples: dict[tuple[int, int], list[dict[str, Tensor]]] = {}
+        self._samples: dict[tuple[int, int], list[Any]] = {}
         self._stacked: OrderedDict[tuple[int, int], dict[str, Tensor]] = OrderedDict()
         self._prefetcher = prefetcher
         self._expected: tuple[str, ...] = ()
         if prefetcher is not None:
             prefetcher.begin(self._first_sample(), micro_batch_size)
+
+    @classmethod
+    def of(cls, job: Job, micro_batch_size: int, prefetcher: DataWorkers | None = None) -> MicroBatchLoader:
+        """Return the loader of a job's training data."""
+        dataset, recipe = data_of(job), recipe_of(job)
+        return cls(dataset, job.seed, job.batch_size, micro_batch_size, prefetcher, recipe, order_of(job))
 
     def expect(
         self, places: Iterable[tuple[int, int]], keys: Iterable[str], over: Callable[[], bool], window: int
@@ -98,7 +111,7 @@ class MicroBatchLoader:
             stacked |= self._prefetcher.take((*place, self._expected))
         for key in wanted:
             if key not in stacked:
-                stacked[key] = stack_entry(self._load_samples(place), key)
+                stacked |= self._made(place, [key])
         return {key: stacked[key] for key in wanted}
 
     def _remembered(self, place: tuple[int, int]) -> dict[str, Tensor]:
@@ -110,49 +123,25 @@ class MicroBatchLoader:
             self._samples.pop(oldest, None)
         return stacked
 
-    def _load_samples(self, place: tuple[int, int]) -> list[dict[str, Tensor]]:
+    def _made(self, place: tuple[int, int], keys: list[str]) -> dict[str, Tensor]:
+        places, first = self._samples_of(*place), self._first_sample()
         if place not in self._samples:
-            places = self._samples_of(*place)
-            samples = read_samples(self._dataset, self._seed, places)
-            first = self._first_sample()
-            for (_, index), sample in zip(places, samples, strict=True):
-                field = f"dataset()[{index}]"
-                require_alike(sample, first, field, "as in item 0; pad or crop samples in the data set")
-            self._samples[place] = samples
-        return self._samples[place]
+            self._samples[place] = self._recipe.read(self._dataset, places)
+        return self._recipe.alike(self._samples[place], places, first, "dataset()", "as in item 0", keys)
 
-    def _samples_of(self, step: int, micro_batch: int) -> list[tuple[int, int]]:
+    def _samples_of(self, step: int, micro_batch: int) -> list[Place]:
         """Epoch and index of each sample."""
+        if step not in self._mini_batches:
+            while len(self._mini_batches) > 1:
+                self._mini_batches.popitem(last=False)
+            self._mini_batches[step] = self._order.mini_batch(step)
         first = micro_batch * self._micro_batch_size
-        indices = sample_indices(self._seed, step, self._batch_size, len(self._dataset))
-        position = step * self._batch_size + first
-        return [
-            ((position + offset) // len(self._dataset), int(index))
-            for offset, index in enumerate(indices[first : first + self._micro_batch_size])
-        ]
+        return list(self._mini_batches[step][first : first + self._micro_batch_size])
 
     def _first_sample(self) -> dict[str, Tensor]:
         if self._first is None:
-            (self._first,) = read_samples(self._dataset, self._seed, [(0, 0)])
+            self._first = self._recipe.first(self._dataset)
         return self._first
-
-
-def require_alike(sample: Mapping[str, Tensor], like: Mapping[str, Tensor], field: str, allowed: str) -> None:
-    """Refuse a sample without an entry of another, or with one of another shape or type.
-
-    Raises:
-        JobError: naming the entry, behind ``field``, and what is ``allowed``, behind the other's shape.
-    """
-    for key, wanted in like.items():
-        found = sample.get(key)
-        if found is None or found.shape != wanted.shape or found.dtype != wanted.dtype:
-            raise JobError(
-                "differs from the others",
-                source="Job",
-                field=f"{field}[{key!r}]",
-                value="nothing" if found is None else f"{tuple(found.shape)} {found.dtype}",
-                allowed=f"{tuple(wanted.shape)} {wanted.dtype}, {allowed}",
-            )
 
 
 def data_of(job: Job, field: DataField = "dataset") -> MapDataset:
@@ -175,66 +164,27 @@ def forget_data(job: Job, field: DataField) -> None:
     job.__dict__.get(_BUILT, {}).pop(field, None)
 
 
-def read_samples(dataset: MapDataset, seed: int, places: Iterable[tuple[int, int]]) -> list[dict[str, Tensor]]:
-    """Read samples; what one draws from the global generators depends on (seed, epoch, index) alone.
-
-    Args:
-        dataset: The data set.
-        seed: The job's.
-        places: Epoch and index of each sample.
-
-    Raises:
-        JobError: a sample that is not a dict with string keys and tensor values.
-    """
-    samples = []
-    with own_generators() as seed_all:
-        for epoch, index in places:
-            seed_all(seed_of(seed, "sample", epoch, index))
-            samples.append(check_sample(dataset[index], index))
-    return samples
+def recipe_of(job: Job) -> Recipe:
+    """How micro-batches are made of a job's samples."""
+    return Recipe(job.seed, job.collate_fn)
 
 
-def check_sample(sample: object, index: int) -> dict[str, Tensor]:
-    """Return the sample.
-
-    Raises:
-        JobError: when it is not a dict with string keys and tensor values.
-    """
-    field = f"dataset()[{index}]"
-    allowed = "a dict from names to dense tensors"
-    if not isinstance(sample, dict) or not sample:
-        raise JobError("is not a sample", source="Job", field=field, value=type(sample).__name__, allowed=allowed)
-    for key, value in sample.items():
-        sparse = isinstance(value, Tensor) and value.layout is not torch.strided
-        if not isinstance(key, str) or not isinstance(value, Tensor) or sparse:
-            shown = f"{key!r}: {value.layout if sparse else type(value).__name__}"
-            raise JobError("is not a sample", source="Job", field=field, value=shown, allowed=allowed)
-    return sample
+def order_of(job: Job) -> EpochOrder:
+    """The order of a job's training samples."""
+    return EpochOrder(data_of(job), job.seed, job.batch_size, job.sampler)
 
 
-def stack_entry(samples: Sequence[Mapping[str, Tensor]], key: str) -> Tensor:
-    """Stack one entry of the samples to [len(samples), ...].
-
-    Raises:
-        JobError: when a sample lacks the entry, or has another shape or dtype than the first.
-    """
-    for position, sample in enumerate(samples):
-        if key not in sample:
-            have = ", ".join(sorted(sample))
-            raise JobError("is missing in a sample", source="Job", field=f"dataset item {key!r}", allowed=have)
-        first, value = samples[0][key], sample[key]
-        if value.shape != first.shape or value.dtype != first.dtype:
-            raise JobError(
-                f"differs between samples of one micro-batch (sample {position} against sample 0)",
-                source="Job",
-                field=f"dataset item {key!r}",
-                value=f"{tuple(value.shape)} {value.dtype} and {tuple(first.shape)} {first.dtype}",
-                allowed="equal shapes and dtypes; pad or crop samples in the data set",
-            )
-    return torch.stack([sample[key] for sample in samples])
+def form_of(job: Job) -> Form:
+    """The form of a job's batches: a loss gets its batch in it, whatever entries Morph passes on."""
+    built = job.__dict__.setdefault(_BUILT, {})
+    if _FORM not in built:
+        recipe = recipe_of(job)
+        built[_FORM] = recipe.batch(recipe.read(data_of(job), [(0, 0)]), [(0, 0)], "dataset()").form
+    form: Form = built[_FORM]
+    return form
 
 
-_ALLOWED = "a map-style data set: len(dataset), and dataset[i] -> a dict from names to tensors"
+_ALLOWED = "a map-style data set: len(dataset), and dataset[i] -> a dict, tuple or dataclass of tensors"
 
 
 def check_map_style(dataset: object, field: str) -> int:
@@ -274,27 +224,39 @@ def data_facts(job: Job) -> dict[str, DataFacts]:
     Raises:
         JobError: a sample that is none.
     """
-    found = {"dataset": _facts(data_of(job), job.seed)}
+    found = {"dataset": _facts(data_of(job), recipe_of(job))}
     if job.eval_data is not None:
-        found["eval_data"] = _facts(data_of(job, "eval_data"), job.seed)
+        found["eval_data"] = _facts(data_of(job, "eval_data"), recipe_of(job))
     return found
 
 
-def _facts(dataset: MapDataset, seed: int) -> DataFacts:
+def _facts(dataset: MapDataset, recipe: Recipe) -> DataFacts:
     """Length, and samples spread evenly from the first to the last."""
     length = len(dataset)
     indices = sorted({place * (length - 1) // (NUM_SAMPLED - 1) for place in range(NUM_SAMPLED)}) if length else []
-    samples = zip(indices, read_samples(dataset, seed, [(0, index) for index in indices]), strict=True)
+    samples = zip(indices, recipe.read(dataset, [(0, index) for index in indices]), strict=True)
     return DataFacts(
         num_samples=length,
-        samples=tuple(
-            SampleFacts(index=index, entries={key: _shown(value) for key, value in sample.items()})
-            for index, sample in samples
-        ),
+        samples=tuple(SampleFacts(index=index, entries=_entries(recipe, sample, index)) for index, sample in samples),
     )
+
+
+def _entries(recipe: Recipe, sample: object, index: int) -> dict[str, str]:
+    flat = recipe.flat(sample, f"dataset()[{index}]")
+    texts = {name: f"text sha256 {_digest(repr(text).encode())}" for name, text in flat.texts.items() if _is_text(text)}
+    return {key: _shown(value) for key, value in flat.entries.items()} | texts
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is text, and no object of the user's, which may show its address."""
+    return isinstance(value, str | bytes) or (isinstance(value, list | tuple) and all(map(_is_text, value)))
 
 
 def _shown(tensor: Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().flatten()
-    digest = hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} sha256 {digest[:16]}"
+    digest = _digest(flat.view(torch.uint8).numpy().tobytes())
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} sha256 {digest}"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,15 +1,119 @@
-"""Sample order: a function of (seed, step, index) alone, so the same in every shape and after every restart."""
+"""Sample order: a function of (seed, step) alone, so the same in every shape and after every restart.
+
+An epoch is a list of sample numbers that a *sampler* returns, as ``Job.sampler`` or ``morph.elastic.batches`` is given
+one: ``sampler(dataset, seed, epoch)``. Steps take ``batch_size`` of them at a time, and an epoch may end inside a step.
+``shuffled`` is the default; ``weighted``, ``stratified`` and ``grouped`` make samplers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+
+from morph.contract.errors import JobError
+from morph.data.seeding import own_generators, seed_of
+
+Place = tuple[int, int]
+"""Epoch and index of a sample. What the sample draws from global generators depends on both; a sample that comes again
+within an epoch has ``AGAIN`` added to its epoch each time, so that it draws anew."""
+AGAIN = 1 << 32
+Sampler = Callable[[Any, int, int], ArrayLike]
+OfDataSet = ArrayLike | Callable[[Any], ArrayLike]
+"""One number for each sample, or a function of the data set that returns them."""
+
+
+class Order(Protocol):
+    """Which samples a step has: all that loading asks of an order."""
+
+    def mini_batch(self, step: int) -> Sequence[Place]:
+        """Return the places of the samples of one step, in order."""
+        ...
+
+
+class EpochOrder:
+    """The order of a map-style data set.
+
+    Args:
+        dataset: The data set.
+        seed: The job's.
+        batch_size: M.
+        sampler: None: ``shuffled``.
+    """
+
+    def __init__(self, dataset: Any, seed: int, batch_size: int, sampler: Sampler | None = None) -> None:
+        self._dataset, self._seed, self._batch_size, self._sampler = dataset, seed, batch_size, sampler
+        self._epochs: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+
+    def mini_batch(self, step: int) -> list[Place]:
+        """See ``Order``.
+
+        Raises:
+            JobError: a sampler that returns something else than numbers of samples, as many in every epoch.
+        """
+        if self._sampler is None:
+            first, size = step * self._batch_size, len(self._dataset)
+            indices = sample_indices(self._seed, step, self._batch_size, size)
+            return [((first + offset) // size, int(index)) for offset, index in enumerate(indices)]
+        size = len(self.epoch(0))
+        places = (divmod(position, size) for position in range(step * self._batch_size, (step + 1) * self._batch_size))
+        return [self._place(epoch, offset) for epoch, offset in places]
+
+    def epoch(self, epoch: int) -> NDArray[np.int64]:
+        """Return the numbers of an epoch's samples, in order."""
+        if self._sampler is None:
+            return shuffled(self._dataset, self._seed, epoch)
+        return self._sampled(epoch)[0]
+
+    def _place(self, epoch: int, offset: int) -> Place:
+        indices, again = self._sampled(epoch)
+        return epoch + AGAIN * int(again[offset]), int(indices[offset])
+
+    def _sampled(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Sample numbers, and how often each came before in the epoch."""
+        if epoch not in self._epochs:
+            assert self._sampler is not None
+            with own_generators() as seed_all:
+                seed_all(seed_of(self._seed, "order", epoch))
+                found = np.asarray(self._sampler(self._dataset, self._seed, epoch))
+            self._check(found, epoch)
+            for old in [old for old in self._epochs if old not in (0, epoch - 1)]:
+                del self._epochs[old]
+            self._epochs[epoch] = found.astype(np.int64), _times_before(found)
+        return self._epochs[epoch]
+
+    def _check(self, found: NDArray[Any], epoch: int) -> None:
+        size = len(self._dataset)
+        wanted = "" if epoch == 0 else f"{len(self.epoch(0))} "
+        right = found.ndim == 1 and found.dtype.kind in "iu" and len(found) > 0
+        right = right and (epoch == 0 or len(found) == len(self.epoch(0)))
+        if not right or found.min() < 0 or found.max() >= size:
+            shown = f"{list(found.shape)} {found.dtype}"
+            if right:
+                shown = f"{found.min()} to {found.max()}"
+            raise JobError(
+                "returns no order",
+                source="Job",
+                field=f"sampler(dataset, seed, {epoch})",
+                value=shown,
+                allowed=f"{wanted}whole numbers from 0 to {size - 1}, as many in every epoch",
+            )
+
+
+def _times_before(indices: NDArray[Any]) -> NDArray[np.int64]:
+    order = np.argsort(indices, kind="stable")
+    starts = np.flatnonzero(np.diff(indices[order], prepend=-1))
+    counts = np.diff(starts, append=len(indices))
+    found = np.empty(len(indices), dtype=np.int64)
+    found[order] = np.arange(len(indices)) - np.repeat(starts, counts)
+    return found
 
 
 def sample_indices(seed: int, step: int, batch_size: int, dataset_size: int) -> NDArray[np.int64]:
-    """Return the data set indices of one mini-batch, in order, as int64 [batch_size].
+    """Return the data set indices of one mini-batch in the default order, as int64 [batch_size].
 
     Samples have global positions 0, 1, 2, ...; ``step`` covers positions ``step * batch_size`` onwards. Position g
     is the ``g % dataset_size``-th entry of a permutation drawn for epoch ``g // dataset_size``, so every sample
@@ -24,10 +128,95 @@ def sample_indices(seed: int, step: int, batch_size: int, dataset_size: int) -> 
     return indices
 
 
+def shuffled(dataset: Any, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Every sample once, in random order: the default."""
+    return _permutation(seed, epoch, len(dataset))
+
+
+def weighted(weights: OfDataSet, num_samples: int | None = None) -> Sampler:
+    """Draw samples in proportion to their weights, with replacement, as torch's ``WeightedRandomSampler``.
+
+    Args:
+        weights: Of each sample, at least 0.
+        num_samples: How many make an epoch; None: as many as the data set has.
+    """
+
+    def sampler(dataset: Any, seed: int, epoch: int) -> NDArray[np.int64]:
+        sums = np.cumsum(_numbers_of(weights, dataset, "weights").astype(np.float64))
+        if not 0 < sums[-1] < np.inf or np.any(np.diff(sums, prepend=0) < 0):
+            raise JobError(
+                "cannot be drawn by", source="Job", field="sampler: weights", allowed="numbers from 0, not all 0"
+            )
+        drawn = _uniform(seed, epoch, num_samples or len(dataset)) * sums[-1]
+        found: NDArray[np.int64] = np.minimum(np.searchsorted(sums, drawn, side="right"), len(sums) - 1)
+        return found
+
+    return sampler
+
+
+def stratified(labels: OfDataSet) -> Sampler:
+    """Every sample once, in random order, with each label spread evenly over the epoch: so over its mini-batches."""
+
+    def sampler(dataset: Any, seed: int, epoch: int) -> NDArray[np.int64]:
+        kinds = np.unique(_numbers_of(labels, dataset, "labels"), return_inverse=True)[1]
+        order, jitter = _permutation(seed, epoch, len(kinds)), _uniform(seed, epoch, len(kinds))
+        when = np.empty(len(kinds))
+        for kind in range(int(kinds.max()) + 1):
+            members = order[kinds[order] == kind]
+            when[members] = (np.arange(len(members)) + jitter[members]) / len(members)
+        return np.argsort(when, kind="stable").astype(np.int64)
+
+    return sampler
+
+
+def grouped(lengths: OfDataSet, batch_size: int, *, window: int = 50) -> Sampler:
+    """Every sample once, with samples of like length in one mini-batch, as ``group_by_length`` of transformers.
+
+    Args:
+        lengths: Of each sample.
+        batch_size: M.
+        window: Mini-batches among whose samples the like ones are sought; 1: none but those of the default order.
+    """
+
+    def sampler(dataset: Any, seed: int, epoch: int) -> NDArray[np.int64]:
+        order = _permutation(seed, epoch, len(dataset))
+        sizes = _numbers_of(lengths, dataset, "lengths")[order]
+        within = np.lexsort((sizes, np.arange(len(order)) // (window * batch_size)))
+        groups = np.array_split(order[within], range(batch_size, len(order), batch_size))
+        whole = len(groups) - (len(groups[-1]) < batch_size)
+        parts = [groups[place] for place in _permutation(seed + 1, epoch, whole)]
+        return np.concatenate([*parts, *groups[whole:]])
+
+    return sampler
+
+
+def _numbers_of(values: OfDataSet, dataset: Any, name: str) -> NDArray[Any]:
+    found = np.asarray(values(dataset) if callable(values) else values)
+    if found.shape != (len(dataset),):
+        raise JobError(
+            "are not one for each sample",
+            source="Job",
+            field=f"sampler: {name}",
+            value=str(list(found.shape)),
+            allowed=f"{len(dataset)}",
+        )
+    return found
+
+
+def _words(seed: int, epoch: int, count: int, key: tuple[int, ...] = ()) -> NDArray[np.uint64]:
+    """Raw random words: unlike ``Generator``'s methods, numpy promises that stream for all versions."""
+    found: NDArray[np.uint64] = np.random.PCG64(
+        np.random.SeedSequence(entropy=seed, spawn_key=(epoch, *key))
+    ).random_raw(count)
+    return found
+
+
+def _uniform(seed: int, epoch: int, count: int) -> NDArray[np.float64]:
+    return (_words(seed, epoch, count, (1,)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
 @lru_cache(maxsize=2)
 def _permutation(seed: int, epoch: int, dataset_size: int) -> NDArray[np.int64]:
-    """Sort by raw random words: unlike ``Generator.permutation``, numpy promises that stream for all versions."""
-    words = np.random.PCG64(np.random.SeedSequence(entropy=seed, spawn_key=(epoch,))).random_raw(dataset_size)
-    permutation = np.argsort(words, kind="stable").astype(np.int64)
+    permutation = np.argsort(_words(seed, epoch, dataset_size), kind="stable").astype(np.int64)
     permutation.flags.writeable = False
     return permutation

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from torch import nn
-from torch.utils.data import default_collate
 
 from morph.contract.errors import InputError
+from morph.data.batches import Collate, Recipe
 from morph.data.loader import check_map_style
-from morph.data.order import sample_indices
-from morph.data.seeding import own_generators, seed_of
+from morph.data.order import EpochOrder, Sampler
 
 MOST_SHARES = 32
 TRIAL_S = 1.0
@@ -69,20 +68,23 @@ class Batch:
 
         What a sample draws from the global generators depends on (seed, epoch, sample) alone.
         """
-        given = self.batches
-        size = len(given.dataset)
-        first = index * given.share_size
-        indices = sample_indices(self.seed, self.step, given.global_batch, size)[first : first + given.share_size]
-        begin = self.step * given.global_batch + first
-        places = [((begin + offset) // size, int(sample)) for offset, sample in enumerate(indices)]
-        return default_collate(given.read(places))
+        given, first = self.batches, index * self.batches.share_size
+        places = given.order.mini_batch(self.step)[first : first + given.share_size]
+        return given.recipe.nest(given.recipe.read(given.dataset, places), places, "dataset")
 
 
 class Batches:
     """See ``batches``."""
 
     def __init__(
-        self, dataset: Any, global_batch: int, seed: int, share_size: int | None, num_steps: int | None
+        self,
+        dataset: Any,
+        global_batch: int,
+        seed: int,
+        share_size: int | None,
+        num_steps: int | None,
+        collate_fn: Collate | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         size = check_map_style(dataset, "dataset")
         if global_batch < 1:
@@ -98,19 +100,13 @@ class Batches:
             raise InputError("is no number of steps", field="num_steps", value=num_steps, allowed="0 or more")
         self.dataset, self.global_batch, self.seed, self.share_size = dataset, global_batch, seed, share_size
         self.num_shares = global_batch // share_size
+        self.recipe = Recipe(seed, collate_fn)
+        self.order = EpochOrder(dataset, seed, global_batch, sampler)
+        size = size if sampler is None else len(self.order.epoch(0))
         self.num_steps = max(1, size // global_batch) if num_steps is None else num_steps
 
     def __len__(self) -> int:
         return self.num_steps
-
-    def read(self, places: Iterable[tuple[int, int]]) -> list[Any]:
-        """Read samples, by epoch and number: what one draws from the global generators depends on these alone."""
-        samples = []
-        with own_generators() as seed_all:
-            for epoch, index in places:
-                seed_all(seed_of(self.seed, "sample", epoch, index))
-                samples.append(self.dataset[index])
-        return samples
 
     def __iter__(self) -> Iterator[Batch]:
         optimizer = the_optimizer()
@@ -126,7 +122,14 @@ class Batches:
 
 
 def batches(
-    dataset: Any, *, global_batch: int, seed: int = 0, share_size: int | None = None, num_steps: int | None = None
+    dataset: Any,
+    *,
+    global_batch: int,
+    seed: int = 0,
+    share_size: int | None = None,
+    num_steps: int | None = None,
+    collate_fn: Collate | None = None,
+    sampler: Sampler | None = None,
 ) -> Batches:
     """Return the mini-batches of a data set, for ``morph.elastic.Optimizer.step``.
 
@@ -138,11 +141,14 @@ def batches(
             workers there are; one of them computes several shares of a step, or none. None: the smallest that makes
             at most 32 shares.
         num_steps: How many steps there are in all; None: one pass over the data.
+        collate_fn: Makes a batch of a list of samples, as in a ``DataLoader``; None: as there by default. What it draws
+            from the global generators is seeded by its samples.
+        sampler: ``sampler(dataset, seed, epoch)`` returns an epoch's samples in order: see ``morph.data.order``.
 
     Raises:
         InputError: naming what is wrong.
     """
-    return Batches(dataset, global_batch, seed, share_size, num_steps)
+    return Batches(dataset, global_batch, seed, share_size, num_steps, collate_fn, sampler)
 
 
 def loss_warnings(batches: Batches, model: nn.Module, loss_of: Callable[[Any], Any]) -> tuple[str, ...]:
@@ -154,10 +160,10 @@ def loss_warnings(batches: Batches, model: nn.Module, loss_of: Callable[[Any], A
     from morph.preflight.mean_loss import LossTrial, mean_warnings  # not before it is needed
 
     def read(indices: Sequence[int]) -> list[Any]:
-        return batches.read([(0, index) for index in indices])
+        return batches.recipe.read(batches.dataset, [(0, index) for index in indices])
 
     def collate(samples: Sequence[Any]) -> Any:
-        return default_collate(list(samples))
+        return batches.recipe.nest(samples, [(0, 0)] * len(samples), "dataset")
 
     size = len(batches.dataset)
     trial = LossTrial(loss_of, model, size, read, collate, part="share", setting="share_size")

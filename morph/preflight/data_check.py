@@ -11,7 +11,8 @@ from torch import Tensor
 from morph.contract.errors import JobError
 from morph.cutting.source.locate import definition_line
 from morph.cutting.trial_run.trial import run_users_code
-from morph.data.loader import DataField, check_map_style, data_of, forget_data, read_samples, require_alike
+from morph.data.batches import Recipe, require_alike
+from morph.data.loader import DataField, check_map_style, data_of, forget_data, order_of, recipe_of
 from morph.jobs.job import Job, MapDataset
 
 _NUM_SAMPLES = 8
@@ -25,11 +26,17 @@ _BUILT_AGAIN = (
     "is another value when the data set is built again",
     "a data set that has the same contents wherever and whenever it is built",
 )
-Samples = list[dict[str, Tensor]]
+_COLLATED_AGAIN = (
+    "is another value when the same samples are collated again",
+    "random numbers from torch, numpy.random and random, which Morph seeds for each micro-batch; no generator or "
+    "counter that collate_fn keeps",
+)
 
 
 def check_data(job: Job) -> None:
     """Read some samples of training and of evaluation twice, and once more from a data set that is built anew.
+
+    What ``collate_fn`` makes of them, and the order of a sampler, are made twice too.
 
     Raises:
         JobError: they differ, which names the entry; or the data set fails by itself.
@@ -38,15 +45,24 @@ def check_data(job: Job) -> None:
     for field in fields:
         if getattr(job, field) is not None:
             run_users_code(partial(_check, job, field), job, None, field)
+    if job.sampler is not None:
+        run_users_code(partial(_check_order, job), job, None, "sampler")
 
 
 def _check(job: Job, field: DataField) -> None:
-    dataset = data_of(job, field)
+    dataset, recipe = data_of(job, field), recipe_of(job)
     count, line = check_map_style(dataset, field), definition_line(type(dataset).__getitem__)
     indices = sorted({count * part // _NUM_SAMPLES for part in range(_NUM_SAMPLES)})
-    read = partial(_read, seed=job.seed)
-    first = [{key: value.clone() for key, value in sample.items()} for sample in read(dataset, indices)]
+
+    def read(data: MapDataset, wanted: Sequence[int]) -> list[dict[str, Tensor]]:
+        samples = recipe.read(data, [(0, index) for index in wanted])
+        flats = [recipe.flat(sample, f"{field}()[{index}]") for index, sample in zip(wanted, samples, strict=True)]
+        return [{key: value.clone() for key, value in flat.entries.items()} for flat in flats]
+
+    first = read(dataset, indices)
     again = read(dataset, indices[::-1])[::-1]
+    if job.collate_fn is not None:
+        run_users_code(partial(_check_collated, job, recipe, dataset, indices), job, None, "collate_fn")
     del dataset  # two of them may not fit
     forget_data(job, field)
     anew = read(data_of(job, field), indices)
@@ -55,15 +71,42 @@ def _check(job: Job, field: DataField) -> None:
         (anew, _BUILT_AGAIN, definition_line(getattr(job, field))),
     ):
         for index, one, other in zip(indices, first, found, strict=True):
-            for key in sorted(one.keys() | other.keys()):
-                if key not in one or key not in other or not _same(one[key], other[key]):
-                    raise JobError(problem, source=source, field=f"{field}()[{index}][{key!r}]", allowed=allowed)
-    for index, sample in zip(indices, first, strict=True):
+            for key in _differing(one, other):
+                raise JobError(problem, source=source, field=f"{field}()[{index}][{key!r}]", allowed=allowed)
+    for index, sample in zip(indices, first if job.collate_fn is None else (), strict=False):
         require_alike(sample, first[0], f"{field}()[{index}]", "as in item 0; pad or crop samples in the data set")
 
 
-def _read(dataset: MapDataset, indices: Sequence[int], seed: int) -> Samples:
-    return read_samples(dataset, seed, [(0, index) for index in indices])
+def _check_collated(job: Job, recipe: Recipe, dataset: MapDataset, indices: Sequence[int]) -> None:
+    places, line = [(0, index) for index in indices], definition_line(job.collate_fn)
+    one, other = (recipe.batch(recipe.read(dataset, places), places, "dataset()") for _ in range(2))
+    for key in _differing(one.entries, other.entries):
+        problem, allowed = _COLLATED_AGAIN
+        raise JobError(problem, source=line, field=f"collate_fn()[{key!r}]", allowed=allowed)
+    first = recipe.batch(recipe.read(dataset, places[:1]), places[:1], "dataset()")
+    if first.form != one.form:
+        raise JobError(
+            "returns numbers or names that differ between batches",
+            source=line,
+            field="collate_fn",
+            allowed="the same names and plain numbers in every batch; what differs goes into tensors",
+        )
+
+
+def _check_order(job: Job) -> None:
+    one, other = (order_of(job).epoch(0) for _ in range(2))
+    if len(one) != len(other) or not bool((one == other).all()):
+        raise JobError(
+            "returns another order when it is called again",
+            source=definition_line(job.sampler),
+            field="sampler",
+            allowed="numbers that depend on the data set, seed and epoch alone, or on global random generators",
+        )
+
+
+def _differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    keys = sorted(one.keys() | other.keys())
+    return [key for key in keys if key not in one or key not in other or not _same(one[key], other[key])]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

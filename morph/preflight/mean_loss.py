@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from morph.contract.errors import JobError, MorphError
-from morph.contract.messages import WEIGHT
+from morph.contract.messages import SAMPLES, SUM, WEIGHT
 from morph.cutting.deferred_init.construct import build_really, training_mode
 from morph.cutting.trial_run.trial import example_batch, move_weights, run_really
-from morph.data.loader import data_of, read_samples, stack_entry
+from morph.data.loader import data_of, recipe_of
 from morph.jobs.job import Job
 from morph.losses import values_of
 from morph.preflight.equal_draws import EqualDraws
@@ -100,10 +100,10 @@ def loss_warnings(job: Job) -> tuple[str, ...]:
 
 
 def _job_warnings(job: Job) -> tuple[str, ...]:
-    dataset = data_of(job)
+    dataset, recipe = data_of(job), recipe_of(job)
 
-    def read(indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        return read_samples(dataset, job.seed, [(0, index) for index in indices])
+    def read(indices: Sequence[int]) -> list[Any]:
+        return recipe.read(dataset, [(0, index) for index in indices])
 
     def tried(widen: Callable[[Tensor], Tensor]) -> tuple[str, ...]:
         model = training_mode(build_really(job.model, job.seed))
@@ -113,8 +113,9 @@ def _job_warnings(job: Job) -> tuple[str, ...]:
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = widen(tensor.data)
 
-        def collate(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-            return {key: widen(stack_entry(samples, key)) for key in samples[0]}
+        def collate(samples: Sequence[Any]) -> Any:
+            made = recipe.batch(samples, [(0, 0)] * len(samples), "dataset()")
+            return made.form.build({key: widen(entry) for key, entry in made.entries.items()})
 
         return mean_warnings(LossTrial(partial(job.loss, model), model, len(dataset), read, collate))
 
@@ -221,9 +222,10 @@ class _Runs:
             with EqualDraws() as draws:
                 result = self.trial.loss(self.trial.collate(samples))
             loss, told = values_of(result)
+            told = {name: value for name, value in told.items() if not name.endswith(SAMPLES)}
             values = {"": float(loss), **{name: float(value) for name, value in told.items()}}
             self.totals |= {name.removesuffix(WEIGHT) for name in told if name.endswith(WEIGHT)}
-            self.totals |= {name for name in told if name.endswith(WEIGHT)}
+            self.totals |= {name for name in told if name.endswith((WEIGHT, SUM))}
         except MorphError:
             raise
         except Exception as error:
@@ -322,7 +324,7 @@ class _Judge:
         if not self._wrong:
             return None
         telling = max(self._wrong, key=lambda seen: (math.isfinite(seen.off), len(seen.indices) == 2, seen.off))
-        name = self._name.removesuffix(WEIGHT)
+        name = self._name.removesuffix(WEIGHT).removesuffix(SUM)
         what = f"metric {name!r}" if name else "the loss"
         part, parts, setting = self._runs.trial.part, self._runs.trial.parts, self._runs.trial.setting
         shown = self._shown(telling)

@@ -28,9 +28,9 @@ from morph.cutting.cuts.analysis import REFERENCE_SAMPLES, analyse
 from morph.cutting.exporting.exported_job import GraphJob, MarkedJob
 from morph.cutting.source.locate import user_line
 from morph.cutting.source.refusal import OR_MARK, first_line
-from morph.cutting.trial_run.trial import move_weights, rms
-from morph.data import MicroBatchLoader, data_of
-from morph.data.loader import read_samples
+from morph.cutting.trial_run.trial import example_batch, move_weights, rms
+from morph.data import MicroBatchLoader
+from morph.data.loader import form_of
 from morph.jobs.job import Job
 from morph.losses import values_of
 from morph.preflight.plain_model import plain_model, shortened
@@ -227,9 +227,8 @@ def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _S
     """
     exported = replace(exported, boundary="same")  # its rounding is the job's wish, and hides what is compared
     model = cut(exported, num_sections=num_sections, micro_batch_size=size.num_samples)
-    dataset = data_of(job)
-    keys = sorted(read_samples(dataset, job.seed, [(0, 0)])[0])
-    loader = MicroBatchLoader(dataset, job.seed, job.batch_size, size.num_samples)
+    keys = sorted(example_batch(job))
+    loader = MicroBatchLoader.of(job, size.num_samples)
     generators = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=generators), warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
         warnings.simplefilter("ignore")
@@ -338,7 +337,7 @@ def _plain_model(job: Job, exported: ExportedJob, device: torch.device) -> nn.Mo
 
 def _run_plain(job: Job, model: nn.Module, batch: Mapping[str, Tensor]) -> _Step:
     try:
-        result = job.loss(model, dict(batch))
+        result = job.loss(model, form_of(job).build(batch))
         loss, _ = values_of(result)
         loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
     except Exception as error:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from morph.data.batches import ALONE, flat_sample
 
 IGNORED = (-100, 0, -1, 1)
 """Values of elements that losses ignore."""
@@ -53,11 +54,8 @@ def look(index: int, sample: Any) -> Look:
 
 def entries(sample: Any) -> dict[str, Tensor]:
     """Tensors and numbers of a sample by the keys, or places, under which it holds them."""
-    if isinstance(sample, Tensor):
-        return {"samples": sample}
-    found: Iterable[tuple[object, Any]] = sample.items() if isinstance(sample, Mapping) else enumerate(sample)
-    kinds = (Tensor, np.ndarray, np.generic, int, float)
-    return {repr(key): torch.as_tensor(value) for key, value in found if isinstance(value, kinds)}
+    found = flat_sample(sample, "dataset()", collated=True).entries
+    return {name if name.isdecimal() or name == ALONE else repr(name): entry for name, entry in found.items()}
 
 
 def num_other(entry: Tensor, ignored: int) -> int:

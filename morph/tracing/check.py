@@ -14,7 +14,7 @@ from morph.contract.errors import JobError, MorphError
 from morph.cutting import CutModel, ExportedJob, cut, export_job
 from morph.cutting.source.locate import definition_line, user_line
 from morph.cutting.trial_run.trial import example_batch, run_really
-from morph.data import MicroBatchLoader, data_of
+from morph.data import MicroBatchLoader
 from morph.jobs.job import Job
 from morph.tracing.dry_run import ModelStep, run_model, run_optimizer, stand_ins
 from morph.tracing.findings import DependencyReport, Place
@@ -158,7 +158,7 @@ def _constants(model: CutModel) -> dict[str, Tensor]:
 
 def _batch(job: Job, model: CutModel) -> dict[str, Tensor]:
     keys = sorted({key for section in model.sections for key in section.batch_keys})
-    return MicroBatchLoader(data_of(job), job.seed, job.batch_size, model.micro_batch_size).load(0, 0, keys)
+    return MicroBatchLoader.of(job, model.micro_batch_size).load(0, 0, keys)
 
 
 def _drawn(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

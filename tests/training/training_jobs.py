@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections import UserDict
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from morph import CutPoint, Job, Loss, LossScaling
+from morph import Best, CutPoint, Job, Loss, LossScaling, PerSample, Sum
+from morph.data.order import stratified, weighted
 from morph.losses import cross_entropy
 
 WIDTH = 8
@@ -172,6 +175,43 @@ wider = replace(plain, model=WiderNet)
 
 evaluated = replace(measured, eval_data=lambda: Points(1000, 11), eval_every_steps=2)
 evaluated_in_part = replace(evaluated, eval_samples=2, precision="bf16")
+
+
+def loss_with_answers(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor | Sum | PerSample]]:
+    """Mean squared error; sums of hits, and what the model says of each sample."""
+    out = model(batch["x"])
+    said, wanted = out[:, 0] > 0, batch["y"][:, 0] > 0
+    return functional.mse_loss(out, batch["y"]), {
+        "agree": (said == wanted).float().mean(),
+        "hits": Sum((said & wanted).float().sum()),
+        "said": PerSample(out[:, 0]),
+        "wanted": PerSample(batch["y"][:, :2]),
+    }
+
+
+def f1_score(values: dict[str, Any]) -> dict[str, float]:
+    """Compute what is no mean: F1 of all samples, and a root, with what each of them is, and a draw."""
+    said, wanted = values["said"] > 0, values["wanted"][:, 0] > 0
+    assert said.shape == (10,)
+    assert values["wanted"].shape == (10, 2)
+    assert values["hits"] == float((said & wanted).sum())
+    denominator = said.sum() + wanted.sum()
+    return {
+        "f1": 2 * values["hits"] / denominator,
+        "root": math.sqrt(values["loss"]),
+        "drawn": float(np.random.uniform()),
+    }
+
+
+judged = replace(
+    plain,
+    loss=loss_with_answers,
+    optimizer=sgd,
+    eval_data=lambda: Points(1000, 11),
+    eval_every_steps=2,
+    eval_metrics=f1_score,
+    best=Best(metric="root", patience=3),
+)
 
 
 class Tables(Net):
@@ -531,4 +571,58 @@ by_token_fast = replace(by_class_still, loss=token_loss, accumulation="fast")
 by_count = replace(by_token_still, loss=counted_loss, eval_data=None, eval_every_steps=None)
 none_counts = replace(
     by_token_scaled, loss=lambda model, batch: cross_entropy(model(batch["x"]), torch.full_like(batch["labels"], -100))
+)
+
+
+@dataclass
+class Row:
+    """A sample as a user may have it: a nest with arrays, numbers, text and a mapping of transformers' kind."""
+
+    pair: tuple[np.ndarray, float]
+    about: UserDict[str, Tensor]
+    title: str
+
+
+class Rows:
+    """Random rows."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Row:
+        """Return a row with a little noise of its own."""
+        x = np.random.default_rng(index).random(WIDTH, dtype=np.float32) + np.random.random(WIDTH).astype(np.float32)
+        return Row((x, index / NUM_SAMPLES), UserDict({"y": torch.full((WIDTH,), index % 3)}), f"row {index}")
+
+
+def row_loss(model: nn.Module, batch: Row) -> Tensor:
+    """Mean squared error of a nest's entries."""
+    x, scale = batch.pair
+    assert isinstance(batch, Row)
+    return functional.mse_loss(model(x) * scale.float()[:, None], batch.about["y"].float())
+
+
+def masked(rows: list[Row]) -> dict[str, object]:
+    """Collate by hand, and hide some of the inputs."""
+    x = torch.as_tensor(np.stack([row.pair[0] for row in rows]))
+    y = torch.stack([row.about["y"] for row in rows])
+    return {"in": (x * (torch.rand_like(x) > 0.3), y), "titles": [row.title for row in rows], "hidden": 0.3}
+
+
+def masked_loss(model: nn.Module, batch: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+    """Mean squared error of what ``masked`` makes."""
+    x, y = batch["in"]
+    return functional.mse_loss(model(x), y * batch["hidden"])
+
+
+nested = replace(
+    plain, loss=row_loss, dataset=Rows, sampler=weighted([1.0] * 20 + [3.0] * 20, 26), model=lambda: still_net()
+)
+collated = replace(
+    plain,
+    loss=masked_loss,
+    dataset=Rows,
+    collate_fn=masked,
+    sampler=stratified(lambda rows: [i % 3 for i in range(40)]),
 )

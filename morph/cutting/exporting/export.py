@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
+from functools import partial
 from io import StringIO
 from typing import Any
 
@@ -48,7 +49,16 @@ from morph.cutting.source.locate import (
     user_line,
 )
 from morph.cutting.source.refusal import OR_MARK, explain, transform_refused
-from morph.cutting.trial_run.trial import Whole, blame_the_job, built_model, check_loss, example_batch, try_loss
+from morph.cutting.trial_run.trial import (
+    Whole,
+    blame_the_job,
+    built_model,
+    check_loss,
+    example_batch,
+    loss_of_entries,
+    try_loss,
+)
+from morph.data.loader import form_of
 from morph.jobs.job import Job
 from morph.losses import names_of
 
@@ -139,7 +149,7 @@ def _marked_job(job: Job, built: BuiltModel, batch: dict[str, Tensor], refusal: 
         parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
     return MarkedJob(
         job=job,
-        whole=Whole(model, job.loss),
+        whole=Whole(model, partial(loss_of_entries, job.loss, form_of(job))),
         batch=batch,
         refusal=str(refusal),
         initial_parameters=initial,
@@ -164,10 +174,11 @@ def _export(
 ) -> tuple[ExportedProgram, tuple[str, ...], Mapping[str, str | None]]:
     """Return the program, the names of the metrics behind its loss, and the lines of numbers taken out of tensors."""
     names: list[str] = []
+    form = form_of(job)
 
     def loss(model: nn.Module, entries: dict[str, Tensor]) -> Any:
         buffers = dict(model.named_buffers())
-        result = job.loss(model, entries)
+        result = job.loss(model, form.build(entries))
         write_assigned_buffers(model, buffers)
         if not isinstance(result, Tensor):
             check_loss(job, result)

@@ -13,16 +13,17 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from morph.contract.errors import JobError, MorphError
-from morph.contract.messages import WEIGHT
+from morph.contract.messages import MARKS
 from morph.cutting.deferred_init.construct import BuiltModel, build_model, build_really, training_mode
 from morph.cutting.deferred_init.recordable import quiet_fakes, unvalidated_distributions
 from morph.cutting.source.locate import calling_line, definition_line, user_line
 from morph.cutting.source.reads import of_data
 from morph.cutting.source.refusal import changes_requires_grad, first_line
 from morph.cutting.trial_run.repeatable import Forward, require_repeatable
-from morph.data.loader import check_map_style, data_of, read_samples, stack_entry
+from morph.data.batches import Form
+from morph.data.loader import check_map_style, data_of, form_of, recipe_of
 from morph.jobs.job import Job
-from morph.losses import Loss, values_of
+from morph.losses import Loss, PerSample, Sum, values_of
 
 _EXAMPLE_SAMPLES = 3
 _MAX_REAL_BYTES = 2 << 30
@@ -37,7 +38,14 @@ ResultT = TypeVar("ResultT")
 
 def call_loss(job: Job, model: nn.Module, batch: dict[str, Tensor]) -> object:
     """Call the user's loss, from this file: see ``guards.line_in_loss``."""
-    return job.loss(model, dict(batch))
+    return job.loss(model, form_of(job).build(batch))
+
+
+def loss_of_entries(
+    loss: Callable[[nn.Module, Any], Any], form: Form, model: nn.Module, batch: Mapping[str, Tensor]
+) -> Any:
+    """Call a loss on the batch that has these entries."""
+    return loss(model, form.build(batch))
 
 
 class Whole(nn.Module):
@@ -192,8 +200,12 @@ def _first_samples(job: Job, num_samples: int) -> dict[str, Tensor]:
         dataset = run_users_code(lambda: data_of(job), job, None, "dataset")
         size = run_users_code(lambda: check_map_style(dataset, "dataset"), job, None, "dataset")
         places = [(0, position % size) for position in range(num_samples)]
-        samples = run_users_code(lambda: read_samples(dataset, job.seed, places), job, None, "dataset")
-    return {key: stack_entry(samples, key) for key in sorted(samples[0])}
+        recipe = recipe_of(job)
+        samples = run_users_code(lambda: recipe.read(dataset, places), job, None, "dataset")
+        field = "dataset" if job.collate_fn is None else "collate_fn"
+        made = run_users_code(lambda: recipe.batch(samples, places, "dataset()"), job, None, field)
+        run_users_code(lambda: form_of(job), job, None, field)  # read here, and not while something is traced
+    return dict(sorted(made.entries.items()))
 
 
 def run_users_code(function: Callable[[], ResultT], job: Job, model: nn.Module | None, field: str) -> ResultT:
@@ -237,7 +249,7 @@ def _loss_error(error: Exception, job: Job, model: nn.Module) -> JobError:
         if num_samples > _MAX_SAMPLES_TRIED:
             continue
         try:
-            job.loss(model, _first_samples(job, num_samples))
+            call_loss(job, model, _first_samples(job, num_samples))
         except Exception:
             continue
         return JobError(
@@ -288,17 +300,31 @@ def _check_metrics(line: str, metrics: object) -> None:
         kind = type(metrics).__name__
         raise JobError("returns no dict of metrics", source=line, field="loss", value=kind, allowed=allowed)
     for name, value in metrics.items():
-        if isinstance(name, str) and name.endswith(WEIGHT):
+        if isinstance(name, str) and name.endswith(MARKS):
             raise JobError("is a metric's name that Morph uses itself", source=line, field="loss", value=name)
         if isinstance(value, Loss):
             _check_weight(line, f"metric {name!r}", value.weight)
             value = value.total
+        elif isinstance(value, Sum):
+            value = value.total
+        elif isinstance(value, PerSample):
+            _check_samples(line, name, value.values)
+            continue
         if isinstance(value, int | float | torch.SymInt | torch.SymFloat):
             allowed += ", without .item(), float() or int()"
         is_scalar = isinstance(value, Tensor) and value.dim() == 0 and not value.dtype.is_complex
         if not isinstance(name, str) or not is_scalar:
             shown = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise JobError(f"metric {name!r} is not a scalar", source=line, field="loss", value=shown, allowed=allowed)
+
+
+def _check_samples(line: str, name: object, values: object) -> None:
+    if not isinstance(name, str) or not isinstance(values, Tensor) or values.dim() == 0:
+        shown = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        allowed = "a tensor of shape (samples, ...)"
+        raise JobError(
+            f"metric {name!r} has no row for each sample", source=line, field="loss", value=shown, allowed=allowed
+        )
 
 
 def _check_weight(line: str, what: str, weight: object) -> None:
@@ -324,7 +350,7 @@ def run_really(job: Job, batch: dict[str, Tensor]) -> None:
     model = training_mode(build_really(job.model, job.seed))
     with torch.random.fork_rng(devices=[]):
         try:
-            result = job.loss(model, dict(batch))
+            result = call_loss(job, model, batch)
         except Exception as error:
             raise _loss_error(error, job, model) from error
         check_loss(job, result)

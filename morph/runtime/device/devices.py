@@ -7,8 +7,9 @@ What is enqueued on a stream runs in order, later; only an event says that it is
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +51,9 @@ class Stream(Protocol):
     def computing(self) -> AbstractContextManager[object]:
         """Have the calling thread compute on this stream, and allocate for it."""
 
+    def run(self, work: Callable[[], object]) -> None:
+        """Enqueue operations, which ``work`` gives the device, and which may read what this stream has not made yet."""
+
 
 class Device(Protocol):
     """One device of this process."""
@@ -68,8 +72,12 @@ class Device(Protocol):
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Host memory that the device copies from and to by itself.
 
-        It is reused once it is let go and no copy uses it any more: asking costs nothing after the first step.
+        It is reused once it is let go and no copy uses it any more: asking costs nothing after the first step. An
+        allocator may round up to a power of two and keep it, so whoever moves much asks for pieces.
         """
+
+    def release(self) -> None:
+        """Give device and pinned memory that nothing uses back, to other processes; waits for the device."""
 
 
 class SharingDevice(Device, Protocol):
@@ -126,6 +134,10 @@ class HostStream:
         """See ``Stream.computing``."""
         return nullcontext()
 
+    def run(self, work: Callable[[], object]) -> None:
+        """See ``Stream.run``."""
+        work()
+
 
 class HostDevice:
     """The CPU as a device."""
@@ -142,6 +154,9 @@ class HostDevice:
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See ``Device.pinned``."""
         return torch.empty(tuple(shape), dtype=dtype)
+
+    def release(self) -> None:
+        """See ``Device.release``: the host's allocator keeps nothing."""
 
 
 class CudaEvent:
@@ -193,6 +208,11 @@ class CudaStream:
         """See ``Stream.computing``."""
         return torch.cuda.stream(self._stream)
 
+    def run(self, work: Callable[[], object]) -> None:
+        """See ``Stream.run``."""
+        with torch.cuda.stream(self._stream):
+            work()
+
 
 class CudaDevice:
     """See ``Device``."""
@@ -213,6 +233,13 @@ class CudaDevice:
         """See ``Device.pinned``: torch's caching allocator is the ring of buffers."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
+    def release(self) -> None:
+        """See ``Device.release``."""
+        torch.cuda.empty_cache()
+        empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.9 has none
+        if empty_host_cache is not None:
+            empty_host_cache()
+
     def shared(self, num_bytes: int) -> tuple[Tensor, bytes]:
         """See ``SharingDevice.shared``. torch keeps the memory for good if a process that opened it is killed."""
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.kind)
@@ -231,6 +258,12 @@ class CudaDevice:
         shared: Any = torch.UntypedStorage._new_shared_cuda  # torch ships no types for it
         storage = shared(self.kind.index, memory, size, offset, counter, counter_at, b"", False)
         return torch.empty(0, dtype=torch.uint8, device=self.kind).set_(storage, 0, (size,), (1,))
+
+
+@cache
+def device_for(kind: torch.device) -> SharingDevice:
+    """The CUDA device of this process on which a tensor lies."""
+    return CudaDevice(kind)
 
 
 _HANDLE = struct.Struct("<QQQHH")

@@ -155,6 +155,10 @@ class DeviceRing:
         """Compute in order with the ring's operations."""
         return self._over.stream.computing()
 
+    def run(self, work: Callable[[], object]) -> None:
+        """Have the device do some work behind the ring's operations so far."""
+        self._over.stream.run(work)
+
     def hand_over(self, tensors: Sequence[Tensor]) -> None:
         """Let the calling thread's stream use what the ring's stream made, once that is done."""
         current = self._over.device.current
@@ -258,7 +262,7 @@ class CommunicatorSet:
                 if not self._meet(spec, own := PrefixStore(f"{spec.name}/device", store)):
                     return
                 self._form_one(spec, own)
-        except RuntimeError as error:  # the store's and the communicators'
+        except Exception as error:  # whatever it is, whoever waits for a communicator is told
             self._interrupt.lose(f"forming the communicators of reductions: {first_clause(error)}")
 
     def _meet(self, spec: GroupSpec, store: Store) -> bool:

@@ -42,6 +42,7 @@ from morph.contract.messages import (
 )
 from morph.jobs.snapshot import use
 from morph.runtime.device.link_choice import form_on_devices
+from morph.runtime.device.staging import staging_for
 from morph.runtime.followers.known_sums import KnownSums
 from morph.runtime.followers.lane import FollowerLane
 from morph.runtime.groups.channels import Carrier, GroupSet, connect_store
@@ -283,6 +284,7 @@ class Worker:
         if order.generation <= self._aborted_generation:
             interrupt.abort()  # the abort came between the check and the new interrupt
         self._faults.reach("reshape")
+        self._release()  # of the shape before: another process may need it for its part of this one
         layout = topology(order, self._workload.units)
         groups = GroupSet(interrupt)
         try:
@@ -334,6 +336,12 @@ class Worker:
             loss_scale=next((state.loss_scale for state in units.values()), None),
         )
 
+    def _release(self) -> None:
+        """Give memory of the device, and pinned memory, that this process does not use back to the others."""
+        staging = staging_for(torch.device(self._setup.device))
+        if staging is not None:
+            self._interrupt.call(staging.device.release, "the device to give memory back")
+
     def _move_channel(self, groups: GroupSet, generation: int, sender: str, receiver: str) -> Carrier:
         channel = groups.channel(move_name(generation, sender, receiver), sender)
         return self._workload.incoming_state(channel, self._interrupt) if receiver == self._setup.worker else channel
@@ -354,7 +362,9 @@ class Worker:
         assert current is not None
         assert current.order.generation == generation
         self._sums.forget_before(version)
-        self._held = {**self._followers.in_step(version), **current.units}
+        before, self._held = self._held.keys(), {**self._followers.in_step(version), **current.units}
+        if before - self._held.keys():  # others have them now
+            self._release()
         self._roll_forward(self._held, version, decided)
         for name, state in current.units.items():
             assert state.version == version, f"unit {name} is at version {state.version}, not {version}"
@@ -375,8 +385,9 @@ class Worker:
         if order.attempt:
             for name in self._held.keys() - current.units.keys():
                 self._held[name].reduced = None  # of the attempt before, also where the next one's do not come
+        finished = None if order.evaluated is None else self._workload.finish(order.evaluated)
         evaluation = self._workload.evaluate(current, order.step)
-        return self._run_step(current, order).model_copy(update={"evaluation": evaluation})
+        return self._run_step(current, order).model_copy(update={"evaluation": evaluation, "finished": finished})
 
     def _run_step(self, current: Generation, order: StepOrder) -> Prepared:
         assert current.slot is not None
@@ -417,9 +428,14 @@ class Worker:
             return self._commit_held(order)
         current = self._enter(order.generation, order.version, order.decided)
         self._hand_over(current.units, order.checkpoint_units)
-        evaluation = self._workload.evaluate(current, order.version)
+        evaluated = order.evaluated
+        again = evaluated is not None and evaluated.version == order.version
         return Committed(
-            worker=self._setup.worker, generation=order.generation, version=order.version, evaluation=evaluation
+            worker=self._setup.worker,
+            generation=order.generation,
+            version=order.version,
+            evaluation=None if again else self._workload.evaluate(current, order.version),
+            finished=None if evaluated is None else self._workload.finish(evaluated),
         )
 
     def _commit_held(self, order: CommitOrder) -> Committed:

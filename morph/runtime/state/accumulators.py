@@ -22,6 +22,7 @@ from torch import Tensor
 
 from morph.contract.decided import LossScale
 from morph.contract.errors import JobError, NonFiniteGradient
+from morph.runtime.device.staging import moved
 from morph.runtime.state.fixed_point import FixedSum, add_fixed, fits, fixed_sum, from_fixed, next_exponent, to_fixed
 from morph.runtime.state.parts import Memory, Part, from_reals, reals
 
@@ -158,8 +159,8 @@ class Accumulator(ABC):
     def merge(self, partial: Mapping[str, Tensor]) -> None:
         """Add a sum of other contributions to the same unit in the same step."""
         for number, part in enumerate(self.parts):
-            part.sums.add_(partial[f"sums{number}"].to(part.sums.device))
-        torch.maximum(self._largest, partial["largest"].to(self._largest.device), out=self._largest)
+            part.sums.add_(moved(partial[f"sums{number}"], part.sums.device))
+        torch.maximum(self._largest, moved(partial["largest"], self._largest.device), out=self._largest)
 
     def finish(self, num_micro_batches: int, step: int) -> Reduced:
         """Hand out mean gradients: those that a ring has made of all members' sums, else those of this worker's own.
@@ -188,7 +189,7 @@ class Accumulator(ABC):
             means |= zip(part.names, torch.split(part.means[: part.size], part.sizes), strict=True)
         largest = dict(zip(self._like, told[0], strict=True))
         gradients = {
-            name: from_reals(means[name], like).to(like.device)
+            name: moved(from_reals(means[name], like), like.device)
             for name, like in self._like.items()
             if largest[name] != _NOTHING or name in self._changes
         }

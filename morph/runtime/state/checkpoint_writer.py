@@ -179,9 +179,13 @@ class CheckpointWriter:
         while True:
             handed = self._to_copy.get()
             started_s = time.thread_time()
-            if not self._is_wanted(handed):
-                handed.copy.drop()
-            copied = handed.copy.take()
+            try:
+                if not self._is_wanted(handed):
+                    handed.copy.drop()
+                copied = handed.copy.take()
+            except Exception as error:  # a device that is lost, or no memory
+                self._end(handed, None, error)
+                continue
             if copied is not None:
                 self._to_write.put((handed, copied, time.thread_time() - started_s))
 
@@ -194,16 +198,20 @@ class CheckpointWriter:
             written, error = self._write(handed, copied, copy_s)
             if written is not None and self._rules.bytes_per_s is not None:
                 self._pause(handed, start_s + written.size_bytes / self._rules.bytes_per_s - time.monotonic())
-            with self._condition:
-                if not self._is_wanted(handed):
-                    continue  # the file stays, and no manifest names it
-                self._waiting.discard((handed.version, handed.unit))
-                if written is not None:
-                    self._remember(written, copied)
-                    self._tell_again([written])
-                else:  # reported to the manager, which keeps the previous checkpoint
-                    self._error = f"unit {handed.unit}, version {handed.version}: {type(error).__name__}: {error}"
-                    self._condition.notify_all()
+            self._end(handed, copied, written or error)
+
+    def _end(self, handed: Handed, copied: Mapping[str, Tensor] | None, result: UnitWritten | Exception | None) -> None:
+        """Report what became of a unit, if it is still wanted; else its file stays, and no manifest names it."""
+        with self._condition:
+            if not self._is_wanted(handed):
+                return
+            self._waiting.discard((handed.version, handed.unit))
+            if isinstance(result, UnitWritten) and copied is not None:
+                self._remember(result, copied)
+                self._tell_again([result])
+            else:  # reported to the manager, which keeps the previous checkpoint
+                self._error = f"unit {handed.unit}, version {handed.version}: {type(result).__name__}: {result}"
+                self._condition.notify_all()
 
     def _write(
         self, handed: Handed, copied: Mapping[str, Tensor], copy_s: float

@@ -18,6 +18,7 @@ from morph.contract.decided import Decided, LossScale
 from morph.contract.errors import NonFiniteGradient
 from morph.cutting.sections.section import ParameterUnit
 from morph.jobs.job import Job
+from morph.runtime.device.staging import Ready, fill, moved, to_host
 from morph.runtime.state.accumulators import (
     Accumulator,
     ExactAccumulator,
@@ -52,6 +53,8 @@ class StateCopy:
     A state changes only when a step is applied, a whole forward and backward after it was handed over: who is about to
     change it calls ``finish``, and waits only for what is not copied by then.
 
+    What lies on a device is copied beside what that computes, by pieces of pinned memory.
+
     Args:
         tensors: Not copied yet; nobody may change them before ``finish`` returns.
     """
@@ -59,6 +62,9 @@ class StateCopy:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._lock = threading.Lock()
         self._tensors: Mapping[str, Tensor] | None = tensors
+        self._ready = Ready(tensors.values())
+        self._is_wanted = True
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self._copied: dict[str, Tensor] | None = None
         self.waited_s = 0.0
         """For how long training stood in ``finish``."""
@@ -66,9 +72,9 @@ class StateCopy:
     def take(self) -> dict[str, Tensor] | None:
         """Return the copies, made now if they are not made yet; None: they are not wanted any more."""
         with self._lock:
-            if self._tensors is not None:
-                self._copied = {name: to_host(tensor) for name, tensor in self._tensors.items()}
-                self._tensors = None
+            if self._tensors is not None and self._is_wanted:
+                self._copied = to_host(self._tensors, self._ready)
+            self._tensors = None
             return self._copied
 
     def lend(self) -> Mapping[str, Tensor]:
@@ -84,15 +90,15 @@ class StateCopy:
         self.take()
         self.waited_s += time.perf_counter() - start_s
 
+    def leave(self) -> None:
+        """Nobody wants the copies any more; returns at once. What is being copied is copied all the same."""
+        self._is_wanted = False
+
     def drop(self) -> None:
         """The tensors are about to change, and nobody wants a copy of them: return once nobody reads them."""
+        self.leave()
         with self._lock:
             self._tensors = None
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to host memory."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 @dataclass(frozen=True)
@@ -171,7 +177,7 @@ class UnitState:
         self._build_optimizer()
         self.reduced: Reduced | None = None
         self._scales_before: dict[str, int] | None = None
-        self._copy: StateCopy | None = None
+        self._copies: list[StateCopy] = []
         self.loss_scale = rules.loss_scale
         self._exact = exact
         self._num_contributions = num_micro_batches * len(unit.sections)
@@ -253,20 +259,20 @@ class UnitState:
     def _move(self, source: torch.device, target: torch.device) -> None:
         """Move what lies on one device to another; what the optimizer keeps elsewhere stays there."""
 
-        def moved(tensor: Tensor) -> Tensor:
-            return _moved(tensor, target) if tensor.device == source else tensor
+        def there(tensor: Tensor) -> Tensor:
+            return moved(tensor, target) if tensor.device == source else tensor
 
         stays_here = {id(one) for one in self._updated.values() if self._rules.optimizer_in_host_memory}
         for parameter in {id(one): one for one in (*self.parameters.values(), *self._updated.values())}.values():
             if id(parameter) not in stays_here:
-                parameter.data = moved(parameter.data)
-        self.buffers = {name: moved(buffer) for name, buffer in self.buffers.items()}
+                parameter.data = there(parameter.data)
+        self.buffers = {name: there(buffer) for name, buffer in self.buffers.items()}
         if not stays_here:
             for kept in self.optimizer.state.values():
-                kept.update({key: moved(value) for key, value in kept.items() if isinstance(value, Tensor)})
+                kept.update({key: there(value) for key, value in kept.items() if isinstance(value, Tensor)})
         self._summed = self._all_summed()
         if self.reduced is not None:
-            at = {name: _moved(value, self._summed[name].device) for name, value in self.reduced.gradients.items()}
+            at = {name: moved(value, self._summed[name].device) for name, value in self.reduced.gradients.items()}
             self.reduced = replace(self.reduced, gradients=at)
 
     def drop_step(self) -> None:
@@ -277,7 +283,7 @@ class UnitState:
 
     def take_over(self, reduced: Reduced, exponents: Mapping[str, int]) -> None:
         """Hold gradients, at scales, that another worker reduced for the present version."""
-        gradients = {name: value.to(self._summed[name].device) for name, value in reduced.gradients.items()}
+        gradients = {name: moved(value, self._summed[name].device) for name, value in reduced.gradients.items()}
         self.reduced = replace(reduced, gradients=gradients)
         if self._scales_before is None:
             self._scales_before = self.exponents
@@ -316,9 +322,9 @@ class UnitState:
 
     def begin_step(self, decided: Decided | None) -> bool:
         """Give the optimizer its gradients; returns whether it is to step before ``end_step``."""
-        if self._copy is not None:
-            self._copy.finish()
-            self._copy = None
+        for copy in self._copies:
+            copy.finish()
+        self._copies.clear()
         self._away = self._home
         self.reload()
         reduced, self.reduced = self.reduced, None
@@ -367,21 +373,22 @@ class UnitState:
 
     def _publish(self) -> None:
         """Copy updated parameters to those that sections read, where the optimizer works on a copy of its own."""
-        copied = [name for name, parameter in self.parameters.items() if self._updated[name] is not parameter]
-        if copied:
-            with torch.no_grad():
-                torch._foreach_copy_([self.parameters[one] for one in copied], [self._updated[one] for one in copied])
+        updated = {name: one for name, one in self._updated.items() if one is not self.parameters[name]}
+        there = [name for name, one in updated.items() if one.device == self.parameters[name].device]
+        with torch.no_grad():
+            if there:
+                torch._foreach_copy_([self.parameters[name] for name in there], [updated.pop(name) for name in there])
+            for name, one in updated.items():
+                fill(self.parameters[name], one)
 
     def tensors(self) -> dict[str, Tensor]:
         """Copy the whole state as named CPU tensors (``param/..``, ``buffer/..``, ``optim/../..``) and numbers."""
-        return {name: to_host(tensor) for name, tensor in self._own_tensors().items()}
+        return to_host(self._own_tensors())
 
     def copy_later(self) -> StateCopy:
         """The same, to be copied beside what reads the state; what changes it waits until that is done."""
-        if self._copy is not None:
-            self._copy.finish()
-        self._copy = StateCopy(self._own_tensors())
-        return self._copy
+        self._copies.append(StateCopy(self._own_tensors()))
+        return self._copies[-1]
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """Name the state's tensors as they are, and its numbers as one more."""
@@ -409,10 +416,10 @@ class UnitState:
         Raises:
             ValueError: if a parameter or buffer is missing or has another shape or dtype.
         """
-        if self._copy is not None:  # what it held is of a history that is void
-            self._copy.drop()
-            self._copy = None
-        numbers = json.loads(bytes(tensors[_NUMBERS].tolist()))
+        for copy in self._copies:  # what it held is of a history that is void
+            copy.drop()
+        self._copies.clear()
+        numbers = json.loads(bytes(moved(tensors[_NUMBERS], _HOST).tolist()))
         found: dict[tuple[str, str], Tensor] = {}
         with torch.no_grad():
             for name, parameter in self._updated.items():
@@ -420,7 +427,7 @@ class UnitState:
                 prefix = f"optim/{name}/"
                 found |= {(name, key.removeprefix(prefix)): v for key, v in tensors.items() if key.startswith(prefix)}
             for name, buffer in self.buffers.items():
-                buffer.copy_(self._saved(tensors, "buffer", name, buffer))
+                fill(buffer, self._saved(tensors, "buffer", name, buffer))
         self._publish()
         if says_otherwise(numbers, self._said):
             self._build_optimizer()
@@ -454,12 +461,8 @@ def _updated(parameter: Parameter, rules: UpdateRules) -> Parameter:
     if rules.master_weights and found.dtype.to_real().itemsize < torch.float32.itemsize:
         found = found.detach().to(torch.promote_types(found.dtype, torch.float32))
     if rules.optimizer_in_host_memory:
-        found = to_host(found)
+        found = to_host({"": found})[""]
     return parameter if found is parameter else Parameter(found)
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device)
 
 
 def _take(parameter: Parameter, saved: Tensor, *, for_good: bool) -> None:
@@ -467,7 +470,7 @@ def _take(parameter: Parameter, saved: Tensor, *, for_good: bool) -> None:
     if for_good and at_home and is_aligned(saved):
         parameter.data = saved
     else:
-        parameter.copy_(saved)
+        fill(parameter, saved)
 
 
 AT_ONCE = 1 << 24

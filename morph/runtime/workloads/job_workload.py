@@ -14,17 +14,18 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from morph.contract.errors import ProfileError
+from morph.contract.evaluation import EvaluationSize, EvaluationTotals, FinishedMetrics
 from morph.contract.job_facts import JobFacts
-from morph.contract.messages import Evaluation, EvaluationSize, StepOrder, WorkerSetup
+from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
 from morph.cutting import CutModel
 from morph.cutting.cache.cut_job import load_and_cut
 from morph.cutting.sections.section import BoundaryTensor, ParameterUnit
 from morph.cutting.trial_run.trial import run_users_code
-from morph.data import DataWorkers, MicroBatchLoader, data_of
+from morph.data import DataWorkers, MicroBatchLoader
 from morph.data.loader import data_facts
 from morph.jobs.changes import require_same
 from morph.jobs.job import Job
-from morph.runtime.device.staging import placed
+from morph.runtime.device.staging import moved, placed
 from morph.runtime.device.task_clock import clock_of
 from morph.runtime.groups.channels import Carrier, Channel
 from morph.runtime.groups.faults import FaultPlan
@@ -62,7 +63,7 @@ _FIELDS = (
         "effective_loss_scaling",
         "clip_grad_norm",
     ),
-    *("optimizer_device", "eval_every_steps", "eval_samples"),
+    *("optimizer_device", "eval_every_steps", "eval_every_epochs", "eval_samples", "best"),
 )
 
 
@@ -189,10 +190,7 @@ class JobWorkload:
         if self._job.accumulation == "exact":
             prepare(self._device)
         prepare_torch()  # here, and not in a change of shape, for which every worker waits
-        data = data_of(self._job)
-        self._loader = MicroBatchLoader(
-            data, self._job.seed, self._job.batch_size, setup.micro_batch_size, self._data_workers
-        )
+        self._loader = MicroBatchLoader.of(self._job, setup.micro_batch_size, self._data_workers)
         self._run_model = self._model
         if self._job.compile:
             self._run_model = compiled(self._model)
@@ -217,7 +215,7 @@ class JobWorkload:
         return UnitState(
             found,
             {
-                name: self._initial.empty(name, self._device) if empty else self._initial[name].to(self._device)
+                name: self._initial.empty(name, self._device) if empty else moved(self._initial[name], self._device)
                 for name in found.names
             },
             self._job.optimizer,
@@ -305,6 +303,11 @@ class JobWorkload:
     def evaluate(self, current: Generation, version: int) -> Evaluation | None:
         """See ``Workload.evaluate``."""
         return self._evaluator.run_if_due(current, version, self._model) if self._evaluator is not None else None
+
+    def finish(self, totals: EvaluationTotals) -> FinishedMetrics | None:
+        """See ``Workload.finish``."""
+        finishes = self._evaluator is not None and self._job.eval_metrics is not None
+        return self._evaluator.finish(totals) if finishes and self._evaluator is not None else None
 
     def _start_data_workers(self, setup: WorkerSetup) -> DataWorkers:
         """Start them as soon as the job is known: what they import and build takes as long as the rest of a setup."""

@@ -1,0 +1,340 @@
+"""From items of a data set to the batch that a loss gets: a nest of tensors, which Morph handles as entries by name.
+
+An item, or what ``collate_fn`` makes of several, may nest dicts, mappings such as ``BatchEncoding``, tuples, lists and
+dataclasses. Its tensors, arrays and numbers are *entries*, named by their path (``inputs.ids``, ``0.mask``); a
+:class:`Form` is the nest without them, from which the loss gets its batch back.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from morph.contract.errors import JobError
+from morph.data.order import Place
+from morph.data.seeding import own_generators, seed_of
+
+Collate = Callable[[list[Any]], Any]
+Entries = dict[str, Tensor]
+ALONE = "samples"
+"""The name of an entry that is not in a nest: items that are tensors."""
+_MOST_LISTED = 64
+_ALLOWED = (
+    "a nest (dict, tuple, list, dataclass) of dense tensors, numpy arrays and numbers; text, which stays on the host"
+)
+
+
+class HostText:
+    """Stands in a batch for text: it is not sent to devices, and no loss can be traced through it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _refuse(self, *_: object) -> Any:
+        raise JobError(
+            "is text, which stays on the host: a loss gets tensors alone",
+            source="Job",
+            field=f"batch entry {self._name!r}",
+            allowed="numbers made of it in the data set or in collate_fn",
+        )
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = __str__ = _refuse
+
+    def __repr__(self) -> str:
+        return f"<text {self._name!r}, on the host>"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A nest without its tensors.
+
+    Attributes:
+        kind: What is here.
+        name: Of the entry or text that is here.
+        value: The number, flag or None that is here, the same in every batch.
+        make: The type of a nest, with its ``keys`` and ``parts``.
+        template: A nest of that type to copy, where it is a dataclass.
+    """
+
+    kind: Literal["entry", "text", "constant", "nest"]
+    name: str = ""
+    value: object = None
+    make: type = object
+    keys: tuple[Any, ...] = ()
+    parts: tuple[Form, ...] = ()
+    template: Any = field(default=None, compare=False, repr=False)
+
+    def build(self, entries: Mapping[str, Tensor], texts: Mapping[str, Any] | None = None) -> Any:
+        """Return the nest around these entries; without ``texts``, each text is a ``HostText``."""
+        if self.kind == "entry":
+            return entries[self.name]
+        if self.kind == "text":
+            return HostText(self.name) if texts is None else texts[self.name]
+        if self.kind == "constant":
+            return self.value
+        values = [part.build(entries, texts) for part in self.parts]
+        if self.template is not None:
+            made = copy.copy(self.template)
+            for key, value in zip(self.keys, values, strict=True):
+                object.__setattr__(made, key, value)
+            return made
+        if issubclass(self.make, Mapping):
+            return self.make(dict(zip(self.keys, values, strict=True)))  # type: ignore[call-arg]  # as mappings do
+        return self.make(*values) if hasattr(self.make, "_fields") else self.make(values)  # type: ignore[call-arg]
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A nest taken apart; ``texts`` by name, as ``entries``."""
+
+    entries: Entries
+    texts: dict[str, Any]
+    form: Form
+
+
+@dataclass
+class _Flattening:
+    """``numbers``: numbers are entries, not constants. ``lists``: so are lists of them, and foreign objects text."""
+
+    where: str
+    numbers: bool
+    lists: bool
+    entries: Entries = field(default_factory=dict)
+    texts: dict[str, Any] = field(default_factory=dict)
+
+    def form(self, value: Any, name: str) -> Form:
+        """Take ``value`` apart."""
+        if isinstance(value, np.ndarray | np.generic) and np.asarray(value).dtype.kind in "biufc":
+            value = torch.as_tensor(value)
+        if self.lists and isinstance(value, list) and value and all(type(item) in (int, float, bool) for item in value):
+            value = torch.tensor(value)
+        is_number = isinstance(value, int | float | complex)
+        if is_number and self.numbers:
+            value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        if isinstance(value, Tensor):
+            if value.layout is not torch.strided:
+                raise self._refused(name, str(value.layout))
+            return Form("entry", self._put(self.entries, name, value))
+        if value is None or is_number:
+            return Form("constant", name, value)
+        texts = isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(x, str | bytes) for x in value)
+        if texts or isinstance(value, str | bytes | np.ndarray):
+            return Form("text", self._put(self.texts, name, value))
+        return self._nest(value, name)
+
+    def _nest(self, value: Any, name: str) -> Form:
+        template = None
+        if isinstance(value, Mapping):
+            keys, values = tuple(value), list(value.values())
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            keys = tuple(field.name for field in dataclasses.fields(value))
+            values, template = [getattr(value, key) for key in keys], copy.copy(value)
+            for key in keys:
+                object.__setattr__(template, key, None)
+        elif isinstance(value, tuple | list):
+            keys, values = getattr(type(value), "_fields", tuple(range(len(value)))), list(value)
+            if len(values) > _MOST_LISTED and not isinstance(values[0], Tensor | Mapping | tuple | list):
+                raise self._refused(name, f"a {type(value).__name__} of {len(values)}")
+        elif self.lists:
+            return Form("text", self._put(self.texts, name, value))
+        else:
+            raise self._refused(name, type(value).__name__)
+        named = zip([f"{name}.{key}" if name else str(key) for key in keys], values, strict=True)
+        parts = tuple(self.form(part, its_name) for its_name, part in named)
+        return Form("nest", name, None, type(value), keys, parts, template)
+
+    def _put(self, where: dict[str, Any], name: str, value: Any) -> str:
+        name = name or ALONE
+        if name in self.entries or name in self.texts:
+            raise self._refused(name, "two of this name")
+        where[name] = value
+        return name
+
+    def _refused(self, name: str, what: str) -> JobError:
+        shown = f"{name!r}: {what}" if name else what
+        return JobError("is not a sample", source="Job", field=self.where, value=shown, allowed=_ALLOWED)
+
+
+def flat_sample(sample: object, where: str, *, collated: bool = False) -> Flat:
+    """Take an item apart.
+
+    Args:
+        sample: The item.
+        where: What errors call it.
+        collated: ``collate_fn`` makes batches of items: they may hold anything.
+
+    Raises:
+        JobError: it holds something that batches are not made of.
+    """
+    return _flat(sample, _Flattening(where, numbers=True, lists=collated))
+
+
+def _flat(value: object, taking: _Flattening) -> Flat:
+    form = taking.form(value, "")
+    if not taking.entries and not taking.lists:
+        raise JobError("is not a sample: it holds no tensor", source="Job", field=taking.where, allowed=_ALLOWED)
+    return Flat(taking.entries, taking.texts, form)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How micro-batches are made of samples.
+
+    Attributes:
+        seed: The job's.
+        collate_fn: The job's.
+    """
+
+    seed: int = 0
+    collate_fn: Collate | None = None
+
+    def read(self, dataset: Any, places: Iterable[Place]) -> list[Any]:
+        """Read samples; what one draws from the global generators depends on (seed, epoch, index) alone."""
+        samples = []
+        with own_generators() as seed_all:
+            for epoch, index in places:
+                seed_all(seed_of(self.seed, "sample", epoch, index))
+                samples.append(dataset[index])
+        return samples
+
+    def flat(self, sample: object, where: str) -> Flat:
+        """Take an item apart, to look at it."""
+        return flat_sample(sample, where, collated=self.collate_fn is not None)
+
+    def first(self, dataset: Any) -> Entries:
+        """What each sample of a batch is like: item 0, without a dimension of samples."""
+        made = self.batch(self.read(dataset, [(0, 0)]), [(0, 0)], "dataset()").entries
+        return {name: entry[0] for name, entry in made.items()}
+
+    def nest(self, samples: Sequence[Any], places: Sequence[Place], field: str) -> Any:
+        """Make one batch of samples, as a ``DataLoader`` does; dataclasses are stacked too.
+
+        What ``collate_fn`` draws from the global generators depends on the seed and the samples' places alone.
+
+        Raises:
+            JobError: samples that make no batch.
+        """
+        if self.collate_fn is None:
+            made = self.batch(samples, places, field)
+            return made.form.build(made.entries, made.texts)
+        with own_generators() as seed_all:
+            seed_all(seed_of(self.seed, "collate", *(number for place in places for number in place)))
+            return self.collate_fn(list(samples))
+
+    def batch(
+        self, samples: Sequence[Any], places: Sequence[Place], field: str, keys: Iterable[str] | None = None
+    ) -> Flat:
+        """Make one batch of samples, taken apart; every entry is [len(samples), ...].
+
+        Args:
+            samples: As they were read.
+            places: Of each.
+            field: The data set in errors.
+            keys: The entries that are wanted, where they can be made alone; None: all.
+
+        Raises:
+            JobError: samples that make no batch.
+        """
+        if self.collate_fn is None:
+            flats = [
+                flat_sample(sample, f"{field}[{index}]") for sample, (_, index) in zip(samples, places, strict=True)
+            ]
+            return _stacked(flats, flats[0].entries if keys is None else keys)
+        found = _flat(self.nest(samples, places, field), _Flattening("collate_fn()", numbers=False, lists=False))
+        for name, entry in found.entries.items():
+            if not entry.dim() or len(entry) != len(samples):
+                raise JobError(
+                    f"returns an entry without one row for each of the {len(samples)} samples",
+                    source="Job",
+                    field=f"collate_fn()[{name!r}]",
+                    value=str(tuple(entry.shape)),
+                    allowed="the samples as the first dimension of every tensor; packed texts as items of the data set",
+                )
+        return found
+
+    def alike(
+        self,
+        samples: Sequence[Any],
+        places: Sequence[Place],
+        like: Mapping[str, Tensor],
+        field: str,
+        allowed: str,
+        keys: Iterable[str] | None = None,
+    ) -> Entries:
+        """Make one batch of samples that must be like another one, for which the sections were made.
+
+        Args:
+            samples: As they were read.
+            places: Of each.
+            like: The other one.
+            field: The data set in errors.
+            allowed: How the other one is called there.
+            keys: As for ``batch``.
+
+        Raises:
+            JobError: an entry is missing, or has another shape or type.
+        """
+        if self.collate_fn is None:
+            for sample, (_, index) in zip(samples, places, strict=True):
+                where = f"{field}[{index}]"
+                require_alike(
+                    flat_sample(sample, where).entries, like, where, f"{allowed}; pad or crop samples in the data set"
+                )
+            return self.batch(samples, places, field, keys).entries
+        found = self.batch(samples, places, field, keys).entries
+        rows = {name: entry[0] for name, entry in found.items()}
+        require_alike(rows, like, "collate_fn()", f"{allowed}, for each sample; pad to one length")
+        return found
+
+
+def _stacked(flats: Sequence[Flat], keys: Iterable[str]) -> Flat:
+    first = flats[0]
+    texts = {name: [flat.texts.get(name) for flat in flats] for name in first.texts}
+    return Flat({key: stack_entry([flat.entries for flat in flats], key) for key in keys}, texts, first.form)
+
+
+def stack_entry(samples: Sequence[Mapping[str, Tensor]], key: str) -> Tensor:
+    """Stack one entry of the samples to [len(samples), ...].
+
+    Raises:
+        JobError: when a sample lacks the entry, or has another shape or dtype than the first.
+    """
+    for position, sample in enumerate(samples):
+        if key not in sample:
+            have = ", ".join(sorted(sample))
+            raise JobError("is missing in a sample", source="Job", field=f"dataset item {key!r}", allowed=have)
+        first, value = samples[0][key], sample[key]
+        if value.shape != first.shape or value.dtype != first.dtype:
+            raise JobError(
+                f"differs between samples of one micro-batch (sample {position} against sample 0)",
+                source="Job",
+                field=f"dataset item {key!r}",
+                value=f"{tuple(value.shape)} {value.dtype} and {tuple(first.shape)} {first.dtype}",
+                allowed="equal shapes and dtypes; pad or crop samples in the data set, or pad in collate_fn",
+            )
+    return torch.stack([sample[key] for sample in samples])
+
+
+def require_alike(sample: Mapping[str, Tensor], like: Mapping[str, Tensor], field: str, allowed: str) -> None:
+    """Refuse a sample without an entry of another, or with one of another shape or type.
+
+    Raises:
+        JobError: naming the entry, behind ``field``, and what is ``allowed``, behind the other's shape.
+    """
+    for key, wanted in like.items():
+        found = sample.get(key)
+        if found is None or found.shape != wanted.shape or found.dtype != wanted.dtype:
+            raise JobError(
+                "differs from the others",
+                source="Job",
+                field=f"{field}[{key!r}]",
+                value="nothing" if found is None else f"{tuple(found.shape)} {found.dtype}",
+                allowed=f"{tuple(wanted.shape)} {wanted.dtype}, {allowed}",
+            )

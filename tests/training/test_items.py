@@ -1,0 +1,73 @@
+"""Items of every kind train alike in every shape, and as a plain loop over the same batches does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from morph.cutting import export_job
+from morph.data.loader import order_of, recipe_of
+from morph.jobs.job import load_job
+from morph.preflight.data_check import check_data
+from morph.runtime.process.single import run_single
+from tests.training.shapes import ShapesCrew, spec_of
+from tests.training.test_weighted_losses import parameters_of
+from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS
+
+NUM_STEPS = 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nested", "collated"])
+def test_every_shape_gives_the_same_bits(crew: ShapesCrew, tmp_path: Path, name: str) -> None:
+    alone = crew.train(name, [("1x1", NUM_STEPS)], tmp_path / "alone")
+    shapes = crew.train(name, [("2x2", 2), ("1x3", 4), ("2x1", NUM_STEPS)], tmp_path / "shapes", lose=True)
+    assert shapes.digests == alone.digests
+    assert shapes.losses == alone.losses
+
+
+@pytest.mark.slow
+def test_nested_items_train_as_a_plain_loop_over_whole_mini_batches(tmp_path: Path) -> None:
+    weights = trained("nested", tmp_path)
+    job = load_job(spec_of("nested"))
+    order, recipe, data = order_of(job), recipe_of(job), job.dataset()
+    for name, value in plain_loop(job, lambda step: batch_of(recipe, data, order.mini_batch(step))).items():
+        assert torch.allclose(weights[name], value, rtol=1e-6, atol=1e-6), name
+
+
+def batch_of(recipe: Any, data: Any, places: Any) -> Any:
+    return recipe.nest(recipe.read(data, places), places, "dataset()")
+
+
+def trained(name: str, directory: Path) -> dict[str, torch.Tensor]:
+    """The weights after some steps of one worker."""
+    with torch.random.fork_rng():
+        manifest = run_single(
+            spec_of(name),
+            steps=NUM_STEPS,
+            num_sections=NUM_SECTIONS,
+            micro_batch_size=MICRO_BATCH_SIZE,
+            checkpoint_url=str(directory),
+        )
+    return parameters_of(manifest, directory)
+
+
+def plain_loop(job: Any, batch: Any) -> dict[str, torch.Tensor]:
+    """The weights after as many steps of a loop over whole mini-batches."""
+    model = job.model()
+    model.load_state_dict(dict(export_job(job).initial_parameters), strict=False)
+    optimizer = job.optimizer(list(model.named_parameters()))
+    for step in range(NUM_STEPS):
+        result = job.loss(model, batch(step))
+        optimizer.zero_grad()
+        (result if isinstance(result, torch.Tensor) else result.mean()).backward()
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["nested", "collated"])
+def test_such_data_passes_the_checks(name: str) -> None:
+    check_data(load_job(spec_of(name)))
