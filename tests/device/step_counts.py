@@ -46,6 +46,7 @@ from morph.runtime.groups.topology import topology, units_of_stage
 from morph.runtime.process.worker import Worker, set_up
 from morph.runtime.state.accumulators import Accumulator
 from morph.runtime.state.reduction import Reduction
+from morph.runtime.state.unit_state import apply_all
 from morph.runtime.step.generation import Generation
 from morph.runtime.workloads.job_workload import JobWorkload
 
@@ -436,9 +437,8 @@ class ShapeJob:
     def _step(self, worker: Worker, current: Generation, step: int) -> None:
         scale = next((state.loss_scale for state in current.units.values()), None)
         worker._run_step(current, StepOrder(generation=1, step=step, loss_scale=scale))
-        for state in current.units.values():
-            norm = 1.0 if self.job.clip_grad_norm is not None else None
-            state.apply(Decided(version=step + 1, gradient_norm=norm))
+        norm = 1.0 if self.job.clip_grad_norm is not None else None
+        apply_all(current.units.values(), Decided(version=step + 1, gradient_norm=norm))
 
     def _reshape_order(self, stages: list[range], num_micro_batches: int, total: int) -> ReshapeOrder:
         shape = self.shape

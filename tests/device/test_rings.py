@@ -137,9 +137,9 @@ def test_no_host_waits_between_the_operations_of_a_piece(members: Members, monke
             members.pair.interrupts[name].wait_for(enough, "two gathers", BOUND_S)
         kinds = [kind for _, kind in launches[0]]
         assert kinds == ["reduce", "exchange", "exchange", "gather", "exchange", "gather"]
-        while not whole.done():
-            members.tick()
-    on_devices = whole.result()["a"][0]
+        ticking = Ticking(*members.devices.values())
+        on_devices = whole.result(BOUND_S)["a"][0]
+        ticking.stop()
     alone = sums_of("a", 1000)
     partial_sums = sums_of("b", 1000).partial()
     assert partial_sums is not None

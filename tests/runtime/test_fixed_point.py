@@ -173,9 +173,7 @@ def test_tensors_of_one_call_have_the_bits_that_each_has_alone() -> None:
         found = []
         for together in (True, False):
             total, largest = before.clone(), torch.full((40,), -1.0, dtype=torch.float64)
-            sums = [
-                fixed_sum(*place) for place in zip(total.split(sizes), largest.split(1), exponents, strict=True)
-            ]
+            sums = [fixed_sum(*place) for place in zip(total.split(sizes), largest.split(1), exponents, strict=True)]
             for some in [range(40)] if together else [[index] for index in range(40)]:
                 each = ([those[index] for index in some] for those in (sums, gradients, first))
                 fixed_point.add_fixed(*each)
@@ -188,9 +186,7 @@ def test_tensors_of_one_call_have_the_bits_that_each_has_alone() -> None:
                 fixed_point.from_fixed(*args, 12, [means[spans[index]] for index in some])
             found.append((total.tolist(), largest.tolist(), means.tolist()))
         assert found[0] == found[1]
-        assert found[0][1] == [
-            float(one.abs().max().double()) if one.numel() else 0.0 for one in gradients
-        ]
+        assert found[0][1] == [float(one.abs().max().double()) if one.numel() else 0.0 for one in gradients]
 
 
 def test_what_lies_between_is_done_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

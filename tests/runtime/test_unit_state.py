@@ -345,7 +345,9 @@ def test_a_units_step_has_the_same_bits_whoever_shares_the_call(
         units.append((ParameterUnit(f"s{number}", (number,), tuple(values)), values))
 
     def made() -> list[UnitState]:
-        return [UnitState(unit, values, factory, num_micro_batches=1, exact=True, rules=rules) for unit, values in units]
+        return [
+            UnitState(unit, values, factory, num_micro_batches=1, exact=True, rules=rules) for unit, values in units
+        ]
 
     alone, joined = made(), made()
     calls: list[int] = []
@@ -392,10 +394,7 @@ def test_norms_of_units_have_the_same_bits_whoever_shares_the_call() -> None:
     tensors["c"][0] = tensors["c"][0].double()
     expected = {
         unit: math.fsum(
-            float(folded(chunk.double().square()))
-            for tensor in some
-            for chunk in tensor.split(1 << 20)
-            if len(chunk)
+            float(folded(chunk.double().square())) for tensor in some for chunk in tensor.split(1 << 20) if len(chunk)
         )
         for unit, some in tensors.items()
     }

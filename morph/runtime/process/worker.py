@@ -54,8 +54,8 @@ from morph.runtime.pre_copy.lane import PreCopyLane
 from morph.runtime.pre_copy.state_moves import MoveContext, send_in_background, take_sums, take_units
 from morph.runtime.process.blame import failed
 from morph.runtime.process.order_memory import OrderMemory, order_key
-from morph.runtime.state.checkpoint_writer import CheckpointWriter
 from morph.runtime.state.accumulators import finish_all
+from morph.runtime.state.checkpoint_writer import CheckpointWriter
 from morph.runtime.state.unit_state import UnitState, apply_all, norms_sq
 from morph.runtime.step.generation import Generation
 from morph.runtime.step.pace import Pace, Prober

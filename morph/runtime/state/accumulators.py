@@ -96,7 +96,6 @@ class Accumulator(ABC):
     def add_all(self, gradients: Sequence[tuple[str, Tensor]]) -> None:
         """Add contributions of one micro-batch and one section: one for each parameter at most."""
 
-
     @property
     def largest(self) -> Tensor:
         """Magnitudes (float64); members of a ring must know the largest of each over all members.

@@ -17,7 +17,6 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import Tensor
 
-
 log = logging.getLogger(__name__)
 
 SUM_BITS = 62
@@ -259,6 +258,8 @@ def prepare(device: torch.device = _HOST) -> None:
 
 @cache
 def _loops() -> ModuleType:
-    from morph.runtime.state import loops  # numba takes 0.2 s to load, for which a worker that sums nothing need not wait
+    from morph.runtime.state import (
+        loops,
+    )  # numba takes 0.2 s to load, for which a worker that sums nothing need not wait
 
     return loops
