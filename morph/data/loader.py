@@ -154,7 +154,7 @@ def data_of(job: Job, field: DataField = "dataset") -> MapDataset:
         make = getattr(job, field)
         with own_generators() as seed_all:
             seed_all(seed_of(job.seed, "dataset"))
-            built[field] = make()
+            built[field] = numbered(make())
     data: MapDataset = built[field]
     return data
 
@@ -162,6 +162,20 @@ def data_of(job: Job, field: DataField = "dataset") -> MapDataset:
 def forget_data(job: Job, field: DataField) -> None:
     """Let go of a job's data set; it is built anew when it is next requested."""
     job.__dict__.get(_BUILT, {}).pop(field, None)
+
+
+def num_at_hand(dataset: Any) -> int:
+    """How many of its first samples can be read at any time, to look at some: not all, where they lie in shards."""
+    return int(getattr(dataset, "num_at_hand", len(dataset)))
+
+
+def numbered(dataset: Any) -> Any:
+    """Return a data set whose samples have numbers: an ``IterableDataset`` of known length becomes one."""
+    if not isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        return dataset
+    from morph.data.streams import Iterated, Stream
+
+    return Stream(Iterated(lambda: dataset, len(dataset)), window=0)
 
 
 def recipe_of(job: Job) -> Recipe:
@@ -197,15 +211,16 @@ def check_map_style(dataset: object, field: str) -> int:
     Raises:
         JobError: it is something else, or is empty.
     """
-    problem = None
+    problem, allowed = None, _ALLOWED
     if isinstance(dataset, DataLoader):
         problem = "returns a DataLoader; Morph forms the batches itself, so return the data set that it loads"
     elif isinstance(dataset, IterableDataset):
-        problem = "returns an IterableDataset; every worker needs to read any sample by its number"
+        problem = "returns an IterableDataset of unknown length"
+        allowed = "morph.data.streams.Stream(Iterated(make, num_samples)), or a source in shards, such as Jsonl(urls)"
     elif not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         problem = "does not return a data set"
     if problem is not None:
-        raise JobError(problem, source="Job", field=field, value=type(dataset).__name__, allowed=_ALLOWED)
+        raise JobError(problem, source="Job", field=field, value=type(dataset).__name__, allowed=allowed)
     size = len(dataset)  # type: ignore[arg-type]  # it has a length
     if size == 0:
         raise JobError("is empty", source="Job", field=field, allowed="at least one sample")
@@ -231,9 +246,9 @@ def data_facts(job: Job) -> dict[str, DataFacts]:
 
 
 def _facts(dataset: MapDataset, recipe: Recipe) -> DataFacts:
-    """Length, and samples spread evenly from the first to the last."""
-    length = len(dataset)
-    indices = sorted({place * (length - 1) // (NUM_SAMPLED - 1) for place in range(NUM_SAMPLED)}) if length else []
+    """Length, and samples spread evenly from the first to the last at hand."""
+    length, last = len(dataset), num_at_hand(dataset) - 1
+    indices = sorted({place * last // (NUM_SAMPLED - 1) for place in range(NUM_SAMPLED)}) if length else []
     samples = zip(indices, recipe.read(dataset, [(0, index) for index in indices]), strict=True)
     return DataFacts(
         num_samples=length,

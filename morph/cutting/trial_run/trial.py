@@ -21,7 +21,7 @@ from morph.cutting.source.reads import of_data
 from morph.cutting.source.refusal import changes_requires_grad, first_line
 from morph.cutting.trial_run.repeatable import Forward, require_repeatable
 from morph.data.batches import Form
-from morph.data.loader import check_map_style, data_of, form_of, recipe_of
+from morph.data.loader import check_map_style, data_of, form_of, num_at_hand, recipe_of
 from morph.jobs.job import Job
 from morph.losses import Loss, PerSample, Sum, values_of
 
@@ -198,7 +198,8 @@ def example_batch(job: Job) -> dict[str, Tensor]:
 def _first_samples(job: Job, num_samples: int) -> dict[str, Tensor]:
     with of_data():
         dataset = run_users_code(lambda: data_of(job), job, None, "dataset")
-        size = run_users_code(lambda: check_map_style(dataset, "dataset"), job, None, "dataset")
+        run_users_code(lambda: check_map_style(dataset, "dataset"), job, None, "dataset")
+        size = num_at_hand(dataset)
         places = [(0, position % size) for position in range(num_samples)]
         recipe = recipe_of(job)
         samples = run_users_code(lambda: recipe.read(dataset, places), job, None, "dataset")

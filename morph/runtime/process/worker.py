@@ -211,8 +211,8 @@ class Worker:
         """Begin to send or receive pre-copies before a planned change; returns at once."""
         try:
             self._pre_copy.take(order)
-        except (OSError, RuntimeError) as error:  # no port to listen on, no thread to be had: nothing is pre-copied
-            log.warning("nothing is pre-copied: %s", error)
+        except Exception as error:  # no port to listen on, no thread to be had, or what nobody thought of
+            log.warning("nothing is pre-copied: %s: %s", type(error).__name__, error)
 
     def tell_again(self) -> None:
         """Another manager may be there: tell it of checkpoint units again."""
@@ -327,6 +327,7 @@ class Worker:
         self._generation = Generation(
             order, slot_of(order.slots, setup.worker), layout, groups, interrupt, units, links
         )
+        self._workload.take_place(self._generation)
         return Reshaped(
             worker=setup.worker,
             generation=order.generation,
@@ -362,7 +363,7 @@ class Worker:
         assert current is not None
         assert current.order.generation == generation
         self._sums.forget_before(version)
-        before, self._held = self._held.keys(), {**self._followers.in_step(version), **current.units}
+        before, self._held = set(self._held), {**self._followers.in_step(version), **current.units}
         if before - self._held.keys():  # others have them now
             self._release()
         self._roll_forward(self._held, version, decided)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,15 +39,31 @@ class Parameters(Protocol):
         ...
 
 
-def write_initial_checkpoint(job: Job, model: CutModel, parameters: Parameters, checkpoint_url: str) -> Manifest:
-    """Write every unit with a fresh optimizer, then the manifest; one unit is in memory at a time.
+def write_initial_checkpoint(
+    job: Job,
+    model: CutModel,
+    parameters: Parameters,
+    checkpoint_url: str,
+    *,
+    frozen: str = "",
+    prepare: Callable[[UnitState], None] | None = None,
+) -> Manifest:
+    """Write every unit, then the manifest; one unit is in memory at a time.
+
+    Args:
+        job: The job.
+        model: Its cut model.
+        parameters: What the run begins with.
+        checkpoint_url: Where.
+        frozen: Digest of the frozen weights that were written beside it.
+        prepare: Does more to a unit, which has a fresh optimizer.
 
     Raises:
         JobError: an optimizer or schedule that cannot be used.
         OSError: of the storage.
     """
     num_micro_batches = job.batch_size // model.micro_batch_size
-    rules = update_rules(job, torch.device("cpu"))
+    rules = update_rules(job, torch.device("cpu"), frozen=frozen)
     files: list[UnitFile] = []
     for unit in model.units:
         state = UnitState(
@@ -58,6 +74,8 @@ def write_initial_checkpoint(job: Job, model: CutModel, parameters: Parameters, 
             exact=job.accumulation == "exact",
             rules=rules,
         )
+        if prepare is not None:
+            prepare(state)
         written = write_unit(checkpoint_url, 0, unit.id, "import", state.tensors())
         files.append(UnitFile(**written.model_dump(exclude={"worker", "version", "stall_s"})))
     manifest = Manifest(fingerprint=model.fingerprint, version=0, units=_sorted(files), kind="imported")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from morph.contract.decided import Decided, LossScale
-from morph.contract.errors import NonFiniteGradient
+from morph.contract.errors import CheckpointError, NonFiniteGradient
 from morph.cutting.sections.section import ParameterUnit
 from morph.jobs.job import Job
 from morph.runtime.device.staging import Ready, fill, moved, to_host
@@ -107,7 +107,8 @@ class UpdateRules:
 
     ``loss_scale`` is the one of version 0. ``optimizer_in_host_memory``: the optimizer works on a copy of the
     parameters in host memory, which is copied to the device after each step. ``master_weights``: likewise on fp32
-    copies of parameters that have fewer bits. ``code``: digest of the job's code.
+    copies of parameters that have fewer bits. ``code``: digest of the job's code. ``frozen``: that of the frozen
+    weights that the run was given; empty where they are the job's own.
     """
 
     make_scheduler: MakeScheduler | None = None
@@ -116,10 +117,11 @@ class UpdateRules:
     optimizer_in_host_memory: bool = False
     master_weights: bool = False
     code: str = ""
+    frozen: str = ""
 
 
-def update_rules(job: Job, device: torch.device, code: str = "") -> UpdateRules:
-    """The rules of a job, with this digest of its code, on one kind of device."""
+def update_rules(job: Job, device: torch.device, code: str = "", frozen: str = "") -> UpdateRules:
+    """The rules of a job, with these digests of its code and its frozen weights, on one kind of device."""
     scaling, scale = job.effective_loss_scaling, None
     if scaling is not None:
         _, bits = math.frexp(scaling.initial)
@@ -131,6 +133,7 @@ def update_rules(job: Job, device: torch.device, code: str = "") -> UpdateRules:
         optimizer_in_host_memory=job.optimizer_device == "cpu" and device.type != "cpu",
         master_weights=job.master_weights,
         code=code,
+        frozen=frozen,
     )
 
 
@@ -138,6 +141,10 @@ _HOST = torch.device("cpu")
 _NUMBERS = "numbers"
 _CLIP_EPSILON = 1e-6
 """As in ``torch.nn.utils.clip_grad_norm_``."""
+
+
+STEP_NUMBER = "step_number"
+"""Of a parameter group, where the job has it: the number of the step, for optimizers that go by it."""
 
 
 class UnitState:
@@ -340,6 +347,9 @@ class UnitState:
             torch._foreach_mul_(given, factor)
         for name, parameter in self._updated.items():
             parameter.grad = reduced.gradients.get(name)
+        for group in self.optimizer.param_groups:
+            if STEP_NUMBER in group:
+                group[STEP_NUMBER] = self.version
         return True
 
     def end_step(self, decided: Decided | None) -> None:
@@ -406,6 +416,8 @@ class UnitState:
             "scheduler": None if self.scheduler is None else scheduler_numbers(self.scheduler),
             "loss_scale": None if self.loss_scale is None else self.loss_scale.model_dump(),
         }
+        if self._rules.frozen:
+            numbers["frozen"] = self._rules.frozen
         text = json.dumps(numbers, sort_keys=True).encode()
         tensors[_NUMBERS] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return tensors
@@ -415,11 +427,17 @@ class UnitState:
 
         Raises:
             ValueError: if a parameter or buffer is missing or has another shape or dtype.
+            CheckpointError: it was trained over other frozen weights than this worker has.
         """
         for copy in self._copies:  # what it held is of a history that is void
             copy.drop()
         self._copies.clear()
         numbers = json.loads(bytes(moved(tensors[_NUMBERS], _HOST).tolist()))
+        if numbers.get("frozen", "") != self._rules.frozen:
+            raise CheckpointError(
+                f"unit {self.unit.id} was trained over other frozen weights: the folder 'frozen' beside the run's"
+                " checkpoints, which `morph import` wrote, is missing or is another run's"
+            )
         found: dict[tuple[str, str], Tensor] = {}
         with torch.no_grad():
             for name, parameter in self._updated.items():
@@ -435,6 +453,10 @@ class UnitState:
         self._kernels = None
         self._load_numbers(numbers)
         self.reduced = self._scales_before = None
+
+    def take_optimizer_state(self, tensors: Mapping[tuple[str, str], Tensor], plain: Mapping[str, Any]) -> None:
+        """Give the optimizer state by (parameter, key), as it kept it in another run."""
+        load_optimizer_state(self.optimizer, self._updated, tensors, plain)
 
     def _saved(self, tensors: Mapping[str, Tensor], kind: str, name: str, like: Tensor) -> Tensor:
         saved = tensors.get(f"{kind}/{name}")
