@@ -338,13 +338,12 @@ class FastAccumulator(Accumulator):
             values.append(gradient)
         fresh = [name for name, _ in gradients if name not in self._added]
         self._added.update(fresh)
-        for operation, tensors in (
-            (torch._foreach_copy_, first),
-            (torch._foreach_add_, later),
-            (torch._foreach_zero_, ([self._largest_of[name] for name in fresh],)),
-        ):
-            if tensors[0]:
-                operation(*tensors)
+        if first[0]:
+            torch._foreach_copy_(first[0], first[1])
+        if later[0]:
+            torch._foreach_add_(later[0], later[1])
+        if fresh:
+            torch._foreach_zero_([self._largest_of[name] for name in fresh])
 
     def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
         """See ``Accumulator.mean``: members' sums are added in their order.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,7 +107,7 @@ def add_fixed(sums: Sequence[FixedSum], gradients: Sequence[Tensor], is_first: S
     """
     if sums and sums[0].addresses is not None:
         for one, gradient, first in zip(sums, gradients, is_first, strict=True):
-            _add_on_processor(one, gradient, one.addresses, first)
+            _add_on_processor(one, gradient, first)
         return
     flat = [gradient.detach().reshape(-1) for gradient in gradients]
     fused = _fused(sums[0].total.device) if sums else None
@@ -116,12 +117,14 @@ def add_fixed(sums: Sequence[FixedSum], gradients: Sequence[Tensor], is_first: S
     _add_each_by_torch(sums, flat, is_first)
 
 
-def _add_on_processor(one: FixedSum, gradient: Tensor, at: tuple[int, int], first: bool) -> None:
+def _add_on_processor(one: FixedSum, gradient: Tensor, first: bool) -> None:
+    assert one.addresses is not None, "sums of two devices"
+    total, largest = one.addresses
     if gradient.dtype not in _LOOPED or gradient.is_neg() or not gradient.is_contiguous():
         wide = gradient.dtype if gradient.dtype in _LOOPED else torch.float32
         gradient = gradient.detach().resolve_neg().to(wide).contiguous()
     num, values = gradient.numel(), gradient.data_ptr()
-    _loops().adding(gradient.dtype)(at[0], values, values, num, 2.0**one.exponent, at[1], first)
+    _loops().adding(gradient.dtype)(total, values, values, num, 2.0**one.exponent, largest, first)
 
 
 def _add_by_torch(one: FixedSum, values: Tensor) -> None:
@@ -215,14 +218,16 @@ def _compare(fused: ModuleType, device: torch.device) -> None:
     """
     values = (torch.arange(-4096, 4096, device=device) / 64).to(torch.float32).exp2_()
     values[::3] *= -1
-    some = values.split([1, 5000, 3191])
+    sizes = [1, 5000, 3191]
+    some = torch.split(values, sizes)
     found = []
-    for kernels in (fused, SimpleNamespace(add=_add_each_by_torch, mean=_mean_each_by_torch)):
+    both: tuple[Any, ...] = fused, SimpleNamespace(add=_add_each_by_torch, mean=_mean_each_by_torch)
+    for kernels in both:
         total = torch.ones(len(values), dtype=torch.int64, device=device)
         largest, means = torch.zeros(len(some), dtype=torch.float64, device=device), torch.empty_like(values[:4096])
-        for exponents in ((-40, 0, -3), (-3, -40, 0), (0, -3, -40)):
-            places = zip(total.split([1, 5000, 3191]), largest.split(1), exponents, strict=True)
-            kernels.add([fixed_sum(*place) for place in places], some, [False, exponents[0] == -3, False])
+        for number, exponents in enumerate(((-40, 0, -3), (-3, -40, 0), (0, -3, -40))):
+            places = zip(torch.split(total, sizes), torch.split(largest, 1), exponents, strict=True)
+            kernels.add([fixed_sum(*place) for place in places], some, [False, number == 1, False])
         rows = total.view(2, -1)
         halves = [rows[:, :1000], rows[:, 1000:]], [5, 7], 12, [means[:1000], means[1000:]]
         kernels.mean(*halves)

@@ -16,7 +16,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import carray, types
+from numba import types
 from numba.core.registry import cpu_target
 
 from morph.user_cache import cache_folder, keep_as_it_is
@@ -54,7 +54,7 @@ def _add(total: Any, values: Any, bits: Any, num: Any, scale: Any, largest: Any,
 
     ``bits`` are those of ``values``.
     """
-    sums, found, unsigned = carray(total, num), carray(values, num), carray(bits, num)
+    sums, found, unsigned = numba.carray(total, num), numba.carray(values, num), numba.carray(bits, num)
     is_wide = unsigned.itemsize == 8
     no_sign = unsigned.dtype.type(2**63 - 1 if is_wide else 2**31 - 1)
     most = unsigned.dtype.type(0)
@@ -70,7 +70,7 @@ def _add(total: Any, values: Any, bits: Any, num: Any, scale: Any, largest: Any,
 
 def _mean(totals: Any, members: Any, num: Any, stride: Any, scale: Any, into: Any) -> None:
     """Add up rows that lie ``stride`` numbers apart."""
-    means = carray(into, num)
+    means = numba.carray(into, num)
     for i in range(num):
         total = totals[i]
         for member in range(1, members):
@@ -79,14 +79,20 @@ def _mean(totals: Any, members: Any, num: Any, stride: Any, scale: Any, into: An
 
 
 _TYPES = {torch.float32: (types.float32, types.uint32), torch.float64: (types.float64, types.uint64)}
-_SUMS, _LARGEST = types.CPointer(types.int64), types.CPointer(types.float64)
+
+
+def _pointer(to: Any) -> Any:
+    return types.CPointer(to)  # type: ignore[no-untyped-call] # numba ships no types
+
+
+_SUMS, _LARGEST = _pointer(types.int64), _pointer(types.float64)
 _AT, _NUM = ctypes.c_void_p, ctypes.c_ssize_t
 
 
 @cache
 def adding(dtype: torch.dtype) -> Callable[..., None]:
     """Return ``_add`` for gradients of this type, compiled once for each user; their address is given twice."""
-    values, bits = map(types.CPointer, _TYPES[dtype])
+    values, bits = map(_pointer, _TYPES[dtype])
     signature = types.void(_SUMS, values, bits, types.intp, types.float64, _LARGEST, types.boolean)
     call = ctypes.CFUNCTYPE(None, _AT, _AT, _AT, _NUM, ctypes.c_double, _AT, ctypes.c_bool)
     return _kept_call(_add, signature, call)
@@ -95,7 +101,7 @@ def adding(dtype: torch.dtype) -> Callable[..., None]:
 @cache
 def averaging(dtype: torch.dtype) -> Callable[..., None]:
     """Return ``_mean`` into this type, likewise."""
-    signature = types.void(_SUMS, *(types.intp,) * 3, types.float64, types.CPointer(_TYPES[dtype][0]))
+    signature = types.void(_SUMS, *(types.intp,) * 3, types.float64, _pointer(_TYPES[dtype][0]))
     return _kept_call(_mean, signature, ctypes.CFUNCTYPE(None, _AT, *(_NUM,) * 3, ctypes.c_double, _AT))
 
 
