@@ -16,7 +16,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import types
+from numba import carray, types  # type: ignore[attr-defined] # numba ships no types
 from numba.core.registry import cpu_target
 
 from morph.user_cache import cache_folder, keep_as_it_is
@@ -54,7 +54,7 @@ def _add(total: Any, values: Any, bits: Any, num: Any, scale: Any, largest: Any,
 
     ``bits`` are those of ``values``.
     """
-    sums, found, unsigned = numba.carray(total, num), numba.carray(values, num), numba.carray(bits, num)
+    sums, found, unsigned = carray(total, num), carray(values, num), carray(bits, num)
     is_wide = unsigned.itemsize == 8
     no_sign = unsigned.dtype.type(2**63 - 1 if is_wide else 2**31 - 1)
     most = unsigned.dtype.type(0)
@@ -70,7 +70,7 @@ def _add(total: Any, values: Any, bits: Any, num: Any, scale: Any, largest: Any,
 
 def _mean(totals: Any, members: Any, num: Any, stride: Any, scale: Any, into: Any) -> None:
     """Add up rows that lie ``stride`` numbers apart."""
-    means = numba.carray(into, num)
+    means = carray(into, num)
     for i in range(num):
         total = totals[i]
         for member in range(1, members):
