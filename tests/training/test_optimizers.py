@@ -24,7 +24,7 @@ from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.jobs.changes import Change
 from morph.runtime.state.accumulators import Reduced
 from morph.runtime.state.optimizer_state import MakeOptimizer, from_plain, to_plain
-from morph.runtime.state.unit_state import UnitState, UpdateRules, squared_norm, update_rules
+from morph.runtime.state.unit_state import UnitState, UpdateRules, norms_sq, squared_norm, update_rules
 from morph.runtime.workloads.job_workload import check_training, settings
 from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, plain, sgd
 
@@ -466,8 +466,8 @@ def test_clipping_does_what_torch_does_to_a_model_in_one_piece(most: float) -> N
     ]
     for state, gradient in zip(states, gradients(0, *shapes), strict=True):
         state.reduced = Reduced(gradients={"p": gradient}, exponents={}, overflowed=False)
-    norms_sq = [{state.unit.id: state.norm_sq() or 0.0} for state in states]
-    decided = decided_step(1, norms_sq, [False] * 3, [unit.id for unit in units])
+    found = [norms_sq({state.unit.id: state}) for state in states]
+    decided = decided_step(1, found, [False] * 3, [unit.id for unit in units])
     assert decided.gradient_norm == pytest.approx(float(norm), rel=1e-6)
     for state, parameter in zip(states, whole, strict=True):
         state.apply(decided)
@@ -496,5 +496,5 @@ def test_a_job_without_clipping_reports_and_decides_no_norm() -> None:
     unit = ParameterUnit("s0", (0,), ("p",))
     state = UnitState(unit, {"p": torch.ones(2)}, sgd, num_micro_batches=1, exact=True)
     state.reduced = Reduced(gradients={"p": torch.ones(2)}, exponents={}, overflowed=False)
-    assert state.norm_sq() is None
+    assert norms_sq({"s0": state}) == {}
     assert decided_step(1, [{}], [False], ["s0"]) == Decided(version=1)

@@ -7,7 +7,7 @@ What is enqueued on a stream runs in order, later; only an event says that it is
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Protocol
@@ -94,6 +94,9 @@ class Stream(Protocol):
     def computing(self) -> AbstractContextManager[object]:
         """Have the calling thread compute on this stream, and allocate for it."""
 
+    def run(self, work: Callable[[], object]) -> None:
+        """Enqueue operations, which ``work`` gives the device, and which may read what this stream has not made yet."""
+
 
 class Device(Protocol):
     """One device of this process."""
@@ -174,6 +177,10 @@ class HostStream:
         """See ``Stream.computing``."""
         return nullcontext()
 
+    def run(self, work: Callable[[], object]) -> None:
+        """See ``Stream.run``."""
+        work()
+
 
 class HostDevice:
     """The CPU as a device."""
@@ -243,6 +250,11 @@ class CudaStream:
     def computing(self) -> AbstractContextManager[object]:
         """See ``Stream.computing``."""
         return torch.cuda.stream(self._stream)
+
+    def run(self, work: Callable[[], object]) -> None:
+        """See ``Stream.run``."""
+        with torch.cuda.stream(self._stream):
+            work()
 
 
 class CudaDevice:
