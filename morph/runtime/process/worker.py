@@ -40,6 +40,7 @@ from morph.contract.messages import (
     WorkerReady,
     WorkerSetup,
 )
+from morph.jobs.files import split_job
 from morph.jobs.snapshot import use
 from morph.runtime.device.devices import check_kernels
 from morph.runtime.device.link_choice import form_on_devices
@@ -115,7 +116,7 @@ def set_up(setup: WorkerSetup) -> Worker | Failed:
         setup = setup.model_copy(update={"variables": {}})
         if setup.code is not None:
             job_path = use(setup.code)
-            folders = (str(Path(job_path).parent), setup.code.folder)
+            folders = (str(Path(split_job(job_path)[0]).parent), setup.code.folder)
             known = setup.code.model_copy(update={"archive": b""})
             setup = setup.model_copy(update={"job_path": job_path, "code": known})
         return Worker(setup, folders, start_s)

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from morph.checkpoint.manifest import ALIGNMENT, DEVICE_ALIGNMENT
 from morph.contract.errors import JobError
+from morph.optimizers import parts_of
 from morph.runtime.device.staging import moved
 
 MakeOptimizer = Callable[[Iterable[tuple[str, Parameter]]], Optimizer]
@@ -49,9 +50,9 @@ def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Para
     optimizer = make_optimizer(list(parameters.items()))
     if not isinstance(optimizer, Optimizer):
         raise _wrong("optimizer", "does not return an optimizer", optimizer, "a torch.optim.Optimizer")
-    if _needs_argument(optimizer):
+    if (part := next(filter(_needs_argument, parts_of(optimizer)), None)) is not None:
         allowed = "optimizers whose step() needs no closure: Morph runs the model, once per step"
-        raise _wrong("optimizer", "returns an optimizer whose step needs a closure", optimizer, allowed)
+        raise _wrong("optimizer", "returns an optimizer whose step needs a closure", part, allowed)
     for group in optimizer.param_groups:  # a rate in a tensor that units share would be changed by each one's schedule
         group.update({key: value.clone() for key, value in group.items() if isinstance(value, Tensor)})
     return optimizer
