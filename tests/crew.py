@@ -120,13 +120,13 @@ def _data_workers(worker: Any) -> tuple[tuple[int, ...], int]:
         return (), 0
     poll_until(lambda: found._hear(0.0) or all(reader.ready for reader in found._readers), "data workers")
     if not hasattr(loader, "num_own"):
-        loader.num_own, samples_of = 0, loader._load_samples
+        loader.num_own, made = 0, loader._made
 
-        def counted(place: tuple[int, int]) -> Any:
-            loader.num_own += 1
-            return samples_of(place)
+        def counted(place: tuple[int, int], keys: list[str]) -> Any:
+            loader.num_own += place not in loader._samples
+            return made(place, keys)
 
-        loader._load_samples = counted
+        loader._made = counted
     return found.pids, loader.num_own
 
 
@@ -158,7 +158,7 @@ def _serve(orders: Connection, control: Connection) -> None:
             "copied": lambda sender, step: _num_copied(workers[-1], sender, step),
             "ends": lambda: [type(one).__name__ for one in workers[-1]._generation.mailboxes.values()],  # type: ignore[union-attr]
             "staged_bytes": lambda: 0 if HERE.device is None else HERE.device.copied_bytes,
-            "released": lambda: 0 if HERE.device is None else HERE.device.released,
+            "live_at_release": lambda: [] if HERE.device is None else HERE.device.live_at_release,
             "launches": lambda: [] if HERE.nccl is None else HERE.nccl.launches,
             "waiting": lambda: bool(workers[-1]._interrupt._condition._waiters),  # type: ignore[attr-defined]
         }

@@ -23,8 +23,8 @@ from morph.contract.errors import JobError
 from morph.data import MicroBatchLoader, data_of
 from morph.data.loader import data_facts
 from morph.data.order import EpochOrder
+from morph.data.shard_order import ShardOrder, _words
 from morph.data.streams import Iterated, Jsonl, Mds, Parquet, Rows, Stream, Tar
-from morph.data.streams.order import ShardOrder, _words
 from morph.elastic.mini_batches import Batch, Batches
 from morph.preflight.data_check import check_data, reading_warnings
 from morph.preflight.mean_loss import loss_warnings

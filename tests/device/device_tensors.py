@@ -13,6 +13,7 @@ import ctypes
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -121,9 +122,9 @@ def memory_of(tensor: Tensor) -> Tensor:
     """What the device has in a tensor, as a host tensor in the same memory; of a host tensor itself."""
     if tensor.device.type != NAME:
         return tensor
-    storage = tensor.untyped_storage().host
+    block = tensor.untyped_storage().block  # type: ignore[attr-defined]
     found = torch.empty(0, dtype=tensor.dtype)
-    return found.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return found.set_(block.memory, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 class _Addresses:
@@ -150,6 +151,22 @@ _PROT_NONE, _MAP_NORESERVE = 0, 0x4000
 ALIGNMENT = 512
 
 
+class _Block:
+    """Memory of the device, for as long as a tensor has it."""
+
+    def __init__(self, memory: torch.UntypedStorage) -> None:
+        self.memory = memory
+        _BLOCKS.add(self)
+
+
+_BLOCKS: weakref.WeakSet[_Block] = weakref.WeakSet()
+
+
+def live_bytes() -> int:
+    """What tensors have of the device's memory."""
+    return sum(block.memory.nbytes() for block in list(_BLOCKS))
+
+
 @cache
 def _addresses() -> _Addresses:
     return _Addresses()
@@ -159,7 +176,7 @@ def _wrapped(host: Tensor, into: Tensor | None = None) -> Tensor:
     memory = host.untyped_storage()
     address = _addresses().take(memory.nbytes())
     storage = torch._C._construct_storage_from_data_pointer(address, torch.device(NAME, 0), memory.nbytes())
-    storage.host = memory  # type: ignore[attr-defined]
+    storage.block = _Block(memory)  # type: ignore[attr-defined]
     made = torch._C._acc.create_empty_tensor([0], host.dtype) if into is None else into
     place = host.storage_offset(), host.size(), host.stride()
     return _alike(_SET, made, storage, *place)

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.device.device_tensors import copies_allowed, gpu, is_on_device, memory_of, on_device
+from tests.device.device_tensors import copies_allowed, gpu, is_on_device, live_bytes, memory_of, on_device
 
 BOUND_S = 100.0
 POISON = 0xFF
@@ -130,13 +130,14 @@ class FakeStream:
 class FakeDevice:
     """See ``Device``.
 
-    ``released``: how often it was asked for memory that nothing uses; ``num_stalls``: how often what is computed had to
-    wait for something else.
+    ``live_at_release``: what tensors had, in bytes, each time it was asked for the rest; ``num_stalls``: how often what
+    is computed had to wait for something else.
     """
 
     def __init__(self) -> None:
         self.kind = gpu()
-        self.released = self.num_stalls = 0
+        self.live_at_release: list[int] = []
+        self.num_stalls = 0
         self.most_pinned_bytes = 0
         self.condition = threading.Condition(threading.RLock())
         self.aborted = self.hung = False
@@ -166,7 +167,7 @@ class FakeDevice:
         return made
 
     def release(self) -> None:
-        self.released += 1
+        self.live_at_release.append(live_bytes())
 
     def poisoned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory in which nothing was written yet."""

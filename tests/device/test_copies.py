@@ -173,7 +173,7 @@ def test_few_pieces_of_sums_are_on_their_way_and_no_message_is_behind_them(
     reduction = Reduction(pair.interrupts["a"], 2)
     reduction.put(sums, pair.ring("a"))
     streams = staging_of(device.kind)
-    messages, beside = streams._out, streams._out_beside
+    messages, beside = streams._out, streams._out_sums
     assert not messages.entries  # type: ignore[attr-defined]
     # each waits for the sums, is copied, and is followed by an event; the largest magnitudes go with the first
     assert len(beside.entries) == 3 * reducing.PIECES_ON_THE_WAY + 1  # type: ignore[attr-defined]

@@ -4,9 +4,10 @@ What a step waits for, messages between stages, has a stream for each direction,
 so that nobody else does: what is to be done with a copy on the host (handing it to gloo) is done there, in the order in
 which the copies were requested.
 
-What no step waits for at once, states and sums, goes in pieces through a few pinned buffers, on streams of its own: a
-message never waits behind more than these. ``moved``, ``fill`` and ``on_host`` are all that the rest of the runtime
-needs to know of it, and on the host they are plain copies.
+Sums that are to be reduced have a stream of their own, and what no step waits for at once, such as states, two more: it
+goes in pieces through a few pinned buffers, so that a message never waits behind more than these. ``on_host``,
+``to_host``, ``fill`` and ``moved`` are all that the rest of the runtime needs to know of it, and on the host they are
+plain copies.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from morph.runtime.device.devices import Device, Event, device_for
 from morph.runtime.groups.channels import as_bytes
 
 PIECE_BYTES = 1 << 24
-"""Of what goes beside computing: large enough for the bus, and what a message waits for at most is a millisecond."""
+"""Of what goes beside computing: enough to keep the bus busy, and a message waits a millisecond for one at most."""
 PIECES_UNDER_WAY = 2
 """One is copied by the device while the host is busy with the other."""
 
@@ -83,7 +84,7 @@ class Staging:
     def __init__(self, device: Device) -> None:
         self.device = device
         self._out, self._in = device.stream(), device.stream()
-        self._out_beside, self._in_beside = device.stream(), device.stream()
+        self._out_sums, self._out_beside, self._in_beside = device.stream(), device.stream(), device.stream()
         self._events, self._events_beside = EventThread("morph-staging"), EventThread("morph-staging-beside")
 
     def to_host(
@@ -99,9 +100,10 @@ class Staging:
             tensors: Contiguous. They are kept until they are copied, and nobody may change them before.
             then: Called with the copies, in another thread, once they are there.
             failed: Called instead if the device is lost before that, or with what ``then`` raised.
-            beside: For what no message may wait behind: the event behind which it is copied, on another stream.
+            beside: For sums, which no message may wait behind: the event behind which they are copied, on a stream
+                of their own.
         """
-        stream, events = (self._out, self._events) if beside is None else (self._out_beside, self._events_beside)
+        stream, events = (self._out, self._events) if beside is None else (self._out_sums, self._events_beside)
         stream.wait(self.device.current.record() if beside is None else beside)
         hosts = [self.device.pinned(tensor.shape, tensor.dtype) for tensor in tensors]
         for host, tensor in zip(hosts, tensors, strict=True):

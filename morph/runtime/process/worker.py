@@ -363,7 +363,7 @@ class Worker:
         assert current is not None
         assert current.order.generation == generation
         self._sums.forget_before(version)
-        before, self._held = self._held.keys(), {**self._followers.in_step(version), **current.units}
+        before, self._held = set(self._held), {**self._followers.in_step(version), **current.units}
         if before - self._held.keys():  # others have them now
             self._release()
         self._roll_forward(self._held, version, decided)

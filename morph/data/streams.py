@@ -20,7 +20,10 @@ import torch
 from morph.contract.errors import JobError
 from morph.data.order import AGAIN
 from morph.data.seeding import own_generators, seed_of
-from morph.data.streams.order import ShardedEpoch, ShardOrder
+from morph.data.shard_kinds import Jsonl, Mds, Parquet, Tar
+from morph.data.shard_order import ShardedEpoch, ShardOrder
+
+__all__ = ["Iterated", "Jsonl", "Mds", "Parquet", "Rows", "Source", "Stream", "Tar", "reading_warning"]
 
 log = logging.getLogger(__name__)
 

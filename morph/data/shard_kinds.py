@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from morph.contract.errors import JobError
-from morph.data.streams.files import CACHE_BYTES, File, Mapped, Shard, ShardedFiles, cut_into_shards
+from morph.data.shard_files import CACHE_BYTES, File, Mapped, Shard, ShardedFiles, cut_into_shards
 
 _BLOCK = tarfile.BLOCKSIZE
 _NEW_LINE, _RETURN = 10, 13
