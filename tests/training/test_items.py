@@ -15,18 +15,19 @@ from morph.preflight.data_check import check_data
 from morph.runtime.process.single import run_single
 from tests.training.shapes import ShapesCrew, spec_of
 from tests.training.test_weighted_losses import parameters_of
-from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS
+from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, padded_by_hand
 
 NUM_STEPS = 5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["nested", "collated"])
+@pytest.mark.parametrize("name", ["nested", "collated", "varying", "varying_with_dropout"])
 def test_every_shape_gives_the_same_bits(crew: ShapesCrew, tmp_path: Path, name: str) -> None:
     alone = crew.train(name, [("1x1", NUM_STEPS)], tmp_path / "alone")
     shapes = crew.train(name, [("2x2", 2), ("1x3", 4), ("2x1", NUM_STEPS)], tmp_path / "shapes", lose=True)
     assert shapes.digests == alone.digests
     assert shapes.losses == alone.losses
+    assert shapes.evaluations == alone.evaluations
 
 
 @pytest.mark.slow
@@ -35,6 +36,18 @@ def test_nested_items_train_as_a_plain_loop_over_whole_mini_batches(tmp_path: Pa
     job = load_job(spec_of("nested"))
     order, recipe, data = order_of(job), recipe_of(job), job.dataset()
     for name, value in plain_loop(job, lambda step: batch_of(recipe, data, order.mini_batch(step))).items():
+        assert torch.allclose(weights[name], value, rtol=1e-6, atol=1e-6), name
+
+
+@pytest.mark.slow
+def test_texts_of_varying_length_train_as_a_plain_loop_over_whole_mini_batches(tmp_path: Path) -> None:
+    by_hand = trained("varying_by_hand", tmp_path / "by_hand")
+    weights = trained("varying", tmp_path / "varying")
+    assert all(torch.equal(value, by_hand[name]) for name, value in weights.items())
+    job, order = load_job(spec_of("varying")), order_of(load_job(spec_of("varying")))
+    texts = job.dataset()
+    plain = plain_loop(job, lambda step: padded_by_hand([texts[index] for _, index in order.mini_batch(step)]))
+    for name, value in plain.items():
         assert torch.allclose(weights[name], value, rtol=1e-6, atol=1e-6), name
 
 
@@ -68,6 +81,6 @@ def plain_loop(job: Any, batch: Any) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("name", ["nested", "collated"])
+@pytest.mark.parametrize("name", ["nested", "collated", "varying_with_dropout", "varying_by_hand"])
 def test_such_data_passes_the_checks(name: str) -> None:
     check_data(load_job(spec_of(name)))

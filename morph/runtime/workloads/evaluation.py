@@ -24,7 +24,7 @@ from morph.cutting.marked.marked_run import MarkedCode
 from morph.cutting.sections.statistics import PLAIN, use_statistics
 from morph.data import DataWorkers
 from morph.data.evaluation import EvaluationLoader
-from morph.data.loader import data_of, recipe_of
+from morph.data.loader import data_of, lengths_of, recipe_of
 from morph.jobs.job import Job, Precision
 from morph.runtime.device.staging import placed
 from morph.runtime.groups.interrupt import Interrupt
@@ -125,10 +125,11 @@ def _switch_off(node: Node, section: Section) -> None:
 class EvaluationStage:
     """One stage's sections, ready to run forward at one version.
 
-    ``load_batch`` gives entries of an evaluation micro-batch, by number and keys.
+    ``sections_of`` gives the sections for an evaluation micro-batch, by number; ``load_batch`` entries of it, by number
+    and keys.
     """
 
-    sections: Sequence[Section]
+    sections_of: Callable[[int], Sequence[Section]]
     parameters: Mapping[str, Tensor]
     load_batch: Callable[[int, Sequence[str]], Mapping[str, Tensor]]
     precision: Precision
@@ -138,7 +139,7 @@ class EvaluationStage:
     def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run one micro-batch; the sections' graphs are dropped one by one."""
         values = tuple(inputs)
-        for section in self.sections:
+        for section in self.sections_of(micro_batch):
             batch = self.load_batch(micro_batch, section.batch_keys) if section.batch_keys else {}
             seed_section(self.seed, -1 - self.version, micro_batch, section.index)
             run = run_section(section, values, batch, self.parameters, self.precision)
@@ -158,7 +159,14 @@ def run_evaluation(
         GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.wait_for``.
     """
     count = len(work.micro_batches)
-    arriving = Receiver(neighbours.activations_in, work.inputs, count) if neighbours.activations_in else None
+    arriving = None
+    if neighbours.activations_in:
+        arriving = Receiver(
+            neighbours.activations_in,
+            work.inputs,
+            count,
+            specs_of=lambda place: work.inputs_of(work.micro_batches[place]),
+        )
     leaving = Sender(neighbours.activations_out) if neighbours.activations_out else None
     told: dict[int, Sequence[Tensor]] = {}
     for done, micro_batch in enumerate(work.micro_batches):
@@ -198,10 +206,10 @@ class Evaluator:
     def __init__(self, job: Job, model: CutModel, device: torch.device, prefetcher: DataWorkers | None = None) -> None:
         assert job.eval_data is not None
         self._job, self._device = job, device
-        self._sections = evaluation_sections(model)
+        self._sections = {length: evaluation_sections(one) for length, one in model.every().items()}
         recipe, data = recipe_of(job), data_of(job, "eval_data")
-        sample, m = recipe.first(data_of(job)), model.micro_batch_size
-        self._loader = EvaluationLoader(data, job.seed, sample, m, job.eval_samples, prefetcher, recipe)
+        sample, m, lengths = recipe.like(data_of(job)), model.micro_batch_size, lengths_of(job, "eval_data")
+        self._loader = EvaluationLoader(data, job.seed, sample, m, job.eval_samples, prefetcher, recipe, lengths)
 
     @property
     def size(self) -> EvaluationSize | None:
@@ -221,16 +229,20 @@ class Evaluator:
         if version == 0 or every is None or version % every or current.slot is None:
             return None
         total = self._loader.num_micro_batches
-        work = current.stage_work(model, shares(total, current.plan.num_replicas)[current.slot.replica])
+        share = shares(total, current.plan.num_replicas)[current.slot.replica]
+        work = current.stage_work(model, share, self._loader.length)
+        indices = current.plan.stages[current.slot.stage].sections
         stage = EvaluationStage(
-            sections=[self._sections[index] for index in current.plan.stages[current.slot.stage].sections],
+            sections_of=lambda number: [self._sections[self._loader.length(number)][index] for index in indices],
             parameters={name: tensor for state in current.units.values() for name, tensor in state.values.items()},
             load_batch=self._load,
             precision=self._job.precision,
             seed=self._job.seed,
             version=version,
         )
-        self._loader.expect(work.micro_batches, batch_keys(stage.sections), lambda: current.interrupt.over)
+        self._loader.expect(
+            work.micro_batches, batch_keys(model.sections[index] for index in indices), lambda: current.interrupt.over
+        )
         losses = run_evaluation(stage, work, current.neighbours(self._device), current.interrupt)
         is_last = current.slot.stage == current.plan.pipeline_depth - 1
         return Evaluation(version=version, num_micro_batches=total, losses=losses) if is_last else None
