@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -30,6 +30,7 @@ _BUILT = "_built_data"
 """The attribute of a job that holds its data sets, and the form of its batches."""
 _FORM, _RECIPE, _LENGTHS = "form", "recipe", "lengths"
 _NUM_MEASURED = 8
+_STEPS_OF_A_MIX = 64
 
 
 class MicroBatchLoader:
@@ -136,6 +137,11 @@ class MicroBatchLoader:
         """Return the bucket of a micro-batch, which every stage knows without being told; None: lengths do not vary."""
         return None if self._lengths is None else self._micro_batch(step, micro_batch).length
 
+    def typical(self) -> int:
+        """Return a micro-batch of step 0 of middling length."""
+        numbers = sorted(range(len(self._divided(0))), key=lambda number: self.length(0, number) or 0)
+        return 0 if self._lengths is None else numbers[len(numbers) // 2]
+
     def example(self, length: int | None, keys: Iterable[str]) -> dict[str, Tensor]:
         """Return entries of a micro-batch that is padded to a length; of the first one where lengths do not vary."""
         if length is None or self._lengths is None:
@@ -158,12 +164,15 @@ class MicroBatchLoader:
         return self._samples[place]
 
     def _micro_batch(self, step: int, micro_batch: int) -> MicroBatch:
+        return self._divided(step)[micro_batch]
+
+    def _divided(self, step: int) -> Sequence[MicroBatch]:
         if step not in self._mini_batches:
             while len(self._mini_batches) > 1:
                 self._mini_batches.popitem(last=False)
             places, size = self._order.mini_batch(step), self._micro_batch_size
             self._mini_batches[step] = divided(places, size, self._lengths, self._recipe.buckets)
-        return self._mini_batches[step][micro_batch]
+        return self._mini_batches[step]
 
     def _first_sample(self) -> dict[str, Tensor]:
         if self._first is None:
@@ -222,6 +231,18 @@ def varying_dims(job: Job) -> dict[str, tuple[int, ...]]:
             allowed="samples, or a collate_fn, that leave the padding to Morph; or no buckets",
         )
     return found
+
+
+def mix_of(job: Job, micro_batch_size: int) -> dict[int | None, float]:
+    """Return which share of micro-batches is padded to each bucket, in an epoch or the first of its steps."""
+    lengths = lengths_of(job)
+    if lengths is None:
+        return {None: 1.0}
+    order = order_of(job)
+    steps = range(max(1, min(_STEPS_OF_A_MIX, len(order.epoch(0)) // job.batch_size)))
+    made = [part for step in steps for part in divided(order.mini_batch(step), micro_batch_size, lengths, job.buckets)]
+    counts = Counter(part.length for part in made)
+    return {bucket: counts[bucket] / len(made) for bucket in job.buckets if counts[bucket]}
 
 
 def lengths_of(job: Job, field: DataField = "dataset") -> NDArray[np.int64] | None:

@@ -101,6 +101,7 @@ def _cut_marked(exported: MarkedJob, num_sections: int | None, micro_batch_size:
         bucket: cut_marked(replace(exported, batch=batch), num_sections=num_sections, micro_batch_size=micro_batch_size)
         for bucket, batch in exported.batches.items()
     }
+    by_length = {bucket: replace(one, length=bucket) for bucket, one in by_length.items()}
     model = by_length[exported.buckets[-1]]
     if any(one.fingerprint != model.fingerprint or one.units != model.units for one in by_length.values()):
         raise JobError(
@@ -146,6 +147,7 @@ def _cut_at(analysis: Analysis, places: Sequence[int], micro_batch_size: int) ->
         unused_parameters=tuple(name for name in specs if name not in used),
         metric_names=exported.metric_names,
         buffer_specs=exported.initial_buffers.specs,
+        length=exported.length,
     )
 
 

@@ -153,6 +153,7 @@ class CutModel:
         unused_parameters: Trainable, but the loss does not depend on them: in no unit, and never changed.
         metric_names: Of the last section's outputs behind the loss.
         by_length: The same cut for each bucket, where lengths vary; this one is that of the longest.
+        length: The bucket that this one is for.
     """
 
     sections: tuple[Section, ...]
@@ -164,6 +165,7 @@ class CutModel:
     metric_names: tuple[str, ...] = ()
     buffer_specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
     by_length: Mapping[int, CutModel] = field(default_factory=dict)
+    length: int | None = None
 
     def at(self, length: int | None) -> CutModel:
         """Return the cut for micro-batches of a length; this one where it is not known of, or lengths do not vary."""

@@ -291,15 +291,16 @@ class JobWorkload:
         inner.length_of = partial(self._loader.length, 0)
         stage = slowed(inner, faults.slowness, self._clock)
         sink = MicroBatchSums(lambda _, name, gradient: sums[name].add(name, gradient), lambda _: None)
-        model = self._model.at(self._loader.length(0, 0))
+        typical = self._loader.typical()
+        model = self._model.at(self._loader.length(0, typical))
         inputs = [self._made(spec) for spec in model.sections[sections.start].inputs]
         outputs = model.sections[sections.stop - 1].outputs
         gradients = [self._made(spec) if spec.requires_grad else None for spec in outputs]
 
         def run() -> float:
             start = self._clock.mark()
-            stage.forward(0, inputs)
-            stage.backward(0, gradients, sink)
+            stage.forward(typical, inputs)
+            stage.backward(typical, gradients, sink)
             end = self._clock.mark()
             self._clock.wait(end)
             return self._clock.seconds(start, end)
