@@ -228,7 +228,7 @@ class Recipe:
         sizes = {name: (shape.at(self.buckets[-1]), shape.dtype) for name, shape in self.shapes.items()}
         return {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in sizes.items()}
 
-    def nest(self, samples: Sequence[Any], places: Sequence[Place], field: str) -> Any:
+    def nest(self, samples: Sequence[Any], places: Sequence[Place], field: str, length: int | None = None) -> Any:
         """Make one batch of samples, as a ``DataLoader`` does; dataclasses are stacked too.
 
         What ``collate_fn`` draws from the global generators depends on the seed and the samples' places alone.
@@ -236,9 +236,13 @@ class Recipe:
         Raises:
             JobError: samples that make no batch.
         """
-        if self.collate_fn is None:
-            made = self.batch(samples, places, field)
+        if self.collate_fn is None or self.shapes:
+            made = self.batch(samples, places, field, None, length)
             return made.form.build(made.entries, made.texts)
+        return self._collated(samples, places)
+
+    def _collated(self, samples: Sequence[Any], places: Sequence[Place]) -> Any:
+        assert self.collate_fn is not None
         with own_generators() as seed_all:
             seed_all(seed_of(self.seed, "collate", *(number for place in places for number in place)))
             return self.collate_fn(list(samples))
@@ -268,7 +272,7 @@ class Recipe:
             flats = [flat_sample(sample, where) for sample, where in zip(samples, wheres, strict=True)]
             self._pad([flat.entries for flat in flats], wheres, length, rows=False)
             return _stacked(flats, flats[0].entries if keys is None else keys)
-        found = _flat(self.nest(samples, places, field), _Flattening("collate_fn()", numbers=False, lists=False))
+        found = _flat(self._collated(samples, places), _Flattening("collate_fn()", numbers=False, lists=False))
         for name, entry in found.entries.items():
             if not entry.dim() or len(entry) != len(samples):
                 raise JobError(

@@ -205,13 +205,16 @@ def recipe_of(job: Job) -> Recipe:
     built = job.__dict__.setdefault(_BUILT, {})
     if _RECIPE not in built:
         recipe = Recipe(job.seed, job.collate_fn, job.buckets, job.padding)
-        lengths = lengths_of(job)
-        if lengths is not None:
-            shapes = shapes_of(recipe.rows(data_of(job), examples(lengths, _NUM_MEASURED)))
-            recipe = replace(recipe, shapes=shapes)
-        built[_RECIPE] = recipe
+        built[_RECIPE] = measured(recipe, data_of(job), lengths_of(job))
     found: Recipe = built[_RECIPE]
     return found
+
+
+def measured(recipe: Recipe, dataset: MapDataset, lengths: NDArray[np.int64] | None) -> Recipe:
+    """Return the recipe with what entries are like, as samples of all lengths show it; as it is without lengths."""
+    if lengths is None:
+        return recipe
+    return replace(recipe, shapes=shapes_of(recipe.rows(dataset, examples(lengths, _NUM_MEASURED))))
 
 
 def varying_dims(job: Job) -> dict[str, tuple[int, ...]]:

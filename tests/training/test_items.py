@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from morph import Loss
 from morph.cutting import export_job
 from morph.data.loader import order_of, recipe_of
+from morph.data.packing import packs
 from morph.jobs.job import load_job
 from morph.preflight.data_check import check_data
 from morph.runtime.process.single import run_single
 from tests.training.shapes import ShapesCrew, spec_of
 from tests.training.test_weighted_losses import parameters_of
-from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, padded_by_hand
+from tests.training.training_jobs import (
+    MICRO_BATCH_SIZE,
+    NUM_SECTIONS,
+    Texts,
+    lengths,
+    next_token_loss,
+    padded_by_hand,
+)
 
 NUM_STEPS = 5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["nested", "collated", "varying", "varying_with_dropout"])
+@pytest.mark.parametrize("name", ["nested", "collated", "varying", "varying_with_dropout", "packed"])
 def test_every_shape_gives_the_same_bits(crew: ShapesCrew, tmp_path: Path, name: str) -> None:
     alone = crew.train(name, [("1x1", NUM_STEPS)], tmp_path / "alone")
     shapes = crew.train(name, [("2x2", 2), ("1x3", 4), ("2x1", NUM_STEPS)], tmp_path / "shapes", lose=True)
@@ -51,6 +61,25 @@ def test_texts_of_varying_length_train_as_a_plain_loop_over_whole_mini_batches(t
         assert torch.allclose(weights[name], value, rtol=1e-6, atol=1e-6), name
 
 
+@pytest.mark.slow
+def test_packed_texts_train_as_a_plain_loop_over_texts_by_themselves(tmp_path: Path) -> None:
+    weights = trained("packed", tmp_path)
+    job, order = load_job(spec_of("packed")), order_of(load_job(spec_of("packed")))
+    texts, packs_of = Texts(), packs(lengths(Texts()), 16)
+
+    def batch(step: int) -> list[dict[str, torch.Tensor]]:
+        return [texts[number] for _, index in order.mini_batch(step) for number in packs_of[index]]
+
+    for name, value in plain_loop(replace(job, loss=loss_of_texts), batch, job).items():
+        assert torch.allclose(weights[name], value, rtol=1e-6, atol=1e-6), name
+
+
+def loss_of_texts(model: torch.nn.Module, batch: list[dict[str, torch.Tensor]]) -> Loss:
+    """Each text alone."""
+    parts = [next_token_loss(model, {name: entry[None] for name, entry in text.items()}) for text in batch]
+    return Loss(sum(part.total for part in parts), sum(part.weight for part in parts))  # type: ignore[arg-type]
+
+
 def batch_of(recipe: Any, data: Any, places: Any) -> Any:
     return recipe.nest(recipe.read(data, places), places, "dataset()")
 
@@ -68,10 +97,10 @@ def trained(name: str, directory: Path) -> dict[str, torch.Tensor]:
     return parameters_of(manifest, directory)
 
 
-def plain_loop(job: Any, batch: Any) -> dict[str, torch.Tensor]:
-    """The weights after as many steps of a loop over whole mini-batches."""
+def plain_loop(job: Any, batch: Any, as_trained: Any = None) -> dict[str, torch.Tensor]:
+    """The weights after as many steps of a loop over whole mini-batches; ``as_trained``: with its first weights."""
     model = job.model()
-    model.load_state_dict(dict(export_job(job).initial_parameters), strict=False)
+    model.load_state_dict(dict(export_job(as_trained or job).initial_parameters), strict=False)
     optimizer = job.optimizer(list(model.named_parameters()))
     for step in range(NUM_STEPS):
         result = job.loss(model, batch(step))
@@ -81,6 +110,6 @@ def plain_loop(job: Any, batch: Any) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("name", ["nested", "collated", "varying_with_dropout", "varying_by_hand"])
+@pytest.mark.parametrize("name", ["nested", "collated", "varying_with_dropout", "varying_by_hand", "packed"])
 def test_such_data_passes_the_checks(name: str) -> None:
     check_data(load_job(spec_of(name)))

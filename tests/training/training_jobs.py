@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from morph import CutPoint, Job, Loss, LossScaling
+from morph.data import Packed, document_mask
 from morph.data.order import grouped, stratified, weighted
 from morph.losses import cross_entropy
 
@@ -664,3 +665,13 @@ varying = replace(
 )
 varying_with_dropout = replace(varying, model=lambda: Reader(0.2), data_workers=1, sampler=grouped(lengths, BATCH_SIZE))
 varying_by_hand = replace(varying, collate_fn=padded_by_hand)
+
+
+def packed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+    """Cross entropy of the next tokens of packed texts, which do not see each other."""
+    places = batch["position_ids"]
+    logits = model(batch["tokens"], document_mask(places)[:, 0], places)
+    return cross_entropy(logits[:, :-1], batch["labels"][:, 1:])
+
+
+packed = replace(plain, model=Reader, loss=packed_loss, dataset=lambda: Packed(Texts(), 16, lengths))
