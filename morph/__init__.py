@@ -9,18 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from morph.cutting.sections.cut_point import CutPoint as CutPoint
+    from morph.jobs.job import Best as Best
     from morph.jobs.job import Job as Job
     from morph.jobs.job import LossScaling as LossScaling
     from morph.losses import Loss as Loss
+    from morph.losses import PerSample as PerSample
+    from morph.losses import Sum as Sum
 
 __version__ = "0.1.0"
-__all__ = ["CutPoint", "Job", "Loss", "LossScaling", "__version__"]
+__all__ = ["Best", "CutPoint", "Job", "Loss", "LossScaling", "PerSample", "Sum", "__version__"]
 _LAZY = {
+    "Best": "morph.jobs.job",
     "CutPoint": "morph.cutting.sections.cut_point",
     "Job": "morph.jobs.job",
     "Loss": "morph.losses",
     "LossScaling": "morph.jobs.job",
     "data": None,
+    "PerSample": "morph.losses",
+    "Sum": "morph.losses",
     "elastic": None,
     "losses": None,
     "spot": None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from morph.contract.messages import WEIGHT
+from morph.contract.messages import SAMPLES, SUM, WEIGHT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +30,28 @@ class Loss:
     def mean(self) -> Tensor:
         """Return the mean of this batch alone; NaN where nothing counts."""
         return self.total / self.weight
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A metric that is summed over all samples, as counts of hits are, for ``Job.eval_metrics``.
+
+    Attributes:
+        total: Of this micro-batch, a scalar. It has no gradient.
+    """
+
+    total: Tensor
+
+
+@dataclass(frozen=True)
+class PerSample:
+    """What an evaluation returns for each sample, as predictions and labels are, for ``Job.eval_metrics``.
+
+    Attributes:
+        values: One row a sample, of shape [samples, ...]. It has no gradient, and training does not keep it.
+    """
+
+    values: Tensor
 
 
 def cross_entropy(
@@ -80,6 +102,10 @@ def values_of(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
         if isinstance(value, Loss):
             told[name + WEIGHT] = _weight(value)
             value = value.total
+        elif isinstance(value, Sum):
+            name, value = name + SUM, value.total
+        elif isinstance(value, PerSample):
+            name, value = name + SAMPLES, value.values
         told[name] = value.detach().clone()
     return loss, told
 
@@ -88,7 +114,9 @@ def names_of(result: Any) -> tuple[str, ...]:
     """Return the names of what a loss tells beside its value, in the order in which sections have them."""
     loss, metrics = result if isinstance(result, tuple) else (result, {})
     weights = [name + WEIGHT for name, value in metrics.items() if isinstance(value, Loss)]
-    return tuple(sorted([*metrics, *weights, *([WEIGHT] if isinstance(loss, Loss) else [])]))
+    kinds = {Sum: SUM, PerSample: SAMPLES}
+    named = [name + kinds.get(type(value), "") for name, value in metrics.items()]
+    return tuple(sorted([*named, *weights, *([WEIGHT] if isinstance(loss, Loss) else [])]))
 
 
 def _weight(loss: Loss) -> Tensor:

@@ -555,11 +555,12 @@ class ManagedCrew:
 
     Args:
         job: What every run trains.
+        job_path: Where it is defined.
     """
 
-    def __init__(self, job: TinyJob) -> None:
-        self.job = job
-        self._code = pack(JOB, collect(JOB))
+    def __init__(self, job: TinyJob, job_path: str = JOB) -> None:
+        self.job, self._job_path = job, job_path
+        self._code = pack(job_path, collect(job_path))
         self._idle: list[Member] = []
         self._members: dict[str, Member] = {}
         self._lost: set[str] = set()
@@ -615,7 +616,9 @@ class ManagedCrew:
     def start(self, worker: str, vm: str) -> None:
         member = self._members[worker] = self._idle.pop() if self._idle else Member(worker)
         url = self._checkpoint_url
-        setup = worker_setup(self.job, worker, self._store, job_path=JOB, checkpoint_url=url, code=self._code)
+        setup = worker_setup(
+            self.job, worker, self._store, job_path=self._job_path, checkpoint_url=url, code=self._code
+        )
         member.send("setup", setup)
 
     def reshape(self, worker: str, order: ReshapeOrder) -> None:

@@ -152,3 +152,9 @@ def test_the_installed_ray_is_the_newest_of_its_range_and_the_oldest_is_tested_t
     assert end == f"{major}.{int(minor) + 1}"
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     assert f"\nOLDEST_RAY := {oldest}.0\n" in makefile
+
+
+def test_the_oldest_transformers_of_the_range_is_tested() -> None:
+    (asked,) = [name for name in PYPROJECT["project"]["optional-dependencies"]["examples"] if "transformers" in name]
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    assert f"\nOLDEST_TRANSFORMERS := {asked.removeprefix('transformers>=')}.0\n" in makefile

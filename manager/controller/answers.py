@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from manager.controller.node_requests import pause_requests
@@ -121,6 +121,22 @@ def _note_prepared(transition: Transition, answers: Mapping[WorkerId, Prepared])
     reports = {key: _report_of(answer) for key, answer in _alike(answers).items()}
     told = zip(answers, [reports[key] for key in map(id, answers.values())], strict=True)
     transition.change_step(reports=transition.state.step.reports | dict(told))
+    _note_evaluation(transition, _alike(answers).values())
+
+
+def _note_committed(transition: Transition, answers: Mapping[WorkerId, Committed]) -> None:
+    _note_evaluation(transition, _alike(answers).values())
+
+
+def _note_evaluation(transition: Transition, answers: Iterable[Prepared | Committed]) -> None:
+    state = transition.state
+    if state.evaluation is None or not state.evaluation.acts:
+        return
+    for answer in answers:
+        if answer.evaluation is not None:
+            transition.change_step(shares=(*transition.state.step.shares, answer.evaluation))
+        if answer.finished is not None:
+            transition.change_step(finished=answer.finished)
 
 
 def _note_aborted(transition: Transition, answers: Mapping[WorkerId, Aborted]) -> None:
@@ -136,6 +152,7 @@ def _note_aborted(transition: Transition, answers: Mapping[WorkerId, Aborted]) -
 _NOTES: Mapping[type, Callable[[Transition, Mapping[WorkerId, Any]], None]] = {
     Reshaped: _note_reshaped,
     Prepared: _note_prepared,
+    Committed: _note_committed,
     Aborted: _note_aborted,
 }
 

@@ -9,6 +9,7 @@ from manager.controller.state.actions import (
     Action,
     EndWorker,
     FindCheckpoint,
+    MarkBest,
     ReasonCode,
     RequestNodes,
     SendReshape,
@@ -111,6 +112,8 @@ def _repeated_orders(state: ControllerState) -> tuple[Action, ...]:
         if step.order.abort_sent_s is not None:
             actions += [Abort(worker=worker, generation=state.generation) for worker in state.busy_workers]
     actions += [WriteManifest(manifest=manifest) for manifest in saving.sealing]
+    if saving.marked is not None:
+        actions.append(MarkBest(best=saving.marked))
     if saving.doubt is not None and saving.doubt.status == "asked":
         actions.append(FindCheckpoint(doubted=saving.doubt.version))
     return tuple(actions)

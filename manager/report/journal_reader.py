@@ -10,6 +10,7 @@ from manager.accounting.ledger import Ledger
 from manager.accounting.spent import NS_PER_S
 from manager.controller.state.actions import EndWorker, Finish, NoteCorrection, NoteNextSave, SendCommit, SendStep
 from manager.controller.state.config import ControllerConfig
+from manager.controller.state.evaluations import mean_loss, mean_metrics
 from manager.controller.state.events import (
     EVENT,
     Event,
@@ -23,7 +24,7 @@ from manager.controller.state.profile_correction import Correction
 from manager.controller.state.saves import NextSave
 from manager.journal.journal import Journal
 from manager.journal.records import OUTLIVES, SESSION_OVER, TOOK_OVER, DecisionRecord, Entry, Fact
-from manager.report.means import EvaluationReader, extreme_rates, mean_loss, mean_metrics
+from manager.report.means import EvaluationReader, extreme_rates
 from manager.report.morphs import MorphReader
 from manager.report.values import RunReport, ShapeSpan, StepRecord, VmCount
 from manager.run_dir import JOURNAL
@@ -226,9 +227,9 @@ class _Reader:
             case WorkerAnswered(answer=Prepared() as answer):
                 attempts = self.prepared.setdefault((answer.generation, answer.step, answer.attempt), {})
                 attempts.setdefault(event.worker, answer)
-                self.evaluations.take(answer.evaluation)
+                self.evaluations.take(answer)
             case WorkerAnswered(answer=Committed() as committed):
-                self.evaluations.take(committed.evaluation)
+                self.evaluations.take(committed)
             case NodeAppeared(node=node):
                 self.living.add(node)
             case WorkerLost():

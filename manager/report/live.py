@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from manager.accounting.ledger import Ledger
 from manager.accounting.spent import Prices
 from manager.controller.state.actions import NoteNextSave, ReasonCode, SendStep
+from manager.controller.state.evaluations import mean_loss, mean_metrics
 from manager.controller.state.events import Event, WorkerAnswered
 from manager.controller.state.saves import NextSave
 from manager.controller.state.state import ControllerState, Decision
 from manager.journal.records import DecisionRecord
-from manager.report.means import Series, extreme_rates, mean_loss, mean_metrics
+from manager.report.means import Series, extreme_rates
 from manager.report.milestones import AS_SAID, Milestones
 from morph.contract.messages import Prepared
 

@@ -1,30 +1,13 @@
-"""Means over micro-batches, exactly summed and the same in every shape; and a history of them that stays small."""
+"""What workers report of steps and evaluations, put together; and a history of numbers that stays small."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from manager.controller.state.evaluations import totals_of
 from manager.report.values import EvaluationRecord
-from morph.contract.messages import WEIGHT, Evaluation, MicroBatchLoss, Prepared
-
-
-def mean_loss(losses: Sequence[MicroBatchLoss]) -> float | None:
-    """Return the mean loss, or total over weight; None for none, or when one is not a number."""
-    entries = _each_once(losses)
-    return _mean([entry.loss for entry in entries], [entry.metrics.get(WEIGHT) for entry in entries])
-
-
-def mean_metrics(losses: Sequence[MicroBatchLoss]) -> dict[str, float]:
-    """Return the mean, or total over weight, of each metric that is a number in every micro-batch."""
-    entries = _each_once(losses)
-    names = sorted(name for name in entries[0].metrics if not name.endswith(WEIGHT)) if entries else []
-    means = {
-        name: _mean([entry.metrics[name] for entry in entries], [entry.metrics.get(name + WEIGHT) for entry in entries])
-        for name in names
-    }
-    return {name: mean for name, mean in means.items() if mean is not None}
+from morph.contract.messages import Committed, Evaluation, Prepared
 
 
 def extreme_rates(answers: Iterable[Prepared]) -> tuple[float, float] | None:
@@ -33,37 +16,41 @@ def extreme_rates(answers: Iterable[Prepared]) -> tuple[float, float] | None:
     return (min(low for low, _ in known), max(high for _, high in known)) if known else None
 
 
-def _each_once(losses: Iterable[MicroBatchLoss]) -> list[MicroBatchLoss]:
-    return list({entry.micro_batch: entry for entry in losses}.values())
-
-
-def _mean(numbers: Sequence[float], weights: Sequence[float | None]) -> float | None:
-    """Return the mean of numbers, or, where they are totals, their sum over that of their weights."""
-    if not numbers or not all(map(math.isfinite, numbers)):
-        return None
-    given = [weight for weight in weights if weight is not None]
-    weight = math.fsum(given) if given else len(numbers)
-    return math.fsum(numbers) / weight if weight else None
-
-
 @dataclass
 class EvaluationReader:
-    """Puts evaluations together from the shares of the last stages; of one that is run again the newest counts."""
+    """Puts evaluations together from the answers of workers; of one that is run again the newest counts."""
 
-    _entries: dict[int, dict[int, MicroBatchLoss]] = field(default_factory=dict)
+    _shares: dict[int, list[Evaluation]] = field(default_factory=dict)
+    _unfinished: dict[int, EvaluationRecord] = field(default_factory=dict)
     _complete: dict[int, EvaluationRecord] = field(default_factory=dict)
 
-    def take(self, share: Evaluation | None) -> EvaluationRecord | None:
-        """Take one worker's share, if it reports one; returns the evaluation that it completes."""
+    def take(self, answer: Prepared | Committed) -> EvaluationRecord | None:
+        """Take one worker's answer; returns the evaluation that it completes, with the job's own metrics."""
+        finished, share = answer.finished, answer.evaluation
+        completed = None
+        if finished is not None and finished.version in self._unfinished:
+            record = self._unfinished.pop(finished.version)
+            numbers = {name: value for name, value in finished.values.items() if value is not None}
+            completed = self._told(record.model_copy(update={"metrics": record.metrics | numbers}))
         if share is None:
-            return None
-        entries = self._entries.setdefault(share.version, {})
-        entries.update({entry.micro_batch: entry for entry in share.losses})
-        if len(entries) < share.num_micro_batches:
-            return None
-        losses = list(self._entries.pop(share.version).values())
-        record = EvaluationRecord(version=share.version, loss=mean_loss(losses), metrics=mean_metrics(losses))
-        self._complete[share.version] = record
+            return completed
+        shares = self._shares.setdefault(share.version, [])
+        shares.append(share)
+        totals = totals_of(shares)
+        if totals is None:
+            return completed
+        del self._shares[share.version]
+        values = dict(totals.values)
+        loss = values.pop("loss")
+        numbers = {name: value for name, value in values.items() if value is not None}
+        record = EvaluationRecord(version=share.version, loss=loss, metrics=numbers)
+        if share.finishes:
+            self._unfinished[share.version] = record
+            return completed
+        return self._told(record)
+
+    def _told(self, record: EvaluationRecord) -> EvaluationRecord:
+        self._complete[record.version] = record
         return record
 
     def all(self) -> tuple[EvaluationRecord, ...]:

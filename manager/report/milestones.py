@@ -105,7 +105,7 @@ class Milestones:
     def _evaluation(self, event: Event) -> list[Milestone]:
         """An evaluation that is complete with this answer; one that is run again after a loss has been told."""
         answer = event.answer if isinstance(event, WorkerAnswered) else None
-        found = self.evaluations.take(answer.evaluation) if isinstance(answer, Prepared | Committed) else None
+        found = self.evaluations.take(answer) if isinstance(answer, Prepared | Committed) else None
         if found is None or found.version <= self._evaluated:
             return []
         self._evaluated = found.version

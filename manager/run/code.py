@@ -11,7 +11,7 @@ from pathlib import Path
 
 from manager.journal.records import Fact
 from manager.run.request import IfChanged
-from manager.run_dir import CODE, RunDir, not_writable, write_in_run_dir
+from manager.run_dir import CODE, RunDir, is_run, not_writable, read_facts, write_in_run_dir
 from morph.contract.errors import JobError, RunDirError
 from morph.contract.job_facts import JobFacts
 from morph.contract.messages import HandedCut, JobCode
@@ -91,6 +91,20 @@ class RunCode:
                 f"{', '.join(elsewhere)}: leave that as it is while the run lives",
                 file=sys.stderr,
             )
+
+    def num_samples(self, run_dir: Path) -> int:
+        """Return the length of the data set with which the run began, or begins.
+
+        Raises:
+            InputError: the run begins, and its job is not right.
+        """
+        known = read_facts(run_dir).known_by.data if is_run(run_dir) else {}
+        if "dataset" not in known:
+            if self._checked is None:
+                self.check()
+            assert self._checked is not None
+            known = self._checked.facts.data
+        return known["dataset"].num_samples
 
     def of(self, run_dir: RunDir) -> JobCode:
         """What a run trains on, as far as it can be told without loading the job.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -41,6 +41,14 @@ class PreparedRun:
     in_file: bool = False
     requested: RunRequest | None = None
     stop_with_trace: bool = False
+
+    def with_samples(self, num_samples: int) -> PreparedRun:
+        """Return the same with its length in steps, where epochs of so many samples were requested."""
+        epochs = self.request.epochs
+        if epochs is None:
+            return self
+        steps = -(-epochs * num_samples // self.profile.job.batch_size)
+        return replace(self, request=self.request.model_copy(update={"steps": steps}))
 
     @property
     def events(self) -> Trace:

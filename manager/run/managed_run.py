@@ -93,7 +93,6 @@ class ManagedRun:
         self._wait = partial(patiently, limit_s=0.0 if self._is_new else LIMIT_S)  # for the disk of a run that goes on
         unpack = run.cloud is not None
         self._trained = RunCode(run.request.job, run.profile, run.job_files, if_changed, check_job, unpack=unpack)
-        self._planned = cache(run.config)  # once, for many VMs take their time, and not where a run is taken over
         self._prices = run.prices()
         self._restarts, self._history = Restarts(run.cluster.policy.give_up_after_s), RunHistory(_tell)
         self._providing: Providing | None = None
@@ -103,6 +102,9 @@ class ManagedRun:
         self._machines = _begin_machines(run, ending) if self._is_new else []
         if self._is_new or not run.profile.units:  # a job that cannot run leaves nothing behind
             self._trained.check()
+        if run.request.epochs is not None:
+            self._run = run = run.with_samples(self._trained.num_samples(run.run_dir))
+        self._planned = cache(run.config)  # once, for many VMs take their time, and not where a run is taken over
         if self._is_new:
             self._planned()
         self._facts = run.facts(self._planned)

@@ -32,6 +32,7 @@ class RunRequest(Value):
     profile: Path | None = None
     cluster: Path | None = None
     steps: int = Field(ge=1)
+    epochs: int | None = Field(default=None, ge=1, description="of the job's data set, in place of ``steps``")
     checkpoint_url: str | None = None
     trace: Path | None = None
     trace_speed: float = Field(default=1.0, gt=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:
     """
     run = _read(request, run_dir)
     step, source, vms = request.timeline_step, str(run.request.cluster), run.cluster.vms
-    if step is not None and step >= run.request.steps:
+    if step is not None and run.request.epochs is None and step >= run.request.steps:
         allowed = f"0 to {run.request.steps - 1}"
         raise ConfigError("is never run", field="--timeline-step", value=step, allowed=allowed)
     run.prices()
@@ -91,13 +92,22 @@ def resolve(request: RunRequest, path: Path, file: JobFile, run_dir: Path | None
             value=job.batch_size,
             allowed=str(profile.job.batch_size),
         )
-    own_dir = folder / job.run_dir if job.run_dir else None
-    said = {name: getattr(job, name) for name in ("steps", "schedule", "recompute", "pipeline_depth", "num_replicas")}
+    own_dir = _short(folder / job.run_dir) if job.run_dir else None
+    said = {
+        name: getattr(job, name)
+        for name in ("steps", "epochs", "schedule", "recompute", "pipeline_depth", "num_replicas")
+    }
     url = None if job.checkpoint_url is None else absolute_url(job.checkpoint_url, folder)
     files = {"job": f"{(folder / code).resolve()}:{name}", "profile": folder / job.profile, "cluster": path}
     complete = request.model_copy(update={**said, **files, "checkpoint_url": url})
     run_dir = run_dir or own_dir or folder_of(profile, folder / job.profile)
     return replace(_with_cloud(complete, profile, file, run_dir, "job.checkpoint_url"), in_file=True)
+
+
+def _short(path: Path) -> Path:
+    """As a user would type it: from the working directory where it lies below, and without ``..``."""
+    path = Path(os.path.normpath(path))
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def folder_of(profile: Profile, path: Path) -> Path:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-
-from pydantic import SecretStr
 
 from manager.engine.vms.budget import Spending
 from manager.host.environment import variables
 from manager.host.ports import Ports
-from manager.providers.boot.cloud_init import NodeStart
-from manager.providers.boot.own_wheel import make_wheel, python_version, requirements
+from manager.providers.boot.cloud_init import node_start
+from manager.providers.boot.own_wheel import make_wheel
 from manager.providers.factory import ending_command
 from manager.providers.interface.provider import name_of
 from manager.providers.local import LocalProvider
@@ -21,12 +18,10 @@ from manager.spot.launcher import Launcher, Source, log
 from manager.spot.local import LocalMachines
 from manager.spot.provider_vms import ProvidedMachines
 from manager.spot.spec import SpotJob
-from morph.contract.cluster import AzureVms
 from morph.contract.errors import ConfigError
 from morph.contract.files import code_files, packed
 from morph.contract.lives import Lives
 from morph.jobs.snapshot import MAX_BYTES
-from morph.link.authority import authority_of
 from morph.link.proof import new_secret
 
 
@@ -58,19 +53,7 @@ def open_provided(
         raise ConfigError(
             f"cannot be listened on: {error.strerror}", source=str(cloud.path), field="vms.address", value=vms.address
         ) from error
-    start = NodeStart(
-        manager_address=f"{vms.address}:{machines.port}",
-        node_secret=SecretStr(authority_of(secret).credential("node")),
-        setup=vms.environment.setup,
-        python=vms.environment.python,
-        python_version=python_version(),
-        wheel_sha256=hashlib.sha256(wheel).hexdigest(),
-        requirements=(*requirements(), *vms.environment.packages),
-        uid=vms.uid if isinstance(vms, AzureVms) else 0,
-        metadata=not isinstance(vms, AzureVms) or vms.metadata,
-        lonely_s=vms.lonely_s,
-        management_url=providing.management_url,
-    )
+    start = node_start(vms, machines.port, secret, wheel, providing.management_url)
     log.info("if this command is killed, and VMs are left: %s", ending_command(cloud.path, name))
     named = job.model_copy(update={"name": name.requests})
     least_vms = -(-vms.keep // cloud.most_devices)

@@ -35,6 +35,7 @@ class VersionStatus(Value):
     version: int
     state: State
     kept: bool = Field(description="by a user, so that it is never deleted as an old one")
+    best: bool = Field(default=False, description="as evaluations found")
     kind: SaveKind | None = None
     shape: str = ""
     size_bytes: int = Field(description="of everything in its folder")
@@ -69,6 +70,7 @@ def inspect_version(url: str, stored: StoredVersion, *, every_byte: bool) -> Ver
         version=stored.version,
         state=State.INCOMPLETE,
         kept=stored.kept,
+        best=stored.best,
         size_bytes=stored.size_bytes,
         where=where,
     )

@@ -9,8 +9,9 @@ import fsspec
 from morph.checkpoint.inspection import State, VersionStatus
 from morph.checkpoint.manifest import MANIFEST, files_in, version_url, write_atomically
 from morph.checkpoint.storage import writing
-from morph.checkpoint.versions import KEPT, StoredVersion, delete_version, stored_versions
+from morph.checkpoint.versions import BEST, KEPT, StoredVersion, delete_version, stored_versions
 from morph.contract.errors import CheckpointError
+from morph.contract.evaluation import Best
 from morph.contract.rules import CheckpointRules
 
 
@@ -43,6 +44,35 @@ def let_go(url: str, version: int) -> None:
             filesystem.rm_file(f"{folder}/{KEPT}")
 
 
+def mark_best(url: str, best: Best) -> None:
+    """Mark the checkpoint of the best version, if it is there, and unmark every other; a crash between leaves two.
+
+    Raises:
+        CheckpointError: storage cannot be read or written.
+    """
+    found = {stored.version: stored for stored in stored_versions(url)}
+    if best.version not in found or not found[best.version].complete:
+        return
+    where = version_url(url, best.version)
+    with writing(f"{where}/{BEST}"):
+        write_atomically(f"{where}/{BEST}", best.model_dump_json().encode())
+    for version, stored in found.items():
+        if BEST in stored.files and version != best.version:
+            where = version_url(url, version)
+            with writing(f"{where}/{BEST}"):
+                filesystem, folder = fsspec.core.url_to_fs(where)
+                filesystem.rm_file(f"{folder}/{BEST}")
+
+
+def best_version(url: str) -> int | None:
+    """Return the version that is marked as the best, the newest of several; None: none is.
+
+    Raises:
+        CheckpointError: storage cannot be read.
+    """
+    return max((stored.version for stored in stored_versions(url) if stored.best), default=None)
+
+
 def refusal(
     inspect_versions: Sequence[VersionStatus], version: int, *, force: bool, holder: int | None
 ) -> tuple[str, str] | None:
@@ -62,8 +92,9 @@ def refusal(
         what = "is the newest that is whole"
     elif version > newest:
         what = "is not whole, and may be on its way, for no newer one is whole"
-    elif not force and next(look.kept for look in inspect_versions if look.version == version):
-        return "is kept", "those that are not kept; or --force"
+    elif not force and next(look.kept or look.best for look in inspect_versions if look.version == version):
+        best = next(look.best for look in inspect_versions if look.version == version)
+        return "is the best" if best else "is kept", "those that are neither kept nor the best; or --force"
     else:
         return None
     if holder is not None:
@@ -75,8 +106,8 @@ def superfluous(versions: Iterable[StoredVersion], rules: CheckpointRules) -> tu
     """Return the versions that go, ascending. Nothing goes before ``keep_newest`` newer ones are complete.
 
     Versions that a user keeps stay, complete or not, and do not count among the newest: keeping one costs no other its
-    place. The first complete version of each span of ``keep_every_steps`` steps stays, whoever keeps it. What is not
-    complete, or was set aside, goes with what is older than the newest; what is newer may still be on its way.
+    place. The best one stays, and so does the first complete version of each span of ``keep_every_steps`` steps. What
+    is not complete, or was set aside, goes with what is older than the newest; what is newer may still be on its way.
     """
     found = sorted(versions, key=lambda stored: stored.version)
     complete = [stored.version for stored in found if stored.complete]
@@ -87,7 +118,7 @@ def superfluous(versions: Iterable[StoredVersion], rules: CheckpointRules) -> tu
     if rules.keep_every_steps is not None:
         for version in complete:
             first_of_span.setdefault(version // rules.keep_every_steps, version)
-    stay = {stored.version for stored in found if stored.kept} | set(first_of_span.values())
+    stay = {stored.version for stored in found if stored.kept or stored.best} | set(first_of_span.values())
     return tuple(stored.version for stored in found if stored.version < newest[0] and stored.version not in stay)
 
 

@@ -1,7 +1,8 @@
 """What lies in the folder of each version, and deleting one so that half of it is never a checkpoint.
 
-Beside its files and its manifest a version may have a marker: a file ``kept``, which a user puts there and which no
-manifest has to be rewritten for. ``manifest.damaged.json`` is the manifest of a version that was passed over.
+Beside its files and its manifest a version may have markers, for which no manifest has to be rewritten: a file
+``kept``, which a user puts there, and a file ``best``, with the metric by which it is that.
+``manifest.damaged.json`` is the manifest of a version that was passed over.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from morph.checkpoint.storage import reading
 SET_ASIDE = "manifest.damaged.json"
 """What the manifest of a version is called that was passed over: it is no checkpoint then, and loses no byte."""
 KEPT = "kept"
+BEST = "best"
 RECOVERY = "run/recovery.json"
 """Below the checkpoint URL: with what the run can be gone on with elsewhere."""
 
@@ -43,6 +45,11 @@ class StoredVersion:
     def kept(self) -> bool:
         """Whether a user keeps it."""
         return KEPT in self.files
+
+    @property
+    def best(self) -> bool:
+        """Whether it was the best one that was evaluated, when it was marked."""
+        return BEST in self.files and self.complete
 
     @property
     def size_bytes(self) -> int:

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from morph.contract.base import Value
+from morph.contract.evaluation import Best, Judged
 
 
 class UnitFile(Value):
@@ -24,9 +25,10 @@ class UnitFile(Value):
     )
 
 
-SaveKind = Literal["periodic", "insurance", "emergency", "final", "imported"]
+SaveKind = Literal["periodic", "insurance", "emergency", "evaluated", "final", "imported"]
 """Why a checkpoint was written: it was due; notices could not all be answered otherwise; a VM was about to be taken
-that held what no other did; the run ended; it is where a run begins that was given weights."""
+that held what no other did; its version is evaluated and may be the best; the run ended; it is where a run begins that
+was given weights."""
 
 
 class Manifest(Value):
@@ -39,6 +41,14 @@ class Manifest(Value):
     kind: SaveKind = "periodic"
     shape: str = Field(default="", description="PxD that trained it; empty: not known, or none")
     saved_s: float | None = Field(default=None, description="wall-clock seconds (epoch) when its units were written")
+    judged: Judged = Field(
+        default=Judged(),
+        exclude_if=lambda given: given == Judged(),
+        description="what evaluations before it said: where a run goes on from it, it goes on from that too",
+    )
+    marked: Best | None = Field(
+        default=None, exclude_if=lambda given: given is None, description="the best checkpoint when it was written"
+    )
 
     @property
     def size_bytes(self) -> int:

@@ -317,6 +317,9 @@ class JobPart(Value):
     code: str = Field(min_length=3, pattern=r"^.+:[^:]+$", description="path/to/file.py:name of a morph.Job")
     profile: str = Field(min_length=1, description="what `morph calibrate` wrote for it")
     steps: Annotated[int, ranges.COUNT.field] = Field(default=100, description="optimizer steps of the whole run")
+    epochs: Annotated[int, ranges.COUNT.field] | None = Field(
+        default=None, description="length of the whole run in epochs of the job's data set, in place of steps"
+    )
     batch_size: Annotated[int, ranges.BATCH.field] | None = Field(
         default=None, description="samples in a step, to be held against the job's own; absent: not held against it"
     )
@@ -343,6 +346,12 @@ class JobPart(Value):
         default=None,
         description="D at most: fewer while workers are missing or where more are no faster; absent: any",
     )
+
+    @model_validator(mode="after")
+    def _one_length(self) -> JobPart:
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError("epochs: the length is given in steps too; one of the two is enough")
+        return self
 
 
 class JobFile(ClusterConfig):

@@ -18,6 +18,7 @@ from morph.contract.base import Value
 from morph.contract.cluster import LinkSetting, RingSetting
 from morph.contract.decided import Decided, LossScale
 from morph.contract.emulation import EmulatedDevice
+from morph.contract.evaluation import Array, EvaluationSize, EvaluationTotals, FinishedMetrics
 from morph.contract.job_facts import JobFacts
 from morph.contract.plan import Plan
 from morph.contract.rules import CheckpointRules
@@ -238,7 +239,8 @@ class StepOrder(Value):
     ``checkpoint_units``: units that this worker copies at version ``step`` and writes in the background.
     ``attempt`` grows when the same step is run again in the same generation after an overflow.
     ``decided`` is what was decided of step ``step - 1``, ``loss_scale`` the scale of this step.
-    ``record_timeline``: the answer carries a timeline of the step.
+    ``record_timeline``: the answer carries a timeline of the step. ``evaluated``: an evaluation of which this worker
+    computes the job's metrics.
     """
 
     generation: int = Field(ge=1)
@@ -248,12 +250,14 @@ class StepOrder(Value):
     loss_scale: LossScale | None = None
     checkpoint_units: tuple[UnitId, ...] = ()
     record_timeline: bool = False
+    evaluated: EvaluationTotals | None = Field(default=None, exclude_if=lambda given: given is None)
 
 
 class CommitOrder(Value):
     """Apply the decided version without running another step; used at the end and before a pause.
 
-    ``held``: of what the worker holds, for the generation is of no other worker and was never formed.
+    ``held``: of what the worker holds, for the generation is of no other worker and was never formed. ``evaluated``: as
+    in ``StepOrder``; one of this version is not evaluated again.
     """
 
     generation: int = Field(ge=1)
@@ -261,6 +265,7 @@ class CommitOrder(Value):
     decided: Decided | None = None
     checkpoint_units: tuple[UnitId, ...] = ()
     held: bool = False
+    evaluated: EvaluationTotals | None = Field(default=None, exclude_if=lambda given: given is None)
 
 
 class ProbeOrder(Value):
@@ -274,13 +279,6 @@ class ProbeOrder(Value):
     first_section: int = Field(ge=0)
     end_section: int = Field(ge=1)
     healthy_s: float = Field(gt=0)
-
-
-class EvaluationSize(Value):
-    """How often a job is evaluated, and on how many micro-batches of training's size."""
-
-    every_steps: int = Field(ge=1)
-    num_micro_batches: int = Field(ge=1)
 
 
 class WorkerReady(Value):
@@ -309,6 +307,11 @@ class Reshaped(Value):
 
 WEIGHT = "/weight"
 """Behind the name of a metric, and alone for the loss: the weight of which it is the total (``morph.Loss``)."""
+SUM = "/sum"
+"""Behind the name of a metric that is a sum (``morph.Sum``)."""
+SAMPLES = "/samples"
+"""Behind the name of what is returned for each sample (``morph.PerSample``)."""
+MARKS = (WEIGHT, SUM, SAMPLES)
 
 
 class MicroBatchLoss(Value):
@@ -323,6 +326,11 @@ class MicroBatchLoss(Value):
     micro_batch: int
     loss: float
     metrics: dict[str, float] = Field(default_factory=dict)
+    samples: dict[str, Array] = Field(
+        default_factory=dict,
+        exclude_if=lambda given: not given,
+        description="what an evaluation returns for each sample of it",
+    )
 
     @property
     def weight(self) -> float | None:
@@ -336,11 +344,15 @@ def weights_of(losses: Iterable[MicroBatchLoss]) -> dict[int, float]:
 
 
 class Evaluation(Value):
-    """A last stage's share of an evaluation of the version that it held before the order's own work."""
+    """A last stage's share of an evaluation of the version that it held before the order's own work.
+
+    ``finishes``: metrics of the whole of it follow, as ``finished`` of a later answer.
+    """
 
     version: Version
     num_micro_batches: int = Field(ge=1, description="of all replicas")
     losses: tuple[MicroBatchLoss, ...] = ()
+    finishes: bool = Field(default=False, exclude_if=lambda given: not given)
 
 
 class Prepared(Value):
@@ -366,6 +378,7 @@ class Prepared(Value):
     losses: tuple[MicroBatchLoss, ...] = ()
     learning_rates: tuple[float, float] | None = None
     evaluation: Evaluation | None = None
+    finished: FinishedMetrics | None = Field(default=None, exclude_if=lambda given: given is None)
     times: ComputeTimes
     timeline: StepTimeline | None = None
 
@@ -378,6 +391,7 @@ class Committed(Value):
     generation: int
     version: int
     evaluation: Evaluation | None = None
+    finished: FinishedMetrics | None = Field(default=None, exclude_if=lambda given: given is None)
 
 
 class Aborted(Value):

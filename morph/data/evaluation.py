@@ -74,6 +74,10 @@ class EvaluationLoader:
         """Return the bucket of a micro-batch; None: lengths do not vary."""
         return self._micro_batches[micro_batch].length
 
+    def order(self) -> NDArray[np.int64]:
+        """Return where each sample of the data is among those of all micro-batches."""
+        return np.argsort([index for part in self._micro_batches for _, index in part.places], kind="stable")
+
     def expect(self, micro_batches: Sequence[int], keys: Iterable[str], over: Callable[[], bool]) -> None:
         """Have these prefetched. See ``DataWorkers.expect``."""
         if self._prefetcher is not None:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from morph.losses import Loss
+    from morph.losses import Loss, PerSample, Sum
 
-    LossResult = Tensor | Loss | tuple[Tensor | Loss, Mapping[str, Tensor | Loss]]
+    LossResult = Tensor | Loss | tuple[Tensor | Loss, Mapping[str, Tensor | Loss | Sum | PerSample]]
 
 Accumulation = Literal["exact", "fast"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -43,13 +43,14 @@ _CALLED = {
     "optimizer": (1, "lambda parameters: torch.optim.SGD([p for _, p in parameters], lr=0.1)"),
     "lr_scheduler": (1, "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10), or None"),
     "eval_data": (0, "lambda: MyDataset(), that builds it, or None"),
+    "eval_metrics": (1, "lambda values: {'perplexity': math.exp(values['loss'])}, or None"),
     "collate_fn": (1, "collate_fn of torch's DataLoader, that makes a batch of a list of samples, or None"),
     "sampler": (3, "lambda dataset, seed, epoch: numpy.arange(len(dataset)), or None"),
     "lengths": (1, "lambda dataset: [len(text) for text in dataset.texts], or None"),
 }
-_OPTIONAL = frozenset({"lr_scheduler", "eval_data", "collate_fn", "sampler", "lengths"})
-MOST_BUCKETS = 32
+_OPTIONAL = frozenset({"lr_scheduler", "eval_data", "eval_metrics", "collate_fn", "sampler", "lengths"})
 """Fields that are functions: with how many arguments they are called, and an example."""
+MOST_BUCKETS = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -85,6 +86,37 @@ class LossScaling:
         power = number and 1 <= self.initial <= 2.0**64 and math.frexp(self.initial)[0] == 0.5
         _require(power, "loss_scaling.initial", self.initial, "a power of two from 1 to 2**64")
         _require_count("loss_scaling.growth_steps", self.growth_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """Which evaluated version of a job is the best, and when training ends because no better one came.
+
+    The checkpoint of the best version is kept, and ``morph export --best`` writes it.
+
+    Args:
+        metric: ``loss``, or the name of a metric of the evaluation.
+        mode: Whether the smallest (``min``) or the largest (``max``) value is the best.
+        patience: Training ends after so many evaluations in a row that were not better; None: it does not.
+        min_delta: By how much an evaluation must be better for this.
+
+    Raises:
+        JobError: naming the field, its value and what is allowed.
+    """
+
+    metric: str = "loss"
+    mode: Literal["min", "max"] = "min"
+    patience: int | None = None
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.metric, str) and bool(self.metric), "best.metric", self.metric, "a metric's name")
+        _require(self.mode in ("min", "max"), "best.mode", self.mode, "'min' or 'max'")
+        if self.patience is not None:
+            _require_count("best.patience", self.patience)
+        delta = self.min_delta
+        number = isinstance(delta, int | float) and not isinstance(delta, bool)
+        _require(number and 0 <= delta < math.inf, "best.min_delta", delta, "a number, 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +161,13 @@ class Job:
             of torch's DataLoader; each builds the data set for itself. 0: the worker reads them between its tasks.
         eval_data: Builds the data set to evaluate on.
         eval_every_steps: Evaluate whenever so many steps were applied.
+        eval_every_epochs: Evaluate whenever so many epochs of ``dataset`` are over, at the end of the step in which the
+            last of their samples is; in addition to ``eval_every_steps`` where both are given.
         eval_samples: How many of its first samples to take; None: as many whole micro-batches as there are.
+        eval_metrics: Computes metrics that are no means, once, of a whole evaluation: it is called with ``loss``, the
+            metrics (means), every :class:`morph.Sum` (a number) and every :class:`morph.PerSample` (a numpy array with
+            one row a sample, in their order) by name, and returns numbers by name.
+        best: Which evaluated version is kept as the best, and when training ends early.
         allowed_dependencies: Ids of findings of ``morph trace-deps`` that may stay as they are: each parameter unit is
             then stepped by itself.
 
@@ -165,6 +203,9 @@ class Job:
     eval_data: Callable[[], MapDataset] | None = None
     eval_every_steps: int | None = None
     eval_samples: int | None = None
+    eval_every_epochs: int | None = None
+    eval_metrics: Callable[[dict[str, Any]], Mapping[str, float]] | None = None
+    best: Best | None = None
     allowed_dependencies: tuple[str, ...] = ()
 
     @property
@@ -222,13 +263,20 @@ class Job:
         _require(few, "data_workers", self.data_workers, f"a whole number from 0 to {MOST_DATA_WORKERS}")
 
     def _check_evaluation(self) -> None:
-        data, every, samples = self.eval_data, self.eval_every_steps, self.eval_samples
-        if every is not None:
-            _require_count("eval_every_steps", every)
-        _require((data is None) == (every is None), "eval_every_steps", every, "to be given together with eval_data")
+        data, samples = self.eval_data, self.eval_samples
+        times = {name: getattr(self, name) for name in ("eval_every_steps", "eval_every_epochs")}
+        for name, every in times.items():
+            if every is not None:
+                _require_count(name, every)
+        given = next((name for name, every in times.items() if every is not None), "eval_every_steps")
+        together = "to be given together with eval_data"
+        _require((data is None) == (set(times.values()) == {None}), given, times[given], together)
         if samples is not None:
-            _require(data is not None, "eval_samples", samples, "to be given together with eval_data")
+            _require(data is not None, "eval_samples", samples, together)
             _require_count("eval_samples", samples)
+        _require(self.best is None or isinstance(self.best, Best), "best", self.best, "a morph.Best, or None")
+        for name in ("best", "eval_metrics"):
+            _require(data is not None or getattr(self, name) is None, name, getattr(self, name), together)
 
     def _check_lengths(self) -> None:
         buckets, padding = self.buckets, self.padding

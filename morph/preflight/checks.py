@@ -9,12 +9,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from importlib import metadata
 
 import torch
 
 from morph.contract.errors import ExportError, JobError
 from morph.cutting import CutModel, ExportedJob
 from morph.cutting.cuts.report import num_elements
+from morph.cutting.exporting.attention_masks import needless_masks
+from morph.cutting.exporting.exported_job import GraphJob
+from morph.cutting.source.locate import node_line
 from morph.jobs.job import Job
 from morph.preflight.comparison_cache import compare_once
 from morph.preflight.data_check import check_data
@@ -78,7 +82,8 @@ class Report:
     Args:
         settings: What it trains with, as text by name.
         dependencies: Between its sections; None: not looked for.
-        warnings: Why the loss or a metric is neither a mean over samples nor a total with its weight.
+        warnings: Why the loss or a metric is neither a mean over samples nor a total with its weight, and masks of
+            attention that keep flash kernels out for nothing.
         compared: With the plain model; None: not compared.
     """
 
@@ -149,10 +154,28 @@ def _dependencies(checked: CutJob, effort: Effort, report: Report) -> Report:
     return replace(report, dependencies=found)
 
 
+def _masks(checked: CutJob, _effort: Effort, report: Report) -> Report:
+    if not isinstance(checked.exported, GraphJob):
+        return report
+    found = list(needless_masks(checked.exported.graph_module))
+    if not found:
+        return report
+    where = node_line(found[0])
+    sentence = (
+        f"warning: {where + ': ' if where else ''}a mask given to attention hides no more than is_causal=True does, or "
+        f"nothing, and keeps flash kernels out ({len(found)} calls)"
+    )
+    if "transformers" in sys.modules:
+        version = metadata.version("transformers")
+        sentence += f". Morph leaves out those that transformers 5.0 to 5.23 make; installed is {version}"
+    return replace(report, warnings=(*report.warnings, sentence))
+
+
 def _loss(checked: CutJob, effort: Effort, report: Report) -> Report:
     if num_elements(checked.model) > effort.most_parameters:
         return report
-    return replace(report, warnings=tuple(f"warning: {sentence}" for sentence in loss_warnings(checked.job)))
+    found = (f"warning: {sentence}" for sentence in loss_warnings(checked.job))
+    return replace(report, warnings=(*report.warnings, *found))
 
 
 def _comparison(checked: CutJob, effort: Effort, report: Report) -> Report:
@@ -169,6 +192,7 @@ def _comparison(checked: CutJob, effort: Effort, report: Report) -> Report:
 
 CHECKS = (
     Check("settings", Needs.NOTHING, "that optimizer, schedule and evaluation data can be used", _settings),
+    Check("masks", Needs.NOTHING, "that attention has no mask where it needs none", _masks),
     Check("data", Needs.DATA, "that samples are the same when they are read again", _data),
     Check("dependencies", Needs.MODEL, "that a training step mixes no sections", _dependencies),
     Check("loss", Needs.TRIALS, "that the loss is a mean over samples, or a total and a weight", _loss),

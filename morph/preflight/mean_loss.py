@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from morph.contract.errors import JobError, MorphError
-from morph.contract.messages import WEIGHT
+from morph.contract.messages import SAMPLES, SUM, WEIGHT
 from morph.cutting.deferred_init.construct import build_really, training_mode
 from morph.cutting.trial_run.trial import example_batch, move_weights, run_really
 from morph.data.loader import data_of, recipe_of
@@ -222,9 +222,10 @@ class _Runs:
             with EqualDraws() as draws:
                 result = self.trial.loss(self.trial.collate(samples))
             loss, told = values_of(result)
+            told = {name: value for name, value in told.items() if not name.endswith(SAMPLES)}
             values = {"": float(loss), **{name: float(value) for name, value in told.items()}}
             self.totals |= {name.removesuffix(WEIGHT) for name in told if name.endswith(WEIGHT)}
-            self.totals |= {name for name in told if name.endswith(WEIGHT)}
+            self.totals |= {name for name in told if name.endswith((WEIGHT, SUM))}
         except MorphError:
             raise
         except Exception as error:
@@ -323,7 +324,7 @@ class _Judge:
         if not self._wrong:
             return None
         telling = max(self._wrong, key=lambda seen: (math.isfinite(seen.off), len(seen.indices) == 2, seen.off))
-        name = self._name.removesuffix(WEIGHT)
+        name = self._name.removesuffix(WEIGHT).removesuffix(SUM)
         what = f"metric {name!r}" if name else "the loss"
         part, parts, setting = self._runs.trial.part, self._runs.trial.parts, self._runs.trial.setting
         shown = self._shown(telling)

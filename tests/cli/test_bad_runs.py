@@ -355,6 +355,10 @@ def test_fewer_steps_than_a_resumed_run_has_already_are_refused(given: Given) ->
         line = given.run_refused("--steps", steps)
         told = f"{given.run_dir}: --steps: has reached that step already (got {steps})"
         assert line == f"{told}; allowed: above 5, given to morph run"
+    steps = 2 * 16 // given.profile.job.batch_size
+    assert f"--steps: has reached that step already (got {steps})" in given.run_refused("--epochs", 2)
+    told = "--epochs: is given with --steps (got 2); allowed: one of the two"
+    assert given.run_refused("--epochs", 2, "--steps", 9) == told
 
 
 def test_a_directory_that_is_no_run_has_no_status(given: Given) -> None:

@@ -9,8 +9,11 @@ import pytest
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
+from manager.run.request import RunRequest
+from manager.run.resolution import resolve
 from morph.cli.main import app
 from morph.contract.cluster import AzureVms, JobPart, LocalVms, Policy, StaticVms
+from morph.yaml_files import load_job_file
 from tests.cli.given import JOBS, Given, without_phases
 from tests.forked_modules import run_python
 
@@ -72,8 +75,6 @@ def test_a_run_without_a_job_file_needs_its_options(given: Given, missing: str) 
 
 
 def test_the_shipped_job_file_lacks_only_the_users_profile() -> None:
-    from morph.yaml_files import load_job_file
-
     shipped = Path(__file__).parents[2] / "configs/runs/tiny_gpt.yaml"
     file = load_job_file(shipped)
     assert (shipped.parent / file.job.code.partition(":")[0]).is_file()
@@ -85,6 +86,14 @@ def test_a_right_job_file_says_what_would_run(given: Given) -> None:
     assert told.exit_code == 0, told.output
     assert "7 steps, with 2 workers in shape" in told.stdout
     assert not given.run_dir.exists()
+
+
+def test_its_run_directory_is_named_as_a_user_would_type_it(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = job_file(given, "code: 'jobs.py:good', profile: profile.json, run_dir: ../runs/mine")
+    folder = path.resolve().parent
+    for working_directory, named in ((folder.parent, Path("runs/mine")), (folder, folder.parent / "runs/mine")):
+        monkeypatch.chdir(working_directory)
+        assert resolve(RunRequest(job=str(path), steps=1), path, load_job_file(path)).run_dir == named
 
 
 @pytest.mark.slow

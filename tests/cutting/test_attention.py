@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from morph.contract.errors import ExportError
 from morph.cutting import cut, export_job
+from morph.cutting.source.guards import replaced
+from morph.preflight.checks import CutJob, Effort, check
 from tests.cutting.attentions import plainly, traced
 from tests.cutting.zoo import NUM_LAYERS, bert, causal_loss, llama, made, texts
 from tests.models.language import DECODER, LENGTH
@@ -28,9 +31,9 @@ def sliding(window: int) -> Callable[[], nn.Module]:
 
 def test_only_a_window_shorter_than_the_text_needs_a_mask(tools: Any) -> None:
     for window, masked in ((LENGTH + 1, False), (LENGTH, True), (4, True)):
-        expected = [(masked, not masked, not masked, 4, 4 if masked else 2)]
-        assert attentions(tools, sliding(window), causal_loss, texts()) == expected
-        assert plainly(sliding(window), causal_loss, tools.stack(texts(), 4)) == expected
+        found = attentions(tools, sliding(window), causal_loss, texts())
+        assert [attention[:2] for attention in found] == [(masked, not masked)]
+        assert found == plainly(sliding(window), causal_loss, tools.stack(texts(), 4))
 
 
 def packed(length: int) -> list[dict[str, Tensor]]:
@@ -86,3 +89,47 @@ def test_heads_of_other_lengths_get_the_bits_of_the_plain_model(tools: Any) -> N
     exported, batch = export_job(job), tools.stack(items, 4)
     found = tools.run_sections(cut(exported, num_sections=2, micro_batch_size=4), exported.initial_state, batch)
     assert_same(*found, *tools.run_whole(job, exported.initial_state, batch))
+
+
+class Masked(nn.Module):
+    """Attention with a mask of its own, made of one that shows all."""
+
+    def __init__(self, shown: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.shown = shown
+        self.embed = nn.Embedding(50, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)[:, None]
+        mask = self.shown(torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=ids.device))
+        return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["input_ids"]).square().mean()
+
+
+def test_a_mask_that_hides_what_is_causal_would_is_reported(tools: Any) -> None:
+    masks: list[tuple[Callable[[Tensor], Tensor], bool]] = [
+        (lambda ones: ones.tril(), True),
+        (lambda ones: ones, True),
+        (lambda ones: ones.tril() & ones.triu(-3), False),
+        (lambda ones: ones.triu(), False),
+        (lambda ones: torch.where(ones.tril(), 0.0, -torch.inf), True),
+        (lambda ones: torch.where(ones.tril(), 0.0, torch.finfo(torch.float32).min), True),
+        (lambda ones: torch.where(ones.tril(), 0.5, -torch.inf), False),
+        (lambda ones: torch.where(ones.tril(), 0.0, -1.0), False),
+    ]
+    for shown, is_needless in masks:
+        job = tools.make_job(lambda shown=shown: Masked(shown), mean_loss, texts(), num_sections=1)
+        exported = export_job(job)
+        effort = Effort(memory_bytes=1 << 30, leave_out=frozenset({"data", "dependencies", "loss", "comparison"}))
+        report = check(CutJob("jobs.py:job", job, exported, cut(exported, num_sections=1, micro_batch_size=4)), effort)
+        assert ["keeps flash kernels out (1 calls)" in line for line in report.warnings] == [True] * is_needless
+
+
+def test_replacing_what_a_version_has_not_got_is_refused() -> None:
+    said = r"torch 2\S+: has no torch.nn.init._no_such, which Morph replaces"
+    with pytest.raises(ExportError, match=said), replaced(nn.init, "_no_such", None):
+        pass
+    assert not hasattr(nn.init, "_no_such")

@@ -293,7 +293,8 @@ def check_end(cluster: SimulatedCluster, before: ControllerState, event: Event, 
     """A finished run has all its steps, saved."""
     state = decision.state
     if decision.reason.code is ReasonCode.FINISHED:
-        cluster.check(state.version == state.config.num_steps, f"finished at version {state.version}")
+        early = state.evaluation is not None and state.judged.is_over(state.evaluation.best)
+        cluster.check(early or state.version == state.config.num_steps, f"finished at version {state.version}")
         cluster.check(state.version in cluster.checkpoints, "finished without a checkpoint of the last version")
     if before.phase is Phase.ENDED and not isinstance(event, ManagerResumed):
         cluster.check(not decision.actions, "an action after the end")

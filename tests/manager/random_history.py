@@ -14,6 +14,7 @@ from simulated_job import make_config
 
 from manager.controller.state.actions import ReasonCode
 from manager.controller.state.state import Phase
+from morph.contract.evaluation import EvaluationSize
 from morph.contract.messages import FailureCause
 from morph.contract.rules import PreCopyRules
 
@@ -93,8 +94,10 @@ def random_faults(seed: int) -> tuple[Faults, int, int]:
     return faults, num_nodes, target
 
 
-def play(seed: int, num_steps: int = 8) -> SimulatedCluster:
+def play(seed: int, num_steps: int = 8, evaluation: EvaluationSize | None = None) -> SimulatedCluster:
     """Play one history to its end, every invariant checked after every event.
+
+    ``evaluation``: of the job, where it acts by it.
 
     Raises:
         BrokenHistoryError: with the history, when an invariant does not hold or the run does not end as it should.
@@ -111,6 +114,7 @@ def play(seed: int, num_steps: int = 8) -> SimulatedCluster:
     policy = config.policy.model_copy(update=update)
     config = config.model_copy(update={"policy": policy})
     cluster = SimulatedCluster(seed, config, faults, observers=INVARIANTS)
+    cluster.crew.evaluation = evaluation
     finish = cluster.run(num_nodes)
     allowed = {"finished"} if faults.stop_after_s is None else {"finished", "stopped"}
     cluster.check(finish.outcome in allowed, f"ended as {finish.outcome}: {finish.sentence}")

@@ -22,6 +22,7 @@ from manager.controller.state.actions import (
     EndWorker,
     FindCheckpoint,
     Finish,
+    MarkBest,
     ProbeWorker,
     RequestNodes,
     SendCommit,
@@ -62,6 +63,7 @@ from manager.journal.records import VM_KILLED, Fact
 from manager.report.live import LiveRun
 from manager.run_dir import JOURNAL
 from morph.contract.checkpoint import Manifest
+from morph.contract.evaluation import Judged
 from morph.contract.messages import Failed
 from morph.contract.vm_names import beside, workers_of
 
@@ -198,6 +200,8 @@ class SimulatedCluster(World):
         self.decider, self.observers = decider, observers
         self.checkpoints: set[int] = {config.initial_version} if config.initial_checkpoint else set()
         self.told_written = set(self.checkpoints)
+        self.judged: dict[int, Judged] = {}
+        self.marked: int | None = None
         self.crew = SimulatedWorkers(self, self.emit, self.checkpoints)
         self.crew.killer = self.kill
         self.provider = SimulatedProvider(self, self.emit, self.crew)
@@ -352,7 +356,7 @@ class SimulatedCluster(World):
         for name in list(self.workers):
             self.crew.die(name)
         version, old = max(self.checkpoints), self.state.config
-        saved = Manifest(fingerprint="f", version=version, units=FILES)
+        saved = self.manifest_of(version)
         config = old.model_copy(update={"initial_version": version, "initial_checkpoint": saved})
         self.first = self.state = initial_state(config)
         self.told_written = set(self.checkpoints)
@@ -438,7 +442,11 @@ class SimulatedCluster(World):
                 self.kill(action.worker)
             case WriteManifest():
                 version, first = action.manifest.version, self.first
+                self.judged[version] = action.manifest.judged
                 self.at(self.between(0.1, 1), lambda: self.write_manifest(version, first))
+            case MarkBest(best=best):
+                if best.version in self.checkpoints:
+                    self.marked = best.version
             case FindCheckpoint():
                 first = self.first
                 self.at(self.between(0.1, 2), lambda: self.find_checkpoint(first))
@@ -457,8 +465,12 @@ class SimulatedCluster(World):
         self.checkpoints.difference_update(newer)
         self.told_written.difference_update(newer)
         told = tuple(f"version {passed} is passed over" for passed in newer)
-        manifest = Manifest(fingerprint="f", version=version, units=FILES)
+        manifest = self.manifest_of(version)
         self.emit(CheckpointFound(manifest=manifest, passed_over=told))
+
+    def manifest_of(self, version: int) -> Manifest:
+        """Return a manifest as it is on storage."""
+        return Manifest(fingerprint="f", version=version, units=FILES, judged=self.judged.get(version, Judged()))
 
     def write_manifest(self, version: int, first: ControllerState) -> None:
         """The manifest is on storage, unless the run that requested it was begun again."""

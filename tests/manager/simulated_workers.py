@@ -27,6 +27,7 @@ from manager.controller.state.events import (
 )
 from manager.controller.state.state import ControllerState, Decision, Phase
 from manager.simulation.spot.sums import StepStart, WorkerSums
+from morph.contract.evaluation import EvaluationSize, FinishedMetrics
 from morph.contract.messages import (
     Aborted,
     Answer,
@@ -109,7 +110,8 @@ def order_key(action: Order) -> OrderKey:
     order = action.order
     if isinstance(action, SendStep):
         return action.kind, order.generation, action.order.step, action.order.attempt
-    return action.kind, order.generation, action.order.version, 0
+    evaluated = action.order.evaluated if isinstance(action, SendCommit) else None
+    return action.kind, order.generation, action.order.version, 0 if evaluated is None else evaluated.version
 
 
 def sequence_of(key: OrderKey) -> tuple[int, int, int, int]:
@@ -449,10 +451,16 @@ TIMES = ComputeTimes(forward_s=0.1, recompute_s=0.1, backward_s=0.2, reduce_s=0.
 EVALUATED_EVERY = 4
 
 
-def evaluation_of(version: int) -> Evaluation:
+def evaluation_of(version: int, *, sums: bool = False) -> Evaluation:
     """Return what every last stage reports of the evaluation of a version."""
-    losses = tuple(MicroBatchLoss(micro_batch=index, loss=2 / version, metrics={"right": 0.5}) for index in range(2))
+    metrics = {"right": 0.5, **({"hits/sum": float(5 * version % 7)} if sums else {})}
+    losses = tuple(MicroBatchLoss(micro_batch=index, loss=2 / version, metrics=metrics) for index in range(2))
     return Evaluation(version=version, num_micro_batches=2, losses=losses)
+
+
+def score_of(version: int) -> float:
+    """Return the metric that a job makes of an evaluation: it goes up and down."""
+    return float(2 * (5 * version % 7) + 1)
 
 
 def runs_what_is_missing(salvage: Salvage, units: Mapping[str, Sequence[int]], num_micro_batches: int) -> bool:
@@ -478,6 +486,7 @@ class SimulatedWorkers:
         self.members: dict[int, frozenset[str]] = {}
         self.failed: set[int] = set()
         self.damaged: set[int] = set()
+        self.evaluation: EvaluationSize | None = None
         self.pre_copy = SimulatedPreCopy(world, tell, self.all)
         self.synced = SimulatedFollowing(world, self.all)
 
@@ -493,7 +502,7 @@ class SimulatedWorkers:
 
     def set_up(self, name: str) -> None:
         if self.all[name].alive:
-            self.send(name, WorkerReady(worker=name, pid=1, setup_s=1))
+            self.send(name, WorkerReady(worker=name, pid=1, setup_s=1, evaluation=self.evaluation))
 
     def die_together(self, names: Sequence[str]) -> None:
         """The VM of some workers is gone: the manager hears of them at once, or of each by itself."""
@@ -769,12 +778,42 @@ class SimulatedWorkers:
                 for index in range(2)
             ),
             learning_rates=(0.001 / (1 + order.step), 0.001),
-            evaluation=None if order.step % EVALUATED_EVERY or not order.step else evaluation_of(order.step),
+            evaluation=self.evaluated(worker, order.step),
+            finished=self.finished(order),
             times=TIMES,
         )
 
     def committed(self, name: str, worker: SimulatedWorker, order: Any) -> Answer:
-        return Committed(worker=name, generation=order.generation, version=order.version)
+        again = order.evaluated is not None and order.evaluated.version == order.version
+        evaluation = None if again or order.held or self.evaluation is None else self.evaluated(worker, order.version)
+        finished = self.finished(order)
+        return Committed(
+            worker=name,
+            generation=order.generation,
+            version=order.version,
+            evaluation=evaluation,
+            finished=finished,
+        )
+
+    def evaluated(self, worker: SimulatedWorker, version: int) -> Evaluation | None:
+        """Evaluate a version that is due; a last stage reports it, where a job acts by it."""
+        size = self.evaluation
+        if size is None:
+            return None if version % EVALUATED_EVERY or not version else evaluation_of(version)
+        shape = worker.shape
+        assert shape is not None
+        mine = next((slot for slot in shape.slots if self.all[slot.worker] is worker), None)
+        is_last = mine is not None and mine.stage == shape.plan.pipeline_depth - 1
+        return evaluation_of(version, sums=True) if is_last and size.is_due(version) else None
+
+    def finished(self, order: Any) -> FinishedMetrics | None:
+        """Compute the job's metric of what the order says."""
+        if order.evaluated is None:
+            return None
+        version = order.evaluated.version
+        right = order.evaluated.values == {"loss": 2 / version, "right": 0.5, "hits": float(2 * (5 * version % 7))}
+        self.world.check(right, f"the evaluation of version {version} is told as {order.evaluated.values}")
+        return FinishedMetrics(version=version, values={"score": score_of(version)})
 
     # --- giving up -------------------------------------------------------------------------------------------
 

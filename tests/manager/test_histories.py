@@ -16,11 +16,13 @@ from cluster_invariants import INVARIANTS
 from random_history import AHEAD, FATAL_ACTIONS, Reached, play, play_all, reached_by
 from simulated_cluster import BrokenHistoryError, Faults, SimulatedCluster
 from simulated_job import make_config
+from simulated_workers import score_of
 
 from manager.controller.state.actions import EndWorker, ReasonCode, ReleaseNodes
 from manager.controller.state.events import CheckpointFound, CheckpointNotFound
 from manager.controller.state.state import Phase
 from manager.controller.state.transition import Transition
+from morph.contract.evaluation import Best, BestRule, EvaluationSize, Judged
 from tests.grids import IS_LONG
 
 pytestmark = pytest.mark.slow
@@ -51,6 +53,51 @@ def test_deaths_in_any_phase_lose_no_step_silently(phase: Phase, count: int) -> 
     seeds = range(12 if IS_LONG or phase is Phase.HOLDING else 4)  # few come to a holding
     reached = sum(play_deaths(phase, count, seed).entered[phase] > 0 for seed in seeds)
     assert reached >= (1 if phase is Phase.HOLDING else len(seeds))
+
+
+BY_LOSS = EvaluationSize(every_steps=3, num_micro_batches=2, best=BestRule())
+BY_SCORE = EvaluationSize(
+    every_samples=10,
+    batch_size=5,
+    num_micro_batches=2,
+    best=BestRule(metric="score", mode="max", patience=2),
+    finishes=True,
+)
+"""Evaluations at every second version: scores are 7, 13, 5, 11, and 3 at the end, two steps after the second worse."""
+
+
+@pytest.mark.parametrize("size", [BY_LOSS, BY_SCORE])
+@pytest.mark.parametrize("seed", range(40 if IS_LONG else 8))
+def test_evaluations_find_the_same_best_version_whatever_is_lost(size: EvaluationSize, seed: int) -> None:
+    cluster = play(seed, num_steps=12, evaluation=size)
+    assert cluster.finish is not None
+    state = cluster.state
+    if cluster.finish.outcome == "stopped":
+        assert state.judged.last_version <= state.version
+        return
+    if size is BY_LOSS:
+        assert state.version == 12
+        assert state.judged == Judged(last_version=12, best=Best(version=12, metric="loss", value=2 / 12))
+    else:
+        best = Best(version=4, metric="score", value=score_of(4))
+        told = "score did not improve in 3 evaluations: the best is 13, at version 4; version 10 is saved"
+        assert cluster.finish.sentence == told
+        assert state.judged == Judged(last_version=10, best=best, num_worse=3)
+        assert state.version == 10
+    assert cluster.judged[state.version] == state.judged
+    marked = state.saving.marked
+    assert marked is None or marked.value == (2 / marked.version if size is BY_LOSS else score_of(marked.version))
+
+
+@pytest.mark.parametrize("size", [BY_LOSS, BY_SCORE])
+def test_the_best_of_the_evaluated_versions_that_were_saved_is_marked(size: EvaluationSize) -> None:
+    cluster = SimulatedCluster(3, make_config(num_steps=12), Faults(), observers=INVARIANTS)
+    cluster.crew.evaluation = size
+    assert cluster.run(4).outcome == "finished"
+    due = {version for version in cluster.checkpoints if size.is_due(version)}
+    best = max(due) if size is BY_LOSS else max(due, key=score_of)
+    assert cluster.marked == best
+    assert cluster.state.saving.candidates == ()
 
 
 def play_deaths(phase: Phase, count: int, seed: int) -> SimulatedCluster:

@@ -15,7 +15,7 @@ from manager.controller.shape import formation, planned_changes, salvage, select
 from manager.controller.state.actions import EndWorker, ReleaseNodes
 from manager.controller.state.events import ManagerResumed
 from manager.controller.state.nodes import ImpossibleNodeChange
-from manager.controller.state.state import Phase
+from manager.controller.state.state import ControllerState, Phase
 from manager.controller.state.transition import Transition
 from manager.controller.steps import checkpoints, recovery, training_loop
 from manager.controller.steps import failures as lost_workers
@@ -255,7 +255,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a norm is not the step's": (training_loop, "decided_step", _another_norm_is_decided),
     "facts are those of one stage": (training_loop, "decided_step", _one_member_is_asked),
     "survivors roll forward without facts": (formation, "ReshapeOrder", _TELLS_NO_FACTS),
-    "a stop is forgotten": (training_loop, "_is_last", lambda state: False),
+    "a stop is forgotten": (ControllerState, "is_last", property(lambda state: False)),
     "a worker is placed twice": (formation, "place", _one_is_placed_twice),
     "a draining worker is given a section": (selection, "_steady", _who_drains_is_placed),
     "training stands for a node for ever": (formation, "_hold_until_s", lambda state, choice, now_s: now_s + 1000),

@@ -13,11 +13,11 @@ from simulated_job import SIZES, facts_of, scale_of
 from typer.testing import CliRunner
 
 from manager.controller.state.actions import SendReshape
+from manager.controller.state.evaluations import mean_loss
 from manager.controller.state.state import Phase
 from manager.journal.journal import Journal
 from manager.journal.records import PREEMPTION_INJECTED, Fact
 from manager.report.journal_reader import read_report, report_of
-from manager.report.means import mean_loss
 from manager.report.morph_trace import MANAGER, chrome_trace, morph_trace
 from manager.report.page import report_page
 from manager.report.summary import summarise

@@ -476,7 +476,7 @@ def test_checks_are_carried_out_the_cheapest_first_but_for_those_that_are_left_o
     model = cut(good[1], num_sections=2, micro_batch_size=1)
     effort = Effort(memory_bytes=1, leave_out=frozenset({"dependencies", "loss"}), say=said.append)
     check(CutJob("jobs.py:good", *good, model), effort)
-    assert carried_out == ["settings", "data", "comparison"]
+    assert carried_out == ["settings", "masks", "data", "comparison"]
     assert said[-1] == "checking that the cut model trains as the plain one does"
 
 

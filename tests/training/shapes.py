@@ -81,7 +81,7 @@ class Trained:
         reader = EvaluationReader()
         for answers in (*self.answers, self.commits):
             for answer in answers:
-                reader.take(answer.evaluation)
+                reader.take(answer)
         return list(reader.all())
 
     def numbers(self, unit: str) -> dict[str, Any]:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from manager.report.means import EvaluationReader, mean_loss, mean_metrics
+from manager.controller.state.evaluations import mean_loss, mean_metrics
+from manager.report.means import EvaluationReader
 from morph.contract.errors import JobError
-from morph.contract.messages import Evaluation, MicroBatchLoss
+from morph.contract.messages import Committed, Evaluation, MicroBatchLoss
 from morph.contract.plan import shares
 from morph.cutting import CutModel, cut, export_job
 from morph.data import MicroBatchLoader
@@ -309,11 +310,15 @@ def test_means_count_each_micro_batch_once_and_keep_only_numbers() -> None:
 
 def test_an_evaluation_counts_once_all_of_its_micro_batches_are_there() -> None:
     reader = EvaluationReader()
-    reader.take(None)
-    reader.take(Evaluation(version=2, num_micro_batches=2, losses=(entry(1, 3.0, a=1.0),)))
+
+    def take(share: Evaluation | None) -> None:
+        reader.take(Committed(worker="w0", generation=1, version=4, evaluation=share))
+
+    take(None)
+    take(Evaluation(version=2, num_micro_batches=2, losses=(entry(1, 3.0, a=1.0),)))
     assert reader.all() == ()
-    reader.take(Evaluation(version=4, num_micro_batches=1, losses=(entry(0, 7.0),)))
-    reader.take(Evaluation(version=2, num_micro_batches=2, losses=(entry(0, 1.0, a=2.0),)))
+    take(Evaluation(version=4, num_micro_batches=1, losses=(entry(0, 7.0),)))
+    take(Evaluation(version=2, num_micro_batches=2, losses=(entry(0, 1.0, a=2.0),)))
     assert [(found.version, found.loss, found.metrics) for found in reader.all()] == [
         (2, 2.0, {"a": 1.5}),
         (4, 7.0, {}),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import morph
-from manager.report.means import mean_loss, mean_metrics
+from manager.controller.state.evaluations import mean_loss, mean_metrics
 from morph.checkpoint.unit_files import from_payload
 from morph.contract.checkpoint import Manifest
 from morph.contract.decided import Decided, LossScale, decided_step

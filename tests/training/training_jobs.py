@@ -7,6 +7,7 @@ import random
 from collections import UserDict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from morph import CutPoint, Job, Loss, LossScaling
+from morph import Best, CutPoint, Job, Loss, LossScaling, PerSample, Sum
 from morph.data import Packed, document_mask
 from morph.data.order import grouped, stratified, weighted
 from morph.losses import cross_entropy
@@ -175,6 +176,43 @@ wider = replace(plain, model=WiderNet)
 
 evaluated = replace(measured, eval_data=lambda: Points(1000, 11), eval_every_steps=2)
 evaluated_in_part = replace(evaluated, eval_samples=2, precision="bf16")
+
+
+def loss_with_answers(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor | Sum | PerSample]]:
+    """Mean squared error; sums of hits, and what the model says of each sample."""
+    out = model(batch["x"])
+    said, wanted = out[:, 0] > 0, batch["y"][:, 0] > 0
+    return functional.mse_loss(out, batch["y"]), {
+        "agree": (said == wanted).float().mean(),
+        "hits": Sum((said & wanted).float().sum()),
+        "said": PerSample(out[:, 0]),
+        "wanted": PerSample(batch["y"][:, :2]),
+    }
+
+
+def f1_score(values: dict[str, Any]) -> dict[str, float]:
+    """Compute what is no mean: F1 of all samples, and a root, with what each of them is, and a draw."""
+    said, wanted = values["said"] > 0, values["wanted"][:, 0] > 0
+    assert said.shape == (10,)
+    assert values["wanted"].shape == (10, 2)
+    assert values["hits"] == float((said & wanted).sum())
+    denominator = said.sum() + wanted.sum()
+    return {
+        "f1": 2 * values["hits"] / denominator,
+        "root": math.sqrt(values["loss"]),
+        "drawn": float(np.random.uniform()),
+    }
+
+
+judged = replace(
+    plain,
+    loss=loss_with_answers,
+    optimizer=sgd,
+    eval_data=lambda: Points(1000, 11),
+    eval_every_steps=2,
+    eval_metrics=f1_score,
+    best=Best(metric="root", patience=3),
+)
 
 
 class Tables(Net):
@@ -664,6 +702,23 @@ varying = replace(
     eval_every_steps=2,
 )
 varying_with_dropout = replace(varying, model=lambda: Reader(0.2), data_workers=1, sampler=grouped(lengths, BATCH_SIZE))
+
+
+def told_tokens_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Loss, dict[str, PerSample]]:
+    """The same, and what each sample is."""
+    tokens = batch["tokens"]
+    return next_token_loss(model, batch), {"first": PerSample(tokens[:, 0]), "all": PerSample(batch["labels"])}
+
+
+def check_order(values: dict[str, np.ndarray]) -> dict[str, float]:
+    """Whether samples come in the order of the data, padded to the longest bucket."""
+    data = Texts(5, 9)
+    rows = [np.pad(data[i]["labels"].numpy(), (0, 16 - length_of(i)), constant_values=-100) for i in range(8)]
+    firsts = [int(data[i]["tokens"][0]) for i in range(8)]
+    return {"right": float((values["all"] == np.stack(rows)).all() and values["first"].tolist() == firsts)}
+
+
+varying_told = replace(varying, loss=told_tokens_loss, eval_metrics=check_order)
 varying_by_hand = replace(varying, collate_fn=padded_by_hand)
 
 

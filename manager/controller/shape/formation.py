@@ -12,6 +12,7 @@ from manager.controller.shape.salvage import choose_salvage
 from manager.controller.shape.selection import Choice, chosen, cost_of_morph_s, nodes_to_come
 from manager.controller.state.actions import ReasonCode, SendReshape
 from manager.controller.state.bounds import reshape_bound_s, step_bound_s
+from manager.controller.state.judging import set_back_judged
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, Probation, WorkerState
 from manager.controller.state.transition import Transition
@@ -58,7 +59,7 @@ def form_or_hold(transition: Transition) -> None:
     if transition.state.waits.partly_lost and _await_partly_lost_vms(transition):
         return None
     state, now_s, choice = transition.state, transition.now_s, chosen(transition)
-    if choice is None or state.stop_reason is not None or state.version >= state.config.num_steps:
+    if choice is None or state.is_last:
         return form(transition)
     held_until_s = state.waits.hold_until_s if state.phase is Phase.HOLDING else None
     until_s = _hold_until_s(state, choice, now_s) if held_until_s is None else held_until_s
@@ -277,6 +278,7 @@ def _set_back(transition: Transition) -> str:
     transition.change(version=version, decided=None, workers=workers)
     transition.change_saving(pending=None, checkpoint_base=version, save_times=saves)
     transition.change_step(kept={})
+    set_back_judged(transition, version)
     return sentence
 
 

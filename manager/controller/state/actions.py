@@ -15,6 +15,7 @@ from manager.controller.state.profile_correction import Correction
 from manager.controller.state.saves import NextSave
 from morph.contract.base import Value
 from morph.contract.checkpoint import Manifest
+from morph.contract.evaluation import Best
 from morph.contract.messages import (
     CommitOrder,
     FailureCause,
@@ -191,6 +192,13 @@ class WriteManifest(Value):
     manifest: Manifest
 
 
+class MarkBest(Value):
+    """Mark the checkpoint of this version as the best one, so that it stays and is found; the former one no more."""
+
+    kind: Literal["mark_best"] = "mark_best"
+    best: Best
+
+
 class FindCheckpoint(Value):
     """Find the newest checkpoint that is whole, every byte of it read, for a worker could not load this version.
 
@@ -249,6 +257,7 @@ Action = (
     | ReleaseNodes
     | AcknowledgeNotice
     | WriteManifest
+    | MarkBest
     | FindCheckpoint
     | EndWorker
     | NoteCorrection

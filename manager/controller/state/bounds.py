@@ -143,7 +143,7 @@ def pre_copy_bound_s(state: ControllerState, expected_s: float) -> float:
 def evaluation_s(state: ControllerState, plan: Plan, version: int | None) -> float:
     """Return what evaluating a version is expected to take (seconds), at most; None: the next that is evaluated."""
     evaluation = state.evaluation
-    if evaluation is None or (version is not None and (version == 0 or version % evaluation.every_steps)):
+    if evaluation is None or (version is not None and not evaluation.is_due(version)):
         return 0.0
     return _mini_batch_s(state, plan) * evaluation.num_micro_batches / plan.num_micro_batches
 

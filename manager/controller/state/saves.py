@@ -8,6 +8,7 @@ from pydantic import Field
 
 from morph.contract.base import Value
 from morph.contract.checkpoint import Manifest, SaveKind
+from morph.contract.evaluation import Best, Judged
 from morph.contract.messages import UnitId, UnitWritten, Version, WorkerId
 
 
@@ -76,6 +77,7 @@ class PendingCheckpoint(Value):
     copied_s: float | None = Field(default=None, description="when its state was copied; None: when it was started")
     kind: SaveKind = "periodic"
     shape: str = Field(default="", description="PxD in which it was copied")
+    judged: Judged = Field(default=Judged(), description="by then")
     stale: bool = False
     refused: frozenset[WorkerId] = frozenset()
 
@@ -102,3 +104,6 @@ class Saving(Value):
     unsaved_since_s: float | None = Field(default=None, description="since when storage refuses what the end waits for")
     save_retry_s: float | None = Field(default=None, description="when that is tried again")
     save_times: SaveTimes = SaveTimes()
+    newest: tuple[Version, ...] = Field(default=(), description="the last complete checkpoints, ascending")
+    candidates: tuple[Best, ...] = Field(default=(), description="evaluated versions that are not complete yet")
+    marked: Best | None = Field(default=None, description="the best of all complete checkpoints")

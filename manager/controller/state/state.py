@@ -15,8 +15,9 @@ from manager.controller.state.profile_correction import Correction, StageRatios
 from manager.controller.state.saves import Saving
 from morph.contract.base import Value
 from morph.contract.decided import Decided, LossScale
+from morph.contract.evaluation import EvaluationSize, EvaluationTotals, FinishedMetrics, Judged
 from morph.contract.messages import (
-    EvaluationSize,
+    Evaluation,
     FailureCause,
     PreCopyMove,
     ReshapeOrder,
@@ -68,6 +69,8 @@ class StepProgress(Value):
     kept: dict[WorkerId, tuple[PartialSum, ...]] = Field(
         default_factory=dict, description="of the decided version's step, which was given up, while none is run"
     )
+    shares: tuple[Evaluation, ...] = Field(default=(), description="of an evaluation, in answers to the present order")
+    finished: FinishedMetrics | None = Field(default=None, description="in an answer to the present order")
 
 
 class NodeRequest(Value):
@@ -321,6 +324,10 @@ class ControllerState(Value):
     pre_copy: PreCopy | None = Field(default=None, description="pre-copied now; gone with the generation, or a party")
     num_pre_copies: int = 0
     evaluation: EvaluationSize | None = Field(default=None, description="of the job, as its workers say")
+    unfinished: EvaluationTotals | None = Field(
+        default=None, description="an evaluation of which the next order has the job's own metrics computed"
+    )
+    judged: Judged = Field(default=Judged(), description="what evaluations have said so far")
     failing: Failing | None = Field(default=None, description="the last error inside a worker")
     stop_reason: str | None = None
     finish: Finish | None = None
@@ -346,11 +353,20 @@ class ControllerState(Value):
         """Who drives what in it."""
         return self.reshape.slots if self.reshape else ()
 
+    @property
+    def is_last(self) -> bool:
+        """Whether no step follows the decided version: it is the run's last, a stop was requested, or it ends early."""
+        ends_early = self.evaluation is not None and self.judged.is_over(self.evaluation.best)
+        return self.version >= self.config.num_steps or self.stop_reason is not None or ends_early
+
 
 def initial_state(config: ControllerConfig) -> ControllerState:
     """Return the state before the first event."""
-    saving = Saving(checkpoint=config.initial_checkpoint, checkpoint_base=config.initial_version)
-    return ControllerState(config=config, version=config.initial_version, saving=saving)
+    checkpoint = config.initial_checkpoint
+    known = {} if checkpoint is None else {"newest": (checkpoint.version,), "marked": checkpoint.marked}
+    saving = Saving.model_validate({"checkpoint": checkpoint, "checkpoint_base": config.initial_version, **known})
+    judged = Judged() if checkpoint is None else checkpoint.judged
+    return ControllerState(config=config, version=config.initial_version, saving=saving, judged=judged)
 
 
 def mean_of(before: float | None, sample_s: float) -> float | None:

@@ -28,7 +28,8 @@ from manager.controller.state.state import (
     WorkerState,
 )
 from morph.contract.decided import Decided
-from morph.contract.messages import EvaluationSize, ReshapeOrder, UnitId, Version, WorkerId
+from morph.contract.evaluation import EvaluationSize, EvaluationTotals, Judged
+from morph.contract.messages import ReshapeOrder, UnitId, Version, WorkerId
 
 Answer = TypeVar("Answer")
 Fields = ParamSpec("Fields")
@@ -49,6 +50,8 @@ class StateFields(TypedDict, total=False):
     pre_copy: PreCopy | None
     num_pre_copies: int
     evaluation: EvaluationSize | None
+    unfinished: EvaluationTotals | None
+    judged: Judged
     failing: Failing | None
     stop_reason: str | None
     finish: Finish | None
@@ -158,7 +161,7 @@ class Transition:
 
     def order(self, order: OutstandingOrder, receivers: Iterable[WorkerId]) -> None:
         """Make this order outstanding; there was none before."""
-        self.change_step(order=order, awaited=frozenset(receivers), reports={})
+        self.change_step(order=order, awaited=frozenset(receivers), reports={}, shares=(), finished=None)
 
     def answered(self, worker: WorkerId) -> None:
         """Take a worker's order from it."""

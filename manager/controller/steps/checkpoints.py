@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from manager.controller.state.actions import ReasonCode, WriteManifest
 from manager.controller.state.events import MANIFEST_WRITER, CheckpointFailed, ManifestWritten, UnitsWritten
+from manager.controller.state.judging import awaits_metrics, note_complete
 from manager.controller.state.state import ControllerState, Phase
 from manager.controller.state.transition import Transition
 from manager.controller.steps.recovery import is_saved
@@ -40,7 +41,9 @@ def on_units_written(transition: Transition, event: UnitsWritten) -> None:
     transition.say(ReasonCode.UNITS_NOTED, sentence)
     if transition.state.phase is Phase.COMMITTING:
         return seal_if_complete(transition)
-    return seal(transition, pending) if pending.complete else None
+    trains = transition.state.phase is Phase.TRAINING
+    awaits = trains and awaits_metrics(transition.state, pending.version)
+    return seal(transition, pending) if pending.complete and not awaits else None
 
 
 def on_checkpoint_failed(transition: Transition, event: CheckpointFailed) -> None:
@@ -93,6 +96,7 @@ def on_manifest_written(transition: Transition, event: ManifestWritten) -> None:
         checkpoint=newest,
         checkpoint_base=max(saving.checkpoint_base, min(manifest.version, state.version)),
     )
+    note_complete(transition, manifest.version)
     if state.phase is Phase.RESTING and state.stop_reason is not None and is_saved(transition.state):
         return transition.end("stopped", f"{state.stop_reason}; version {state.version} is saved")
     before = record_save_complete(transition, manifest)

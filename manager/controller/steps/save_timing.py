@@ -169,6 +169,7 @@ def record_save_begun(transition: Transition, writers: dict[str, WorkerId], kind
         copied_s=now_s,
         kind=kind,
         shape="" if state.plan is None else state.plan.shape,
+        judged=state.judged,
     )
     transition.change_saving(pending=pending)
     transition.change_save_times(since_s=now_s, retry_s=None, insurance=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from manager.controller.shape.formation import form
 from manager.controller.shape.placement import share_units
@@ -10,6 +11,7 @@ from manager.controller.shape.planned_changes import change_due, drain_due, star
 from manager.controller.shape.pre_copy import drop_if_stale
 from manager.controller.state.actions import ReasonCode, SendCommit, SendStep, WriteManifest
 from manager.controller.state.bounds import commit_bound_s, save_bound_s, step_bound_s
+from manager.controller.state.judging import awaits_metrics, early_end, finisher, marked_with, take_evaluation
 from manager.controller.state.saves import PendingCheckpoint
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, WorkerState, mean_of
 from manager.controller.state.transition import Transition
@@ -39,12 +41,12 @@ def begin(transition: Transition) -> None:
         transition.change_measured(
             morph_s=mean_of(measured.morph_s, transition.now_s - measured.morph_began_s), morph_began_s=None
         )
-    leaving = drain_due(transition) if not _is_last(state) else None
+    leaving = drain_due(transition) if not state.is_last else None
     if leaving is not None:  # nobody was given an order yet, so nobody dropped anything
         transition.say(ReasonCode.FORMED, leaving)
         return form(transition, planned=True)
     _settle_holdings(transition, others_keep=True)
-    if _is_last(state):
+    if state.is_last:
         return _commit(transition)
     _step(transition, ReasonCode.STEP_STARTED)
     return tell_next(transition)
@@ -61,6 +63,7 @@ def decide_step(transition: Transition) -> None:
         return _retry(transition, overflowed)
     try:
         _decide_facts(transition)
+        take_evaluation(transition)
     except TrainingStopped as error:
         return transition.end("failed", str(error))
     _settle_holdings(transition, others_keep=False)
@@ -78,7 +81,9 @@ def decide_step(transition: Transition) -> None:
         cause = "nothing in it counts" if state.decided.gradient_factor == 0 else "a gradient is not finite"
         sentence += f", its weights unchanged, for {cause}"
     transition.say(ReasonCode.STEP_DECIDED, sentence)
-    if _is_last(state):
+    seal_if_awaited(transition)
+    state = transition.state
+    if state.is_last:
         return _commit(transition)
     why = change_due(transition)
     if why is None:
@@ -95,6 +100,14 @@ def seal_if_complete(transition: Transition) -> None:
     if state.step.awaited:
         workers = counted(len(state.step.awaited), "worker has", "workers have")
         return transition.say(ReasonCode.COMMIT_WAIT, f"{workers} still to commit")
+    try:
+        take_evaluation(transition)
+    except TrainingStopped as error:
+        return transition.end("failed", str(error))
+    state, saving = transition.state, transition.state.saving
+    transition.change_step(shares=(), finished=None)  # taken in, and answers of other kinds follow
+    if state.unfinished is not None and (worker := finisher(state)) is not None:
+        return _finish_evaluation(transition, worker)
     if saving.pending is None:
         return _end(transition)
     missing = len(saving.pending.writers) - len(saving.pending.written)
@@ -103,6 +116,14 @@ def seal_if_complete(transition: Transition) -> None:
         return transition.say(ReasonCode.COMMIT_WAIT, f"{units} still to be written of the last checkpoint")
     transition.change(phase=Phase.SEALING)
     return seal(transition, saving.pending)
+
+
+def seal_if_awaited(transition: Transition) -> None:
+    """Write the manifest of a checkpoint that only waited for what an evaluation before it says."""
+    state = transition.state
+    pending = state.saving.pending
+    if pending is not None and pending.complete and not awaits_metrics(state, pending.version):
+        seal(transition, pending)
 
 
 def seal(transition: Transition, pending: PendingCheckpoint) -> None:
@@ -116,6 +137,8 @@ def seal(transition: Transition, pending: PendingCheckpoint) -> None:
         kind=pending.kind,
         shape=pending.shape,
         saved_s=pending.started_s if pending.copied_s is None else pending.copied_s,
+        judged=pending.judged,
+        marked=marked_with(state, pending.version),
         units=tuple(
             UnitFile.model_construct(**{key: getattr(file, key) for key in UnitFile.model_fields}) for file in files
         ),
@@ -157,8 +180,12 @@ def commit_orders(
         decided=state.decided,
         held=state.phase is Phase.RESTING,
     )
+    finishes = _finishes(state)
     return tuple(
-        SendCommit(worker=worker, order=plain.model_copy(update={"checkpoint_units": units.get(worker, ())}))
+        SendCommit(
+            worker=worker,
+            order=plain.model_copy(update={"checkpoint_units": units.get(worker, ()), **finishes.get(worker, {})}),
+        )
         for worker in receivers
     )
 
@@ -208,13 +235,12 @@ def _settle_holdings(transition: Transition, *, others_keep: bool) -> None:
 
 def _end(transition: Transition) -> None:
     state = transition.state
-    if state.version >= state.config.num_steps and (state.failing is None or not state.failing.final):
+    fails = state.failing is not None and state.failing.final
+    if state.version >= state.config.num_steps and not fails:
         return transition.end("finished", f"all {state.config.num_steps} steps are committed and saved")
+    if not fails and (why := early_end(state)):
+        return transition.end("finished", f"{why}; version {state.version} is saved")
     return transition.end("stopped", f"{state.stop_reason}; version {state.version} is saved")
-
-
-def _is_last(state: ControllerState) -> bool:
-    return state.version >= state.config.num_steps or state.stop_reason is not None
 
 
 def _step(transition: Transition, code: ReasonCode) -> None:
@@ -268,14 +294,36 @@ def _step_orders(
     )
     units = _units_of(share)
     orders = SendStep.each("worker", receivers, order=plain)
-    if not units:
+    own = {worker: {"checkpoint_units": units[worker]} for worker in units}
+    for worker, finished in _finishes(state).items():
+        own[worker] = own.get(worker, {}) | finished
+    if not own:
         return tuple(orders)
     return tuple(
-        each.model_copy(update={"order": plain.model_copy(update={"checkpoint_units": units[each.worker]})})
-        if each.worker in units
-        else each
+        each.model_copy(update={"order": plain.model_copy(update=own[each.worker])}) if each.worker in own else each
         for each in orders
     )
+
+
+def _finishes(state: ControllerState) -> dict[WorkerId, dict[str, Any]]:
+    """What the order of the worker has besides that computes the metrics of an evaluation."""
+    worker = finisher(state) if state.unfinished is not None else None
+    return {} if worker is None else {worker: {"evaluated": state.unfinished}}
+
+
+def _finish_evaluation(transition: Transition, worker: WorkerId) -> None:
+    """While committing: have the metrics of the last evaluation computed; everybody has committed."""
+    state = transition.state
+    order = OutstandingOrder(
+        kind="commit",
+        generation=state.generation,
+        version=state.version,
+        sent_s=transition.now_s,
+        limit_s=commit_bound_s(state),
+    )
+    transition.order(order, (worker,))
+    sentence = f"{worker} computes the metrics of the evaluation at version {state.version}"
+    transition.say(ReasonCode.COMMIT_WAIT, sentence, *commit_orders(transition.state, {}, (worker,)))
 
 
 def _commit(transition: Transition) -> None:
@@ -293,7 +341,9 @@ def _commit(transition: Transition) -> None:
         kind="commit", generation=state.generation, version=state.version, sent_s=now_s, limit_s=limit_s
     )
     transition.order(order, state.member_units)
-    sentence = f"version {state.version} is to be committed: {state.stop_reason or 'it is the last'}"
+    sentence = (
+        f"version {state.version} is to be committed: {state.stop_reason or early_end(state) or 'it is the last'}"
+    )
     transition.say(ReasonCode.COMMIT_STARTED, sentence, *commit_orders(transition.state, share, state.member_units))
 
 
@@ -310,15 +360,31 @@ def _shares(state: ControllerState) -> dict[UnitId, WorkerId]:
     return share_units(state.slots, needed, state.config.unit_bytes)
 
 
+def _may_be_best(state: ControllerState) -> bool:
+    """Whether the decided version is evaluated with the next step, to find the best one.
+
+    Its checkpoint takes the place of any other that is still under way, but for one of another evaluation.
+    """
+    size = state.evaluation
+    is_due = size is not None and size.best is not None and size.is_due(state.version)
+    return is_due and state.version > state.judged.last_version
+
+
 def _begin_checkpoint_if_due(transition: Transition) -> tuple[dict[UnitId, WorkerId], str]:
     """Begin a checkpoint when one is due, one at a time; return who writes what, and why."""
     state, now_s = transition.state, transition.now_s
     saving = state.saving
     pending = saving.pending
     under_way = pending is not None and not pending.stale and now_s < pending.started_s + save_bound_s(state)
-    if under_way or saving.sealing or state.version == saving.checkpoint_base:
-        return {}, ""
     kind: SaveKind
+    if state.version == saving.checkpoint_base:
+        return {}, ""
+    if _may_be_best(state) and not (under_way and pending is not None and pending.kind == "evaluated"):
+        share = _shares(state)
+        record_save_begun(transition, share, "evaluated")
+        return share, "it is evaluated, and may be the best"
+    if under_way or saving.sealing:
+        return {}, ""
     if emergency_due(transition):
         kind, why = "emergency", "VMs that hold what no other does are about to be taken"
     elif (due := is_due(state, now_s)) is not None:

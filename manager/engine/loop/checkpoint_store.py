@@ -18,10 +18,11 @@ from manager.engine.loop.event_queue import EventQueue
 from manager.journal.records import Fact
 from morph.checkpoint.manifest import write_manifest
 from morph.checkpoint.newest import newest_whole
-from morph.checkpoint.retention import delete_superfluous
+from morph.checkpoint.retention import delete_superfluous, mark_best
 from morph.checkpoint.storage import bounded
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointDamaged
+from morph.contract.evaluation import Best
 from morph.contract.rules import CheckpointRules
 
 CLOSE_TIMEOUT_S = 15.0
@@ -52,6 +53,10 @@ class CheckpointStore:
         ``CheckpointFound`` or ``CheckpointNotFound`` follows. Returns at once.
         """
         self._do(self._find)
+
+    def mark(self, best: Best) -> None:
+        """Mark the best checkpoint, if it is there, in place of the one that was; returns at once."""
+        self._do(partial(self._mark, best))
 
     def close(self) -> None:
         """Wait until what was requested is done; gives up after ``CLOSE_TIMEOUT_S``. Safe to call twice."""
@@ -84,6 +89,12 @@ class CheckpointStore:
         except Exception as error:  # old files stay a while longer: the next checkpoint tries again
             fact = Fact(name="old_checkpoints_kept", detail=f"{type(error).__name__}: {error}")
             self._event_queue.put(fact)
+
+    def _mark(self, best: Best) -> None:
+        try:
+            bounded(partial(mark_best, self._checkpoint_url, best), self._rules.file_limit_s(0), "storage")
+        except Exception as error:  # each kind of storage has its own; the next one that is best is marked
+            self._event_queue.put(Fact(name="best_not_marked", detail=f"{type(error).__name__}: {error}"))
 
     def _find(self) -> None:
         try:

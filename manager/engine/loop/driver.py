@@ -15,6 +15,7 @@ from manager.controller.state.actions import (
     EndWorker,
     FindCheckpoint,
     Finish,
+    MarkBest,
     NoteCorrection,
     NoteNextSave,
     ProbeWorker,
@@ -236,6 +237,8 @@ class Driver:
                 self._pool.end(worker)
             case WriteManifest(manifest=manifest):
                 self._checkpoints.write(manifest)
+            case MarkBest(best=best):
+                self._checkpoints.mark(best)
             case FindCheckpoint():
                 self._checkpoints.find()
             case ProbeWorker(worker=worker):

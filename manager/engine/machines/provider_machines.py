@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 import socket
@@ -22,12 +21,11 @@ from manager.engine.machines.machines import Machines, Opening, OpenMachines, Pr
 from manager.engine.machines.ray_machines import OnRay
 from manager.engine.on_ray.ray_cluster import RayCluster
 from manager.host.ports import Ports
-from manager.providers.boot.cloud_init import NodeStart
-from manager.providers.boot.own_wheel import kept_wheel, python_version, requirements
+from manager.providers.boot.cloud_init import NodeStart, node_start
+from manager.providers.boot.own_wheel import kept_wheel
 from manager.providers.interface.provider import Provider
-from morph.contract.cluster import AzureVms, ProvidedVms
+from morph.contract.cluster import ProvidedVms
 from morph.contract.errors import ClusterError
-from morph.link.authority import authority_of
 from morph.link.proof import new_secret
 
 if TYPE_CHECKING:
@@ -73,22 +71,16 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
             ending.callback(notices.close)
         except OSError as error:
             raise ClusterError(f"cannot listen on {vms.address}: {error.strerror}") from error
-        start = NodeStart(
+        start = node_start(
+            vms,
+            notices.port,
+            secret,
+            wheel,
+            providing.management_url,
             ray_address=cluster.address,
-            manager_address=f"{vms.address}:{notices.port}",
             ray_token=SecretStr((directory.parent / "token").read_text(encoding="utf-8").strip()),
-            node_secret=SecretStr(authority_of(secret).credential("node")),
-            setup=vms.environment.setup,
-            python=vms.environment.python,
-            python_version=python_version(),
-            wheel_sha256=hashlib.sha256(wheel).hexdigest(),
-            requirements=(*requirements(), *vms.environment.packages),
-            uid=vms.uid if isinstance(vms, AzureVms) else 0,
-            metadata=not isinstance(vms, AzureVms) or vms.metadata,
             gpus=vms.device == "cuda",
             first_port=ports.first,
-            lonely_s=vms.lonely_s,
-            management_url=providing.management_url,
             authority=authority,
         )
         return Machines(

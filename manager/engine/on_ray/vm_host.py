@@ -68,7 +68,10 @@ class _Head(Protocol):
     pids: list[int]
 
     def add(self, name: str) -> Any:
-        """Start the node of a VM on this machine; blocks until Ray knows it."""
+        """Start the node of a VM on this machine; blocks until Ray knows it. Returns what ``forget`` takes."""
+
+    def forget(self, node: Any) -> None:
+        """Free what this process holds of a node whose raylet has ended."""
 
 
 class _ConfinedHead:
@@ -94,6 +97,9 @@ class _ConfinedHead:
 
     def add(self, name: str) -> Any:
         raise ClusterError(f"{name} would be a VM of this machine beside a provider's")
+
+    def forget(self, node: Any) -> None:
+        """Nothing: it has no nodes of VMs."""
 
 
 class _LocalHead:
@@ -129,6 +135,9 @@ class _LocalHead:
             object_store_memory=OBJECT_STORE_BYTES,
             node_ip_address=LOOPBACK,
         )
+
+    def forget(self, node: Any) -> None:
+        self._cluster.remove_node(node, allow_graceful=False)
 
 
 class _Nodes:
@@ -221,13 +230,16 @@ class _Nodes:
 
         over = threading.Event()
         threading.Thread(target=watch, name=f"raylet-{name}", daemon=True).start()
-        error = "its raylet ended while it booted"
+        node, error = None, "its raylet ended while it booted"
         try:
-            self._head.add(name)
+            node = self._head.add(name)
         except Exception as raised:  # Ray's own, which have no common class
             error = f"{type(raised).__name__}: {raised}"
         over.set()
         found.wait()
+        if node is not None:
+            with self._launching:  # Ray's collection of nodes is not made for several threads
+                self._head.forget(node)
         with self._lock:
             if name in self._asked:
                 self._asked.remove(name)

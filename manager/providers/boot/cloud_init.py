@@ -6,6 +6,7 @@ And end itself when it is forgotten.
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import re
 import shlex
@@ -15,7 +16,10 @@ from pydantic import Field, SecretStr
 
 from manager.host.ports import RAY_SETTINGS, VM_RESOURCE, Ports
 from manager.providers.boot.first_boot import packed
+from manager.providers.boot.own_wheel import python_version, requirements
 from morph.contract.base import Value
+from morph.contract.cluster import AzureVms, ProvidedVms
+from morph.link.authority import authority_of
 
 DIRECTORY = "/etc/morph"
 TOKEN_PATH = f"{DIRECTORY}/ray-token"
@@ -54,6 +58,33 @@ class NodeStart(Value):
     authority: str = Field(default="", description="whose certificates Ray takes, in PEM; empty: Ray is not encrypted")
     management_url: str = Field(
         default="", pattern=r"^(https?://[^\s'\"]+)?$", description="of the resource manager; empty: public Azure's"
+    )
+
+
+def node_start(vms: ProvidedVms, port: int, secret: str, wheel: bytes, management_url: str, **of_ray: Any) -> NodeStart:
+    """How the VMs of a cluster file start.
+
+    Args:
+        vms: What the file says of them.
+        port: Of the manager's, at which it takes notices.
+        secret: That of all nodes, from which their credential follows.
+        wheel: Morph's, which the manager gives.
+        management_url: Of the resource manager.
+        **of_ray: The fields that tell a node of its Ray cluster; none: it has no Ray.
+    """
+    return NodeStart(
+        manager_address=f"{vms.address}:{port}",
+        node_secret=SecretStr(authority_of(secret).credential("node")),
+        setup=vms.environment.setup,
+        python=vms.environment.python,
+        python_version=python_version(),
+        wheel_sha256=hashlib.sha256(wheel).hexdigest(),
+        requirements=(*requirements(), *vms.environment.packages),
+        uid=vms.uid if isinstance(vms, AzureVms) else 0,
+        metadata=not isinstance(vms, AzureVms) or vms.metadata,
+        lonely_s=vms.lonely_s,
+        management_url=management_url,
+        **of_ray,
     )
 
 

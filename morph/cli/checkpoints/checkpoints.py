@@ -30,7 +30,7 @@ def checkpoint_table(url: str, inspect_versions: Sequence[VersionStatus], now_s:
     rows = [
         (
             look.where.rsplit("/", 1)[-1],
-            f"{look.state}, kept" if look.kept else look.state,
+            ", ".join([look.state, *(["kept"] if look.kept else []), *(["best"] if look.best else [])]),
             look.version,
             look.kind or "-",
             look.shape or "-",

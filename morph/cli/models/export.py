@@ -24,6 +24,9 @@ def export_command(
     version: Annotated[
         int | None, typer.Option(min=0, help="Steps applied; default: of the newest checkpoint that is whole.")
     ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The version that evaluations found to be the best (Job.best).")
+    ] = False,
     job: Annotated[
         str | None,
         typer.Option(
@@ -42,20 +45,29 @@ def export_command(
     \b
     Example:
       morph export runs/tiny tiny.safetensors
+      morph export runs/tiny best.safetensors --best
       morph export az://container/run tiny.safetensors --job my_job.py:job
     """
     from manager.run.checkpoint_location import no_checkpoint, stored_at, unknown_version, with_newest
     from morph.contract.errors import InputError
 
+    if best and version is not None:
+        raise InputError("is given with --version", field="--best", allowed="one of the two")
     stored = stored_at(source)
     if output.exists() and not overwrite:
         raise InputError("exists already", source=str(output), allowed="a new file, or --overwrite")
     doing(f"loading PyTorch and what is saved in {source}")
     from morph.checkpoint.manifest import complete_versions, read_manifest
     from morph.checkpoint.plain_file import check_plain_name, write_plain_file
+    from morph.checkpoint.retention import best_version
     from morph.runtime.state.model_state import export_state
 
     check_plain_name(output)
+    if best:
+        version = best_version(stored.url)
+        if version is None:
+            allowed = "the checkpoints of a job with Job.best, once an evaluation has found one"
+            raise InputError("has no checkpoint that is marked as the best", source=source, allowed=allowed)
     known = complete_versions(stored.url)
     if not known:
         raise no_checkpoint(stored)

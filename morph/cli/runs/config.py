@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from pydantic.fields import FieldInfo
 
-    from morph.contract.cluster import JobFile
+    from morph.contract.cluster import JobFile, JobPart
 
 config_app = typer.Typer(help="Check, explain and describe cluster and job files.", no_args_is_help=True)
 
@@ -107,7 +107,7 @@ def _check_job_file(path: Path, file: JobFile) -> str:
         config = run.config()
     largest = config.target_nodes or max(config.plans)
     return (
-        f"{run.profile.job.name} fits its profile; {file.job.steps} steps, with {largest} workers in shape "
+        f"{run.profile.job.name} fits its profile; {_length(file.job)}, with {largest} workers in shape "
         f"{config.plans[largest].shape}, with {config.fewest_workers} at least"
     )
 
@@ -138,3 +138,9 @@ def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _length(job: JobPart) -> str:
+    from morph.words import counted
+
+    return counted(job.steps, "step") if job.epochs is None else counted(job.epochs, "epoch")

@@ -46,7 +46,17 @@ IfChangedOption = Annotated[
 ]
 
 _SHORT = {"pipeline_depth": "-P", "num_replicas": "-D"}
-_IN_A_JOB_FILE = ("profile", "cluster", "steps", "run_dir", "checkpoint_url", "schedule", "recompute", *_SHORT)
+_IN_A_JOB_FILE = (
+    "profile",
+    "cluster",
+    "steps",
+    "epochs",
+    "run_dir",
+    "checkpoint_url",
+    "schedule",
+    "recompute",
+    *_SHORT,
+)
 
 
 def run_command(
@@ -59,6 +69,10 @@ def run_command(
     ] = None,
     cluster: Annotated[Path | None, typer.Option(help="Cluster file (YAML).", show_default=False)] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the whole run.")] = 100,
+    epochs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Length of the whole run in epochs, in place of --steps.", show_default=False),
+    ] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Journal and checkpoints go here; default: runs/NAME of the job.")
     ] = None,
@@ -111,6 +125,9 @@ def run_command(
         if source is not None and source.name == "COMMANDLINE":
             option = _SHORT.get(name, "--" + name.replace("_", "-"))
             raise ConfigError("is set in the job file", field=option, allowed=f"--set job.{name}=..., or as {job} says")
+    source = context.get_parameter_source("steps")
+    if epochs is not None and source is not None and source.name == "COMMANDLINE":
+        raise ConfigError("is given with --steps", field="--epochs", value=epochs, allowed="one of the two")
     for option, value, allowed in (
         ("--steps", steps, ranges.COUNT),
         ("--trace-speed", trace_speed, ranges.TRACE_SPEED),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from morph.contract.messages import WEIGHT
+from morph.contract.messages import MARKS
 from morph.cutting.cuts.analysis import REFERENCE_SAMPLES, analyse
 from morph.cutting.cuts.cost import RECURRENT
 from morph.cutting.exporting.exported_job import ExportedJob, GraphJob, MarkedJob
@@ -115,7 +115,7 @@ def report_cuts(exported: ExportedJob, model: CutModel) -> CutReport:
         tied_units=tuple((unit.id, unit.names) for unit in model.units if len(unit.sections) > 1),
         written_buffers=tuple(model.buffer_specs),
         unused_parameters=model.unused_parameters,
-        metrics=tuple(name for name in model.metric_names if not name.endswith(WEIGHT)),
+        metrics=tuple(name for name in model.metric_names if not name.endswith(MARKS)),
         not_recorded=exported.not_recorded,
         refusal=exported.refusal if isinstance(exported, MarkedJob) else None,
         bound_by=_bound_by(exported, model),

@@ -3,49 +3,72 @@
 Untraced, transformers leaves a mask out where it is the plain causal one, or masks nothing: attention is then called
 with ``is_causal`` and grouped keys, which is what flash kernels need. Under torch.export it always makes the mask, and
 repeats the keys, because a program may be run with other lengths than its example's. Morph's programs are not: only the
-number of samples is free. (``transformers.masking_utils``: ``_ignore_causal_mask_sdpa``,
-``find_packed_sequence_indices``.)
+number of samples is free.
 
-A mask that depends on an entry of the batch (``attention_mask``, ``position_ids``) is made in either case: what
-it hides is known only when the batch is.
+Which function makes masks for ``sdpa`` is set in transformers' registry (``AttentionMaskInterface``, from 4.53), which
+allows a function to leave them out. A mask that depends on an entry of the batch (``attention_mask``,
+``position_ids``) is made in either case: what it hides is known only when the batch is.
+
+Whatever the library and its version, ``needless_masks`` finds the masks in the graph that are made although
+``is_causal`` or nothing would do.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot
 
 from morph.cutting.source.guards import replaced
 
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _EXPAND = torch.ops.aten.expand.default
+_MOST_ENTRIES = 1 << 26  # of a mask that is looked at: 8,192 tokens
 Indices = Callable[[Tensor], "Tensor | None"]
+MakeMask = Callable[..., "Tensor | None"]
 
 
 @contextmanager
 def masks_as_untraced() -> Iterator[None]:
-    """Within: transformers' masks are left out where they are when its model is called plainly.
-
-    Versions of transformers without these functions are left alone; their traced models make every mask.
-    """
-    masking = sys.modules.get("transformers.masking_utils")
-    if not hasattr(masking, "find_packed_sequence_indices") or not hasattr(masking, "is_torchdynamo_exporting"):
+    """Within: transformers' masks are left out where they are when its model is called plainly."""
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    if masking is None:
         yield
         return
-    found = _none_for_one_sequence(masking.find_packed_sequence_indices)  # type: ignore[union-attr]
-    with (
-        replaced(masking, "is_torchdynamo_exporting", lambda: False),
-        replaced(masking, "find_packed_sequence_indices", found),
-    ):
+    masks, packed = masking.ALL_MASK_ATTENTION_FUNCTIONS, "find_packed_sequence_indices"
+    plain = masks["sdpa"]
+    with ExitStack() as stack:
+        masks.register("sdpa", _none_where_allowed(plain))
+        stack.callback(masks.register, "sdpa", plain)
+        if hasattr(masking, packed):  # from 4.54
+            stack.enter_context(replaced(masking, packed, _none_for_one_sequence(getattr(masking, packed))))
         yield
+
+
+def _none_where_allowed(plain: MakeMask) -> MakeMask:
+    def mask(*args: Any, **given: Any) -> Tensor | None:
+        return None if not args and _is_needless(given) else plain(*args, **given)
+
+    return mask
+
+
+def _is_needless(given: Mapping[str, Any]) -> bool:
+    """Whether attention without a mask is the same, by what transformers says of the one that it asks for."""
+    num_queries = given["q_length"] if "q_length" in given else given["cache_position"].shape[0]  # until 5.1
+    num_keys, window = given["kv_length"], given.get("local_size")
+    if given.get("attention_mask") is not None or (window is not None and num_keys >= window):
+        return False
+    if given.get("allow_is_bidirectional_skip", False):
+        return True
+    return given.get("allow_is_causal_skip", True) and num_queries in {1, num_keys}
 
 
 def _none_for_one_sequence(indices_of: Indices) -> Indices:
@@ -60,6 +83,37 @@ def _none_for_one_sequence(indices_of: Indices) -> Indices:
         return indices_of(position_ids)
 
     return indices
+
+
+def needless_masks(graph_module: GraphModule) -> Iterator[Node]:
+    """Return each attention with a mask, of constants alone, that hides what ``is_causal`` does, or nothing."""
+    judged: dict[Node, bool] = {}
+    for node in graph_module.graph.find_nodes(op="call_function", target=_ATTENTION):
+        mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+        if isinstance(mask, Node):
+            if mask not in judged:
+                judged[mask] = _hides_nothing_else(mask)
+            if judged[mask]:
+                yield node
+
+
+def _hides_nothing_else(mask: Node) -> bool:
+    shape = mask.meta["val"].shape[-2:]
+    if not all(isinstance(size, int) for size in shape) or shape.numel() > _MOST_ENTRIES:
+        return False
+    try:
+        found: Tensor = _computed(mask, {})
+    except _UnknownError:
+        return False
+    shown = found if found.dtype == torch.bool else found == 0
+    if not bool((shown | _is_hidden(found)).all()):
+        return False  # it weighs what it shows
+    return bool(shown.all()) or bool((shown == torch.ones(shape, dtype=torch.bool).tril()).all())
+
+
+def _is_hidden(mask: Tensor) -> Tensor:
+    """Where a mask lets attention weigh nothing; those of floating-point numbers are added to the scores."""
+    return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
 
 
 def known_numbers(tensor: Tensor) -> Tensor | None:

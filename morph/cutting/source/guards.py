@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 from torch import nn
 
+from morph.contract.errors import ExportError
 from morph.cutting.source.locate import is_users
 
 TRANSFORMS = ("torch._functorch.eager_transforms", "torch._functorch.vmap", "torch._functorch.predispatch")
@@ -40,7 +41,17 @@ class Guard:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Let an attribute of a class or module be another while the block runs: for what torch offers no mode for."""
+    """Let an attribute of a class or module be another while the block runs: for what torch offers no mode for.
+
+    Raises:
+        ExportError: the installed version has no such attribute, so replacing it would change nothing.
+    """
+    if not hasattr(owner, name):
+        raise ExportError(
+            f"has no {owner.__name__}.{name}, which Morph replaces while it traces a model",
+            source=_version_of(owner),
+            allowed="the versions in Morph's constraints.txt",
+        )
     own, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
     try:
@@ -50,6 +61,11 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
+
+
+def _version_of(owner: Any) -> str:
+    package = (owner.__name__ if isinstance(owner, ModuleType) else owner.__module__).partition(".")[0]
+    return f"{package} {getattr(sys.modules.get(package), '__version__', '')}".rstrip()
 
 
 @contextmanager

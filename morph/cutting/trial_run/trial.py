@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from morph.contract.errors import JobError, MorphError
-from morph.contract.messages import WEIGHT
+from morph.contract.messages import MARKS
 from morph.cutting.deferred_init.construct import BuiltModel, build_model, build_really, training_mode
 from morph.cutting.deferred_init.recordable import quiet_fakes, unvalidated_distributions
 from morph.cutting.source.locate import calling_line, definition_line, user_line
@@ -23,7 +23,7 @@ from morph.cutting.trial_run.repeatable import Forward, require_repeatable
 from morph.data.batches import Form
 from morph.data.loader import check_map_style, data_of, form_of, lengths_of, recipe_of
 from morph.jobs.job import Job
-from morph.losses import Loss, values_of
+from morph.losses import Loss, PerSample, Sum, values_of
 
 _EXAMPLE_SAMPLES = 3
 _MAX_REAL_BYTES = 2 << 30
@@ -303,17 +303,31 @@ def _check_metrics(line: str, metrics: object) -> None:
         kind = type(metrics).__name__
         raise JobError("returns no dict of metrics", source=line, field="loss", value=kind, allowed=allowed)
     for name, value in metrics.items():
-        if isinstance(name, str) and name.endswith(WEIGHT):
+        if isinstance(name, str) and name.endswith(MARKS):
             raise JobError("is a metric's name that Morph uses itself", source=line, field="loss", value=name)
         if isinstance(value, Loss):
             _check_weight(line, f"metric {name!r}", value.weight)
             value = value.total
+        elif isinstance(value, Sum):
+            value = value.total
+        elif isinstance(value, PerSample):
+            _check_samples(line, name, value.values)
+            continue
         if isinstance(value, int | float | torch.SymInt | torch.SymFloat):
             allowed += ", without .item(), float() or int()"
         is_scalar = isinstance(value, Tensor) and value.dim() == 0 and not value.dtype.is_complex
         if not isinstance(name, str) or not is_scalar:
             shown = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise JobError(f"metric {name!r} is not a scalar", source=line, field="loss", value=shown, allowed=allowed)
+
+
+def _check_samples(line: str, name: object, values: object) -> None:
+    if not isinstance(name, str) or not isinstance(values, Tensor) or values.dim() == 0:
+        shown = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        allowed = "a tensor of shape (samples, ...)"
+        raise JobError(
+            f"metric {name!r} has no row for each sample", source=line, field="loss", value=shown, allowed=allowed
+        )
 
 
 def _check_weight(line: str, what: str, weight: object) -> None:

@@ -11,6 +11,7 @@ from itertools import accumulate
 import torch
 
 from morph.contract.emulation import EmulatedDevice
+from morph.contract.evaluation import EvaluationTotals, FinishedMetrics
 from morph.contract.messages import Evaluation, Slot, StepOrder, WorkerSetup
 from morph.contract.plan import Plan
 from morph.cutting.sections.section import BoundaryTensor, ParameterUnit
@@ -153,6 +154,10 @@ class EmulatedWorkload:
 
     def evaluate(self, current: Generation, version: int) -> Evaluation | None:  # noqa: ARG002
         """See ``Workload.evaluate``."""
+        return None
+
+    def finish(self, totals: EvaluationTotals) -> FinishedMetrics | None:  # noqa: ARG002
+        """See ``Workload.finish``."""
         return None
 
     def _border(self, section: int) -> BoundaryTensor:

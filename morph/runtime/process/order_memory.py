@@ -29,7 +29,7 @@ def order_key(order: ReshapeOrder | StepOrder | CommitOrder) -> OrderKey:
         case ReshapeOrder():
             return OrderKey(order.generation, order.version, 0, 0)
         case CommitOrder():
-            return OrderKey(order.generation, order.version, 1, 0)
+            return OrderKey(order.generation, order.version, 1, order.evaluated.version if order.evaluated else 0)
         case StepOrder():
             return OrderKey(order.generation, order.step, 2, order.attempt)
 

@@ -375,8 +375,9 @@ class Worker:
         if order.attempt:
             for name in self._held.keys() - current.units.keys():
                 self._held[name].reduced = None  # of the attempt before, also where the next one's do not come
+        finished = None if order.evaluated is None else self._workload.finish(order.evaluated)
         evaluation = self._workload.evaluate(current, order.step)
-        return self._run_step(current, order).model_copy(update={"evaluation": evaluation})
+        return self._run_step(current, order).model_copy(update={"evaluation": evaluation, "finished": finished})
 
     def _run_step(self, current: Generation, order: StepOrder) -> Prepared:
         assert current.slot is not None
@@ -417,9 +418,14 @@ class Worker:
             return self._commit_held(order)
         current = self._enter(order.generation, order.version, order.decided)
         self._hand_over(current.units, order.checkpoint_units)
-        evaluation = self._workload.evaluate(current, order.version)
+        evaluated = order.evaluated
+        again = evaluated is not None and evaluated.version == order.version
         return Committed(
-            worker=self._setup.worker, generation=order.generation, version=order.version, evaluation=evaluation
+            worker=self._setup.worker,
+            generation=order.generation,
+            version=order.version,
+            evaluation=None if again else self._workload.evaluate(current, order.version),
+            finished=None if evaluated is None else self._workload.finish(evaluated),
         )
 
     def _commit_held(self, order: CommitOrder) -> Committed:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 
 import torch
 from torch import Tensor
 
-from morph.contract.messages import MicroBatchLoss
+from morph.contract.messages import SAMPLES, MicroBatchLoss
 from morph.contract.salvage import LOSSES, PartialSum, Salvage, counted_in, partial_sum
 from morph.runtime.groups.channels import Ring
 from morph.runtime.groups.faults import FaultPlan
@@ -129,7 +130,9 @@ class StepSums:
         That is its loss, and its metrics; the device is not waited for before they are requested.
         """
         if not self._before.get(self._losses, 0) >> micro_batch & 1:
-            self._outputs[micro_batch], self._metric_names = outputs, metric_names
+            one_each = [not name.endswith(SAMPLES) for name in ("", *metric_names)]
+            self._outputs[micro_batch] = list(compress(outputs, one_each))
+            self._metric_names = list(compress(metric_names, one_each[1:]))
 
     @property
     def losses(self) -> dict[int, MicroBatchLoss]:
@@ -195,15 +198,18 @@ class StepSums:
 
 
 def told_losses(outputs: Mapping[int, Sequence[Tensor]], metric_names: Sequence[str]) -> list[MicroBatchLoss]:
-    """What the last section's outputs say, by micro-batch; copied from the device all at once."""
+    """What the last section's outputs say, by micro-batch, but for each sample; copied from the device all at once."""
     if not outputs:
         return []
-    numbers = torch.stack([output.detach().to(torch.float64) for some in outputs.values() for output in some]).tolist()
+    kept = [place for place, name in enumerate(("", *metric_names)) if not name.endswith(SAMPLES)]
+    names = [name for name in metric_names if not name.endswith(SAMPLES)]
+    scalars = [some[place].detach().to(torch.float64) for some in outputs.values() for place in kept]
+    numbers = torch.stack(scalars).tolist()
     told = []
-    for micro_batch, some in outputs.items():
-        loss, *metrics = numbers[: len(some)]
-        del numbers[: len(some)]
-        named = dict(zip(metric_names, metrics, strict=True))
+    for micro_batch in outputs:
+        loss, *metrics = numbers[: len(kept)]
+        del numbers[: len(kept)]
+        named = dict(zip(names, metrics, strict=True))
         told.append(MicroBatchLoss(micro_batch=micro_batch, loss=loss, metrics=named))
     return told
 

@@ -8,23 +8,38 @@ evaluation mode. Other randomness stays on, drawn from (seed, version, micro-bat
 from __future__ import annotations
 
 import copy
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from morph.contract.errors import JobError
-from morph.contract.messages import Evaluation, EvaluationSize, MicroBatchLoss
+from morph.contract.evaluation import (
+    MOST_SAMPLE_BYTES,
+    Array,
+    BestRule,
+    EvaluationSize,
+    EvaluationTotals,
+    FinishedMetrics,
+)
+from morph.contract.messages import SAMPLES, Evaluation, MicroBatchLoss
 from morph.contract.plan import shares
 from morph.cutting import CutModel, Section
 from morph.cutting.exporting.functional import WRITTEN
 from morph.cutting.marked.marked_run import MarkedCode
+from morph.cutting.sections.section import BoundaryTensor
 from morph.cutting.sections.statistics import PLAIN, use_statistics
 from morph.data import DataWorkers
 from morph.data.evaluation import EvaluationLoader
+from morph.data.lengths import IGNORED
 from morph.data.loader import data_of, lengths_of, recipe_of
+from morph.data.seeding import own_generators, seed_of
 from morph.jobs.job import Job, Precision
 from morph.runtime.device.staging import placed
 from morph.runtime.groups.interrupt import Interrupt
@@ -184,7 +199,38 @@ def run_evaluation(
             leaving.flush()
     if leaving is not None:
         leaving.flush()
-    return tuple(told_losses(told, work.metric_names))
+    losses = told_losses(told, work.metric_names)
+    arrays = _arrays(told, work.metric_names, work.outputs)
+    if not arrays:
+        return tuple(losses)
+    return tuple(entry.model_copy(update={"samples": arrays[entry.micro_batch]}) for entry in losses)
+
+
+def _arrays(
+    told: Mapping[int, Sequence[Tensor]], names: Sequence[str], longest: Sequence[BoundaryTensor]
+) -> dict[int, dict[str, Array]]:
+    """What was returned for each sample, by micro-batch, padded to the longest; numpy has no bf16, which is widened."""
+    places = {name.removesuffix(SAMPLES): place for place, name in enumerate(names, 1) if name.endswith(SAMPLES)}
+    if not places:
+        return {}
+    found: dict[int, dict[str, Array]] = {}
+    for micro_batch, outputs in told.items():
+        arrays = {}
+        for name, place in places.items():
+            values = _as_long_as(outputs[place].detach(), longest[place].shape).cpu()
+            array = (values.float() if values.dtype is torch.bfloat16 else values).contiguous().numpy()
+            arrays[name] = Array(dtype=str(array.dtype), shape=array.shape, data=array.tobytes())
+        found[micro_batch] = arrays
+    return found
+
+
+def _as_long_as(values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Pad with what losses ignore, as transformers' Trainer does with what it gathers."""
+    if values.shape[1:] == torch.Size(shape[1:]):
+        return values
+    padded = values.new_full((len(values), *shape[1:]), False if values.dtype is torch.bool else IGNORED)
+    padded[tuple(slice(size) for size in values.shape)] = values
+    return padded
 
 
 def _await(arriving: Receiver, done: int, interrupt: Interrupt) -> None:
@@ -212,12 +258,18 @@ class Evaluator:
         self._loader = EvaluationLoader(data, job.seed, sample, m, job.eval_samples, prefetcher, recipe, lengths)
 
     @property
-    def size(self) -> EvaluationSize | None:
-        """How often, and on how much; None: never."""
-        every = self._job.eval_every_steps
-        if every is None:
-            return None
-        return EvaluationSize(every_steps=every, num_micro_batches=self._loader.num_micro_batches)
+    def size(self) -> EvaluationSize:
+        """When, on how much, and what follows from it."""
+        job = self._job
+        epochs, best = job.eval_every_epochs, job.best
+        return EvaluationSize(
+            every_steps=job.eval_every_steps,
+            every_samples=None if epochs is None else epochs * len(data_of(job)),
+            batch_size=job.batch_size,
+            num_micro_batches=self._loader.num_micro_batches,
+            best=None if best is None else BestRule(**asdict(best)),
+            finishes=job.eval_metrics is not None,
+        )
 
     def run_if_due(self, current: Generation, version: int, model: CutModel) -> Evaluation | None:
         """Evaluate a version that every unit of the generation is at; None when none is due, or not on a last stage.
@@ -225,8 +277,7 @@ class Evaluator:
         Raises:
             GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.wait_for``.
         """
-        every = self._job.eval_every_steps
-        if version == 0 or every is None or version % every or current.slot is None:
+        if current.slot is None or not self.size.is_due(version):
             return None
         total = self._loader.num_micro_batches
         share = shares(total, current.plan.num_replicas)[current.slot.replica]
@@ -245,7 +296,58 @@ class Evaluator:
         )
         losses = run_evaluation(stage, work, current.neighbours(self._device), current.interrupt)
         is_last = current.slot.stage == current.plan.pipeline_depth - 1
-        return Evaluation(version=version, num_micro_batches=total, losses=losses) if is_last else None
+        if not is_last:
+            return None
+        self._check_size(losses, total)
+        finishes = self._job.eval_metrics is not None
+        return Evaluation(version=version, num_micro_batches=total, losses=losses, finishes=finishes)
+
+    def finish(self, totals: EvaluationTotals) -> FinishedMetrics:
+        """Compute the job's metrics of a whole evaluation.
+
+        Raises:
+            JobError: the function fails, or returns something else than numbers by name.
+        """
+        job = self._job
+        assert job.eval_metrics is not None
+        given: dict[str, Any] = {name: math.nan if value is None else value for name, value in totals.values.items()}
+        for name, array in totals.samples.items():
+            rows = np.frombuffer(bytearray(array.data), dtype=array.dtype).reshape(array.shape)
+            given[name] = rows[self._loader.order()]
+        with own_generators() as seed_all:
+            seed_all(seed_of(job.seed, "evaluation", totals.version))
+            try:
+                found = job.eval_metrics(given)
+            except Exception as error:
+                told = f"fails: {type(error).__name__}: {error}"
+                raise JobError(told, source="Job", field="eval_metrics") from error
+        if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+            kind, allowed = type(found).__name__, "a dict of numbers by name"
+            raise JobError("returns something else", source="Job", field="eval_metrics", value=kind, allowed=allowed)
+        values: dict[str, float | None] = {}
+        for name, value in found.items():
+            try:
+                number = float(value)
+            except (TypeError, ValueError) as error:
+                kind = type(value).__name__
+                told = f"returns no number as {name!r}"
+                raise JobError(told, source="Job", field="eval_metrics", value=kind, allowed="a number") from error
+            values[name] = number if math.isfinite(number) else None
+        return FinishedMetrics(version=totals.version, values=values)
+
+    def _check_size(self, losses: Sequence[MicroBatchLoss], total: int) -> None:
+        sizes: Counter[str] = Counter()
+        for entry in losses[:1]:
+            sizes.update({name: total * len(array.data) for name, array in entry.samples.items()})
+        if sizes.total() > MOST_SAMPLE_BYTES:
+            name, size_bytes = sizes.most_common(1)[0]
+            raise JobError(
+                f"returns {sizes.total()} bytes for all samples of an evaluation, {size_bytes} of them as {name!r}",
+                source="Job",
+                field="loss",
+                allowed=f"{MOST_SAMPLE_BYTES} bytes; return what eval_metrics needs of them, such as their argmax, or "
+                "morph.Sum, or set eval_samples",
+            )
 
     def _load(self, micro_batch: int, keys: Sequence[str]) -> Mapping[str, Tensor]:
         batch = self._loader.load(micro_batch, keys)

@@ -14,8 +14,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from morph.contract.errors import ProfileError
+from morph.contract.evaluation import EvaluationSize, EvaluationTotals, FinishedMetrics
 from morph.contract.job_facts import JobFacts
-from morph.contract.messages import Evaluation, EvaluationSize, StepOrder, WorkerSetup
+from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
 from morph.cutting import CutModel
 from morph.cutting.cache.cut_job import load_and_cut
 from morph.cutting.sections.section import BoundaryTensor, ParameterUnit
@@ -64,7 +65,7 @@ _FIELDS = (
         "effective_loss_scaling",
         "clip_grad_norm",
     ),
-    *("optimizer_device", "eval_every_steps", "eval_samples"),
+    *("optimizer_device", "eval_every_steps", "eval_every_epochs", "eval_samples", "best"),
 )
 
 
@@ -310,6 +311,11 @@ class JobWorkload:
     def evaluate(self, current: Generation, version: int) -> Evaluation | None:
         """See ``Workload.evaluate``."""
         return self._evaluator.run_if_due(current, version, self._model) if self._evaluator is not None else None
+
+    def finish(self, totals: EvaluationTotals) -> FinishedMetrics | None:
+        """See ``Workload.finish``."""
+        finishes = self._evaluator is not None and self._job.eval_metrics is not None
+        return self._evaluator.finish(totals) if finishes and self._evaluator is not None else None
 
     def _start_data_workers(self, setup: WorkerSetup) -> DataWorkers:
         """Start them as soon as the job is known: what they import and build takes as long as the rest of a setup."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from morph.contract.messages import Evaluation, EvaluationSize, StepOrder, WorkerSetup
+from morph.contract.evaluation import EvaluationSize, EvaluationTotals, FinishedMetrics
+from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
 from morph.cutting.sections.section import ParameterUnit
 from morph.runtime.groups.channels import Carrier, Channel
 from morph.runtime.groups.faults import FaultPlan
@@ -56,6 +57,9 @@ class Workload(Protocol):
 
     def evaluate(self, current: Generation, version: int) -> Evaluation | None:
         """Evaluate a version that every unit is at; None when none is due, or not on a last stage."""
+
+    def finish(self, totals: EvaluationTotals) -> FinishedMetrics | None:
+        """Compute the job's own metrics of a whole evaluation; None: it has none. Raises as the user's function."""
 
 
 def load_workload(setup: WorkerSetup) -> Workload:

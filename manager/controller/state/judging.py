@@ -1,0 +1,131 @@
+"""What follows from an evaluation: which version is the best, and whether training ends early."""
+
+from __future__ import annotations
+
+from manager.controller.state.actions import MarkBest
+from manager.controller.state.evaluations import totals_of
+from manager.controller.state.state import ControllerState
+from manager.controller.state.transition import Transition
+from morph.contract.errors import TrainingStopped
+from morph.contract.evaluation import Best, BestRule, Judged
+from morph.contract.messages import WorkerId
+
+MOST_NEWEST = 4
+
+
+def finisher(state: ControllerState) -> WorkerId | None:
+    """Return the member that computes the job's own metrics of an evaluation; None: there is no shape."""
+    plan = state.plan
+    if plan is None:
+        return None
+    last = plan.pipeline_depth - 1
+    return next((slot.worker for slot in state.slots if slot.stage == last), None)
+
+
+def take_evaluation(transition: Transition) -> None:
+    """Every answer to an order is there: take in what they say of an evaluation, this one's or the one before.
+
+    Raises:
+        TrainingStopped: the evaluation has no such metric as the job's best version is chosen by.
+    """
+    state = transition.state
+    size, step = state.evaluation, state.step
+    if size is None or not size.acts:
+        return
+    if state.unfinished is not None and step.finished is not None and step.finished.version == state.unfinished.version:
+        values = state.unfinished.values | step.finished.values
+        transition.change(unfinished=None)
+        _judge(transition, step.finished.version, values)
+    totals = totals_of(step.shares) if step.shares else None
+    if totals is None or totals.version <= state.judged.last_version:
+        return
+    if not size.finishes:
+        _judge(transition, totals.version, totals.values)
+    elif step.finished is None or step.finished.version < totals.version:
+        transition.change(unfinished=totals)
+
+
+def set_back_judged(transition: Transition, version: int) -> None:
+    """Go back to what evaluations had said when the checkpoint of this version was made; 0: none."""
+    state = transition.state
+    checkpoint, unfinished = state.saving.checkpoint, state.unfinished
+    known = checkpoint is not None and checkpoint.version == version
+    judged = checkpoint.judged if checkpoint is not None and known else Judged()
+    kept = unfinished if unfinished is not None and judged.last_version < unfinished.version < version else None
+    transition.change(judged=judged, unfinished=kept)
+    candidates = tuple(one for one in state.saving.candidates if one.version <= version)
+    transition.change_saving(candidates=candidates)
+
+
+def note_complete(transition: Transition, version: int) -> None:
+    """A checkpoint is complete: mark it if its version is the best of those that are."""
+    saving = transition.state.saving
+    transition.change_saving(newest=(*saving.newest, version)[-MOST_NEWEST:])
+    _mark(transition)
+
+
+def marked_with(state: ControllerState, *complete: int) -> Best | None:
+    """Return the best of the complete checkpoints, where these versions are complete too."""
+    marked, rule = state.saving.marked, None if state.evaluation is None else state.evaluation.best
+    for candidate in state.saving.candidates if rule is not None else ():
+        than = None if marked is None else marked.value
+        if candidate.version in complete and rule is not None and rule.is_better(candidate.value, than):
+            marked = candidate
+    return marked
+
+
+def _mark(transition: Transition) -> None:
+    """Mark a complete checkpoint that is better than the one that is marked; forget what will not be complete.
+
+    An evaluated version without a checkpoint, because another one was still under way, is never marked.
+    """
+    state, saving = transition.state, transition.state.saving
+    marked = marked_with(state, *saving.newest)
+    if marked is not None and marked != saving.marked:
+        transition.actions.append(MarkBest(best=marked))
+    newest = max(saving.newest, default=0)
+    left = tuple(candidate for candidate in saving.candidates if candidate.version > newest)
+    transition.change_saving(marked=marked, candidates=left)
+
+
+def awaits_metrics(state: ControllerState, version: int) -> bool:
+    """Whether an evaluation before this version is still to be judged, which its checkpoint is to say."""
+    return state.unfinished is not None and state.unfinished.version < version
+
+
+def early_end(state: ControllerState) -> str:
+    """Say why training ends early; empty: it does not."""
+    rule = None if state.evaluation is None else state.evaluation.best
+    if rule is None or not state.judged.is_over(rule):
+        return ""
+    best = state.judged.best
+    was = "none was a number" if best is None else f"the best is {best.value:.6g}, at version {best.version}"
+    return f"{rule.metric} did not improve in {state.judged.num_worse} evaluations: {was}"
+
+
+def _judge(transition: Transition, version: int, values: dict[str, float | None]) -> None:
+    state = transition.state
+    rule = None if state.evaluation is None else state.evaluation.best
+    if rule is None:
+        transition.change(judged=Judged(last_version=max(version, state.judged.last_version)))
+        return
+    value = _value(values, rule)
+    judged = state.judged.after(rule, version, value)
+    transition.change(judged=judged)
+    pending = state.saving.pending
+    if pending is not None and pending.version >= version:
+        transition.change_saving(pending=pending.model_copy(update={"judged": judged}))
+    best = judged.best
+    if best is not None and best.version == version:
+        transition.add(f"version {version} is the best so far: {rule.metric} {best.value:.6g}")
+    if value is not None and judged is not state.judged:
+        candidate = Best(version=version, metric=rule.metric, value=value)
+        transition.change_saving(candidates=(*transition.state.saving.candidates, candidate))
+        _mark(transition)
+
+
+def _value(values: dict[str, float | None], rule: BestRule) -> float | None:
+    if rule.metric not in values:
+        known = ", ".join(sorted(values))
+        raise TrainingStopped(f"Job.best.metric is {rule.metric!r}, which no evaluation gives: there are {known}")
+    return values[rule.metric]

@@ -1,0 +1,175 @@
+"""Runs that act on their evaluations: the best version is kept, training ends early, whatever is lost meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from manager.controller.state.actions import Finish
+from manager.controller.state.config import ControllerConfig
+from manager.engine.loop.driver import Observed, Observer
+from manager.report.journal_reader import read_report
+from manager.report.values import RunReport
+from manager.run_dir import RunDir, RunFacts
+from morph.checkpoint.manifest import complete_versions, read_manifest
+from morph.checkpoint.retention import best_version, delete_superfluous
+from morph.cli.main import app
+from morph.contract.cluster import Policy
+from morph.contract.errors import JobError
+from morph.contract.evaluation import Array, EvaluationTotals
+from morph.contract.messages import Fault
+from morph.contract.rules import CheckpointRules
+from morph.cutting import cut, export_job
+from morph.runtime.state.model_state import export_state
+from morph.runtime.workloads.evaluation import Evaluator
+from tests.crew import ManagedCrew
+from tests.system.harness import load_tiny_job
+from tests.training.shapes import spec_of
+from tests.training.training_jobs import (
+    BATCH_SIZE,
+    MICRO_BATCH_SIZE,
+    NUM_SECTIONS,
+    Net,
+    Points,
+    f1_score,
+    judged,
+    loss_with_answers,
+    plain,
+)
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+JOB = spec_of("judged")
+NUM_STEPS = 60
+NOTHING_KEPT = CheckpointRules(keep_newest=1)
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[ManagedCrew]:
+    torch.set_num_threads(1)
+    crew = ManagedCrew(load_tiny_job(NUM_SECTIONS, MICRO_BATCH_SIZE, JOB), JOB)
+    yield crew
+    crew.close()
+
+
+def run(
+    crew: ManagedCrew,
+    path: Path,
+    shapes: dict[int, str],
+    watch: Callable[[ManagedCrew, Observed], None] = lambda crew, observed: None,
+) -> tuple[Finish, RunReport, str]:
+    """Run the job to its end; returns that, the report, and where the checkpoints are."""
+    job = crew.job
+    plans = {
+        num: plan.model_copy(
+            update={"expected": plan.expected.model_copy(update={"examples_per_s": float(num), "peak_memory_bytes": 0})}
+        )
+        for num, shape in shapes.items()
+        for plan in (job.plan(shape),)
+    }
+    rules = Policy().rules.model_copy(update={"checkpoints": NOTHING_KEPT})
+    config = ControllerConfig(
+        fingerprint=job.fingerprint,
+        plans=plans,
+        units=job.units,
+        unit_bytes=dict.fromkeys(job.units, 1000),
+        num_steps=NUM_STEPS,
+        policy=Policy(checkpoint_every_steps=7, rules=rules),
+        expected_nodes=max(shapes),
+    )
+    facts = RunFacts(
+        job=JOB,
+        fingerprint=job.fingerprint,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        batch_size=job.batch_size,
+        num_sections=NUM_SECTIONS,
+    )
+
+    def observer(crew: ManagedCrew) -> Observer:
+        return lambda observed: watch(crew, observed)
+
+    with RunDir(path, facts) as run_dir:
+        finish = crew.run(config, run_dir, observer)
+        return finish, read_report(path), run_dir.checkpoint_url
+
+
+def evaluated(net: Net) -> dict[str, float]:
+    """The metrics of a model in evaluation mode, of all samples at once."""
+    data = [Points(1000, 11)[index] for index in range(10)]
+    batch = {key: torch.stack([sample[key] for sample in data]) for key in ("x", "y")}
+    with torch.no_grad():
+        loss, told = loss_with_answers(net.eval(), batch)
+    samples = {name: told[name].values.numpy() for name in ("said", "wanted")}  # type: ignore[union-attr]
+    return f1_score({"loss": float(loss), "hits": float(told["hits"].total), **samples})  # type: ignore[union-attr]
+
+
+def test_the_best_version_is_kept_and_training_ends_early_whatever_is_lost(crew: ManagedCrew, tmp_path: Path) -> None:
+    finish, report, url = run(crew, tmp_path / "one", {1: "1x1"})
+    assert finish.outcome == "finished"
+    assert "root did not improve in" in finish.sentence
+    assert report.version < NUM_STEPS
+    roots = {one.version: one.metrics["root"] for one in report.evaluations}
+    assert all(one.metrics.keys() == {"agree", "hits", "f1", "root", "drawn"} for one in report.evaluations)
+    best = min(roots, key=roots.__getitem__)
+    assert report.version - best in (8, 10), "three evaluations were worse, and the metrics come a step later"
+    assert best_version(url) in complete_versions(url)
+
+    net = Net()
+    version = best_version(url)
+    assert version is not None
+    net.load_state_dict(export_state(judged, url, read_manifest(url, version)))
+    found = evaluated(net)
+    assert roots[version] == pytest.approx(found["root"], rel=1e-6)
+    told = next(one for one in report.evaluations if one.version == version)
+    assert told.metrics["f1"] == pytest.approx(found["f1"])
+
+    exported = tmp_path / "best.safetensors"
+    assert CliRunner().invoke(app, ["export", url, str(exported), "--job", JOB, "--best"]).exit_code == 0
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in load_file(exported).items())
+
+    killed: set[int] = set()
+
+    def kill(crew: ManagedCrew, observed: Observed) -> None:
+        state = observed.decision.state
+        if state.version in (3, 6) and state.version not in killed and len(state.slots) > 1:
+            killed.add(state.version)
+            victim = state.slots[-1].worker if state.version == 6 else state.slots[0].worker
+            crew.arm(Fault(worker=victim, phase="before_commit", step=state.version + 1))
+
+    disturbed, again, lost_url = run(crew, tmp_path / "lost", {1: "1x1", 2: "2x1", 4: "2x2"}, kill)
+    assert killed
+    assert disturbed.sentence == finish.sentence
+    assert again.evaluations == report.evaluations
+    last = [read_manifest(where, report.version) for where in (url, lost_url)]
+    assert last[0].judged == last[1].judged
+    assert {one.unit: one.sha256 for one in last[0].units} == {one.unit: one.sha256 for one in last[1].units}
+
+    delete_superfluous(url, NOTHING_KEPT)
+    assert complete_versions(url) == (version, report.version)
+
+
+def test_metrics_that_are_no_numbers_are_refused_by_name() -> None:
+    totals = EvaluationTotals(
+        version=2, values={"loss": None}, samples={"a": Array(dtype="float32", shape=(1,), data=b"\0\0\x80?")}
+    )
+    model = cut(export_job(plain), num_sections=2, micro_batch_size=MICRO_BATCH_SIZE)
+    for returned, message in (
+        (lambda values: 3.0, "eval_metrics: returns something else (got 'float'); allowed: a dict of numbers"),
+        (lambda values: {"a": "b"}, "eval_metrics: returns no number as 'a' (got 'str'); allowed: a number"),
+        (lambda values: values["b"], "eval_metrics: fails: KeyError: 'b'"),
+    ):
+        job = replace(plain, eval_data=Points, eval_every_epochs=1, eval_metrics=returned)
+        with pytest.raises(JobError) as caught:
+            Evaluator(job, model, torch.device("cpu")).finish(totals)
+        assert message in str(caught.value)
+    job = replace(plain, eval_data=Points, eval_every_epochs=1, eval_metrics=lambda values: {"a": values["a"][0]})
+    evaluator = Evaluator(job, model, torch.device("cpu"))
+    assert evaluator.finish(totals).values == {"a": 1.0}
+    steps_in_epoch = len(Points()) // BATCH_SIZE
+    due = [version for version in range(3 * steps_in_epoch) if evaluator.size.is_due(version)]
+    assert due == [steps_in_epoch, 2 * steps_in_epoch]
