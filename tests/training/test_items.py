@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from manager.controller.state.evaluations import totals_of
 from morph import Loss
-from morph.cutting import export_job
+from morph.cutting import cut, export_job
 from morph.data.loader import order_of, recipe_of
 from morph.data.packing import packs
 from morph.jobs.job import load_job
 from morph.preflight.data_check import check_data
 from morph.runtime.process.single import run_single
+from morph.runtime.workloads.evaluation import Evaluator
 from tests.training.shapes import ShapesCrew, spec_of
 from tests.training.test_weighted_losses import parameters_of
 from tests.training.training_jobs import (
@@ -38,6 +40,19 @@ def test_every_shape_gives_the_same_bits(crew: ShapesCrew, tmp_path: Path, name:
     assert shapes.digests == alone.digests
     assert shapes.losses == alone.losses
     assert shapes.evaluations == alone.evaluations
+
+
+@pytest.mark.slow
+def test_what_an_evaluation_returns_for_each_sample_is_in_the_order_of_the_data(
+    crew: ShapesCrew, tmp_path: Path
+) -> None:
+    trained = crew.train("varying_told", [("1x2", 2)], tmp_path)
+    found = [answer.evaluation for answer in trained.commits if answer.evaluation is not None]
+    totals = totals_of(found)
+    assert totals is not None
+    job = load_job(spec_of("varying_told"))
+    model = cut(export_job(job), num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE)
+    assert Evaluator(job, model, torch.device("cpu")).finish(totals).values == {"right": 1.0}
 
 
 @pytest.mark.slow

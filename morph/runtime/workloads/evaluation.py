@@ -313,7 +313,7 @@ class Evaluator:
         given: dict[str, Any] = {name: math.nan if value is None else value for name, value in totals.values.items()}
         for name, array in totals.samples.items():
             rows = np.frombuffer(bytearray(array.data), dtype=array.dtype).reshape(array.shape)
-            given[name] = rows[self._loader.order()]
+            given[name] = rows if job.lengths is None else rows[self._loader.order()]
         with own_generators() as seed_all:
             seed_all(seed_of(job.seed, "evaluation", totals.version))
             try:
