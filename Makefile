@@ -9,6 +9,7 @@
 #   make test-gpu    the tests that need a CUDA device: skipped, with the reason, where there is none
 #   make bench-gpu   what a CUDA device takes: sums, copies, NCCL's forming and abort, whole steps beside a plain loop
 #   make gpu-kit     dist/gpu-kit.tar: this tree and wheels, for tests and times on a GPU machine without a package registry
+#   make test-trackers  TensorBoard, Weights & Biases and MLflow, installed for it: read back with their own readers
 #   make soak        runs under faults from outside, for SOAK_MINUTES (60), drawn from SEED
 #   make check       lint, format, types, layers: what CI runs first
 #
@@ -34,7 +35,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_NUM_THREADS=1 RAY_USAGE_
 TEST_ENV += PYTHONDONTWRITEBYTECODE=
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-fast test-long test-oldest-ray test-oldest-transformers test-gpu bench-gpu gpu-kit soak check lint types layers format clean
+.PHONY: help setup demo test test-fast test-long test-trackers test-oldest-ray test-oldest-transformers test-gpu bench-gpu gpu-kit soak check lint types layers format clean
 .PHONY: .packages .byte-code .first-plan
 .DELETE_ON_ERROR:
 
@@ -108,6 +109,10 @@ $(OLD_RAY): | $(READY)
 $(OLD_TRANSFORMERS): | $(READY)
 	$(PIP_OLD) $@ transformers==$(OLDEST_TRANSFORMERS) huggingface_hub==1.3.0 tokenizers==0.22.2 httpx==0.28.1 \
 		httpcore==1.0.9 h11==0.16.0 anyio==4.12.0
+
+test-trackers: $(READY)
+	$(PIP_INSTALL) --editable '.[tensorboard,wandb,mlflow]'
+	$(PYTEST) tests/manager/test_trackers.py $(PYTEST_ARGS)
 
 test-gpu: $(READY)
 	$(TEST_ENV) $(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)

@@ -1,31 +1,48 @@
-"""What reading samples adds to a step: by the thread that computes, and by one or two data workers.
+"""What reading samples adds to a step: by the thread that computes, and by one or two data workers; and from shards.
 
     python -m benchmarks data_reading --steps 60
 
 One worker in this process trains a small model, shape 1x1, batches of 16 in 4 micro-batches. A sample takes 20 ms in
 which nothing is computed, as a file from a distant store does. The figure is the median step of the last third, by when
 data workers have long started, and its ratio to the same with samples that take no time. All run one after the other.
+
+Then the same samples are read by one data worker, from memory and from packed tar files (``--rounds`` runs of each, in
+turn). The figures are processor time of a step: of the thread that computes, of its calls of the loader, and of
+the data worker.
 """
 
 from __future__ import annotations
 
+import functools
+import gzip
+import io
 import itertools
+import os
+import tarfile
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
+from unittest import mock
 
+import psutil
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import head, machine, row
+from benchmarks.harness import head, in_turns, machine, row, spread
 from morph import Job
+from morph.data import MicroBatchLoader
+from morph.data.streams import Stream, Tar
 from morph.runtime.process.single import run_single
 
 SAMPLE_S = 0.02
 WIDTH, LENGTH, NUM_LAYERS = 512, 64, 4
+NUM_SHARDS, SHARD_SIZE = 16, 32
+FOLDER = "MORPH_BENCHMARK_SHARDS"
+"""The variable that says where the shards are."""
 
 
 class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -61,9 +78,42 @@ one, two = replace(none, data_workers=1), replace(none, data_workers=2)
 compute = replace(none, dataset=lambda: Samples(0.0))
 
 
-def step_s(name: str, num_steps: int) -> tuple[float, str]:
-    """Median step of the last third, and a digest of the weights."""
-    ends_s: list[float] = []
+class InMemory(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """The samples that are in the shards."""
+
+    def __init__(self) -> None:
+        self._rows = torch.randn(NUM_SHARDS * SHARD_SIZE, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self._rows[index]}
+
+
+def write_shards(folder: Path) -> None:
+    samples = InMemory()
+    for shard in range(NUM_SHARDS):
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            for index in range(shard * SHARD_SIZE, (shard + 1) * SHARD_SIZE):
+                content = samples[index]["x"].numpy().tobytes()
+                member = tarfile.TarInfo(f"{index:06d}.floats")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+        (folder / f"{shard:04d}.tar.gz").write_bytes(gzip.compress(packed.getvalue(), 1))
+
+
+def decoded(parts: dict[str, Any]) -> dict[str, Tensor]:
+    return {"x": torch.frombuffer(bytearray(parts["floats"]), dtype=torch.float32).view(LENGTH, WIDTH)}
+
+
+in_memory = replace(one, dataset=InMemory)
+in_shards = replace(one, dataset=lambda: Stream(Tar(os.environ[FOLDER]), decoded, window=4))
+
+
+def run(name: str, num_steps: int, on_step: Callable[[], None]) -> str:
+    """Train a job; returns a digest of the weights."""
     with tempfile.TemporaryDirectory() as directory:
         manifest = run_single(
             f"{Path(__file__).resolve()}:{name}",
@@ -71,13 +121,72 @@ def step_s(name: str, num_steps: int) -> tuple[float, str]:
             num_sections=2,
             micro_batch_size=4,
             checkpoint_url=directory,
-            on_step=lambda _step, _loss: ends_s.append(time.perf_counter()),
+            on_step=lambda _step, _loss: on_step(),
         )
+    return "".join(unit.sha256 for unit in manifest.units)
+
+
+def step_s(name: str, num_steps: int) -> tuple[float, str]:
+    """Median step of the last third, and a digest of the weights."""
+    ends_s: list[float] = []
+    digest = run(name, num_steps, lambda: ends_s.append(time.perf_counter()))
     steps_s = [end - begin for begin, end in itertools.pairwise(ends_s)]
-    return median(steps_s[-num_steps // 3 :]), "".join(unit.sha256 for unit in manifest.units)
+    return median(steps_s[-num_steps // 3 :]), digest
 
 
-def main(steps: int = 60) -> None:
+def step_processor_s(name: str, num_steps: int) -> tuple[float, float, float]:
+    """Processor seconds of a step, from a third of the run on: of this thread, of its loader, of the data worker."""
+    taken: list[tuple[float, float, float]] = []
+    getting_s = 0.0
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*given: Any, **named: Any) -> Any:
+            nonlocal getting_s
+            begin_s = time.thread_time()
+            try:
+                return method(*given, **named)
+            finally:
+                getting_s += time.thread_time() - begin_s
+
+        return call
+
+    def on_step() -> None:
+        others = [child.cpu_times() for child in psutil.Process().children()]
+        taken.append((time.thread_time(), getting_s, sum(times.user + times.system for times in others)))
+
+    load, expect = timed(MicroBatchLoader.load), timed(MicroBatchLoader.expect)
+    with mock.patch.multiple(MicroBatchLoader, load=load, expect=expect):
+        run(name, num_steps, on_step)
+    counted = taken[num_steps // 3 :]
+    own_s, samples_s, others_s = (
+        (last - first) / (len(counted) - 1) for first, last in zip(counted[0], counted[-1], strict=True)
+    )
+    return own_s, samples_s, others_s
+
+
+def compare_shards(num_steps: int, rounds: int) -> None:
+    """Samples from memory beside the same ones from shards."""
+    with tempfile.TemporaryDirectory() as folder:
+        kept = {FOLDER: f"{folder}/shards", "MORPH_CACHE_DIR": f"{folder}/cache"}
+        with mock.patch.dict(os.environ, kept):
+            Path(kept[FOLDER]).mkdir()
+            write_shards(Path(kept[FOLDER]))
+            ways = {name: functools.partial(step_processor_s, name, num_steps) for name in ("in_memory", "in_shards")}
+            found = in_turns(ways, rounds)
+    head("samples are read | the thread that computes | of that, to get samples | the data worker")
+    middle: dict[str, list[float]] = {}
+    for name, text in {"in_memory": "from memory", "in_shards": "from packed shards"}.items():
+        columns = list(zip(*found[name], strict=True))
+        middle[name] = [median(values) for values in columns]
+        row(text, *(spread(values, "ms", 2, 1e3) for values in columns))
+    more_s = middle["in_shards"][1] - middle["in_memory"][1]
+    print(
+        f"getting samples from shards adds {more_s / middle['in_memory'][0]:.2%} to a step of the thread that computes"
+    )
+
+
+def main(steps: int = 60, rounds: int = 5) -> None:
     names = {"compute": "at once", "none": "by the worker", "one": "by one data worker", "two": "by two"}
     found = {name: step_s(name, steps) for name in names}
     print(machine())
@@ -85,3 +194,4 @@ def main(steps: int = 60) -> None:
     for name, text in names.items():
         row(text, f"{found[name][0] * 1e3:.0f} ms", f"{found[name][0] / found['compute'][0]:.2f}")
     print("weights are the same bytes" if len({digest for _, digest in found.values()}) == 1 else "weights DIFFER")
+    compare_shards(steps, rounds)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import stat
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO, BinaryIO
 
 MOST_BYTES = 256 << 20
 """Of all files in one folder."""
+_LOCK = ".lock-"
+_NUM_LOCKS = 16
+_LOCK_S, _LOOK_S = 60.0, 0.02
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -62,8 +69,9 @@ def keep(folder: Path, name: str, content: bytes) -> None:
         return
     with contextlib.suppress(OSError):
         if _made(folder):
-            _write_whole(folder / name, hashlib.sha256(content).digest() + content)
-            _remove_oldest(folder)
+            whole = hashlib.sha256(content).digest() + content
+            _write_whole(folder / name, lambda file: file.write(whole))
+            _remove_oldest(folder, MOST_BYTES)
 
 
 def keep_as_it_is(folder: Path, name: str, content: bytes) -> Path | None:
@@ -74,9 +82,53 @@ def keep_as_it_is(folder: Path, name: str, content: bytes) -> Path | None:
     with contextlib.suppress(OSError):
         if _made(folder):
             if not (folder / name).exists():
-                _write_whole(folder / name, content)
+                _write_whole(folder / name, lambda file: file.write(content))
             return folder / name
     return None
+
+
+def open_kept(folder: Path, name: str, write: Callable[[BinaryIO], object], most_bytes: int) -> IO[bytes]:
+    """Open a file for reading; where there is none, it is written first, and the oldest are removed from its folder.
+
+    Processes that want the same file wait for the one that writes it, for a minute at most: then they write it too.
+
+    Args:
+        folder: Where it is kept.
+        name: Under which name.
+        write: Writes its content.
+        most_bytes: Of all files in the folder. What is open stays readable when it is removed.
+
+    Raises:
+        OSError: it cannot be written, or another user could write to its folder.
+    """
+    if not _made(folder):
+        raise PermissionError(f"{folder} belongs to another user, or others may write to it")
+    with contextlib.suppress(FileNotFoundError):
+        return _opened(folder / name)
+    lock = folder / f"{_LOCK}{int(hashlib.sha256(name.encode()).hexdigest(), 16) % _NUM_LOCKS}"
+    with lock.open("wb") as held:
+        until_s = time.monotonic() + _LOCK_S
+        while not _locks(held) and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+        with contextlib.suppress(FileNotFoundError):
+            return _opened(folder / name)
+        _write_whole(folder / name, write)
+        file = _opened(folder / name)
+        _remove_oldest(folder, most_bytes)
+        return file
+
+
+def _opened(path: Path) -> IO[bytes]:
+    file = path.open("rb")
+    os.utime(file.fileno())  # used: not among the oldest
+    return file
+
+
+def _locks(file: IO[bytes]) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def _made(folder: Path) -> bool:
@@ -84,13 +136,13 @@ def _made(folder: Path) -> bool:
     return _private(folder.lstat())
 
 
-def _write_whole(path: Path, content: bytes) -> None:
+def _write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".partial")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            write(file)
         Path(partial).replace(path)
-    except OSError:
+    except BaseException:
         Path(partial).unlink(missing_ok=True)
         raise
 
@@ -99,12 +151,17 @@ def _private(found: os.stat_result) -> bool:
     return found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_WRITE
 
 
-def _remove_oldest(folder: Path) -> None:
+def _remove_oldest(folder: Path, most_bytes: int) -> None:
+    facts = []
     with os.scandir(folder) as entries:
-        facts = [(entry.stat(follow_symlinks=False), entry.path) for entry in entries]
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                facts.append((entry.stat(follow_symlinks=False), entry.path))
     total_bytes = sum(found.st_size for found, _ in facts)
     for found, path in sorted(facts, key=lambda fact: fact[0].st_mtime_ns):
-        if total_bytes <= MOST_BYTES:
+        if total_bytes <= most_bytes:
             return
+        if Path(path).name.startswith(_LOCK):
+            continue
         Path(path).unlink(missing_ok=True)
         total_bytes -= found.st_size

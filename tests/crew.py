@@ -94,7 +94,7 @@ def _arm(worker: Any, faults: tuple[Fault, ...], slow_s: float) -> None:
             time.sleep(slow_s)
         elif not slow_s and stream is not None and threading.current_thread() is computes:
             if stream._connection is not None:  # what came before is taken in when this arrives, not when it has left
-                stream._put(Frame({"kind": "follows"}, {}), 0)
+                stream._put(Frame({"kind": "follows"}, {}))
             deadline_s = time.monotonic() + END_S
             while stream.error is None and (stream._queue or stream._sending) and time.monotonic() < deadline_s:
                 time.sleep(0.001)
@@ -120,13 +120,13 @@ def _data_workers(worker: Any) -> tuple[tuple[int, ...], int]:
         return (), 0
     poll_until(lambda: found._hear(0.0) or all(reader.ready for reader in found._readers), "data workers")
     if not hasattr(loader, "num_own"):
-        loader.num_own, samples_of = 0, loader._load_samples
+        loader.num_own, made = 0, loader._made
 
-        def counted(place: tuple[int, int]) -> Any:
-            loader.num_own += 1
-            return samples_of(place)
+        def counted(place: tuple[int, int], keys: list[str]) -> Any:
+            loader.num_own += place not in loader._samples
+            return made(place, keys)
 
-        loader._load_samples = counted
+        loader._made = counted
     return found.pids, loader.num_own
 
 
@@ -158,6 +158,7 @@ def _serve(orders: Connection, control: Connection) -> None:
             "copied": lambda sender, step: _num_copied(workers[-1], sender, step),
             "ends": lambda: [type(one).__name__ for one in workers[-1]._generation.mailboxes.values()],  # type: ignore[union-attr]
             "staged_bytes": lambda: 0 if HERE.device is None else HERE.device.copied_bytes,
+            "live_at_release": lambda: [] if HERE.device is None else HERE.device.live_at_release,
             "launches": lambda: [] if HERE.nccl is None else HERE.nccl.launches,
             "waiting": lambda: bool(workers[-1]._interrupt._condition._waiters),  # type: ignore[attr-defined]
         }
@@ -186,6 +187,8 @@ def _serve(orders: Connection, control: Connection) -> None:
                     before._reaper.reap(before._generation.groups)
                 if beside := getattr(before._workload, "_data_workers", None):
                     beside.close()
+            if HERE.device is not None:  # which a setup does not know
+                arguments = (arguments[0].model_copy(update={"device": HERE.device.kind.type}),)
             made = set_up(*arguments)
             if isinstance(made, Failed):
                 orders.send(made)

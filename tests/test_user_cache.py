@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from morph import user_cache
-from morph.user_cache import data_folder, keep, read_kept
+from morph.user_cache import data_folder, keep, open_kept, read_kept
 
 CONTENT = b"what was found" * 100
 
@@ -135,3 +136,32 @@ def test_data_of_all_runs_is_where_the_user_has_data(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.platform", platform)
     assert data_folder() == Path(folder)
+
+
+def test_a_file_that_many_want_is_written_once(tmp_path: Path) -> None:
+    writers: list[int] = []
+
+    def write(file: BinaryIO) -> None:
+        writers.append(file.write(CONTENT))
+
+    def read(_: int) -> bytes:
+        with open_kept(tmp_path / "own", "name", write, 10 * len(CONTENT)) as file:
+            return file.read()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(read, range(8))) == {CONTENT}
+    assert writers == [len(CONTENT)]
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    def fail(file: BinaryIO) -> None:
+        file.write(CONTENT)
+        raise OSError("no more")
+
+    with pytest.raises(OSError, match="no more"):
+        open_kept(tmp_path / "own", "name", fail, 1 << 20)
+    assert [path for path in (tmp_path / "own").iterdir() if not path.name.startswith(".lock-")] == []
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others").chmod(0o777)
+    with pytest.raises(PermissionError, match="belongs to another user, or others may write to it"):
+        open_kept(tmp_path / "others", "name", fail, 1 << 20)

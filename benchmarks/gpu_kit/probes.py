@@ -359,16 +359,17 @@ def pinning() -> None:
 
 @probe
 def side_copies() -> None:
-    """Copies to the host by another thread (checkpoints, followers): on the stream that computes, from pageable "
-    "memory."""
+    """Copies to the host by another thread (checkpoints, followers), beside what computes."""
     import torch
 
-    from morph.runtime.state.unit_state import to_host
+    from morph.runtime.device.staging import to_host
 
     if not CUDA:
         say("side_copies: needs a device")
         return
-    state = [torch.empty(64 << 20, device=DEVICE) for _ in range(8)]  # 2 GiB: 12 bytes each of 179 M parameters
+    state = {
+        str(index): torch.empty(64 << 20, device=DEVICE) for index in range(8)
+    }  # 2 GiB: 12 bytes each of 179 M parameters
     a = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
 
     def compute() -> float:
@@ -381,7 +382,7 @@ def side_copies() -> None:
 
     compute()
     alone = min(compute() for _ in range(2))
-    threads = [threading.Thread(target=lambda: [to_host(one) for one in state])]
+    threads = [threading.Thread(target=lambda: to_host(state))]
 
     def beside() -> float:
         for one in threads:
@@ -391,15 +392,14 @@ def side_copies() -> None:
     took = beside()
     threads[0].join()
     begun = time.perf_counter()
-    for one in state:
-        to_host(one)
+    to_host(state)
     copied = time.perf_counter() - begun
     out = torch.cuda.Stream()
     pinned = torch.empty(64 << 20, pin_memory=True)
 
     def by_stream() -> None:
         with torch.cuda.stream(out):
-            for one in state:
+            for one in state.values():
                 pinned.copy_(one, non_blocking=True)
                 out.synchronize()
 

@@ -183,6 +183,7 @@ def _section_profile(job: Job, compute: Compute, section: Section) -> SectionPro
         optimizer_step=_optimizer_step(compute, section),
         peak_bytes={entry.model.micro_batch_size: entry.of(section.index).peak_bytes for entry in compute.sizes},
         reduced_bytes=sum(unit.reduced_bytes for unit in units),
+        constant_bytes=sum(section.constant_values.num_bytes(name) for name in section.constants),
         finish_bytes=max((unit.finish_bytes for unit in units), default=0),
         step_bytes=max((unit.step_bytes for unit in units), default=0),
     )

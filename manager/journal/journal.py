@@ -151,13 +151,13 @@ class Journal:
         self._write(rows, state_json)
         self._num_unsaved = 0 if state_json is not None else self._num_unsaved + 1
 
-    def read(self, after: int = 0) -> tuple[Entry, ...]:
-        """Return every line behind this sequence number, in the order written.
+    def read(self, after: int = 0, most: int = -1) -> tuple[Entry, ...]:
+        """Return every line behind this sequence number, in the order written; ``most``: the first so many.
 
         Raises:
             RunDirError: the file cannot be read.
         """
-        return self._entries(f"{_COLUMNS} WHERE sequence > ? ORDER BY sequence", after)
+        return self._entries(f"{_COLUMNS} WHERE sequence > ? ORDER BY sequence LIMIT ?", after, most)
 
     def last_config(self) -> Entry | None:
         """The line with which the last session began."""

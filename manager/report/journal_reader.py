@@ -10,7 +10,7 @@ from manager.accounting.ledger import Ledger
 from manager.accounting.spent import NS_PER_S
 from manager.controller.state.actions import EndWorker, Finish, NoteCorrection, NoteNextSave, SendCommit, SendStep
 from manager.controller.state.config import ControllerConfig
-from manager.controller.state.evaluations import mean_loss, mean_metrics
+from manager.controller.state.evaluations import mean_loss, mean_metrics, total_weight
 from manager.controller.state.events import (
     EVENT,
     Event,
@@ -88,7 +88,7 @@ def read_ledger(run_dir: Path) -> Ledger:
     """
     if not (run_dir / JOURNAL).is_file():
         return Ledger()
-    reader = _Reader()
+    reader = RunReader()
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         for entry in journal.read():
             reader.take(entry)
@@ -120,14 +120,14 @@ def report_of(entries: tuple[Entry, ...], source: str = "journal") -> RunReport:
     Raises:
         RunDirError: there is no configuration among them.
     """
-    reader = _Reader()
+    reader = RunReader()
     for entry in entries:
         reader.take(entry)
     return reader.report(source)
 
 
 @dataclass
-class _Reader:
+class RunReader:
     """What was read so far."""
 
     config: ControllerConfig | None = None
@@ -298,6 +298,7 @@ class _Reader:
                 compute_s=max(answer.times.step_s for answer in answers),
                 loss=mean_loss(losses),
                 metrics=mean_metrics(losses),
+                weight=total_weight(losses),
                 learning_rates=extreme_rates(answers),
                 gradient_norm=facts.gradient_norm if facts else None,
                 skipped=facts.skipped if facts else False,

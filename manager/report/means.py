@@ -23,6 +23,7 @@ class EvaluationReader:
     _shares: dict[int, list[Evaluation]] = field(default_factory=dict)
     _unfinished: dict[int, EvaluationRecord] = field(default_factory=dict)
     _complete: dict[int, EvaluationRecord] = field(default_factory=dict)
+    newest: EvaluationRecord | None = None
 
     def take(self, answer: Prepared | Committed) -> EvaluationRecord | None:
         """Take one worker's answer; returns the evaluation that it completes, with the job's own metrics."""
@@ -50,7 +51,7 @@ class EvaluationReader:
         return self._told(record)
 
     def _told(self, record: EvaluationRecord) -> EvaluationRecord:
-        self._complete[record.version] = record
+        self._complete[record.version] = self.newest = record
         return record
 
     def all(self) -> tuple[EvaluationRecord, ...]:

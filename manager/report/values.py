@@ -36,6 +36,7 @@ class StepRecord(Value):
     compute_s: float = Field(description="longest step_s that a member reported")
     loss: float | None = Field(description="mean over micro-batches, in their order; None: none that is a number")
     metrics: dict[str, float] = Field(default_factory=dict, description="means likewise; those that are numbers")
+    weight: float | None = Field(default=None, description="of all its losses; None: they are means over samples")
     learning_rates: tuple[float, float] | None = Field(default=None, description="lowest and highest; None: unknown")
     gradient_norm: float | None = Field(default=None, description="before clipping; None: the job does not ask for it")
     skipped: bool = Field(default=False, description="a gradient was not finite, or nothing counted: weights stayed")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 
 from manager.controller.state.actions import Finish
 from manager.controller.state.config import ControllerConfig
@@ -30,6 +31,8 @@ from manager.run.recovery import recovery_of, write_recovery
 from manager.run.request import IfChanged, keep_request
 from manager.run.restarts import Restarts, run_until_it_ends
 from manager.run_dir import RunDir, check_free, is_run
+from manager.trackers.process import Watching
+from manager.trackers.supervisor import LIMIT_OF_A_CALL_S, Watchers
 from morph.checkpoint.newest import find_whole, newest_whole
 from morph.checkpoint.storage import bounded
 from morph.contract.checkpoint import Manifest
@@ -118,10 +121,32 @@ class ManagedRun:
                 self._wait(partial(write_name, opened.path, known_as))  # the provider marks VMs with it, to find them
                 self._providing = cloud.providing(known_as, opened.path)
             try:
-                finish = run_until_it_ends(partial(self._session, opened), self._restarts, _tell)
+                with Watchers(self._watching(opened), _tell):
+                    finish = run_until_it_ends(partial(self._session, opened), self._restarts, _tell)
                 return finish, read_report(opened.path)
             finally:
                 self._history.take_in(opened.path)
+
+    def _watching(self, opened: RunDir) -> tuple[Watching, ...]:
+        """What trackers and callbacks are to follow."""
+        run = self._run
+        folder = Path() if run.request.cluster is None else run.request.cluster.resolve().parent
+        common: dict[str, object] = {
+            "run_dir": opened.path.resolve(),
+            "journal": opened.journal_path.resolve(),
+            "checkpoint_url": opened.checkpoint_url,
+            "job": run.profile.job.name,
+            "prices": self._prices,
+            "limit_s": LIMIT_OF_A_CALL_S,
+        }
+        kinds: list[dict[str, object]] = [{"kind": tracker} for tracker in run.cluster.trackers]
+        if run.cluster.samples:  # it reads checkpoints, as workers do
+            kinds.append({"kind": "samples", "variables": variables(run.cluster.vms.pass_variables)})
+        targets: list[dict[str, object]] = [
+            {"kind": "callback", "target": str(folder / target), "number": number}
+            for number, target in enumerate(run.cluster.callbacks)
+        ]
+        return tuple(Watching.model_validate(common | one) for one in (*kinds, *targets))
 
     def _session(self, opened: RunDir, number: int) -> Finish:
         """Run one session; the first takes over what still lives."""

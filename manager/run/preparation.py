@@ -181,6 +181,7 @@ def _facts_of(profile: Profile) -> dict[str, Any]:
         "units": {unit.id: unit.sections for unit in profile.units},
         "unit_bytes": {unit.id: unit.parameter_bytes * copies for unit in profile.units},
         "state_copies": copies,
+        "constant_bytes": tuple(section.constant_bytes for section in profile.sections),
         "link_bytes_per_s": bandwidth_bytes_per_s(profile.inter_node),
     }
 

@@ -12,6 +12,7 @@ from manager.run.cloud import Cloud, check_address, check_storage, check_url
 from manager.run.inputs import PreparedRun
 from manager.run.preparation import from_its_first_event
 from manager.run.request import RunRequest, absolute_url
+from manager.trackers.sinks import check_trackers
 from morph.contract.cluster import AzureVms, ClusterConfig, JobFile, LocalVms
 from morph.contract.errors import ConfigError, ProfileError
 from morph.contract.profile import Profile, load_profile
@@ -130,6 +131,7 @@ def _with_cloud(
     """Read what the run's VMs need beside it, where a provider brings them; check that they reach the checkpoints."""
     assert request.cluster is not None
     source, url = str(request.cluster), request.checkpoint_url
+    check_trackers(cluster.trackers, cluster.callbacks, source, request.cluster.resolve().parent)
     if url is not None:
         check_url(url, source, url_field)
     cloud = load_cloud(cluster, request.cluster)

@@ -25,6 +25,8 @@ from morph.contract.errors import CheckpointDamaged
 MANIFEST = "manifest.json"
 ALIGNMENT = 64
 """Bytes: of torch's own memory, so that what is computed does not depend on where a tensor came from."""
+DEVICE_ALIGNMENT = 512
+"""Likewise of what torch's allocator gives on a device; libraries there choose kernels by up to 256."""
 PIECE_BYTES = 1 << 22
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 """Where a file appears whole or not at all, when its upload is complete; they have no folders and no renaming."""

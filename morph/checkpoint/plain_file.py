@@ -6,8 +6,9 @@ Only safetensors files are read, entry by entry: nothing is unpickled.
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +23,38 @@ SAFETENSORS, TORCH = ".safetensors", (".pt", ".pth", ".bin")
 
 
 class PlainFile:
-    """An opened file; entries are read when they are requested. Nothing in it is executed.
+    """An opened file, or all files of a folder; entries are read when they are requested. Nothing in it is executed.
 
     Raises:
-        InputError: it is missing, unreadable, or no safetensors file.
+        InputError: it is missing, unreadable, or no safetensors file; or two files have an entry of the same name.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not path.is_file():
-            raise InputError("no such file", source=str(path), allowed="a .safetensors file")
-        try:
-            opened: Any = safe_open(str(path), framework="pt")
-            self._file = opened
-            self.shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in list(opened.keys())}
-        except (SafetensorError, OSError) as error:
-            allowed = "a file that safetensors wrote; convert others with safetensors.torch.save_file"
-            raise InputError(f"is not a safetensors file: {error}", source=str(path), allowed=allowed) from error
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, Any] = {}
+        paths = sorted(path.glob(f"*{SAFETENSORS}")) if path.is_dir() else [path]
+        if not all(one.is_file() for one in paths) or not paths:
+            allowed = "a .safetensors file, or a folder of them"
+            raise InputError("no such file", source=str(path), allowed=allowed)
+        for one in paths:
+            try:
+                opened: Any = safe_open(str(one), framework="pt")
+                names = list(opened.keys())
+                shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+            except (SafetensorError, OSError) as error:
+                allowed = "a file that safetensors wrote; convert others with safetensors.torch.save_file"
+                raise InputError(f"is not a safetensors file: {error}", source=str(one), allowed=allowed) from error
+            twice = next((name for name in names if name in self.shapes), None)
+            if twice is not None:
+                raise InputError("is in two files of the folder", source=str(path), field=twice, value=one.name)
+            self.shapes |= shapes
+            self._files |= dict.fromkeys(names, opened)
 
     def __getitem__(self, name: str) -> Tensor:
         """Read one entry."""
         try:
-            tensor: Tensor = self._file.get_tensor(name)
+            tensor: Tensor = self._files[name].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise InputError(f"cannot be read: {error}", source=str(self.path), field=name) from error
         return tensor
@@ -56,8 +67,39 @@ def check_plain_name(path: Path) -> None:
         InputError: the name ends otherwise than those of safetensors and torch.
     """
     if path.suffix.lower() not in (SAFETENSORS, *TORCH):
-        allowed = f"a name that ends in {SAFETENSORS}, or in {', '.join(TORCH)} for a file of torch.save"
+        allowed = (
+            f"a name that ends in {SAFETENSORS}, or in {', '.join(TORCH)} for a file of torch.save; none: a folder"
+        )
         raise InputError("does not say by its name which format is wanted", source=str(path), allowed=allowed)
+
+
+def write_folder(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a folder, whole or not at all; files of these names that are there already are replaced.
+
+    Args:
+        path: The folder.
+        write: Fills a new one.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        partial.mkdir(parents=True)
+        write(partial)
+        for written in sorted(file for file in partial.rglob("*") if file.is_file()):
+            with written.open("rb") as opened:
+                os.fsync(opened.fileno())
+            if path.exists():
+                target = path / written.relative_to(partial)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                written.replace(target)
+        if not path.exists():
+            partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"cannot be written: {error}", source=str(path)) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_plain_file(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fsspec
 
+from morph.checkpoint.frozen_weights import frozen_url
 from morph.checkpoint.manifest import (
     complete_versions,
     read_file,
@@ -53,6 +54,9 @@ def copy_version(url: str, manifest: Manifest, target_url: str) -> bool:
         with writing(f"{where}/{unit.file}"):
             write_atomically(f"{where}/{unit.file}", data)
     _copy_recovery(url, target_url)
+    frozen = frozen_url(url)
+    if 0 in complete_versions(frozen):
+        copy_version(frozen, read_manifest(frozen, 0), frozen_url(target_url))
     with writing(where):
         write_manifest(target_url, manifest)
     return True

@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from morph.checkpoint.manifest import ALIGNMENT, PIECE_BYTES, read_file, version_url, write_atomically
+from morph.checkpoint.manifest import ALIGNMENT, DEVICE_ALIGNMENT, PIECE_BYTES, read_file, version_url, write_atomically
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointDamaged
 from morph.contract.messages import UnitWritten
@@ -45,11 +45,14 @@ def layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
     """Return the header of tensors as a safetensors file has it, and the order of their bytes behind it.
 
     In contrast to what the library writes, large tensors come first, so that each can be used where it lies once all
-    are in memory.
+    are in memory: first those that a device could use there, then those that a processor could.
     """
     header: dict[str, Any] = {}
     end = 0
-    names = sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNMENT != 0, name))
+    unaligned = {
+        name: [tensor.nbytes % size != 0 for size in (DEVICE_ALIGNMENT, ALIGNMENT)] for name, tensor in tensors.items()
+    }
+    names = sorted(tensors, key=lambda name: (unaligned[name], name))
     as_reals = [name for name in names if tensors[name].is_complex() and tensors[name].dtype not in NAMES]
     if as_reals:
         header["__metadata__"] = {AS_REALS: json.dumps(as_reals)}

@@ -16,6 +16,7 @@ from morph.cli.checkpoints.checkpoints import checkpoints_app
 from morph.cli.models.cut import cut_command
 from morph.cli.models.export import export_command
 from morph.cli.models.import_ import import_command
+from morph.cli.models.sample import sample_command
 from morph.cli.models.trace_deps import trace_deps_command
 from morph.cli.plans.plan import plan_command
 from morph.cli.plans.rehearse import rehearse_command
@@ -117,7 +118,12 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "timeline": timeline_command,
         "history": history_command,
     },
-    "Checkpoints and weights": {"checkpoints": checkpoints_app, "export": export_command, "import": import_command},
+    "Checkpoints and weights": {
+        "checkpoints": checkpoints_app,
+        "export": export_command,
+        "import": import_command,
+        "sample": sample_command,
+    },
     "Clouds": {"cloud": cloud_app},
     "Try out": {
         "demo": demo_command,

@@ -309,6 +309,15 @@ class ClusterConfig(Value):
 
     vms: Vms = LocalVms()
     policy: Policy = Policy()
+    samples: bool = Field(
+        default=False, description="have Job.sample called with each new checkpoint, in a process beside the manager"
+    )
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
+        default=(), description="where steps, evaluations and changes are plotted; each needs its extra"
+    )
+    callbacks: tuple[str, ...] = Field(
+        default=(), description="file.py:name each, relative to this file: objects that are called as the run goes on"
+    )
 
 
 class JobPart(Value):

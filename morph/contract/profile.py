@@ -85,6 +85,7 @@ class SectionProfile(Value):
     finish_bytes: Bytes = Field(
         default=0, description="taken beyond sums and mean gradients while one unit's sums become mean gradients"
     )
+    constant_bytes: Bytes = Field(default=0, description="frozen weights and other constants, which every worker reads")
     step_bytes: Bytes = Field(
         default=0, description="taken beyond state and mean gradients while one unit's optimizer steps"
     )

@@ -204,7 +204,10 @@ class Recipe:
 
     def read(self, dataset: Any, places: Iterable[Place]) -> list[Any]:
         """Read samples; what one draws from the global generators depends on (seed, epoch, index) alone."""
-        samples = []
+        samples, places = [], list(places)
+        expect = getattr(dataset, "expect_samples", None)
+        if expect is not None:
+            expect(self.seed, places)
         with own_generators() as seed_all:
             for epoch, index in places:
                 seed_all(seed_of(self.seed, "sample", epoch, index))

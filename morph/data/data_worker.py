@@ -63,10 +63,12 @@ def main() -> int:
 
 def _hear(line: Connection, heard: queue.SimpleQueue[Message]) -> None:
     """Take in what the worker says, also while a sample is read. A line that ends says that the worker is gone."""
-    with suppress(EOFError, OSError):
-        while True:
-            heard.put(json.loads(line.recv_bytes()))
-    os._exit(0)
+    try:
+        with suppress(EOFError, OSError):
+            while True:
+                heard.put(json.loads(line.recv_bytes()))
+    finally:  # also where something else came than JSON
+        os._exit(0)
 
 
 def _tell(line: Connection, message: Message) -> None:

@@ -146,7 +146,7 @@ class MicroBatchLoader:
         """Return entries of a micro-batch that is padded to a length; of the first one where lengths do not vary."""
         if length is None or self._lengths is None:
             return self.load(0, 0, keys)
-        lengths = self._lengths
+        lengths = self._lengths[: num_at_hand(self._dataset)]
         fitting = np.flatnonzero(lengths <= length).tolist() or [int(lengths.argmin())]
         wanted = sorted(fitting, key=lambda index: -lengths[index])[: self._micro_batch_size]
         places = [(0, wanted[position % len(wanted)]) for position in range(self._micro_batch_size)]
@@ -190,7 +190,7 @@ def data_of(job: Job, field: DataField = "dataset") -> MapDataset:
         make = getattr(job, field)
         with own_generators() as seed_all:
             seed_all(seed_of(job.seed, "dataset"))
-            built[field] = make()
+            built[field] = numbered(make())
     data: MapDataset = built[field]
     return data
 
@@ -198,6 +198,20 @@ def data_of(job: Job, field: DataField = "dataset") -> MapDataset:
 def forget_data(job: Job, field: DataField) -> None:
     """Let go of a job's data set; it is built anew when it is next requested."""
     job.__dict__.get(_BUILT, {}).pop(field, None)
+
+
+def num_at_hand(dataset: Any) -> int:
+    """How many of its first samples can be read at any time, to look at some: not all, where they lie in shards."""
+    return int(getattr(dataset, "num_at_hand", len(dataset)))
+
+
+def numbered(dataset: Any) -> Any:
+    """Return a data set whose samples have numbers: an ``IterableDataset`` of known length becomes one."""
+    if not isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        return dataset
+    from morph.data.streams import Iterated, Stream
+
+    return Stream(Iterated(lambda: dataset, len(dataset)), window=0)
 
 
 def recipe_of(job: Job) -> Recipe:
@@ -214,7 +228,8 @@ def measured(recipe: Recipe, dataset: MapDataset, lengths: NDArray[np.int64] | N
     """Return the recipe with what entries are like, as samples of all lengths show it; as it is without lengths."""
     if lengths is None:
         return recipe
-    return replace(recipe, shapes=shapes_of(recipe.rows(dataset, examples(lengths, _NUM_MEASURED))))
+    known = examples(lengths[: num_at_hand(dataset)], _NUM_MEASURED)
+    return replace(recipe, shapes=shapes_of(recipe.rows(dataset, known)))
 
 
 def varying_dims(job: Job) -> dict[str, tuple[int, ...]]:
@@ -292,15 +307,16 @@ def check_map_style(dataset: object, field: str) -> int:
     Raises:
         JobError: it is something else, or is empty.
     """
-    problem = None
+    problem, allowed = None, _ALLOWED
     if isinstance(dataset, DataLoader):
         problem = "returns a DataLoader; Morph forms the batches itself, so return the data set that it loads"
     elif isinstance(dataset, IterableDataset):
-        problem = "returns an IterableDataset; every worker needs to read any sample by its number"
+        problem = "returns an IterableDataset of unknown length"
+        allowed = "morph.data.streams.Stream(Iterated(make, num_samples)), or a source in shards, such as Jsonl(urls)"
     elif not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         problem = "does not return a data set"
     if problem is not None:
-        raise JobError(problem, source="Job", field=field, value=type(dataset).__name__, allowed=_ALLOWED)
+        raise JobError(problem, source="Job", field=field, value=type(dataset).__name__, allowed=allowed)
     size = len(dataset)  # type: ignore[arg-type]  # it has a length
     if size == 0:
         raise JobError("is empty", source="Job", field=field, allowed="at least one sample")
@@ -326,9 +342,9 @@ def data_facts(job: Job) -> dict[str, DataFacts]:
 
 
 def _facts(dataset: MapDataset, recipe: Recipe) -> DataFacts:
-    """Length, and samples spread evenly from the first to the last."""
-    length = len(dataset)
-    indices = sorted({place * (length - 1) // (NUM_SAMPLED - 1) for place in range(NUM_SAMPLED)}) if length else []
+    """Length, and samples spread evenly from the first to the last at hand."""
+    length, last = len(dataset), num_at_hand(dataset) - 1
+    indices = sorted({place * last // (NUM_SAMPLED - 1) for place in range(NUM_SAMPLED)}) if length else []
     samples = zip(indices, recipe.read(dataset, [(0, index) for index in indices]), strict=True)
     return DataFacts(
         num_samples=length,

@@ -2,7 +2,8 @@
 
 An epoch is a list of sample numbers that a *sampler* returns, as ``Job.sampler`` or ``morph.elastic.batches`` is given
 one: ``sampler(dataset, seed, epoch)``. Steps take ``batch_size`` of them at a time, and an epoch may end inside a step.
-``shuffled`` is the default; ``weighted``, ``stratified`` and ``grouped`` make samplers.
+``shuffled`` is the default; ``weighted``, ``stratified`` and ``grouped`` make samplers. A data set may have an order of
+its own, ``sample_order(seed, epoch)``, in place of ``shuffled``: a ``morph.data.streams.Stream`` has.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class EpochOrder:
         dataset: The data set.
         seed: The job's.
         batch_size: M.
-        sampler: None: ``shuffled``.
+        sampler: None: the data set's ``sample_order``, or ``shuffled``.
     """
 
     def __init__(self, dataset: Any, seed: int, batch_size: int, sampler: Sampler | None = None) -> None:
@@ -56,7 +57,8 @@ class EpochOrder:
         """
         if self._sampler is None:
             first, size = step * self._batch_size, len(self._dataset)
-            indices = sample_indices(self._seed, step, self._batch_size, size)
+            own = getattr(self._dataset, "sample_order", None)
+            indices = sample_indices(self._seed, step, self._batch_size, size, own)
             return [((first + offset) // size, int(index)) for offset, index in enumerate(indices)]
         size = len(self.epoch(0))
         places = (divmod(position, size) for position in range(step * self._batch_size, (step + 1) * self._batch_size))
@@ -65,7 +67,8 @@ class EpochOrder:
     def epoch(self, epoch: int) -> NDArray[np.int64]:
         """Return the numbers of an epoch's samples, in order."""
         if self._sampler is None:
-            return shuffled(self._dataset, self._seed, epoch)
+            own = getattr(self._dataset, "sample_order", None)
+            return shuffled(self._dataset, self._seed, epoch) if own is None else np.asarray(own(self._seed, epoch))
         return self._sampled(epoch)[0]
 
     def _place(self, epoch: int, offset: int) -> Place:
@@ -112,19 +115,27 @@ def _times_before(indices: NDArray[Any]) -> NDArray[np.int64]:
     return found
 
 
-def sample_indices(seed: int, step: int, batch_size: int, dataset_size: int) -> NDArray[np.int64]:
+def sample_indices(
+    seed: int,
+    step: int,
+    batch_size: int,
+    dataset_size: int,
+    sample_order: Callable[[int, int], Any] | None = None,
+) -> NDArray[np.int64]:
     """Return the data set indices of one mini-batch in the default order, as int64 [batch_size].
 
     Samples have global positions 0, 1, 2, ...; ``step`` covers positions ``step * batch_size`` onwards. Position g
     is the ``g % dataset_size``-th entry of a permutation drawn for epoch ``g // dataset_size``, so every sample
-    comes exactly once per epoch, and an epoch may end inside a mini-batch.
+    comes exactly once per epoch, and an epoch may end inside a mini-batch. ``sample_order(seed, epoch)`` gives another
+    one, which is only asked for its entries at an array of places.
     """
     positions = np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64)
     epochs, offsets = np.divmod(positions, dataset_size)
     indices = np.empty(batch_size, dtype=np.int64)
     for epoch in np.unique(epochs):
         here = epochs == epoch
-        indices[here] = _permutation(seed, int(epoch), dataset_size)[offsets[here]]
+        order = _permutation(seed, int(epoch), dataset_size) if sample_order is None else sample_order(seed, int(epoch))
+        indices[here] = order[offsets[here]]
     return indices
 
 

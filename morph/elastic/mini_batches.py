@@ -10,8 +10,9 @@ from torch import nn
 from morph.contract.errors import InputError
 from morph.data.batches import Collate, Recipe
 from morph.data.lengths import MicroBatch, checked_lengths, divided
-from morph.data.loader import check_map_style, measured
+from morph.data.loader import check_map_style, measured, num_at_hand, numbered
 from morph.data.order import EpochOrder, Sampler
+from morph.data.streams import reading_warning
 
 MOST_SHARES = 32
 TRIAL_S = 1.0
@@ -93,6 +94,7 @@ class Batches:
         sampler: Sampler | None = None,
         lengths: Callable[[Any], Any] | None = None,
     ) -> None:
+        dataset = numbered(dataset)
         size = check_map_style(dataset, "dataset")
         if global_batch < 1:
             raise InputError("is no batch", field="global_batch", value=global_batch, allowed="1 or more")
@@ -146,7 +148,7 @@ def batches(
     """Return the mini-batches of a data set, for ``morph.elastic.Optimizer.step``.
 
     Args:
-        dataset: Map-style: ``len(dataset)`` and ``dataset[i]``.
+        dataset: Map-style: ``len(dataset)`` and ``dataset[i]``, such as a ``morph.data.streams.Stream``.
         global_batch: Samples of one step, over all workers.
         seed: Of the order of samples, of what samples draw, and of what the model draws (dropout).
         share_size: Samples that are computed at once. It is part of the result, so it does not depend on how many
@@ -170,6 +172,8 @@ def batches(
 def loss_warnings(batches: Batches, model: nn.Module, loss_of: Callable[[Any], Any]) -> tuple[str, ...]:
     """Say, as ``morph run`` does, how the loss differs from the mean over samples that Morph takes it for.
 
+    Also what reading the data costs, where it must be read from its beginning.
+
     Calls ``loss_of`` several times without gradients, with unlike samples of the data set. Says nothing where that
     fails, or where it cannot tell samples apart: if something is wrong, the step, which calls it next, says so.
     """
@@ -181,9 +185,10 @@ def loss_warnings(batches: Batches, model: nn.Module, loss_of: Callable[[Any], A
     def collate(samples: Sequence[Any]) -> Any:
         return batches.recipe.nest(samples, [(0, 0)] * len(samples), "dataset")
 
-    size = len(batches.dataset)
+    size, costs = num_at_hand(batches.dataset), reading_warning(batches.dataset, "dataset")
     trial = LossTrial(loss_of, model, size, read, collate, part="share", setting="share_size")
+    known = () if costs is None else (costs,)
     try:
-        return mean_warnings(trial, running_s=TRIAL_S)
+        return (*known, *mean_warnings(trial, running_s=TRIAL_S))
     except Exception:  # the loss and the data set are the user's, who may do anything with samples of any kind
-        return ()
+        return known

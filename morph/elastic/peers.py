@@ -61,19 +61,24 @@ class Outgoing:
             call.reset()
 
     def _run(self) -> None:
-        with suppress(OSError, ValueError):
-            call = Call(self._home, MEMBER)
-            with self._lock:
-                self._call = call
-                while not self._waiting.empty():
-                    call.send(self._waiting.get())
+        try:
+            with suppress(OSError, ValueError):
+                self._hear()
+        finally:  # whatever it was
+            if not self._is_closed:
+                self._gone(self.to)
+            self.close()
+
+    def _hear(self) -> None:
+        call = Call(self._home, MEMBER)
+        with self._lock:
+            self._call = call
+            while not self._waiting.empty():
+                call.send(self._waiting.get())
+        self.heard_s = time.monotonic()
+        while not self._is_closed:
+            call.receive()
             self.heard_s = time.monotonic()
-            while not self._is_closed:
-                call.receive()
-                self.heard_s = time.monotonic()
-        if not self._is_closed:
-            self._gone(self.to)
-        self.close()
 
 
 class Incoming(Session):

@@ -36,9 +36,11 @@ class Sponsor:
 
     def _hold(self) -> None:
         """If the sponsor goes before this one is in, this attempt to join is over."""
-        with suppress(OSError):
-            self._call.receive()
-        self._membership.sponsor_left()
+        try:
+            with suppress(OSError):
+                self._call.receive()
+        finally:  # whatever it was
+            self._membership.sponsor_left()
 
 
 def meet(invitation: Invitation) -> tuple[Membership, StoreHost, Sponsor | None]:

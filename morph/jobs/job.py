@@ -43,12 +43,13 @@ _CALLED = {
     "optimizer": (1, "lambda parameters: torch.optim.SGD([p for _, p in parameters], lr=0.1)"),
     "lr_scheduler": (1, "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10), or None"),
     "eval_data": (0, "lambda: MyDataset(), that builds it, or None"),
+    "sample": (2, "lambda model, step: generate(model, 'Once upon a time'), or None"),
     "eval_metrics": (1, "lambda values: {'perplexity': math.exp(values['loss'])}, or None"),
     "collate_fn": (1, "collate_fn of torch's DataLoader, that makes a batch of a list of samples, or None"),
     "sampler": (3, "lambda dataset, seed, epoch: numpy.arange(len(dataset)), or None"),
     "lengths": (1, "lambda dataset: [len(text) for text in dataset.texts], or None"),
 }
-_OPTIONAL = frozenset({"lr_scheduler", "eval_data", "eval_metrics", "collate_fn", "sampler", "lengths"})
+_OPTIONAL = frozenset({"lr_scheduler", "eval_data", "eval_metrics", "sample", "collate_fn", "sampler", "lengths"})
 """Fields that are functions: with how many arguments they are called, and an example."""
 MOST_BUCKETS = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -167,7 +168,11 @@ class Job:
         eval_metrics: Computes metrics that are no means, once, of a whole evaluation: it is called with ``loss``, the
             metrics (means), every :class:`morph.Sum` (a number) and every :class:`morph.PerSample` (a numpy array with
             one row a sample, in their order) by name, and returns numbers by name.
+        step_entry: Name of an entry of the batch, a whole number in each sample, that is replaced by the number of the
+            step: an input of the loss, as for annealing. In an evaluation it is the number of steps applied.
         best: Which evaluated version is kept as the best, and when training ends early.
+        sample: ``sample(model, step)`` is called beside the run with the model of a checkpoint in evaluation mode
+            (``samples`` in the YAML file, or ``morph sample``); the text, numbers, lists or dicts it returns are kept.
         allowed_dependencies: Ids of findings of ``morph trace-deps`` that may stay as they are: each parameter unit is
             then stepped by itself.
 
@@ -206,6 +211,8 @@ class Job:
     eval_every_epochs: int | None = None
     eval_metrics: Callable[[dict[str, Any]], Mapping[str, float]] | None = None
     best: Best | None = None
+    step_entry: str | None = None
+    sample: Callable[[nn.Module, int], Any] | None = None
     allowed_dependencies: tuple[str, ...] = ()
 
     @property
@@ -259,6 +266,9 @@ class Job:
         _require(scaling is None or isinstance(scaling, LossScaling), "loss_scaling", scaling, allowed)
         where = self.optimizer_device
         _require(where in get_args(OptimizerDevice), "optimizer_device", where, "'same' or 'cpu'")
+        entry = self.step_entry
+        named = entry is None or (isinstance(entry, str) and entry != "")
+        _require(named, "step_entry", entry, "a name, or None")
         few = _is_int(self.data_workers) and 0 <= self.data_workers <= MOST_DATA_WORKERS
         _require(few, "data_workers", self.data_workers, f"a whole number from 0 to {MOST_DATA_WORKERS}")
 

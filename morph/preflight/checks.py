@@ -21,7 +21,7 @@ from morph.cutting.exporting.exported_job import GraphJob
 from morph.cutting.source.locate import node_line
 from morph.jobs.job import Job
 from morph.preflight.comparison_cache import compare_once
-from morph.preflight.data_check import check_data
+from morph.preflight.data_check import check_data, reading_warnings
 from morph.preflight.mean_loss import loss_warnings
 from morph.preflight.plain_comparison import PATIENT_FLOPS, QUICK_FLOPS, Comparison, Limits, comparison_note
 from morph.runtime.workloads.job_workload import check_training
@@ -82,8 +82,8 @@ class Report:
     Args:
         settings: What it trains with, as text by name.
         dependencies: Between its sections; None: not looked for.
-        warnings: Why the loss or a metric is neither a mean over samples nor a total with its weight, and masks of
-            attention that keep flash kernels out for nothing.
+        warnings: Why reading the data costs much, why the loss or a metric is neither a mean over samples nor a total
+            with its weight, and masks of attention that keep flash kernels out for nothing.
         compared: With the plain model; None: not compared.
     """
 
@@ -138,7 +138,7 @@ def _settings(checked: CutJob, _effort: Effort, report: Report) -> Report:
 
 def _data(checked: CutJob, _effort: Effort, report: Report) -> Report:
     check_data(checked.job)
-    return report
+    return replace(report, warnings=(*report.warnings, *(f"warning: {text}" for text in reading_warnings(checked.job))))
 
 
 def _dependencies(checked: CutJob, effort: Effort, report: Report) -> Report:

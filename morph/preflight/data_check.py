@@ -13,7 +13,17 @@ from morph.contract.errors import JobError
 from morph.cutting.source.locate import definition_line
 from morph.cutting.trial_run.trial import run_users_code
 from morph.data.batches import Recipe, require_alike
-from morph.data.loader import DataField, check_map_style, data_of, forget_data, lengths_of, order_of, recipe_of
+from morph.data.loader import (
+    DataField,
+    check_map_style,
+    data_of,
+    forget_data,
+    lengths_of,
+    num_at_hand,
+    order_of,
+    recipe_of,
+)
+from morph.data.streams import reading_warning
 from morph.jobs.job import Job, MapDataset
 
 _NUM_SAMPLES = 8
@@ -50,10 +60,18 @@ def check_data(job: Job) -> None:
         run_users_code(partial(_check_order, job), job, None, "sampler")
 
 
+def reading_warnings(job: Job) -> tuple[str, ...]:
+    """Say what it costs that a data set can only be read from its beginning."""
+    fields: tuple[DataField, ...] = ("dataset", "eval_data")
+    found = [reading_warning(data_of(job, field), field) for field in fields if getattr(job, field) is not None]
+    return tuple(sentence for sentence in found if sentence is not None)
+
+
 def _check(job: Job, field: DataField) -> None:
     dataset, recipe = data_of(job, field), recipe_of(job)
     lengths_of(job, field)
-    count, line = check_map_style(dataset, field), definition_line(type(dataset).__getitem__)
+    check_map_style(dataset, field)
+    count, line = num_at_hand(dataset), definition_line(type(dataset).__getitem__)
     indices = sorted({count * part // _NUM_SAMPLES for part in range(_NUM_SAMPLES)})
 
     def read(data: MapDataset, wanted: Sequence[int]) -> list[dict[str, Tensor]]:

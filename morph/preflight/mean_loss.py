@@ -23,7 +23,7 @@ from morph.contract.errors import JobError, MorphError
 from morph.contract.messages import SAMPLES, SUM, WEIGHT
 from morph.cutting.deferred_init.construct import build_really, training_mode
 from morph.cutting.trial_run.trial import example_batch, move_weights, run_really
-from morph.data.loader import data_of, recipe_of
+from morph.data.loader import data_of, num_at_hand, recipe_of
 from morph.jobs.job import Job
 from morph.losses import values_of
 from morph.preflight.equal_draws import EqualDraws
@@ -117,7 +117,7 @@ def _job_warnings(job: Job) -> tuple[str, ...]:
             made = recipe.batch(samples, [(0, 0)] * len(samples), "dataset()")
             return made.form.build({key: widen(entry) for key, entry in made.entries.items()})
 
-        return mean_warnings(LossTrial(partial(job.loss, model), model, len(dataset), read, collate))
+        return mean_warnings(LossTrial(partial(job.loss, model), model, num_at_hand(dataset), read, collate))
 
     try:
         return tried(_widened)

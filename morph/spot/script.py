@@ -123,8 +123,9 @@ class Script:
                 assert self._storage is not None
                 write_backup(self._storage, spool / name)
                 self._tell(kind="uploaded", number=number, seconds=time.monotonic() - begin_s)
-            except CheckpointError as error:
-                self._tell(kind="refused", number=number, sentence=str(error))
+            except Exception as error:  # whatever it is, the script's end does not wait for it
+                sentence = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+                self._tell(kind="refused", number=number, sentence=sentence)
             shutil.rmtree(spool, ignore_errors=True)
             with self._changed:
                 self._is_busy = False

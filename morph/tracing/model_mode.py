@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from morph.cutting import CutModel, Section
+from morph.cutting.sections.section import Constants
 from morph.tracing.findings import Place
 from morph.tracing.operations import influences_of, name_of
 from morph.tracing.recorder import Recorder
@@ -57,7 +58,7 @@ class ModelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 outputs: tuple[Tensor, ...] = run(*arguments)
             return outputs
 
-        return replace(section, code=code, constant_values=constants, _on_device={})
+        return replace(section, code=code, constant_values=Constants(constants), _on_device={})
 
     @contextmanager
     def _inside(self, section: int) -> Iterator[None]:

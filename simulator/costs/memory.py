@@ -13,6 +13,7 @@ Some moments of a run are looked at, each with its parts; a stage needs as much 
 - *changing*: the units of the old shape and those of the new one side by side, and sums of a step that was given up. Of
   the old shape no more is known than that a worker holds no unit twice: twice the stage, at most the whole model.
 
+Frozen weights are there at every moment: a worker lets go of an earlier stage's before it reads those of the next.
 What the allocator keeps for itself and the device's context come on top (0 on a CPU).
 """
 
@@ -140,6 +141,7 @@ class StageMemory:
         self._peaks: Ints = self.activations[:-1] + np.array(peaks, np.int64)
         self._crossing: Ints = np.array(crossing, np.int64)
         self._held = HeldBytes(profile)
+        self._constants = running_sums([section.constant_bytes for section in sections])
         gradients = [section.gradient_bytes for section in sections]
         self._sums: Ints = np.array(gradients, np.int64)
         self._finish: Ints = np.array([section.finish_bytes for section in sections], np.int64)
@@ -356,6 +358,8 @@ class StageMemory:
             "parameters": self._held("parameters", begin, end),
             "optimizer state": self._device_optimizer(begin, end),
         }
+        if self._constants[-1]:
+            parts["frozen weights"] = self._constants[end] - self._constants[begin]
         if self.rules.mailboxes and self.apart:
             behind, before = np.asarray(begin) > 0, np.asarray(end) < self._num_sections
             num = 2 if self.rules.changes else behind.astype(np.int64) + before  # it keeps those of an earlier place

@@ -257,12 +257,17 @@ def test_neither_the_users_free_text_nor_local_paths_are_stored(given: Given) ->
 
 def test_a_job_file_leaves_the_same_as_its_options(given: Given) -> None:
     job = {"code": "jobs.py:good", "profile": "profile.json", "steps": 9, "pipeline_depth": 1}
-    path = given.file("run.yaml", json.dumps({"job": job, "vms": {"num_vms": 2}}))
+    path = given.file("run.yaml", json.dumps({"job": job, "vms": {"num_vms": 2}, "callbacks": ["jobs.py:good"]}))
     by_file = prepare(RunRequest(job=str(path), steps=1), given.run_dir)
     by_options = prepare(asked(given, trace=None, trace_speed=1.0, checkpoint_url=None), given.run_dir)
     first, second = (recovery_of(run, run.facts(run.config()), run.job_files) for run in (by_file, by_options))
     assert first == second
     assert first.command.job == "jobs.py:good"
+    cluster = first.cluster.model_copy(update={"callbacks": ("jobs.py:bad",)})
+    stranger = first.model_copy(update={"cluster": cluster})
+    made = recover(stranger, str(given.folder / "ckpt"), given.job, given.run_dir, None, IfChanged.REFUSE)
+    assert made.cluster is not None
+    assert load_cluster(made.cluster).callbacks == (), "which program runs is not taken from storage"
 
 
 def test_storage_that_takes_it_not_is_told_once_and_the_run_begins(

@@ -200,7 +200,7 @@ class Stream(IterableDataset[dict[str, Tensor]]):
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (Stream, r"returns an IterableDataset; .* \(got 'Stream'\); allowed: a map-style data set"),
+        (Stream, r"returns an IterableDataset of unknown length \(got 'Stream'\); allowed: morph.data.streams"),
         (lambda: DataLoader(ITEMS, batch_size=2), r"returns a DataLoader; Morph forms the batches itself"),
         (lambda: iter(ITEMS), r"does not return a data set \(got 'list_iterator'\)"),
         (lambda: None, r"does not return a data set \(got 'NoneType'\)"),

@@ -1,8 +1,9 @@
 """A device for tests that does nothing before it is told to, and shows whoever did not wait for it.
 
-Its memory is the host's, and what its owner computes is computed at once; copies and events, which a transport
-enqueues, happen at ``tick``. Until a copy has happened its destination holds poison (NaN). A source that its owner
-lets go or changes before the copy comes out wrong, as on a real one.
+Its tensors are those of ``device_tensors``: the host can read none of them but through a stream's copy from or to
+pinned memory. What its owner computes is computed at once; copies and events, which a transport enqueues, happen at
+``tick``. Until a copy has happened its destination holds poison (NaN). A source that its owner lets go or changes
+before the copy comes out wrong, as on a real one.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from torch import Tensor
+
+from tests.device.device_tensors import copies_allowed, gpu, is_on_device, live_bytes, memory_of, on_device
 
 BOUND_S = 100.0
 POISON = 0xFF
@@ -29,11 +33,15 @@ class DeviceLost(RuntimeError):
 
 
 def poison(tensor: Tensor) -> None:
-    tensor.view(-1).view(torch.uint8).fill_(POISON)
+    memory_of(tensor).view(-1).view(torch.uint8).fill_(POISON)
 
 
 def _mapped(file: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
+    return on_device(torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8))
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return getattr(tensor.untyped_storage(), "is_pinned_by_fake", False)
 
 
 class FakeEvent:
@@ -64,15 +72,17 @@ class FakeStream:
         assert source.is_contiguous()
         assert into.shape == source.shape
         assert into.dtype == source.dtype
+        assert all(is_on_device(one) or _is_pinned(one) for one in (into, source)), "the device reads pageable memory"
         poison(into)
         # pinned memory is kept by its allocator, device memory by nobody
-        kept = source if source.data_ptr() in self._device.pinned_at else None
+        kept = None if is_on_device(source) else source
         found = weakref.ref(source)
 
         def act() -> bool:
             still_there = kept if kept is not None else found()
             assert still_there is not None, "the source of a copy was let go before it was copied"
-            into.copy_(still_there)
+            with copies_allowed():
+                into.copy_(still_there)
             self._device.num_copies += 1
             self._device.copied_bytes += into.nbytes
             return True
@@ -82,6 +92,7 @@ class FakeStream:
     def wait(self, event: FakeEvent) -> None:
         """What waits on the stream on which everything is computed at once lets the device come to the event now."""
         if self is self._device.at_once:
+            self._device.num_stalls += not event.done
             self._device.run_until(event)
         else:
             self._put(lambda: event.done)
@@ -117,18 +128,23 @@ class FakeStream:
 
 
 class FakeDevice:
-    """See ``Device``."""
+    """See ``Device``.
 
-    kind = torch.device("cpu")
+    ``live_at_release``: what tensors had, in bytes, each time it was asked for the rest; ``num_stalls``: how often what
+    is computed had to wait for something else.
+    """
 
     def __init__(self) -> None:
+        self.kind = gpu()
+        self.live_at_release: list[int] = []
+        self.num_stalls = 0
+        self.most_pinned_bytes = 0
         self.condition = threading.Condition(threading.RLock())
         self.aborted = self.hung = False
         self.at_once = FakeStream(self)
         self.stream_of = threading.local()
         self.streams = [self.at_once]
         self.used: list[int] = []
-        self.pinned_at: set[int] = set()
         self.num_copies = self.copied_bytes = self.num_syncs = 0
         self.failures: list[BaseException] = []
         self.shares = self.opens = True
@@ -144,13 +160,18 @@ class FakeDevice:
         return self.streams[-1]
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        made = self.poisoned(shape, dtype)
-        self.pinned_at.add(made.data_ptr())
+        made = torch.empty(tuple(shape), dtype=dtype)
+        made.untyped_storage().is_pinned_by_fake = True  # type: ignore[attr-defined]
+        self.most_pinned_bytes = max(self.most_pinned_bytes, made.nbytes)
+        poison(made)
         return made
+
+    def release(self) -> None:
+        self.live_at_release.append(live_bytes())
 
     def poisoned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory in which nothing was written yet."""
-        made = torch.empty(tuple(shape), dtype=dtype)
+        made = torch.empty(tuple(shape), dtype=dtype, device=self.kind)
         poison(made)
         return made
 
@@ -199,6 +220,21 @@ class FakeDevice:
         with self.condition:
             self.aborted = True
             self.condition.notify_all()
+
+
+@contextmanager
+def only_device(device: FakeDevice) -> Iterator[FakeDevice]:
+    """Have this process find a device, which ticks, wherever it looks for the one of a tensor."""
+    from morph.runtime.device import staging
+
+    ticking = Ticking(device)
+    staging._staging.cache_clear()
+    with mock.patch.object(staging, "device_for", return_value=device):
+        try:
+            yield device
+        finally:
+            staging._staging.cache_clear()
+            ticking.stop()
 
 
 class Ticking:

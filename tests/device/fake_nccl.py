@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from morph.runtime.device.rings import DeviceFacts
+from tests.device.device_tensors import is_on_device, memory_of
 from tests.device.fake_device import FakeDevice, poison
 
 
@@ -54,6 +55,8 @@ class FakeCommunicator:
         device = self._library.device
         assert device.current is not device.at_once, "it would stand in the way of what is computed"
         self._library.launched(self._number, kind)
+        assert is_on_device(into)
+        assert is_on_device(out)
         given_now = out.clone()
         poison(into)
         out.copy_(given_now)  # what is gathered in place is sent from there
@@ -65,12 +68,14 @@ class FakeCommunicator:
             if not keys:
                 keys.extend(f"{self._num_begun}/{kind}/{rank}" for rank in range(self._size))
                 self._num_begun += 1
-                self._store.set(keys[self._rank], out.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+                self._store.set(
+                    keys[self._rank], memory_of(out).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                )
                 poison(into)
             if not self._store.check(keys):
                 return False
             given = [torch.frombuffer(bytearray(self._store.get(key)), dtype=out.dtype) for key in keys]
-            into.copy_(result(given).view(into.shape))
+            memory_of(into).copy_(result(given).view(into.shape))
             return True
 
         device.current._put(act)

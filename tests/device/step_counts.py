@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import pairwise
@@ -115,6 +115,9 @@ class ShapeStream:
 
     def use(self, tensor: Tensor) -> None:
         """See ``Stream.use``."""
+
+    def computing(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 class ShapeDevice:
@@ -375,7 +378,7 @@ class ShapeJob:
         total = num_micro_batches * shape.num_replicas
         order = self._reshape_order(stages, num_micro_batches, total)
         staging, interrupt = Staging(self.device), Interrupt(1)
-        staging._events = _AtOnce()  # type: ignore[assignment]
+        staging._events = staging._events_beside = _AtOnce()  # type: ignore[assignment]
         me = f"{stage}/0"
         with mock.patch("morph.runtime.process.worker.load_workload", return_value=self._workload):
             worker = set_up(self._setup.model_copy(update={"worker": me}))

@@ -13,9 +13,10 @@ from typing import Literal
 import pytest
 
 from morph.contract.cluster import LinkSetting
-from morph.contract.messages import Aborted, Fault, Slot
+from morph.contract.messages import Aborted, Fault, ReshapeOrder, Slot
 from tests.crew import Crew, check_that_morphs_leave_nothing
 from tests.device.fake_mailboxes import FakeMailRoom
+from tests.runtime.test_salvage import await_copies, follow, give_up, in_step, keeping, train_followed
 from tests.system.harness import JOB, TinyJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -23,7 +24,30 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 NAMES = ("w0", "w1", "w2", "w3")
 LOST, REST = NAMES[-1], NAMES[:-1]
 NUM_STEPS = 3
+NUM_FOLLOWED, GIVEN_UP = 8, 6
 END_S = 100.0
+
+
+@pytest.fixture(scope="module")
+def references(job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
+    """The weights of a worker that trains alone on such a device, whose kernels are not the processor's, by steps."""
+    crew = Crew(job, NAMES[:1])
+    try:
+        _give_device(crew, NAMES[0])
+        crew.set_up(JOB, job.fingerprint, tmp_path_factory.mktemp("reference"))
+        crew.reshape("1x1", NAMES[:1])
+        found = {}
+        for num_steps in (NUM_STEPS, NUM_FOLLOWED):
+            crew.train(num_steps)
+            found[num_steps] = crew.digests()
+        return found
+    finally:
+        crew.close()
+
+
+@pytest.fixture(scope="module")
+def reference(references: dict[int, dict[str, str]]) -> dict[str, str]:
+    return references[NUM_STEPS]
 
 
 @pytest.fixture
@@ -126,6 +150,9 @@ def test_sums_on_devices_have_the_same_bits_in_every_shape(
     crew.reshape("2x2", NAMES)
     crew.train(NUM_STEPS)
     assert crew.digests() == reference
+    for member in crew.members.values():  # when each shape is formed, and when the units of the first one are let go
+        _, whole, half = member.control("live_at_release")
+        assert half < 0.75 * whole
     launches = {slot.worker: crew.members[slot.worker].control("launches") for slot in crew.slots}
     assert all(launches.values())
     for stage in range(2):
@@ -156,6 +183,34 @@ def test_workers_survive_a_kill_during_a_reduction_on_devices(
     partner = next(slot.worker for slot in crew.slots if slot.stage == 1 and slot.worker != LOST)
     assert isinstance(answers[partner], Aborted), "its reduction needs the one that was killed"
     goes_on_without_the_last(crew, reference)
+
+
+@pytest.mark.parametrize("in_host", [False, True], ids=["on the device", "in host memory"])
+def test_a_stage_lost_on_devices_goes_on_from_its_follower(
+    crew: Crew, job: TinyJob, references: dict[int, dict[str, str]], tmp_path: Path, in_host: bool
+) -> None:
+    """States, gradients, partial sums and what is left of a step leave devices and come back to them."""
+    for name in NAMES:
+        _give_device(crew, name)
+    faults = (Fault(worker=LOST, phase="backward", step=GIVEN_UP, nth=2, kind="out_of_memory"),)
+    crew.set_up(JOB, job.fingerprint, tmp_path, faults=faults)
+    await_copies(crew)
+
+    def followed(order: ReshapeOrder) -> ReshapeOrder:
+        return follow(crew, order, every=2).model_copy(update={"follow_in_host": in_host})
+
+    order = followed(crew.order("4x1", NAMES))
+    crew.form(order)
+    train_followed(crew, order, GIVEN_UP)
+    assert in_step(crew, order)
+    follower = next(entry.follower for entry in order.follows if entry.worker == LOST)
+    kept = give_up(crew, LOST, copied=follower, num_copied=2, done=2)
+    again = followed(keeping(crew.order("3x1", REST), kept, job))
+    assert again.salvage is not None, "its follower has a copy of what it had summed"
+    assert not [source for source in again.sources if source.kind == "initial"]
+    crew.form(again)
+    train_followed(crew, again, NUM_FOLLOWED)
+    assert crew.digests() == references[NUM_FOLLOWED]
 
 
 def slot_of_the_last(crew: Crew) -> Slot:

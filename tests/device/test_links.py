@@ -15,6 +15,7 @@ from morph.runtime.device.links import HostLink, StagedLink
 from morph.runtime.device.staging import Staging
 from morph.runtime.groups.channels import Pending
 from morph.runtime.groups.interrupt import Interrupt
+from tests.device.device_tensors import on_device, placed, read
 from tests.device.fake_device import BOUND_S, DeviceLost, FakeDevice, Ticking
 from tests.device.link_contract import Ends, LinkContract, Pair, Spec
 
@@ -26,6 +27,8 @@ def staged_ends(pair: Pair, devices: dict[str, Device]) -> Ends:
         pair,
         {name: StagedLink(pair.channel(name), staging[name], interrupts[name]) for name in "ab"},
         staging["a"],
+        place=placed if isinstance(devices["a"], FakeDevice) else torch.clone,
+        read=read,
     )
 
 
@@ -98,7 +101,7 @@ def settled(device: FakeDevice, staging: Staging) -> None:
 
 def test_nothing_is_handed_to_the_wire_before_its_copy_is_done(device: FakeDevice) -> None:
     wire, staging = Wire(), Staging(device)
-    leaving = StagedLink(wire, staging, Interrupt(1)).send([torch.ones(4)])
+    leaving = StagedLink(wire, staging, Interrupt(1)).send([on_device(torch.ones(4))])
     assert wire.handed_over == []
     assert not leaving.done
     settled(device, staging)
@@ -126,7 +129,7 @@ def test_an_arrival_that_is_used_without_being_taken_is_poison(device: FakeDevic
 def test_sending_does_not_wait_for_a_hanging_device_and_aborts(device: FakeDevice) -> None:
     device.hang()
     wire, staging, interrupt = Wire(), Staging(device), Interrupt(1)
-    leaving = StagedLink(wire, staging, interrupt).send([torch.ones(4)])
+    leaving = StagedLink(wire, staging, interrupt).send([on_device(torch.ones(4))])
     interrupt.abort()
     with pytest.raises(GenerationAborted):
         leaving.wait("it to leave", BOUND_S)
@@ -136,7 +139,7 @@ def test_sending_does_not_wait_for_a_hanging_device_and_aborts(device: FakeDevic
 def test_a_lost_device_is_told_to_who_waits_for_what_leaves(device: FakeDevice) -> None:
     device.hang()
     wire, staging = Wire(), Staging(device)
-    leaving = StagedLink(wire, staging, Interrupt(1)).send([torch.ones(4)])
+    leaving = StagedLink(wire, staging, Interrupt(1)).send([on_device(torch.ones(4))])
     device.abort()
     with pytest.raises(DeviceLost):
         leaving.wait("it to leave", BOUND_S)
@@ -144,7 +147,7 @@ def test_a_lost_device_is_told_to_who_waits_for_what_leaves(device: FakeDevice) 
 
 def test_nothing_of_an_aborted_generation_is_handed_to_the_wire(device: FakeDevice) -> None:
     wire, staging, interrupt = Wire(), Staging(device), Interrupt(1)
-    StagedLink(wire, staging, interrupt).send([torch.ones(4)])
+    StagedLink(wire, staging, interrupt).send([on_device(torch.ones(4))])
     interrupt.abort()
     settled(device, staging)
     assert wire.handed_over == []
@@ -160,14 +163,14 @@ def test_a_batch_on_the_device_no_longer_depends_on_the_loaders_memory(device: F
 
 def test_the_fake_device_tells_of_a_source_that_was_let_go(device: FakeDevice) -> None:
     stream = device.stream()
-    stream.copy(torch.empty(2), torch.ones(2))
+    stream.copy(device.pinned((2,), torch.float32), on_device(torch.ones(2)))
     with pytest.raises(AssertionError, match="let go"):
         device.tick()
 
 
 def test_the_fake_devices_events_come_in_order_and_across_streams(device: FakeDevice) -> None:
     first, second = device.stream(), device.stream()
-    into, source = torch.empty(2), torch.ones(2)
+    into, source = device.pinned((2,), torch.float32), on_device(torch.ones(2))
     second.wait(made := first.record())
     second.copy(into, source)
     behind = second.record()

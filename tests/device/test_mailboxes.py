@@ -25,6 +25,7 @@ from morph.runtime.device.mailboxes import Mailbox, MailRoom, ReceivingEnd, Send
 from morph.runtime.device.staging import Staging
 from morph.runtime.groups.channels import GroupSpec, connect_store
 from morph.runtime.groups.store import StoreHost
+from tests.device.device_tensors import placed, read
 from tests.device.fake_device import BOUND_S, DeviceLost, FakeDevice, Ticking
 from tests.device.link_contract import LOOPBACK, Ends, LinkContract, Pair, Spec
 
@@ -88,7 +89,7 @@ class TestMailboxesOnAFakeDevice(LinkContract):
         assert isinstance(links["b"], ReceivingEnd)
         staging = Staging(neighbours.devices["a"])
         ticking = Ticking(*neighbours.devices.values())
-        yield Ends(pair, links, staging)
+        yield Ends(pair, links, staging, placed, read)
         ticking.stop()
 
     def test_a_fast_sender_reuses_its_slots_for_every_shape(self, ends: Ends, pair: Pair) -> None:
@@ -100,7 +101,7 @@ class TestMailboxesOnAFakeDevice(LinkContract):
             arriving = ends.links["b"].receive([Spec(tuple(tensor.shape), tensor.dtype) for tensor in message])
             ends.await_done("b", arriving)
             for arrived, tensor in zip(arriving.take(), message, strict=True):
-                assert torch.equal(arrived, tensor)
+                assert torch.equal(ends.read(arrived), tensor)
         for one in leaving:
             ends.await_done("a", one)
         ends.check()
@@ -123,7 +124,7 @@ def tick(device: FakeDevice, until: Callable[[], bool], what: str) -> None:
 
 def test_no_more_slots_are_filled_than_there_are(neighbours: Neighbours, pair: Pair) -> None:
     links, device = neighbours.join(pair), neighbours.devices["a"]
-    leaving = [links["a"].send([torch.full((4,), float(number))]) for number in range(9)]
+    leaving = [links["a"].send([placed(torch.full((4,), float(number)))]) for number in range(9)]
     tick(device, lambda: device.num_copies == 4, "four slots to be filled")
     for _ in range(50):
         assert not device.tick()
@@ -135,7 +136,7 @@ def test_no_more_slots_are_filled_than_there_are(neighbours: Neighbours, pair: P
 def test_a_message_stands_in_its_slot_and_untaken_bytes_are_poison(neighbours: Neighbours, pair: Pair) -> None:
     links = neighbours.join(pair)
     arriving = links["b"].receive([Spec((4,))])
-    links["a"].send([torch.full((4,), 5.0)])
+    links["a"].send([placed(torch.full((4,), 5.0))])
     for _ in range(50):
         assert not arriving.done, "the sender's device has not done the copy"
         time.sleep(0.001)
@@ -151,7 +152,7 @@ def test_sending_ignores_a_hanging_device_and_an_abort_ends_every_wait(neighbour
     links = neighbours.join(pair)
     neighbours.devices["a"].hang()
     arriving = links["b"].receive([Spec((4,))])
-    leaving = links["a"].send([torch.ones(4)])
+    leaving = links["a"].send([placed(torch.ones(4))])
     filling = neighbours.rooms["a"].box(0)._stream.entries  # type: ignore[attr-defined]
     poll(lambda: len(filling) == 3, "its end to wait for the device")
     for name, transfer in (("a", leaving), ("b", arriving)):
@@ -163,17 +164,17 @@ def test_sending_ignores_a_hanging_device_and_an_abort_ends_every_wait(neighbour
 def test_a_lost_device_is_told_to_who_waits_for_what_leaves(neighbours: Neighbours, pair: Pair) -> None:
     links = neighbours.join(pair)
     neighbours.devices["a"].hang()
-    leaving = links["a"].send([torch.ones(4)])
+    leaving = links["a"].send([placed(torch.ones(4))])
     neighbours.devices["a"].abort()
     with pytest.raises(DeviceLost):
         leaving.wait("it to leave", BOUND_S)
     with pytest.raises(DeviceLost):
-        links["a"].send([torch.ones(4)]).wait("it to leave", BOUND_S)
+        links["a"].send([placed(torch.ones(4))]).wait("it to leave", BOUND_S)
 
 
 def test_a_sender_sees_that_its_receiver_left_a_slot_filled(neighbours: Neighbours, pair: Pair) -> None:
     links = neighbours.join(pair)
-    leaving = links["a"].send([torch.ones(4)])
+    leaving = links["a"].send([placed(torch.ones(4))])
     tick(neighbours.devices["a"], lambda: neighbours.devices["a"].num_copies == 1, "a slot to be filled")
     del links["b"]
     pair.groups["b"].clear()
@@ -185,7 +186,7 @@ def test_a_peers_memory_is_released_once_the_device_has_read_it(neighbours: Neig
     links = neighbours.join(pair)
     held = weakref.ref(links["b"]._slots)  # type: ignore[attr-defined]
     arriving = links["b"].receive([Spec((4,))])
-    links["a"].send([torch.full((4,), 5.0)])
+    links["a"].send([placed(torch.full((4,), 5.0))])
     neighbours.devices["b"].hang()
     tick(neighbours.devices["a"], lambda: arriving.done, "the message")
     for interrupt in pair.interrupts.values():
@@ -205,10 +206,10 @@ def test_morphs_share_no_new_memory_and_leave_no_thread(neighbours: Neighbours, 
         links = neighbours.join(pair)
         arrivals = [links["b"].receive([Spec((3000,))]) for _ in range(7)]
         for index in range(7):
-            links["a"].send([torch.full((3000,), float(index))])
+            links["a"].send([placed(torch.full((3000,), float(index)))])
         for index, arriving in enumerate(arrivals):
             pair.interrupts["b"].wait_for(lambda found=arriving: found.done, "a message", BOUND_S)  # type: ignore[misc]
-            assert arriving.take()[0].tolist() == [float(index)] * 3000
+            assert read(arriving.take()[0]).tolist() == [float(index)] * 3000
         if number % 2:
             for interrupt in pair.interrupts.values():
                 interrupt.abort()
@@ -222,7 +223,7 @@ def test_morphs_share_no_new_memory_and_leave_no_thread(neighbours: Neighbours, 
 
 def test_a_link_of_an_earlier_generation_touches_no_slot(neighbours: Neighbours) -> None:
     box, device = Mailbox(neighbours.devices["a"], 2, 64), neighbours.devices["a"]
-    piece, ready = torch.ones(8, dtype=torch.uint8), device.current.record()
+    piece, ready = placed(torch.ones(8, dtype=torch.uint8)), device.current.record()
     box.take(1, "first")
     box.fill("first", 0, piece, ready)
     box.take(2, "second")

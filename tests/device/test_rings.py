@@ -6,19 +6,24 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from morph.contract.errors import ConfigError, GenerationAborted
+from morph.contract.errors import ConfigError, GenerationAborted, PeerLost
 from morph.runtime.device.nccl import library_for
 from morph.runtime.device.rings import CommunicatorSet, DeviceFacts, DeviceRing, RingStream, rings_over_nccl, told_facts
+from morph.runtime.device.staging import Staging
 from morph.runtime.groups.channels import GroupSpec, connect_store
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.store import StoreHost
+from morph.runtime.state import reduction as reducing
 from morph.runtime.state.accumulators import ExactAccumulator, Reduced
+from morph.runtime.state.parts import Memory
 from morph.runtime.state.reduction import Reduction
+from tests.device.device_tensors import placed, read
 from tests.device.fake_device import BOUND_S, FakeDevice, Ticking
 from tests.device.fake_nccl import FakeNccl
 from tests.device.link_contract import LOOPBACK, Ends, LinkContract, Pair
@@ -79,12 +84,13 @@ class TestRingsOfFakeDevices(LinkContract):
             launches = [library.launches for library in ticked.libraries.values()]
             assert launches[0] == launches[1], "operations of two communicators were launched in two orders"
 
-        return Ends(made.pair, made.links, made.staging, check=check)
+        return Ends(made.pair, made.links, made.staging, placed, read, check)
 
 
 def sums_of(name: str, size: int) -> ExactAccumulator:
-    made = ExactAccumulator({"w": torch.zeros(size)}, {"w": 40}, 2)
-    made.add("w", torch.linspace(-1.0, 2.0, size) * (1.0 if name == "a" else 3.0))
+    like = placed(torch.zeros(size))
+    made = ExactAccumulator({"w": like}, {"w": 40}, 2, memory=Memory(like.device))
+    made.add("w", placed(torch.linspace(-1.0, 2.0, size) * (1.0 if name == "a" else 3.0)))
     return made
 
 
@@ -108,12 +114,14 @@ def test_sums_reduced_on_devices_have_the_bits_of_those_reduced_through_gloo(tic
     on_devices = reduced(ticked.pair, sizes)
     for groups in ticked.pair.groups.values():
         groups.device_rings = None
-    through_gloo = reduced(ticked.pair, sizes)
+    staging = Staging(ticked.devices["a"])
+    with mock.patch.object(reducing, "staging_for", return_value=staging):
+        through_gloo = reduced(ticked.pair, sizes)
     assert ticked.libraries["a"].launches == ticked.libraries["b"].launches
     assert {number for number, _ in ticked.libraries["a"].launches} == {0, 1}
     for name in "ab":
         for have, want in zip(on_devices[name], through_gloo[name], strict=True):
-            assert torch.equal(have.gradients["w"], want.gradients["w"])
+            assert torch.equal(read(have.gradients["w"]), read(want.gradients["w"]))
             assert have.exponents == want.exponents
 
 
@@ -122,9 +130,10 @@ def test_an_operation_ends_with_its_event_and_not_with_its_future(members: Membe
         members.pair.interrupts[name].wait_for(
             lambda name=name: len(members.libraries[name].formed) == 2, "forming", BOUND_S
         )
-    into = {name: torch.zeros(4) for name in "ab"}
+    into = {name: placed(torch.zeros(4)) for name in "ab"}
     pending = {
-        name: members.ring(name).gather(into[name], torch.full((2,), 1.0 if name == "a" else 2.0)) for name in "ab"
+        name: members.ring(name).gather(into[name], placed(torch.full((2,), 1.0 if name == "a" else 2.0)))
+        for name in "ab"
     }
     assert not any(one.done for one in pending.values())
     assert all(bool(one.isnan().all()) for one in into.values())
@@ -136,8 +145,8 @@ def test_an_operation_ends_with_its_event_and_not_with_its_future(members: Membe
 
 
 def test_operations_follow_the_work_that_the_calling_thread_enqueued(ticked: Members) -> None:
-    values = {name: torch.ones(3) for name in "ab"}
-    late = torch.full((3,), 5.0)
+    values = {name: placed(torch.ones(3)) for name in "ab"}
+    late = placed(torch.full((3,), 5.0))
     for name in "ab":
         ring, device = ticked.ring(name), ticked.devices[name]
         with device.condition:  # nothing ticks
@@ -163,7 +172,7 @@ def test_a_ring_is_used_before_its_communicator_is_formed(pair: Pair, store: Sto
 
 
 def test_waiting_for_an_absent_peer_ends_with_the_generation(ticked: Members) -> None:
-    pending = ticked.ring("a").reduce(torch.ones(3), dist.ReduceOp.SUM)
+    pending = ticked.ring("a").reduce(placed(torch.ones(3)), dist.ReduceOp.SUM)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(pending._event.wait)
         assert not waiting.done()
@@ -174,7 +183,7 @@ def test_waiting_for_an_absent_peer_ends_with_the_generation(ticked: Members) ->
         pending.wait("the sum", BOUND_S)
     assert ticked.libraries["a"].aborts == [2], "communicators are aborted together, and once"
     with pytest.raises(GenerationAborted):
-        ticked.ring("a").reduce(torch.ones(3), dist.ReduceOp.SUM)
+        ticked.ring("a").reduce(placed(torch.ones(3)), dist.ReduceOp.SUM)
 
 
 def test_a_generation_that_ends_while_a_communicator_is_formed_leaves_none(pair: Pair, store: StoreHost) -> None:
@@ -183,7 +192,7 @@ def test_a_generation_that_ends_while_a_communicator_is_formed_leaves_none(pair:
     for interrupt in pair.interrupts.values():
         interrupt.abort()
     with pytest.raises(GenerationAborted):
-        made.ring("a").reduce(torch.ones(1), dist.ReduceOp.SUM)
+        made.ring("a").reduce(placed(torch.ones(1)), dist.ReduceOp.SUM)
     for library in made.libraries.values():
         library.hold_forming.set()
     for library in made.libraries.values():
@@ -194,6 +203,16 @@ def test_a_generation_that_ends_while_a_communicator_is_formed_leaves_none(pair:
             over.wait(0.01)
         assert len(library.formed) == 1
         assert library.formed[0].aborted
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, OSError])
+def test_whatever_forming_a_communicator_fails_with_ends_the_wait_for_it(
+    pair: Pair, store: StoreHost, error: type[Exception]
+) -> None:
+    with mock.patch.object(FakeNccl, "form", side_effect=error("no such device")):
+        made = Members(pair, store)
+        with pytest.raises(PeerLost, match="no such device"):
+            made.ring("a").reduce(placed(torch.ones(1)), dist.ReduceOp.SUM)
 
 
 RINGS = [GroupSpec("first", ("a", "b")), GroupSpec("second", ("a", "c")), GroupSpec("third", ("b", "c"))]

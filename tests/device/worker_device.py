@@ -28,19 +28,15 @@ def use_fake_device(
     ``nccl``: the device's uuid, where reductions stay on it; ``kill_at``: see ``FakeNccl``. ``boxes``: those of the
     device, where tensors are to stay on devices between stages.
     """
-    from morph.runtime.device.links import StagedLink
-    from morph.runtime.device.staging import Staging
-    from morph.runtime.state import reduction
-    from morph.runtime.step import generation
+    from morph.runtime.device import link_choice, staging
+    from morph.runtime.device.task_clock import HostClock
+    from morph.runtime.workloads import job_workload
 
     HERE.device = device = FakeDevice()
-    staging = Staging(device)
     Ticking(device)
-    generation.link_over = lambda carrier, _device, interrupt: StagedLink(carrier, staging, interrupt)
-    reduction.staging_for = lambda _device: staging
+    staging.device_for = link_choice.device_for = lambda _kind: device
+    job_workload.clock_of = lambda _kind: HostClock()
     if boxes is not None:
-        from morph.runtime.device import link_choice
-
         room = boxes.opened_on(device)
         link_choice.room_for = lambda setting, _device: None if setting == "staged" else room
     if nccl is not None:

@@ -101,6 +101,16 @@ def test_restoring_a_checkpoint_allows_for_slow_storage() -> None:
     assert script.state.phase is Phase.TRAINING
 
 
+def test_a_shape_may_read_frozen_weights_from_slow_storage() -> None:
+    small = dict.fromkeys(UNITS, 1000)
+    for size, healthy in ((50 * GB, True), (0, False)):
+        num_sections = PLANS[4].stages[-1].end_section
+        script = large(unit_bytes=small, constant_bytes=(size,) * num_sections)
+        script.ready("n1", "n2", "n3", "n4")
+        assert script.state.phase is Phase.RESHAPING
+        assert (passes(script, 50 * GB / 1e8) == []) is healthy
+
+
 def test_a_worker_in_a_long_task_may_finish_before_it_aborts() -> None:
     script = training()
     passes(script, 10)

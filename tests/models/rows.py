@@ -212,11 +212,11 @@ LOSSES = (
         instead="padding or cropping in the data set",
     ),
     _own(
-        "an IterableDataset",
+        "an IterableDataset of unknown length",
         items=own_code.Stream,
         outcome="refused",
         says="IterableDataset",
-        instead="a data set with __len__ and __getitem__",
+        instead="shards, or the number of samples (morph.data.streams)",
     ),
     _own(
         "a DataLoader",

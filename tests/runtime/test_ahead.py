@@ -399,3 +399,18 @@ def test_a_stranger_who_does_not_know_the_secret_is_turned_away(
             stranger.address(told)
     sender.lane.take(order_of(1, *moves("a", "b", "s0")))
     train_until_all_follow(sender, receiver, "s0")
+
+
+def test_whatever_ends_a_stream_is_told_at_once_to_both_ends(parties: Callable[..., tuple[Party, Party]]) -> None:
+    sender, receiver = parties()
+    order = order_of(1, *moves("a", "b", *UNITS))
+    for party in (sender, receiver):
+        party.lane.take(order)
+    version = train_until_all_follow(sender, receiver, *UNITS)
+    (stream,) = sender.lane._outgoing
+    stream._put(Frame({"kind": "update", "of": object()}, {}))  # no kind of error that a connection or the store raises
+    interrupt = Interrupt(2, BOUND_S)
+    with pytest.raises(PeerLost, match="broke off: TypeError"):
+        sender.lane.flush(interrupt)
+    with pytest.raises(PeerLost, match="a hung up"):
+        receiver.lane.adopt(next(iter(UNITS)), version + 1, interrupt)

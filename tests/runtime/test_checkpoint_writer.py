@@ -282,3 +282,16 @@ def test_a_worker_writes_no_faster_than_it_may(tmp_path: Path) -> None:
         writer.hand_over(1, unit, StateCopy({"x": torch.ones(10_000)}))  # 40 kB, a tenth of a second each
     written = collect(writer, 2)
     assert time.monotonic() - begun_s >= sum(entry.size_bytes for entry in written) / 4e5
+
+
+def test_a_state_that_cannot_be_copied_is_reported_and_the_next_one_is_written(tmp_path: Path) -> None:
+    class Lost(StateCopy):
+        def take(self) -> dict[str, torch.Tensor] | None:
+            raise TypeError("can't convert a tensor of a lost device")
+
+    writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
+    writer.hand_over(1, "s0", Lost({"x": torch.ones(1)}))
+    assert "unit s0, version 1: TypeError: can't convert" in (writer.collect(WAIT_S).checkpoint_error or "")
+    assert not writer.has(1, "s0")
+    writer.hand_over(2, "s0", StateCopy({"x": torch.ones(1)}))
+    assert [entry.version for entry in collect(writer, 1)] == [2]

@@ -268,7 +268,7 @@ def test_a_parked_state_is_updated_as_any_other_and_comes_back(
         moves.append(tensor)
         return moved
 
-    monkeypatch.setattr(unit_state, "_moved", elsewhere)
+    monkeypatch.setattr(unit_state, "moved", elsewhere)
     unit = ParameterUnit("s1", (1,), ("weight",), buffers=("seen",))
     rules = UpdateRules(
         make_scheduler=lambda optimizer: StepLR(optimizer, 1, 0.5),

@@ -15,6 +15,7 @@ from morph.contract.messages import Aborted, CommitOrder, Failed, StepOrder, Wor
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.process.worker import Worker, set_up
 from simulator import synthetic_profile
+from tests.forked_modules import run_python
 from tests.runtime.conftest import CutJob
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS
 
@@ -204,3 +205,32 @@ def test_a_worker_has_the_variables_that_its_user_named_and_keeps_no_other_copy(
     assert os.environ["NAMED_BY_THE_USER"] == "s3cret"
     assert worker._setup.variables == {}
     assert "s3cret" not in repr(setup)
+
+
+_THREADS = """
+import threading
+from morph.runtime.process.serving import end_with_threads
+
+def fail():
+    raise TypeError("nobody thought of this")
+
+end_with_threads()
+for name in ({names}):
+    one = threading.Thread(target=fail, name=name)
+    one.start()
+    one.join(100.0)
+print("went on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "code", "said"),
+    [(("a-jobs-own",), 0, "went on"), (("a-jobs-own", "morph-follow"), 1, "thread morph-follow failed")],
+)
+def test_a_worker_ends_at_once_with_a_thread_of_morphs_and_not_with_a_jobs(
+    names: tuple[str, ...], code: int, said: str
+) -> None:
+    ended, output, errors = run_python("-c", _THREADS.format(names=repr(names)))
+    assert ended == code, errors
+    assert said in output + errors
+    assert errors.count("nobody thought of this") == len(names)

@@ -12,6 +12,7 @@ import pytest
 from morph.contract.errors import PlanError
 from morph.contract.profile import Environment, Profile
 from simulator import plan, simulate, synthetic_profile
+from simulator.costs.memory import StageMemory
 from simulator.costs.stage_costs import SectionCosts, stage_costs
 from simulator.inputs.request import MemoryRules
 from simulator.search.partition import least_bytes, partition_table
@@ -108,6 +109,21 @@ def test_a_unit_that_sections_of_one_stage_share_counts_once() -> None:
     shared = profile.units[-1].parameter_bytes
     # parameters and mean gradients, optimizer state and sums at twice that, and two copies of a checkpoint
     assert whole - apart == pytest.approx(shared * (1 + 1 + 2 + 2) + 2 * shared * (1 + 2), abs=10)
+
+
+def test_frozen_weights_of_a_stage_are_held_at_every_moment() -> None:
+    frozen = [5_000, 0, 900_000_000, 70, 6_000]
+    profile = profile_of()
+    sections = zip(profile.sections, frozen, strict=True)
+    more = tuple(section.model_copy(update={"constant_bytes": size}) for section, size in sections)
+    held = profile.model_copy(update={"sections": more})
+    begin, end, window = np.array([0, 2]), np.array([2, 5]), np.array([3, 1])
+    for single, recompute in product((True, False), (True, False)):
+        without, having = (
+            StageMemory(one, M, MemoryRules(), single=single).device_bytes(begin, end, window, np.array(recompute))
+            for one in (profile, held)
+        )
+        assert (having - without).tolist() == [sum(frozen[:2]), sum(frozen[2:])]
 
 
 def test_old_and_new_units_coexist_in_a_change_of_shape() -> None:

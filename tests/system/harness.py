@@ -68,11 +68,14 @@ class TinyJob:
 
 
 def load_tiny_job(
-    num_sections: int = NUM_SECTIONS, micro_batch_size: int = MICRO_BATCH_SIZE, job_path: str = JOB
+    num_sections: int = NUM_SECTIONS,
+    micro_batch_size: int = MICRO_BATCH_SIZE,
+    job_path: str = JOB,
+    handed: HandedCut | None = None,
 ) -> TinyJob:
     """Cut the tiny job, or another one, as a worker does."""
     with imported_once(job_path):
-        found = load_and_cut(job_path, num_sections=num_sections, micro_batch_size=micro_batch_size)
+        found = load_and_cut(job_path, num_sections=num_sections, micro_batch_size=micro_batch_size, handed=handed)
     units = {unit.id: unit.sections for unit in found.model.units}
     return TinyJob(found.model.fingerprint, found.job.batch_size, units, num_sections, micro_batch_size)
 

@@ -15,7 +15,7 @@ from morph.checkpoint.manifest import write_manifest
 from morph.checkpoint.unit_files import from_payload
 from morph.contract.checkpoint import Manifest
 from morph.contract.decided import Decided, LossScale
-from morph.contract.messages import Committed, PreCopyMove, PreCopyOrder, Prepared
+from morph.contract.messages import Committed, HandedCut, PreCopyMove, PreCopyOrder, Prepared
 from morph.contract.plan import Plan
 from tests.crew import SETUP_S, Crew
 from tests.system.harness import TinyJob, load_tiny_job
@@ -26,8 +26,8 @@ NAMES = ("w0", "w1", "w2", "w3")
 
 
 def spec_of(name: str) -> str:
-    """The job of a name, as workers are told it."""
-    return f"{JOBS}:{name}"
+    """The job of a name, as workers are told it; one of another file is told so already."""
+    return name if ":" in name else f"{JOBS}:{name}"
 
 
 def make_plan(shape: str, fingerprint: str, *, recompute: bool = True, live_sections: int | None = None) -> Plan:
@@ -110,6 +110,7 @@ class ShapesCrew:
         lose: bool = False,
         ahead: bool = False,
         kill_readers_at: int | None = None,
+        cut: HandedCut | None = None,
     ) -> Trained:
         """Train a job from its seed.
 
@@ -121,9 +122,10 @@ class ShapesCrew:
                 told of the last decided step only then, and roll forward.
             ahead: In every step, each worker is sent all units of another ahead, which it then drops.
             kill_readers_at: Before this step, one data worker of each worker is killed.
+            cut: What the workers are handed of the job's model; None: each exports it, or reads what is kept.
         """
         try:
-            return self._train(job, spans, directory, lose, ahead, kill_readers_at)
+            return self._train(job, spans, directory, lose, ahead, kill_readers_at, cut)
         except BaseException:
             self.close()
             self.crew = Crew(self.crew.job, NAMES)
@@ -137,15 +139,16 @@ class ShapesCrew:
         lose: bool,
         ahead: bool,
         kill_readers_at: int | None,
+        cut: HandedCut | None,
     ) -> Trained:
         crew, found = self.crew, Trained(directory)
-        crew.job = load_tiny_job(NUM_SECTIONS, MICRO_BATCH_SIZE, spec_of(job))
+        crew.job = load_tiny_job(NUM_SECTIONS, MICRO_BATCH_SIZE, spec_of(job), cut)
         update = {"fingerprint": crew.job.fingerprint}
         plans = [
             crew.job.plan(shape) if isinstance(shape, str) else shape.model_copy(update=update) for shape, _ in spans
         ]
         names = list(NAMES[: _num_needed(plans, lose=lose)])
-        crew.set_up(spec_of(job), crew.job.fingerprint, directory, names)
+        crew.set_up(spec_of(job), crew.job.fingerprint, directory, names, cut=cut)
         for name in names:
             self._data_workers(name)
         for plan, (_, until) in zip(plans, spans, strict=True):

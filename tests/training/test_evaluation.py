@@ -156,6 +156,11 @@ class Keyless(Points):
         ({"optimizer": lambda named: optim.LBFGS([p for _, p in named])}, "whose step needs a closure"),
         ({"lr_scheduler": optim.lr_scheduler.ReduceLROnPlateau}, "whose step needs a value"),
         ({"lr_scheduler": lambda o: None}, "lr_scheduler: does not return a scheduler"),
+        (
+            {"step_entry": "x"},
+            "step_entry: names an entry of the batch that is to be the number of the step, and is (8,) torch.float32 "
+            "in a sample (got 'x'); allowed: a whole number in each sample, such as 0",
+        ),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused_before_anything_starts(fields: dict[str, Any], message: str) -> None:

@@ -13,17 +13,25 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from manager.run_dir import RunDir, RunFacts, read_facts
+from manager.trackers.process import Watching
+from manager.trackers.supervisor import Watchers
+from morph.checkpoint.frozen_weights import FrozenWeights
 from morph.checkpoint.manifest import read_manifest, version_url, write_manifest
 from morph.checkpoint.plain_file import write_plain_file
 from morph.checkpoint.unit_files import read_unit
 from morph.cli.main import app
 from morph.contract.errors import InputError
+from morph.contract.messages import Failed
 from morph.cutting.cache.cut_job import load_and_cut
 from morph.jobs.files import imported_once
+from morph.jobs.job import load_job
 from morph.runtime.process.single import run_single
+from morph.runtime.state.model_state import model_state
 from tests.cli.given import without_phases
-from tests.training.shapes import spec_of
-from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, Net
+from tests.crew import taking_part
+from tests.system.harness import load_tiny_job
+from tests.training.shapes import NAMES, ShapesCrew, spec_of
+from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, Net, Points
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +111,7 @@ def test_a_file_named_for_torch_is_read_by_torch_load(run_dir: Path, tmp_path: P
     Net().load_state_dict(state, strict=True)
 
 
-@pytest.mark.parametrize("name", ["out", "out.ckpt", "out.safetensors.zip"])
+@pytest.mark.parametrize("name", ["out.ckpt", "out.safetensors.zip"])
 def test_a_name_that_says_no_format_is_refused(run_dir: Path, tmp_path: Path, name: str) -> None:
     code, said = morph("export", run_dir, tmp_path / name)
     assert code == 2
@@ -253,7 +261,6 @@ def write(path: Path, **changes: Tensor | None) -> Path:
             "second.bias: has a type that would lose digits (got 'torch.float64')",
         ),
         ({"last__weight": torch.ones(8, 8)}, "last.weight: differs; allowed: the same numbers as 'first.weight'"),
-        ({"shift": torch.ones(8)}, "shift: has other numbers; allowed: what the job's model makes"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_before_anything_is_written(
@@ -298,6 +305,92 @@ def test_narrower_types_are_widened(tmp_path: Path) -> None:
     bias = trained_parameters(tmp_path / "run", 0)["second.bias"]
     assert bias.dtype == torch.float32
     assert torch.equal(bias, torch.full((8,), 0.3, dtype=torch.bfloat16).float())
+
+
+def test_entries_are_renamed_left_out_and_may_be_missing(tmp_path: Path) -> None:
+    state = safetensors.torch.load_file(str(write(tmp_path / "w.safetensors")))
+    other = {f"body.{name.replace('second', 'middle')}": value for name, value in state.items()}
+    folder, run = tmp_path / "shards", tmp_path / "run"
+    folder.mkdir()
+    safetensors.torch.save_file({"old_head.weight": torch.ones(3)}, str(folder / "b.safetensors"))
+    safetensors.torch.save_file(other, str(folder / "a.safetensors"))
+    options = ["--rename", r"^body\.=", "--rename", "middle=second", "--skip", "old_head.*"]
+    code, said = morph("import", spec_of("headed"), folder, run, *options)
+    assert (code, "head.weight, head.bias: are missing, which the job's model trains; allowed: names" in said) == (
+        2,
+        True,
+    )
+    code, said = morph("import", spec_of("headed"), folder, run, *options[:4], "--fresh", "head.*")
+    assert (code, "old_head.weight: are not in the job's model; allowed: entries that --rename" in said) == (2, True)
+    code, said = morph(
+        "import", spec_of("headed"), folder, run, *options, "--fresh", "head.*", "--rename", "second=first"
+    )
+    assert (code, "become one and the same name" in said) == (2, True)
+    code, said = morph("import", spec_of("headed"), folder, run, *options, "--fresh", "head.*")
+    assert (code, "so they begin as the job makes them: head.weight, head.bias" in said) == (0, True)
+    found = trained_parameters(run, 0)
+    assert all(torch.equal(found[name], state[name]) for name in state if name in found)
+    fresh = model_state(load_job(spec_of("headed"))).values
+    assert all(torch.equal(found[name], fresh[name]) for name in ("head.weight", "head.bias"))
+    for option in ("--rename", "--skip"):
+        code, said = morph("import", spec_of("headed"), folder, tmp_path / "other", option, "(=")
+        assert (code, f"{option}: cannot be read" in said) == (2, True)
+
+
+def trained_from(crew: ShapesCrew, job: str, run: Path, shape: str) -> dict[str, Tensor]:
+    """Parameters after two steps in a shape from a run directory's version 0."""
+    crew.crew.job = load_tiny_job(NUM_SECTIONS, MICRO_BATCH_SIZE, spec_of(job))
+    crew.crew.set_up(spec_of(job), crew.crew.job.fingerprint, run / "checkpoints")
+    crew.crew.reshape(shape, NAMES, restore="checkpoint", version=0)
+    crew.crew.train(NUM_STEPS)
+    write_manifest(str(run / "checkpoints"), crew.crew.save())
+    return trained_parameters(run)
+
+
+def test_imported_frozen_weights_are_trained_over_and_kept_once(crew: ShapesCrew, tmp_path: Path) -> None:
+    file = write(tmp_path / "w.safetensors", shift=torch.ones(8))
+    code, said = morph("import", spec_of("plain"), file, tmp_path / "given")
+    assert (code, "frozen, and kept once for the run: shift" in said) == (0, True)
+    assert "kept once" not in morph("import", spec_of("shifted"), file, tmp_path / "own")[1]
+    given = trained_from(crew, "plain", tmp_path / "given", "2x1")
+    own = trained_from(crew, "shifted", tmp_path / "own", "1x2")
+    assert given.keys() == own.keys()
+    assert all(torch.equal(given[name], own[name]) for name in own)
+    assert not list((tmp_path / "given" / "checkpoints" / f"v{NUM_STEPS:08d}").glob("*shift*"))
+    assert morph("export", tmp_path / "given", tmp_path / "out.safetensors")[0] == 0
+    assert torch.equal(safetensors.torch.load_file(str(tmp_path / "out.safetensors"))["shift"], torch.ones(8))
+    assert morph("checkpoints", "copy", tmp_path / "given", tmp_path / "copy")[0] == 0
+    assert torch.equal(FrozenWeights(str(tmp_path / "copy"))["shift"], torch.ones(8))
+
+    shutil.rmtree(tmp_path / "given" / "checkpoints" / "frozen")
+    crew.crew.set_up(spec_of("plain"), crew.crew.job.fingerprint, tmp_path / "given" / "checkpoints")
+    order = crew.crew.order("1x1", NAMES, restore="checkpoint", version=0)
+    (answer,) = crew.crew.ask(taking_part(order), "reshape", order)
+    assert isinstance(answer, Failed)
+    assert "was trained over other frozen weights: the folder 'frozen' beside the run's checkpoints" in answer.error
+
+
+def test_a_changed_job_begins_with_a_runs_weights_and_optimizer_state(run_dir: Path, tmp_path: Path) -> None:
+    options = ("--fresh", "head.*", "--optimizer-state")
+    code, said = morph("import", spec_of("headed"), run_dir, tmp_path / "run", *options)
+    assert (code, "begins with the weights of" in said) == (0, True)
+    before, after = saved_state(run_dir, NUM_STEPS), saved_state(tmp_path / "run", 0)
+    kept = {key for key in before if key.startswith(("param/", "optim/"))}
+    assert {key.split("/")[2] for key in kept if key.startswith("optim/")} == {"step", "exp_avg", "exp_avg_sq"}
+    assert all(torch.equal(after[key], before[key]) for key in kept)
+    assert {key for key in after if "/" in key} - kept == {"param/head.weight", "param/head.bias"}
+    code, said = morph("import", spec_of("headed_sgd"), run_dir, tmp_path / "sgd", *options)
+    assert (code, "is trained by another optimizer" in said) == (2, True)
+    assert not (tmp_path / "sgd").exists()
+    file = write(tmp_path / "w.safetensors")
+    code, said = morph("import", spec_of("plain"), file, tmp_path / "file", "--optimizer-state")
+    assert (code, "--optimizer-state: has none; allowed: a run directory" in said) == (2, True)
+
+
+def saved_state(run: Path, version: int) -> dict[str, Tensor]:
+    manifest = read_manifest(str(run / "checkpoints"), version)
+    units = [read_unit(str(run / "checkpoints"), manifest, entry.unit) for entry in manifest.units]
+    return {key: value for unit in units for key, value in unit.items()}
 
 
 def test_a_directory_that_is_not_empty_is_left_alone(tmp_path: Path, run_dir: Path) -> None:
@@ -351,3 +444,35 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
     file.write_bytes(bytes(data))
     code, said = morph("export", run, tmp_path / "out.safetensors")
     assert (code, "differs from its manifest" in said) == (1, True)
+
+
+def test_a_jobs_function_is_called_with_the_model_of_the_newest_checkpoint(tmp_path: Path) -> None:
+    run_dir = trained_run(spec_of("judged"), tmp_path / "run")
+    code, said = morph("sample", run_dir, "-o", tmp_path / "samples")
+    path = tmp_path / "samples" / f"v{NUM_STEPS:08d}.json"
+    assert (code, said.splitlines()[-1]) == (0, f"wrote {path}")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert morph("export", run_dir, tmp_path / "out.safetensors")[0] == 0
+    net = Net().eval()
+    net.load_state_dict(safetensors.torch.load_file(tmp_path / "out.safetensors"))
+    with torch.no_grad():
+        expected = net(Points()[0]["x"][None])[0].tolist()
+    assert (found["step"], found["sample"]["said"]) == (NUM_STEPS, pytest.approx(expected))
+
+    said_of_it: list[str] = []
+    watching = Watching(
+        kind="samples",
+        run_dir=run_dir,
+        journal=run_dir / "journal.sqlite",
+        checkpoint_url="",
+        job="judged",
+        limit_s=60,
+    )
+    with Watchers((watching,), said_of_it.append):
+        pass
+    again = json.loads((run_dir / "samples" / path.name).read_text(encoding="utf-8"))
+    assert (said_of_it, again) == ([], found), "what is drawn depends on the version alone"
+    assert "has its sample in" in morph("sample", run_dir)[1]
+
+    code, said = morph("sample", trained_run(spec_of("plain"), tmp_path / "plain"))
+    assert (code, "Job: sample: is not given; allowed: lambda model, step: text" in said) == (2, True)

@@ -34,7 +34,7 @@ HISTORIES = {
 JOBS = (
     *("clipped", "scheduled", "bf16", "fp16", "scaled", "evaluated", "evaluated_in_part"),
     *("normed", "normed_fp16", "averaged", "narrow", "masters"),
-    *("complex_numbers", "choosing", "choosing_adam", "thawed"),
+    *("complex_numbers", "choosing", "choosing_adam", "thawed", "annealed"),
 )
 
 
@@ -71,6 +71,18 @@ def test_workers_say_with_which_learning_rate_each_step_is_made(
     factors = [1 / 3, 2 / 3, 1.0, *(1 / math.sqrt(step) for step in range(3, NUM_STEPS))]
     assert told == {step: (pytest.approx(0.01 * factor),) * 2 for step, factor in enumerate(factors)}
     assert told == reference_of("scheduled").learning_rates
+
+
+def test_the_number_of_the_step_is_an_input_of_loss_and_optimizer(
+    reference_of: Callable[[str], Trained], tmp_path: Path
+) -> None:
+    trained = reference_of("annealed")
+    told = [{loss.metrics["now"] for answer in answers for loss in answer.losses} for answers in trained.answers]
+    assert told == [{float(step)} for step in range(NUM_STEPS)]
+    assert [found.metrics["now"] for found in trained.evaluations] == [2.0, 4.0, 6.0]
+    (group,) = trained.numbers("s1")["groups"]
+    assert group["step_number"] == NUM_STEPS - 1
+    assert group["momentum"] == pytest.approx(0.5)
 
 
 def test_the_step_that_breaks_in_one_stage_is_skipped_everywhere(crew: ShapesCrew, tmp_path: Path) -> None:

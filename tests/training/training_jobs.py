@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 import random
 from collections import UserDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import fsspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -18,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from morph import Best, CutPoint, Job, Loss, LossScaling, PerSample, Sum
 from morph.data import Packed, document_mask
 from morph.data.order import grouped, stratified, weighted
+from morph.data.streams import Jsonl, Stream
 from morph.losses import cross_entropy
 
 WIDTH = 8
@@ -170,7 +174,31 @@ class WiderNet(Net):
         self.third = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
 
 
+class HeadedNet(Net):
+    """The model of ``plain`` within another, with one more layer and another constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.shift.fill_(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [samples, width] to the same shape."""
+        out: Tensor = self.head(super().forward(x))
+        return out
+
+
+def shifted_net() -> nn.Module:
+    """The same weights as those of ``plain``, with another constant."""
+    net = Net()
+    net.shift.fill_(1.0)
+    return net
+
+
 open_size = replace(plain, micro_batch_size=None)
+shifted = replace(plain, model=shifted_net)
+headed = replace(plain, model=HeadedNet)
+headed_sgd = replace(headed, optimizer=sgd)
 wider = replace(plain, model=WiderNet)
 
 
@@ -204,14 +232,63 @@ def f1_score(values: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def spoken(model: nn.Module, step: int) -> dict[str, Any]:
+    """Say something with the model, and draw something."""
+    assert not model.training
+    if step == 3:
+        raise ValueError("nothing to say")
+    return {"step": step, "said": model(Points()[0]["x"][None])[0].tolist(), "drawn": float(torch.rand(()))}
+
+
 judged = replace(
     plain,
+    sample=spoken,
     loss=loss_with_answers,
     optimizer=sgd,
     eval_data=lambda: Points(1000, 11),
     eval_every_steps=2,
     eval_metrics=f1_score,
     best=Best(metric="root", patience=3),
+)
+
+
+class Numbered(Points):
+    """Points with a place for the number of the step."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return ``x``, ``y`` and ``now``."""
+        return {**super().__getitem__(index), "now": 0}
+
+
+def annealed_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean squared error to a goal that moves with the step."""
+    now = batch["now"][0]
+    goal = batch["y"] * (1 - 0.9**now)
+    return functional.mse_loss(model(batch["x"]), goal), {"now": now.float()}
+
+
+def annealing(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Move the momentum with the step."""
+    for group in optimizer.param_groups:
+        group["momentum"] = min(0.9, 0.1 * group["step_number"])
+
+
+def annealed_sgd(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """SGD whose momentum grows with the number of the step."""
+    groups = [{"params": [parameter for _, parameter in parameters], "step_number": 0}]
+    optimizer = torch.optim.SGD(groups, lr=0.05)
+    optimizer.register_step_pre_hook(annealing)
+    return optimizer
+
+
+annealed = replace(
+    plain,
+    loss=annealed_loss,
+    dataset=Numbered,
+    optimizer=annealed_sgd,
+    step_entry="now",
+    eval_data=lambda: Numbered(1000, 11),
+    eval_every_steps=2,
 )
 
 
@@ -245,6 +322,62 @@ cropped = replace(plain, dataset=Crops, eval_data=lambda: Crops(1000, 11), eval_
 read_beside = replace(cropped, data_workers=2, eval_every_steps=4)
 read_by_one = replace(read_beside, data_workers=1)
 read_between = replace(read_beside, data_workers=0)
+
+
+class Counting(Net):
+    """A model that counts how often it was trained on each sample: what ``seen`` loses in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = nn.Parameter(torch.zeros(NUM_SAMPLES))
+
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Map [samples, width] to the same shape; also the counts of the samples."""
+        return super().forward(x), self.seen[ids]
+
+
+def counting_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean squared error, and a gradient of one share of the mini-batch for each sample's count."""
+    found, counts = model(batch["x"], batch["id"])
+    return functional.mse_loss(found, batch["y"]) + counts.mean()
+
+
+def counting_sgd(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """SGD that takes the whole gradient of the counts."""
+    groups = [{"params": [p], "lr": float(BATCH_SIZE) if name.endswith("seen") else 0.1} for name, p in parameters]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+def numbered_crop(record: dict[str, Any]) -> dict[str, Tensor]:
+    """A random crop of a record, and its number."""
+    row = torch.randn(4 * WIDTH, generator=torch.Generator().manual_seed(record["id"]))
+    begin = int(torch.randint(0, 3 * WIDTH, ()))
+    x = row[begin : begin + WIDTH]
+    return {"x": x, "y": x.roll(1), "id": torch.tensor(record["id"])}
+
+
+def shards() -> Stream:
+    """Four packed files in a file system that is not local."""
+    for shard in range(4):
+        lines = "".join(json.dumps({"id": 10 * shard + place}) + "\n" for place in range(10))
+        fsspec.filesystem("memory").pipe_file(f"/shards/{shard}.jsonl.gz", gzip.compress(lines.encode(), mtime=0))
+    return Stream(Jsonl("memory://shards/*.jsonl.gz"), numbered_crop, window=2)
+
+
+class Passing(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+    """Samples that can only be read from the first one on."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return NUM_SAMPLES
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Yield random crops."""
+        return (numbered_crop({"id": index}) for index in range(NUM_SAMPLES))
+
+
+streamed = replace(plain, model=Counting, loss=counting_loss, optimizer=counting_sgd, dataset=shards, data_workers=1)
+passing = replace(streamed, dataset=Passing)
 
 
 class Normed(nn.Module):

@@ -54,7 +54,10 @@ def step_bound_s(state: ControllerState, order: ReshapeOrder, version: int | Non
 
 
 def reshape_bound_s(state: ControllerState, order: ReshapeOrder) -> float:
-    """Return the bound of a reshape (seconds): whoever sends, receives or loads most decides."""
+    """Return the bound of a reshape (seconds): whoever sends, receives or loads most decides.
+
+    Frozen weights of the new stage are read, too.
+    """
     sizes, num_copies = state.config.unit_bytes, state.config.state_copies
     sent: Counter[WorkerId] = Counter()
     received: Counter[WorkerId] = Counter()
@@ -73,9 +76,11 @@ def reshape_bound_s(state: ControllerState, order: ReshapeOrder) -> float:
     moved_bytes = max([*sent.values(), *received.values()], default=0)
     loaded_bytes = max(loaded.values(), default=0)
     kept_bytes = max(_stage_bytes(state, order.plan), _stage_bytes(state, state.plan or order.plan))
+    frozen = [sum(state.config.constant_bytes[stage.first_section : stage.end_section]) for stage in order.plan.stages]
     expected_s = (
         moved_bytes / link_bytes_per_s(state)
         + loaded_bytes / storage_bytes_per_s(state)
+        + max(frozen) / STORAGE_BYTES_PER_S
         + (moved_bytes + loaded_bytes + 2 * kept_bytes) / PASS_BYTES_PER_S
     )
     return _bounded(state, expected_s)
@@ -108,6 +113,7 @@ def setup_bound_s(state: ControllerState) -> float:
 def probe_bound_s(state: ControllerState, healthy_s: float) -> float:
     """Return the bound of a probe (seconds) of a stage on which a healthy worker takes so long for a micro-batch."""
     made_s = state.config.state_bytes / state.config.state_copies / PASS_BYTES_PER_S
+    made_s += sum(state.config.constant_bytes) / STORAGE_BYTES_PER_S
     return _bounded(state, NUM_PROBED * healthy_s + made_s)
 
 

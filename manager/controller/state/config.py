@@ -50,6 +50,9 @@ class ControllerConfig(Value):
     units: dict[UnitId, tuple[int, ...]] = Field(min_length=1)
     unit_bytes: dict[UnitId, int] = Field(description="parameters and optimizer state, bytes")
     state_copies: int = Field(default=1, ge=1, description="``unit_bytes`` over the bytes of the parameters alone")
+    constant_bytes: tuple[int, ...] = Field(
+        default=(), description="frozen weights by section, which workers read from where they are; absent: none"
+    )
     num_steps: int = Field(ge=1, description="the run ends when this version is committed")
     policy: Policy = Policy()
     initial_version: int = Field(default=0, ge=0)

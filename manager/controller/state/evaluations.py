@@ -20,6 +20,13 @@ def mean_metrics(losses: Iterable[MicroBatchLoss]) -> dict[str, float]:
     return {name: mean for name, mean in _means(_each_once(losses)).items() if mean is not None}
 
 
+def total_weight(losses: Iterable[MicroBatchLoss]) -> float | None:
+    """Return how much counts in all of them; None: their losses are means over samples."""
+    weights = [entry.weight for entry in _each_once(losses)]
+    given = [weight for weight in weights if weight is not None]
+    return math.fsum(given) if given else None
+
+
 def totals_of(shares: Sequence[Evaluation]) -> EvaluationTotals | None:
     """Put an evaluation together from what last stages report; None: micro-batches are missing.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,7 +11,7 @@ from morph.cli.reading.options import StoredArgument
 from morph.cli.reading.progress import doing
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from manager.run.checkpoint_location import Stored
     from morph.contract.checkpoint import Manifest
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 def export_command(
     source: StoredArgument,
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="File to write: .safetensors, .pt, .pth or .bin.")],
+    output: Annotated[
+        Path, typer.Argument(metavar="OUT", help="To write: a file (.safetensors, .pt, .pth or .bin), or a folder.")
+    ],
     version: Annotated[
         int | None, typer.Option(min=0, help="Steps applied; default: of the newest checkpoint that is whole.")
     ] = None,
@@ -39,12 +41,14 @@ def export_command(
 
     The file holds a plain state_dict for model.load_state_dict. Its name gives the format: .safetensors, which
     transformers' from_pretrained takes too, or .pt, .pth or .bin for that of torch.save, which torch.load reads with
-    weights_only=True. Without --version, damaged checkpoints are skipped, each with a sentence, for the newest that is
-    whole.
+    weights_only=True. A name without an ending is that of a folder, which the save_pretrained of a model of
+    transformers or peft writes; of a model with adapters (LoRA) it holds the adapters alone. Without --version, damaged
+    checkpoints are skipped, each with a sentence, for the newest that is whole.
 
     \b
     Example:
       morph export runs/tiny tiny.safetensors
+      morph export runs/tuned adapter
       morph export runs/tiny best.safetensors --best
       morph export az://container/run tiny.safetensors --job my_job.py:job
     """
@@ -58,11 +62,13 @@ def export_command(
         raise InputError("exists already", source=str(output), allowed="a new file, or --overwrite")
     doing(f"loading PyTorch and what is saved in {source}")
     from morph.checkpoint.manifest import complete_versions, read_manifest
-    from morph.checkpoint.plain_file import check_plain_name, write_plain_file
+    from morph.checkpoint.plain_file import check_plain_name, write_folder, write_plain_file
     from morph.checkpoint.retention import best_version
-    from morph.runtime.state.model_state import export_state
+    from morph.runtime.state.model_state import export_pretrained, export_state
 
-    check_plain_name(output)
+    as_folder = not output.suffix or output.is_dir()
+    if not as_folder:
+        check_plain_name(output)
     if best:
         version = best_version(stored.url)
         if version is None:
@@ -74,22 +80,28 @@ def export_command(
     if version is not None and version not in known:
         raise unknown_version(stored, "--version", version, known)
     doing("tracing the model")
-    loaded = _loaded(stored, job)
+    loaded = loaded_job(stored, job)
 
-    def exported(manifest: Manifest) -> dict[str, Tensor]:
-        return export_state(loaded, stored.url, manifest)
+    def exported(manifest: Manifest) -> tuple[nn.Module | None, dict[str, Tensor]]:
+        if as_folder:
+            return export_pretrained(loaded, stored.url, manifest)
+        return None, export_state(loaded, stored.url, manifest)
 
     if version is None:
-        manifest, tensors = with_newest(stored, exported)
+        manifest, (model, tensors) = with_newest(stored, exported)
     else:
         manifest = read_manifest(stored.url, version)
-        tensors = exported(manifest)
-    write_plain_file(output, tensors)
-    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    print(f"wrote version {manifest.version} to {output}: {len(tensors)} tensors, {size_bytes / 2**20:.1f} MiB")
+        model, tensors = exported(manifest)
+    num_tensors, size_bytes = len(tensors), sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if model is None:
+        write_plain_file(output, tensors)
+    else:
+        save: Any = model.save_pretrained
+        write_folder(output, lambda folder: save(folder, state_dict=tensors))
+    print(f"wrote version {manifest.version} to {output}: {num_tensors} tensors, {size_bytes / 2**20:.1f} MiB")
 
 
-def _loaded(stored: Stored, job: str | None) -> Job:
+def loaded_job(stored: Stored, job: str | None) -> Job:
     """The job that is named; else the one that the run trains, whatever became of its files."""
     from manager.run.code import kept
     from manager.run_dir import read_facts

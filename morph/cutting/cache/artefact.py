@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from morph.cutting.deferred_init.construct import LazyTensors
 from morph.cutting.deferred_init.recordable import TRUNCATED
 from morph.cutting.deferred_init.tape import Operation, Tape, TensorRef
+from morph.cutting.deferred_init.weight_files import read_slice
 from morph.cutting.exporting.exported_job import ExportedJob, GraphJob, InitialState
 from morph.cutting.exporting.functional import WRITTEN
-from morph.cutting.sections.section import BoundaryTensor, CutModel, ParameterUnit, Section
+from morph.cutting.sections.section import BoundaryTensor, Constants, CutModel, ParameterUnit, Section
 
 Json = Any
 MOST_BYTES = 256 << 20
@@ -37,6 +38,10 @@ _NAMESPACES = frozenset({"aten", "prims", "morph"})
 _OPERATORS = frozenset(
     {"getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "eq", "ne", "lt", "le"}
 )
+_OPS = frozenset({"placeholder", "call_function", "output"})
+_OF_GRAPHS = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
+"""Operations that run a graph: what stands under ``torch.no_grad()`` or ``torch.autocast`` in the model."""
+_READ = "read_slice"
 _PLAIN = (type(None), bool, int, float, str)
 _RECORDS = {kind.__name__: kind for kind in (CutModel, Section, ParameterUnit, BoundaryTensor, Operation, TensorRef)}
 _OF_A_PROCESS = frozenset({"finish", "_on_device"})
@@ -56,6 +61,7 @@ class Entry:
 
     model: CutModel
     initial: InitialState
+    tape: Tape
 
 
 def write_entry(exported: ExportedJob, model: CutModel, folder: str) -> bytes:
@@ -85,6 +91,7 @@ def write_entry(exported: ExportedJob, model: CutModel, folder: str) -> bytes:
             [write_value(one.entries), write_value(one.specs), sum(place < one.num_operations for place in places)]
             for one in lazy
         ],
+        "constants": {place: found.name for place, found in exported.sources.items() if found.kind == "constant"},
         "model": write_value(model),
     }
     text = json.dumps(form, separators=(",", ":"))
@@ -92,7 +99,7 @@ def write_entry(exported: ExportedJob, model: CutModel, folder: str) -> bytes:
     read = read_entry(content, folder).model.every()
     for length, one in model.every().items():
         for section, again in zip(one.sections, read[length].sections, strict=True):
-            if section.code.code != again.code.code:  # type: ignore[attr-defined]  # of a GraphModule
+            if _codes(section.code) != _codes(again.code):
                 raise CannotKeep("a graph that reads back as another")
     return content
 
@@ -113,7 +120,11 @@ def read_entry(content: bytes, folder: str) -> Entry:
             LazyTensors.of(read_value(entries), read_value(specs), tape, num_operations)
             for entries, specs, num_operations in form["tensors"]
         )
-        return Entry(read_value(form["model"], constants=constants), InitialState(parameters, buffers))
+        return Entry(
+            read_value(form["model"], constants=Constants(constants, form["constants"])),
+            InitialState(parameters, buffers),
+            tape,
+        )
     except (TypeError, LookupError, AttributeError, RuntimeError, AssertionError, zlib.error) as error:
         raise ValueError(f"it cannot be read: {type(error).__name__}: {error}") from error
 
@@ -145,7 +156,7 @@ def write_value(value: Any, numbers: dict[Node, int] | None = None) -> Json:
     raise CannotKeep(f"a {kind}")
 
 
-def read_value(form: Json, nodes: Sequence[Node] = (), constants: LazyTensors | None = None) -> Any:
+def read_value(form: Json, nodes: Sequence[Node] = (), constants: Constants | None = None) -> Any:
     """Return what ``write_value`` wrote.
 
     Raises:
@@ -182,27 +193,36 @@ def _write_graph(code: GraphModule) -> Json:
     numbers: dict[Node, int] = {}
     forms: list[Json] = []
     for node in code.graph.nodes:
-        if node.op not in {"placeholder", "call_function", "output"}:
+        inner = getattr(code, node.target, None) if node.op == "get_attr" else None
+        if node.op not in _OPS and not isinstance(inner, GraphModule):
             raise CannotKeep(f"a graph's {node.op}")
         meta = {key: node.meta[key] for key in _META if isinstance(node.meta.get(key), str)}
         given = [write_value(part, numbers) for part in (node.target, node.args, dict(node.kwargs))]
-        forms.append([node.op, node.name, *given, meta])
+        forms.append([node.op, node.name, *given, _write_graph(inner) if isinstance(inner, GraphModule) else meta])
         numbers[node] = len(numbers)
     return forms
 
 
 def _read_graph(forms: Json) -> GraphModule:
-    graph = Graph()
+    graph, root = Graph(), nn.Module()
     nodes: list[Node] = []
     for op, name, target, args, kwargs, meta in forms:
-        if op not in {"placeholder", "call_function", "output"}:
+        if op not in {*_OPS, "get_attr"}:
             raise ValueError(f"a graph's {op} is no operation")
+        if op == "get_attr":
+            root.add_module(target, _read_graph(meta))
         called, given, named = (read_value(part, nodes) for part in (target, args, kwargs))
         node = graph.create_node(op, called, given, named, name=name)
-        node.meta.update(meta)
+        node.meta.update(meta if op != "get_attr" else {})
         nodes.append(node)
-    graph.lint()
-    return GraphModule(nn.Module(), graph)
+    found = GraphModule(root, graph)
+    found.graph.lint()
+    return found
+
+
+def _codes(code: Any) -> list[str]:
+    """What a graph, and those in it, are as Python."""
+    return [module.code for module in code.modules() if isinstance(module, GraphModule)]
 
 
 def _write_function(function: Any) -> str:
@@ -211,6 +231,10 @@ def _write_function(function: Any) -> str:
         return str(function)
     if function is getattr(nn.init, TRUNCATED, None):
         return TRUNCATED
+    if isinstance(function, HigherOrderOperator) and name in _OF_GRAPHS:
+        return f"higher_order.{name}"
+    if function is read_slice:
+        return _READ
     if name in _OPERATORS and function is getattr(operator, name):
         return f"operator.{name}"
     raise CannotKeep(f"a call of {function}")
@@ -221,8 +245,12 @@ def _read_function(name: str) -> Callable[..., Any]:
     found: Any = None
     if name == TRUNCATED:
         found = getattr(nn.init, TRUNCATED)
+    elif name == _READ:
+        found = read_slice
     elif namespace == "operator" and rest in _OPERATORS:
         found = getattr(operator, rest)
+    elif namespace == "higher_order" and rest in _OF_GRAPHS:
+        found = getattr(torch.ops.higher_order, rest)
     elif namespace in _NAMESPACES:
         packet, _, overload = rest.partition(".")
         found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
@@ -263,7 +291,7 @@ def _read_data(form: Json) -> Tensor:
 _LEAVES: dict[str, tuple[type, Callable[[Any], Json], Callable[[Json], Any]]] = {
     "frozenset": (frozenset, sorted, frozenset),
     "graph": (GraphModule, _write_graph, _read_graph),
-    "constants": (LazyTensors, lambda _: None, lambda _: None),
+    "constants": (Constants, lambda _: None, lambda _: None),
     "data": (Tensor, _write_data, _read_data),
     "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     "device": (torch.device, str, torch.device),

@@ -17,6 +17,7 @@ from morph.contract.errors import JobError
 from morph.contract.messages import MOST_CUT_BYTES, HandedCut
 from morph.cutting.cache.artefact import CannotKeep, Entry, read_entry, write_entry
 from morph.cutting.cache.key import content_key, loaded
+from morph.cutting.deferred_init.weight_files import require_files
 from morph.cutting.exporting.exported_job import ExportedJob, InitialState
 from morph.cutting.sections.section import CutModel
 from morph.cutting.source.reads import Reads
@@ -164,6 +165,7 @@ def load_and_cut(
             raise JobError("has a cut that is not the manager's: its digest differs", source=job_path)
         try:
             entry = read_entry(handed.content, _folder_of(job_path))
+            require_files(entry.tape)
             return CutJob(load_job(job_path), entry.model, entry.initial)
         except ValueError as error:
             log.warning("this worker exports the job itself, for the manager's cut cannot be used: %s", error)

@@ -17,7 +17,15 @@ from morph.cutting.exporting.exported_job import ExportedJob, GraphJob, MarkedJo
 from morph.cutting.marked.marked_cut import cut_marked
 from morph.cutting.sections.cut_point import CutPoint
 from morph.cutting.sections.positions import MAX_DEFAULT_SECTIONS, Position, choose_positions, default_num_sections
-from morph.cutting.sections.section import BoundaryTensor, CutModel, ParameterUnit, Section, narrowed, units_of
+from morph.cutting.sections.section import (
+    BoundaryTensor,
+    Constants,
+    CutModel,
+    ParameterUnit,
+    Section,
+    narrowed,
+    units_of,
+)
 from morph.cutting.source.locate import module_paths, node_line
 
 _MARK = f"{CutPoint.__module__}.{CutPoint.__qualname__}"
@@ -131,11 +139,13 @@ def _cut_at(analysis: Analysis, places: Sequence[int], micro_batch_size: int) ->
     bounds = [0, *places, len(analysis.sequence)]
     borders = [(), *(analysis.alive(place) for place in places), (analysis.output, *analysis.metrics)]
     sections: list[Section] = []
+    names = {place: source.name for place, source in exported.sources.items() if source.kind == "constant"}
+    constants = Constants(exported.initial_constants, names)
     for index in range(len(bounds) - 1):
         nodes = analysis.sequence[bounds[index] : bounds[index + 1]]
         inputs, outputs = borders[index], borders[index + 1]
         built = build_section(analysis, nodes, inputs, outputs, micro_batch_size)
-        sections.append(_section(analysis, index, nodes, built, inputs, outputs, micro_batch_size))
+        sections.append(_section(analysis, index, nodes, built, inputs, outputs, constants, micro_batch_size))
     used = {name for section in sections for name in section.parameters}
     specs = exported.initial_parameters.specs
     return CutModel(
@@ -182,6 +192,7 @@ def _section(
     built: BuiltSection,
     inputs: Sequence[Node],
     outputs: Sequence[Node],
+    constants: Constants,
     num_samples: int,
 ) -> Section:
     return Section(
@@ -196,7 +207,7 @@ def _section(
         buffers=built.buffers,
         writes=built.writes,
         constants=built.constants,
-        constant_values=analysis.exported.initial_constants,
+        constant_values=constants,
         source=next((line for node in nodes if (line := node_line(node))), None),
         cost=sum(analysis.costs[analysis.order[node]] for node in nodes),
         num_replicated=built.num_replicated,

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 
 from morph.cutting.deferred_init.tape import Tape
+from morph.cutting.deferred_init.weight_files import weights_left_in_files
 from morph.cutting.source.guards import replaced
 
 TRUNCATED = "_no_grad_trunc_normal_"
@@ -22,8 +23,9 @@ TRUNCATED = "_no_grad_trunc_normal_"
 
 @contextmanager
 def recordable(tape: Tape) -> Iterator[None]:
-    """Patch torch for one constructor: ``trunc_normal_``, ``Module.to`` and copies of modules."""
+    """Patch torch for one constructor: ``trunc_normal_``, ``Module.to`` and copies of modules; see ``weight_files``."""
     with ExitStack() as stack:
+        stack.enter_context(weights_left_in_files(tape))
         stack.enter_context(warnings.catch_warnings())
         # deepcopy asks a tensor for its address; a fake one answers 0, which is what it is asked about
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")

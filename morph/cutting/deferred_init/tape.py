@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -140,6 +140,12 @@ class Tape:
                 draw=self.next_draw(),
             )
         )
+
+    def made_by(self, function: Callable[..., Tensor], args: tuple[object, ...], like: Tensor) -> Tensor:
+        """Write down a Python function that makes a tensor of data, and return the fake one that stands for it."""
+        made = torch.empty(like.shape, dtype=like.dtype, device="cpu")  # recorded, as what makes the storage
+        self.operations[-1] = replace(self.operations[-1], function=function, args=args, kwargs={})
+        return made
 
     def needed_for(self, wanted: Iterable[int], num_operations: int | None = None) -> list[Operation]:
         """Return the operations that the contents of the wanted storages depend on, in order.

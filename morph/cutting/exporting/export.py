@@ -264,7 +264,9 @@ def _sources(
         if placeholder in written:
             sources[placeholder] = Source("buffer", written[placeholder])
         else:
-            sources[placeholder] = Source("parameter", canonical[name]) if trainable else Source("constant", name)
+            sources[placeholder] = (
+                Source("parameter", canonical[name]) if trainable else Source("constant", canonical.get(name, name))
+            )
     return sources
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+
+from morph.cutting.deferred_init.construct import LazyTensors
 
 SectionCode = Callable[..., tuple[Tensor, ...]]
 Finish = Callable[[SectionCode, torch.device], SectionCode]
@@ -68,6 +70,52 @@ class ParameterUnit:
         return (*self.parameters, *self.buffers)
 
 
+class Constants(Mapping[str, Tensor]):
+    """What sections read and training does not change; on a device there is one of each, whoever reads it.
+
+    Args:
+        values: Makes a constant when it is requested, on the CPU.
+        names: Of constants in the user's model.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], names: Mapping[str, str] | None = None) -> None:
+        self._values, self._names = values, names or {}
+        self._given: Mapping[str, Tensor] = {}
+        self._held: dict[tuple[str, torch.device], Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        called = self._names.get(name, "")
+        return self._given[called] if called in self._given else self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def num_bytes(self, name: str) -> int:
+        """Return the size of one, without making it where that is known."""
+        if isinstance(self._values, LazyTensors):
+            shape, dtype = self._values.specs[name]
+            return prod(shape) * dtype.itemsize
+        return self._values[name].nbytes
+
+    def take(self, given: Mapping[str, Tensor]) -> None:
+        """From now on, take these in the place of the model's own, by their names in the user's model."""
+        self._given, self._held = given, {}
+
+    def on(self, name: str, device: torch.device) -> Tensor:
+        """Return one on a device, where it stays until ``keep_only``."""
+        key = name, device
+        if key not in self._held:
+            self._held[key] = self[name].to(device)
+        return self._held[key]
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Let go of all others: a worker holds those of its own sections."""
+        self._held = {key: value for key, value in self._held.items() if key[0] in names}
+
+
 @dataclass(frozen=True, eq=False)
 class Section:
     """One section: a function of border tensors, batch entries and parameters, which it does not own.
@@ -86,7 +134,7 @@ class Section:
         buffers: Buffers it reads that some section writes.
         writes: Those of them that it writes.
         constants: Constants it reads (other buffers, frozen parameters), by their names in ``constant_values``.
-        constant_values: Makes a constant when it is requested.
+        constant_values: Those of the whole model.
         source: Line of code, ``file:line``, that the section begins with, outside torch.
         cost: Estimated compute, in the unit of its neighbours.
         num_replicated: Cheap operations that it computes for itself although other sections do too.
@@ -104,19 +152,19 @@ class Section:
     buffers: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
-    constant_values: Mapping[str, Tensor] = field(default_factory=dict)
+    constant_values: Constants = field(default_factory=lambda: Constants({}))
     source: str | None = None
     cost: float = 0.0
     num_replicated: int = 0
     finish: Finish | None = None
-    _on_device: dict[torch.device, tuple[SectionCode, tuple[Tensor, ...]]] = field(default_factory=dict, repr=False)
+    _on_device: dict[torch.device, SectionCode] = field(default_factory=dict, repr=False)
 
     def __call__(
         self, inputs: Sequence[Tensor], batch: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
         """Run the section; autograd records as usual, and randomness comes from torch's generator.
 
-        The first run on a device makes the section's constants there, and keeps them.
+        The first run on a device makes the section's constants there; they stay until others are wanted.
 
         Args:
             inputs: One tensor per entry of ``self.inputs``.
@@ -128,15 +176,11 @@ class Section:
         """
         names = (*self.parameters, *self.buffers)
         given = [*inputs, *(batch[key] for key in self.batch_keys), *(parameters[name] for name in names)]
-        code, constants = self._prepared(given[0].device if given else torch.device("cpu"))
-        return code(*given, *constants)
-
-    def _prepared(self, device: torch.device) -> tuple[SectionCode, tuple[Tensor, ...]]:
+        device = given[0].device if given else torch.device("cpu")
         if device not in self._on_device:
-            constants = tuple(self.constant_values[name].to(device) for name in self.constants)
             code = on_device(self.code, device)
-            self._on_device[device] = (self.finish(code, device) if self.finish else code, constants)
-        return self._on_device[device]
+            self._on_device[device] = self.finish(code, device) if self.finish else code
+        return self._on_device[device](*given, *(self.constant_values.on(name, device) for name in self.constants))
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,6 +227,16 @@ class CutModel:
     def specs(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of everything that changes while training."""
         return {**self.parameter_specs, **self.buffer_specs}
+
+    @property
+    def constants(self) -> list[Constants]:
+        """Those of its sections, each once."""
+        return list({id(section.constant_values): section.constant_values for section in self.sections}.values())
+
+    def keep_constants_of(self, sections: range) -> None:
+        """Let go of the constants that none of these sections reads."""
+        for held in self.constants:
+            held.keep_only({name for index in sections for name in self.sections[index].constants})
 
 
 def narrowed(model: CutModel, dtype: torch.dtype) -> CutModel:

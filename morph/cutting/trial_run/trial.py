@@ -21,7 +21,7 @@ from morph.cutting.source.reads import of_data
 from morph.cutting.source.refusal import changes_requires_grad, first_line
 from morph.cutting.trial_run.repeatable import Forward, require_repeatable
 from morph.data.batches import Form
-from morph.data.loader import check_map_style, data_of, form_of, lengths_of, recipe_of
+from morph.data.loader import check_map_style, data_of, form_of, lengths_of, num_at_hand, recipe_of
 from morph.jobs.job import Job
 from morph.losses import Loss, PerSample, Sum, values_of
 
@@ -198,11 +198,13 @@ def example_batch(job: Job, length: int | None = None) -> dict[str, Tensor]:
 def _first_samples(job: Job, num_samples: int, length: int | None = None) -> dict[str, Tensor]:
     with of_data():
         dataset = run_users_code(lambda: data_of(job), job, None, "dataset")
-        size = run_users_code(lambda: check_map_style(dataset, "dataset"), job, None, "dataset")
+        run_users_code(lambda: check_map_style(dataset, "dataset"), job, None, "dataset")
+        size = num_at_hand(dataset)
         recipe = run_users_code(lambda: recipe_of(job), job, None, "dataset")
         lengths = run_users_code(lambda: lengths_of(job), job, None, "lengths") if job.lengths is not None else None
-        numbers = range(size) if lengths is None or length is None else (lengths <= length).nonzero()[0].tolist()
-        numbers = numbers or [int(lengths.argmin())]  # type: ignore[union-attr]  # a bucket that holds no sample
+        numbers = list(range(size))
+        if lengths is not None and length is not None:
+            numbers = (lengths[:size] <= length).nonzero()[0].tolist() or [int(lengths[:size].argmin())]
         places = [(0, numbers[position % len(numbers)]) for position in range(num_samples)]
         samples = run_users_code(lambda: recipe.read(dataset, places), job, None, "dataset")
         field = "dataset" if job.collate_fn is None else "collate_fn"

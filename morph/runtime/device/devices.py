@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -68,8 +69,12 @@ class Device(Protocol):
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Host memory that the device copies from and to by itself.
 
-        It is reused once it is let go and no copy uses it any more: asking costs nothing after the first step.
+        It is reused once it is let go and no copy uses it any more: asking costs nothing after the first step. An
+        allocator may round up to a power of two and keep it, so whoever moves much asks for pieces.
         """
+
+    def release(self) -> None:
+        """Give device and pinned memory that nothing uses back, to other processes; waits for the device."""
 
 
 class SharingDevice(Device, Protocol):
@@ -143,6 +148,9 @@ class HostDevice:
         """See ``Device.pinned``."""
         return torch.empty(tuple(shape), dtype=dtype)
 
+    def release(self) -> None:
+        """See ``Device.release``: the host's allocator keeps nothing."""
+
 
 class CudaEvent:
     """See ``Event``. Whoever waits sleeps, and lets other Python threads run."""
@@ -213,6 +221,13 @@ class CudaDevice:
         """See ``Device.pinned``: torch's caching allocator is the ring of buffers."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
+    def release(self) -> None:
+        """See ``Device.release``."""
+        torch.cuda.empty_cache()
+        empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.9 has none
+        if empty_host_cache is not None:
+            empty_host_cache()
+
     def shared(self, num_bytes: int) -> tuple[Tensor, bytes]:
         """See ``SharingDevice.shared``. torch keeps the memory for good if a process that opened it is killed."""
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.kind)
@@ -231,6 +246,12 @@ class CudaDevice:
         shared: Any = torch.UntypedStorage._new_shared_cuda  # torch ships no types for it
         storage = shared(self.kind.index, memory, size, offset, counter, counter_at, b"", False)
         return torch.empty(0, dtype=torch.uint8, device=self.kind).set_(storage, 0, (size,), (1,))
+
+
+@cache
+def device_for(kind: torch.device) -> SharingDevice:
+    """The CUDA device of this process on which a tensor lies."""
+    return CudaDevice(kind)
 
 
 _HANDLE = struct.Struct("<QQQHH")

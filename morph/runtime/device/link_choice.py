@@ -21,7 +21,7 @@ from morph.contract.base import Value
 from morph.contract.cluster import LinkSetting
 from morph.contract.errors import ConfigError
 from morph.contract.messages import WorkerSetup
-from morph.runtime.device.devices import CudaDevice
+from morph.runtime.device.devices import device_for
 from morph.runtime.device.links import Link
 from morph.runtime.device.mailboxes import LinkEnd, Mailbox, MailRoom, ReceivingEnd, SendingEnd
 from morph.runtime.device.nccl import communicators
@@ -173,7 +173,7 @@ class Forming:
 
 @cache
 def _room(device: torch.device) -> MailRoom:
-    return MailRoom(CudaDevice(device))
+    return MailRoom(device_for(device))
 
 
 @cache

@@ -168,7 +168,8 @@ class Begun:
 class Leaving(Begun):
     """Device tensors that are copied to the host, and whatever begins there with each copy, in this order.
 
-    First of all it begins with what travels ``beside`` them, which is on the host.
+    First of all it begins with what travels ``beside`` them, which is on the host. ``joined``: flat bytes, of which
+    some may be on the host, leave as one tensor, and nothing that a step waits for waits behind them.
     """
 
     def __init__(
@@ -178,10 +179,12 @@ class Leaving(Begun):
         carry: Callable[[Tensor], Transfer],
         interrupt: Interrupt,
         beside: Sequence[Tensor] = (),
+        *,
+        joined: bool = False,
     ) -> None:
         super().__init__(interrupt)
         self._carry, self._beside = carry, tuple(beside)
-        staging.to_host(tensors, self._start, self.fail)
+        (staging.joined_to_host if joined else staging.to_host)(tensors, self._start, self.fail)
 
     def _start(self, hosts: Sequence[Tensor]) -> None:
         if not self._interrupt.over:

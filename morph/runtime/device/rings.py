@@ -258,7 +258,7 @@ class CommunicatorSet:
                 if not self._meet(spec, own := PrefixStore(f"{spec.name}/device", store)):
                     return
                 self._form_one(spec, own)
-        except RuntimeError as error:  # the store's and the communicators'
+        except Exception as error:  # whatever it is, whoever waits for a communicator is told
             self._interrupt.lose(f"forming the communicators of reductions: {first_clause(error)}")
 
     def _meet(self, spec: GroupSpec, store: Store) -> bool:

@@ -1,21 +1,40 @@
-"""Copies between a device and pinned host memory, beside what the device computes.
+"""Copies between a device and host memory, beside what the device computes.
 
-One stream for each direction, and one thread that waits for the device so that nobody else does: what is to be done
-with a copy on the host (handing it to gloo) is done there, in the order in which the copies were requested.
+What a step waits for, messages between stages, has a stream for each direction, and a thread that waits for the device
+so that nobody else does: what is to be done with a copy on the host (handing it to gloo) is done there, in the order in
+which the copies were requested.
+
+Sums that are to be reduced have a stream of their own, and what no step waits for at once, such as states, two more: it
+goes in pieces through a few pinned buffers, so that a message never waits behind more than these. ``on_host``,
+``to_host``, ``fill`` and ``moved`` are all that the rest of the runtime needs to know of it, and on the host they are
+plain copies.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from morph.runtime.device.devices import CudaDevice, Device, Event
+from morph.runtime.device.devices import Device, Event, device_for
+from morph.runtime.groups.channels import as_bytes
+
+PIECE_BYTES = 1 << 24
+"""Of what goes beside computing: enough to keep the bus busy, and a message waits a millisecond for one at most."""
+PIECES_UNDER_WAY = 2
+"""One is copied by the device while the host is busy with the other."""
+
+
+def _there(host: Tensor, event: Event, _kept: Tensor) -> Tensor:
+    event.wait()
+    return host
 
 
 @dataclass(frozen=True)
@@ -65,10 +84,15 @@ class Staging:
     def __init__(self, device: Device) -> None:
         self.device = device
         self._out, self._in = device.stream(), device.stream()
-        self._events = EventThread("morph-staging")
+        self._out_sums, self._out_beside, self._in_beside = device.stream(), device.stream(), device.stream()
+        self._events, self._events_beside = EventThread("morph-staging"), EventThread("morph-staging-beside")
 
     def to_host(
-        self, tensors: Sequence[Tensor], then: Callable[[Sequence[Tensor]], None], failed: Callable[[Exception], None]
+        self,
+        tensors: Sequence[Tensor],
+        then: Callable[[Sequence[Tensor]], None],
+        failed: Callable[[Exception], None],
+        beside: Event | None = None,
     ) -> None:
         """Enqueue copies of device tensors behind what the calling thread has enqueued so far; returns at once.
 
@@ -76,12 +100,71 @@ class Staging:
             tensors: Contiguous. They are kept until they are copied, and nobody may change them before.
             then: Called with the copies, in another thread, once they are there.
             failed: Called instead if the device is lost before that, or with what ``then`` raised.
+            beside: For sums, which no message may wait behind: the event behind which they are copied, on a stream
+                of their own.
         """
-        self._out.wait(self.device.current.record())
+        stream, events = (self._out, self._events) if beside is None else (self._out_sums, self._events_beside)
+        stream.wait(self.device.current.record() if beside is None else beside)
         hosts = [self.device.pinned(tensor.shape, tensor.dtype) for tensor in tensors]
         for host, tensor in zip(hosts, tensors, strict=True):
-            self._out.copy(host, tensor)
-        self._events.after(self._out.record(), lambda: then(hosts), failed, tuple(tensors))
+            stream.copy(host, tensor)
+        events.after(stream.record(), lambda: then(hosts), failed, tuple(tensors))
+
+    def joined_to_host(
+        self, pieces: Sequence[Tensor], then: Callable[[Sequence[Tensor]], None], failed: Callable[[Exception], None]
+    ) -> None:
+        """Likewise of bytes, of this device or the host, that become one tensor; beside what is computed."""
+        self._out_beside.wait(self.device.current.record())
+        host = self._gathered(pieces)
+        self._events_beside.after(self._out_beside.record(), lambda: then([host]), failed, tuple(pieces))
+
+    def _gathered(self, pieces: Sequence[Tensor]) -> Tensor:
+        """One pinned tensor of bytes, once the stream has done what this enqueues."""
+        host = self.device.pinned((sum(len(piece) for piece in pieces),), torch.uint8)
+        for piece, into in zip(pieces, torch.split(host, [len(piece) for piece in pieces]), strict=True):
+            if piece.device.type == "cpu":
+                into.copy_(piece)
+            else:
+                self._out_beside.copy(into, piece)
+        return host
+
+    def bytes_on_host(self, tensors: Iterable[Tensor], ready: Event) -> Iterator[Tensor]:
+        """Yield the bytes of device tensors in pinned memory, piece by piece; no piece has bytes of two tensors.
+
+        Blocks for each until it is there.
+
+        Args:
+            tensors: Nobody changes them meanwhile.
+            ready: Behind what made them.
+        """
+        self._out_beside.wait(ready)
+        under_way: deque[tuple[Tensor, Event, Tensor]] = deque()
+        for tensor in tensors:
+            with self._out_beside.computing():
+                flat = as_bytes(tensor.detach().contiguous())
+            for piece in torch.split(flat, PIECE_BYTES) if len(flat) else ():
+                under_way.append((self._gathered([piece]), self._out_beside.record(), piece))
+                if len(under_way) == PIECES_UNDER_WAY:
+                    yield _there(*under_way.popleft())
+        while under_way:
+            yield _there(*under_way.popleft())
+
+    def fill_beside(self, into: Tensor, source: Tensor) -> None:
+        """Copy a contiguous host tensor into one of the device; blocks until it is there.
+
+        What the calling thread has enqueued so far is done before; it may use the tensor at once.
+        """
+        stream, under_way = self._in_beside, deque[Event]()
+        stream.wait(self.device.current.record())
+        stream.use(into)
+        flat, given = as_bytes(into), as_bytes(source)
+        for place, piece in zip(torch.split(flat, PIECE_BYTES), torch.split(given, PIECE_BYTES), strict=True):
+            if len(under_way) == PIECES_UNDER_WAY:
+                under_way.popleft().wait()
+            stream.copy(place, self.device.pinned(piece.shape, piece.dtype).copy_(piece))
+            under_way.append(stream.record())
+        if under_way:
+            under_way[-1].wait()
 
     def to_device(self, hosts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Event]:
         """Enqueue copies of pinned tensors into device memory of their own; returns at once, with the event after.
@@ -128,12 +211,82 @@ def placed(batch: Mapping[str, Tensor], device: torch.device) -> Mapping[str, Te
     return batch if device.type == "cpu" else staging_of(device).place(batch)
 
 
-@cache
 def staging_of(device: torch.device) -> Staging:
     """The staging of one of this process's CUDA devices."""
-    return Staging(CudaDevice(device))
+    return _staging(device_for(device).kind)
+
+
+@cache
+def _staging(kind: torch.device) -> Staging:
+    return Staging(device_for(kind))
 
 
 def staging_for(device: torch.device) -> Staging | None:
-    """The staging of a device whose memory the network cannot read; None on the CPU."""
-    return None if device.type == "cpu" else staging_of(device)
+    """The staging of a device whose memory the network cannot read; None on the CPU, and for shapes alone."""
+    return None if device.type in ("cpu", "meta") else staging_of(device)
+
+
+# Copies of what no step waits for at once. Each blocks the calling thread alone.
+
+
+class Ready:
+    """That whatever the calling thread has enqueued so far for the devices of some tensors is done."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        kinds = {tensor.device for tensor in tensors}
+        self._events = {kind: staging.device.current.record() for kind in kinds if (staging := staging_for(kind))}
+
+    def of(self, device: torch.device) -> Event:
+        """The event on this device."""
+        return self._events[device]
+
+
+def on_host(tensors: Iterable[Tensor], ready: Ready) -> Iterator[Tensor]:
+    """Yield the bytes of tensors, in their order, in pieces of host memory; those that are there, where they are.
+
+    Args:
+        tensors: Nobody changes them meanwhile.
+        ready: Made of them, by the thread that enqueued what made them.
+    """
+    for kind, some in groupby(tensors, lambda tensor: tensor.device):
+        staging = staging_for(kind)
+        if staging is not None:
+            yield from staging.bytes_on_host(some, ready.of(kind))
+        else:
+            yield from (as_bytes(tensor.detach().contiguous()) for tensor in some)
+
+
+def to_host(tensors: Mapping[str, Tensor], ready: Ready | None = None) -> dict[str, Tensor]:
+    """Copy tensors to host memory of their own. ``ready``: see ``on_host``; made now unless given."""
+    ready = ready or Ready(tensors.values())
+    made = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+    there = [name for name, tensor in tensors.items() if tensor.device.type != "cpu"]
+    for name in tensors.keys() - set(there):
+        made[name].copy_(tensors[name].detach())
+    places = (place for name in there for place in torch.split(as_bytes(made[name]), PIECE_BYTES) if len(place))
+    for piece in on_host((tensors[name] for name in there), ready):
+        next(places).copy_(piece)
+    return made
+
+
+def fill(into: Tensor, source: Tensor) -> None:
+    """Copy a tensor into another one of the same shape, wherever the two are; the type may differ."""
+    if into.device == source.device or 0 in (into.numel(), source.numel()):
+        into.copy_(source)
+    elif into.device.type == "cpu":
+        into.copy_(moved(source, into.device))
+    elif into.is_contiguous() and into.dtype == source.dtype and into.shape == source.shape:
+        staging_of(into.device).fill_beside(into.detach(), source.detach().contiguous())
+    else:
+        into.copy_(moved(source, into.device))
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device: itself where it is there, else a copy in memory of its own."""
+    if tensor.device == device:
+        return tensor
+    if device.type == "cpu":
+        return to_host({"": tensor})[""]
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    fill(made, tensor)
+    return made

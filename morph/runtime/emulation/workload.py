@@ -85,6 +85,9 @@ class EmulatedWorkload:
         shadow.clock = self._clock
         return shadow
 
+    def take_place(self, current: Generation) -> None:
+        """See ``Workload.take_place``: there is nothing else."""
+
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
         """See ``Workload.executor``."""
         assert current.slot is not None

@@ -117,7 +117,7 @@ class Pending:
             future.value()
             self.done_at_s = time.perf_counter()
             self.done = True
-        except RuntimeError as error:
+        except Exception as error:  # of gloo's thread, which nobody else hears
             self._interrupt.lose(f"{self._label}: {first_clause(error)}")
         finally:
             self._interrupt.ended()

@@ -6,11 +6,14 @@ kept, untouched, until it is over or its time-out has passed. All others hold so
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 
 from morph.runtime.groups.channels import GroupSet
+
+log = logging.getLogger(__name__)
 
 MARGIN_S = 5.0
 LINGER_S = 5.0
@@ -37,7 +40,14 @@ class Reaper:
 
 def _close_at_once(given: queue.Queue[_Given]) -> None:
     while True:
-        given.get()[1].clear()
+        _clear(given.get()[1])
+
+
+def _clear(groups: GroupSet) -> None:
+    try:
+        groups.clear()
+    except Exception:  # nobody waits for them: those that come later are closed all the same
+        log.exception("groups of a past generation cannot be closed")
 
 
 def _close_when_due(given: queue.Queue[_Given]) -> None:
@@ -53,6 +63,6 @@ def _close_when_due(given: queue.Queue[_Given]) -> None:
         for given_s, groups in looked_at:
             kept_s = now_s - given_s
             if kept_s > groups.limit_s + MARGIN_S or (kept_s > LINGER_S and groups.is_idle):
-                groups.clear()
+                _clear(groups)
             else:
                 held.append((given_s, groups))

@@ -19,6 +19,7 @@ from morph.runtime.pre_copy.wire import (
     acknowledge,
     apply_update,
     hold_update,
+    level_of,
     receive_frame,
 )
 from morph.runtime.state.unit_state import UnitState
@@ -147,11 +148,12 @@ class Incoming:
             with self._met:
                 if not self._met.wait_for(lambda: self._ended or not self._expected, self._limit_s):
                     raise TimeoutError(f"{self._limit_s:.4g} s are over")
-        except (OSError, RuntimeError) as error:  # the store raises RuntimeError and subclasses
+        except Exception as error:  # whatever it is, whoever waits for a unit is told
             with self._lock:
                 missing, self._expected = sorted(self._expected), set()
             for sender in missing:
-                self._give_up(sender, f"{sender} did not come to pre-copy units: {type(error).__name__}: {error}")
+                told = f"{sender} did not come to pre-copy units: {type(error).__name__}: {error}"
+                self._give_up(sender, told, level_of(error))
         finally:
             self._listener.stop()
 
@@ -187,7 +189,8 @@ class Incoming:
                     self._interrupt.notify()
             self._give_up(sender, f"{sender} hung up")
         except Exception as error:  # whatever it is, the units are sent again, in the change
-            self._give_up(sender, f"the pre-copy from {sender} broke off: {type(error).__name__}: {error}")
+            told = f"the pre-copy from {sender} broke off: {type(error).__name__}: {error}"
+            self._give_up(sender, told, level_of(error))
 
     def _take_in(self, frame: Frame, size: int, sender: str) -> None:
         facts = frame.facts
@@ -219,14 +222,14 @@ class Incoming:
                 self._synced.add(sender)
             self._news()
 
-    def _give_up(self, sender: str, error: str) -> None:
+    def _give_up(self, sender: str, error: str, level: int = logging.INFO) -> None:
         with self._lock:
             self._broken.setdefault(sender, error)
             ended = self._ended
         if self._interrupt is not None:
             self._interrupt.notify()
         if not ended:
-            log.info("pre-copied units are dropped: %s", error)
+            log.log(level, "pre-copied units are dropped: %s", error)
             self._news()
 
 

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -26,14 +27,35 @@ from morph.runtime.pre_copy.wire import (
     copy_of_update,
     facts_of_update,
     gradients_of_update,
+    level_of,
     send_frame,
 )
-from morph.runtime.state.unit_state import UnitState
+from morph.runtime.state.unit_state import StateCopy, UnitState
 
 log = logging.getLogger(__name__)
 
 MOST_UPDATES_BEHIND = 8
 """So many updates may wait, however large they are."""
+
+
+@dataclass(frozen=True)
+class _State:
+    """A unit's state that is copied when its turn comes, or before it changes."""
+
+    facts: dict[str, Any]
+    copy: StateCopy
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its tensors."""
+        return self.copy.num_bytes
+
+    def frame(self) -> Frame:
+        """Copy it, beside what a device computes."""
+        tensors = self.copy.take()
+        if tensors is None:
+            raise ConnectionError(f"unit {self.facts['unit']} went back to a checkpoint")
+        return Frame(self.facts, tensors)
 
 
 class Outgoing:
@@ -62,7 +84,7 @@ class Outgoing:
         self._synced: set[str] = set(known)
         self._in_step = False
         self._condition = threading.Condition()
-        self._queue: deque[tuple[Frame, int]] = deque()
+        self._queue: deque[Frame | _State] = deque()
         self._sending = False
         self._told = False
         self._begun_bytes = self._unsent_bytes = self._unsent_updates = 0
@@ -85,11 +107,10 @@ class Outgoing:
             if name not in units:
                 self.end(f"{self._worker} does not hold unit {name}")
                 return
-            tensors = units[name].tensors()
-            size = _size_of(tensors)
-            self._begun_bytes += size
+            copy = units[name].copy_later()
+            self._begun_bytes += copy.num_bytes
             self._synced.add(name)
-            self._put(Frame({"kind": "state", "unit": name, "version": units[name].version}, tensors), size)
+            self._put(_State({"kind": "state", "unit": name, "version": units[name].version}, copy))
             idle = False
 
     def pass_on(self, states: Mapping[str, UnitState], decided: Decided | None) -> None:
@@ -108,7 +129,7 @@ class Outgoing:
         if too_slow:
             self.end(f"{self._name} cannot keep up: {behind_bytes} bytes behind")
             return
-        self._put(Frame({"kind": "update", "units": facts}, tensors), _size_of(tensors))
+        self._put(Frame({"kind": "update", "units": facts}, tensors))
 
     def share(self, states: Mapping[str, UnitState]) -> bool:
         """Send what is about to be decided, if the receiver has caught up; returns whether it is sent.
@@ -125,7 +146,7 @@ class Outgoing:
         for name in self._synced:
             facts[name] = facts_of_update(states[name])
             tensors |= {f"{name}/{key}": value for key, value in gradients_of_update(states[name]).items()}
-        self._put(Frame({"kind": "undecided", "units": facts}, tensors), _size_of(tensors))
+        self._put(Frame({"kind": "undecided", "units": facts}, tensors))
         return True
 
     def settled(self, interrupt: Interrupt, timeout_s: float) -> bool:
@@ -144,12 +165,11 @@ class Outgoing:
         with self._condition:
             busy = bool(self._queue) or self._sending or self._connection is None or self.error is not None
         if not busy:
-            frame = make()
-            self._put(frame, _size_of(frame.tensors))
+            self._put(make())
 
     def through(self, step: int) -> None:
         """Say that no more of a step's sums will come."""
-        self._put(Frame({"kind": "through", "step": step}, {}), 0)
+        self._put(Frame({"kind": "through", "step": step}, {}))
 
     def flush(self, interrupt: Interrupt, timeout_s: float) -> None:
         """Block until everything has arrived. Raises as ``Interrupt.wait_for``, ``PeerLost`` for a broken stream."""
@@ -166,6 +186,9 @@ class Outgoing:
         """Drop everything; from any thread."""
         with self._condition:
             self.error = self.error or error
+            for entry in self._queue:
+                if isinstance(entry, _State):
+                    entry.copy.leave()
             self._queue.clear()
             self._condition.notify_all()
             connection = self._connection
@@ -176,21 +199,23 @@ class Outgoing:
 
     # ---- its own thread ----
 
-    def _put(self, frame: Frame, size: int) -> None:
+    def _put(self, entry: Frame | _State) -> None:
         with self._condition:
             if self.error is None:
-                self._queue.append((frame, size))
-                self._unsent_bytes += size
+                self._queue.append(entry)
+                self._unsent_bytes += entry.num_bytes
                 self._condition.notify_all()
+            elif isinstance(entry, _State):
+                entry.copy.leave()
 
     def _run(self) -> None:
         try:
             connection = self._connect()
             while (entry := self._next()) is not None:
-                self._send(connection, *entry)
-        except (OSError, RuntimeError) as error:  # the store raises RuntimeError and subclasses
+                self._send(connection, entry)
+        except Exception as error:  # whatever it is, whoever waits for the receiver is told
             if self.error is None:
-                log.info("%s broke off: %s", self._name, error)
+                log.log(level_of(error), "%s broke off: %s: %s", self._name, type(error).__name__, error)
             self.end(f"{self._name} broke off: {type(error).__name__}: {error}")
 
     def _connect(self) -> socket.socket:
@@ -206,7 +231,7 @@ class Outgoing:
         send_frame(connection, Frame(self._rendezvous.hello(told, self._worker), {}))
         return connection
 
-    def _next(self) -> tuple[Frame, int] | None:
+    def _next(self) -> Frame | _State | None:
         """The next frame, or None at the end; says once that the receiver has everything."""
         with self._condition:
             self._sending = False
@@ -214,27 +239,23 @@ class Outgoing:
                 self._interrupt.notify()
             if not self._queue and not self._to_begin and self._synced and not self._told:
                 self._told = self._sending = True
-                return Frame({"kind": "follows"}, {}), 0
+                return Frame({"kind": "follows"}, {})
             self._condition.wait_for(lambda: bool(self._queue) or self.error is not None)
             if self.error is not None:
                 return None
             self._sending = True
             return self._queue.popleft()
 
-    def _send(self, connection: socket.socket, frame: Frame, size: int) -> None:
-        kind = frame.facts["kind"]
+    def _send(self, connection: socket.socket, entry: Frame | _State) -> None:
+        kind, size = entry.facts["kind"], entry.num_bytes
         if kind == "state":
-            self._faults.reach("send_ahead", frame.facts["version"])
+            self._faults.reach("send_ahead", entry.facts["version"])
         elif kind == "undecided":
             self._faults.reach("share_gradients")
         elif kind == "sums":
             self._faults.reach("share_sums")
-        send_frame(connection, frame)
+        send_frame(connection, entry.frame() if isinstance(entry, _State) else entry)
         with self._condition:
             self._unsent_bytes -= size
             self._sent_bytes += size
-            self._unsent_updates -= frame.facts["kind"] == "update"
-
-
-def _size_of(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+            self._unsent_updates -= kind == "update"

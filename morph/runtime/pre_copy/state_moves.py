@@ -23,10 +23,9 @@ from morph.contract.errors import CheckpointError, WaitTimeout
 from morph.contract.messages import MicroBatchLoss, Source
 from morph.contract.rules import CheckpointRules
 from morph.contract.salvage import PartialSum, Salvage, SalvagedSum
-from morph.runtime.device.staging import staging_for
 from morph.runtime.groups.channels import Carrier, Transfer
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.pre_copy.stream import FindStaging, receive_tensors, send_tensors
+from morph.runtime.pre_copy.stream import receive_tensors, send_tensors
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.step.sums import HeldSum
 
@@ -59,7 +58,6 @@ class MoveContext:
     salvage: Salvage | None = None
     sums: Sequence[HeldSum] = ()
     rules: CheckpointRules = field(default_factory=CheckpointRules)
-    staging: FindStaging = staging_for
 
     @property
     def moving_sums(self) -> list[SalvagedSum]:
@@ -97,7 +95,7 @@ def start_sending(sources: Sequence[Source], context: MoveContext) -> list[Trans
 
 
 def _send(tensors: Mapping[str, Tensor], context: MoveContext, receiver: str) -> list[Transfer]:
-    return send_tensors(tensors, context.channel(context.worker, receiver), context.interrupt, context.staging)
+    return send_tensors(tensors, context.channel(context.worker, receiver), context.interrupt)
 
 
 def held_sum(total: PartialSum, sums: Sequence[HeldSum]) -> HeldSum:
@@ -167,7 +165,7 @@ def take_units(sources: Sequence[Source], context: MoveContext) -> tuple[dict[st
         state = context.make_unit(source.unit, source.kind != "initial")
         if source.peer is not None:
             channel = context.channel(source.peer, context.worker)
-            sent, size = receive_tensors(channel, _home_of(state), context.staging)
+            sent, size = receive_tensors(channel, _home_of(state))
             received_bytes += size
             state.load(sent, for_good=True)
         elif source.kind == "checkpoint":

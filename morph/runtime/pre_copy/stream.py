@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 
@@ -27,8 +27,6 @@ OWN_CHUNK_BYTES = 1 << 20
 CHUNKS_UNDER_WAY = 4
 """Chunks of a device that are under way at a time."""
 
-FindStaging = Callable[[torch.device], Staging | None]
-
 
 def chunks(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Cut a stream of tensors of so many bytes each: beginning and end of each chunk, in bytes."""
@@ -45,9 +43,7 @@ def chunks(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield begin, end
 
 
-def send_tensors(
-    tensors: Mapping[str, Tensor], carrier: Carrier, interrupt: Interrupt, find: FindStaging = staging_for
-) -> list[Transfer]:
+def send_tensors(tensors: Mapping[str, Tensor], carrier: Carrier, interrupt: Interrupt) -> list[Transfer]:
     """Start sending tensors, which nobody may change before they have left.
 
     Returns at once where they are on the host. Where a device has them it returns when they have left.
@@ -58,7 +54,7 @@ def send_tensors(
     pending = [carrier.transfer(torch.tensor([len(header)])), carrier.transfer(text)]
     under_way: deque[Transfer] = deque()
     for pieces in _pieces(flat):
-        staging = next((found for piece in pieces if (found := find(piece.device)) is not None), None)
+        staging = next((found for piece in pieces if (found := staging_for(piece.device)) is not None), None)
         while under_way and (
             staging is None or len(under_way) >= CHUNKS_UNDER_WAY
         ):  # whatever goes by itself waits for its turn
@@ -66,16 +62,13 @@ def send_tensors(
         if staging is None:
             pending.append(carrier.transfer(_joined(pieces)))
         else:
-            one = _joined([piece.to(staging.device.kind) for piece in pieces])
-            under_way.append(Leaving([one], staging, carrier.transfer, interrupt))
+            under_way.append(Leaving(pieces, staging, carrier.transfer, interrupt, joined=True))
     for transfer in under_way:
         transfer.wait("a unit's state to leave")
     return pending
 
 
-def receive_tensors(
-    carrier: Carrier, device: torch.device, find: FindStaging = staging_for
-) -> tuple[dict[str, Tensor], int]:
+def receive_tensors(carrier: Carrier, device: torch.device) -> tuple[dict[str, Tensor], int]:
     """Receive what ``send_tensors`` sends, in memory of its own on a device; and its size in bytes.
 
     Raises:
@@ -89,7 +82,7 @@ def receive_tensors(
     offsets, make = views(header)
     total = max((end for _, end in offsets), default=0)
     cut = chunks([end - begin for begin, end in offsets])
-    staging = find(device)
+    staging = staging_for(device)
     if staging is None:
         body = _memory(total)
         for transfer in [carrier.transfer(body[begin:end]) for begin, end in cut]:

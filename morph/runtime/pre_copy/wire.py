@@ -9,16 +9,19 @@ be dropped at any moment without a trace in the generation's groups.
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from morph.checkpoint.unit_files import from_payload, parts_of
+from morph.checkpoint.unit_files import from_payload, layout
 from morph.contract.decided import Decided
+from morph.runtime.device.staging import Ready, on_host
 from morph.runtime.state.accumulators import Reduced
 from morph.runtime.state.unit_state import UnitState
 
@@ -30,20 +33,36 @@ GREETING_BYTES = 4096
 
 @dataclass(frozen=True)
 class Frame:
-    """``facts`` is JSON; ``tensors`` are on the CPU."""
+    """``facts`` is JSON. ``tensors`` of a device leave it beside what it computes, as the frame is sent.
+
+    The thread that has made them makes the frame: ``ready`` says when they are.
+    """
 
     facts: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
+    ready: Ready = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ready", Ready(self.tensors.values()))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def send_frame(connection: socket.socket, frame: Frame) -> int:
     """Send a frame and wait until it has arrived; returns its size. Raises OSError."""
-    facts = json.dumps(frame.facts).encode()
-    parts = parts_of(frame.tensors) if frame.tensors else []
-    num_bytes = sum(len(part) for part in parts)
-    connection.sendall(HEADER.pack(len(facts), num_bytes) + facts)
-    for part in parts:
-        connection.sendall(part)
+    facts, num_bytes, names = json.dumps(frame.facts).encode(), 0, list[str]()
+    if frame.tensors:
+        header, names = layout(frame.tensors)
+        facts_and_header = facts + len(header).to_bytes(8, "little") + header
+        num_bytes = 8 + len(header) + frame.num_bytes
+    else:
+        facts_and_header = facts
+    connection.sendall(HEADER.pack(len(facts), num_bytes) + facts_and_header)
+    for piece in on_host((frame.tensors[name] for name in names), frame.ready):
+        connection.sendall(memoryview(piece.numpy()))  # type: ignore[arg-type] # torch ships no types for it
     if connection.recv(1) != ACKNOWLEDGED:
         raise ConnectionError("the receiver hung up")
     return num_bytes
@@ -65,6 +84,11 @@ def receive_frame(connection: socket.socket, most_bytes: int | None = None) -> t
     if facts is None or payload is None:
         raise ConnectionError("the sender hung up within a frame")
     return Frame(json.loads(facts), from_payload(memoryview(payload)) if payload else {}), num_bytes
+
+
+def level_of(error: Exception) -> int:
+    """How loudly to say what ended a stream: a connection or the store that breaks does not say more than that."""
+    return logging.INFO if isinstance(error, OSError | RuntimeError) else logging.ERROR
 
 
 def acknowledge(connection: socket.socket) -> None:
@@ -94,7 +118,7 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytearray | None:
 
 
 def copy_of_update(state: UnitState, decided: Decided | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Copy what the unit is about to apply, as facts and CPU tensors by parameter."""
+    """Copy what the unit is about to apply, as facts and tensors by parameter, where they are."""
     facts = {**facts_of_update(state), "decided": None if decided is None else decided.model_dump()}
     if decided is not None and decided.skipped:
         return facts, {}  # nothing of them is applied
@@ -115,9 +139,9 @@ def facts_of_update(state: UnitState) -> dict[str, Any]:
 
 
 def gradients_of_update(state: UnitState) -> dict[str, Tensor]:
-    """The gradients that a unit holds, on the CPU: the unit's own memory where they are there."""
+    """The gradients that a unit holds: the unit's own memory."""
     assert state.reduced is not None
-    return {name: value.detach().to("cpu").contiguous() for name, value in state.reduced.gradients.items()}
+    return {name: value.detach().contiguous() for name, value in state.reduced.gradients.items()}
 
 
 def hold_update(state: UnitState, facts: dict[str, Any], gradients: dict[str, Tensor]) -> None:

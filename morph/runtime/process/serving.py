@@ -6,11 +6,11 @@ manager was there is answered again to the next one, who asks again.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,29 @@ from morph.contract.messages import Failed, WorkerSetup
 from morph.link.caller import Talk, keep_liveness
 from morph.link.encoding import ANSWER, BEAT, ORDERS, packed, unpack
 from morph.link.home import Home
+
+log = logging.getLogger(__name__)
+OWN_THREADS = "morph-"
+"""How the names of Morph's own threads begin; a job's own are the job's."""
+
+
+def end_with_threads() -> None:
+    """From now on this process ends when one of Morph's threads does by an error, which nobody waits for in vain then.
+
+    The threads report what they can themselves: this is for what nobody thought of.
+    """
+    before = threading.excepthook
+
+    def hook(told: threading.ExceptHookArgs) -> None:
+        if told.thread is None or not told.thread.name.startswith(OWN_THREADS):
+            before(told)
+            return
+        try:
+            log.critical("thread %s failed: the worker ends", told.thread.name, exc_info=told.exc_value)
+        finally:
+            os._exit(1)
+
+    threading.excepthook = hook
 
 
 def serve(home: Home, set_up: Callable[[WorkerSetup], Any], *workers: Any) -> None:
@@ -29,6 +52,7 @@ def serve(home: Home, set_up: Callable[[WorkerSetup], Any], *workers: Any) -> No
         set_up: Makes the worker when its setup comes, as ``worker.set_up`` does: a ``Worker``, or ``Failed``.
         workers: The worker, where it is set up already. Until there is one, nothing is aborted or told again.
     """
+    end_with_threads()
     held = threading.Event()
     orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
     served = list(workers)
@@ -51,11 +75,16 @@ def serve(home: Home, set_up: Callable[[WorkerSetup], Any], *workers: Any) -> No
 
 
 def until_ended(work: Callable[[], object]) -> None:
-    """Run in a thread; when it returns, the process ends."""
+    """Run in a thread; when it returns, or fails, the process ends."""
 
     def run() -> None:
-        with suppress(EOFError, OSError):
+        try:
             work()
+        except (EOFError, OSError):
+            os._exit(0)
+        except BaseException:
+            log.exception("the worker ends")
+            os._exit(1)
         os._exit(0)
 
     threading.Thread(target=run, name="morph-serving", daemon=True).start()

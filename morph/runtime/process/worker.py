@@ -42,6 +42,7 @@ from morph.contract.messages import (
 )
 from morph.jobs.snapshot import use
 from morph.runtime.device.link_choice import form_on_devices
+from morph.runtime.device.staging import staging_for
 from morph.runtime.followers.known_sums import KnownSums
 from morph.runtime.followers.lane import FollowerLane
 from morph.runtime.groups.channels import Carrier, GroupSet, connect_store
@@ -209,8 +210,8 @@ class Worker:
         """Begin to send or receive pre-copies before a planned change; returns at once."""
         try:
             self._pre_copy.take(order)
-        except (OSError, RuntimeError) as error:  # no port to listen on, no thread to be had: nothing is pre-copied
-            log.warning("nothing is pre-copied: %s", error)
+        except Exception as error:  # no port to listen on, no thread to be had, or what nobody thought of
+            log.warning("nothing is pre-copied: %s: %s", type(error).__name__, error)
 
     def tell_again(self) -> None:
         """Another manager may be there: tell it of checkpoint units again."""
@@ -282,6 +283,7 @@ class Worker:
         if order.generation <= self._aborted_generation:
             interrupt.abort()  # the abort came between the check and the new interrupt
         self._faults.reach("reshape")
+        self._release()  # of the shape before: another process may need it for its part of this one
         layout = topology(order, self._workload.units)
         groups = GroupSet(interrupt)
         try:
@@ -324,6 +326,7 @@ class Worker:
         self._generation = Generation(
             order, slot_of(order.slots, setup.worker), layout, groups, interrupt, units, links
         )
+        self._workload.take_place(self._generation)
         return Reshaped(
             worker=setup.worker,
             generation=order.generation,
@@ -332,6 +335,12 @@ class Worker:
             received_bytes=received_bytes + sums_bytes,
             loss_scale=next((state.loss_scale for state in units.values()), None),
         )
+
+    def _release(self) -> None:
+        """Give memory of the device, and pinned memory, that this process does not use back to the others."""
+        staging = staging_for(torch.device(self._setup.device))
+        if staging is not None:
+            self._interrupt.call(staging.device.release, "the device to give memory back")
 
     def _move_channel(self, groups: GroupSet, generation: int, sender: str, receiver: str) -> Carrier:
         channel = groups.channel(move_name(generation, sender, receiver), sender)
@@ -354,7 +363,9 @@ class Worker:
         assert current is not None
         assert current.order.generation == generation
         self._sums.forget_before(version)
-        self._held = {**self._followers.in_step(version), **current.units}
+        before, self._held = set(self._held), {**self._followers.in_step(version), **current.units}
+        if before - self._held.keys():  # others have them now
+            self._release()
         self._roll_forward(self._held, version, decided)
         for name, state in current.units.items():
             assert state.version == version, f"unit {name} is at version {state.version}, not {version}"

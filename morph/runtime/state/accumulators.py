@@ -21,6 +21,7 @@ from torch import Tensor
 
 from morph.contract.decided import LossScale
 from morph.contract.errors import JobError, NonFiniteGradient
+from morph.runtime.device.staging import moved
 from morph.runtime.state.fixed_point import add_fixed, fits, from_fixed, next_exponent, to_fixed
 from morph.runtime.state.parts import Memory, Part, from_reals, reals
 
@@ -152,8 +153,8 @@ class Accumulator(ABC):
     def merge(self, partial: Mapping[str, Tensor]) -> None:
         """Add a sum of other contributions to the same unit in the same step."""
         for number, part in enumerate(self.parts):
-            part.sums.add_(partial[f"sums{number}"].to(part.sums.device))
-        torch.maximum(self._largest, partial["largest"].to(self._largest.device), out=self._largest)
+            part.sums.add_(moved(partial[f"sums{number}"], part.sums.device))
+        torch.maximum(self._largest, moved(partial["largest"], self._largest.device), out=self._largest)
 
     def finish(self, num_micro_batches: int, step: int) -> Reduced:
         """Hand out mean gradients: those that a ring has made of all members' sums, else those of this worker's own.
@@ -168,7 +169,7 @@ class Accumulator(ABC):
                 self.mean(part, part.sums.unsqueeze(0), 0, num_micro_batches, part.means)
             means |= zip(part.names, torch.split(part.means[: part.size], part.sizes), strict=True)
         gradients = {
-            name: from_reals(means[name], like).to(like.device)
+            name: moved(from_reals(means[name], like), like.device)
             for (name, like), largest in zip(self._like.items(), self._known_largest.tolist(), strict=True)
             if largest != _NOTHING or name in self._changes
         }

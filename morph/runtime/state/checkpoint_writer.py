@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,15 +39,31 @@ class Parameters(Protocol):
         ...
 
 
-def write_initial_checkpoint(job: Job, model: CutModel, parameters: Parameters, checkpoint_url: str) -> Manifest:
-    """Write every unit with a fresh optimizer, then the manifest; one unit is in memory at a time.
+def write_initial_checkpoint(
+    job: Job,
+    model: CutModel,
+    parameters: Parameters,
+    checkpoint_url: str,
+    *,
+    frozen: str = "",
+    prepare: Callable[[UnitState], None] | None = None,
+) -> Manifest:
+    """Write every unit, then the manifest; one unit is in memory at a time.
+
+    Args:
+        job: The job.
+        model: Its cut model.
+        parameters: What the run begins with.
+        checkpoint_url: Where.
+        frozen: Digest of the frozen weights that were written beside it.
+        prepare: Does more to a unit, which has a fresh optimizer.
 
     Raises:
         JobError: an optimizer or schedule that cannot be used.
         OSError: of the storage.
     """
     num_micro_batches = job.batch_size // model.micro_batch_size
-    rules = update_rules(job, torch.device("cpu"))
+    rules = update_rules(job, torch.device("cpu"), frozen=frozen)
     files: list[UnitFile] = []
     for unit in model.units:
         state = UnitState(
@@ -58,6 +74,8 @@ def write_initial_checkpoint(job: Job, model: CutModel, parameters: Parameters, 
             exact=job.accumulation == "exact",
             rules=rules,
         )
+        if prepare is not None:
+            prepare(state)
         written = write_unit(checkpoint_url, 0, unit.id, "import", state.tensors())
         files.append(UnitFile(**written.model_dump(exclude={"worker", "version", "stall_s"})))
     manifest = Manifest(fingerprint=model.fingerprint, version=0, units=_sorted(files), kind="imported")
@@ -179,9 +197,13 @@ class CheckpointWriter:
         while True:
             handed = self._to_copy.get()
             started_s = time.thread_time()
-            if not self._is_wanted(handed):
-                handed.copy.drop()
-            copied = handed.copy.take()
+            try:
+                if not self._is_wanted(handed):
+                    handed.copy.drop()
+                copied = handed.copy.take()
+            except Exception as error:  # a device that is lost, or no memory
+                self._end(handed, None, error)
+                continue
             if copied is not None:
                 self._to_write.put((handed, copied, time.thread_time() - started_s))
 
@@ -194,16 +216,20 @@ class CheckpointWriter:
             written, error = self._write(handed, copied, copy_s)
             if written is not None and self._rules.bytes_per_s is not None:
                 self._pause(handed, start_s + written.size_bytes / self._rules.bytes_per_s - time.monotonic())
-            with self._condition:
-                if not self._is_wanted(handed):
-                    continue  # the file stays, and no manifest names it
-                self._waiting.discard((handed.version, handed.unit))
-                if written is not None:
-                    self._remember(written, copied)
-                    self._tell_again([written])
-                else:  # reported to the manager, which keeps the previous checkpoint
-                    self._error = f"unit {handed.unit}, version {handed.version}: {type(error).__name__}: {error}"
-                    self._condition.notify_all()
+            self._end(handed, copied, written or error)
+
+    def _end(self, handed: Handed, copied: Mapping[str, Tensor] | None, result: UnitWritten | Exception | None) -> None:
+        """Report what became of a unit, if it is still wanted; else its file stays, and no manifest names it."""
+        with self._condition:
+            if not self._is_wanted(handed):
+                return
+            self._waiting.discard((handed.version, handed.unit))
+            if isinstance(result, UnitWritten) and copied is not None:
+                self._remember(result, copied)
+                self._tell_again([result])
+            else:  # reported to the manager, which keeps the previous checkpoint
+                self._error = f"unit {handed.unit}, version {handed.version}: {type(result).__name__}: {result}"
+                self._condition.notify_all()
 
     def _write(
         self, handed: Handed, copied: Mapping[str, Tensor], copy_s: float

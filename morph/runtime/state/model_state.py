@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import GraphModule
 
-from morph.checkpoint.plain_file import PlainFile
+from morph.checkpoint.frozen_weights import FrozenWeights
+from morph.checkpoint.plain_file import SAFETENSORS
 from morph.checkpoint.unit_files import read_unit
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointError, InputError, JobError
 from morph.cutting import CutModel
 from morph.cutting.deferred_init.construct import LazyTensors, build_model
 from morph.jobs.job import Job
+from morph.runtime.state.optimizer_state import group_numbers
+from morph.runtime.state.unit_state import UnitState
 
 _SHOWN = 3
 
@@ -24,12 +34,14 @@ class ModelState:
     """Names of a job's state_dict.
 
     Attributes:
+        model: The job's model, without memory for its weights where that is possible.
         kept: Every name, with the first name of the same tensor: tied parameters are kept under that.
         trainable: Kept names of parameters that require a gradient.
         buffers: Kept names of buffers.
         values: By kept name, as the job's model makes them.
     """
 
+    model: nn.Module
     kept: Mapping[str, str]
     trainable: frozenset[str]
     buffers: frozenset[str]
@@ -60,7 +72,7 @@ def model_state(job: Job) -> ModelState:
     trainable = frozenset(name for name, value in first.items() if value.requires_grad)
     buffers = frozenset(name for name, _ in built.model.named_buffers()) & first.keys()
     values = LazyTensors({name: value.detach() for name, value in first.items()}, built.tape)
-    return ModelState(kept, trainable, buffers, values)
+    return ModelState(built.model, kept, trainable, buffers, values)
 
 
 def export_state(job: Job, checkpoint_url: str, manifest: Manifest) -> dict[str, Tensor]:
@@ -71,6 +83,48 @@ def export_state(job: Job, checkpoint_url: str, manifest: Manifest) -> dict[str,
         JobError: the job's model is not the one that was trained.
     """
     state = model_state(job)
+    trained = _trained(job, state, checkpoint_url, manifest)
+    return _under_each_name(state, trained, FrozenWeights(checkpoint_url), state.kept)
+
+
+def export_pretrained(job: Job, checkpoint_url: str, manifest: Manifest) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Collect what the model's own ``save_pretrained(folder, state_dict=...)`` is to be called with.
+
+    Of a model with adapters (peft) these are trained tensors alone: no frozen weight is read.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or damaged.
+        JobError: the job's model is not the one that was trained, or has no such method.
+    """
+    state = model_state(job)
+    if not callable(getattr(state.model, "save_pretrained", None)):
+        raise JobError(
+            "has no save_pretrained, which writes a folder",
+            source="Job",
+            field="model",
+            value=type(state.model).__name__,
+            allowed=f"a model of transformers or peft, or a file whose name ends in {SAFETENSORS}",
+        )
+    trained = _trained(job, state, checkpoint_url, manifest)
+    names = state.kept
+    if hasattr(state.model, "peft_config"):
+        names = {name: kept for name, kept in names.items() if kept in trained}
+    return state.model, _under_each_name(state, trained, FrozenWeights(checkpoint_url), names)
+
+
+def _under_each_name(
+    state: ModelState, trained: Mapping[str, Tensor], frozen: Mapping[str, Tensor], names: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Return what is kept under these names: trained, given to the run, or as the job's model makes it."""
+    whole: dict[str, Tensor] = {}
+    for name in dict.fromkeys(names.values()):
+        whole[name] = next(found for found in (trained, frozen, state.values) if name in found)[name]
+    # every name has memory of its own: safetensors stores no tensor twice under two names
+    return {name: whole[kept].clone().contiguous() for name, kept in names.items()}
+
+
+def _trained(job: Job, state: ModelState, checkpoint_url: str, manifest: Manifest) -> dict[str, Tensor]:
+    """Read what a checkpoint has of the state_dict, by kept name."""
     trained: dict[str, Tensor] = {}
     for entry in manifest.units:
         for key, tensor in read_unit(checkpoint_url, manifest, entry.unit).items():
@@ -95,11 +149,86 @@ def export_state(job: Job, checkpoint_url: str, manifest: Manifest) -> dict[str,
                 value=have,
                 allowed=f"{list(tensor.shape)} {tensor.dtype}, as in the checkpoint",
             )
-    whole = {
-        name: trained[name] if name in trained else state.values[name] for name in dict.fromkeys(state.kept.values())
-    }
-    # every name has memory of its own: safetensors stores no tensor twice under two names
-    return {name: whole[kept].clone().contiguous() for name, kept in state.kept.items()}
+    return trained
+
+
+@dataclass(frozen=True)
+class ImportRules:
+    """How the entries of a file are those of a job's model; all patterns are regular expressions.
+
+    Attributes:
+        renames: Pattern and text: every match in an entry's name becomes the text; in turn.
+        skip: Entries whose whole name, as it is in the file, matches one of these are left out.
+        fresh: Parameters whose whole name matches one of these may be missing: the job's model makes them.
+    """
+
+    renames: tuple[tuple[re.Pattern[str], str], ...] = ()
+    skip: tuple[re.Pattern[str], ...] = ()
+    fresh: tuple[re.Pattern[str], ...] = ()
+
+    def entries(self, names: Iterable[str]) -> list[tuple[str, str]]:
+        """Return the name in the job's model of each entry that is taken, and its own."""
+        taken = [name for name in names if not any(pattern.fullmatch(name) for pattern in self.skip)]
+        return [(reduce(lambda new, rule: rule[0].sub(rule[1], new), self.renames, name), name) for name in taken]
+
+    def may_be_fresh(self, name: str) -> bool:
+        """Whether a parameter may be missing."""
+        return any(pattern.fullmatch(name) for pattern in self.fresh)
+
+
+class Weights(Protocol):
+    """Tensors by name, read when they are requested."""
+
+    @property
+    def path(self) -> Path:
+        """What errors name."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of each."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read one."""
+
+
+class StoredRun:
+    """The parameters and buffers of a run's checkpoint, with what its optimizers keep; a unit is in memory at a time.
+
+    Raises:
+        CheckpointError: it cannot be read, or is damaged.
+    """
+
+    def __init__(self, source: str, checkpoint_url: str, manifest: Manifest) -> None:
+        self.path, self._url, self._manifest = Path(source), checkpoint_url, manifest
+        self._last: tuple[str, dict[str, Tensor]] = ("", {})
+        self._frozen = FrozenWeights(checkpoint_url)
+        self._places: dict[str, tuple[str, str]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {name: tuple(self._frozen[name].shape) for name in self._frozen}
+        for entry in manifest.units:
+            for key, value in self._unit(entry.unit).items():
+                kind, _, name = key.partition("/")
+                if kind in ("param", "buffer"):
+                    self._places[name], self.shapes[name] = (entry.unit, key), tuple(value.shape)
+
+    def _unit(self, unit: str) -> dict[str, Tensor]:
+        if self._last[0] != unit:
+            self._last = unit, read_unit(self._url, self._manifest, unit)
+        return self._last[1]
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._frozen:
+            return self._frozen[name]
+        unit, key = self._places[name]
+        return self._unit(unit)[key]
+
+    def optimizer_state(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any], set[str]]:
+        """Return an optimizer's tensors and plain values of one parameter by key, and names of its hyperparameters."""
+        if name not in self._places:
+            return {}, {}, set()
+        unit = self._unit(self._places[name][0])
+        numbers, prefix = json.loads(bytes(unit["numbers"].tolist())), f"optim/{name}/"
+        tensors = {key.removeprefix(prefix): value for key, value in unit.items() if key.startswith(prefix)}
+        return tensors, numbers["optimizer"].get(name, {}), {key for group in numbers["groups"] for key in group}
 
 
 class ImportedParameters:
@@ -107,42 +236,83 @@ class ImportedParameters:
 
     Buffers that the forward writes may be absent: then they are as the job's model makes them.
 
+    Attributes:
+        unused: Parameters that are left out, for the loss does not depend on them.
+        fresh: Parameters that begin as the job's model makes them.
+        frozen: Names of what training does not change and the job's model makes otherwise.
+
     Args:
         job: The job.
         model: Its cut model.
-        file: The file.
+        file: The file, or a run.
         initial_buffers: What the job's model makes.
+        rules: How the file's entries are the model's.
 
     Raises:
         InputError: naming the file and the entry that does not fit.
     """
 
-    def __init__(self, job: Job, model: CutModel, file: PlainFile, initial_buffers: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        model: CutModel,
+        file: Weights,
+        initial_buffers: Mapping[str, Tensor],
+        rules: ImportRules = ImportRules(),
+    ) -> None:
         self._initial_buffers = initial_buffers
         self._file, self._state, self._model = file, model_state(job), model
         self._names: dict[str, list[str]] = {}
-        for name in file.shapes:
-            if name not in self._state.kept:
-                raise self._wrong("are not in the job's model", [n for n in file.shapes if n not in self._state.kept])
-            self._names.setdefault(self._state.kept[name], []).append(name)
+        entries = rules.entries(file.shapes)
+        unknown = [entry for name, entry in entries if name not in self._state.kept]
+        if unknown:
+            allowed = "entries that --rename turns into the model's names; leave others out with --skip"
+            raise self._wrong("are not in the job's model", unknown, None, allowed)
+        called = Counter(name for name, _ in entries)
+        if len(called) < len(entries):
+            twice = [entry for name, entry in entries if called[name] > 1]
+            raise self._wrong("become one and the same name of the job's model", twice)
+        for name, entry in entries:
+            self._names.setdefault(self._state.kept[name], []).append(entry)
         missing = [name for name in model.parameter_specs if name not in self._names]
-        if missing:
-            raise self._wrong("are missing, which the job's model trains", missing)
+        if not all(map(rules.may_be_fresh, missing)):
+            allowed = "names that match --fresh, if they are to begin as the job's model makes them"
+            absent = [name for name in missing if not rules.may_be_fresh(name)]
+            raise self._wrong("are missing, which the job's model trains", absent, None, allowed)
+        self.fresh = tuple(missing)
         self.unused = tuple(name for name in model.unused_parameters if name in self._names)
-        for kept, names in self._names.items():
-            self._check(kept, names)
+        self.frozen = tuple(kept for kept, names in self._names.items() if self._differs(kept, names))
 
     def __getitem__(self, name: str) -> Tensor:
         """Read one parameter or buffer, in the type that the job's model has it in."""
-        _, dtype = self._model.specs[name]
-        if name not in self._names:
-            return self._initial_buffers[name]
-        return self._file[self._names[name][0]].to(dtype)
+        if name in self._names:
+            return self._file[self._names[name][0]].to(self._state.specs[name][1])
+        return self._initial_buffers[name] if name in self._initial_buffers else self._state.values[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._model.parameter_specs)
 
-    def _check(self, kept: str, names: list[str]) -> None:
+    def give_optimizer_state(self, state: UnitState) -> None:
+        """Give a unit's new optimizer what the run's keeps of its parameters; those that the run lacks begin anew.
+
+        Raises:
+            InputError: the run has another optimizer.
+        """
+        assert isinstance(self._file, StoredRun)
+        tensors: dict[tuple[str, str], Tensor] = {}
+        plain: dict[str, Any] = {}
+        own = {key for group in group_numbers(state.optimizer) for key in group}
+        for name in state.parameters.keys() & self._names.keys():
+            entry = self._names[name][0]
+            found, plain[name], settings = self._file.optimizer_state(entry)
+            if settings != own:
+                allowed = f"one with the settings of the job's: {', '.join(sorted(own))}; or no --optimizer-state"
+                raise self._wrong("is trained by another optimizer", [entry], ", ".join(sorted(settings)), allowed)
+            tensors |= {(name, key): value for key, value in found.items()}
+        state.take_optimizer_state(tensors, plain)
+
+    def _differs(self, kept: str, names: list[str]) -> bool:
+        """Check the entries of a tensor; returns whether it is one that training does not change, and another."""
         shape, dtype = self._state.specs[kept]
         for name in names:
             if self._file.shapes[name] != shape:
@@ -155,9 +325,12 @@ class ImportedParameters:
                 allowed = f"the same numbers as {names[0]!r}: the job's model ties the two"
                 raise self._wrong("differs", [name], None, allowed)
         is_constant = kept not in self._state.trainable and kept not in self._model.buffer_specs
-        if is_constant and not torch.equal(first.to(dtype), self._state.values[kept]):
-            allowed = "what the job's model makes: what training does not change is not part of a run's state"
+        if not is_constant or torch.equal(first.to(dtype), self._state.values[kept]):
+            return False
+        if not all(isinstance(section.code, GraphModule) for section in self._model.sections):
+            allowed = "what the job's model makes: it is cut at marks, or not cut, so that each worker builds it"
             raise self._wrong("has other numbers", [names[0]], None, allowed)
+        return True
 
     def _wrong(self, problem: str, names: list[str], value: object = None, allowed: str | None = None) -> InputError:
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

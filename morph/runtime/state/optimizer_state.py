@@ -18,12 +18,14 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from morph.checkpoint.manifest import ALIGNMENT
+from morph.checkpoint.manifest import ALIGNMENT, DEVICE_ALIGNMENT
 from morph.contract.errors import JobError
+from morph.runtime.device.staging import moved
 
 MakeOptimizer = Callable[[Iterable[tuple[str, Parameter]]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 
+_HOST = torch.device("cpu")
 NOT_HYPERPARAMETERS = ("params", "param_names")
 
 
@@ -149,14 +151,15 @@ def load_optimizer_state(
             if owner == name:
                 on_device = counters_on_device or value.dim() > 0
                 own = value if for_good and is_aligned(value) else value.clone()
-                state[key] = own.to(parameter.device if on_device else "cpu")
+                state[key] = moved(own, parameter.device if on_device else _HOST)
         if state:
             optimizer.state[parameter] = state
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether a tensor lies in memory as torch's own do: kernels may round otherwise where one does not."""
-    return tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
+    """Whether a tensor lies in memory as torch's own do: other kernels may be chosen, and round otherwise, if not."""
+    alignment = ALIGNMENT if tensor.device.type == "cpu" else DEVICE_ALIGNMENT
+    return tensor.is_contiguous() and tensor.data_ptr() % alignment == 0
 
 
 def group_numbers(optimizer: Optimizer) -> list[Any]:

@@ -16,10 +16,12 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
 
+from morph.runtime.device.devices import Event
 from morph.runtime.device.rings import DeviceRing
 from morph.runtime.device.staging import Staging, staging_for
 from morph.runtime.groups.channels import Ring, Transfer
@@ -32,6 +34,8 @@ _WHAT = "the gradients' reduction"
 
 PIECE_BYTES = 16 * 1024 * 1024
 """Of a part's sums that are under way at once, so that what is received takes little memory, and the same again."""
+PIECES_ON_THE_WAY = 3
+"""Of what a device has: being copied to the host, there, or sent and not received yet."""
 SHARE_BYTES = 256 * 1024
 """Of a piece to each member, at least: smaller messages take as long."""
 
@@ -40,12 +44,13 @@ SHARE_BYTES = 256 * 1024
 class _Unit:
     """One accumulator that is reduced over one ring.
 
-    ``staging``: of its device; None where that is the host, or the ring one of devices.
+    ``staging``: of its device; None where that is the host, or the ring one of devices. ``ready``: behind its sums.
     """
 
     accumulator: Accumulator
     ring: Ring
     staging: Staging | None
+    ready: Event | None = None
     largest: Tensor | None = None
     means: dict[Part, Tensor] = field(default_factory=dict)
     sums_of_means: dict[Part, float] = field(default_factory=dict)
@@ -55,31 +60,24 @@ class _Unit:
         """Those with elements."""
         return [part for part in self.accumulator.parts if part.size]
 
-    @property
-    def given(self) -> list[Tensor]:
-        """What is reduced: the largest magnitudes, and each part's sums, flat, in equal shares."""
-        return [self.accumulator.largest, *(part.shares(self.ring.size).view(-1) for part in self.parts)]
-
-    def pieces(self, given: Sequence[Tensor]) -> list[_Piece]:
-        """``given``, now where the ring takes it, in pieces; the largest magnitudes go with the first."""
-        largest, *sums = given
+    def pieces(self) -> list[_Piece]:
+        """What is reduced: each part's sums, in equal shares; the largest magnitudes go with the first."""
         num = self.ring.size
         pieces = []
-        for part, flat in zip(self.parts, sums, strict=True):
+        for part in self.parts:
+            flat = part.shares(num).view(-1)
             length = max(PIECE_BYTES, num * SHARE_BYTES) // flat.element_size() // num * num
             for first in range(0, len(flat), length):
                 pieces.append(_Piece(self, part, first, len(flat), flat[first : first + length].view(num, -1)))
         pieces = pieces or [_Piece(self, None, 0, 0, None)]
-        pieces[0].largest = largest
+        pieces[0].largest = self.accumulator.largest
         return pieces
 
     def take(self, num_micro_batches: int) -> None:
         """Give the accumulator what is the same for all members now; in the thread that computes."""
         means, largest = tuple(self.means[part] for part in self.parts), self.largest
         if self.staging is not None:
-            on_device, event = self.staging.to_device(means)
-            self.staging.arrived(on_device, event)
-            means = on_device
+            self.staging.arrived(means, self.staging.filled())
         elif isinstance(self.ring, DeviceRing):
             self.ring.hand_over(means)
         self.accumulator.take(dict(zip(self.parts, means, strict=True)), largest, num_micro_batches)
@@ -130,22 +128,32 @@ class _Piece:
                 return
             length = self.received.shape[1]
             first = self.first + self.ring.rank * length
-            whole = self._all_means(self.part, memory)[self.first : self.first + self.ring.size * length]
+            whole = self._memory_of_means(self.part, memory, self.ring.size * length)
             means = whole.view(-1, length)[self.ring.rank]
             self.unit.accumulator.mean(self.part, self.received, first, num_micro_batches, means)
             self.pending.append(self.ring.gather(whole, means))
             memory.give_back(self.received)
             self.sums, self.received, self.means = None, None, whole
 
-    def _all_means(self, part: Part, memory: Memory) -> Tensor:
+    def _memory_of_means(self, part: Part, memory: Memory, size: int) -> Tensor:
+        """Where this piece's means are gathered: their place among all, or pinned memory that is copied to that."""
         assert self.received is not None
+        staging, dtype = self.unit.staging, part.mean_dtype
         if part not in self.unit.means:
-            size, staging = self.part_size, self.unit.staging
-            if staging is None:
-                self.unit.means[part] = memory.take(size, part.mean_dtype, self.received.device)
-            else:
-                self.unit.means[part] = staging.device.pinned((size,), part.mean_dtype)
-        return self.unit.means[part]
+            self.unit.means[part] = (
+                memory.take(self.part_size, dtype, self.received.device)
+                if staging is None
+                else staging.empty((self.part_size,), dtype)
+            )
+        if staging is not None:
+            return staging.device.pinned((size,), dtype)
+        return self.unit.means[part][self.first : self.first + size]
+
+    def copied_to_host(self, hosts: Sequence[Tensor]) -> None:
+        """What is reduced is on the host now."""
+        found = iter(hosts)
+        self.largest = None if self.largest is None else next(found)
+        self.sums = None if self.sums is None else next(found).view(self.sums.shape)
 
     def wait(self) -> None:
         """Block until what is under way is done. Raises as ``Interrupt.wait_for``."""
@@ -156,15 +164,19 @@ class _Piece:
     def wait_for_means(self) -> None:
         """Block until they are there, and look at those of floating-point sums that tell of the others."""
         self.wait()
-        if self.part is not None and self.means is not None and self.unit.accumulator.marks_non_finite:
-            if self.means.device.type == "cpu" and not isinstance(self.ring, DeviceRing):
+        if self.part is not None and self.means is not None:
+            on_host = self.means.device.type == "cpu" and not isinstance(self.ring, DeviceRing)
+            if on_host and self.unit.accumulator.marks_non_finite:
                 length = len(self.means) // self.ring.size
                 shares = range(self.first, self.first + len(self.means), length)
                 ranges = [one for first in shares for one in self.part.tensors_between(first, first + length)]
                 told = self.means[[begin - self.first for _, begin, _ in ranges]]
                 sums = self.unit.sums_of_means
                 sums[self.part] = sums.get(self.part, 0.0) + float(told.sum())
-            self.means = None
+            if self.unit.staging is not None:
+                place = self.unit.means[self.part][self.first : self.first + len(self.means)]
+                self.unit.staging.fill(place, self.means)
+        self.means = None
 
 
 class Reduction:
@@ -173,7 +185,8 @@ class Reduction:
     They run in a thread of their own, so that they go on while the order lane computes, piece by piece. Each waits for
     its means only after the sums of the next one of its ring were sent: links are never idle, and all members send in
     the same order.
-    Sums on a device are copied to pinned memory first, beside what it computes, unless the ring is one of devices.
+    Sums on a device are copied to pinned memory first, beside what it computes, unless the ring is one of devices: a
+    few pieces at a time, so that they take little of that memory, and messages between stages wait for no more.
 
     Args:
         interrupt: The generation's.
@@ -186,10 +199,12 @@ class Reduction:
         self._memory = memory or Memory()
         self._num_micro_batches = num_micro_batches
         self._units: list[_Unit] = []
+        self._to_copy: deque[_Piece] = deque()
+        self._num_on_the_way = 0
+        self._lock = threading.Lock()
         self._to_scatter: deque[_Piece] = deque()
         self._scattered: deque[_Piece] = deque()
         self._gathered: deque[_Piece] = deque()
-        self._num_on_host = 0
         self._is_complete = self._is_done = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -201,24 +216,39 @@ class Reduction:
         staging = None if isinstance(ring, DeviceRing) else staging_for(accumulator.device)
         unit = _Unit(accumulator, ring, staging)
         self._units.append(unit)
-
-        def begin(hosts: Sequence[Tensor]) -> None:
-            self._to_scatter.extend(unit.pieces(hosts))
-            self._num_on_host += 1
-            if self._failure is not None:  # all was let go of while this was copied
-                self._to_scatter.clear()
-            self._interrupt.notify()
-
-        given = unit.given
+        pieces = unit.pieces()
         if isinstance(ring, DeviceRing):
             ring.catch_up()
         if staging is None:
-            begin(given)
+            self._to_scatter.extend(pieces)
+            self._interrupt.notify()
         else:
-            staging.to_host(given, begin, self._fail)
+            unit.ready = staging.device.current.record()
+            self._to_copy.extend(pieces)
+            self._copy_next()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="morph-reduce", daemon=True)
             self._thread.start()
+
+    def _copy_next(self) -> None:
+        """Enqueue copies of further pieces to the host, as far as there is room for them; from any thread."""
+        while self._failure is None:
+            with self._lock:
+                if not self._to_copy or self._num_on_the_way == PIECES_ON_THE_WAY:
+                    return
+                piece = self._to_copy.popleft()
+                self._num_on_the_way += 1
+                staging = piece.unit.staging
+                assert staging is not None
+                given = [one.view(-1) for one in (piece.largest, piece.sums) if one is not None]
+                staging.to_host(given, partial(self._on_host, piece), self._fail, beside=piece.unit.ready)
+
+    def _on_host(self, piece: _Piece, hosts: Sequence[Tensor]) -> None:
+        piece.copied_to_host(hosts)
+        self._to_scatter.append(piece)
+        if self._failure is not None:  # all was let go of while this was copied
+            self._to_scatter.clear()
+        self._interrupt.notify()
 
     def finish(self) -> None:
         """Block until everything that was put is reduced. Raises as ``Interrupt.wait_for``."""
@@ -239,7 +269,7 @@ class Reduction:
         That must be the reaper of old groups, not whichever thread collects garbage.
         """
         self._units.clear()
-        for pieces in (self._to_scatter, self._scattered, self._gathered):
+        for pieces in (self._to_copy, self._to_scatter, self._scattered, self._gathered):
             pieces.clear()
 
     def _fail(self, error: BaseException) -> None:
@@ -283,10 +313,18 @@ class Reduction:
     def _gather_next(self) -> None:
         piece = self._scattered.popleft()
         piece.gather(self._num_micro_batches, self._memory)
+        if piece.unit.staging is not None:
+            with self._lock:
+                self._num_on_the_way -= 1
+            self._copy_next()
         self._gathered.append(piece)
         if len(self._gathered) > 1:
             self._gathered.popleft().wait_for_means()
 
     def _is_over(self) -> bool:
         """Whether everything is scattered."""
-        return self._is_complete and self._num_on_host == len(self._units) and not self._to_scatter
+        if not self._is_complete or self._to_scatter:
+            return False
+        with self._lock:
+            waiting = sum(piece.unit.staging is not None for piece in self._scattered)
+            return not self._to_copy and self._num_on_the_way == waiting and not self._to_scatter

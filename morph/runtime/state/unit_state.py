@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from morph.contract.decided import Decided, LossScale
-from morph.contract.errors import NonFiniteGradient
+from morph.contract.errors import CheckpointError, NonFiniteGradient
 from morph.cutting.sections.section import ParameterUnit
 from morph.jobs.job import Job
+from morph.runtime.device.staging import Ready, fill, moved, to_host
 from morph.runtime.state.accumulators import (
     Accumulator,
     ExactAccumulator,
@@ -50,6 +51,8 @@ class StateCopy:
     A state changes only when a step is applied, a whole forward and backward after it was handed over: who is about to
     change it calls ``finish``, and waits only for what is not copied by then.
 
+    What lies on a device is copied beside what that computes, by pieces of pinned memory.
+
     Args:
         tensors: Not copied yet; nobody may change them before ``finish`` returns.
     """
@@ -57,6 +60,9 @@ class StateCopy:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._lock = threading.Lock()
         self._tensors: Mapping[str, Tensor] | None = tensors
+        self._ready = Ready(tensors.values())
+        self._is_wanted = True
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self._copied: dict[str, Tensor] | None = None
         self.waited_s = 0.0
         """For how long training stood in ``finish``."""
@@ -64,9 +70,9 @@ class StateCopy:
     def take(self) -> dict[str, Tensor] | None:
         """Return the copies, made now if they are not made yet; None: they are not wanted any more."""
         with self._lock:
-            if self._tensors is not None:
-                self._copied = {name: to_host(tensor) for name, tensor in self._tensors.items()}
-                self._tensors = None
+            if self._tensors is not None and self._is_wanted:
+                self._copied = to_host(self._tensors, self._ready)
+            self._tensors = None
             return self._copied
 
     def lend(self) -> Mapping[str, Tensor]:
@@ -82,15 +88,15 @@ class StateCopy:
         self.take()
         self.waited_s += time.perf_counter() - start_s
 
+    def leave(self) -> None:
+        """Nobody wants the copies any more; returns at once. What is being copied is copied all the same."""
+        self._is_wanted = False
+
     def drop(self) -> None:
         """The tensors are about to change, and nobody wants a copy of them: return once nobody reads them."""
+        self.leave()
         with self._lock:
             self._tensors = None
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to host memory."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,8 @@ class UpdateRules:
 
     ``loss_scale`` is the one of version 0. ``optimizer_in_host_memory``: the optimizer works on a copy of the
     parameters in host memory, which is copied to the device after each step. ``master_weights``: likewise on fp32
-    copies of parameters that have fewer bits. ``code``: digest of the job's code.
+    copies of parameters that have fewer bits. ``code``: digest of the job's code. ``frozen``: that of the frozen
+    weights that the run was given; empty where they are the job's own.
     """
 
     make_scheduler: MakeScheduler | None = None
@@ -108,10 +115,11 @@ class UpdateRules:
     optimizer_in_host_memory: bool = False
     master_weights: bool = False
     code: str = ""
+    frozen: str = ""
 
 
-def update_rules(job: Job, device: torch.device, code: str = "") -> UpdateRules:
-    """The rules of a job, with this digest of its code, on one kind of device."""
+def update_rules(job: Job, device: torch.device, code: str = "", frozen: str = "") -> UpdateRules:
+    """The rules of a job, with these digests of its code and its frozen weights, on one kind of device."""
     scaling, scale = job.effective_loss_scaling, None
     if scaling is not None:
         _, bits = math.frexp(scaling.initial)
@@ -123,6 +131,7 @@ def update_rules(job: Job, device: torch.device, code: str = "") -> UpdateRules:
         optimizer_in_host_memory=job.optimizer_device == "cpu" and device.type != "cpu",
         master_weights=job.master_weights,
         code=code,
+        frozen=frozen,
     )
 
 
@@ -130,6 +139,10 @@ _HOST = torch.device("cpu")
 _NUMBERS = "numbers"
 _CLIP_EPSILON = 1e-6
 """As in ``torch.nn.utils.clip_grad_norm_``."""
+
+
+STEP_NUMBER = "step_number"
+"""Of a parameter group, where the job has it: the number of the step, for optimizers that go by it."""
 
 
 class UnitState:
@@ -169,7 +182,7 @@ class UnitState:
         self._build_optimizer()
         self.reduced: Reduced | None = None
         self._scales_before: dict[str, int] | None = None
-        self._copy: StateCopy | None = None
+        self._copies: list[StateCopy] = []
         self.loss_scale = rules.loss_scale
         self._exact = exact
         self._num_contributions = num_micro_batches * len(unit.sections)
@@ -247,20 +260,20 @@ class UnitState:
     def _move(self, source: torch.device, target: torch.device) -> None:
         """Move what lies on one device to another; what the optimizer keeps elsewhere stays there."""
 
-        def moved(tensor: Tensor) -> Tensor:
-            return _moved(tensor, target) if tensor.device == source else tensor
+        def there(tensor: Tensor) -> Tensor:
+            return moved(tensor, target) if tensor.device == source else tensor
 
         stays_here = {id(one) for one in self._updated.values() if self._rules.optimizer_in_host_memory}
         for parameter in {id(one): one for one in (*self.parameters.values(), *self._updated.values())}.values():
             if id(parameter) not in stays_here:
-                parameter.data = moved(parameter.data)
-        self.buffers = {name: moved(buffer) for name, buffer in self.buffers.items()}
+                parameter.data = there(parameter.data)
+        self.buffers = {name: there(buffer) for name, buffer in self.buffers.items()}
         if not stays_here:
             for kept in self.optimizer.state.values():
-                kept.update({key: moved(value) for key, value in kept.items() if isinstance(value, Tensor)})
+                kept.update({key: there(value) for key, value in kept.items() if isinstance(value, Tensor)})
         self._summed = self._all_summed()
         if self.reduced is not None:
-            at = {name: _moved(value, self._summed[name].device) for name, value in self.reduced.gradients.items()}
+            at = {name: moved(value, self._summed[name].device) for name, value in self.reduced.gradients.items()}
             self.reduced = replace(self.reduced, gradients=at)
 
     def drop_step(self) -> None:
@@ -271,7 +284,7 @@ class UnitState:
 
     def take_over(self, reduced: Reduced, exponents: Mapping[str, int]) -> None:
         """Hold gradients, at scales, that another worker reduced for the present version."""
-        gradients = {name: value.to(self._summed[name].device) for name, value in reduced.gradients.items()}
+        gradients = {name: moved(value, self._summed[name].device) for name, value in reduced.gradients.items()}
         self.reduced = replace(reduced, gradients=gradients)
         if self._scales_before is None:
             self._scales_before = self.exponents
@@ -293,9 +306,9 @@ class UnitState:
         A skipped step changes nothing but the version and the loss scale, buffers included.
         """
         home = self._home
-        if self._copy is not None:
-            self._copy.finish()
-            self._copy = None
+        for copy in self._copies:
+            copy.finish()
+        self._copies.clear()
         self.reload()
         reduced, self.reduced = self.reduced, None
         self._scales_before = None
@@ -316,6 +329,9 @@ class UnitState:
         for name, parameter in self._updated.items():
             gradient = reduced.gradients.get(name)
             parameter.grad = gradient if gradient is None or factor == 1.0 else gradient.mul_(factor)
+        for group in self.optimizer.param_groups:
+            if STEP_NUMBER in group:
+                group[STEP_NUMBER] = self.version
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
@@ -340,18 +356,16 @@ class UnitState:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 if self._updated[name] is not parameter:
-                    parameter.copy_(self._updated[name])
+                    fill(parameter, self._updated[name])
 
     def tensors(self) -> dict[str, Tensor]:
         """Copy the whole state as named CPU tensors (``param/..``, ``buffer/..``, ``optim/../..``) and numbers."""
-        return {name: to_host(tensor) for name, tensor in self._own_tensors().items()}
+        return to_host(self._own_tensors())
 
     def copy_later(self) -> StateCopy:
         """The same, to be copied beside what reads the state; what changes it waits until that is done."""
-        if self._copy is not None:
-            self._copy.finish()
-        self._copy = StateCopy(self._own_tensors())
-        return self._copy
+        self._copies.append(StateCopy(self._own_tensors()))
+        return self._copies[-1]
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """Name the state's tensors as they are, and its numbers as one more."""
@@ -369,6 +383,8 @@ class UnitState:
             "scheduler": None if self.scheduler is None else scheduler_numbers(self.scheduler),
             "loss_scale": None if self.loss_scale is None else self.loss_scale.model_dump(),
         }
+        if self._rules.frozen:
+            numbers["frozen"] = self._rules.frozen
         text = json.dumps(numbers, sort_keys=True).encode()
         tensors[_NUMBERS] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return tensors
@@ -378,11 +394,17 @@ class UnitState:
 
         Raises:
             ValueError: if a parameter or buffer is missing or has another shape or dtype.
+            CheckpointError: it was trained over other frozen weights than this worker has.
         """
-        if self._copy is not None:  # what it held is of a history that is void
-            self._copy.drop()
-            self._copy = None
-        numbers = json.loads(bytes(tensors[_NUMBERS].tolist()))
+        for copy in self._copies:  # what it held is of a history that is void
+            copy.drop()
+        self._copies.clear()
+        numbers = json.loads(bytes(moved(tensors[_NUMBERS], _HOST).tolist()))
+        if numbers.get("frozen", "") != self._rules.frozen:
+            raise CheckpointError(
+                f"unit {self.unit.id} was trained over other frozen weights: the folder 'frozen' beside the run's"
+                " checkpoints, which `morph import` wrote, is missing or is another run's"
+            )
         found: dict[tuple[str, str], Tensor] = {}
         with torch.no_grad():
             for name, parameter in self._updated.items():
@@ -390,13 +412,17 @@ class UnitState:
                 prefix = f"optim/{name}/"
                 found |= {(name, key.removeprefix(prefix)): v for key, v in tensors.items() if key.startswith(prefix)}
             for name, buffer in self.buffers.items():
-                buffer.copy_(self._saved(tensors, "buffer", name, buffer))
+                fill(buffer, self._saved(tensors, "buffer", name, buffer))
         self._publish()
         if says_otherwise(numbers, self._said):
             self._build_optimizer()
         load_optimizer_state(self.optimizer, self._updated, found, numbers["optimizer"], for_good=for_good)
         self._load_numbers(numbers)
         self.reduced = self._scales_before = None
+
+    def take_optimizer_state(self, tensors: Mapping[tuple[str, str], Tensor], plain: Mapping[str, Any]) -> None:
+        """Give the optimizer state by (parameter, key), as it kept it in another run."""
+        load_optimizer_state(self.optimizer, self._updated, tensors, plain)
 
     def _saved(self, tensors: Mapping[str, Tensor], kind: str, name: str, like: Tensor) -> Tensor:
         saved = tensors.get(f"{kind}/{name}")
@@ -423,12 +449,8 @@ def _updated(parameter: Parameter, rules: UpdateRules) -> Parameter:
     if rules.master_weights and found.dtype.to_real().itemsize < torch.float32.itemsize:
         found = found.detach().to(torch.promote_types(found.dtype, torch.float32))
     if rules.optimizer_in_host_memory:
-        found = to_host(found)
+        found = to_host({"": found})[""]
     return parameter if found is parameter else Parameter(found)
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device)
 
 
 def _take(parameter: Parameter, saved: Tensor, *, for_good: bool) -> None:
@@ -436,7 +458,7 @@ def _take(parameter: Parameter, saved: Tensor, *, for_good: bool) -> None:
     if for_good and at_home and is_aligned(saved):
         parameter.data = saved
     else:
-        parameter.copy_(saved)
+        fill(parameter, saved)
 
 
 _CHUNK = 1 << 20

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -242,6 +243,12 @@ def batch_keys(sections: Iterable[Section]) -> set[str]:
     return {key for section in sections for key in section.batch_keys}
 
 
+def with_step(batch: Mapping[str, Tensor], job: Job, step: int) -> Mapping[str, Tensor]:
+    """Put the number of a step in the place of the entry that the job has for it."""
+    name = job.step_entry
+    return {**batch, name: torch.full_like(batch[name], step)} if name is not None and name in batch else batch
+
+
 class Evaluator:
     """A job's evaluations, as one worker takes part in them.
 
@@ -286,7 +293,7 @@ class Evaluator:
         stage = EvaluationStage(
             sections_of=lambda number: [self._sections[self._loader.length(number)][index] for index in indices],
             parameters={name: tensor for state in current.units.values() for name, tensor in state.values.items()},
-            load_batch=self._load,
+            load_batch=partial(self._load, version),
             precision=self._job.precision,
             seed=self._job.seed,
             version=version,
@@ -349,6 +356,6 @@ class Evaluator:
                 "morph.Sum, or set eval_samples",
             )
 
-    def _load(self, micro_batch: int, keys: Sequence[str]) -> Mapping[str, Tensor]:
-        batch = self._loader.load(micro_batch, keys)
+    def _load(self, version: int, micro_batch: int, keys: Sequence[str]) -> Mapping[str, Tensor]:
+        batch = with_step(self._loader.load(micro_batch, keys), self._job, version)
         return placed(batch, self._device)

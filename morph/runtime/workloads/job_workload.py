@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from morph.contract.errors import ProfileError
+from morph.checkpoint.frozen_weights import FrozenWeights
+from morph.contract.errors import JobError, ProfileError
 from morph.contract.evaluation import EvaluationSize, EvaluationTotals, FinishedMetrics
 from morph.contract.job_facts import JobFacts
 from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
@@ -22,10 +23,10 @@ from morph.cutting.cache.cut_job import load_and_cut
 from morph.cutting.sections.section import BoundaryTensor, ParameterUnit
 from morph.cutting.trial_run.trial import run_users_code
 from morph.data import DataWorkers, MicroBatchLoader
-from morph.data.loader import data_facts
+from morph.data.loader import data_facts, data_of, recipe_of
 from morph.jobs.changes import require_same
 from morph.jobs.job import Job
-from morph.runtime.device.staging import placed
+from morph.runtime.device.staging import moved, placed
 from morph.runtime.device.task_clock import clock_of
 from morph.runtime.groups.channels import Carrier, Channel
 from morph.runtime.groups.faults import FaultPlan
@@ -46,7 +47,7 @@ from morph.runtime.step.kernels import kernels_for, kernels_now, prepare_cublas,
 from morph.runtime.step.slow_stage import slowed
 from morph.runtime.step.stage import Stage
 from morph.runtime.step.sums import MicroBatchSums, StepSums
-from morph.runtime.workloads.evaluation import Evaluator, batch_keys
+from morph.runtime.workloads.evaluation import Evaluator, batch_keys, with_step
 
 _SMALL = 4
 _FIELDS = (
@@ -65,7 +66,7 @@ _FIELDS = (
         "effective_loss_scaling",
         "clip_grad_norm",
     ),
-    *("optimizer_device", "eval_every_steps", "eval_every_epochs", "eval_samples", "best"),
+    *("optimizer_device", "eval_every_steps", "eval_every_epochs", "eval_samples", "best", "step_entry"),
 )
 
 
@@ -75,12 +76,29 @@ def check_training(job: Job, model: CutModel) -> dict[str, str]:
     Raises:
         JobError: an optimizer, a schedule or evaluation data that cannot be used.
     """
+    _check_step_entry(job)
     found = settings(job, model) | _needs(job, model)
     if job.compile:
         refuse_marked(model)
     if job.eval_data is not None:
         Evaluator(job, model, torch.device("cpu"))
     return found
+
+
+def _check_step_entry(job: Job) -> None:
+    if job.step_entry is None:
+        return
+    first = recipe_of(job).like(data_of(job))
+    entry = first.get(job.step_entry)
+    if entry is None or entry.dtype != torch.int64 or entry.dim():
+        shown = "nothing" if entry is None else f"{tuple(entry.shape)} {entry.dtype}"
+        raise JobError(
+            f"names an entry of the batch that is to be the number of the step, and is {shown} in a sample",
+            source="Job",
+            field="step_entry",
+            value=job.step_entry,
+            allowed="a whole number in each sample, such as 0",
+        )
 
 
 def settings(job: Job, model: CutModel) -> dict[str, str]:
@@ -177,7 +195,10 @@ class JobWorkload:
         self._job, self._model, self._initial = found.job, found.model, found.initial
         self._data_workers = self._start_data_workers(setup) if self._job.data_workers else None
         set_kernels(kernels_for(self._job.accumulation, kernels_now()))
-        self._rules = update_rules(self._job, self._device, setup.code.sha256 if setup.code else "")
+        frozen = FrozenWeights(setup.checkpoint_url)
+        self._rules = update_rules(self._job, self._device, setup.code.sha256 if setup.code else "", frozen.digest)
+        for constants in self._model.constants if frozen else ():
+            constants.take(frozen)
         if self._model.fingerprint != setup.fingerprint:
             raise ProfileError(
                 "the profile belongs to another model; calibrate again",
@@ -218,7 +239,7 @@ class JobWorkload:
         return UnitState(
             found,
             {
-                name: self._initial.empty(name, self._device) if empty else self._initial[name].to(self._device)
+                name: self._initial.empty(name, self._device) if empty else moved(self._initial[name], self._device)
                 for name in found.names
             },
             self._job.optimizer,
@@ -242,6 +263,15 @@ class JobWorkload:
     def adopt(self, shadow: UnitState) -> UnitState:
         """See ``Workload.adopt``."""
         return shadow
+
+    def take_place(self, current: Generation) -> None:
+        """See ``Workload.take_place``: constants, frozen weights among them, are read from where they come from."""
+        if current.slot is not None:
+            sections = current.plan.stages[current.slot.stage].sections
+            self._run_model.keep_constants_of(sections)
+            for section in self._run_model.sections[sections.start : sections.stop]:
+                for name in section.constants:
+                    section.constant_values.on(name, self._device)
 
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
         """See ``Workload.executor``."""
@@ -349,5 +379,5 @@ class JobWorkload:
         return placed(self._loader.example(length, keys), self._device)
 
     def _load(self, step: int, micro_batch: int, keys: Sequence[str]) -> Mapping[str, Tensor]:
-        batch = self._loader.load(step, micro_batch, keys)
+        batch = with_step(self._loader.load(step, micro_batch, keys), self._job, step)
         return placed(batch, self._device)

@@ -43,6 +43,9 @@ class Workload(Protocol):
     def adopt(self, shadow: UnitState) -> UnitState:
         """Make a unit that was kept in step as this worker's own."""
 
+    def take_place(self, current: Generation) -> None:
+        """Read what the stage of a generation needs that is no state of a unit, and let go of an earlier stage's."""
+
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
         """Everything of one step up to its reductions, ready to run on this worker's stage."""
 

@@ -1,0 +1,158 @@
+"""The process of one tracker or callback: ``python -m manager.trackers.process``, as ``supervisor`` starts it.
+
+It follows the journal of a run from its first line and tells what is new, until its standard input ends; then it tells
+the rest and ends. What is wrong it says as a line on standard output. It ends itself when one call takes too long: the
+manager starts another, which goes on behind that.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from manager.accounting.spent import Prices
+from manager.journal.journal import Journal
+from manager.trackers.reading import HappeningsReader
+from manager.trackers.sinks import Callback, CallbackFailed, MlFlow, Sink, TensorBoard, WeightsAndBiases
+from morph.contract.base import Value
+from morph.contract.errors import RunDirError
+
+POLL_S = 0.5
+LINES_AT_ONCE = 500
+HANGS = 75
+"""The exit code of a process that ended itself because a call took too long."""
+_OUTPUT = os.dup(1)
+"""Standard output, for what the manager is told; what libraries, their processes and callbacks print is logged."""
+TRACKERS: Mapping[str, Callable[[Path, str], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MlFlow,
+}
+
+
+class Watching(Value):
+    """What one process is to do. ``target``: the callback, file.py:name; ``limit_s``: of one call.
+
+    ``variables``: of the environment, beside what it gets anyhow; only for the process that reads checkpoints.
+    """
+
+    kind: Literal["tensorboard", "wandb", "mlflow", "callback", "samples"]
+    target: str = ""
+    number: int = 0
+    run_dir: Path
+    journal: Path
+    checkpoint_url: str
+    job: str
+    prices: Prices | None = None
+    limit_s: float
+    variables: dict[str, str] = Field(default={}, repr=False, exclude=True)
+
+
+class _Watchdog:
+    """Ends the process when a call takes too long."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s, self._what, self._since_s = limit_s, "", 0.0
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def begin(self, what: str) -> None:
+        self._since_s, self._what = time.monotonic(), what
+
+    def end(self) -> None:
+        self._what = ""
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(min(0.2, self._limit_s / 4))
+            what, since_s = self._what, self._since_s
+            if what and time.monotonic() - since_s > self._limit_s:
+                say(f"{what} took more than {self._limit_s:g} s, and was given up")
+                os._exit(HANGS)
+
+
+def say(sentence: str) -> None:
+    """Tell the manager."""
+    os.write(_OUTPUT, (" ".join(sentence.split()) + "\n").encode())
+
+
+def sink_of(watching: Watching) -> Sink:
+    """Make what is to be told."""
+    if watching.kind == "callback":
+        return Callback(watching.run_dir, watching.target, watching.number)
+    return TRACKERS[watching.kind](watching.run_dir, watching.job)
+
+
+def follow(watching: Watching, sink: Sink) -> None:
+    """Tell what the journal says, until standard input ends."""
+    watchdog, reader, after, is_over = _Watchdog(watching.limit_s), None, 0, False
+    watchdog.begin("its start")
+    told = sink.open()
+    watchdog.end()
+    journal: Journal | None = None
+    try:
+        while True:
+            journal = journal or _opened(watching.journal)
+            entries = () if journal is None else journal.read(after, LINES_AT_ONCE)
+            reader = reader or HappeningsReader(watching.checkpoint_url, watching.prices)
+            for entry in entries:
+                after = entry.sequence
+                happenings = list(reader.take(entry))
+                if happenings and isinstance(sink, Callback) and not sink.begin(entry.sequence):
+                    continue
+                for happening in happenings:
+                    if not told.has(happening):
+                        watchdog.begin(f"{type(happening).__name__} of step {happening.step}")
+                        try:
+                            sink.tell(happening)
+                        except CallbackFailed as error:
+                            say(str(error))
+                        watchdog.end()
+            if len(entries) < LINES_AT_ONCE:
+                watchdog.begin("writing")
+                sink.flush()
+                watchdog.end()
+                if is_over:
+                    break
+                is_over = bool(select.select([sys.stdin], [], [], POLL_S)[0])  # it ends; nothing else comes
+        watchdog.begin("its end")
+        sink.close()
+        watchdog.end()
+    finally:
+        if journal is not None:
+            journal.close()
+
+
+def _opened(path: Path) -> Journal | None:
+    try:
+        return Journal.open(path, read_only=True)
+    except RunDirError:  # the run has not begun
+        return None
+
+
+def main() -> int:
+    """Do what the first line of standard input says."""
+    watching = Watching.model_validate_json(sys.stdin.readline())
+    os.dup2(2, 1)
+    os.nice(10)
+    name = watching.kind if watching.kind != "callback" else f"callback-{watching.number}"
+    try:
+        with open(watching.run_dir / "trackers" / f"{name}.lock", "w") as lock:  # noqa: PTH123
+            fcntl.flock(lock, fcntl.LOCK_EX)  # that of a manager which was killed may still tell the rest
+            follow(watching, sink_of(watching))
+    except Exception as error:
+        say(f"{type(error).__name__}: {error}")
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""Starts the processes of trackers and callbacks, says once what is wrong with each, and ends them in time.
+
+Training never waits for them: they read the journal by themselves. One that is gone, or ended itself because it hung,
+is started again a few times. At the end of a run each has ``END_S`` to tell the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from manager.host.environment import handed_on
+from manager.trackers.process import Watching
+
+END_S, SAMPLES_END_S = 20.0, 120.0
+MOST_STARTS = 5
+LIMIT_OF_A_CALL_S = 60.0
+OWN_VARIABLES = {"wandb": ("WANDB_", "NETRC"), "mlflow": ("MLFLOW_",)}
+"""Beside the harmless ones: by their beginnings, those that a tracker has for itself, its credentials among them."""
+
+
+def environment_of(kind: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what a tracker gets of the manager's environment; a callback only what is harmless."""
+    prefixes = OWN_VARIABLES.get(kind, ())
+    own = {name: value for name, value in environment.items() if prefixes and name.startswith(prefixes)}
+    return handed_on(environment) | own
+
+
+class Watchers:
+    """Everything that is told of a run, while a block runs.
+
+    Args:
+        watching: One for each process.
+        tell: Says a sentence to the user.
+        end_s: How long each has at the end.
+    """
+
+    def __init__(self, watching: tuple[Watching, ...], tell: Callable[[str], None], end_s: float = END_S) -> None:
+        self._tell, self._end_s = tell, end_s
+        self._ending = threading.Event()
+        self._watchers = [_Watcher(one, tell, self._ending) for one in watching]
+
+    def __enter__(self) -> Self:
+        for watcher in self._watchers:
+            watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+        begun_s = time.monotonic()
+        for watcher in self._watchers:
+            watcher.end()
+        for watcher in self._watchers:
+            samples = watcher.watching.kind == "samples"
+            watcher.join(begun_s + (max(self._end_s, SAMPLES_END_S) if samples else self._end_s))
+
+
+class _Watcher(threading.Thread):
+    def __init__(self, watching: Watching, tell: Callable[[str], None], ending: threading.Event) -> None:
+        super().__init__(name=f"morph-{watching.kind}", daemon=True)
+        self.watching, self._say, self._ending = watching, tell, ending
+        self._name = watching.kind if watching.kind != "callback" else f"callback {watching.target}"
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+        self._told: set[str] = set()
+        self._given_up = False
+
+    def run(self) -> None:
+        """Start the process, again where it ended before it was told to, and pass on what it says."""
+        for left in reversed(range(MOST_STARTS)):
+            with self._start() as process:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    self._tell_once(line.strip())
+                code = process.wait()
+            if code == 0 or self._given_up:
+                return
+            if not left:
+                self._say(f"note: {self._name} ended {MOST_STARTS} times and is left out; see {self._log}")
+
+    def end(self) -> None:
+        """Tell it that the session is over."""
+        with self._lock:
+            if self._process is not None:
+                self._tell_end(self._process)
+
+    def join(self, deadline_s: float | None = None) -> None:
+        """Wait for its end, and kill it when the time is up."""
+        super().join(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+        if self.is_alive():
+            self._say(f"note: {self._name} did not end in time and is killed; the run itself is not affected")
+            with self._lock:
+                self._given_up = True
+                if self._process is not None:
+                    self._process.kill()
+            super().join()
+
+    @property
+    def _command(self) -> list[str]:
+        if self.watching.kind != "samples":
+            return [sys.executable, "-m", "manager.trackers.process"]
+        run_dir = str(self.watching.run_dir)
+        return [sys.executable, "-m", "morph.cli.main", "sample", run_dir, "--while-open"]
+
+    @property
+    def _log(self) -> Path:
+        number = f"-{self.watching.number}" if self.watching.kind == "callback" else ""
+        return self.watching.run_dir / "trackers" / f"{self.watching.kind}{number}.log"
+
+    def _start(self) -> subprocess.Popen[str]:
+        with self._lock:
+            self._log.parent.mkdir(mode=0o700, exist_ok=True)
+            with open(os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:  # noqa: PTH123
+                process = self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    env=environment_of(self.watching.kind, os.environ) | self.watching.variables,
+                    start_new_session=True,  # Ctrl-C is not meant for it: it tells how the run ended
+                )
+            if self._given_up:
+                process.kill()
+            if self.watching.kind != "samples":
+                self._write(process, self.watching.model_dump_json())
+            if self._ending.is_set():
+                self._tell_end(process)
+            return process
+
+    def _tell_end(self, process: subprocess.Popen[str]) -> None:
+        if process.stdin is not None and not process.stdin.closed:
+            self._write(process, "end")
+            with suppress(OSError):
+                process.stdin.close()
+
+    def _write(self, process: subprocess.Popen[str], line: str) -> None:
+        assert process.stdin is not None
+        with suppress(OSError):  # it is dead
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+
+    def _tell_once(self, sentence: str) -> None:
+        if sentence and sentence not in self._told:
+            self._told.add(sentence)
+            self._say(f"note: {self._name}: {sentence}; training goes on without that")

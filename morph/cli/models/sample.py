@@ -1,0 +1,137 @@
+"""``morph sample``: what a job's own function makes of a checkpoint, such as generated text."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from morph.cli.reading.options import StoredArgument
+from morph.cli.reading.progress import doing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from manager.run.checkpoint_location import Stored
+    from morph.jobs.job import Job
+
+POLL_S = 2.0
+
+
+def sample_command(
+    source: StoredArgument,
+    job: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JOB", help="path/to/file.py:name; default: the code that the run trains on. Needed for a URL."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder to write to; default: samples in the run directory, or here."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N: where the model is run.")] = "cpu",
+    follow: Annotated[bool, typer.Option("--follow", help="Go on with each new checkpoint, until Ctrl-C.")] = False,
+    while_open: Annotated[bool, typer.Option("--while-open", hidden=True)] = False,
+) -> None:
+    """Load the newest checkpoint, call Job.sample with the model, and write what it returns.
+
+    A run does this beside itself with `samples: true` in its YAML file. Given by hand, it runs on any host that reaches
+    the checkpoints. Of checkpoints that are complete at the same time only the newest is used, and none twice.
+
+    \b
+    Example:
+      morph sample runs/tiny
+      morph sample az://container/run --job my_job.py:job --device cuda --follow
+    """
+    from manager.run.checkpoint_location import no_checkpoint, stored_at
+    from morph.contract.errors import JobError
+
+    stored = stored_at(source)
+    doing(f"loading PyTorch and the job of {source}")
+    from morph.cli.models.export import loaded_job
+
+    found = loaded_job(stored, job)
+    if found.sample is None:
+        missing = JobError("is not given", source="Job", field="sample", allowed="lambda model, step: text")
+        if not while_open:
+            raise missing
+        print(missing)
+        return
+    folder = output or (Path("samples") if stored.run_dir is None else stored.run_dir / "samples")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not (follow or while_open):
+        if _newest(stored) is None:
+            raise no_checkpoint(stored)
+        print(
+            sample_newest(stored, found, folder, device) or f"the newest checkpoint has its sample in {folder} already"
+        )
+        return
+    if while_open:
+        os.nice(10)
+    failed: set[str] = set()
+    is_over = False
+    while True:
+        wrote, sentence = _tried(lambda: sample_newest(stored, found, folder, device), failed)
+        if sentence and not (wrote and while_open):  # the manager is told what is wrong alone
+            print(sentence, flush=True)
+        if is_over:
+            return
+        if while_open:
+            is_over = bool(select.select([sys.stdin], [], [], POLL_S)[0])
+        else:
+            time.sleep(POLL_S)
+
+
+def _tried(sample: Callable[[], str], failed: set[str]) -> tuple[bool, str]:
+    """Return whether it worked, and the sentence to tell: what failed, once, or what was written."""
+    try:
+        return True, sample()
+    except Exception as error:  # of storage or of the user's function: the next checkpoint is tried
+        sentence = f"{type(error).__name__}: {error}"
+        if sentence in failed:
+            return False, ""
+        failed.add(sentence)
+        return False, sentence
+
+
+def _newest(stored: Stored) -> int | None:
+    from morph.checkpoint.manifest import complete_versions
+
+    return max(complete_versions(stored.url), default=None)
+
+
+def sample_newest(stored: Stored, job: Job, folder: Path, device: str) -> str:
+    """Call the job's function with the newest checkpoint, unless that was done; returns what to tell of it, or "".
+
+    What it draws from the global generators depends on the seed and the version. The file is written whole.
+    """
+    version = _newest(stored)
+    path = folder / f"v{version or 0:08d}.json"
+    if version is None or path.exists():
+        return ""
+    import torch
+
+    from morph.checkpoint.manifest import read_manifest
+    from morph.contract.files import PRIVATE, write_whole
+    from morph.cutting.deferred_init.construct import build_really
+    from morph.data.seeding import own_generators, seed_of
+    from morph.runtime.state.model_state import export_state
+
+    state = export_state(job, stored.url, read_manifest(stored.url, version))
+    model = build_really(job.model, job.seed)
+    model.load_state_dict(state)
+    model.to(device).eval()
+    assert job.sample is not None
+    with own_generators() as seed_all, torch.no_grad():
+        seed_all(seed_of(job.seed, "generation", version))
+        result = job.sample(model, version)
+    text = json.dumps({"step": version, "sample": result}, indent=2, ensure_ascii=False, default=str)
+    write_whole(path, text + "\n", PRIVATE)
+    return f"wrote {path}"

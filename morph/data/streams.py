@@ -1,0 +1,346 @@
+"""Data sets of samples in shards: any sample by its number, in an order that reads shards one after the other."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import PurePosixPath
+from typing import Any, Protocol
+
+import fsspec
+import numpy as np
+import torch
+
+from morph.contract.errors import JobError
+from morph.data.order import AGAIN
+from morph.data.seeding import own_generators, seed_of
+from morph.data.shard_kinds import Jsonl, Mds, Parquet, Tar
+from morph.data.shard_order import ShardedEpoch, ShardOrder
+
+__all__ = ["Iterated", "Jsonl", "Mds", "Parquet", "Rows", "Source", "Stream", "Tar", "reading_warning"]
+
+log = logging.getLogger(__name__)
+
+_PREPARED_AHEAD = 2
+Samples = Sequence[Any]
+
+
+class Source(Protocol):
+    """Where samples come from, in shards: all that ``Stream`` needs to know of it.
+
+    A source whose shards must be fetched may have a ``prepare(shard)``, which is called in another thread, some time
+    before ``open(shard)``. With ``in_order = True``, shards are opened in their order alone.
+    """
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """How many samples each shard has: the same wherever and whenever the source is made."""
+        ...
+
+    def open(self, shard: int) -> Samples:
+        """Return the samples of a shard, to be looked at in any order. It is kept for a while."""
+        ...
+
+
+class Stream:
+    """A data set of the samples of a source: for ``Job.dataset``, ``Job.eval_data`` and ``morph.elastic.batches``.
+
+    The order of an epoch is drawn by seed and epoch: shards in random order, and samples among those of ``window``
+    shards. So what a step trains on depends on the step alone: there is no position to save, and a run can be resumed
+    anywhere.
+
+    Args:
+        source: ``Jsonl``, ``Tar``, ``Parquet``, ``Mds``, ``Rows``, ``Iterated``, or any other ``Source``.
+        sample: Makes a sample, a dict of tensors, of what the source has. None: that is one.
+        window: Shards of average size among which samples are shuffled; 0: samples of a shard stay in their order.
+        shuffle: Draw the order of shards.
+
+    Raises:
+        JobError: no samples, or a window that is not a whole number.
+    """
+
+    def __init__(
+        self, source: Source, sample: Callable[[Any], Any] | None = None, *, window: int = 8, shuffle: bool = True
+    ) -> None:
+        if not isinstance(window, int) or isinstance(window, bool) or window < 0:
+            raise JobError(
+                "is not right", source="Stream", field="window", value=window, allowed="a whole number from 0"
+            )
+        self.source, self._sample = source, sample
+        sizes = [int(size) for size in source.sizes]
+        num_samples = sum(sizes)
+        if not num_samples:
+            raise JobError("is empty", source="Stream", field="source", allowed="at least one sample")
+        width = max(1, window * num_samples // len([size for size in sizes if size]))
+        self._order = ShardOrder(sizes, width, shuffle_shards=shuffle and not getattr(source, "in_order", False))
+        self._most_open = width + 2 * max(sizes)
+        self._open: OrderedDict[int, Samples] = OrderedDict()
+        self._sizes = sizes
+        self._prepared = deque[int](maxlen=4 * (window + _PREPARED_AHEAD))
+        self._preparing: threading.Thread | None = None
+        self.num_at_hand = next(size for size in sizes if size)
+        """How many of its first samples can be read at any time without reading much else: to look at some."""
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        shard, place = self._order.shard_of(index)
+        found = self._samples_of(shard)[place]
+        return found if self._sample is None else self._sample(found)
+
+    def sample_order(self, seed: int, epoch: int) -> ShardedEpoch:
+        """Return the samples of an epoch in their order; see ``morph.data.order``."""
+        return self._order(seed, epoch)
+
+    def expect_samples(self, seed: int, places: Iterable[tuple[int, int]]) -> None:
+        """Fetch what comes after these samples, each an epoch and an index, beside what is computed."""
+        prepare = getattr(self.source, "prepare", None)
+        *_, (epoch, index) = ((-1, 0), *places)
+        if prepare is None or epoch < 0 or (self._preparing is not None and self._preparing.is_alive()):
+            return
+        order = self._order(seed, epoch % AGAIN)
+        begin = int(order.place_of[self._order.shard_of(index)[0]]) + 1
+        coming = [shard for shard in order.row[begin : begin + _PREPARED_AHEAD].tolist() if shard not in self._prepared]
+        if coming:
+            self._prepared.extend(coming)
+            self._preparing = threading.Thread(target=_prepare, args=(prepare, coming), daemon=True)
+            self._preparing.start()
+
+    def _samples_of(self, shard: int) -> Samples:
+        if shard not in self._open:
+            with own_generators() as seed_all:
+                seed_all(seed_of("shard", shard))
+                self._open[shard] = self.source.open(shard)
+            while len(self._open) > 1 and sum(self._sizes[other] for other in self._open) > self._most_open:
+                self._open.popitem(last=False)
+        self._open.move_to_end(shard)
+        return self._open[shard]
+
+
+def _prepare(prepare: Callable[[int], object], shards: Iterable[int]) -> None:
+    try:
+        for shard in shards:
+            prepare(shard)
+    except Exception as error:  # who reads the shard fetches it itself, and says what is wrong
+        log.info("a shard was not fetched ahead: %s: %s", type(error).__name__, error)
+
+
+def reading_warning(dataset: Any, name: str) -> str | None:
+    """What it costs that a data set can only be read from its beginning; None: it need not be."""
+    if not isinstance(dataset, Stream) or not isinstance(dataset.source, Iterated):
+        return None
+    return (
+        f"{name} is a stream without shards: each worker and data worker that needs samples reads all of it, and after "
+        "a restart it is read from its beginning (docs/training.md, Data in shards)"
+    )
+
+
+class Rows:
+    """A map-style data set as a source, so that it is read mostly in its own order: one on a disk, or memory-mapped.
+
+    Args:
+        dataset: Has a length and numbered samples, as a ``datasets.Dataset`` does.
+        shard_size: Neighbouring samples that make a shard.
+    """
+
+    def __init__(self, dataset: Any, shard_size: int = 1000) -> None:
+        self._dataset, self._shard_size = dataset, shard_size
+        self.sizes = _even(len(dataset), shard_size, "Rows", "shard_size")
+
+    def open(self, shard: int) -> Samples:
+        """See ``Source``."""
+        return _View(self._dataset, shard * self._shard_size, self.sizes[shard])
+
+
+class _View(Sequence[Any]):
+    def __init__(self, dataset: Any, first: int, size: int) -> None:
+        self._dataset, self._first, self._size = dataset, first, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[self._first + index]
+
+
+class Iterated:
+    """What can only be read from its beginning, as a source: an ``IterableDataset``, a stream of ``datasets``.
+
+    Each process that reads samples reads all of it, up to the sample that it needs; the order of blocks stays as it is.
+    So prefer shards, and data of which one process can read as fast as the whole run trains.
+
+    Args:
+        make: Returns a new iterable of the same samples each time it is called.
+        num_samples: How many of them make an epoch.
+        block_size: How many are read at once, and kept in memory.
+        bookmarks: Folder, in any file system of fsspec, for the states of an iterable that has ``state_dict`` and
+            ``load_state_dict``, one for each block: whoever begins in the middle reads from there. A state that does
+            not lead back to the same samples is not used. None: reading always starts at the beginning.
+        options: Of that file system.
+    """
+
+    in_order = True
+
+    def __init__(
+        self,
+        make: Callable[[], Iterable[Any]],
+        num_samples: int,
+        *,
+        block_size: int = 1024,
+        bookmarks: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._make, self._num_samples, self._block_size = make, num_samples, block_size
+        self.sizes = _even(num_samples, block_size, "Iterated", "block_size")
+        self._bookmarks = None if bookmarks is None else _Bookmarks(bookmarks, options or {})
+        self._iterable: Iterable[Any] = ()
+        self._moved: Iterable[Any] | None = None
+        self._iterator: Iterator[Any] | None = None
+        self._block = 0
+
+    def open(self, shard: int) -> list[Any]:
+        """See ``Source``.
+
+        Raises:
+            JobError: there are fewer samples than was said.
+        """
+        block, found = self._go_near(shard)
+        while block != shard:
+            block, found = self._read_block()
+        return found
+
+    def _go_near(self, shard: int) -> tuple[int, list[Any]]:
+        """Read a block, or one before it from where it is reached by reading on."""
+        marks, marked = self._bookmarks, None
+        if marks is not None and (self._iterator is None or self._block != shard):
+            marked = marks.last(shard, self._block if self._iterator is not None and self._block <= shard else 0)
+        if marks is not None and marked is not None:
+            block, state, digest = marked
+            self._begin(block, state)
+            with suppress(JobError):  # it ends too soon
+                found = self._read_block()
+                if _digest(found[1]) == digest:
+                    return found
+            log.warning("a state of the stream does not lead back to the same samples: it is read from its beginning")
+            self._bookmarks, self._iterator = None, None
+        if self._iterator is None or self._block > shard:
+            self._begin(0, None)
+        return self._read_block()
+
+    def _begin(self, block: int, state: Any) -> None:
+        with own_generators() as seed_all:
+            seed_all(seed_of("block", block))
+            made = self._make()
+            if made is self._moved:
+                allowed = "a function that makes a new one at each call, where there are bookmarks"
+                raise JobError("returns what it returned before", source="Iterated", field="make", allowed=allowed)
+            self._iterable = made
+            if state is not None:
+                self._moved = made
+                made.load_state_dict(state)  # type: ignore[attr-defined]  # it has given this state
+            self._iterator, self._block = iter(made), block
+
+    def _read_block(self) -> tuple[int, list[Any]]:
+        """Read the next block; returns its number too."""
+        assert self._iterator is not None
+        block, marks = self._block, self._bookmarks
+        state = marks.state_of(self._iterable) if marks is not None and block else None
+        with own_generators() as seed_all:
+            seed_all(seed_of("block", block))
+            found = list(itertools.islice(self._iterator, self.sizes[block]))
+        if len(found) < self.sizes[block]:
+            ended = block * self._block_size + len(found)
+            allowed = f"up to {ended}, where the iterable ends" if ended else "an iterable that has samples each time"
+            self._iterator = None
+            raise JobError(
+                "is too large", source="Iterated", field="num_samples", value=self._num_samples, allowed=allowed
+            )
+        if marks is not None and state is not None:
+            marks.keep(block, state, found)
+        self._block = block + 1
+        return block, found
+
+
+class _Bookmarks:
+    """States of an iterable in front of blocks, each with a digest of the block."""
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self._fs, self._folder = fsspec.core.url_to_fs(url, **options)
+
+    def last(self, block: int, now: int) -> tuple[int, Any, str] | None:
+        """The one that is nearest before a block, if there is one behind ``now``: block, state and digest."""
+        try:
+            names = self._fs.ls(self._folder, detail=False)
+        except FileNotFoundError:
+            return None
+        numbers = [int(stem) for name in names if (stem := PurePosixPath(str(name)).stem).isdigit()]
+        found = max((number for number in numbers if now < number <= block), default=0)
+        if found == 0:
+            return None
+        try:
+            content = json.loads(self._fs.cat_file(self._path(found)))
+            return found, content["state"], str(content["samples"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def state_of(self, iterable: Any) -> Any:
+        """The state of an iterable, where it has one that can be written."""
+        take = getattr(iterable, "state_dict", None)
+        try:
+            state = None if take is None else take()
+            return None if state is None else json.loads(json.dumps(state))
+        except (TypeError, ValueError):
+            return None
+
+    def keep(self, block: int, state: Any, samples: Sequence[Any]) -> None:
+        """Write one, unless it is there."""
+        try:
+            if not self._fs.exists(self._path(block)):
+                content = {"state": state, "samples": _digest(samples)}
+                self._fs.makedirs(self._folder, exist_ok=True)
+                self._fs.pipe_file(self._path(block), json.dumps(content).encode())
+        except OSError as error:
+            log.warning("a state of the stream cannot be kept in %s: %s", self._folder, error)
+
+    def _path(self, block: int) -> str:
+        return f"{self._folder}/{block:09d}.json"
+
+
+def _digest(sample: Any) -> str:
+    """Tell samples apart: by all bytes of tensors and arrays in them, and what others show."""
+    found = hashlib.sha256()
+
+    def take(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu().numpy() if value.dtype != torch.bfloat16 else value.detach().float().numpy()
+        if isinstance(value, np.ndarray):
+            found.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+        elif isinstance(value, Mapping):
+            for key in sorted(value, key=str):
+                found.update(str(key).encode())
+                take(value[key])
+        elif isinstance(value, list | tuple):
+            for item in value:
+                take(item)
+        else:
+            found.update(repr(value).encode())
+
+    take(sample)
+    return found.hexdigest()
+
+
+def _even(total: int, size: int, source: str, field: str) -> list[int]:
+    """Sizes of shards of equal size, the last one smaller."""
+    for name, value in (("num_samples", total), (field, size)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise JobError("is not right", source=source, field=name, value=value, allowed="a whole number from 1")
+    return [min(size, total - begin) for begin in range(0, total, size)]

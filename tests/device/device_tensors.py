@@ -1,0 +1,236 @@
+"""Tensors of a device that is not the host, with numbers: what the host may not do with a device's memory fails.
+
+They take torch's slot for backends that others bring (PrivateUse1), as in ``step_counts``; autograd, optimizers and
+views are torch's own. Each storage has an address at which nobody can read, and host memory of its own that only this
+module finds, in which operations are computed. So ``.numpy()`` and buffers are refused by torch, whoever reads at an
+address ends the process, an operation that mixes devices is refused here, and a copy between the host and the device
+is an error where no ``Stream`` makes it (``copies_allowed``), but for the few bytes of ``.tolist()`` and the like.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_map
+
+NAME = "gpu"
+aten = torch.ops.aten
+_SET = aten.set_.source_Storage_storage_offset
+_VIEWS = {
+    aten.as_strided.default,
+    aten.view.default,
+    aten.view.dtype,
+    aten._reshape_alias.default,
+    aten.view_as_real.default,
+    aten.view_as_complex.default,
+    aten.unfold.default,
+    aten.alias.default,
+    aten.detach.default,
+    _SET,
+}
+LOOK_BYTES = 512
+"""So many may be looked at, as by ``.tolist()``: of largest magnitudes, norms and losses."""
+_LIBRARIES: list[torch.library.Library] = []
+"""What is registered lasts as long as these."""
+
+
+class PageableCopy(AssertionError):
+    """The host copied from or to a device's memory by itself: the device stands still for as long as that takes."""
+
+
+class _Module(backend_registration._DummyBackendModule):
+    def is_available(self) -> bool:
+        """No: torch then computes no constants there."""
+        return False
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        """The host's generator is drawn from."""
+
+
+class _Copies(threading.local):
+    allowed = False
+
+
+_COPIES = _Copies()
+
+
+@cache
+def gpu() -> torch.device:
+    """The device; registers it with this process, once and for good."""
+    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    everything = torch.library.Library("_", "IMPL")
+    _LIBRARIES.append(everything)
+    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    everything.fallback(_run, "PrivateUse1")
+    own = property(Tensor.data.__get__, _set_data)  # type: ignore[attr-defined]
+    torch.nn.Parameter.data = own  # type: ignore[assignment]
+    return torch.device(NAME, 0)
+
+
+def _set_data(parameter: Tensor, value: Tensor) -> None:
+    """As torch does it for its own devices: a parameter may go from one to another."""
+    if is_on_device(parameter) == is_on_device(value):
+        Tensor.data.__set__(parameter, value)  # type: ignore[attr-defined]
+    else:
+        torch._C._swap_tensor_impl(parameter, torch.nn.Parameter(value, parameter.requires_grad))
+
+
+@contextmanager
+def copies_allowed() -> Iterator[None]:
+    """Let this thread copy between the host and the device."""
+    before, _COPIES.allowed = _COPIES.allowed, True
+    try:
+        yield
+    finally:
+        _COPIES.allowed = before
+
+
+def on_device(tensor: Tensor) -> Tensor:
+    """A tensor of the device in the memory of one of the host."""
+    gpu()
+    return _wrapped(tensor)
+
+
+def placed(tensor: Tensor) -> Tensor:
+    """A tensor of the device with the numbers of one of the host."""
+    return on_device(tensor.clone())
+
+
+def read(tensor: Tensor) -> Tensor:
+    """The inverse."""
+    return memory_of(tensor).clone()
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """What the device has in a tensor, as a host tensor in the same memory; of a host tensor itself."""
+    if tensor.device.type != NAME:
+        return tensor
+    block = tensor.untyped_storage().block  # type: ignore[attr-defined]
+    found = torch.empty(0, dtype=tensor.dtype)
+    return found.set_(block.memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+class _Addresses:
+    """Addresses for the device's memory, each only once, at which the host can read nothing: the process would end."""
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self._next = libc.mmap(None, _ADDRESS_BYTES, _PROT_NONE, flags, -1, 0)
+        assert self._next != ctypes.c_void_p(-1).value, os.strerror(ctypes.get_errno())
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> int:
+        """As torch's allocator aligns them on a CUDA device."""
+        with self._lock:
+            found, self._next = self._next, self._next + (num_bytes // ALIGNMENT + 1) * ALIGNMENT
+        return int(found)
+
+
+_ADDRESS_BYTES = 1 << 44
+_PROT_NONE, _MAP_NORESERVE = 0, 0x4000
+ALIGNMENT = 512
+
+
+class _Block:
+    """Memory of the device, for as long as a tensor has it."""
+
+    def __init__(self, memory: torch.UntypedStorage) -> None:
+        self.memory = memory
+        _BLOCKS.add(self)
+
+
+_BLOCKS: weakref.WeakSet[_Block] = weakref.WeakSet()
+
+
+def live_bytes() -> int:
+    """What tensors have of the device's memory."""
+    return sum(block.memory.nbytes() for block in list(_BLOCKS))
+
+
+@cache
+def _addresses() -> _Addresses:
+    return _Addresses()
+
+
+def _wrapped(host: Tensor, into: Tensor | None = None) -> Tensor:
+    memory = host.untyped_storage()
+    address = _addresses().take(memory.nbytes())
+    storage = torch._C._construct_storage_from_data_pointer(address, torch.device(NAME, 0), memory.nbytes())
+    storage.block = _Block(memory)  # type: ignore[attr-defined]
+    made = torch._C._acc.create_empty_tensor([0], host.dtype) if into is None else into
+    place = host.storage_offset(), host.size(), host.stride()
+    return _alike(_SET, made, storage, *place)
+
+
+def _alike(view: Any, *args: Any) -> Tensor:
+    """A view of a device's tensor: what torch does for any device's, without a look at the memory."""
+    own = torch._C.DispatchKey.CPU if view is _SET else torch._C.DispatchKey.Meta
+    return view._op_dk(own, *args)
+
+
+def is_on_device(value: Any) -> bool:
+    """Whether this is a tensor of the device."""
+    return isinstance(value, Tensor) and value.device.type == NAME
+
+
+def _run(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    if operation in _VIEWS:
+        return _alike(operation, *args, **kwargs)
+    given = [one for one in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+    hosts = [one for one in given if not is_on_device(one) and one.dim()]
+    if operation in (aten._copy_from.default, aten._copy_from_and_resize.default):
+        return _copied(*args[:2])
+    if hosts and len(hosts) < len(given):
+        raise RuntimeError(f"{operation}: expected all tensors to be on the same device")
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu"), "pin_memory": False}
+    own_args, own_kwargs = tree_map(lambda one: memory_of(one) if isinstance(one, Tensor) else one, (args, kwargs))
+    return _returned(operation, args, kwargs, operation(*own_args, **own_kwargs))
+
+
+def _copied(source: Tensor, into: Tensor) -> Tensor:
+    if is_on_device(source) != is_on_device(into) and source.nbytes > LOOK_BYTES and not _COPIES.allowed:
+        raise PageableCopy(f"{tuple(source.shape)} {source.dtype} from {source.device} to {into.device}")
+    memory_of(into).copy_(memory_of(source))
+    return into
+
+
+def _returned(operation: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Any) -> Any:
+    """What an operation returns: the tensor that it wrote to, or new ones."""
+    schema = operation._schema
+    written = {}
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            written.update(dict.fromkeys(argument.alias_info.before_set, value))
+    several = isinstance(found, tuple) and len(schema.returns) > 1
+    results = []
+    for told, value in zip(schema.returns, found if several else (found,), strict=True):
+        names = () if told.alias_info is None else told.alias_info.before_set
+        same = next((written[name] for name in names if name in written), None)
+        if same is None:
+            same = tree_map(lambda one: _wrapped(one) if isinstance(one, Tensor) else one, value)
+        elif is_on_device(same) and same.shape != value.shape:  # an output that was made without a size
+            _wrapped(value, same)
+        results.append(same)
+    return tuple(results) if several else (results[0] if results else None)

@@ -1,0 +1,85 @@
+"""States leave a CUDA device beside what it computes, come back with the same bits, and leave no memory behind."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from morph.checkpoint.manifest import DEVICE_ALIGNMENT
+from morph.runtime.device.devices import device_for
+from morph.runtime.device.staging import PIECE_BYTES, Ready, moved, to_host
+from morph.runtime.pre_copy.wire import Frame, acknowledge, receive_frame, send_frame
+
+BOUND_S = 60.0
+CUDA = torch.device("cuda", 0)
+SLEEP_CYCLES = 1 << 32
+"""Two seconds or so of a kernel."""
+
+
+def state() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return {
+        "large": torch.randn(3 * PIECE_BYTES // 8 + 5, generator=draw),
+        "turned": torch.randn(700, 300, generator=draw).t(),
+        "narrow": torch.randn(70_001, generator=draw).to(torch.bfloat16),
+        "step": torch.tensor(3.0),
+        "none": torch.empty(0),
+    }
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def is_computing() -> bool:
+    return not torch.cuda.current_stream().query()
+
+
+def test_a_state_leaves_the_device_while_that_computes_and_comes_back() -> None:
+    tensors = state()
+    there = {name: moved(tensor, CUDA) for name, tensor in tensors.items()}
+    assert same(to_host(there), tensors)  # pinned memory is there after this
+    ready = Ready(there.values())
+    torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+    with ThreadPoolExecutor(1) as pool:
+        copied = pool.submit(to_host, there, ready).result(BOUND_S)
+    assert is_computing(), "the copy waited for what was computed after it was requested"
+    assert same(copied, tensors)
+    torch.cuda.synchronize()
+
+
+def test_a_frame_of_the_devices_tensors_is_sent_while_that_computes() -> None:
+    tensors = state()
+    there = {name: moved(tensor, CUDA) for name, tensor in tensors.items()}
+    to_host(there)
+    ours, theirs = socket.socketpair()
+
+    def receive() -> dict[str, Tensor]:
+        received = receive_frame(theirs)
+        assert received is not None
+        acknowledge(theirs)
+        return dict(received[0].tensors)
+
+    with ours, theirs, ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(receive)
+        frame = Frame({"kind": "state"}, there)
+        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+        send_frame(ours, frame)
+        assert is_computing()
+        assert same(receiving.result(BOUND_S), tensors)
+    torch.cuda.synchronize()
+
+
+def test_memory_that_nothing_uses_goes_back_to_other_processes() -> None:
+    device = device_for(CUDA)
+    device.release()
+    before = torch.cuda.memory_reserved()
+    taken = torch.empty(1 << 28, dtype=torch.uint8, device=CUDA)
+    assert taken.data_ptr() % DEVICE_ALIGNMENT == 0
+    del taken
+    assert torch.cuda.memory_reserved() >= before + (1 << 28)
+    device.release()
+    assert torch.cuda.memory_reserved() <= before

@@ -1,0 +1,300 @@
+"""Trackers and callbacks are told of a run by its journal, each thing once, and never hold it up."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sqlite3
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from simulated_cluster import Faults, JournalledCluster
+
+from manager.accounting.spent import Prices
+from manager.journal.journal import Journal
+from manager.report.journal_reader import read_report
+from manager.run_dir import JOURNAL
+from manager.trackers import sinks
+from manager.trackers.process import Watching
+from manager.trackers.reading import HappeningsReader
+from manager.trackers.sinks import check_trackers, numbers_of
+from manager.trackers.supervisor import Watchers, environment_of
+from morph.contract.errors import ConfigError
+from morph.contract.happenings import (
+    CheckpointDone,
+    EvaluationDone,
+    Happening,
+    RunEnded,
+    ShapeChanged,
+    StepDone,
+)
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+END_S = 120.0
+PRICES = Prices(paid_usd_per_h=3.6, for_all=True)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that lost all of its workers, and with them some steps."""
+    path = tmp_path_factory.mktemp("run")
+    faults = Faults(deaths_after_s=((8.0, 20),), joins_after_s=(9.0, 9.1, 9.2, 9.3), quiet_after_s=24.0)
+    cluster = JournalledCluster(0, path, faults, expected_nodes=6)
+    assert cluster.run(6).outcome == "finished"
+    cluster.journal.close()
+    assert read_report(path).steps_redone
+    return path
+
+
+@pytest.fixture(scope="module")
+def happenings(run: Path) -> list[Happening]:
+    reader = HappeningsReader("mem://checkpoints", PRICES)
+    with Journal.open(run / JOURNAL, read_only=True) as journal:
+        return [happening for entry in journal.read() for happening in reader.take(entry)]
+
+
+def test_each_thing_is_told_once_and_in_its_order(run: Path, happenings: list[Happening]) -> None:
+    report = read_report(run)
+    steps = [one for one in happenings if isinstance(one, StepDone)]
+    assert [one.step for one in steps] == list(range(1, report.version + 1))
+    assert {one.step - 1: one.loss for one in steps} == report.losses
+    assert [one.step for one in happenings if isinstance(one, EvaluationDone)] == [4, 8]
+    saved = [one.step for one in happenings if isinstance(one, CheckpointDone)]
+    assert saved == sorted(set(saved))
+    assert saved[-1] == report.version
+    changes = [one for one in happenings if isinstance(one, ShapeChanged)]
+    assert changes[0].pause_s is None
+    assert [one.pause_s for one in changes[1:]] == [pytest.approx((m.pause_ms or 0) / 1e3) for m in report.morphs]
+    assert sum(one.pause_s for one in steps) == pytest.approx(sum((m.pause_ms or 0) / 1e3 for m in report.morphs))
+    assert isinstance(happenings[-1], RunEnded)
+    assert happenings[-1].outcome == "finished"
+    dollars = [one.dollars for one in steps]
+    assert None not in dollars
+    assert dollars == sorted(dollars, key=float)  # type: ignore[arg-type]
+    assert steps[0].examples_per_s == pytest.approx(report.shapes[0].batch_size / steps[0].seconds)
+
+
+def watching(kind: str, run_dir: Path, **fields: object) -> Watching:
+    return Watching.model_validate(
+        {
+            "kind": kind,
+            "run_dir": run_dir,
+            "journal": run_dir / JOURNAL,
+            "checkpoint_url": "mem://checkpoints",
+            "job": "tiny",
+            "prices": PRICES,
+            "limit_s": 60.0,
+            **fields,
+        }
+    )
+
+
+def watch(*watched: Watching, end_s: float = END_S) -> list[str]:
+    """Have some told what is in the journal; returns what was said of them."""
+    said: list[str] = []
+    with Watchers(watched, said.append, end_s):
+        pass
+    return said
+
+
+def cut_off(journal: Path, copy: Path, share: float) -> None:
+    """Copy the first lines of a journal."""
+    with sqlite3.connect(journal) as whole, sqlite3.connect(copy) as part:
+        whole.backup(part)
+    (most,) = part.execute("SELECT MAX(sequence) FROM entries").fetchone()
+    part.execute("DELETE FROM entries WHERE sequence > ?", (int(share * most),))
+    part.commit()
+    part.close()
+
+
+def read_tensorboard(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"tensors": 0, "scalars": 0})
+    found.Reload()
+    assert "run/shape/text_summary" in found.Tags()["tensors"]
+    scalars = {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    tensors = [tag for tag in found.Tags()["tensors"] if not tag.startswith("run/shape")]
+    return scalars | {tag: [(e.step, e.tensor_proto.float_val[0]) for e in found.Tensors(tag)] for tag in tensors}
+
+
+def wandb_records(path: Path) -> Iterator[bytes]:
+    """Read a file of W&B's, which is a log as LevelDB has it: blocks of 32 KiB, records whole or in pieces."""
+    data, at, pieces = path.read_bytes(), 7, b""
+    assert data.startswith(b":W&B")
+    while at + 7 <= len(data):
+        left = -at % 32768
+        if 0 < left < 7:
+            at += left
+            continue
+        size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        pieces += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):
+            yield pieces
+            pieces = b""
+
+
+def read_wandb(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found: dict[str, list[tuple[int, float]]] = {}
+    ids = set()
+    for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime):
+        for record in map(Record.FromString, wandb_records(path)):
+            if record.run.run_id:
+                ids.add(record.run.run_id)
+            items = record.history.item
+            told = {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in items}
+            for name in told if "step" in told else ():
+                found.setdefault(name, []).append((told["step"], told[name]))
+    assert len(ids) == 1
+    return found
+
+
+def read_mlflow(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    from mlflow import MlflowClient
+
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    client = MlflowClient((run_dir / "mlflow").absolute().as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("tiny").experiment_id])
+    assert run.info.status == "FINISHED"
+    return {
+        name: [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)]
+        for name in run.data.metrics
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "read"), [("tensorboard", read_tensorboard), ("wandb", read_wandb), ("mlflow", read_mlflow)]
+)
+def test_a_resumed_run_goes_on_in_the_same_curve_and_no_step_stands_twice(
+    kind: str,
+    read: Callable[[Path], dict[str, list[tuple[int, float]]]],
+    run: Path,
+    happenings: list[Happening],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if importlib.util.find_spec(sinks.LIBRARIES[kind]) is None:  # large: not among what every test run installs
+        pytest.skip(f"{kind} is not installed: make test-trackers")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for share in (0.4, 0.4, 1.0):
+        cut_off(run / JOURNAL, tmp_path / JOURNAL, share)
+        assert watch(watching(kind, tmp_path)) == []
+    found = read(tmp_path)
+    expected: dict[str, list[tuple[int, float]]] = {}
+    for happening in happenings:
+        for name, value in numbers_of(happening).items():
+            expected.setdefault(name, []).append((happening.step, value))
+    for name, points in expected.items():
+        assert [step for step, _ in found[name]] == [step for step, _ in points], name
+        assert [value for _, value in found[name]] == pytest.approx([value for _, value in points]), name
+    assert {"train/loss", "eval/loss", "run/dollars", "run/stages", "speed/examples_per_s"} <= found.keys()
+
+
+CALLBACKS = """
+import json, os, pathlib, threading
+
+class Recorder:
+    def __init__(self):
+        self.file = open(pathlib.Path(__file__).parent / "told.jsonl", "a")
+        print("a library that talks")
+
+    def _note(self, name, step):
+        self.file.write(json.dumps([name, step, os.getpid()]) + "\\n")
+        self.file.flush()
+
+    def on_step(self, done):
+        self._note("step", done.step)
+        if done.step in (3, 6):
+            threading.Event().wait()
+
+    def on_evaluation(self, done):
+        raise ValueError(f"no room for {done.loss:.2f}")
+
+    def on_end(self, done):
+        self._note(done.outcome, done.step)
+
+class Stubborn:
+    def on_end(self, done):
+        threading.Event().wait()
+
+class Dead:
+    def on_step(self, done):
+        os._exit(1)
+
+nothing = object()
+"""
+
+
+@pytest.fixture
+def folder(run: Path, tmp_path: Path) -> Path:
+    cut_off(run / JOURNAL, tmp_path / JOURNAL, 1.0)
+    (tmp_path / "callbacks.py").write_text(CALLBACKS, encoding="utf-8")
+    return tmp_path
+
+
+def callback(folder: Path, name: str, **fields: object) -> Watching:
+    return watching("callback", folder, target=f"{folder / 'callbacks.py'}:{name}", **fields)
+
+
+def test_a_callback_that_hangs_or_fails_is_said_once_and_skipped(run: Path, folder: Path) -> None:
+    said = watch(callback(folder, "Recorder", limit_s=2.0))
+    name = f"note: callback {folder / 'callbacks.py'}:Recorder"
+    goes_on = "training goes on without that"
+    gave_up = "took more than 2 s, and was given up"
+    assert said == [
+        f"{name}: StepDone of step 3 {gave_up}; {goes_on}",
+        f"{name}: on_evaluation failed at step 4: ValueError: no room for 0.50; {goes_on}",
+        f"{name}: StepDone of step 6 {gave_up}; {goes_on}",
+        f"{name}: on_evaluation failed at step 8: ValueError: no room for 0.25; {goes_on}",
+    ]
+    lines = [json.loads(line) for line in (folder / "told.jsonl").read_text(encoding="utf-8").splitlines()]
+    version = read_report(run).version
+    assert [(name, step) for name, step, _ in lines] == [
+        *(("step", step) for step in range(1, version + 1)),
+        ("finished", version),
+    ]
+    assert len({process for _, _, process in lines}) == 3
+    assert "a library that talks" in (folder / "trackers" / "callback-0.log").read_text(encoding="utf-8")
+    assert watch(callback(folder, "Recorder")) == [], "what was begun is not begun again"
+
+
+def test_one_that_never_ends_dies_again_and_again_or_is_none_is_left_out(folder: Path) -> None:
+    said = watch(
+        callback(folder, "Dead", number=1), callback(folder, "nothing", number=2), callback(folder, "missing", number=3)
+    )
+    log = folder / "trackers" / "callback"
+    names = [f"note: callback {folder / 'callbacks.py'}:{name}" for name in ("Dead", "nothing", "missing")]
+    for number, name in enumerate(names, 1):
+        assert f"{name} ended 5 times and is left out; see {log}-{number}.log" in said
+    assert any("has none of the methods on_step, on_evaluation" in sentence for sentence in said)
+    assert any("has no attribute 'missing'" in sentence for sentence in said)
+    stubborn = watch(callback(folder, "Stubborn", number=4), end_s=8.0)
+    assert stubborn == [
+        f"note: callback {folder / 'callbacks.py'}:Stubborn did not end in time and is killed; "
+        "the run itself is not affected"
+    ]
+
+
+def test_a_tracker_gets_its_own_credentials_and_a_callback_none() -> None:
+    environment = {"PATH": "p", "WANDB_API_KEY": "w", "MLFLOW_TRACKING_TOKEN": "m", "AZURE_CLIENT_SECRET": "a"}
+    assert environment_of("wandb", environment) == {"PATH": "p", "WANDB_API_KEY": "w"}
+    assert environment_of("mlflow", environment) == {"PATH": "p", "MLFLOW_TRACKING_TOKEN": "m"}
+    assert environment_of("tensorboard", environment) == environment_of("callback", environment) == {"PATH": "p"}
+
+
+def test_what_is_not_there_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sinks.LIBRARIES, "wandb", "no_such_library")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as caught:
+        check_trackers(("wandb",), (), "run.yaml", tmp_path)
+    assert str(caught.value) == (
+        "run.yaml: trackers: needs more packages: pip install -e '.[wandb]' in the clone of Morph (got 'wandb')"
+    )
+    for target in ("missing.py:Name", "Name", "missing.py:"):
+        with pytest.raises(ConfigError, match=r"callbacks: names no callback .*allowed: file.py:name, of a file below"):
+            check_trackers((), (target,), "run.yaml", tmp_path)

@@ -1,0 +1,148 @@
+"""Adapters of peft over a frozen base: trained as a plain loop trains them, and given back in peft's own form."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import peft
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from manager.run_dir import RunDir, RunFacts
+from morph.checkpoint.unit_files import read_unit
+from morph.cutting.cache.cut_job import LoadedJob
+from morph.data import MicroBatchLoader
+from morph.jobs.files import imported_once
+from morph.jobs.job import load_job
+from morph.runtime.state.model_state import model_state
+from tests.training.shapes import ShapesCrew, Trained
+from tests.training.test_export_and_import import morph
+from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+NUM_STEPS = 6
+JOBS = """
+import warnings
+from pathlib import Path
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+from morph import Job
+
+BASE = Path(__file__).parent / "base"
+
+class Text:
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        return {"tokens": (torch.arange(9) * (index + 3) + index * index) % 50}
+
+def loss(model, batch):
+    logits = model(input_ids=batch["tokens"], use_cache=False).logits
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["tokens"][:, 1:].flatten())
+
+def adam(named):
+    return torch.optim.AdamW([parameter for _, parameter in named], lr=1e-2)
+
+def model(**settings):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for what it is about to rename
+        base = AutoModelForCausalLM.from_pretrained(BASE)
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **settings)
+        return get_peft_model(base, config)
+
+def job_of(name, **settings):
+    make = lambda: model(**settings)
+    return Job(name=name, model=make, loss=loss, dataset=Text, optimizer=adam, batch_size=8, seed=2)
+
+lora, dora = job_of("lora", modules_to_save=["lm_head"]), job_of("dora", use_dora=True, lora_dropout=0.0)
+"""
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    torch.manual_seed(1)
+    LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=50,
+            max_position_embeddings=32,
+        )
+    ).save_pretrained(folder / "base", max_shard_size="8KB")
+    (folder / "adapter_jobs.py").write_text(JOBS)
+    yield folder
+    sys.path[:] = [entry for entry in sys.path if entry != str(folder)]
+
+
+def plain_loop(job_path: str) -> nn.Module:
+    """What peft itself makes of the same beginning and the same batches."""
+    job = load_job(job_path)
+    model, state = job.model().train(), model_state(job)
+    model.load_state_dict({name: state.values[kept] for name, kept in state.kept.items()})
+    named = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
+    optimizer = job.optimizer(named)
+    loader = MicroBatchLoader(job.dataset(), job.seed, job.batch_size, job.batch_size)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        job.loss(model, dict(loader.load(step, 0, ("tokens",)))).backward()
+        optimizer.step()
+    return model
+
+
+def state_of(trained: Trained) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for entry in trained.manifest.units:
+        found |= read_unit(str(trained.directory), trained.manifest, entry.unit)
+    return found
+
+
+@pytest.mark.parametrize("name", ["lora", "dora"])
+def test_adapters_end_where_peft_brings_them_in_every_shape_and_after_losses(
+    name: str, jobs: Path, crew: ShapesCrew, tmp_path: Path
+) -> None:
+    job_path, run, out = f"{jobs / 'adapter_jobs.py'}:{name}", tmp_path / "run", tmp_path / "adapter"
+    plain = plain_loop(job_path)
+    with imported_once(job_path):
+        cut = LoadedJob(job_path).handed(NUM_SECTIONS, MICRO_BATCH_SIZE)
+    facts = RunFacts(
+        job=job_path, fingerprint="any", micro_batch_size=MICRO_BATCH_SIZE, batch_size=8, num_sections=NUM_SECTIONS
+    )
+    with RunDir(run, facts) as opened:
+        trained = crew.train(job_path, [("1x1", NUM_STEPS)], Path(opened.checkpoint_url), cut=cut)
+    spans = [("2x2", 2), ("3x1", 4), ("1x2", NUM_STEPS)]
+    assert crew.train(job_path, spans, tmp_path / "moved", lose=True, cut=cut).digests == trained.digests
+    state = state_of(trained)
+    expected = {key: value for key, value in plain.named_parameters() if value.requires_grad}
+    assert {key.split("/")[1] for key in state if "/" in key} == set(expected), "nothing frozen is in a checkpoint"
+    for key, value in expected.items():
+        torch.testing.assert_close(state[f"param/{key}"], value.detach(), rtol=0, atol=1e-6)
+    code, said = morph("export", run, out)
+    assert (code, f"wrote version {NUM_STEPS} to {out}: {len(expected)} tensors" in said) == (0, True)
+    assert json.loads((out / "adapter_config.json").read_text())["r"] == 4
+    assert len(safetensors.torch.load_file(out / "adapter_model.safetensors")) == len(expected)
+    require_same_outputs(jobs, out, plain)
+    code, said = morph("export", run, out)
+    assert (code, "exists already" in said) == (2, True)
+
+
+def require_same_outputs(jobs: Path, adapter: Path, plain: nn.Module) -> None:
+    """Peft loads the exported adapter over the base, and computes what the plain loop's model does."""
+    base = AutoModelForCausalLM.from_pretrained(jobs / "base")
+    found = peft.PeftModel.from_pretrained(base, adapter).eval()
+    tokens = torch.arange(18).reshape(2, 9)
+    with torch.no_grad():
+        given, wanted = found(input_ids=tokens).logits, plain.eval()(input_ids=tokens).logits
+    torch.testing.assert_close(given, wanted, rtol=0, atol=1e-5)
