@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
-from calibrate.computing.contention import measure_contention
+from calibrate.computing.contention import Neighbours, measure_contention
 from calibrate.computing.meter import Meter, meter_of
 from calibrate.computing.optimizer import UnitMeasurement, measure_units
 from calibrate.computing.sections import SectionMeasurement
 from calibrate.computing.subject import Subject
 from calibrate.timing.bench import one_of_each
 from calibrate.timing.clocks import devices_of
-from calibrate.timing.environment import num_cores
-from calibrate.timing.samples import Sampling, mean_of
+from calibrate.timing.samples import ROUGHLY_WITHIN, Sampling, mean_of
 from morph.contract.errors import ClusterError, JobError
 from morph.contract.profile import Contention
 from morph.cutting import CutModel
@@ -114,13 +113,20 @@ class Compute:
 
 
 def measure_compute(
-    subject: Subject, sizes: Sequence[int], *, stop_early: bool, num_samples: int, progress: Progress
+    subject: Subject,
+    sizes: Sequence[int],
+    neighbours: Neighbours | None,
+    *,
+    stop_early: bool,
+    num_samples: int,
+    progress: Progress,
 ) -> Compute:
     """Measure sections, optimizer steps, and what busy neighbours do to them.
 
     Args:
         subject: The job.
         sizes: m, ascending.
+        neighbours: Told the job; they rest until their cost is measured. None: it is not.
         stop_early: End the sizes where nothing is gained, or where memory ends.
         num_samples: Samples of each time, at most.
         progress: Told at the start of each part; shares from 0.2 to 0.5.
@@ -129,15 +135,19 @@ def measure_compute(
         JobError: the first size does not fit into memory.
         ClusterError, WaitTimeout: helper processes failed.
     """
+    if neighbours is not None:
+        neighbours.wait()
     with meter_of(subject, devices_of(subject.device.type)) as meter:
         measured = _measure_sizes(subject, meter, sizes, stop_early, num_samples, progress)
     progress("stepping the optimizer", _SIZES_TO)
     newest = measured[-1]
-    units = measure_units(subject, newest.model, Sampling(budget_s=_SECONDS_PER_UNIT, most=num_samples))
+    units = measure_units(
+        subject, newest.model, Sampling(budget_s=_SECONDS_PER_UNIT, most=num_samples, within=ROUGHLY_WITHIN)
+    )
     progress("computing with busy neighbours", _UNITS_TO)
     contention: tuple[Contention, ...] = ()
-    if subject.device.type == "cpu":
-        contention = measure_contention(subject, newest.heaviest(), newest.model.micro_batch_size, num_cores())
+    if neighbours is not None:
+        contention = measure_contention(subject, newest.heaviest(), newest.model.micro_batch_size, neighbours)
     return Compute(tuple(measured), units, contention)
 
 

@@ -15,6 +15,7 @@ from morph.cutting.cache.cut_job import LoadedJob
 from morph.data import MicroBatchLoader, data_of
 from morph.jobs.job import Job, MapDataset
 from morph.preflight.data_check import check_data
+from morph.runtime.device.devices import check_kernels
 from morph.runtime.step.compilation import compiled
 from morph.runtime.step.kernels import kernels_for, kernels_now, prepare_cublas, set_kernels
 
@@ -58,6 +59,7 @@ def load_subject(job_path: str, device: torch.device, num_sections: int | None =
     """
     prepare_cublas()
     use_device(device)
+    check_kernels(device)
     loaded = LoadedJob(job_path)
     job = loaded.job
     set_kernels(kernels_for(job.accumulation, kernels_now()))

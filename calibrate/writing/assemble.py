@@ -72,6 +72,8 @@ def assemble_profile(
     """
     model = compute.model
     links = network.between or network.inside
+    if links.ring_bytes is not None:
+        environment = environment.model_copy(update={"ring_bytes": links.ring_bytes})
     return Profile(
         job=JobFacts(
             name=job.name,
@@ -97,6 +99,8 @@ def assemble_profile(
         intra_node=network.inside.link,
         inter_node=links.link,
         all_reduce=links.all_reduce,
+        links=network.inside.links,
+        rings=links.rings,
         accumulator_bytes_per_parameter=8 if accumulator_bytes(job) == 8 else 4,
         optimizer_in_host_memory=job.optimizer_device == "cpu" and environment.host_memory_bytes is not None,
         commit=links.barrier,
@@ -109,10 +113,12 @@ def assemble_profile(
 
 
 def _sources(network: MeasuredLinks) -> dict[str, str]:
+    links, rings = network.inside.notes.get("links"), (network.between or network.inside).notes.get("rings")
+    notes = {field: note for field, note in (("links", links), ("rings", rings)) if note is not None}
     if network.nodes is None:
-        return {"inter_node": _ONE_MACHINE, "commit": _STAND_IN.format("two processes over loopback")}
+        return notes | {"inter_node": _ONE_MACHINE, "commit": _STAND_IN.format("two processes over loopback")}
     measured = f"measured between {network.nodes}"
-    return {
+    return notes | {
         "inter_node": measured,
         "all_reduce": f"{measured}: half of each ring on either node, one crossing each way",
         "commit": _STAND_IN.format(f"processes on {network.nodes}"),

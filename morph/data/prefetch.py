@@ -27,7 +27,7 @@ from torch import Tensor
 from morph.contract.job_facts import DataFacts, JobFacts
 from morph.data.lengths import MicroBatch
 from morph.data.slots import NUM_SLOTS, Slots
-from morph.jobs.files import held
+from morph.jobs.files import held, split_job
 
 log = logging.getLogger(__name__)
 
@@ -311,7 +311,7 @@ def _end_all(readers: list[_Reader], pid: int) -> None:
 
 def _setup_message(job_path: str, known: Mapping[str, DataFacts]) -> bytes:
     """What a data worker needs to load the job as this process did."""
-    files = held(Path(job_path.rpartition(":")[0]))
+    files = held(Path(split_job(job_path)[0]))
     return json.dumps({
         "job_path": job_path,
         "folder": None if files is None else str(files.folder),

@@ -5,6 +5,7 @@ Importing this module loads no torch; the job file itself does.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import math
 import re
@@ -12,13 +13,14 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from morph.contract.errors import JobError
-from morph.jobs.files import held
+from morph.jobs.files import held, split_job
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -305,15 +307,19 @@ class Job:
 def load_job(spec: str) -> Job:
     """Import ``path/to/file.py:name`` and return the Job it names (or that the function it names returns).
 
+    ``path/to/file.py:name(width=512, text="a")`` calls the function with these arguments.
+
     The file's folder is put on ``sys.path``, so that the file can import its neighbours. Where ``JobFiles`` are in use
     that hold the file, it and its neighbours come from these.
 
     Raises:
         JobError: in one line, when the spec, the file, its import or the named object is not right.
     """
-    path_text, colon, attribute = spec.rpartition(":")
-    if not colon or not path_text or not attribute:
+    path_text, name = split_job(spec)
+    if not path_text:
         raise JobError("names no job", source=spec, allowed="path/to/file.py:name")
+    attribute, given, _ = name.partition("(")
+    arguments = _arguments(name) if given else {}
     path = Path(path_text)
     if not path.is_file() and held(path) is None:
         raise JobError("no such file", source=path_text, allowed="path/to/file.py:name")
@@ -327,7 +333,11 @@ def load_job(spec: str) -> Job:
         )
     value = getattr(module, attribute)
     if not isinstance(value, Job) and callable(value):
-        value = _call(value, path, attribute)
+        value = _call(partial(value, **arguments), path, attribute)
+    elif arguments:
+        raise JobError(
+            "takes no arguments", source=path_text, field=attribute, value=name, allowed="a function that returns a Job"
+        )
     if not isinstance(value, Job):
         raise JobError(
             "is not a Job",
@@ -337,6 +347,22 @@ def load_job(spec: str) -> Job:
             allowed="a morph.Job, or a function without arguments that returns one",
         )
     return value
+
+
+def _arguments(call: str) -> dict[str, Any]:
+    """The arguments of ``name(width=512, text="a")``.
+
+    Raises:
+        JobError: they are not all named, or not plain values.
+    """
+    try:
+        parsed = ast.parse(call, mode="eval").body
+        if isinstance(parsed, ast.Call) and not parsed.args and all(keyword.arg for keyword in parsed.keywords):
+            return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in parsed.keywords}
+    except (SyntaxError, ValueError):
+        pass
+    allowed = "name(width=512, text='a'): numbers, texts in quotes, True, False, None, and lists of these"
+    raise JobError("cannot be read", source="job", field="arguments", value=call, allowed=allowed)
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -190,12 +190,13 @@ def _size(exported: ExportedJob, limits: Limits, batch_size: int) -> _Size | str
     if not isinstance(exported, GraphJob):  # its cut runs the whole model anyway, and no size is known of it
         return _Size(NUM_SEEDS, largest, no_steps)
     analysis = analyse(exported)
+    constants = sum(math.prod(shape) * dtype.itemsize for shape, dtype in exported.initial_constants.specs.values())
     flops = _RUNS * analysis.total_cost / REFERENCE_SAMPLES
     activations = sum(analysis.bytes_of(node) for node in analysis.sequence) / REFERENCE_SAMPLES
     reason = ""
     for num_seeds, num_samples in ((NUM_SEEDS, largest), (NUM_SEEDS - 1, largest), (1, 1)):
         size = _Size(num_seeds, num_samples, no_steps)
-        needed = _COPIES * parameters + 2 * size.num_samples * activations
+        needed = _COPIES * parameters + 2 * constants + 2 * size.num_samples * activations
         if needed > _SHARE_OF_MEMORY * limits.available_bytes:
             reason = f"it may take {needed / 2**30:.1f} GiB, and {limits.available_bytes / 2**30:.1f} GiB are free"
         elif size.num_seeds * size.num_samples * flops > limits.flops:

@@ -140,7 +140,7 @@ def _cut_at(analysis: Analysis, places: Sequence[int], micro_batch_size: int) ->
     borders = [(), *(analysis.alive(place) for place in places), (analysis.output, *analysis.metrics)]
     sections: list[Section] = []
     names = {place: source.name for place, source in exported.sources.items() if source.kind == "constant"}
-    constants = Constants(exported.initial_constants, names)
+    constants = Constants(exported.initial_constants, names, exported.initial_constants.specs)
     for index in range(len(bounds) - 1):
         nodes = analysis.sequence[bounds[index] : bounds[index + 1]]
         inputs, outputs = borders[index], borders[index + 1]

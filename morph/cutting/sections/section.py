@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from morph.cutting.deferred_init.construct import LazyTensors
-
 SectionCode = Callable[..., tuple[Tensor, ...]]
 Finish = Callable[[SectionCode, torch.device], SectionCode]
 
@@ -76,10 +74,16 @@ class Constants(Mapping[str, Tensor]):
     Args:
         values: Makes a constant when it is requested, on the CPU.
         names: Of constants in the user's model.
+        specs: Shape and dtype of each.
     """
 
-    def __init__(self, values: Mapping[str, Tensor], names: Mapping[str, str] | None = None) -> None:
-        self._values, self._names = values, names or {}
+    def __init__(
+        self,
+        values: Mapping[str, Tensor],
+        names: Mapping[str, str] | None = None,
+        specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None,
+    ) -> None:
+        self._values, self._names, self.specs = values, names or {}, specs or {}
         self._given: Mapping[str, Tensor] = {}
         self._held: dict[tuple[str, torch.device], Tensor] = {}
 
@@ -94,11 +98,9 @@ class Constants(Mapping[str, Tensor]):
         return len(self._values)
 
     def num_bytes(self, name: str) -> int:
-        """Return the size of one, without making it where that is known."""
-        if isinstance(self._values, LazyTensors):
-            shape, dtype = self._values.specs[name]
-            return prod(shape) * dtype.itemsize
-        return self._values[name].nbytes
+        """Return the size of one, without making it."""
+        shape, dtype = self.specs[name]
+        return prod(shape) * dtype.itemsize
 
     def take(self, given: Mapping[str, Tensor]) -> None:
         """From now on, take these in the place of the model's own, by their names in the user's model."""

@@ -25,7 +25,9 @@ from morph.cutting.trial_run.trial import run_users_code
 from morph.data import DataWorkers, MicroBatchLoader
 from morph.data.loader import data_facts, data_of, recipe_of
 from morph.jobs.changes import require_same
+from morph.jobs.existing import WholeModel
 from morph.jobs.job import Job
+from morph.optimizers import kind_of
 from morph.runtime.device.staging import moved, placed
 from morph.runtime.device.task_clock import clock_of
 from morph.runtime.groups.channels import Carrier, Channel
@@ -108,6 +110,8 @@ def settings(job: Job, model: CutModel) -> dict[str, str]:
         JobError: an optimizer or a schedule that cannot be used.
     """
     found = {name: repr(getattr(job, name)) for name in _FIELDS}
+    if isinstance(job.model, WholeModel):
+        found["model"] = job.model.digest()
     for unit in model.units:
         if not unit.parameters:
             continue
@@ -117,7 +121,7 @@ def settings(job: Job, model: CutModel) -> dict[str, str]:
         }
         make = partial(build_optimizer, job.optimizer, parameters)
         optimizer = run_users_code(make, job, None, "optimizer")
-        found[f"optimizer({unit.id})"] = type(optimizer).__name__
+        found[f"optimizer({unit.id})"] = kind_of(optimizer)
         found[f"optimizer({unit.id}) groups"] = str(len(optimizer.param_groups))
         found[f"lr_scheduler({unit.id})"] = "None"
         groups = run_users_code(partial(group_numbers, optimizer), job, None, "optimizer")
