@@ -63,7 +63,7 @@ def _serve(subject: Subject, line: Line) -> None:
 
 
 def _measure(subject: Subject, message: dict[str, Any]) -> dict[str, Any]:
-    model = subject.cut(message["micro_batch_size"])
+    model = subject.cut(message["micro_batch_size"]).at(message["length"])
     sampling = Sampling(budget_s=message["budget_s"], most=message["most"])
     benches = subject.benches(model, message["signatures"])
     found = measure_benches(benches, model.micro_batch_size, clock_of(subject.device), sampling)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -39,7 +40,7 @@ class Subject:
         """Set up one section of each kind, or of these kinds."""
         loader = MicroBatchLoader.of(self.job, model.micro_batch_size)
         return [
-            make_bench(self.job, section, self.loaded.initial, loader, self.device)
+            make_bench(self.job, section, self.loaded.initial, partial(loader.example, model.length), self.device)
             for section in one_of_each(model)
             if signatures is None or section.signature in signatures
         ]

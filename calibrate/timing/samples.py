@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -46,6 +46,27 @@ def sum_of(parts: Sequence[Timing]) -> Timing:
         num_samples=min((part.num_samples for part in parts), default=1),
         mean_s=_rounded(sum(part.median_s if part.mean_s is None else part.mean_s for part in parts)),
         quantiles_s=tuple(quantiles),
+    )
+
+
+def mean_of(parts: Sequence[tuple[float, Timing]]) -> Timing:
+    """Summarise what is now one thing, now another, by the share of each: the mean, and the mean of the spreads.
+
+    That things take unequally long is no spread of either, and is left out.
+    """
+    if len(parts) == 1:
+        return parts[0][1]
+
+    def mean(number: Callable[[Timing], float]) -> float:
+        return _rounded(sum(share * number(part) for share, part in parts))
+
+    levels = range(NUM_QUANTILES if all(len(part.quantiles_s) == NUM_QUANTILES for _, part in parts) else 0)
+    return Timing(
+        median_s=mean(lambda part: part.median_s),
+        mad_s=mean(lambda part: part.mad_s),
+        num_samples=min(part.num_samples for _, part in parts),
+        mean_s=mean(lambda part: part.median_s if part.mean_s is None else part.mean_s),
+        quantiles_s=tuple(_rounded(sum(share * part.quantiles_s[level] for share, part in parts)) for level in levels),
     )
 
 

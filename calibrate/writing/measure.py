@@ -154,7 +154,8 @@ def network_spec(job: Job, compute: Compute, devices: Sequence[torch.device], nu
     sent = {
         sum(spec.num_bytes for spec in section.outputs)
         for entry in compute.sizes
-        for section in entry.model.sections[:-1]
+        for model in entry.model.every().values()
+        for section in model.sections[:-1]
     }
     largest = max(sent, default=1 << 16)
     messages = sorted({1024, *sent, min(4 * largest, max(largest, _MAX_MESSAGE_BYTES))})

@@ -235,9 +235,10 @@ def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _S
         warnings.simplefilter("ignore")
         plain = _plain_model(job, exported, device)
         trial = StepTrial.of(job, model, plain, device, size.num_seeds) if size.num_steps else None
-        both = _Sides(job, model, plain, trial, exported.model_line)
+        both = _Sides(job, plain, trial, exported.model_line)
         for seed in range(size.num_seeds):
-            both.compare(seed, {key: entry.to(device) for key, entry in loader.load(seed, 0, keys).items()})
+            batch = {key: entry.to(device) for key, entry in loader.load(seed, 0, keys).items()}
+            both.compare(seed, batch, model.at(loader.length(seed, 0)))
         return both.largest()
 
 
@@ -247,16 +248,18 @@ class _Sides:
     ``trial``: what a run makes of the sections' gradients, where that is compared too.
     """
 
-    def __init__(self, job: Job, model: CutModel, plain: nn.Module, trial: StepTrial | None, source: str) -> None:
-        self._job, self._model, self._plain, self._trial, self._source = job, model, plain, trial, source
+    def __init__(self, job: Job, plain: nn.Module, trial: StepTrial | None, source: str) -> None:
+        self._job, self._plain, self._trial, self._source = job, plain, trial, source
         self._buffers = {name: buffer.clone() for name, buffer in plain.named_buffers()}
         self._sums = trial.new_sums() if trial is not None else None
         self._total: dict[str, Tensor] = {}
-        self._batches: dict[int, Mapping[str, Tensor]] = {}
+        self._batches: dict[int, tuple[Mapping[str, Tensor], CutModel]] = {}
         self._largest = 0.0
 
-    def compare(self, seed: int, batch: Mapping[str, Tensor]) -> None:
+    def compare(self, seed: int, batch: Mapping[str, Tensor], model: CutModel) -> None:
         """Compare loss and gradients of a micro-batch; one whose loss is not finite is left out.
+
+        ``model``: as it is cut for the batch's length.
 
         Raises:
             ExportError: they differ.
@@ -268,7 +271,7 @@ class _Sides:
             buffer.data.copy_(self._buffers[name])
         if not expected.loss.isfinite():
             return
-        self._batches[seed] = batch
+        self._batches[seed] = batch, model
         found = self._run_sections(seed)
         which = f"{len(next(iter(batch.values())))} samples, seed {seed}"
         self._largest = max(self._largest, _check(expected, found, self._source, which))
@@ -305,7 +308,8 @@ class _Sides:
         given = {**dict(self._plain.named_buffers()), **dict(self._plain.named_parameters())}
         add = self._sums.add if self._sums is not None else _leave
         try:
-            return _run_sections(self._model, given, self._batches[seed], add)
+            batch, model = self._batches[seed]
+            return _run_sections(model, given, batch, add)
         except MorphError:
             raise
         except Exception as error:

@@ -96,9 +96,11 @@ def write_entry(exported: ExportedJob, model: CutModel, folder: str) -> bytes:
     }
     text = json.dumps(form, separators=(",", ":"))
     content = zlib.compress(text.replace(_in_json(folder), _FOLDER).encode())
-    for section, again in zip(model.sections, read_entry(content, folder).model.sections, strict=True):
-        if _codes(section.code) != _codes(again.code):
-            raise CannotKeep("a graph that reads back as another")
+    read = read_entry(content, folder).model.every()
+    for length, one in model.every().items():
+        for section, again in zip(one.sections, read[length].sections, strict=True):
+            if _codes(section.code) != _codes(again.code):
+                raise CannotKeep("a graph that reads back as another")
     return content
 
 

@@ -198,6 +198,8 @@ class CutModel:
         buffer_specs: The same of each buffer that a section writes.
         unused_parameters: Trainable, but the loss does not depend on them: in no unit, and never changed.
         metric_names: Of the last section's outputs behind the loss.
+        by_length: The same cut for each bucket, where lengths vary; this one is that of the longest.
+        length: The bucket that this one is for.
     """
 
     sections: tuple[Section, ...]
@@ -208,6 +210,20 @@ class CutModel:
     unused_parameters: tuple[str, ...]
     metric_names: tuple[str, ...] = ()
     buffer_specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    by_length: Mapping[int, CutModel] = field(default_factory=dict)
+    length: int | None = None
+
+    def at(self, length: int | None) -> CutModel:
+        """Return the cut for micro-batches of a length; this one where it is not known of, or lengths do not vary."""
+        return self if length is None else self.by_length.get(length, self)
+
+    def every(self) -> dict[int | None, CutModel]:
+        """Return all cuts by length: this one alone where lengths do not vary."""
+        return dict(self.by_length.items()) or {None: self}
+
+    def mapped(self, change: Callable[[CutModel], CutModel]) -> CutModel:
+        """Return the model with this cut, and that for each bucket, changed in the same way."""
+        return replace(change(self), by_length={length: change(model) for length, model in self.by_length.items()})
 
     @property
     def specs(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -227,7 +243,10 @@ class CutModel:
 
 def narrowed(model: CutModel, dtype: torch.dtype) -> CutModel:
     """Return a cut model whose wider floating-point tensors cross every cut as ``dtype``, with another fingerprint."""
+    return model.mapped(lambda one: _narrowed(one, dtype))
 
+
+def _narrowed(model: CutModel, dtype: torch.dtype) -> CutModel:
     def narrow(borders: tuple[BoundaryTensor, ...]) -> tuple[BoundaryTensor, ...]:
         return tuple(
             replace(border, dtype=dtype, wide_dtype=border.dtype)

@@ -56,6 +56,8 @@ _FIELDS = (
     *(
         "batch_size",
         "micro_batch_size",
+        "buckets",
+        "padding",
         "num_sections",
         "seed",
         "accumulation",
@@ -88,7 +90,7 @@ def check_training(job: Job, model: CutModel) -> dict[str, str]:
 def _check_step_entry(job: Job) -> None:
     if job.step_entry is None:
         return
-    first = recipe_of(job).first(data_of(job))
+    first = recipe_of(job).like(data_of(job))
     entry = first.get(job.step_entry)
     if entry is None or entry.dtype != torch.int64 or entry.dim():
         shown = "nothing" if entry is None else f"{tuple(entry.shape)} {entry.dtype}"
@@ -219,7 +221,8 @@ class JobWorkload:
         self._run_model = self._model
         if self._job.compile:
             self._run_model = compiled(self._model)
-            compile_all(self._run_model, partial(self._load, 0, 0), self._job.precision, self._device)
+            for length, one in self._run_model.every().items():
+                compile_all(one, partial(self._example, length), self._job.precision, self._device)
         self._evaluator = (
             Evaluator(self._job, self._model, self._device, self._data_workers) if self._job.eval_data else None
         )
@@ -278,6 +281,7 @@ class JobWorkload:
         """See ``Workload.executor``."""
         assert current.slot is not None
         plan = current.plan.stages[current.slot.stage]
+        length_of = partial(self._loader.length, order.step)
         if self._data_workers is not None:
             self._expect(current, order)
         stage = Stage(
@@ -291,7 +295,8 @@ class JobWorkload:
             step=order.step,
             precision=self._job.precision,
         )
-        work = current.stage_work(self._model, current.micro_batches_in(order))
+        stage.length_of = length_of
+        work = current.stage_work(self._model, current.micro_batches_in(order), length_of)
         work = replace(work, record_timeline=order.record_timeline)
         tasks = slowed(stage, faults.slowness, self._clock)
         neighbours, interrupt = current.neighbours(self._device), current.interrupt
@@ -318,16 +323,19 @@ class JobWorkload:
             step=0,
             precision=self._job.precision,
         )
+        inner.length_of = partial(self._loader.length, 0)
         stage = slowed(inner, faults.slowness, self._clock)
         sink = MicroBatchSums(lambda _, name, gradient: sums[name].add(name, gradient), lambda _: None)
-        inputs = [self._made(spec) for spec in self._model.sections[sections.start].inputs]
-        outputs = self._model.sections[sections.stop - 1].outputs
+        typical = self._loader.typical()
+        model = self._model.at(self._loader.length(0, typical))
+        inputs = [self._made(spec) for spec in model.sections[sections.start].inputs]
+        outputs = model.sections[sections.stop - 1].outputs
         gradients = [self._made(spec) if spec.requires_grad else None for spec in outputs]
 
         def run() -> float:
             start = self._clock.mark()
-            stage.forward(0, inputs)
-            stage.backward(0, gradients, sink)
+            stage.forward(typical, inputs)
+            stage.backward(typical, gradients, sink)
             end = self._clock.mark()
             self._clock.wait(end)
             return self._clock.seconds(start, end)
@@ -369,6 +377,10 @@ class JobWorkload:
             return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
         numbers = torch.linspace(-_PROBE_SIZE, _PROBE_SIZE, max(1, math.prod(spec.shape)), device=self._device)
         return numbers.reshape(spec.shape).to(spec.dtype)
+
+    def _example(self, length: int | None, keys: Sequence[str]) -> Mapping[str, Tensor]:
+        """Entries of a micro-batch of a length."""
+        return placed(self._loader.example(length, keys), self._device)
 
     def _load(self, step: int, micro_batch: int, keys: Sequence[str]) -> Mapping[str, Tensor]:
         batch = with_step(self._loader.load(step, micro_batch, keys), self._job, step)
