@@ -102,6 +102,21 @@ class Flaps(Value):
     last_s: float
 
 
+class FailedSetups(Value):
+    """Workers in a row that could not be set up, in the same way; until one is.
+
+    ``way``: what their failures have in common; ``num`` of them, since ``since_s``; the rest is of the last one.
+    """
+
+    way: str
+    num: int
+    since_s: float
+    last_s: float
+    sentence: str
+    traceback: str = ""
+    cause: FailureCause = "run"
+
+
 class Provisioning(Value):
     """Requests for VMs, how they fared, and notices of VMs."""
 
@@ -111,6 +126,8 @@ class Provisioning(Value):
     num_setups_lost: int = Field(default=0, description="VMs in a row that came to nothing before one got ready")
     setup_lost_s: float | None = Field(default=None, description="when the last of these was")
     num_absent: int = Field(default=0, description="times in a row that granted VMs did not appear at all")
+    failed_setups: FailedSetups | None = None
+    gives_up: bool = Field(default=False, description="the run ends, or rests, for nothing comes of its VMs")
     next_request_s: float | None = Field(default=None, description="no further request before that")
     kept_notices: dict[WorkerId, KeptNotice] = Field(
         default_factory=dict, description="of nodes that are not known: of open requests, or of VMs that came"
@@ -287,6 +304,10 @@ class Waits(Value):
     num_fruitless: int = Field(default=0, description="generations dissolved since the last decided step")
     resting_since_s: float | None = Field(default=None, description="of the first rest since the last decided step")
     rest_until_s: float | None = None
+    idle_vm_s: float = Field(
+        default=0.0, description="of VMs that were paid for since the last decided step, untrained"
+    )
+    idle_at_s: float | None = Field(default=None, description="until when that is counted; None: a shape trains")
 
 
 class Measured(Value):
