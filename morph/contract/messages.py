@@ -467,6 +467,7 @@ class Heartbeat(Value):
     written: tuple[UnitWritten, ...] = ()
     checkpoint_error: str | None = None
     ahead: PreCopyReport | None = None
+    notes: tuple[str, ...] = Field(default=(), description="about its data workers, for the user")
 
 
 Answer = Annotated[WorkerReady | Reshaped | Prepared | Committed | Aborted | Failed, Field(discriminator="kind")]
