@@ -151,6 +151,7 @@ class ProbeWorker(Value):
     first_section: int
     end_section: int
     healthy_s: float = Field(gt=0)
+    by_sums: bool = False
 
     def order(self) -> ProbeOrder:
         """What the worker is told."""

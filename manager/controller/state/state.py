@@ -142,28 +142,31 @@ class Provisioning(Value):
 class Yardstick(Value):
     """What a healthy worker took (seconds) for a micro-batch's forward and backward on these sections.
 
-    ``usual``: how all workers compared with the profile then, where that was known.
+    ``usual``: how all workers compared with the profile then, where that was known. ``by_sums``: it is a mean over many
+    micro-batches, for it was by those that the worker was found slow.
     """
 
     first_section: int
     end_section: int
     healthy_s: float
     usual: float | None = None
+    by_sums: bool = False
 
 
 class Pace(Value):
     """How fast a worker computes.
 
     ``samples_s``: micro-batches of the window that is being filled; ``median_s``: of the last full one, and
-    ``error_s`` its standard error; ``past_s``: medians of the last windows in this generation. ``streak``: windows in a
-    row in which it was slow, or, negative, well. ``slowdown``: 1 is as fast as expected. ``yardstick``: what it was
-    held against when it was last judged.
+    ``error_s`` its standard error; ``past_s``: medians of the last windows in this generation, and ``past_means_s``
+    their means. ``streak``: windows in a row in which it was slow, or, negative, well. ``slowdown``: 1 is as fast as
+    expected. ``yardstick``: what it was held against when it was last judged.
     """
 
     samples_s: tuple[float, ...] = ()
     median_s: float | None = None
     error_s: float = 0.0
     past_s: tuple[float, ...] = ()
+    past_means_s: tuple[float, ...] = ()
     yardstick: Yardstick | None = None
     streak: int = 0
     slowdown: float = 1.0
