@@ -101,7 +101,7 @@ test-oldest-ray: $(READY) | $(OLD_RAY)
 # Grouped products of experts in float32 cannot be exported with the oldest, whatever exports them.
 test-oldest-transformers: $(READY) | $(OLD_TRANSFORMERS)
 	PYTHONPATH=$(abspath $(OLD_TRANSFORMERS)) $(PYTEST) -k "not mixtral and not routers" \
-		tests/cutting/test_attention.py tests/cutting/test_models.py
+		tests/cutting/test_attention.py tests/cutting/test_models.py tests/trainers/test_trainer.py
 
 $(OLD_RAY): | $(READY)
 	$(PIP_OLD) $@ ray==$(OLDEST_RAY)

@@ -15,23 +15,27 @@ if TYPE_CHECKING:
     from morph.losses import Loss as Loss
     from morph.losses import PerSample as PerSample
     from morph.losses import Sum as Sum
+    from morph.optimizers import Optimizers as Optimizers
 
 __version__ = "0.1.0"
-__all__ = ["Best", "CutPoint", "Job", "Loss", "LossScaling", "PerSample", "Sum", "__version__"]
+__all__ = ["Best", "CutPoint", "Job", "Loss", "LossScaling", "Optimizers", "PerSample", "Sum", "__version__"]
 _LAZY = {
     "Best": "morph.jobs.job",
     "CutPoint": "morph.cutting.sections.cut_point",
     "Job": "morph.jobs.job",
     "Loss": "morph.losses",
     "LossScaling": "morph.jobs.job",
-    "data": None,
+    "Optimizers": "morph.optimizers",
     "PerSample": "morph.losses",
     "Sum": "morph.losses",
+    "data": None,
     "elastic": None,
+    "hf": "morph.trainers.hf",
+    "lightning": "morph.trainers.lightning",
     "losses": None,
     "spot": None,
 }
-"""Where what loads torch is; None: a module of this name."""
+"""Where what loads torch is: a module of this name, or one that has it. None: a module of this package."""
 
 
 def __getattr__(name: str) -> Any:
@@ -39,8 +43,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'morph' has no attribute {name!r}")
     import importlib
 
-    place = _LAZY[name]
-    return importlib.import_module(f"morph.{name}") if place is None else getattr(importlib.import_module(place), name)
+    place = _LAZY[name] or f"morph.{name}"
+    module = importlib.import_module(place)
+    return module if place.endswith(f".{name}") else getattr(module, name)
 
 
 def __dir__() -> list[str]:

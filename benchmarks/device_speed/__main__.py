@@ -31,7 +31,7 @@ from morph.contract.cluster import LinkSetting
 from morph.runtime.device.devices import CudaDevice, Device, HostDevice
 from morph.runtime.device.nccl import Nccl
 from morph.runtime.device.staging import Staging
-from morph.runtime.state.fixed_point import add_fixed, from_fixed
+from morph.runtime.state.fixed_point import add_fixed, fixed_sum, from_fixed
 
 RUNS = 7
 HERE = Path(__file__).resolve().parent
@@ -55,12 +55,12 @@ def kernels(device: str, num: int, runs: int) -> None:
     gradient = torch.linspace(-1.0, 1.0, num, device=device)
     total = torch.zeros(num, dtype=torch.int64, device=device)
     largest = torch.zeros(1, dtype=torch.float64, device=device)
-    other = torch.empty_like(total)
+    other, sums = torch.empty_like(total), fixed_sum(total, largest, 20)
     rows, means = torch.stack([total, total]), torch.empty(num, device=device)
     works: tuple[tuple[str, int, Callable[[], object]], ...] = (
         ("copy within the device (16 bytes an element)", 16, lambda: other.copy_(total)),
-        ("add a gradient to exact sums (20)", 20, lambda: add_fixed(total, gradient, 20, largest)),
-        ("means of two members' sums (20)", 20, lambda: from_fixed(rows, 20, 8, means)),
+        ("add a gradient to exact sums (20)", 20, lambda: add_fixed([sums], [gradient], [False])),
+        ("means of two members' sums (20)", 20, lambda: from_fixed([rows], [20], 8, [means])),
     )
     for name, num_bytes, work in works:
         took_s = median_s(work, device, runs)

@@ -31,6 +31,11 @@ stage() {  # name, most seconds, lines shown, command..
 if [ "$SITE" != none ]; then
   "$PY" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$SITE" dist/gpu-kit/*.whl || exit 1
 fi
+if [ "$DEV" = cuda ] && ! "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  "$PY" -m benchmarks.gpu_kit.facts
+  echo "error: torch finds no CUDA device here; \`bash benchmarks/gpu_kit/on_device.sh $PART cpu\` tries the kit without one" >&2
+  exit 1
+fi
 [ "$DEV" = cuda ] && BIG=1 || BIG=
 job() { [ -n "$BIG" ] && echo "$KIT/jobs.py:$1" || echo "$KIT/jobs.py:tiny"; }
 STDLIB=$ROOT/configs/jobs/$([ -n "$BIG" ] && echo gpt2_stdlib || echo tiny_gpt).py:job

@@ -107,7 +107,7 @@ def bits() -> None:
     """Exact sums of odd values: the device's kernel against the processor's loop; NaN and infinity; 2**31 elements."""
     import torch
 
-    from morph.runtime.state.fixed_point import _fused, add_fixed, from_fixed
+    from morph.runtime.state.fixed_point import _fused, add_fixed, fixed_sum, from_fixed
 
     fused = _fused(torch.device(DEVICE, 0)) if CUDA else None
     say(f"bits: one kernel of Triton: {fused is not None}")
@@ -129,9 +129,9 @@ def bits() -> None:
                     torch.zeros(1, dtype=torch.float64, device=device),
                 )
                 for _ in range(3):
-                    add_fixed(total, values.to(device), exponent, largest)
+                    add_fixed([fixed_sum(total, largest, exponent)], [values.to(device)], [False])
                 mean = torch.empty(len(values), device=device)
-                from_fixed(torch.stack([total, total]), exponent, 24, mean)
+                from_fixed([torch.stack([total, total])], [exponent], 24, [mean])
                 found.append((total.cpu(), largest.cpu(), mean.cpu()))
             same = [torch.equal(a, b) for a, b in zip(*found, strict=True)]
             if not all(same):
@@ -142,7 +142,8 @@ def bits() -> None:
         values[4321] = bad
         if bad != bad:  # with its sign bit set too
             values.view(torch.int32)[1234] = -1
-        add_fixed(torch.zeros(5000, dtype=torch.int64, device=DEVICE), values, 10, largest)
+        total = torch.zeros(5000, dtype=torch.int64, device=DEVICE)
+        add_fixed([fixed_sum(total, largest, 10)], [values], [False])
         told = largest.item()
         say(
             f"bits: {bad}: largest {told} ({'as hoped' if told != told or told == float('inf') else 'SUSPICION HOLDS'})"
@@ -155,7 +156,7 @@ def bits() -> None:
         )
         values[-1] = 3.0
         largest = torch.zeros(1, dtype=torch.float64, device=DEVICE)
-        add_fixed(total, values, 4, largest)
+        add_fixed([fixed_sum(total, largest, 4)], [values], [False])
         ok = (
             int(total[-1]) == 48
             and int(total[2**31 - 1]) == 16
@@ -277,11 +278,13 @@ def host_times() -> None:
         torch.zeros(1024, dtype=torch.int64, device=device),
         torch.zeros(1, dtype=torch.float64, device=device),
     )
-    clock = clock_of(device)
+    sums, clock = fixed_point.fixed_sum(total, largest, 20), clock_of(device)
+    twelve = [fixed_point.fixed_sum(total.clone(), largest.clone(), 20) for _ in range(12)]
     x = torch.randn(8, 8, device=device, requires_grad=True)
     say(
-        f"host_times: add_fixed {timed(lambda: fixed_point.add_fixed(total, values, 20, largest), 500):.0f} us"
-        f", by torch's kernels {timed(lambda: fixed_point._add_by_torch(total, values, 20, largest), 200):.0f}"
+        f"host_times: add_fixed {timed(lambda: fixed_point.add_fixed([sums], [values], [False]), 500):.0f} us"
+        f", of twelve tensors {timed(lambda: fixed_point.add_fixed(twelve, [values] * 12, [False] * 12), 500):.0f}"
+        f", by torch's kernels {timed(lambda: fixed_point._add_by_torch(sums, values), 200):.0f}"
         f", an in-place addition {timed(lambda: values.add_(1.0), 500):.0f}"
         f", seed_section {timed(lambda: seed_section(1, 2, 3, 4), 500):.0f}, a mark of the clock "
         f"{timed(clock.mark, 500):.0f}"

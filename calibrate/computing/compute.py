@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import psutil
 import torch
 
-from calibrate.computing.contention import measure_contention
+from calibrate.computing.contention import Neighbours, measure_contention
 from calibrate.computing.meter import Meter, meter_of
 from calibrate.computing.optimizer import UnitMeasurement, measure_units
 from calibrate.computing.sections import SectionMeasurement
 from calibrate.computing.subject import Subject
+from calibrate.timing.bench import one_of_each
 from calibrate.timing.clocks import devices_of
-from calibrate.timing.environment import num_cores
-from calibrate.timing.samples import Sampling
+from calibrate.timing.samples import ROUGHLY_WITHIN, Sampling, mean_of
 from morph.contract.errors import ClusterError, JobError
 from morph.contract.profile import Contention
 from morph.cutting import CutModel
+from morph.data.loader import mix_of
 
 MIN_GAIN = 0.03
 
@@ -70,10 +71,18 @@ _OUT_OF_MEMORY = ("OutOfMemoryError", "DefaultCPUAllocator")
 
 @dataclass(frozen=True)
 class MeasuredSize:
-    """One micro-batch size."""
+    """One micro-batch size.
+
+    Attributes:
+        model: Cut for it; for the longest bucket where lengths vary.
+        sections: Of each kind, by its signature there; times are means over micro-batches of all lengths, and memory is
+            that of the longest.
+        mix: Which share of micro-batches has each length.
+    """
 
     model: CutModel
     sections: dict[str, SectionMeasurement]
+    mix: Mapping[int | None, float] = field(default_factory=lambda: {None: 1.0})
 
     def of(self, index: int) -> SectionMeasurement:
         """The measurement of section ``index``."""
@@ -104,13 +113,20 @@ class Compute:
 
 
 def measure_compute(
-    subject: Subject, sizes: Sequence[int], *, stop_early: bool, num_samples: int, progress: Progress
+    subject: Subject,
+    sizes: Sequence[int],
+    neighbours: Neighbours | None,
+    *,
+    stop_early: bool,
+    num_samples: int,
+    progress: Progress,
 ) -> Compute:
     """Measure sections, optimizer steps, and what busy neighbours do to them.
 
     Args:
         subject: The job.
         sizes: m, ascending.
+        neighbours: Told the job; they rest until their cost is measured. None: it is not.
         stop_early: End the sizes where nothing is gained, or where memory ends.
         num_samples: Samples of each time, at most.
         progress: Told at the start of each part; shares from 0.2 to 0.5.
@@ -119,15 +135,19 @@ def measure_compute(
         JobError: the first size does not fit into memory.
         ClusterError, WaitTimeout: helper processes failed.
     """
+    if neighbours is not None:
+        neighbours.wait()
     with meter_of(subject, devices_of(subject.device.type)) as meter:
         measured = _measure_sizes(subject, meter, sizes, stop_early, num_samples, progress)
     progress("stepping the optimizer", _SIZES_TO)
     newest = measured[-1]
-    units = measure_units(subject, newest.model, Sampling(budget_s=_SECONDS_PER_UNIT, most=num_samples))
+    units = measure_units(
+        subject, newest.model, Sampling(budget_s=_SECONDS_PER_UNIT, most=num_samples, within=ROUGHLY_WITHIN)
+    )
     progress("computing with busy neighbours", _UNITS_TO)
     contention: tuple[Contention, ...] = ()
-    if subject.device.type == "cpu":
-        contention = measure_contention(subject, newest.heaviest(), newest.model.micro_batch_size, num_cores())
+    if neighbours is not None:
+        contention = measure_contention(subject, newest.heaviest(), newest.model.micro_batch_size, neighbours)
     return Compute(tuple(measured), units, contention)
 
 
@@ -147,7 +167,11 @@ def _measure_sizes(
         progress(f"running every kind of section on micro-batches of {m}", share)
         model = subject.cut(m)
         try:
-            sections = meter.measure(model, Sampling(budget_s=_SECONDS_PER_SIZE, most=num_samples))
+            mix = mix_of(subject.job, m)
+            lengths = {**mix, model.length: 0.0}
+            sampling = Sampling(budget_s=_SECONDS_PER_SIZE / len(lengths), most=num_samples)
+            by_length = {length: meter.measure(model.at(length), sampling) for length in lengths}
+            sections = _mixed(model, by_length, mix)
         except (MemoryError, RuntimeError, ClusterError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -160,10 +184,28 @@ def _measure_sizes(
                 value=m,
                 allowed="smaller micro-batches, or more sections",
             ) from error
-        measured.append(MeasuredSize(model, sections))
+        measured.append(MeasuredSize(model, sections, mix))
         if stop_early and not still_improves([entry.forward_s_per_sample() for entry in measured]):
             break
     return measured
+
+
+def _mixed(
+    model: CutModel, by_length: Mapping[int | None, Mapping[str, SectionMeasurement]], mix: Mapping[int | None, float]
+) -> dict[str, SectionMeasurement]:
+    found: dict[str, SectionMeasurement] = {}
+    for section in one_of_each(model):
+        parts = [
+            (share, by_length[length][model.at(length).sections[section.index].signature])
+            for length, share in mix.items()
+        ]
+        found[section.signature] = by_length[model.length][section.signature].model_copy(
+            update={
+                "forward": mean_of([(share, part.forward) for share, part in parts]),
+                "backward": mean_of([(share, part.backward) for share, part in parts]),
+            }
+        )
+    return found
 
 
 def fills_memory(measured: MeasuredSize, next_size: int, device: torch.device) -> bool:

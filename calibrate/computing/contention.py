@@ -21,8 +21,10 @@ from calibrate.timing.bench import Bench
 from calibrate.timing.clocks import clock_of
 from morph.contract.profile import Contention
 
-NUM_ROUNDS = 5
-_WINDOW_S = 0.3
+MIN_ROUNDS, MAX_ROUNDS = 3, 7
+CLOSE = 0.01
+"""Rounds end when the ratios of most of them are as close as this to their median."""
+_WINDOW_S = 0.2
 _MIN_RUNS = 3
 _MAX_BUSY = 16
 _START_TIMEOUT_S = 300.0
@@ -36,51 +38,80 @@ def busy_counts(num_cores: int, most: int = _MAX_BUSY) -> tuple[int, ...]:
     return (*counts, last) if last >= 2 else ()
 
 
-def measure_contention(
-    subject: Subject, heaviest: str, micro_batch_size: int, num_cores: int
-) -> tuple[Contention, ...]:
-    """Start helpers, let them compute, and end them.
+class Neighbours:
+    """Helpers that load the job while this process looks at it, and compute when they are told.
 
     Args:
-        subject: On a CPU.
+        crew: Of ``calibrate.computing.helper``, as many as there are cores, but for one, or more.
+        num_cores: Cores that this process may use; with one there is nothing to measure.
+    """
+
+    def __init__(self, crew: Crew, num_cores: int) -> None:
+        self.crew = crew
+        self.counts: tuple[int, ...] = ()
+        self._num_cores = num_cores
+
+    def load(self, subject: Subject) -> None:
+        """Tell those that fit into memory the job, which this process has cut; returns at once."""
+        if subject.device.type == "cpu":
+            self.counts = busy_counts(self._num_cores, min(_MAX_BUSY, self.crew.size + 1, _processes_that_fit()))
+        spec = {"job_path": subject.job_path, "num_sections": subject.num_sections, "device": "cpu"}
+        for number in self._told:
+            self.crew.send(number, spec)
+
+    def wait(self) -> None:
+        """Block until they have loaded it, and rest.
+
+        Raises:
+            ClusterError: a helper failed; gives the end of what it said.
+            WaitTimeout: a helper did not come.
+        """
+        self.crew.gather(self._told, "the processes that measure contention", _START_TIMEOUT_S)
+
+    @property
+    def _told(self) -> range:
+        return range(max(self.counts, default=1) - 1)
+
+
+def measure_contention(
+    subject: Subject, heaviest: str, micro_batch_size: int, neighbours: Neighbours
+) -> tuple[Contention, ...]:
+    """Let helpers compute, more and more of them.
+
+    Args:
+        subject: What they have loaded.
         heaviest: Signature of the kind of section to run.
         micro_batch_size: m.
-        num_cores: Cores that this process may use; with one there is nothing to measure.
+        neighbours: Loaded, and at rest.
 
     Raises:
         ClusterError: a helper failed; gives the end of what it said.
-        WaitTimeout: a helper did not come.
+        WaitTimeout: a helper did not begin or end.
     """
-    counts = busy_counts(num_cores, min(_MAX_BUSY, _processes_that_fit()))
-    if not counts:
+    if not neighbours.counts:
         return ()
     (bench,) = subject.benches(subject.cut(micro_batch_size), [heaviest])
     bench.both()
-    with Crew("calibrate.computing.helper", counts[-1] - 1, "measuring contention") as crew:
-        for number in range(crew.size):
-            spec = {"job_path": subject.job_path, "num_sections": subject.num_sections, "device": "cpu"}
-            crew.send(number, spec)
-        crew.gather(range(crew.size), "the processes that measure contention", _START_TIMEOUT_S)
-        order = {"do": "busy", "micro_batch_size": micro_batch_size, "signature": heaviest}
+    crew, order = neighbours.crew, {"do": "busy", "micro_batch_size": micro_batch_size, "signature": heaviest}
 
-        def together(count: int) -> float:
-            others = range(count - 1)
-            for number in others:
-                crew.send(number, order)
-            crew.gather(others, "the processes that measure contention to compute", _BUSY_TIMEOUT_S)
-            taken_s = _task_s(bench)
-            for number in others:
-                crew.send(number, {"do": "rest"})
-            crew.gather(others, "the processes that measure contention to rest", _BUSY_TIMEOUT_S)
-            return taken_s
+    def together(count: int) -> float:
+        others = range(count - 1)
+        for number in others:
+            crew.send(number, order)
+        crew.gather(others, "the processes that measure contention to compute", _BUSY_TIMEOUT_S)
+        taken_s = _task_s(bench)
+        for number in others:
+            crew.send(number, {"do": "rest"})
+        crew.gather(others, "the processes that measure contention to rest", _BUSY_TIMEOUT_S)
+        return taken_s
 
-        return factors(counts, lambda: _task_s(bench), together)
+    return factors(neighbours.counts, lambda: _task_s(bench), together)
 
 
 def factors(
     counts: Sequence[int], alone: Callable[[], float], together: Callable[[int], float]
 ) -> tuple[Contention, ...]:
-    """Take the median ratio of time together to time alone over some rounds, in which all take turns.
+    """Take the median ratio of time together to time alone over rounds in which all take turns, until it is known.
 
     Args:
         counts: How many compute at once.
@@ -88,11 +119,18 @@ def factors(
         together: The same for this many at once.
     """
     ratios: dict[int, list[float]] = {count: [] for count in counts}
-    for _ in range(NUM_ROUNDS):
+    for done in range(MAX_ROUNDS):
+        if done >= MIN_ROUNDS and all(_is_close(measured) for measured in ratios.values()):
+            break
         base = alone()
         for count in counts:
             ratios[count].append(together(count) / base)
     return tuple(Contention(num_busy=count, factor=round(max(1.0, median(ratios[count])), 4)) for count in counts)
+
+
+def _is_close(measured: Sequence[float]) -> bool:
+    centre = median(measured)
+    return median(abs(ratio - centre) for ratio in measured) <= CLOSE * centre
 
 
 def _task_s(bench: Bench) -> float:

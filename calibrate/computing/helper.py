@@ -1,10 +1,11 @@
-"""A helper that runs sections of the job: ``python -m calibrate.computing.helper``.
+"""A helper that runs sections of the job, or sends messages: ``python -m calibrate.computing.helper``.
 
-It is told the job first, then what to do:
+It is told the job first, unless it is only for messages, then what to do:
 
 - ``measure``: times and sizes of some kinds of sections at one m, on a device that no other helper measures on;
 - ``busy``: run a kind of section over and over until the next message, so that others see what that does to them;
-- ``rest``: say that nothing is under way any more.
+- ``rest``: say that nothing is under way any more;
+- anything else is for ``calibrate.links.peer``, and the last thing that it does.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ import torch
 from calibrate.computing.sections import measure_benches
 from calibrate.computing.subject import Subject, load_subject
 from calibrate.helpers.helper_end import Line, serve
+from calibrate.links.peer import measure
 from calibrate.timing.bench import Bench
 from calibrate.timing.clocks import clock_of, give_back_memory
 from calibrate.timing.samples import Sampling
 from morph.jobs.files import imported_once
+from morph.runtime.state.fixed_point import prepare
 
 BUSY_AT_MOST_S = 120.0
 
@@ -33,6 +36,9 @@ BUSY_AT_MOST_S = 120.0
 def _work(line: Line) -> None:
     torch.set_num_threads(1)
     spec = line.next()
+    if "job_path" not in spec:
+        line.answer(measure(spec))
+        return
     with imported_once(spec["job_path"]):  # so that the cut is read that the process which started this one has made
         _serve(load_subject(spec["job_path"], torch.device(spec["device"]), spec["num_sections"]), line)
 
@@ -42,6 +48,9 @@ def _serve(subject: Subject, line: Line) -> None:
     line.answer({"ready": True})
     while True:
         message = line.next()
+        if "do" not in message:
+            line.answer(measure(message))
+            return
         if message["do"] == "measure":
             line.answer(_measure(subject, message))
         elif message["do"] == "busy":
@@ -54,7 +63,7 @@ def _serve(subject: Subject, line: Line) -> None:
 
 
 def _measure(subject: Subject, message: dict[str, Any]) -> dict[str, Any]:
-    model = subject.cut(message["micro_batch_size"])
+    model = subject.cut(message["micro_batch_size"]).at(message["length"])
     sampling = Sampling(budget_s=message["budget_s"], most=message["most"])
     benches = subject.benches(model, message["signatures"])
     found = measure_benches(benches, model.micro_batch_size, clock_of(subject.device), sampling)
@@ -72,4 +81,5 @@ def _keep_busy(bench: Bench, line: Line) -> None:
 
 
 if __name__ == "__main__":
+    prepare()  # for all that are forked
     serve(_work)

@@ -31,7 +31,7 @@ class Meter(Protocol):
     """Measures one section of each kind."""
 
     def measure(self, model: CutModel, sampling: Sampling) -> Measured:
-        """Measure the kinds of a model cut for one m."""
+        """Measure the kinds of a model cut for one m, and for one length."""
 
 
 @contextmanager
@@ -89,6 +89,7 @@ class SideBySide:
                 {
                     "do": "measure",
                     "micro_batch_size": model.micro_batch_size,
+                    "length": model.length,
                     "signatures": kinds,
                     "budget_s": sampling.budget_s,
                     "most": sampling.most,

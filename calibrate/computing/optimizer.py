@@ -20,7 +20,7 @@ from morph.cutting import CutModel
 from morph.cutting.trial_run.trial import run_users_code
 from morph.jobs.job import Job
 from morph.runtime.state.accumulators import Accumulator, change_of
-from morph.runtime.state.unit_state import UnitState, update_rules
+from morph.runtime.state.unit_state import UnitState, norms_sq, update_rules
 
 _WARM_UP = 2
 _MOCK_GRADIENT = 1e-3
@@ -108,7 +108,7 @@ def _measure(state: UnitState, job: Job, device: torch.device, sampling: Samplin
 def _finish(state: UnitState, sums: Accumulator, num_micro_batches: int, number: int) -> None:
     """As a worker does before a step is decided."""
     state.reduced = sums.finish(num_micro_batches, number)
-    state.norm_sq()
+    norms_sq({state.unit.id: state})
 
 
 def _bytes_of(values: Iterable[object]) -> int:

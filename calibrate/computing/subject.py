@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,6 +15,7 @@ from morph.cutting.cache.cut_job import LoadedJob
 from morph.data import MicroBatchLoader, data_of
 from morph.jobs.job import Job, MapDataset
 from morph.preflight.data_check import check_data
+from morph.runtime.device.devices import check_kernels
 from morph.runtime.step.compilation import compiled
 from morph.runtime.step.kernels import kernels_for, kernels_now, prepare_cublas, set_kernels
 
@@ -38,7 +40,7 @@ class Subject:
         """Set up one section of each kind, or of these kinds."""
         loader = MicroBatchLoader.of(self.job, model.micro_batch_size)
         return [
-            make_bench(self.job, section, self.loaded.initial, loader, self.device)
+            make_bench(self.job, section, self.loaded.initial, partial(loader.example, model.length), self.device)
             for section in one_of_each(model)
             if signatures is None or section.signature in signatures
         ]
@@ -57,6 +59,7 @@ def load_subject(job_path: str, device: torch.device, num_sections: int | None =
     """
     prepare_cublas()
     use_device(device)
+    check_kernels(device)
     loaded = LoadedJob(job_path)
     job = loaded.job
     set_kernels(kernels_for(job.accumulation, kernels_now()))

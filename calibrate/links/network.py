@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 from calibrate.helpers.crew import Crew
 from calibrate.timing.samples import timing
+from morph.contract.cluster import LinkSetting, RingSetting
 from morph.contract.profile import AllReduceTime, LinkProfile, SendTime, Timing
 from morph.runtime.groups.store import StoreHost
 
@@ -24,6 +26,20 @@ class NetworkMeasurement:
     link: LinkProfile
     all_reduce: tuple[AllReduceTime, ...]
     barrier: Timing
+    links: Literal["staged", "ipc"] = "staged"
+    rings: Literal["gloo", "nccl"] = "gloo"
+    ring_bytes: int | None = None
+    """Of a device's memory, for each ring of NCCL; None: not measured."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """Why ``links`` or ``rings`` are not those that were requested."""
+
+
+@dataclass(frozen=True)
+class Carriers:
+    """What is to carry messages and reductions: as ``vms.links`` and ``vms.rings`` of the runs that are planned."""
+
+    links: LinkSetting = "staged"
+    rings: RingSetting = "gloo"
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,8 @@ class NetworkSpec:
         in_flight: How many all-reduces are under way at once, each over a ring of its own between the same processes.
         element: ``int64`` or ``float32``, what is summed.
         devices: Where messages begin and end, in turns: what stages compute on.
+        links: As ``vms.links``; where ipc cannot be, messages are staged.
+        rings: As ``vms.rings``; where no ring can be NCCL's, gloo reduces.
         most: Samples of everything, at most.
         budget_s: No further sample of one message or one all-reduce after this.
     """
@@ -47,8 +65,24 @@ class NetworkSpec:
     in_flight: tuple[int, ...]
     element: str
     devices: tuple[str, ...] = ("cpu",)
+    links: LinkSetting = "staged"
+    rings: RingSetting = "gloo"
     most: int = 100
-    budget_s: float = 0.5
+    budget_s: float = 0.25
+
+    def reductions(self) -> tuple[tuple[int, int, int], ...]:
+        """Ring sizes, bytes and numbers in flight of all-reduces, in order.
+
+        Several at once are measured over the smallest and the largest ring: plans take those between in proportion.
+        """
+        ends = (min(self.ring_sizes), max(self.ring_sizes)) if self.ring_sizes else ()
+        return tuple(
+            (ring, size, count)
+            for ring in self.ring_sizes
+            for size in self.reduced_sizes
+            for count in self.in_flight
+            if count == 1 or ring in ends
+        )
 
 
 def growing_rings(num_slots: int) -> tuple[int, ...]:
@@ -61,8 +95,13 @@ def growing_in_flight(num_slots: int) -> tuple[int, ...]:
     return tuple(count for count in (1, 2, 4, _MAX_IN_FLIGHT) if count <= max(2, num_slots))
 
 
-def measure_network(spec: NetworkSpec) -> NetworkMeasurement:
-    """Start processes, let them measure, and end them, whatever happens.
+def measure_network(spec: NetworkSpec, helpers: Crew | None = None) -> NetworkMeasurement:
+    """Let processes measure.
+
+    Args:
+        spec: What.
+        helpers: At least ``num_peers``, of ``calibrate.computing.helper``, which measure nothing afterwards. None: such
+            are started, and ended, whatever happens.
 
     Raises:
         ClusterError: a process failed; gives the end of what it said.
@@ -70,7 +109,7 @@ def measure_network(spec: NetworkSpec) -> NetworkMeasurement:
     """
     store = StoreHost(_HOST)
     ranks = range(num_peers(spec))
-    with Crew("calibrate.links.peer", len(ranks), PURPOSE) as crew:
+    with Crew("calibrate.links.peer", len(ranks), PURPOSE) if helpers is None else nullcontext(helpers) as crew:
         place = Place(store_host=_HOST, store_port=store.port(), listen=_HOST, two_nodes=False)
         for rank in ranks:
             crew.send(rank, peer_message(spec, place, rank))
@@ -109,11 +148,28 @@ def peer_message(spec: NetworkSpec, place: Place, rank: int) -> dict[str, Any]:
 
 
 def measurement(spec: NetworkSpec, results: Sequence[Mapping[str, Any]]) -> NetworkMeasurement:
-    """Put together what the processes answered, by rank, on one clock."""
+    """Put together what the processes answered, by rank, on one clock.
+
+    Reductions of one kind alone: NCCL's where there are any, which a device makes one after the other.
+    """
+    kinds = [result["devices"] for result in results]
+    over_nccl = [ring for ring in spec.ring_sizes if ring in kinds[0]["nccl"]]
+    staged = kinds[0]["staged"] + kinds[1]["staged"]
+    links: Literal["staged", "ipc"] = "ipc" if spec.links != "staged" and not staged else "staged"
+    notes = {"links": f"staged, not {spec.links}: {staged[0]}"} if staged else {}
+    if spec.rings != "gloo" and spec.reduced_sizes and not over_nccl:
+        notes["rings"] = f"gloo, not {spec.rings}: NCCL must be in this torch, and each member of a ring have a device"
+    measured = [kind["ring_bytes"] for kind in kinds if kind["ring_bytes"] is not None]
     return NetworkMeasurement(
         link=_link(results, spec.message_sizes),
-        all_reduce=_all_reduces(results, spec),
+        all_reduce=_all_reduces(
+            results, replace(spec, ring_sizes=tuple(over_nccl), in_flight=(1,)) if over_nccl else spec
+        ),
         barrier=timing(_spans([result["barrier"] for result in results[:2]])),
+        links=links,
+        rings="nccl" if over_nccl else "gloo",
+        ring_bytes=max(measured, default=None),
+        notes=notes,
     )
 
 
@@ -141,9 +197,7 @@ def _all_reduces(results: Sequence[Mapping[str, Any]], spec: NetworkSpec) -> tup
             in_flight=count,
             time=timing(_spans([result["all_reduce"][f"{ring}/{size}/{count}"] for result in results[:ring]])),
         )
-        for ring in (spec.ring_sizes if spec.reduced_sizes else ())
-        for size in spec.reduced_sizes
-        for count in spec.in_flight
+        for ring, size, count in spec.reductions()
     )
 
 

@@ -13,20 +13,26 @@ if __name__ == "__main__":
     gc.disable()  # until all is imported, which stays: to look through it again and again takes a sixth of that time
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from calibrate.helpers.helper_end import Line, serve
 from calibrate.links.network import NetworkSpec, PeerSpec, Place
 from calibrate.timing.clocks import finish_work, use_device
-from calibrate.timing.samples import Sampling
+from calibrate.timing.samples import ROUGHLY_WITHIN, Sampling
+from morph.contract.cluster import RingSetting
 from morph.cutting.sections.section import BoundaryTensor
-from morph.runtime.device.links import link_over
-from morph.runtime.groups.channels import Channel, GlooRing, GroupSpec, connect_store, form_group, open_device
+from morph.runtime.device.link_choice import Forming, room_for
+from morph.runtime.device.links import Link, link_over
+from morph.runtime.device.nccl import communicators
+from morph.runtime.device.rings import CommunicatorSet
+from morph.runtime.groups.channels import Channel, GroupSet, GroupSpec, Ring, connect_store
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator
 from morph.runtime.state.fixed_point import prepare
@@ -52,20 +58,31 @@ class Peer:
 
     def __init__(self, spec: PeerSpec) -> None:
         self._rank, self._place, self._spec = spec.rank, spec.place, spec.network
-        self._interrupt = Interrupt(0)
+        self._name = str(spec.rank)
+        self._interrupt = Interrupt(0, _MEET_TIMEOUT_S)
+        self._groups = GroupSet(self._interrupt)
         self._element = _ELEMENTS[self._spec.element]
         self._device = torch.device(spec.device)
         use_device(self._device)
-        self._store = connect_store(spec.place.store_host, spec.place.store_port)
-        self._store.set_timeout(timedelta(seconds=_MEET_TIMEOUT_S))
-        self._sampling = Sampling(budget_s=self._spec.budget_s, most=self._spec.most)
+        self._sampling = Sampling(budget_s=self._spec.budget_s, most=self._spec.most, within=ROUGHLY_WITHIN)
 
     def run(self) -> dict[str, Any]:
         """Measure everything; returns time stamps by what was done."""
         result: dict[str, Any] = {"activation": {}, "gradient": {}, "all_reduce": {}, "clock": []}
-        down, up = self._channel("activation", 0), self._channel("gradient", 1)
-        pair = self._rings("barrier", 2, 1)
-        rings = {size: self._rings(f"ring{size}", size, max(self._spec.in_flight)) for size in self._ring_sizes}
+        at_once: dict[int, int] = {}
+        for size, _, count in self._spec.reductions():
+            at_once[size] = max(count, at_once.get(size, 1))
+        edges = [GroupSpec("activation", ("0", "1")), GroupSpec("gradient", ("1", "0"))]
+        pairs = [GroupSpec("barrier", ("0", "1"))]
+        specs = {size: [_ring(size, number) for number in range(count)] for size, count in at_once.items()}
+        in_rings = [spec for ring in specs.values() for spec in ring]
+        self._groups.form([*edges, *pairs, *in_rings], self._name, self._place.listen, self._open_store)
+        down, up = self._channel(edges[0]), self._channel(edges[1])
+        links, staged = self._mailboxes(edges)
+        pair, rings = self._rings(pairs), {size: self._rings(ring) for size, ring in specs.items()}
+        before_bytes = _beside_torch_bytes(self._device)
+        self._groups.device_rings = over = self._on_devices(in_rings)
+        on_devices = [] if over is None else [spec for spec in in_rings if over.ring(spec.name) is not None]
 
         def compare_clocks() -> None:
             if self._place.two_nodes and down is not None and up is not None:
@@ -75,43 +92,56 @@ class Peer:
         compare_clocks()
         if down is not None and up is not None:
             for size in self._spec.message_sizes:
-                messages = _Messages(down, up, size, self._rank, self._interrupt, self._device)
+                messages = _Messages(down, up, size, self._rank, self._interrupt, self._device, links)
                 result["activation"][str(size)], result["gradient"][str(size)] = messages.measure(self._sampling)
                 compare_clocks()
         if pair:
-            result["barrier"] = self._reductions(pair, self._element.itemsize)
+            result["barrier"] = self._reductions(pair[0], pair, self._element.itemsize)
             compare_clocks()
-        for ring_size in self._ring_sizes:
-            if not (ring := rings[ring_size]):
-                continue
-            for size in self._spec.reduced_sizes:
-                for count in self._spec.in_flight:
-                    result["all_reduce"][f"{ring_size}/{size}/{count}"] = self._reductions(ring[:count], size)
-                    compare_clocks()
+        for ring_size, size, count in self._spec.reductions():
+            if count > 1 and specs[ring_size][0] in on_devices:
+                continue  # a device has one stream for all of its rings
+            if ring := rings[ring_size]:
+                used = self._rings(specs[ring_size][:count])
+                result["all_reduce"][f"{ring_size}/{size}/{count}"] = self._reductions(ring[0], used, size)
+                compare_clocks()
+        taken_bytes = _beside_torch_bytes(self._device) - before_bytes
+        result["devices"] = {
+            "staged": staged,
+            "nccl": [size for size, ring in specs.items() if ring[0] in on_devices],
+            "ring_bytes": max(0, taken_bytes) // len(on_devices) if on_devices else None,
+        }
+        self._groups.clear()
         return result
 
-    @property
-    def _ring_sizes(self) -> Sequence[int]:
-        return self._spec.ring_sizes if self._spec.reduced_sizes else ()
+    def _open_store(self) -> Store:
+        store = connect_store(self._place.store_host, self._place.store_port)
+        store.set_timeout(timedelta(seconds=_MEET_TIMEOUT_S))
+        return store
 
-    def _group(self, name: str, size: int) -> Any:
-        """Even ranks first: they are on one node, odd ones on the other, so a ring crosses once in each direction."""
-        members = tuple(str(rank) for rank in (*range(0, size, 2), *range(1, size, 2)))
-        if self._rank >= size:
-            return None
-        spec, device = GroupSpec(name, members), open_device(self._place.listen)
-        return form_group(self._store, spec, str(self._rank), device, self._interrupt.limit_s)
+    def _rings(self, specs: Sequence[GroupSpec]) -> list[Ring]:
+        """Through host memory; those that this process is in."""
+        return [ring for spec in specs if self._name in spec.members and (ring := self._groups.ring(spec.name))]
 
-    def _rings(self, name: str, size: int, count: int) -> list[GlooRing]:
-        """Several rings of the same processes, as stages that share a machine have; none for one not in them."""
-        groups = [self._group(f"{name}.{number}", size) for number in range(count)]
-        return [GlooRing(group, self._interrupt) for group in groups if group is not None]
+    def _channel(self, edge: GroupSpec) -> Channel | None:
+        """Begins with the edge's first member."""
+        return self._groups.channel(edge.name, edge.members[0]) if self._name in edge.members else None
 
-    def _channel(self, name: str, sender: int) -> Channel | None:
-        group = self._group(name, 2)
-        return None if group is None else Channel(group, sender, self._interrupt)
+    def _mailboxes(self, edges: Sequence[GroupSpec]) -> tuple[dict[str, Link], list[str]]:
+        """The links that keep messages on devices, by their edges' names, and why others do not."""
+        room = room_for(self._spec.links, self._device) if self._name in edges[0].members else None
+        if room is None:
+            is_asked = self._spec.links != "staged"
+            return {}, ["tensors are not on a device with memory of its own"] if is_asked else []
+        forming = Forming(room, edges, self._name, self._groups, self._interrupt)
+        return self._interrupt.call(lambda: forming.links(self._open_store), "mailboxes"), forming.refused
 
-    def _reductions(self, rings: Sequence[GlooRing], size: int) -> Spans:
+    def _on_devices(self, specs: Sequence[GroupSpec]) -> CommunicatorSet | None:
+        """Those of its rings that NCCL reduces, where it is asked for."""
+        setting: RingSetting = "gloo" if self._spec.rings == "gloo" else "auto"
+        return communicators(setting, self._device, specs, self._name, self._interrupt, self._open_store)
+
+    def _reductions(self, votes_over: Ring, rings: Sequence[Ring], size: int) -> Spans:
         """Reduce sums of so many bytes over each ring at once, after a barrier; returns (start, end) of each sample.
 
         They are reduced as a worker does. The barrier counts the members that want another sample, so that all stop
@@ -124,7 +154,7 @@ class Peer:
         begun_s = time.perf_counter()
         while True:
             votes.fill_(self._sampling.wants_more([durations_s[_WARM_UP:]], time.perf_counter() - begun_s))
-            rings[0].reduce(votes, dist.ReduceOp.SUM).wait("the barrier", _TIMEOUT_S)
+            votes_over.reduce(votes, dist.ReduceOp.SUM).wait("the barrier", _TIMEOUT_S)
             if not votes.item():
                 return spans[_WARM_UP:]
             start_ns = time.monotonic_ns()
@@ -143,15 +173,36 @@ class Peer:
         return FastAccumulator(like, memory=Memory(self._device))
 
 
+def _ring(size: int, number: int) -> GroupSpec:
+    """Even ranks first: they are on one node, odd ones on the other, so a ring crosses once in each direction."""
+    return GroupSpec(f"ring{size}.{number}", tuple(map(str, (*range(0, size, 2), *range(1, size, 2)))))
+
+
+def _beside_torch_bytes(device: torch.device) -> int:
+    """What is taken of a CUDA device's memory, but for what torch's allocator has of it for this process."""
+    if device.type != "cuda":
+        return 0
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return int(total_bytes - free_bytes - torch.cuda.memory_reserved(device))
+
+
 class _Messages:
     """Sends one size forth and back, through a worker's sender and receiver."""
 
     def __init__(
-        self, down: Channel, up: Channel, size: int, rank: int, interrupt: Interrupt, device: torch.device
+        self,
+        down: Channel,
+        up: Channel,
+        size: int,
+        rank: int,
+        interrupt: Interrupt,
+        device: torch.device,
+        links: Mapping[str, Link] = MappingProxyType({}),
     ) -> None:
         self._begins = rank == 0
-        out, back = (down, up) if self._begins else (up, down)
-        self._out, self._in = (link_over(channel, device, interrupt) for channel in (out, back))
+        over = [(down, links.get("activation")), (up, links.get("gradient"))]
+        out, back = over if self._begins else reversed(over)
+        self._out, self._in = (link or link_over(channel, device, interrupt) for channel, link in (out, back))
         self._spec = BoundaryTensor("message", (size,), torch.uint8, False)
         self._interrupt = interrupt
         self._device = device
@@ -214,11 +265,15 @@ class _Messages:
         return arrived
 
 
+def measure(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Do what ``peer_message`` says."""
+    spec = PeerSpec(told["rank"], told["device"], Place(**told["place"]), NetworkSpec(**told["network"]))
+    return Peer(spec).run()
+
+
 def _work(line: Line) -> None:
     torch.set_num_threads(1)
-    told = line.next()
-    spec = PeerSpec(told["rank"], told["device"], Place(**told["place"]), NetworkSpec(**told["network"]))
-    line.answer(Peer(spec).run())
+    line.answer(measure(line.next()))
 
 
 if __name__ == "__main__":

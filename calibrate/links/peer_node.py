@@ -22,6 +22,7 @@ from calibrate.links.network import PURPOSE, NetworkSpec, Place, num_peers, peer
 from calibrate.links.two_nodes import WAIT_S, Hello, own_hello
 from calibrate.timing.clocks import devices_of
 from morph.contract.base import Value, first_problem
+from morph.contract.cluster import LinkSetting, RingSetting
 from morph.contract.errors import ClusterError, ConfigError, JobError, MorphError, WaitTimeout
 from morph.link.listener import BACKLOG, Caller, Listener
 
@@ -41,6 +42,8 @@ class Order(Value):
     in_flight: Annotated[tuple[Annotated[int, Field(ge=1, le=8)], ...], _FEW]
     element: Literal["int64", "float32"]
     devices: Annotated[tuple[Literal["cpu", "cuda"], ...], Field(min_length=1, max_length=1)]
+    links: LinkSetting
+    rings: RingSetting
     most: Annotated[int, Field(ge=1, le=10_000)]
     budget_s: Annotated[float, Field(ge=0, le=60)]
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from morph.cutting import BoundaryTensor, CutModel, Section
-from morph.data import MicroBatchLoader
 from morph.jobs.job import Job, Precision
 from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator, change_like
 from morph.runtime.state.fixed_point import first_exponent
@@ -18,6 +17,7 @@ from morph.runtime.step.section_run import SectionRun, run_section, section_back
 from morph.runtime.step.stage import seed_section
 
 _MOCK_GRADIENT = 1e-4
+LoadEntries = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Bench:
 
 
 def make_bench(
-    job: Job, section: Section, initial: Mapping[str, Tensor], loader: MicroBatchLoader, device: torch.device
+    job: Job, section: Section, initial: Mapping[str, Tensor], load: LoadEntries, device: torch.device
 ) -> Bench:
     """Set a section up with random border tensors, a real batch, and copies of its initial parameters."""
     generator = torch.Generator().manual_seed(section.index)
@@ -67,7 +67,7 @@ def make_bench(
         section=section,
         inputs=tuple(mock(spec, generator, 1.0).to(device) for spec in section.inputs),
         output_gradients=tuple(None if gradient is None else gradient.to(device) for gradient in gradients),
-        batch={key: tensor.to(device) for key, tensor in loader.load(0, 0, section.batch_keys).items()},
+        batch={key: tensor.to(device) for key, tensor in load(section.batch_keys).items()},
         parameters=parameters | buffers,
         accumulator=_accumulator(job, parameters, buffers, device),
         precision=job.precision,

@@ -22,6 +22,9 @@ CONTEXT_BYTES = 768 << 20
 """Of a CUDA device's memory: its context with torch's kernels and cuBLAS workspaces. Stated, not measured."""
 ALLOCATOR_PERMILLE = 60
 """What CUDA's caching allocator reserves beyond what tensors take, by rounding and gaps. Stated, not measured."""
+RING_BYTES = 256 << 20
+"""Of a device's memory, for each ring of NCCL: 4 MiB (NCCL_BUFFSIZE) both ways on each of 32 channels. Measured with
+``--rings nccl``."""
 PROCESS_BYTES = 3 << 30
 """Of host memory: a process that has loaded torch and CUDA's libraries. Stated, not measured."""
 
@@ -40,6 +43,7 @@ def describe_environment(device: torch.device) -> Environment:
         host_memory_bytes=machine_memory_bytes() // max(1, torch.cuda.device_count()) if apart else None,
         context_bytes=CONTEXT_BYTES if apart else 0,
         allocator_permille=ALLOCATOR_PERMILLE if apart else 0,
+        ring_bytes=RING_BYTES if apart else 0,
         process_bytes=PROCESS_BYTES if apart else 0,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )

@@ -72,6 +72,8 @@ def assemble_profile(
     """
     model = compute.model
     links = network.between or network.inside
+    if links.ring_bytes is not None:
+        environment = environment.model_copy(update={"ring_bytes": links.ring_bytes})
     return Profile(
         job=JobFacts(
             name=job.name,
@@ -97,6 +99,8 @@ def assemble_profile(
         intra_node=network.inside.link,
         inter_node=links.link,
         all_reduce=links.all_reduce,
+        links=network.inside.links,
+        rings=links.rings,
         accumulator_bytes_per_parameter=8 if accumulator_bytes(job) == 8 else 4,
         optimizer_in_host_memory=job.optimizer_device == "cpu" and environment.host_memory_bytes is not None,
         commit=links.barrier,
@@ -104,18 +108,29 @@ def assemble_profile(
         checkpoint_upload_bytes_per_s=storage.upload_bytes_per_s,
         host_copy_bytes_per_s=storage.host_copy_bytes_per_s,
         contention=compute.contention,
-        sources=_sources(network),
+        sources=_sources(network) | _sources_of_times(compute.sizes[-1]),
     )
 
 
 def _sources(network: MeasuredLinks) -> dict[str, str]:
+    links, rings = network.inside.notes.get("links"), (network.between or network.inside).notes.get("rings")
+    notes = {field: note for field, note in (("links", links), ("rings", rings)) if note is not None}
     if network.nodes is None:
-        return {"inter_node": _ONE_MACHINE, "commit": _STAND_IN.format("two processes over loopback")}
+        return notes | {"inter_node": _ONE_MACHINE, "commit": _STAND_IN.format("two processes over loopback")}
     measured = f"measured between {network.nodes}"
-    return {
+    return notes | {
         "inter_node": measured,
         "all_reduce": f"{measured}: half of each ring on either node, one crossing each way",
         "commit": _STAND_IN.format(f"processes on {network.nodes}"),
+    }
+
+
+def _sources_of_times(size: MeasuredSize) -> dict[str, str]:
+    if size.model.length is None:
+        return {}
+    shares = ", ".join(f"{length} ({share:.0%})" for length, share in size.mix.items())
+    return {
+        "sections": f"times and messages are means over micro-batches of these lengths: {shares}; memory: the longest"
     }
 
 
@@ -148,12 +163,18 @@ def _optimizer_step(compute: Compute, section: Section) -> Timing:
     return sum_of([unit.step for unit in _own_units(compute, section)])
 
 
+def _mean_message_bytes(size: MeasuredSize, index: int) -> int:
+    """Of the messages behind a section, over micro-batches of all lengths."""
+    sent = {length: size.model.at(length).sections[index].outputs for length in size.mix}
+    return round(sum(share * sum(spec.num_bytes for spec in sent[length]) for length, share in size.mix.items()))
+
+
 def _section_profile(job: Job, compute: Compute, section: Section) -> SectionProfile:
     model, newest = compute.model, compute.sizes[-1].of(section.index)
     names, units = (*section.parameters, *section.buffers), _own_units(compute, section)
     summed = sum(prod(model.specs[name][0]) for name in names)
     is_last = section.index == len(model.sections) - 1
-    out_bytes = 0 if is_last else sum(spec.num_bytes for spec in section.outputs)
+    out_bytes = 0 if is_last else _mean_message_bytes(compute.sizes[-1], section.index)
     return SectionProfile(
         index=section.index,
         label=section.label,

@@ -9,8 +9,10 @@ from dataclasses import replace
 import torch
 
 from calibrate.computing.compute import Compute, Progress, checked_sizes, growing_sizes, measure_compute
+from calibrate.computing.contention import Neighbours, busy_counts
 from calibrate.computing.subject import Subject, load_subject
-from calibrate.links.network import NetworkSpec, growing_in_flight, growing_rings, measure_network
+from calibrate.helpers.crew import Crew
+from calibrate.links.network import Carriers, NetworkSpec, growing_in_flight, growing_rings, measure_network
 from calibrate.links.two_nodes import OtherNode, PeerAddress
 from calibrate.timing.clocks import devices_of
 from calibrate.timing.environment import describe_environment, num_cores
@@ -40,6 +42,7 @@ def calibrate(
     device: str = "cpu",
     checkpoint_url: str | None = None,
     peer: PeerAddress | None = None,
+    carriers: Carriers = Carriers(),  # noqa: B008 (frozen)
     progress: Progress | None = None,
     check: Callable[[Subject], object] | None = None,
 ) -> Profile:
@@ -54,6 +57,7 @@ def calibrate(
         checkpoint_url: Any fsspec URL to measure uploads to; what is written there is removed.
         peer: Another node, where ``morph calibrate-peer`` listens, to measure the links to. None: links between
             nodes repeat those within this one.
+        carriers: Of messages and reductions, where the devices can.
         progress: Called at the start of each part.
         check: Called with the exported job before anything is measured; may refuse it.
 
@@ -67,16 +71,25 @@ def calibrate(
     devices = devices_of(device)
     if checkpoint_url is not None:
         check_upload_url(checkpoint_url)
-    with one_thread(), imported_once(job_path), nullcontext() if peer is None else OtherNode(peer) as other:
+    with (
+        started_helpers(devices) as neighbours,
+        one_thread(),
+        imported_once(job_path),
+        nullcontext() if peer is None else OtherNode(peer) as other,
+    ):
         subject = load_subject(job_path, devices[0])
-        if check is not None:
-            check(subject)
         job = subject.job
         sizes, stop_early = _sizes(job, micro_batch_sizes)
-        compute = measure_compute(subject, sizes, stop_early=stop_early, num_samples=num_samples, progress=progress)
+        subject.cut(sizes[0])
+        neighbours.load(subject)
+        if check is not None:
+            check(subject)
+        compute = measure_compute(
+            subject, sizes, neighbours, stop_early=stop_early, num_samples=num_samples, progress=progress
+        )
         progress("sending messages and reducing gradients between processes", 0.65)
-        spec = network_spec(job, compute, [str(place) for place in devices], num_samples)
-        network = _measure_links(spec, other, progress)
+        spec = replace(network_spec(job, compute, devices, num_samples), links=carriers.links, rings=carriers.rings)
+        network = _measure_links(spec, other, neighbours.crew, progress)
         progress("writing a checkpoint", 0.95)
         size_bytes = state_bytes(compute)
         storage = StorageSpeeds(
@@ -89,10 +102,24 @@ def calibrate(
     return profile
 
 
-def _measure_links(spec: NetworkSpec, other: OtherNode | None, progress: Progress) -> MeasuredLinks:
+@contextmanager
+def started_helpers(devices: Sequence[torch.device]) -> Iterator[Neighbours]:
+    """Start the processes that compute beside this one, and then send messages; they import while it loads the job."""
+    num_slots = _num_slots(devices)
+    busy = busy_counts(num_cores())[-1:] if devices[0].type == "cpu" else ()
+    size = max(*growing_rings(num_slots), *(count - 1 for count in busy))
+    with Crew("calibrate.computing.helper", size, "measuring beside others") as crew:
+        yield Neighbours(crew, num_cores())
+
+
+def _num_slots(devices: Sequence[torch.device]) -> int:
+    return num_cores() if devices[0].type == "cpu" else len(devices)
+
+
+def _measure_links(spec: NetworkSpec, other: OtherNode | None, helpers: Crew, progress: Progress) -> MeasuredLinks:
     if other is None:
-        return MeasuredLinks(measure_network(spec))
-    inside = measure_network(replace(spec, reduced_sizes=()))
+        return MeasuredLinks(measure_network(spec, helpers))
+    inside = measure_network(replace(spec, reduced_sizes=()), helpers)
     progress(f"sending and reducing between {other.between}", 0.75)
     return MeasuredLinks(inside, other.measure(spec), other.between)
 
@@ -122,12 +149,13 @@ def _sizes(job: Job, wanted: Sequence[int] | None) -> tuple[tuple[int, ...], boo
     return growing_sizes(job.batch_size), True
 
 
-def network_spec(job: Job, compute: Compute, devices: Sequence[str], num_samples: int) -> NetworkSpec:
+def network_spec(job: Job, compute: Compute, devices: Sequence[torch.device], num_samples: int) -> NetworkSpec:
     """Say what the network is to be measured for: what the job sends and reduces, and sizes around it."""
     sent = {
         sum(spec.num_bytes for spec in section.outputs)
         for entry in compute.sizes
-        for section in entry.model.sections[:-1]
+        for model in entry.model.every().values()
+        for section in model.sections[:-1]
     }
     largest = max(sent, default=1 << 16)
     messages = sorted({1024, *sent, min(4 * largest, max(largest, _MAX_MESSAGE_BYTES))})
@@ -135,13 +163,13 @@ def network_spec(job: Job, compute: Compute, devices: Sequence[str], num_samples
     wide = accumulator_bytes(job) // 4
     reduced = [wide * parameter_bytes(model, unit.names) for unit in model.units]
     sizes = {min(size, _MAX_REDUCED_BYTES) // 8 * 8 for size in (4096, max(reduced), sum(reduced))}
-    num_slots = num_cores() if devices[0] == "cpu" else len(devices)
+    num_slots = _num_slots(devices)
     return NetworkSpec(
         message_sizes=tuple(messages),
         reduced_sizes=tuple(sorted(sizes)),
         ring_sizes=growing_rings(num_slots),
         in_flight=growing_in_flight(num_slots),
         element="int64" if job.accumulation == "exact" else "float32",
-        devices=tuple(devices),
+        devices=tuple(map(str, devices)),
         most=num_samples,
     )

@@ -10,7 +10,7 @@ from calibrate.links.network import NetworkSpec, measure_network
 from calibrate.timing.clocks import devices_of
 from calibrate.timing.environment import describe_environment
 from calibrate.writing.assemble import assemble_node_type
-from calibrate.writing.measure import MAX_SAMPLES, one_thread, silent
+from calibrate.writing.measure import MAX_SAMPLES, one_thread, silent, started_helpers
 from morph.contract.errors import ProfileError
 from morph.contract.profile import LinkProfile, NodeTypeProfile, Profile, SendTime
 from morph.jobs.files import imported_once
@@ -46,11 +46,14 @@ def add_node_type(
     progress = progress or silent
     progress("exporting the model", 0.0)
     devices = devices_of(device)
-    with one_thread(), imported_once(job_path):
+    with started_helpers(devices) as neighbours, one_thread(), imported_once(job_path):
         subject = load_subject(job_path, devices[0], profile.num_sections)
         _check_same_job(subject, profile)
         sizes = profile.micro_batch_sizes
-        compute = measure_compute(subject, sizes, stop_early=False, num_samples=num_samples, progress=progress)
+        neighbours.load(subject)
+        compute = measure_compute(
+            subject, sizes, neighbours, stop_early=False, num_samples=num_samples, progress=progress
+        )
         progress("sending messages between processes", 0.7)
         spec = NetworkSpec(
             message_sizes=tuple(entry.size_bytes for entry in profile.intra_node.activation if entry.size_bytes),
@@ -61,7 +64,7 @@ def add_node_type(
             devices=tuple(str(place) for place in devices),
             most=num_samples,
         )
-        link = measure_network(spec).link
+        link = measure_network(spec, neighbours.crew).link
     added = assemble_node_type(name, describe_environment(subject.device), compute)
     progress("done", 1.0)
     return with_node_type(profile, added, link)

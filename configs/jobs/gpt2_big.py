@@ -2,11 +2,14 @@
 
 ``morph cut configs/jobs/gpt2_big.py:gpt2_8_3b`` cuts one on a laptop: no weight takes memory until a worker needs it.
 The text is synthetic; put your own data set in its place.
+
+On V100s take ``gpt2_2_5b_fp16``: their tensor cores know fp16 alone, neither bf16 nor float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -77,5 +80,6 @@ def _job(name: str, num_layers: int, width: int, num_heads: int) -> Job:
 
 
 gpt2_2_5b = _job("gpt2-2.5b", num_layers=54, width=1920, num_heads=20)
+gpt2_2_5b_fp16 = replace(gpt2_2_5b, name="gpt2-2.5b-fp16", precision="fp16")
 gpt2_8_3b = _job("gpt2-8.3b", num_layers=72, width=3072, num_heads=24)
 gpt2_20b = _job("gpt2-20b", num_layers=96, width=4160, num_heads=32)

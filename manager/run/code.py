@@ -17,7 +17,7 @@ from morph.contract.job_facts import JobFacts
 from morph.contract.messages import HandedCut, JobCode
 from morph.contract.profile import Profile
 from morph.jobs.changes import changes, told
-from morph.jobs.files import JobFiles
+from morph.jobs.files import JobFiles, split_job
 from morph.jobs.snapshot import changed, digests, files_of, from_elsewhere, pack
 
 _CUT = ".cut"
@@ -237,7 +237,7 @@ def kept(run_dir: Path, sha256: str, job_path: str, *, unpack: bool = False) -> 
         raise RunDirError(f"cannot be read: {error.strerror}", source=str(path)) from error
     if hashlib.sha256(archive).hexdigest() != sha256:
         raise RunDirError("is damaged: its digest is not its name", source=str(path))
-    code, _, name = job_path.rpartition(":")
+    code, name = split_job(job_path)
     file = Path(code).resolve()
     return JobCode(
         job_path=f"{file.name}:{name}", folder=str(file.parent), sha256=sha256, archive=archive, unpack=unpack

@@ -39,6 +39,7 @@ from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import LocalVms
 from morph.contract.errors import CheckpointDamaged, CheckpointError, ClusterLost, RunDirError
 from morph.contract.messages import JobCode
+from morph.contract.profile import other_links
 from morph.words import counted
 
 Show = Callable[[LiveRun], AbstractContextManager[Observer]]
@@ -111,6 +112,9 @@ class ManagedRun:
             self._run = run = run.with_samples(self._trained.num_samples(run.run_dir))
         self._planned = cache(run.config)  # once, for many VMs take their time, and not where a run is taken over
         if self._is_new:
+            vms = run.cluster.vms
+            for sentence in other_links(run.profile, vms.links, vms.rings) if vms.device == "cuda" else ():
+                _tell(f"warning: {sentence}")
             self._planned()
         self._facts = run.facts(self._planned)
 

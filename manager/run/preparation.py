@@ -114,6 +114,7 @@ def controller_config(
         host_memory_bytes=memory.host_bytes,
         redundancy=policy.redundancy,
         links=vms.links,
+        rings=vms.rings,
     )
     most, request = requested.num_replicas, replace(requested, num_replicas=None)
     plans = plan_table(profile, max_nodes, request, most_replicas=most)

@@ -46,7 +46,7 @@ from morph.contract.base import Value, first_problem
 from morph.contract.cluster import ClusterConfig, ProvidedVms
 from morph.contract.errors import ConfigError, JobError, RunDirError
 from morph.contract.profile import Profile
-from morph.jobs.files import JobFiles
+from morph.jobs.files import JobFiles, split_job
 from morph.jobs.snapshot import changed, collect, digests, pack
 
 
@@ -84,7 +84,8 @@ def recovery_of(run: PreparedRun, facts: RunFacts, files: JobFiles) -> Recovery:
     if isinstance(cluster.vms, ProvidedVms):
         written = {name: value for name, value in given["vms"].get("environment", {}).items() if name not in _FREE_TEXT}
         given["vms"]["environment"] = written
-    job = "{}:{}".format(Path(request.job.rpartition(":")[0]).name, request.job.rpartition(":")[2])
+    path, name = split_job(request.job)
+    job = f"{Path(path).name}:{name}"
     elsewhere = dict.fromkeys(("profile", "cluster", "trace", "checkpoint_url"))
     return Recovery(
         schema_version=1,
@@ -209,7 +210,7 @@ def _inputs(recovery: Recovery) -> dict[str, str]:
 
 def _same_files(recovery: Recovery, job: str, if_changed: IfChanged) -> JobFiles | None:
     """The job's files, as the run began with them; None: they differ, and the user accepts that."""
-    path = Path(job.rpartition(":")[0])
+    path = Path(split_job(job)[0])
     if not path.is_file():
         raise JobError("no such file", source=str(path), field="--job", allowed="path/to/file.py:name")
     now = collect(job)

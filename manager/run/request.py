@@ -12,6 +12,7 @@ from manager.run_dir import COMMAND, write_in_run_dir
 from morph.contract.base import Value, read_json
 from morph.contract.errors import ConfigError, RunDirError
 from morph.contract.plan import Schedule
+from morph.jobs.files import split_job
 
 
 class IfChanged(StrEnum):
@@ -123,7 +124,7 @@ def is_job_file(job: str) -> bool:
 
 def absolute_job(job: str) -> str:
     """Return path/to/file.py:name from any working directory."""
-    path, _, name = job.rpartition(":")
+    path, name = split_job(job)
     return f"{Path(path).resolve()}:{name}"
 
 

@@ -17,6 +17,7 @@ from morph.contract.cluster import AzureVms, ClusterConfig, JobFile, LocalVms
 from morph.contract.errors import ConfigError, ProfileError
 from morph.contract.profile import Profile, load_profile
 from morph.contract.trace import load_trace
+from morph.jobs.files import split_job
 from morph.jobs.snapshot import collect
 from morph.yaml_files import load_cluster, load_job_file, load_yaml
 
@@ -79,7 +80,9 @@ def resolve(request: RunRequest, path: Path, file: JobFile, run_dir: Path | None
         ProfileError: the profile cannot be read.
     """
     folder, job = path.resolve().parent, file.job
-    code, _, name = job.code.rpartition(":")
+    code, name = split_job(job.code)
+    if job.arguments:
+        name += "({})".format(", ".join(f"{key}={value!r}" for key, value in job.arguments.items()))
     if not (folder / code).is_file():
         raise ConfigError(
             "there is no such file", source=str(path), field="job.code", value=code, allowed=f"a file below {folder}"

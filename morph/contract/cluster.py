@@ -335,6 +335,9 @@ class JobPart(Value):
     """What is trained. Paths are relative to the job file's folder."""
 
     code: str = Field(min_length=3, pattern=r"^.+:[^:]+$", description="path/to/file.py:name of a morph.Job")
+    arguments: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], bool | int | float | str | None] = (
+        Field(default={}, description="what the function that `code` names is called with, by name; absent: nothing")
+    )
     profile: str = Field(min_length=1, description="what `morph calibrate` wrote for it")
     steps: Annotated[int, ranges.COUNT.field] = Field(default=100, description="optimizer steps of the whole run")
     epochs: Annotated[int, ranges.COUNT.field] | None = Field(

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from morph.contract import ranges
 from morph.contract.base import Value, read_json
+from morph.contract.cluster import LinkSetting, RingSetting
 from morph.contract.errors import ProfileError
 from morph.contract.files import write_output
 
@@ -167,6 +168,7 @@ class Environment(Value):
     allocator_permille: Annotated[int, Field(strict=True, ge=0, le=1000)] = Field(
         default=0, description="what the device's allocator keeps for itself, in thousandths of what tensors take"
     )
+    ring_bytes: Bytes = Field(default=0, description="of the device's memory, taken by NCCL for each ring of a worker")
     process_bytes: Bytes = Field(default=0, description="of host memory, taken by a worker before it holds anything")
     created: str = Field(description="ISO 8601, UTC")
 
@@ -198,6 +200,10 @@ class Profile(Value):
     intra_node: LinkProfile
     inter_node: LinkProfile
     all_reduce: tuple[AllReduceTime, ...] = ()
+    links: Literal["staged", "ipc"] = Field(
+        default="staged", description="what carried messages within a node while they were measured, as vms.links"
+    )
+    rings: Literal["gloo", "nccl"] = Field(default="gloo", description="what reduced gradients meanwhile, as vms.rings")
     accumulator_bytes_per_parameter: Literal[4, 8] = Field(description="8: exact accumulation, 4: fast")
     optimizer_in_host_memory: bool = Field(
         default=False, description="optimizer_bytes lie in host memory, with a copy of the parameters"
@@ -309,6 +315,33 @@ class Profile(Value):
                 "contention": found.contention,
             }
         )
+
+
+def other_links(profile: Profile, links: LinkSetting, rings: RingSetting) -> tuple[str, ...]:
+    """Say in a sentence each what a run will use in place of what was measured; nothing of devices without own memory.
+
+    Args:
+        profile: What was measured.
+        links: ``vms.links`` of the run.
+        rings: ``vms.rings`` of the run.
+    """
+    if profile.environment.host_memory_bytes is None:
+        return ()
+    sentence = (
+        "{what} were measured over {measured}, and {setting} is {chosen}: plans take them for {how} than they are; "
+        "calibrate with --{name} {chosen}"
+    )
+    found = []
+    for name, what, measured, chosen, slow in (
+        ("links", "messages within a node", profile.links, links, "staged"),
+        ("rings", "reductions", profile.rings, rings, "gloo"),
+    ):
+        if measured != chosen and (chosen != "auto" or measured == slow):
+            how = "slower" if measured == slow else "faster"
+            found.append(
+                sentence.format(what=what, measured=measured, setting=f"vms.{name}", chosen=chosen, how=how, name=name)
+            )
+    return tuple(found)
 
 
 def _check_contention(place: str, entries: tuple[Contention, ...]) -> None:

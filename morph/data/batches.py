@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from morph.contract.errors import JobError
+from morph.data.lengths import Shape, pad, padding_of
 from morph.data.order import Place
 from morph.data.seeding import own_generators, seed_of
 
@@ -190,10 +191,16 @@ class Recipe:
     Attributes:
         seed: The job's.
         collate_fn: The job's.
+        buckets: The job's.
+        padding: The job's.
+        shapes: What entries of samples are like, where there are buckets.
     """
 
     seed: int = 0
     collate_fn: Collate | None = None
+    buckets: tuple[int, ...] = ()
+    padding: Mapping[str, float] = field(default_factory=dict)
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
 
     def read(self, dataset: Any, places: Iterable[Place]) -> list[Any]:
         """Read samples; what one draws from the global generators depends on (seed, epoch, index) alone."""
@@ -211,12 +218,20 @@ class Recipe:
         """Take an item apart, to look at it."""
         return flat_sample(sample, where, collated=self.collate_fn is not None)
 
-    def first(self, dataset: Any) -> Entries:
-        """What each sample of a batch is like: item 0, without a dimension of samples."""
-        made = self.batch(self.read(dataset, [(0, 0)]), [(0, 0)], "dataset()").entries
-        return {name: entry[0] for name, entry in made.items()}
+    def rows(self, dataset: Any, indices: Sequence[int]) -> list[Entries]:
+        """Return the entries of some samples, each as it is in a batch of its own, without padding."""
+        alone = replace(self, shapes={})
+        made = (alone.batch(self.read(dataset, [(0, i)]), [(0, i)], "dataset()").entries for i in indices)
+        return [{name: entry[0] for name, entry in entries.items()} for entries in made]
 
-    def nest(self, samples: Sequence[Any], places: Sequence[Place], field: str) -> Any:
+    def like(self, dataset: Any) -> Entries:
+        """Return what each sample of a batch is like, in the longest bucket: item 0 where there are none."""
+        if not self.buckets:
+            return self.rows(dataset, [0])[0]
+        sizes = {name: (shape.at(self.buckets[-1]), shape.dtype) for name, shape in self.shapes.items()}
+        return {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in sizes.items()}
+
+    def nest(self, samples: Sequence[Any], places: Sequence[Place], field: str, length: int | None = None) -> Any:
         """Make one batch of samples, as a ``DataLoader`` does; dataclasses are stacked too.
 
         What ``collate_fn`` draws from the global generators depends on the seed and the samples' places alone.
@@ -224,15 +239,24 @@ class Recipe:
         Raises:
             JobError: samples that make no batch.
         """
-        if self.collate_fn is None:
-            made = self.batch(samples, places, field)
+        if self.collate_fn is None or self.shapes:
+            made = self.batch(samples, places, field, None, length)
             return made.form.build(made.entries, made.texts)
+        return self._collated(samples, places)
+
+    def _collated(self, samples: Sequence[Any], places: Sequence[Place]) -> Any:
+        assert self.collate_fn is not None
         with own_generators() as seed_all:
             seed_all(seed_of(self.seed, "collate", *(number for place in places for number in place)))
             return self.collate_fn(list(samples))
 
     def batch(
-        self, samples: Sequence[Any], places: Sequence[Place], field: str, keys: Iterable[str] | None = None
+        self,
+        samples: Sequence[Any],
+        places: Sequence[Place],
+        field: str,
+        keys: Iterable[str] | None = None,
+        length: int | None = None,
     ) -> Flat:
         """Make one batch of samples, taken apart; every entry is [len(samples), ...].
 
@@ -241,16 +265,17 @@ class Recipe:
             places: Of each.
             field: The data set in errors.
             keys: The entries that are wanted, where they can be made alone; None: all.
+            length: To which they are padded; None: to the smallest bucket that holds them, where there are buckets.
 
         Raises:
             JobError: samples that make no batch.
         """
         if self.collate_fn is None:
-            flats = [
-                flat_sample(sample, f"{field}[{index}]") for sample, (_, index) in zip(samples, places, strict=True)
-            ]
+            wheres = [f"{field}[{index}]" for _, index in places]
+            flats = [flat_sample(sample, where) for sample, where in zip(samples, wheres, strict=True)]
+            self._pad([flat.entries for flat in flats], wheres, length, rows=False)
             return _stacked(flats, flats[0].entries if keys is None else keys)
-        found = _flat(self.nest(samples, places, field), _Flattening("collate_fn()", numbers=False, lists=False))
+        found = _flat(self._collated(samples, places), _Flattening("collate_fn()", numbers=False, lists=False))
         for name, entry in found.entries.items():
             if not entry.dim() or len(entry) != len(samples):
                 raise JobError(
@@ -260,7 +285,29 @@ class Recipe:
                     value=str(tuple(entry.shape)),
                     allowed="the samples as the first dimension of every tensor; packed texts as items of the data set",
                 )
+        self._pad([found.entries], ["collate_fn()"], length, rows=True)
         return found
+
+    def _pad(self, parts: Sequence[Entries], fields: Sequence[str], length: int | None, *, rows: bool) -> None:
+        """Pad the entries of samples, or of a batch, in place."""
+        if not self.shapes:
+            return
+        if length is None:
+            sizes = [
+                size
+                for part in parts
+                for name, shape in self.shapes.items()
+                if name in part
+                for size, declared in zip(part[name].shape[rows:], shape.sizes, strict=False)
+                if declared is None
+            ]
+            longest = max(sizes, default=self.buckets[0])
+            length = next((bucket for bucket in self.buckets if bucket >= longest), self.buckets[-1])
+        for part, of in zip(parts, fields, strict=True):
+            for name, shape in self.shapes.items():
+                if name in part:
+                    value, where = padding_of(name, self.padding), f"{of}[{name!r}]"
+                    part[name] = pad(part[name], shape, length, value, rows=rows, field=where)
 
     def alike(
         self,
@@ -270,6 +317,7 @@ class Recipe:
         field: str,
         allowed: str,
         keys: Iterable[str] | None = None,
+        length: int | None = None,
     ) -> Entries:
         """Make one batch of samples that must be like another one, for which the sections were made.
 
@@ -280,10 +328,16 @@ class Recipe:
             field: The data set in errors.
             allowed: How the other one is called there.
             keys: As for ``batch``.
+            length: As for ``batch``; padding sees to shapes then.
 
         Raises:
             JobError: an entry is missing, or has another shape or type.
         """
+        if self.shapes:
+            found = self.batch(samples, places, field, keys, length).entries
+            for name in like.keys() - found.keys() if keys is None else ():
+                raise JobError("is missing in a sample", source="Job", field=f"{field}[{name!r}]", allowed=allowed)
+            return found
         if self.collate_fn is None:
             for sample, (_, index) in zip(samples, places, strict=True):
                 where = f"{field}[{index}]"

@@ -104,11 +104,13 @@ def _answer(job: Job, slots: Slots, memory: torch.Tensor, request: Mapping[str, 
         for epoch, index in places:
             samples += recipe.read(data_of(job, "eval_data" if epoch == EPOCH else "dataset"), [(epoch, index)])
             count += 1  # seen by the worker: the memory is shared
-        made = recipe.alike(samples, places, slots.like, "dataset()", "as in item 0", request["keys"])
-        stride = {key: slots.put(memory, slot, key, made[key]) for key in request["keys"]}
+        made = recipe.alike(
+            samples, places, slots.like, "dataset()", "as in item 0", request["keys"], request["length"]
+        )
+        laid_out = {key: slots.put(memory, slot, key, made[key]) for key in request["keys"]}
     except Exception as error:
         return {"slot": slot, "error": _shown(error)}
-    return {"slot": slot, "stride": stride}
+    return {"slot": slot, "laid_out": laid_out}
 
 
 def _shown(error: BaseException) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from morph.contract.errors import JobError
 from morph.data.batches import Recipe
+from morph.data.lengths import MicroBatch, divided
 from morph.data.loader import check_map_style
-from morph.data.order import Place
 from morph.data.prefetch import DataWorkers
 from morph.jobs.job import MapDataset
 
@@ -20,6 +22,8 @@ EPOCH = -1
 class EvaluationLoader:
     """Loads micro-batch ``j``: samples ``j*m .. (j+1)*m - 1``; samples that fill no micro-batch are left out.
 
+    Where lengths vary, samples of like length share micro-batches.
+
     Args:
         dataset: The evaluation data.
         seed: The job's.
@@ -28,6 +32,7 @@ class EvaluationLoader:
         num_samples: How many samples to take at most; None: all.
         prefetcher: Reads what is expected.
         recipe: How micro-batches are made of samples; None: by stacking.
+        lengths: Of each sample, where they vary.
 
     Raises:
         JobError: too few samples, or a first sample that differs from those of training.
@@ -42,6 +47,7 @@ class EvaluationLoader:
         num_samples: int | None,
         prefetcher: DataWorkers | None = None,
         recipe: Recipe | None = None,
+        lengths: NDArray[np.int64] | None = None,
     ) -> None:
         available = check_map_style(dataset, "eval_data")
         self.num_micro_batches = min(available, num_samples or available) // micro_batch_size
@@ -60,14 +66,24 @@ class EvaluationLoader:
         self._prefetcher = prefetcher
         self._expected: tuple[str, ...] = ()
         self._taken: tuple[int, dict[str, Tensor]] = -1, {}
-        self._read([(EPOCH, 0)])
+        places = [(EPOCH, index) for index in range(self.num_micro_batches * micro_batch_size)]
+        self._micro_batches = divided(places, micro_batch_size, lengths, self._recipe.buckets)
+        self._read(MicroBatch(((EPOCH, 0),)))
+
+    def length(self, micro_batch: int) -> int | None:
+        """Return the bucket of a micro-batch; None: lengths do not vary."""
+        return self._micro_batches[micro_batch].length
+
+    def order(self) -> NDArray[np.int64]:
+        """Return where each sample of the data is among those of all micro-batches."""
+        return np.argsort([index for part in self._micro_batches for _, index in part.places], kind="stable")
 
     def expect(self, micro_batches: Sequence[int], keys: Iterable[str], over: Callable[[], bool]) -> None:
         """Have these prefetched. See ``DataWorkers.expect``."""
         if self._prefetcher is not None:
             self._expected = tuple(sorted(keys))
             batches = [(EPOCH, micro_batch, self._expected) for micro_batch in micro_batches]
-            self._prefetcher.expect(batches, lambda _, micro_batch: self._samples(micro_batch), over)
+            self._prefetcher.expect(batches, lambda _, micro_batch: self._micro_batches[micro_batch], over)
 
     def load(self, micro_batch: int, keys: Sequence[str]) -> dict[str, Tensor]:
         """Return the wanted entries, each [micro_batch_size, ...].
@@ -81,12 +97,8 @@ class EvaluationLoader:
             self._taken = micro_batch, self._prefetcher.take((EPOCH, micro_batch, self._expected))
         if self._taken[0] == micro_batch and self._taken[1].keys() >= set(keys):
             return {key: self._taken[1][key] for key in keys}
-        return self._read(self._samples(micro_batch), keys)
+        return self._read(self._micro_batches[micro_batch], keys)
 
-    def _samples(self, micro_batch: int) -> list[Place]:
-        first = micro_batch * self._micro_batch_size
-        return [(EPOCH, index) for index in range(first, first + self._micro_batch_size)]
-
-    def _read(self, places: Sequence[Place], keys: Sequence[str] | None = None) -> dict[str, Tensor]:
-        samples = self._recipe.read(self._dataset, places)
-        return self._recipe.alike(samples, places, self._training_sample, "eval_data()", "as in training", keys)
+    def _read(self, wanted: MicroBatch, keys: Sequence[str] | None = None) -> dict[str, Tensor]:
+        samples, like = self._recipe.read(self._dataset, wanted.places), self._training_sample
+        return self._recipe.alike(samples, wanted.places, like, "eval_data()", "as in training", keys, wanted.length)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from morph.contract.errors import JobError
 from morph.contract.job_facts import DataFacts, SampleFacts
 from morph.data.batches import Form, Recipe
-from morph.data.order import EpochOrder, Order, Place
+from morph.data.lengths import MicroBatch, checked_lengths, divided, examples, shapes_of
+from morph.data.order import EpochOrder, Order
 from morph.data.prefetch import DataWorkers
 from morph.data.seeding import own_generators, seed_of
 from morph.jobs.job import Job, MapDataset
@@ -24,7 +28,9 @@ _CACHED_MICRO_BATCHES = 8
 _MOST_CACHED = 64
 _BUILT = "_built_data"
 """The attribute of a job that holds its data sets, and the form of its batches."""
-_FORM = "form"
+_FORM, _RECIPE, _LENGTHS = "form", "recipe", "lengths"
+_NUM_MEASURED = 8
+_STEPS_OF_A_MIX = 64
 
 
 class MicroBatchLoader:
@@ -40,6 +46,7 @@ class MicroBatchLoader:
         prefetcher: Reads what is expected. It is told what samples look like, so the first one is read now.
         recipe: How micro-batches are made of samples; None: by stacking.
         order: Of the samples; None: the default one.
+        lengths: Of each sample, where they vary.
 
     Raises:
         JobError: something else than a data set, or a first sample that is none.
@@ -54,13 +61,15 @@ class MicroBatchLoader:
         prefetcher: DataWorkers | None = None,
         recipe: Recipe | None = None,
         order: Order | None = None,
+        lengths: NDArray[np.int64] | None = None,
     ) -> None:
         check_map_style(dataset, "dataset")
         self._dataset = dataset
         self._first: dict[str, Tensor] | None = None
         self._recipe = recipe or Recipe(seed)
         self._order = order or EpochOrder(dataset, seed, batch_size)
-        self._mini_batches: OrderedDict[int, Sequence[Place]] = OrderedDict()
+        self._lengths = lengths
+        self._mini_batches: OrderedDict[int, Sequence[MicroBatch]] = OrderedDict()
         self._micro_batch_size = micro_batch_size
         self._num_kept = _CACHED_MICRO_BATCHES
         self._samples: dict[tuple[int, int], list[Any]] = {}
@@ -74,7 +83,8 @@ class MicroBatchLoader:
     def of(cls, job: Job, micro_batch_size: int, prefetcher: DataWorkers | None = None) -> MicroBatchLoader:
         """Return the loader of a job's training data."""
         dataset, recipe = data_of(job), recipe_of(job)
-        return cls(dataset, job.seed, job.batch_size, micro_batch_size, prefetcher, recipe, order_of(job))
+        order, lengths = order_of(job), lengths_of(job)
+        return cls(dataset, job.seed, job.batch_size, micro_batch_size, prefetcher, recipe, order, lengths)
 
     def expect(
         self, places: Iterable[tuple[int, int]], keys: Iterable[str], over: Callable[[], bool], window: int
@@ -93,7 +103,7 @@ class MicroBatchLoader:
         self._expected = tuple(sorted(keys))
         missing = [place for place in places if not self._stacked.get(place, {}).keys() >= set(self._expected)]
         batches = [(*place, self._expected) for place in missing if self._expected]
-        self._prefetcher.expect(batches, self._samples_of, over)
+        self._prefetcher.expect(batches, self._micro_batch, over)
 
     def load(self, step: int, micro_batch: int, keys: Iterable[str]) -> dict[str, Tensor]:
         """Return the wanted entries, each [micro_batch_size, ...]. They are shared: do not write to them.
@@ -123,24 +133,50 @@ class MicroBatchLoader:
             self._samples.pop(oldest, None)
         return stacked
 
-    def _made(self, place: tuple[int, int], keys: list[str]) -> dict[str, Tensor]:
-        places, first = self._samples_of(*place), self._first_sample()
-        if place not in self._samples:
-            self._samples[place] = self._recipe.read(self._dataset, places)
-        return self._recipe.alike(self._samples[place], places, first, "dataset()", "as in item 0", keys)
+    def length(self, step: int, micro_batch: int) -> int | None:
+        """Return the bucket of a micro-batch, which every stage knows without being told; None: lengths do not vary."""
+        return None if self._lengths is None else self._micro_batch(step, micro_batch).length
 
-    def _samples_of(self, step: int, micro_batch: int) -> list[Place]:
-        """Epoch and index of each sample."""
+    def typical(self) -> int:
+        """Return a micro-batch of step 0 of middling length."""
+        numbers = sorted(range(len(self._divided(0))), key=lambda number: self.length(0, number) or 0)
+        return 0 if self._lengths is None else numbers[len(numbers) // 2]
+
+    def example(self, length: int | None, keys: Iterable[str]) -> dict[str, Tensor]:
+        """Return entries of a micro-batch that is padded to a length; of the first one where lengths do not vary."""
+        if length is None or self._lengths is None:
+            return self.load(0, 0, keys)
+        lengths = self._lengths[: num_at_hand(self._dataset)]
+        fitting = np.flatnonzero(lengths <= length).tolist() or [int(lengths.argmin())]
+        wanted = sorted(fitting, key=lambda index: -lengths[index])[: self._micro_batch_size]
+        places = [(0, wanted[position % len(wanted)]) for position in range(self._micro_batch_size)]
+        samples = self._recipe.read(self._dataset, places)
+        return self._recipe.batch(samples, places, "dataset()", list(keys), length).entries
+
+    def _made(self, place: tuple[int, int], keys: list[str]) -> dict[str, Tensor]:
+        wanted, first = self._micro_batch(*place), self._first_sample()
+        samples, places = self._load_samples(place), wanted.places
+        return self._recipe.alike(samples, places, first, "dataset()", "as in item 0", keys, wanted.length)
+
+    def _load_samples(self, place: tuple[int, int]) -> list[Any]:
+        if place not in self._samples:
+            self._samples[place] = self._recipe.read(self._dataset, self._micro_batch(*place).places)
+        return self._samples[place]
+
+    def _micro_batch(self, step: int, micro_batch: int) -> MicroBatch:
+        return self._divided(step)[micro_batch]
+
+    def _divided(self, step: int) -> Sequence[MicroBatch]:
         if step not in self._mini_batches:
             while len(self._mini_batches) > 1:
                 self._mini_batches.popitem(last=False)
-            self._mini_batches[step] = self._order.mini_batch(step)
-        first = micro_batch * self._micro_batch_size
-        return list(self._mini_batches[step][first : first + self._micro_batch_size])
+            places, size = self._order.mini_batch(step), self._micro_batch_size
+            self._mini_batches[step] = divided(places, size, self._lengths, self._recipe.buckets)
+        return self._mini_batches[step]
 
     def _first_sample(self) -> dict[str, Tensor]:
         if self._first is None:
-            self._first = self._recipe.first(self._dataset)
+            self._first = self._recipe.like(self._dataset)
         return self._first
 
 
@@ -179,8 +215,68 @@ def numbered(dataset: Any) -> Any:
 
 
 def recipe_of(job: Job) -> Recipe:
-    """How micro-batches are made of a job's samples."""
-    return Recipe(job.seed, job.collate_fn)
+    """How micro-batches are made of a job's samples; with buckets, some samples are read for that."""
+    built = job.__dict__.setdefault(_BUILT, {})
+    if _RECIPE not in built:
+        recipe = Recipe(job.seed, job.collate_fn, job.buckets, job.padding)
+        built[_RECIPE] = measured(recipe, data_of(job), lengths_of(job))
+    found: Recipe = built[_RECIPE]
+    return found
+
+
+def measured(recipe: Recipe, dataset: MapDataset, lengths: NDArray[np.int64] | None) -> Recipe:
+    """Return the recipe with what entries are like, as samples of all lengths show it; as it is without lengths."""
+    if lengths is None:
+        return recipe
+    known = examples(lengths[: num_at_hand(dataset)], _NUM_MEASURED)
+    return replace(recipe, shapes=shapes_of(recipe.rows(dataset, known)))
+
+
+def varying_dims(job: Job) -> dict[str, tuple[int, ...]]:
+    """Return the dimensions of each entry of a batch that are as long as the micro-batch.
+
+    Raises:
+        JobError: there are none.
+    """
+    shapes = recipe_of(job).shapes
+    found = {name: tuple(d for d, size in enumerate(shape.sizes, 1) if size is None) for name, shape in shapes.items()}
+    if job.buckets and not any(found.values()):
+        raise JobError(
+            "have nothing to pad: no entry of the samples varies in length",
+            source="Job",
+            field="buckets",
+            value=job.buckets,
+            allowed="samples, or a collate_fn, that leave the padding to Morph; or no buckets",
+        )
+    return found
+
+
+def mix_of(job: Job, micro_batch_size: int) -> dict[int | None, float]:
+    """Return which share of micro-batches is padded to each bucket, in an epoch or the first of its steps."""
+    lengths = lengths_of(job)
+    if lengths is None:
+        return {None: 1.0}
+    order = order_of(job)
+    steps = range(max(1, min(_STEPS_OF_A_MIX, len(order.epoch(0)) // job.batch_size)))
+    made = [part for step in steps for part in divided(order.mini_batch(step), micro_batch_size, lengths, job.buckets)]
+    counts = Counter(part.length for part in made)
+    return {bucket: counts[bucket] / len(made) for bucket in job.buckets if counts[bucket]}
+
+
+def lengths_of(job: Job, field: DataField = "dataset") -> NDArray[np.int64] | None:
+    """Return the length of each sample of a job's data set; None where lengths do not vary.
+
+    Raises:
+        JobError: they are no lengths, or too long.
+    """
+    if job.lengths is None:
+        return None
+    built = job.__dict__.setdefault(_BUILT, {})
+    if (_LENGTHS, field) not in built:
+        data = data_of(job, field)
+        built[_LENGTHS, field] = checked_lengths(job.lengths(data), len(data), job.buckets, field)
+    found: NDArray[np.int64] = built[_LENGTHS, field]
+    return found
 
 
 def order_of(job: Job) -> EpochOrder:

@@ -26,16 +26,17 @@ from torch import Tensor
 
 from morph.contract.job_facts import DataFacts, JobFacts
 from morph.contract.waits import Backoff
+from morph.data.lengths import MicroBatch
 from morph.data.slots import NUM_SLOTS, Slots
-from morph.jobs.files import held
+from morph.jobs.files import held, split_job
 from morph.words import counted
 
 log = logging.getLogger(__name__)
 
 Batch = tuple[int, int, tuple[str, ...]]
 """Step, micro-batch, and the names of the wanted entries."""
-SamplesOf = Callable[[int, int], Sequence[tuple[int, int]]]
-"""Epoch and index of each sample of a micro-batch, by step and number."""
+SamplesOf = Callable[[int, int], MicroBatch]
+"""The samples of a micro-batch, by step and number."""
 PATIENCE_S = 30.0
 """A data worker that has read no sample for so long, while one is waited for, hangs: below any bound on a step."""
 MOST_FAILURES = 8
@@ -253,7 +254,7 @@ class _Reader:
         self.ready = False
         self.free = list(range(NUM_SLOTS))
         self.requested: dict[Batch, int] = {}
-        self.read: dict[Batch, tuple[int, Mapping[str, Sequence[int]]]] = {}
+        self.read: dict[Batch, tuple[int, Mapping[str, tuple[Sequence[int], Sequence[int]]]]] = {}
         self._slots: Slots | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         # no name and no file system: neither is anything left of it, nor is it limited by the size of /dev/shm
@@ -296,12 +297,12 @@ class _Reader:
         """Whether it reads a micro-batch, or has read it."""
         return batch in self.requested or batch in self.read
 
-    def ask(self, batch: Batch, samples: Sequence[tuple[int, int]]) -> None:
+    def ask(self, batch: Batch, wanted: MicroBatch) -> None:
         """Have it read a micro-batch into a free slot."""
         assert self._slots is not None
         slot = self.requested[batch] = self.free.pop()
-        self._slots.samples(self._memory, slot).copy_(torch.tensor(samples))
-        self._say({"slot": slot, "keys": batch[2]})
+        self._slots.samples(self._memory, slot).copy_(torch.tensor(wanted.places))
+        self._say({"slot": slot, "keys": batch[2], "length": wanted.length})
 
     def answered(self, said: Mapping[str, Any], wanted: Mapping[Batch, object]) -> Batch:
         """Note what came of a slot; returns the micro-batch."""
@@ -311,14 +312,14 @@ class _Reader:
         if "error" in said or batch not in wanted:
             self.free.append(slot)
         else:
-            self.read[batch] = slot, said["stride"]
+            self.read[batch] = slot, said["laid_out"]
         return batch
 
     def take(self, batch: Batch, *, pinned: bool) -> dict[str, Tensor]:
         """Copy out a micro-batch that was read; its slot is free again."""
         assert self._slots is not None
-        slot, stride = self.read.pop(batch)
-        found = {key: self._slots.get(self._memory, slot, key, stride[key], pinned=pinned) for key in stride}
+        slot, laid_out = self.read.pop(batch)
+        found = {key: self._slots.get(self._memory, slot, key, *laid_out[key], pinned=pinned) for key in laid_out}
         self.free.append(slot)
         return found
 
@@ -348,7 +349,7 @@ def _end_all(readers: list[_Reader], pid: int) -> None:
 
 def _setup_message(job_path: str, known: Mapping[str, DataFacts]) -> bytes:
     """What a data worker needs to load the job as this process did."""
-    files = held(Path(job_path.rpartition(":")[0]))
+    files = held(Path(split_job(job_path)[0]))
     return json.dumps({
         "job_path": job_path,
         "folder": None if files is None else str(files.folder),

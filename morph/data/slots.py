@@ -19,7 +19,7 @@ class Slots:
 
     Args:
         micro_batch_size: m.
-        entries: Type, by its name in torch, and shape of each entry of a sample.
+        entries: Type, by its name in torch, and shape of each entry of a sample; the longest where lengths vary.
     """
 
     def __init__(self, micro_batch_size: int, entries: Mapping[str, tuple[str, Sequence[int]]]) -> None:
@@ -47,8 +47,8 @@ class Slots:
         """Epoch and index of each sample of a slot's micro-batch, int64 [m, 2]."""
         return self._view(memory, slot, 0, torch.int64, (self.micro_batch_size, 2), (2, 1))
 
-    def put(self, memory: Tensor, slot: int, key: str, tensor: Tensor) -> tuple[int, ...]:
-        """Copy an entry into a slot; returns its stride, which decides about kernels, and so about bits.
+    def put(self, memory: Tensor, slot: int, key: str, tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Copy an entry into a slot; returns shape and stride, which decide about kernels, and so about bits.
 
         Raises:
             ValueError: a tensor that is not as the slots were made for.
@@ -56,19 +56,22 @@ class Slots:
         dtype, shape = self._kinds[key]
         plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
         extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        if not plain or tensor.dtype != dtype or tensor.shape != shape or 0 < tensor.numel() < extent:
+        fits = tensor.dim() == len(shape) and all(size <= most for size, most in zip(tensor.shape, shape, strict=True))
+        if not plain or tensor.dtype != dtype or not fits or 0 < tensor.numel() < extent:
             kind = f"{type(tensor).__name__} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
             raise ValueError(f"{key!r} is a {kind}, which is not passed on")
-        self._view(memory, slot, self._starts[key], dtype, shape, tensor.stride()).copy_(tensor.detach())
-        return tensor.stride()
+        self._view(memory, slot, self._starts[key], dtype, tensor.shape, tensor.stride()).copy_(tensor.detach())
+        return tuple(tensor.shape), tensor.stride()
 
-    def get(self, memory: Tensor, slot: int, key: str, stride: Sequence[int], *, pinned: bool) -> Tensor:
+    def get(
+        self, memory: Tensor, slot: int, key: str, shape: Sequence[int], stride: Sequence[int], *, pinned: bool
+    ) -> Tensor:
         """Copy an entry out of a slot: with its stride, or contiguous into pinned memory, from where devices copy."""
-        dtype, shape = self._kinds[key]
+        dtype, _ = self._kinds[key]
         source = self._view(memory, slot, self._starts[key], dtype, shape, stride)
         if pinned:
-            return torch.empty(shape, dtype=dtype, pin_memory=True).copy_(source)
-        return torch.empty_strided(shape, tuple(stride), dtype=dtype).copy_(source)
+            return torch.empty(tuple(shape), dtype=dtype, pin_memory=True).copy_(source)
+        return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype).copy_(source)
 
     def _view(
         self, memory: Tensor, slot: int, start: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]

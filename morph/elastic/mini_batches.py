@@ -9,7 +9,8 @@ from torch import nn
 
 from morph.contract.errors import InputError
 from morph.data.batches import Collate, Recipe
-from morph.data.loader import check_map_style, num_at_hand, numbered
+from morph.data.lengths import MicroBatch, checked_lengths, divided
+from morph.data.loader import check_map_style, measured, num_at_hand, numbered
 from morph.data.order import EpochOrder, Sampler
 from morph.data.streams import reading_warning
 
@@ -63,15 +64,20 @@ class Batch:
         self.step = step
         self.seed, self.num_shares = batches.seed, batches.num_shares
         self.batches = batches
+        self._shares: list[MicroBatch] | None = None
 
     def share(self, index: int) -> Any:
         """Load a share's samples, collated as by a ``DataLoader``.
 
         What a sample draws from the global generators depends on (seed, epoch, sample) alone.
         """
-        given, first = self.batches, index * self.batches.share_size
-        places = given.order.mini_batch(self.step)[first : first + given.share_size]
-        return given.recipe.nest(given.recipe.read(given.dataset, places), places, "dataset")
+        given = self.batches
+        if self._shares is None:
+            places = given.order.mini_batch(self.step)
+            self._shares = divided(places, given.share_size, given.lengths, given.recipe.buckets)
+        share = self._shares[index]
+        samples = given.recipe.read(given.dataset, share.places)
+        return given.recipe.nest(samples, share.places, "dataset", share.length)
 
 
 class Batches:
@@ -84,8 +90,9 @@ class Batches:
         seed: int,
         share_size: int | None,
         num_steps: int | None,
-        collate_fn: Collate | None = None,
+        recipe: Recipe,
         sampler: Sampler | None = None,
+        lengths: Callable[[Any], Any] | None = None,
     ) -> None:
         dataset = numbered(dataset)
         size = check_map_style(dataset, "dataset")
@@ -102,7 +109,10 @@ class Batches:
             raise InputError("is no number of steps", field="num_steps", value=num_steps, allowed="0 or more")
         self.dataset, self.global_batch, self.seed, self.share_size = dataset, global_batch, seed, share_size
         self.num_shares = global_batch // share_size
-        self.recipe = Recipe(seed, collate_fn)
+        if bool(recipe.buckets) != (lengths is not None):
+            raise InputError("needs lengths and buckets together", field="buckets", value=recipe.buckets)
+        self.lengths = None if lengths is None else checked_lengths(lengths(dataset), size, recipe.buckets, "dataset")
+        self.recipe = measured(recipe, dataset, self.lengths)
         self.order = EpochOrder(dataset, seed, global_batch, sampler)
         size = size if sampler is None else len(self.order.epoch(0))
         self.num_steps = max(1, size // global_batch) if num_steps is None else num_steps
@@ -132,6 +142,8 @@ def batches(
     num_steps: int | None = None,
     collate_fn: Collate | None = None,
     sampler: Sampler | None = None,
+    lengths: Callable[[Any], Any] | None = None,
+    buckets: Sequence[int] = (),
 ) -> Batches:
     """Return the mini-batches of a data set, for ``morph.elastic.Optimizer.step``.
 
@@ -146,11 +158,15 @@ def batches(
         collate_fn: Makes a batch of a list of samples, as in a ``DataLoader``; None: as there by default. What it draws
             from the global generators is seeded by its samples.
         sampler: ``sampler(dataset, seed, epoch)`` returns an epoch's samples in order: see ``morph.data.order``.
+        lengths: ``lengths(dataset)`` returns the length of each sample, where lengths vary: like ones share a share.
+        buckets: Lengths, ascending, to which shares are padded: each to the smallest that holds its samples. ``labels``
+            are padded with -100, others with 0.
 
     Raises:
         InputError: naming what is wrong.
     """
-    return Batches(dataset, global_batch, seed, share_size, num_steps, collate_fn, sampler)
+    recipe = Recipe(seed, collate_fn, tuple(buckets))
+    return Batches(dataset, global_batch, seed, share_size, num_steps, recipe, sampler, lengths)
 
 
 def loss_warnings(batches: Batches, model: nn.Module, loss_of: Callable[[Any], Any]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +19,18 @@ from importlib.util import decode_source, spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType
 
+_JOB = re.compile(r"(?P<path>.+?):(?P<name>[^:()]+(\(.*\))?)", re.DOTALL)
 OWN = frozenset({"morph", "calibrate", "simulator", "manager", "__main__"})
 """Morph's own packages, and its command: never part of a job."""
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _STANDARD = tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
 _OF_PYTHON = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib", "stdlib", "platstdlib"))
+
+
+def split_job(job_path: str) -> tuple[str, str]:
+    """Take ``path/to/file.py:name``, or ``path/to/file.py:name(argument=value)``, apart; both empty: it is neither."""
+    found = _JOB.fullmatch(job_path)
+    return (found["path"], found["name"]) if found else ("", "")
 
 
 class JobFiles:
@@ -192,7 +200,7 @@ def held(path: Path) -> JobFiles | None:
 @contextmanager
 def imported_once(job_path: str) -> Iterator[None]:
     """While the block runs: what is imported from the folder of ``path/to/file.py:name`` is as it was at first."""
-    path = Path(job_path.rpartition(":")[0]).resolve()
+    path = Path(split_job(job_path)[0]).resolve()
     if held(path) is not None or not path.is_file():
         yield
         return

@@ -5,20 +5,22 @@ Importing this module loads no torch; the job file itself does.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import math
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from morph.contract.errors import JobError
-from morph.jobs.files import held
+from morph.jobs.files import held, split_job
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -47,9 +49,11 @@ _CALLED = {
     "eval_metrics": (1, "lambda values: {'perplexity': math.exp(values['loss'])}, or None"),
     "collate_fn": (1, "collate_fn of torch's DataLoader, that makes a batch of a list of samples, or None"),
     "sampler": (3, "lambda dataset, seed, epoch: numpy.arange(len(dataset)), or None"),
+    "lengths": (1, "lambda dataset: [len(text) for text in dataset.texts], or None"),
 }
-_OPTIONAL = frozenset({"lr_scheduler", "eval_data", "eval_metrics", "sample", "collate_fn", "sampler"})
+_OPTIONAL = frozenset({"lr_scheduler", "eval_data", "eval_metrics", "sample", "collate_fn", "sampler", "lengths"})
 """Fields that are functions: with how many arguments they are called, and an example."""
+MOST_BUCKETS = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -152,6 +156,10 @@ class Job:
             the samples as their first dimension. None: tensors are stacked. What it draws is seeded as for items.
         sampler: ``sampler(dataset, seed, epoch)`` returns the numbers of an epoch's samples, in order; see
             ``morph.data.order``. None: each once, shuffled.
+        lengths: ``lengths(dataset)`` returns the length of each sample, where lengths vary. Given with ``buckets``.
+        buckets: Lengths to which micro-batches are padded, ascending: each to the smallest that holds its samples, and
+            samples of like length share micro-batches.
+        padding: What entries are padded with, by name; others with 0, and those named ``labels`` with -100.
         data_workers: Processes beside each worker that read its next micro-batches while it computes: ``num_workers``
             of torch's DataLoader; each builds the data set for itself. 0: the worker reads them between its tasks.
         eval_data: Builds the data set to evaluate on.
@@ -195,6 +203,9 @@ class Job:
     optimizer_device: OptimizerDevice = "same"
     collate_fn: Callable[[list[Any]], Any] | None = None
     sampler: Callable[[Any, int, int], Any] | None = None
+    lengths: Callable[[Any], Any] | None = None
+    buckets: tuple[int, ...] = ()
+    padding: Mapping[str, float] = field(default_factory=dict)
     data_workers: int = 0
     eval_data: Callable[[], MapDataset] | None = None
     eval_every_steps: int | None = None
@@ -212,9 +223,9 @@ class Job:
         return LossScaling() if self.loss_scaling is None and self.precision == "fp16" else self.loss_scaling
 
     def __post_init__(self) -> None:
-        for field, called in _CALLED.items():
-            if getattr(self, field) is not None or field not in _OPTIONAL:
-                _require_function(field, getattr(self, field), *called)
+        for name, called in _CALLED.items():
+            if getattr(self, name) is not None or name not in _OPTIONAL:
+                _require_function(name, getattr(self, name), *called)
         _require(
             isinstance(self.name, str) and _NAME.fullmatch(self.name) is not None,
             "name",
@@ -239,6 +250,7 @@ class Job:
             )
         self._check_training()
         self._check_evaluation()
+        self._check_lengths()
         allowed = self.allowed_dependencies
         texts = isinstance(allowed, tuple) and all(isinstance(entry, str) for entry in allowed)
         _require(texts, "allowed_dependencies", allowed, "a tuple of ids that `morph trace-deps` prints")
@@ -250,8 +262,8 @@ class Job:
             _require(is_number and norm > 0, "clip_grad_norm", norm, "a number above 0, or None")
         _require(self.precision in get_args(Precision), "precision", self.precision, "'fp32', 'bf16' or 'fp16'")
         _require(self.boundary in get_args(Boundary), "boundary", self.boundary, "'same' or 'bf16'")
-        for field in ("master_weights", "compile"):
-            _require(isinstance(getattr(self, field), bool), field, getattr(self, field), "True or False")
+        for name in ("master_weights", "compile"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         allowed = "a morph.LossScaling, or None"
         _require(scaling is None or isinstance(scaling, LossScaling), "loss_scaling", scaling, allowed)
         where = self.optimizer_device
@@ -278,9 +290,24 @@ class Job:
         for name in ("best", "eval_metrics"):
             _require(data is not None or getattr(self, name) is None, name, getattr(self, name), together)
 
+    def _check_lengths(self) -> None:
+        buckets, padding = self.buckets, self.padding
+        right = isinstance(buckets, tuple | list) and all(_is_int(bucket) and bucket > 0 for bucket in buckets)
+        right = right and list(buckets) == sorted(set(buckets)) and len(buckets) <= MOST_BUCKETS
+        _require(right, "buckets", buckets, f"up to {MOST_BUCKETS} whole numbers from 1, ascending")
+        object.__setattr__(self, "buckets", tuple(buckets))
+        _require(bool(buckets) == (self.lengths is not None), "buckets", buckets, "to be given together with lengths")
+        numbers = isinstance(padding, Mapping) and all(
+            isinstance(name, str) and isinstance(value, int | float) for name, value in padding.items()
+        )
+        _require(numbers, "padding", padding, "numbers by the names of entries, such as {'input_ids': 3}")
+        _require(bool(buckets) or not padding, "padding", padding, "to be given together with buckets")
+
 
 def load_job(spec: str) -> Job:
     """Import ``path/to/file.py:name`` and return the Job it names (or that the function it names returns).
+
+    ``path/to/file.py:name(width=512, text="a")`` calls the function with these arguments.
 
     The file's folder is put on ``sys.path``, so that the file can import its neighbours. Where ``JobFiles`` are in use
     that hold the file, it and its neighbours come from these.
@@ -288,9 +315,11 @@ def load_job(spec: str) -> Job:
     Raises:
         JobError: in one line, when the spec, the file, its import or the named object is not right.
     """
-    path_text, colon, attribute = spec.rpartition(":")
-    if not colon or not path_text or not attribute:
+    path_text, name = split_job(spec)
+    if not path_text:
         raise JobError("names no job", source=spec, allowed="path/to/file.py:name")
+    attribute, given, _ = name.partition("(")
+    arguments = _arguments(name) if given else {}
     path = Path(path_text)
     if not path.is_file() and held(path) is None:
         raise JobError("no such file", source=path_text, allowed="path/to/file.py:name")
@@ -304,7 +333,11 @@ def load_job(spec: str) -> Job:
         )
     value = getattr(module, attribute)
     if not isinstance(value, Job) and callable(value):
-        value = _call(value, path, attribute)
+        value = _call(partial(value, **arguments), path, attribute)
+    elif arguments:
+        raise JobError(
+            "takes no arguments", source=path_text, field=attribute, value=name, allowed="a function that returns a Job"
+        )
     if not isinstance(value, Job):
         raise JobError(
             "is not a Job",
@@ -314,6 +347,22 @@ def load_job(spec: str) -> Job:
             allowed="a morph.Job, or a function without arguments that returns one",
         )
     return value
+
+
+def _arguments(call: str) -> dict[str, Any]:
+    """The arguments of ``name(width=512, text="a")``.
+
+    Raises:
+        JobError: they are not all named, or not plain values.
+    """
+    try:
+        parsed = ast.parse(call, mode="eval").body
+        if isinstance(parsed, ast.Call) and not parsed.args and all(keyword.arg for keyword in parsed.keywords):
+            return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in parsed.keywords}
+    except (SyntaxError, ValueError):
+        pass
+    allowed = "name(width=512, text='a'): numbers, texts in quotes, True, False, None, and lists of these"
+    raise JobError("cannot be read", source="job", field="arguments", value=call, allowed=allowed)
 
 
 def _import_file(path: Path) -> ModuleType:

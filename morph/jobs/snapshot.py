@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from morph.contract.errors import ConfigError, JobError
 from morph.contract.files import packed
 from morph.contract.messages import JobCode
-from morph.jobs.files import OWN, JobFiles, file_of, imported_once, is_installed
+from morph.jobs.files import OWN, JobFiles, file_of, imported_once, is_installed, split_job
 from morph.jobs.job import load_job
 
 MAX_BYTES = 32 * 1024 * 1024
@@ -43,7 +43,7 @@ def collect(job_path: str, files: Sequence[str] = (), source: str = "") -> JobFi
     Raises:
         ConfigError: one of them is missing, a link or anything else than a file or folder.
     """
-    code = Path(job_path.rpartition(":")[0]).resolve()
+    code = Path(split_job(job_path)[0]).resolve()
     found = JobFiles(code.parent, {}, growing=True)
     if not code.is_file():
         return found
@@ -63,7 +63,7 @@ def pack(job_path: str, found: JobFiles, *, unpack: bool = False) -> JobCode:
     Raises:
         ConfigError: all are too long together.
     """
-    path, _, name = job_path.rpartition(":")
+    path, name = split_job(job_path)
     files, num_bytes = dict(sorted(found.files.items())), 0
     for inside, content in files.items():
         num_bytes += len(content)

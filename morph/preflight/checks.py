@@ -10,6 +10,7 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from importlib import metadata
+from math import prod
 
 import torch
 
@@ -172,7 +173,8 @@ def _masks(checked: CutJob, _effort: Effort, report: Report) -> Report:
 
 
 def _loss(checked: CutJob, effort: Effort, report: Report) -> Report:
-    if num_elements(checked.model) > effort.most_parameters:
+    frozen = sum(prod(shape) for held in checked.model.constants for shape, _ in held.specs.values())
+    if num_elements(checked.model) + frozen > effort.most_parameters:
         return report
     found = (f"warning: {sentence}" for sentence in loss_warnings(checked.job))
     return replace(report, warnings=(*report.warnings, *found))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +13,16 @@ from morph.contract.errors import JobError
 from morph.cutting.source.locate import definition_line
 from morph.cutting.trial_run.trial import run_users_code
 from morph.data.batches import Recipe, require_alike
-from morph.data.loader import DataField, check_map_style, data_of, forget_data, num_at_hand, order_of, recipe_of
+from morph.data.loader import (
+    DataField,
+    check_map_style,
+    data_of,
+    forget_data,
+    lengths_of,
+    num_at_hand,
+    order_of,
+    recipe_of,
+)
 from morph.data.streams import reading_warning
 from morph.jobs.job import Job, MapDataset
 
@@ -59,6 +69,7 @@ def reading_warnings(job: Job) -> tuple[str, ...]:
 
 def _check(job: Job, field: DataField) -> None:
     dataset, recipe = data_of(job, field), recipe_of(job)
+    lengths_of(job, field)
     check_map_style(dataset, field)
     count, line = num_at_hand(dataset), definition_line(type(dataset).__getitem__)
     indices = sorted({count * part // _NUM_SAMPLES for part in range(_NUM_SAMPLES)})
@@ -82,7 +93,9 @@ def _check(job: Job, field: DataField) -> None:
         for index, one, other in zip(indices, first, found, strict=True):
             for key in _differing(one, other):
                 raise JobError(problem, source=source, field=f"{field}()[{index}][{key!r}]", allowed=allowed)
-    for index, sample in zip(indices, first if job.collate_fn is None else (), strict=False):
+    if job.lengths is not None:
+        run_users_code(partial(_check_lengths, job, field), job, None, "lengths")
+    for index, sample in zip(indices, () if job.collate_fn or job.buckets else first, strict=False):
         require_alike(sample, first[0], f"{field}()[{index}]", "as in item 0; pad or crop samples in the data set")
 
 
@@ -99,6 +112,18 @@ def _check_collated(job: Job, recipe: Recipe, dataset: MapDataset, indices: Sequ
             source=line,
             field="collate_fn",
             allowed="the same names and plain numbers in every batch; what differs goes into tensors",
+        )
+
+
+def _check_lengths(job: Job, field: DataField) -> None:
+    """The data set was built anew since its lengths were first taken."""
+    lengths, again = lengths_of(job, field), np.asarray(job.lengths(data_of(job, field)))  # type: ignore[misc]
+    if not np.array_equal(lengths, again):  # type: ignore[arg-type]  # there are some
+        raise JobError(
+            "returns other lengths when the data set is built again",
+            source=definition_line(job.lengths),
+            field=f"lengths({field})",
+            allowed="a length for each sample that depends on the data set alone",
         )
 
 

@@ -190,12 +190,13 @@ def _size(exported: ExportedJob, limits: Limits, batch_size: int) -> _Size | str
     if not isinstance(exported, GraphJob):  # its cut runs the whole model anyway, and no size is known of it
         return _Size(NUM_SEEDS, largest, no_steps)
     analysis = analyse(exported)
+    constants = sum(math.prod(shape) * dtype.itemsize for shape, dtype in exported.initial_constants.specs.values())
     flops = _RUNS * analysis.total_cost / REFERENCE_SAMPLES
     activations = sum(analysis.bytes_of(node) for node in analysis.sequence) / REFERENCE_SAMPLES
     reason = ""
     for num_seeds, num_samples in ((NUM_SEEDS, largest), (NUM_SEEDS - 1, largest), (1, 1)):
         size = _Size(num_seeds, num_samples, no_steps)
-        needed = _COPIES * parameters + 2 * size.num_samples * activations
+        needed = _COPIES * parameters + 2 * constants + 2 * size.num_samples * activations
         if needed > _SHARE_OF_MEMORY * limits.available_bytes:
             reason = f"it may take {needed / 2**30:.1f} GiB, and {limits.available_bytes / 2**30:.1f} GiB are free"
         elif size.num_seeds * size.num_samples * flops > limits.flops:
@@ -234,9 +235,10 @@ def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _S
         warnings.simplefilter("ignore")
         plain = _plain_model(job, exported, device)
         trial = StepTrial.of(job, model, plain, device, size.num_seeds) if size.num_steps else None
-        both = _Sides(job, model, plain, trial, exported.model_line)
+        both = _Sides(job, plain, trial, exported.model_line)
         for seed in range(size.num_seeds):
-            both.compare(seed, {key: entry.to(device) for key, entry in loader.load(seed, 0, keys).items()})
+            batch = {key: entry.to(device) for key, entry in loader.load(seed, 0, keys).items()}
+            both.compare(seed, batch, model.at(loader.length(seed, 0)))
         return both.largest()
 
 
@@ -246,16 +248,18 @@ class _Sides:
     ``trial``: what a run makes of the sections' gradients, where that is compared too.
     """
 
-    def __init__(self, job: Job, model: CutModel, plain: nn.Module, trial: StepTrial | None, source: str) -> None:
-        self._job, self._model, self._plain, self._trial, self._source = job, model, plain, trial, source
+    def __init__(self, job: Job, plain: nn.Module, trial: StepTrial | None, source: str) -> None:
+        self._job, self._plain, self._trial, self._source = job, plain, trial, source
         self._buffers = {name: buffer.clone() for name, buffer in plain.named_buffers()}
         self._sums = trial.new_sums() if trial is not None else None
         self._total: dict[str, Tensor] = {}
-        self._batches: dict[int, Mapping[str, Tensor]] = {}
+        self._batches: dict[int, tuple[Mapping[str, Tensor], CutModel]] = {}
         self._largest = 0.0
 
-    def compare(self, seed: int, batch: Mapping[str, Tensor]) -> None:
+    def compare(self, seed: int, batch: Mapping[str, Tensor], model: CutModel) -> None:
         """Compare loss and gradients of a micro-batch; one whose loss is not finite is left out.
+
+        ``model``: as it is cut for the batch's length.
 
         Raises:
             ExportError: they differ.
@@ -267,7 +271,7 @@ class _Sides:
             buffer.data.copy_(self._buffers[name])
         if not expected.loss.isfinite():
             return
-        self._batches[seed] = batch
+        self._batches[seed] = batch, model
         found = self._run_sections(seed)
         which = f"{len(next(iter(batch.values())))} samples, seed {seed}"
         self._largest = max(self._largest, _check(expected, found, self._source, which))
@@ -304,7 +308,8 @@ class _Sides:
         given = {**dict(self._plain.named_buffers()), **dict(self._plain.named_parameters())}
         add = self._sums.add if self._sums is not None else _leave
         try:
-            return _run_sections(self._model, given, self._batches[seed], add)
+            batch, model = self._batches[seed]
+            return _run_sections(model, given, batch, add)
         except MorphError:
             raise
         except Exception as error:

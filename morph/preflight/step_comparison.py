@@ -21,7 +21,7 @@ from morph.cutting import CutModel
 from morph.cutting.trial_run.trial import rms, run_users_code
 from morph.jobs.job import Job
 from morph.runtime.state.accumulators import Reduced
-from morph.runtime.state.unit_state import UnitState, update_rules
+from morph.runtime.state.unit_state import UnitState, apply_all, norms_sq, update_rules
 
 NUM_STEPS = 2
 """A schedule that warms up may begin with a step of length 0."""
@@ -117,10 +117,8 @@ class StepTrial:
             assert held is not None
             own = {name: gradient.clone() for name, gradient in held.gradients.items()}
             state.take_over(replace(held, gradients=own), held.exponents)
-        norms = {unit: norm for unit, state in self.states.items() if (norm := state.norm_sq()) is not None}
-        decided = decided_step(step + 1, [norms], [], self.states)
-        for state in self.states.values():
-            state.apply(decided)
+        decided = decided_step(step + 1, [norms_sq(self.states)], [], self.states)
+        apply_all(self.states.values(), decided)
 
     def _apart(self, groups: Sequence[Iterable[str]], gradients: Mapping[str, Tensor]) -> dict[str, float]:
         """How far each weight is from a plain loop's with one optimizer a group, as a share of what is allowed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ def check_dependencies(
     m = micro_batch_size_of(job, micro_batch_size)
     wanted = num_sections if num_sections is not None else job.num_sections
     model = cut(program, num_sections=wanted, micro_batch_size=m)
+    model = model.at(MicroBatchLoader.of(job, m).length(0, 0))
     recorder = Recorder()
     with torch.random.fork_rng(devices=[]):
         notes = _dry_run(job, program, model, step_function or _step, recorder, max_real_elements)
@@ -104,15 +106,16 @@ def _dry_run(
     job: Job, program: ExportedJob, model: CutModel, step: StepFunction, recorder: Recorder, max_real_elements: int
 ) -> tuple[str, ...]:
     specs = model.parameter_specs
-    large = sum(torch.Size(shape).numel() for shape, _ in specs.values()) > max_real_elements
+    read = {name: section.constant_values for section in model.sections for name in section.constants}
+    frozen = {name: held.specs[name] for name, held in read.items()}
+    large = sum(prod(shape) for shape, _ in (*specs.values(), *frozen.values())) > max_real_elements
     if large:
-        parameters: dict[str, Tensor] = {
-            name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in specs.items()
-        }
+        parameters, constants = _without_memory(specs), _without_memory(frozen)
     else:
         parameters = {name: program.initial_parameters[name] for name in specs}
+        constants = {name: held[name] for name, held in read.items()}
     buffers = {name: program.initial_buffers[name] for name in model.buffer_specs}
-    given = ModelStep(parameters, buffers, _constants(model), _batch(job, model), fake=large)
+    given = ModelStep(parameters, buffers, constants, _batch(job, model), fake=large)
     try:
         gradients = run_model(model, given, recorder, job.seed)
     except MorphError:
@@ -147,13 +150,8 @@ def _dry_run(
     )
 
 
-def _constants(model: CutModel) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for section in model.sections:
-        for name in section.constants:
-            if name not in found:
-                found[name] = section.constant_values[name]
-    return found
+def _without_memory(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in specs.items()}
 
 
 def _batch(job: Job, model: CutModel) -> dict[str, Tensor]:

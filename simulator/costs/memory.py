@@ -141,6 +141,7 @@ class StageMemory:
         self._peaks: Ints = self.activations[:-1] + np.array(peaks, np.int64)
         self._crossing: Ints = np.array(crossing, np.int64)
         self._held = HeldBytes(profile)
+        self._ties = [sorted(set(unit.sections)) for unit in profile.units if len(set(unit.sections)) > 1]
         self._constants = running_sums([section.constant_bytes for section in sections])
         gradients = [section.gradient_bytes for section in sections]
         self._sums: Ints = np.array(gradients, np.int64)
@@ -364,12 +365,23 @@ class StageMemory:
             behind, before = np.asarray(begin) > 0, np.asarray(end) < self._num_sections
             num = 2 if self.rules.changes else behind.astype(np.int64) + before  # it keeps those of an earlier place
             parts["mailboxes"] = MAILBOX_SLOTS * MAILBOX_SLOT_BYTES * (num + np.zeros_like(parts["parameters"]))
+        if self.rules.rings_on_device and self.apart:
+            own = 0 if self.single else 1
+            parts["NCCL"] = self._environment.ring_bytes * (own + self._tied(begin, end))
         if self.rules.follows and self.single:
             followed = self.device_state(begin, end)
             parts["state that is followed"] = self._of_others(
                 followed + self._held("gradients", begin, end), begin, end
             )
         return parts if self.apart else parts | self._always_in_host(begin, end)
+
+    def _tied(self, begin: Ints, end: Ints) -> Ints:
+        """How many units a stage has rings for with other stages, which use them too."""
+        found = np.zeros(np.broadcast_shapes(np.shape(begin), np.shape(end)), np.int64)
+        for sections in self._ties:
+            used = np.stack([np.less_equal(begin, section) & np.less(section, end) for section in sections])
+            found += used.any(0) & ~used.all(0)
+        return found
 
     def _always_in_host(self, begin: Ints, end: Ints) -> Parts:
         """Copies of the newest checkpoints, and what is kept of others' sums."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from morph.contract import ranges
-from morph.contract.cluster import LinkSetting
+from morph.contract.cluster import LinkSetting, RingSetting
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
@@ -25,6 +25,7 @@ class MemoryRules:
         follows: With one replica each stage's state is kept in step by another worker too.
         changes: The shape changes while the run goes on.
         saves: Checkpoints are copied to host memory and kept there.
+        rings_on_device: NCCL reduces, in buffers of its own for each ring of a worker.
         mailboxes: Stages send through slots of their device's memory, which a worker keeps for as long as it lives.
         redundant_computation: For the next stage, as in the request.
     """
@@ -35,6 +36,7 @@ class MemoryRules:
     changes: bool = True
     saves: bool = True
     mailboxes: bool = False
+    rings_on_device: bool = False
     redundant_computation: RedundantName = "off"
 
 
@@ -55,6 +57,7 @@ class PlanRequest:
             "auto" others' state is no reason to refuse a plan, for it is held only where there is room.
         changes: Whether the shape changes while the run goes on: old and new units are side by side then.
         links: As ``vms.links`` of the run: all but "staged" take device memory.
+        rings: As ``vms.rings`` of the run: all but "gloo" take device memory.
         schedule: "varuna", "gpipe" or "1f1b"; None: whichever is best.
         micro_batch_size: m; None: fixed by the job, else whichever of those measured is best.
         pipeline_depth: Only this P.
@@ -90,6 +93,7 @@ class PlanRequest:
     redundancy: RedundancyName = "auto"
     changes: bool = True
     links: LinkSetting = "staged"
+    rings: RingSetting = "gloo"
     schedule: Schedule | None = None
     micro_batch_size: int | None = None
     pipeline_depth: int | None = None
@@ -127,6 +131,7 @@ class PlanRequest:
             follows=self.redundancy in ("state", "salvage"),
             changes=self.changes,
             mailboxes=self.links != "staged",
+            rings_on_device=self.rings != "gloo",
             redundant_computation=self.redundant_computation,
         )
 

@@ -366,13 +366,16 @@ class Sweep:
         least, field, value = needed[setting, depth, most], "memory_bytes", self.memory_bytes
         if least < NEVER:
             why, how = setting.fullest(depth, most), f"at least {least} bytes per device"
+            lacking = f"each device lacks {(least - (value or 0)) / 2**30:.3g} GiB"
         else:
             field, value = "host_memory_bytes", self.profile.environment.host_memory_bytes
             setting, depth, most = min(possible, key=lambda each: each[0].least_host_bytes(*each[1:]))
             why = setting.fullest_host(depth, most)
-            how = f"at least {setting.least_host_bytes(depth, most)} bytes of host memory for each device"
+            least = setting.least_host_bytes(depth, most)
+            how = f"at least {least} bytes of host memory for each device"
+            lacking = f"each device lacks {(least - (value or 0)) / 2**30:.3g} GiB of host memory"
         return PlanError(
-            f"the job does not fit in the memory of {num_gpus} devices: {why}",
+            f"the job does not fit in the memory of {num_gpus} devices: {why}; {lacking}",
             field=field,
             value=value,
             allowed=how + others,

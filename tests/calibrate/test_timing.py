@@ -194,7 +194,16 @@ def test_parts_without_quantiles_give_a_sum_without() -> None:
     ],
 )
 def test_a_median_is_stable_when_its_interval_is_narrow(samples: list[float], stable: bool) -> None:
-    assert is_stable(samples) is stable
+    assert is_stable([samples]) is stable
+
+
+def test_medians_are_stable_together_when_their_sum_is_known() -> None:
+    steady, unsteady = [1.0] * 40, [0.004 + 0.0004 * (i % 10) for i in range(40)]
+    assert not is_stable([unsteady])
+    assert is_stable([steady, unsteady])
+    assert not is_stable([steady, [100 * sample for sample in unsteady]])
+    assert is_stable([unsteady] * 400)  # their errors are independent
+    assert is_stable([unsteady], within=0.5)
 
 
 @pytest.mark.parametrize(

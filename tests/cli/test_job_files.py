@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from manager.run.request import RunRequest
-from manager.run.resolution import resolve
+from manager.run.resolution import prepare, resolve
 from morph.cli.main import app
 from morph.contract.cluster import AzureVms, JobPart, LocalVms, Policy, StaticVms
 from morph.yaml_files import load_job_file
@@ -51,6 +51,15 @@ def job_file(given: Given, job: str = "code: 'jobs.py:good', profile: profile.js
 def test_a_wrong_job_file_is_refused_with_its_dotted_field(given: Given, job: str, rest: str, problem: str) -> None:
     path = job_file(given, job, rest)
     assert f"{path}: {problem}" in given.refused("config", "check", path)
+
+
+def test_arguments_of_the_jobs_function_are_read_and_set(given: Given) -> None:
+    path = job_file(given, "code: 'jobs.py:sized', profile: profile.json, arguments: {width: 3, text: 'a:b'}")
+    settings = ("job.arguments.width=4", "job.arguments.rate=1.0e-3")
+    prepared = prepare(RunRequest(job=str(path), steps=1, settings=settings), None)
+    assert prepared.request.job == f"{(given.folder / 'jobs.py').resolve()}:sized(width=4, text='a:b', rate=0.001)"
+    wrong = job_file(given, "code: 'jobs.py:good', profile: profile.json, arguments: {width: [3]}")
+    assert "job.arguments.width" in given.refused("config", "check", wrong)
 
 
 @pytest.mark.parametrize(

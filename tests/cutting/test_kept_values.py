@@ -67,3 +67,9 @@ def test_a_form_that_names_something_else_is_refused(form: Any) -> None:
 def test_a_graph_calls_operations_alone(op: str) -> None:
     with pytest.raises(ValueError, match=op):
         read_value({"graph": [[op, "x", "eval", {"tuple": []}, {"dict": []}, {}]]})
+
+
+@pytest.mark.parametrize("target", ["eval", "a.b", 'x"), print("'])
+def test_a_graph_within_a_graph_has_a_plain_name(target: str) -> None:
+    with pytest.raises(ValueError, match="get_attr"):
+        read_value({"graph": [["get_attr", "x", target, {"tuple": []}, {"dict": []}, []]]})

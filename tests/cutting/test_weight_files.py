@@ -26,6 +26,7 @@ from morph.cutting.cache.cut_job import LoadedJob, load_and_cut
 from morph.cutting.deferred_init.construct import LazyTensors, build_model, build_really
 from morph.cutting.sections.section import Constants
 from morph.jobs.files import imported_once
+from morph.tracing.check import check_dependencies
 from tests.cutting.conftest import make_job
 from tests.cutting.test_construct import CountsBytes
 
@@ -151,6 +152,9 @@ def test_a_worker_holds_frozen_weights_of_its_own_sections_alone(tmp_path: Path)
     (constants,) = found.constants
     assert {name: constants.num_bytes(name) for name in middle} == {name: constants[name].nbytes for name in middle}
     assert list(found.specs) == [f"{index}.bias" for index in range(4)], "what is frozen is in no unit"
+    path.unlink()  # dependencies of a large model are found without a weight, frozen ones included
+    report = check_dependencies(job, num_sections=4, exported=exported, max_real_elements=500)
+    assert (report.violations, "too large to run with values" in report.notes[0]) == ((), True)
 
 
 def held(model: CutModel) -> set[str]:

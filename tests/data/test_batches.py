@@ -13,8 +13,10 @@ from torch.utils.data import default_collate
 from transformers import BatchEncoding
 
 from morph.contract.errors import JobError
+from morph.data import Packed, document_mask
 from morph.data.batches import Recipe
 from morph.data.order import AGAIN, EpochOrder, grouped, stratified, weighted
+from morph.data.packing import packs
 
 Pair = namedtuple("Pair", "left right")
 
@@ -105,6 +107,54 @@ def test_what_collate_fn_draws_depends_on_its_samples_alone() -> None:
 def test_what_is_no_batch_is_refused(returned: Any, told: str) -> None:
     with pytest.raises(JobError, match=told):
         batch([torch.ones(2)] * 2, collate_fn=lambda _: returned)
+
+
+class Documents:
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": list(range(10 * index, 10 * index + SIZES[index])), "labels": np.arange(SIZES[index])}
+
+
+SIZES = [3, 5, 2, 8, 1, 4, 6]
+
+
+def test_documents_are_packed_tightly_and_each_once() -> None:
+    found = packs(SIZES, 8)
+    assert sorted(number for pack in found for number in pack) == list(range(7))
+    assert [sum(SIZES[number] for number in pack) for pack in found] == [8, 8, 8, 5]
+    many = np.random.default_rng(0).integers(1, 100, 2000).tolist()
+    assert len(packs(many, 128)) <= 1.01 * sum(many) / 128 + 1
+
+
+def test_a_packed_sample_says_where_documents_begin() -> None:
+    data = Packed(Documents(), 8, SIZES, {"input_ids": 99})
+    sample = data[packs(SIZES, 8).index([4, 5])]
+    assert sample["input_ids"].tolist() == [40, 50, 51, 52, 53, 99, 99, 99]
+    assert sample["labels"].tolist() == [-100, -100, 1, 2, 3, -100, -100, -100]
+    assert sample["position_ids"].tolist() == [0, 0, 1, 2, 3, 0, 1, 2]
+    assert {len(entry) for index in range(len(data)) for entry in data[index].values()} == {8}
+
+
+def test_documents_do_not_see_each_other() -> None:
+    places = torch.tensor([[0, 0, 1, 0, 1, 2]])
+    block = torch.block_diag(torch.ones(1, 1), torch.ones(2, 2), torch.ones(3, 3)).bool()
+    assert torch.equal(document_mask(places, causal=False)[0, 0], block)
+    assert torch.equal(document_mask(places)[0, 0], block.tril())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "length", "told"),
+    [
+        (SIZES, 7, r"longer than all buckets: number 3 \(got 8\); allowed: at most 7"),
+        ([*SIZES[:6], 5], 8, r"dataset\[6\]\['input_ids'\]: cannot be packed \(got '\[6\]'\)"),
+        (SIZES[:3], 8, "a whole number for each of the 7 samples"),
+    ],
+)
+def test_documents_that_cannot_be_packed_are_refused(lengths: list[int], length: int, told: str) -> None:
+    with pytest.raises(JobError, match=told):
+        list(map(Packed(Documents(), length, lambda _: lengths).__getitem__, range(4)))
 
 
 LABELS = [0] * 30 + [1] * 10

@@ -122,6 +122,13 @@ class FakeStream:
         finally:
             self._device.stream_of.current = before
 
+    def run(self, work: Callable[[], object]) -> None:
+        def act() -> bool:
+            work()
+            return True
+
+        self._put(act)
+
     def _put(self, act: Callable[[], bool]) -> None:
         with self._device.condition:
             self.entries.append(act)

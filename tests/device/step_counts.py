@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from morph.contract.decided import Decided
 from morph.contract.messages import ReshapeOrder, Slot, Source, StepOrder, WorkerSetup
@@ -46,6 +46,7 @@ from morph.runtime.groups.topology import topology, units_of_stage
 from morph.runtime.process.worker import Worker, set_up
 from morph.runtime.state.accumulators import Accumulator
 from morph.runtime.state.reduction import Reduction
+from morph.runtime.state.unit_state import apply_all
 from morph.runtime.step.generation import Generation
 from morph.runtime.workloads.job_workload import JobWorkload
 
@@ -139,8 +140,10 @@ class ShapeDevice:
         return made
 
 
-Kind = Literal["to device", "to host", "sync"]
+Kind = Literal["operation", "to device", "to host", "sync"]
 aten = torch.ops.aten
+_NO_KERNEL = {aten.detach.default, aten._unsafe_view.default, aten.lift_fresh.default, aten._local_scalar_dense.default}
+_NO_KERNEL_NAMES = ("empty", "new_empty", "_reshape_alias", "is_", "sym_")
 NUMBER = 0.5
 """What a number that a fake tensor does not have is taken to be."""
 _ASKS_THE_DEVICE = {aten.nonzero.default, aten.equal.default, aten._unique2.default, aten.masked_select.default}
@@ -190,7 +193,15 @@ class Counting(TorchDispatchMode):
             self.asked("sync", args[0].nbytes)
         found = func(*args, **kwargs)
         self._count(func, args, found)
+        if self._has_kernel(func) and any(
+            isinstance(one, Tensor) and self.is_on_device(one) for one in tree_leaves((args, found))
+        ):
+            self.asked("operation", 0)
         return found
+
+    def _has_kernel(self, func: Any) -> bool:
+        name = func._schema.name.partition("::")[2]
+        return not (func.is_view or func in _NO_KERNEL or name.startswith(_NO_KERNEL_NAMES))
 
     def _count(self, func: Any, args: Any, found: Any) -> None:
         if func in (aten._to_copy.default, aten.copy_.default):
@@ -291,12 +302,17 @@ class ShapeGroup:
         return lambda *_args, **_kwargs: ArrivedWork()
 
 
-def _on_host(counting: Counting, totals: Tensor, *_: object) -> None:
-    assert not counting.is_on_device(totals), "means of a ring are worked out on the host"
+class FusedKernels:
+    """In place of ``morph.runtime.state.fused_sums``: each call of one of its functions is one operation."""
 
+    def __init__(self, counting: Counting) -> None:
+        self._counting = counting
 
-def _nothing(*_: object) -> None:
-    """In place of what a fused kernel does with numbers."""
+    def of(self, device: torch.device) -> FusedKernels | None:
+        return self if device.type == NAME else None
+
+    def __getattr__(self, _name: str) -> Any:
+        return lambda *_: self._counting.asked("operation", 0)
 
 
 class ShapeLoader:
@@ -397,8 +413,7 @@ class ShapeJob:
             enter(mock.patch("morph.runtime.state.reduction.Reduction", _ReducedAtTheEnd))
             enter(mock.patch("morph.runtime.step.sums.Reduction", _ReducedAtTheEnd))
             enter(mock.patch("morph.runtime.state.fixed_point._on_processor", return_value=False))  # compiled loops
-            enter(mock.patch("morph.runtime.state.accumulators.add_fixed", _nothing))
-            enter(mock.patch("morph.runtime.state.accumulators.from_fixed", partial(_on_host, counting)))
+            enter(mock.patch("morph.runtime.state.fixed_point._fused", FusedKernels(counting).of))
             enter(mock.patch.object(self._workload, "_loader", ShapeLoader(mode, self._batch)))
             enter(mode)
             enter(counting)
@@ -422,9 +437,8 @@ class ShapeJob:
     def _step(self, worker: Worker, current: Generation, step: int) -> None:
         scale = next((state.loss_scale for state in current.units.values()), None)
         worker._run_step(current, StepOrder(generation=1, step=step, loss_scale=scale))
-        for state in current.units.values():
-            norm = 1.0 if self.job.clip_grad_norm is not None else None
-            state.apply(Decided(version=step + 1, gradient_norm=norm))
+        norm = 1.0 if self.job.clip_grad_norm is not None else None
+        apply_all(current.units.values(), Decided(version=step + 1, gradient_norm=norm))
 
     def _reshape_order(self, stages: list[range], num_micro_batches: int, total: int) -> ReshapeOrder:
         shape = self.shape
@@ -487,7 +501,7 @@ CASES = (
 
 
 HEAD = (
-    "| job | stage | each micro-batch: copies in, out (bytes); pageable; syncs | each step: the same |",
+    "| job | stage | each micro-batch: operations; copies in, out (bytes); pageable; syncs | each step: the same |",
     "|---|---|---|---|",
 )
 SITES_HEAD = ("| what | where | jobs |", "|---|---|---|")
@@ -522,7 +536,8 @@ def count_case(case: Case) -> tuple[list[str], set[Site]]:
     rows, sites = [], set()
     for stage in sorted({0, min(1, last), last}):
         both = split(job.count(stage, 1), job.count(stage, 2))
-        sites |= {site for site in both.each_micro_batch if both.each_micro_batch[site] or both.each_step[site]}
+        asked = {site for site in both.each_micro_batch if both.each_micro_batch[site] or both.each_step[site]}
+        sites |= {site for site in asked if site.kind != "operation"}
         name = "first" if stage == 0 else "last" if stage == last else "middle"
         cells = _cell(both.each_micro_batch, both.micro_batch_bytes), _cell(both.each_step, both.step_bytes)
         rows.append(f"| {case.title} | {name} | {cells[0]} | {cells[1]} |")
@@ -533,9 +548,10 @@ def _cell(counted: Mapping[Site, int], sized: Mapping[Site, int]) -> str:
     def total(numbers: Mapping[Site, int], kind: str) -> int:
         return sum(number for site, number in numbers.items() if site.kind == kind)
 
-    pageable = sum(number for site, number in counted.items() if site.kind != "sync" and not site.pinned)
-    copies = ", ".join(f"{total(counted, kind)} ({total(sized, kind):,})" for kind in ("to device", "to host"))
-    return f"{copies}; {pageable}; {total(counted, 'sync')}"
+    copied = ("to device", "to host")
+    pageable = sum(number for site, number in counted.items() if site.kind in copied and not site.pinned)
+    copies = ", ".join(f"{total(counted, kind)} ({total(sized, kind):,})" for kind in copied)
+    return f"{total(counted, 'operation')}; {copies}; {pageable}; {total(counted, 'sync')}"
 
 
 def site_rows(found: Mapping[Site, set[str]]) -> list[str]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from morph.contract.errors import GenerationAborted
-from morph.runtime.device.devices import Device, HostDevice
+from morph.contract.errors import ConfigError, GenerationAborted
+from morph.runtime.device.devices import Device, HostDevice, check_kernels, has_kernels
 from morph.runtime.device.links import HostLink, StagedLink
 from morph.runtime.device.staging import Staging
 from morph.runtime.groups.channels import Pending
@@ -190,3 +190,37 @@ def test_a_synchronisation_with_a_fake_device_hangs_until_abort(device: FakeDevi
         device.abort()
         with pytest.raises(DeviceLost):
             waiting.result(BOUND_S)
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "runs"),
+    [
+        ((7, 0), ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"], False),  # a V100, CUDA 13
+        ((7, 0), ["sm_50", "sm_60", "sm_70", "sm_75"], True),
+        ((8, 9), ["sm_75", "sm_80", "sm_90"], True),  # binary code of 8.0
+        ((8, 0), ["sm_86"], False),
+        ((9, 0), ["sm_90a"], True),
+        ((10, 3), ["sm_100a"], False),
+        ((10, 3), ["sm_100f"], True),
+        ((12, 1), ["sm_90", "compute_90"], True),  # which its driver compiles
+        ((7, 0), ["sm_75", "compute_75"], False),
+        ((9, 0), [], True),
+    ],
+)
+def test_a_device_without_kernels_in_this_torch_is_known(
+    capability: tuple[int, int], built_for: list[str], runs: bool
+) -> None:
+    assert has_kernels(capability, built_for) is runs
+
+
+def test_a_device_without_kernels_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_kernels(torch.device("cpu"))
+    for name, answer in {
+        "get_device_capability": (7, 0),
+        "get_arch_list": ["sm_75", "sm_80"],
+        "get_device_name": "Tesla V100",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    said = r"^vms.device: torch \S+ has no kernels for this device, Tesla V100 .*compute capability 7.0.*sm_75, sm_80"
+    with pytest.raises(ConfigError, match=said):
+        check_kernels(torch.device("cuda"))

@@ -125,6 +125,28 @@ def test_sums_reduced_on_devices_have_the_bits_of_those_reduced_through_gloo(tic
             assert have.exponents == want.exponents
 
 
+def test_no_host_waits_between_the_operations_of_a_piece(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both members enqueue what two pieces need, and more, while the devices do nothing yet."""
+    monkeypatch.setattr("morph.runtime.state.reduction.DEVICE_PIECE_BYTES", 1)
+    monkeypatch.setattr("morph.runtime.state.reduction.SHARE_BYTES", 800)
+    launches = [library.launches for library in members.libraries.values()]
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(reduced, members.pair, (1000,))
+        for name, launched in zip("ab", launches, strict=True):
+            enough = partial(lambda launched: len(launched) >= 6, launched)
+            members.pair.interrupts[name].wait_for(enough, "two gathers", BOUND_S)
+        kinds = [kind for _, kind in launches[0]]
+        assert kinds == ["reduce", "exchange", "exchange", "gather", "exchange", "gather"]
+        ticking = Ticking(*members.devices.values())
+        on_devices = whole.result(BOUND_S)["a"][0]
+        ticking.stop()
+    alone = sums_of("a", 1000)
+    partial_sums = sums_of("b", 1000).partial()
+    assert partial_sums is not None
+    alone.merge(partial_sums)
+    assert torch.equal(read(on_devices.gradients["w"]), read(alone.finish(2, 0).gradients["w"]))
+
+
 def test_an_operation_ends_with_its_event_and_not_with_its_future(members: Members) -> None:
     for name in "ab":
         members.pair.interrupts[name].wait_for(
@@ -136,7 +158,8 @@ def test_an_operation_ends_with_its_event_and_not_with_its_future(members: Membe
         for name in "ab"
     }
     assert not any(one.done for one in pending.values())
-    assert all(bool(one.isnan().all()) for one in into.values())
+    members.devices["a"].tick()  # its operation is begun, and the peer is not there
+    assert bool(into["a"].isnan().all())
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(pending["a"].wait, "it", BOUND_S)
         while not waiting.done():

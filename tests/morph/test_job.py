@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from morph.contract.errors import JobError
+from morph.jobs.files import split_job
 from morph.jobs.job import Job, load_job
 from tests.forked_modules import run_python
 
@@ -68,6 +69,27 @@ def test_a_job_is_loaded_by_name_or_from_a_function(tmp_path: Path) -> None:
     path = write(tmp_path, f"job = {MAKE}def build():\n    return {MAKE}")
     assert load_job(f"{path}:job").name == "a"
     assert load_job(f"{path}:build").batch_size == 4
+
+
+def test_a_function_gets_the_arguments_behind_its_name(tmp_path: Path) -> None:
+    path = write(tmp_path, f"job = {MAKE}def build(name='b', **given):\n    made = {MAKE}    return made, name, given")
+    text = f"{path}:build(name='x:f(1).py:y', rate=1e-3, on=True, sizes=[1, 2])"
+    assert split_job(text)[0] == path
+    with pytest.raises(JobError, match="build: is not a Job"):
+        load_job(text)
+    path = write(tmp_path, f"def build(size):\n    assert size == 'a:b'\n    return {MAKE}")
+    assert load_job(f"{path}:build(size='a:b')").name == "a"
+    with pytest.raises(JobError, match=r"build: calling it failed: TypeError: .*'width'"):
+        load_job(f"{path}:build(width=3)")
+
+
+@pytest.mark.parametrize("call", ["build(3)", "build(size=open)", "build(**{})", "build(size)", "build(size=1"])
+def test_arguments_that_are_no_plain_values_are_refused(tmp_path: Path, call: str) -> None:
+    path = write(tmp_path, f"job = {MAKE}def build(size):\n    return {MAKE}")
+    with pytest.raises(JobError, match=r"arguments: cannot be read|names no job"):
+        load_job(f"{path}:{call}")
+    with pytest.raises(JobError, match=r"job: takes no arguments \(got 'job\(size=1\)'\)"):
+        load_job(f"{path}:job(size=1)")
 
 
 def test_a_job_file_may_import_its_neighbour(tmp_path: Path) -> None:

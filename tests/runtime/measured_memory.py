@@ -224,13 +224,12 @@ class MeasuredJob:
 
 def measured_job(job_path: str) -> MeasuredJob:
     """Calibrate what a job computes and holds; links are made up, for no time is requested."""
-    alone = mock.patch.object(computing, "num_cores", return_value=1)  # nothing is timed beside busy neighbours
-    with one_thread(), alone:
+    with one_thread():
         subject = load_subject(job_path, torch.device("cpu"))
         size = subject.job.micro_batch_size
         assert size is not None
         compute = computing.measure_compute(
-            subject, (size,), stop_early=False, num_samples=5, progress=lambda _what, _share: None
+            subject, (size,), None, stop_early=False, num_samples=5, progress=lambda _what, _share: None
         )
     made_up = synthetic_profile()
     links = NetworkMeasurement(made_up.inter_node, made_up.all_reduce, made_up.commit)

@@ -1,20 +1,26 @@
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import StepLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from morph.checkpoint.unit_files import from_payload, to_payload
 from morph.contract.decided import Decided
 from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.runtime.pre_copy.wire import apply_update, copy_of_update
 from morph.runtime.state import unit_state
+from morph.runtime.state.accumulators import Reduced
 from morph.runtime.state.fixed_point import first_exponent
-from morph.runtime.state.unit_state import MakeOptimizer, UnitState, UpdateRules
+from morph.runtime.state.optimizer_state import step_together
+from morph.runtime.state.unit_state import MakeOptimizer, UnitState, UpdateRules, apply_all, norms_sq
 
 UNIT = ParameterUnit("s1+s4", (1, 4), ("tok.weight", "bias"))
 NUM_MICRO_BATCHES = 6
@@ -230,9 +236,8 @@ def test_complex_parameters_and_those_without_a_gradient_are_updated_as_by_a_pla
             reference[name].grad = gradient / 2
             accumulator.add(name, gradient)
         state.reduced = accumulator.finish(2, step=state.version)
-        norm_sq = state.norm_sq()
+        norm_sq = norms_sq({"s0": state})["s0"]
         norm = torch.nn.utils.clip_grad_norm_(list(reference.values()), 1.0)
-        assert norm_sq is not None
         assert norm_sq**0.5 == pytest.approx(float(norm), rel=1e-6)
         reference_optimizer.step()
         reference_optimizer.zero_grad()
@@ -299,3 +304,122 @@ def test_a_parked_state_is_updated_as_any_other_and_comes_back(
     assert not moves
     assert same(trained(offloaded=True), usual)
     assert len(moves) > 10
+
+
+FACTORIES: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
+    "adamw, foreach": lambda groups: torch.optim.AdamW(groups, lr=0.01, foreach=True),
+    "adam, fused, amsgrad": lambda groups: torch.optim.Adam(groups, lr=0.01, fused=True, amsgrad=True),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "momentum, foreach": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, momentum=0.5, centered=True, foreach=True),
+}
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("scheduled", [False, True], ids=["", "scheduled"])
+def test_a_units_step_has_the_same_bits_whoever_shares_the_call(
+    kind: str, scheduled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units of many kinds in random groups, some without a gradient at times, against each unit alone."""
+    chance = random.Random(f"{kind}{scheduled}")
+    generator = torch.Generator().manual_seed(1)
+
+    def factory(named: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
+        every = list(named)
+        decayed = [parameter for name, parameter in every if name.endswith("weight")]
+        rest = [parameter for name, parameter in every if not name.endswith("weight")]
+        return FACTORIES[kind]([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
+
+    rules = UpdateRules(
+        make_scheduler=(lambda optimizer: StepLR(optimizer, 1, 0.5)) if scheduled else None, clip_grad_norm=1.0
+    )
+    units = []
+    for number in range(9):
+        shapes = {f"{number}.weight": (chance.choice([3, 64, 4099]), 5), f"{number}.bias": (chance.choice([1, 7, 16]),)}
+        values = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        if number == 4:
+            values[f"{number}.weight"] = values[f"{number}.weight"].t().contiguous().t()
+        if number in (6, 7):
+            values = {name: value.double() for name, value in values.items()}
+        units.append((ParameterUnit(f"s{number}", (number,), tuple(values)), values))
+
+    def made() -> list[UnitState]:
+        return [
+            UnitState(unit, values, factory, num_micro_batches=1, exact=True, rules=rules) for unit, values in units
+        ]
+
+    alone, joined = made(), made()
+    calls: list[int] = []
+
+    def stepped(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        calls.append(len(optimizers))
+        step_together(optimizers)
+
+    monkeypatch.setattr(unit_state, "step_together", stepped)
+    for version in range(1, 7):
+        decided, lacks = Decided(version=version, gradient_norm=2.0), chance.randrange(9) if version == 4 else None
+        for one, other in zip(alone, joined, strict=True):
+            gradients = {
+                name: torch.randn(value.shape, generator=generator, dtype=value.dtype)
+                for name, value in one.parameters.items()
+                if name != f"{lacks}.bias"
+            }
+            for state in (one, other):
+                own = {name: gradient.clone() for name, gradient in gradients.items()}
+                state.reduced = Reduced(gradients=own, exponents=state.exponents, overflowed=False)
+        for state in alone:
+            state.apply(decided)
+        order = chance.sample(joined, 9)
+        cut = chance.randrange(3, 7)
+        for some in (order[:cut], order[cut:]):
+            apply_all(some, decided)
+        if version == 5:  # whose first step then is its own
+            joined[0].load({name: tensor.clone() for name, tensor in joined[0].tensors().items()})
+        assert all(same(one.tensors(), other.tensors()) for one, other in zip(alone, joined, strict=True))
+    assert max(calls) > 2
+
+
+def test_norms_of_units_have_the_same_bits_whoever_shares_the_call() -> None:
+    def folded(values: Tensor) -> Tensor:
+        """Of one chunk: by halves."""
+        while len(values) > 1:
+            half = (len(values) + 1) // 2
+            values = torch.cat([values[: len(values) - half] + values[half:], values[len(values) - half : half]])
+        return values
+
+    generator = torch.Generator().manual_seed(2)
+    sizes = {"a": [5, 1, 1024], "b": [(1 << 20) + 77, 3], "c": [1024, 1024, 5, 0], "d": [], "e": [4099]}
+    tensors = {unit: [torch.randn(size, generator=generator) for size in some] for unit, some in sizes.items()}
+    tensors["c"][0] = tensors["c"][0].double()
+    expected = {
+        unit: math.fsum(
+            float(folded(chunk.double().square())) for tensor in some for chunk in tensor.split(1 << 20) if len(chunk)
+        )
+        for unit, some in tensors.items()
+    }
+    assert unit_state.squared_norms(tensors) == expected
+    chance = random.Random(0)
+    for _ in range(8):
+        some = chance.sample(sorted(tensors), 3)
+        found = unit_state.squared_norms({unit: tensors[unit] for unit in some})
+        assert found == {unit: expected[unit] for unit in some}
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is no view."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_alike_tensors_take_no_more_operations_for_their_norm_than_one() -> None:
+    counts, tensors = [], [torch.ones(1024)] * 3
+    for num in (1, 40):
+        with Operations() as operations:
+            unit_state.squared_norms({str(unit): tensors for unit in range(num)})
+        counts.append(operations.num)
+    assert counts[1] == counts[0] < 20

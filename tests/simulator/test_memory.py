@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from morph.contract.errors import PlanError
-from morph.contract.profile import Environment, Profile
+from morph.contract.profile import Environment, Profile, UnitProfile
 from simulator import plan, simulate, synthetic_profile
 from simulator.costs.memory import StageMemory
 from simulator.costs.stage_costs import SectionCosts, stage_costs
@@ -201,6 +202,28 @@ def test_mailboxes_between_devices_are_counted_where_they_may_be_used() -> None:
     assert together.memory_bytes.tolist() == simulate(profile_of(), **shape).costs.memory_bytes.tolist()
 
 
+def test_buffers_of_nccl_are_counted_for_each_ring_of_a_worker() -> None:
+    ring, shape = 256 * 2**20, {"num_stages": 3, "micro_batch_size": M}
+    profile = profile_of(host_memory_bytes=2**40)
+    environment = profile.environment.model_copy(update={"ring_bytes": ring})
+    own = profile.model_copy(update={"environment": environment, "units": ()})
+    unit = UnitProfile(id="tied", sections=(0, own.num_sections - 1), parameter_bytes=8)
+    tied = own.model_copy(update={"units": (unit,)})
+
+    def taken(profile: Profile, **more: Any) -> list[int]:
+        gloo, found = (simulate(profile, **shape, rings=some, **more).costs for some in ("gloo", "nccl"))
+        assert (
+            simulate(profile, **shape, rings="auto", **more).costs.memory_bytes.tolist() == found.memory_bytes.tolist()
+        )
+        return [int(size) // ring for size in found.memory_bytes - gloo.memory_bytes]
+
+    assert taken(own) == [0, 0, 0], "one replica reduces nothing"
+    assert taken(own, num_replicas=2) == [1, 1, 1]
+    assert taken(tied) == [1, 0, 1]
+    assert taken(tied, num_replicas=2) == [2, 1, 2]
+    assert "NCCL" in simulate(own, **shape, num_replicas=2, rings="nccl").costs.memory_parts(0)[1]
+
+
 def test_an_optimizer_in_host_memory_is_no_burden_for_the_device() -> None:
     shape: dict[str, Any] = {"num_stages": 2, "micro_batch_size": M}
     profile = profile_of(host_memory_bytes=2**40)
@@ -218,6 +241,12 @@ def test_a_plan_that_does_not_fit_is_refused_with_its_largest_part() -> None:
     apart = profile_of(host_memory_bytes=2**40)
     with pytest.raises(PlanError, match=r"memory_bytes: .*while gradients are reduced, .* GiB are optimizer state"):
         plan(apart, **given)
+    with pytest.raises(PlanError, match=r"memory_bytes: ") as refused:
+        plan(apart, **given | {"memory_bytes": 2**20})
+    least = int(re.findall(r"at least (\d+) bytes", str(refused.value))[0])
+    assert f"; each device lacks {(least - 2**20) / 2**30:.3g} GiB (got 1048576)" in str(refused.value)
+    with pytest.raises(PlanError, match=r"host_memory_bytes: .*; each device lacks \S+ GiB of host memory \(got 9\)"):
+        plan(profile_of(host_memory_bytes=9), **given | {"memory_bytes": 2**40})
 
 
 def test_a_plan_says_what_its_fullest_stage_holds() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from morph.contract.errors import JobError
+from morph.optimizers import Optimizers
 from morph.tracing import DependencyReport, Finding, require_no_violation
 
 pytestmark = pytest.mark.slow
@@ -374,6 +375,21 @@ def test_an_optimizer_that_keeps_parameters_apart_is_clean(tools: Any, kind: Any
     assert report.violations == ()
     assert report.units == UNITS
     assert {f.kind for f in report.findings if f.phase == "optimizer"} <= {"leaves", "constant"}
+
+
+def by_shape(named: Any, matrices: Any, others: Any) -> Optimizer:
+    found = [parameter for _, parameter in named]
+    return Optimizers(([p for p in found if p.ndim == 2], matrices), ([p for p in found if p.ndim != 2], others))
+
+
+def test_muon_for_matrices_and_another_optimizer_for_the_rest_are_clean(tools: Any) -> None:
+    job = tools.make_job(optimizer=lambda named: by_shape(named, torch.optim.Muon, torch.optim.AdamW))
+    assert tools.trace(job).violations == ()
+
+
+def test_a_part_that_couples_its_parameters_is_a_violation_at_its_line(tools: Any) -> None:
+    found = the_violation(tools.trace(tools.make_job(optimizer=lambda named: by_shape(named, NvLamb, Lion))))
+    assert (found.kind, found.place.user) == ("mixing", line_of(".sum()  # mixes"))
 
 
 def test_numbers_taken_from_one_parameter_are_cleared_by_the_trials(tools: Any) -> None:

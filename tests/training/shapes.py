@@ -26,7 +26,7 @@ NAMES = ("w0", "w1", "w2", "w3")
 
 
 def spec_of(name: str) -> str:
-    """The job of a name, as workers are told it; one of another file is told so already."""
+    """The job of a name, as workers are told it; or path/to/file.py:name as it is."""
     return name if ":" in name else f"{JOBS}:{name}"
 
 
@@ -115,7 +115,7 @@ class ShapesCrew:
         """Train a job from its seed.
 
         Args:
-            job: Its name in ``training_jobs``.
+            job: Its name in ``training_jobs``, or path/to/file.py:name.
             spans: (shape or plan, version until which it runs), in turn.
             directory: For checkpoints.
             lose: The first worker of a shape with replicas does not come along into the next one. The others are

@@ -47,7 +47,8 @@ def evaluate(job: Job, *, seed: int) -> tuple[Tensor, Tensor]:
     model = cut(exported, num_sections=job.num_sections, micro_batch_size=MICRO_BATCH_SIZE)
     loader = EvaluationLoader(Points(500, 6), 0, job.dataset()[0], MICRO_BATCH_SIZE, None)
     parameters = {name: value.clone().requires_grad_() for name, value in exported.initial_parameters.items()}
-    stage = EvaluationStage(evaluation_sections(model), parameters, loader.load, "fp32", seed, 4)
+    sections = evaluation_sections(model)
+    stage = EvaluationStage(lambda _: sections, parameters, loader.load, "fp32", seed, 4)
     (loss,) = stage.forward(1, ())
     whole = job.model().eval()
     whole.load_state_dict({name: value.detach() for name, value in parameters.items()}, strict=False)

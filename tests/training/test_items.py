@@ -2,31 +2,57 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from morph.cutting import export_job
+from manager.controller.state.evaluations import totals_of
+from morph import Loss
+from morph.cutting import cut, export_job
 from morph.data.loader import order_of, recipe_of
+from morph.data.packing import packs
 from morph.jobs.job import load_job
 from morph.preflight.data_check import check_data
 from morph.runtime.process.single import run_single
+from morph.runtime.workloads.evaluation import Evaluator
 from tests.training.shapes import ShapesCrew, spec_of
 from tests.training.test_weighted_losses import parameters_of
-from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS
+from tests.training.training_jobs import (
+    MICRO_BATCH_SIZE,
+    NUM_SECTIONS,
+    Texts,
+    lengths,
+    next_token_loss,
+    padded_by_hand,
+)
 
 NUM_STEPS = 5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["nested", "collated"])
+@pytest.mark.parametrize("name", ["nested", "collated", "varying", "varying_with_dropout", "packed"])
 def test_every_shape_gives_the_same_bits(crew: ShapesCrew, tmp_path: Path, name: str) -> None:
     alone = crew.train(name, [("1x1", NUM_STEPS)], tmp_path / "alone")
     shapes = crew.train(name, [("2x2", 2), ("1x3", 4), ("2x1", NUM_STEPS)], tmp_path / "shapes", lose=True)
     assert shapes.digests == alone.digests
     assert shapes.losses == alone.losses
+    assert shapes.evaluations == alone.evaluations
+
+
+@pytest.mark.slow
+def test_what_an_evaluation_returns_for_each_sample_is_in_the_order_of_the_data(
+    crew: ShapesCrew, tmp_path: Path
+) -> None:
+    trained = crew.train("varying_told", [("1x2", 2)], tmp_path)
+    found = [answer.evaluation for answer in trained.commits if answer.evaluation is not None]
+    totals = totals_of(found)
+    assert totals is not None
+    job = load_job(spec_of("varying_told"))
+    model = cut(export_job(job), num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE)
+    assert Evaluator(job, model, torch.device("cpu")).finish(totals).values == {"right": 1.0}
 
 
 @pytest.mark.slow
@@ -36,6 +62,37 @@ def test_nested_items_train_as_a_plain_loop_over_whole_mini_batches(tmp_path: Pa
     order, recipe, data = order_of(job), recipe_of(job), job.dataset()
     for name, value in plain_loop(job, lambda step: batch_of(recipe, data, order.mini_batch(step))).items():
         assert torch.allclose(weights[name], value, rtol=1e-6, atol=1e-6), name
+
+
+@pytest.mark.slow
+def test_texts_of_varying_length_train_as_a_plain_loop_over_whole_mini_batches(tmp_path: Path) -> None:
+    by_hand = trained("varying_by_hand", tmp_path / "by_hand")
+    weights = trained("varying", tmp_path / "varying")
+    assert all(torch.equal(value, by_hand[name]) for name, value in weights.items())
+    job, order = load_job(spec_of("varying")), order_of(load_job(spec_of("varying")))
+    texts = job.dataset()
+    plain = plain_loop(job, lambda step: padded_by_hand([texts[index] for _, index in order.mini_batch(step)]))
+    for name, value in plain.items():
+        assert torch.allclose(weights[name], value, rtol=1e-6, atol=1e-6), name
+
+
+@pytest.mark.slow
+def test_packed_texts_train_as_a_plain_loop_over_texts_by_themselves(tmp_path: Path) -> None:
+    weights = trained("packed", tmp_path)
+    job, order = load_job(spec_of("packed")), order_of(load_job(spec_of("packed")))
+    texts, packs_of = Texts(), packs(lengths(Texts()), 16)
+
+    def batch(step: int) -> list[dict[str, torch.Tensor]]:
+        return [texts[number] for _, index in order.mini_batch(step) for number in packs_of[index]]
+
+    for name, value in plain_loop(replace(job, loss=loss_of_texts), batch, job).items():
+        assert torch.allclose(weights[name], value, rtol=1e-6, atol=1e-6), name
+
+
+def loss_of_texts(model: torch.nn.Module, batch: list[dict[str, torch.Tensor]]) -> Loss:
+    """Each text alone."""
+    parts = [next_token_loss(model, {name: entry[None] for name, entry in text.items()}) for text in batch]
+    return Loss(sum(part.total for part in parts), sum(part.weight for part in parts))  # type: ignore[arg-type]
 
 
 def batch_of(recipe: Any, data: Any, places: Any) -> Any:
@@ -55,10 +112,10 @@ def trained(name: str, directory: Path) -> dict[str, torch.Tensor]:
     return parameters_of(manifest, directory)
 
 
-def plain_loop(job: Any, batch: Any) -> dict[str, torch.Tensor]:
-    """The weights after as many steps of a loop over whole mini-batches."""
+def plain_loop(job: Any, batch: Any, as_trained: Any = None) -> dict[str, torch.Tensor]:
+    """The weights after as many steps of a loop over whole mini-batches; ``as_trained``: with its first weights."""
     model = job.model()
-    model.load_state_dict(dict(export_job(job).initial_parameters), strict=False)
+    model.load_state_dict(dict(export_job(as_trained or job).initial_parameters), strict=False)
     optimizer = job.optimizer(list(model.named_parameters()))
     for step in range(NUM_STEPS):
         result = job.loss(model, batch(step))
@@ -68,6 +125,6 @@ def plain_loop(job: Any, batch: Any) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("name", ["nested", "collated"])
+@pytest.mark.parametrize("name", ["nested", "collated", "varying_with_dropout", "varying_by_hand", "packed"])
 def test_such_data_passes_the_checks(name: str) -> None:
     check_data(load_job(spec_of(name)))

@@ -22,9 +22,10 @@ from morph.contract.errors import JobError, TrainingStopped
 from morph.cutting import cut, export_job
 from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.jobs.changes import Change
+from morph.optimizers import Optimizers, kind_of
 from morph.runtime.state.accumulators import Reduced
 from morph.runtime.state.optimizer_state import MakeOptimizer, from_plain, to_plain
-from morph.runtime.state.unit_state import UnitState, UpdateRules, squared_norm, update_rules
+from morph.runtime.state.unit_state import UnitState, UpdateRules, norms_sq, squared_norm, update_rules
 from morph.runtime.workloads.job_workload import check_training, settings
 from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, plain, sgd
 
@@ -44,6 +45,14 @@ def two_groups(named: Iterable[tuple[str, Parameter]]) -> Optimizer:
 
 def named_groups(named: Iterable[tuple[str, Parameter]]) -> Optimizer:
     return optim.SGD(list(named), lr=0.1, momentum=0.9)
+
+
+def muon_and_adamw(named: Iterable[tuple[str, Parameter]]) -> Optimizer:
+    found = [parameter for _, parameter in named]
+    return Optimizers(
+        ([p for p in found if p.ndim == 2], lambda matrices: optim.Muon(matrices, lr=0.02)),
+        ([p for p in found if p.ndim != 2], lambda others: optim.AdamW(others, lr=0.01, amsgrad=True)),
+    )
 
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
@@ -71,6 +80,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "Adafactor": one_group(optim.Adafactor, lr=0.01),
     "two groups": two_groups,
     "named parameters": named_groups,
+    "Muon and AdamW": muon_and_adamw,
 }
 SCHEDULES: dict[str, Callable[[Optimizer], LRScheduler]] = {
     "LambdaLR": lambda o: schedules.LambdaLR(o, lambda step: 1 / (1 + step)),
@@ -161,6 +171,19 @@ def test_settings_that_the_job_changed_apply_and_the_optimizers_state_goes_on() 
         step(by_hand, 50 + index)
     one, other = went_on.tensors(), by_hand.tensors()
     assert same({**one, "numbers": other["numbers"]}, other)
+
+
+def test_parts_train_as_each_would_alone_and_go_on_as_others_only_by_name() -> None:
+    state = begun(muon_and_adamw, SCHEDULES["StepLR"])
+    matrix = begun(lambda named: optim.Muon([p for n, p in named if n == "weight"], lr=0.02), SCHEDULES["StepLR"])
+    vector = begun(
+        lambda named: optim.AdamW([p for n, p in named if n == "bias"], lr=0.01, amsgrad=True), SCHEDULES["StepLR"]
+    )
+    assert torch.equal(state.parameters["weight"], matrix.parameters["weight"])
+    assert torch.equal(state.parameters["bias"], vector.parameters["bias"])
+    assert kind_of(state.optimizer) == "Muon, AdamW"
+    with pytest.raises(JobError, match=r"needs a closure \(got 'LBFGS'\)"):
+        make(lambda named: Optimizers(([p for _, p in named], optim.LBFGS)))
 
 
 def test_with_a_rate_of_zero_no_weight_moves() -> None:
@@ -466,8 +489,8 @@ def test_clipping_does_what_torch_does_to_a_model_in_one_piece(most: float) -> N
     ]
     for state, gradient in zip(states, gradients(0, *shapes), strict=True):
         state.reduced = Reduced(gradients={"p": gradient}, exponents={}, overflowed=False)
-    norms_sq = [{state.unit.id: state.norm_sq() or 0.0} for state in states]
-    decided = decided_step(1, norms_sq, [False] * 3, [unit.id for unit in units])
+    found = [norms_sq({state.unit.id: state}) for state in states]
+    decided = decided_step(1, found, [False] * 3, [unit.id for unit in units])
     assert decided.gradient_norm == pytest.approx(float(norm), rel=1e-6)
     for state, parameter in zip(states, whole, strict=True):
         state.apply(decided)
@@ -496,5 +519,5 @@ def test_a_job_without_clipping_reports_and_decides_no_norm() -> None:
     unit = ParameterUnit("s0", (0,), ("p",))
     state = UnitState(unit, {"p": torch.ones(2)}, sgd, num_micro_batches=1, exact=True)
     state.reduced = Reduced(gradients={"p": torch.ones(2)}, exponents={}, overflowed=False)
-    assert state.norm_sq() is None
+    assert norms_sq({"s0": state}) == {}
     assert decided_step(1, [{}], [False], ["s0"]) == Decided(version=1)

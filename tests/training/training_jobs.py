@@ -19,7 +19,8 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from morph import Best, CutPoint, Job, Loss, LossScaling, PerSample, Sum
-from morph.data.order import stratified, weighted
+from morph.data import Packed, document_mask
+from morph.data.order import grouped, stratified, weighted
 from morph.data.streams import Jsonl, Stream
 from morph.losses import cross_entropy
 
@@ -759,3 +760,106 @@ collated = replace(
     collate_fn=masked,
     sampler=stratified(lambda rows: [i % 3 for i in range(40)]),
 )
+
+
+def length_of(index: int) -> int:
+    """The length of a text."""
+    return 2 + index * 7 % 13
+
+
+class Texts:
+    """Texts of random tokens of varying length; the next token depends on the one before."""
+
+    def __init__(self, first: int = 0, count: int = NUM_SAMPLES) -> None:
+        self._first, self._count = first, count
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return tokens, which are their own labels."""
+        start = torch.tensor([self._first + index])
+        tokens = (start + 3 * torch.arange(length_of(index))) % WIDTH
+        return {"tokens": tokens, "labels": tokens.clone()}
+
+
+def lengths(data: Texts) -> list[int]:
+    """Return the lengths of all texts."""
+    return [length_of(index) for index in range(len(data))]
+
+
+class Reader(nn.Module):
+    """An embedding, layers with causal attention, and an output layer that shares the embedding's weight."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WIDTH, WIDTH)
+        self.places = nn.Embedding(16, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.dropout = nn.Dropout(dropout)
+        self.output = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None, places: Tensor | None = None) -> Tensor:
+        """Return the logits of the next tokens."""
+        where = torch.arange(tokens.shape[1])[None] if places is None else places
+        x = self.embedding(tokens) + self.places(where)
+        for layer in self.layers:
+            y = functional.scaled_dot_product_attention(x, x, x, mask, is_causal=mask is None)
+            x = x + self.dropout(torch.tanh(layer(y)))
+        out: Tensor = self.output(x)
+        return out
+
+
+def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+    """Cross entropy of the next tokens."""
+    return cross_entropy(model(batch["tokens"])[:, :-1], batch["labels"][:, 1:])
+
+
+def padded_by_hand(texts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Pad to the longest text of the batch, as tokenizers do."""
+    pad = nn.utils.rnn.pad_sequence
+    labels = pad([text["labels"] for text in texts], batch_first=True, padding_value=-100)
+    return {"tokens": pad([text["tokens"] for text in texts], batch_first=True), "labels": labels}
+
+
+varying = replace(
+    plain,
+    model=Reader,
+    loss=next_token_loss,
+    dataset=Texts,
+    lengths=lengths,
+    buckets=(4, 8, 16),
+    eval_data=lambda: Texts(5, 9),
+    eval_every_steps=2,
+)
+varying_with_dropout = replace(varying, model=lambda: Reader(0.2), data_workers=1, sampler=grouped(lengths, BATCH_SIZE))
+
+
+def told_tokens_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Loss, dict[str, PerSample]]:
+    """The same, and what each sample is."""
+    tokens = batch["tokens"]
+    return next_token_loss(model, batch), {"first": PerSample(tokens[:, 0]), "all": PerSample(batch["labels"])}
+
+
+def check_order(values: dict[str, np.ndarray]) -> dict[str, float]:
+    """Whether samples come in the order of the data, padded to the longest bucket."""
+    data = Texts(5, 9)
+    rows = [np.pad(data[i]["labels"].numpy(), (0, 16 - length_of(i)), constant_values=-100) for i in range(8)]
+    firsts = [int(data[i]["tokens"][0]) for i in range(8)]
+    return {"right": float((values["all"] == np.stack(rows)).all() and values["first"].tolist() == firsts)}
+
+
+varying_told = replace(varying, loss=told_tokens_loss, eval_metrics=check_order)
+varying_by_hand = replace(varying, collate_fn=padded_by_hand)
+
+
+def packed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+    """Cross entropy of the next tokens of packed texts, which do not see each other."""
+    places = batch["position_ids"]
+    logits = model(batch["tokens"], document_mask(places)[:, 0], places)
+    return cross_entropy(logits[:, :-1], batch["labels"][:, 1:])
+
+
+packed = replace(plain, model=Reader, loss=packed_loss, dataset=lambda: Packed(Texts(), 16, lengths))

@@ -55,7 +55,7 @@ def check_job(job_path: str, profile: Profile) -> CheckedJob:
     from morph.contract.job_facts import JobFacts
     from morph.cutting.cache.cut_job import LoadedJob
     from morph.data.loader import data_facts
-    from morph.jobs.files import held
+    from morph.jobs.files import held, split_job
     from morph.jobs.snapshot import from_elsewhere
     from morph.preflight.checks import users_code
 
@@ -72,7 +72,7 @@ def check_job(job_path: str, profile: Profile) -> CheckedJob:
     if found is None:
         with users_code(job_path):
             found = _look_at(loaded, profile, job_path)
-        files = held(Path(job_path.rpartition(":")[0]))
+        files = held(Path(split_job(job_path)[0]))
         if about and found.lasting and files is not None and not from_elsewhere(files, before):
             loaded.keep_findings(about, json.dumps(asdict(found)).encode())
     for note in found.notes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -100,7 +101,7 @@ def plan_command(
       morph plan profile.json --gpus 16..128 --price 0.9 --csv plans.csv --png plans.png
       morph plan profile.json --gpus 16 --objective progress --set revocations_per_hour=0.4
     """
-    from morph.contract.profile import load_profile
+    from morph.contract.profile import load_profile, other_links
     from simulator import plan
     from simulator.inputs.conditions import of_node_type
 
@@ -120,6 +121,8 @@ def plan_command(
             return
         request = replace(request, objective=_OBJECTIVES[aim])
         choice = plan(measured, request, num_gpus=None if numbers is None else numbers[0])
+    for sentence in other_links(measured, request.links, request.rings):
+        print(f"warning: {sentence}", file=sys.stderr)
     if output is not None:
         write_output(output, choice.best.model_dump_json(indent=1) + "\n", PlanError)
     if as_json:

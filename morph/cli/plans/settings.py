@@ -19,6 +19,8 @@ class Conditions(Value):
     compute_slots: int | None = Field(None, description="tasks at once, where workers share one machine's cores")
     share_links: bool = Field(True, description="messages share the bandwidth of a node's link")
     host_memory_gib: float | None = Field(None, description="host memory for each GPU; absent: the profile's")
+    links: Literal["staged", "ipc", "auto"] = Field("staged", description="as vms.links of the run")
+    rings: Literal["gloo", "nccl", "auto"] = Field("gloo", description="as vms.rings of the run")
     num_draws: int = Field(20, description="mini-batches to draw for each shape, with --jitter-seed")
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,6 +33,24 @@ CALIBRATE_HELP = """Measure a job once on this machine, section by section, and 
       morph calibrate configs/jobs/tiny_gpt.py:job --add-node-type small --profile profile.json
       morph calibrate configs/jobs/tiny_gpt.py:job --peer 10.0.0.2:7420 --token-file peer.token
 """
+
+
+class LinkName(StrEnum):
+    """As ``LinkSetting``."""
+
+    STAGED = "staged"
+    IPC = "ipc"
+    AUTO = "auto"
+
+
+class RingName(StrEnum):
+    """As ``RingSetting``."""
+
+    GLOO = "gloo"
+    NCCL = "nccl"
+    AUTO = "auto"
+
+
 DEFAULT_OUTPUT = Path("profile.json")
 _BUSY_SHARE = 0.5
 _PLACES = {
@@ -75,6 +94,12 @@ def calibrate_command(
     token_file: Annotated[
         Path | None, typer.Option("--token-file", help=f"With --peer: {TOKEN_HELP}", show_default=False)
     ] = None,
+    links: Annotated[
+        LinkName, typer.Option("--links", help="Measure messages within a node as vms.links of the run: with cuda.")
+    ] = LinkName.STAGED,
+    rings: Annotated[
+        RingName, typer.Option("--rings", help="Measure reductions as vms.rings of the run: with cuda.")
+    ] = RingName.GLOO,
     node_type: Annotated[
         str | None, typer.Option("--add-node-type", metavar="NAME", help="Add this machine's type to --profile.")
     ] = None,
@@ -93,6 +118,8 @@ def calibrate_command(
         "--checkpoint-url": checkpoint_url,
         "--commit-round": commit_round,
         "--peer": peer,
+        "--links": links != LinkName.STAGED,
+        "--rings": rings != RingName.GLOO,
     }
     _check_options(node_type, profile, others)
     other_node = _peer_address(peer, token_file)
@@ -104,6 +131,7 @@ def calibrate_command(
 
     def measure(told: Told) -> Profile:
         from calibrate import add_node_type, calibrate
+        from calibrate.links.network import Carriers
 
         if known is not None and node_type is not None:
             return add_node_type(known, job, node_type, num_samples=samples, device=device, progress=told)
@@ -115,6 +143,7 @@ def calibrate_command(
             device=device,
             checkpoint_url=checkpoint_url,
             peer=other_node,
+            carriers=Carriers(links.value, rings.value),
             progress=told,
             check=_check_job,
         )
@@ -126,6 +155,9 @@ def calibrate_command(
     with progress() as told, users_code(job), places(_PLACES):
         found = measure(told)
     write_profile(found, path, as_read=known is not None)
+    for field in ("links", "rings") if known is None else ():
+        if field in found.sources:
+            print(f"warning: {field} were measured over {found.sources[field]}", file=sys.stderr)
     _show(found, node_type)
     if busy is not None:
         print(busy, file=sys.stderr)

@@ -96,9 +96,11 @@ def write_entry(exported: ExportedJob, model: CutModel, folder: str) -> bytes:
     }
     text = json.dumps(form, separators=(",", ":"))
     content = zlib.compress(text.replace(_in_json(folder), _FOLDER).encode())
-    for section, again in zip(model.sections, read_entry(content, folder).model.sections, strict=True):
-        if _codes(section.code) != _codes(again.code):
-            raise CannotKeep("a graph that reads back as another")
+    read = read_entry(content, folder).model.every()
+    for length, one in model.every().items():
+        for section, again in zip(one.sections, read[length].sections, strict=True):
+            if _codes(section.code) != _codes(again.code):
+                raise CannotKeep("a graph that reads back as another")
     return content
 
 
@@ -119,7 +121,7 @@ def read_entry(content: bytes, folder: str) -> Entry:
             for entries, specs, num_operations in form["tensors"]
         )
         return Entry(
-            read_value(form["model"], constants=Constants(constants, form["constants"])),
+            read_value(form["model"], constants=Constants(constants, form["constants"], constants.specs)),
             InitialState(parameters, buffers),
             tape,
         )
@@ -205,13 +207,14 @@ def _read_graph(forms: Json) -> GraphModule:
     graph, root = Graph(), nn.Module()
     nodes: list[Node] = []
     for op, name, target, args, kwargs, meta in forms:
-        if op not in {*_OPS, "get_attr"}:
+        is_graph = op == "get_attr" and isinstance(meta, list) and target.isidentifier() and not hasattr(root, target)
+        if op not in _OPS and not is_graph:
             raise ValueError(f"a graph's {op} is no operation")
-        if op == "get_attr":
+        if is_graph:
             root.add_module(target, _read_graph(meta))
         called, given, named = (read_value(part, nodes) for part in (target, args, kwargs))
         node = graph.create_node(op, called, given, named, name=name)
-        node.meta.update(meta if op != "get_attr" else {})
+        node.meta.update({} if is_graph else meta)
         nodes.append(node)
     found = GraphModule(root, graph)
     found.graph.lint()

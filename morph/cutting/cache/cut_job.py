@@ -21,7 +21,7 @@ from morph.cutting.deferred_init.weight_files import require_files
 from morph.cutting.exporting.exported_job import ExportedJob, InitialState
 from morph.cutting.sections.section import CutModel
 from morph.cutting.source.reads import Reads
-from morph.jobs.files import held
+from morph.jobs.files import held, split_job
 from morph.jobs.job import Job, load_job
 from morph.user_cache import cache_folder, keep, read_kept
 
@@ -49,7 +49,7 @@ class LoadedJob:
 
     def __init__(self, job_path: str) -> None:
         self._folder = _folder_of(job_path)
-        self._files = held(Path(job_path.rpartition(":")[0]))
+        self._files = held(Path(split_job(job_path)[0]))
         self._reads = Reads()
         with self._reads:
             self.job = load_job(job_path)
@@ -173,4 +173,4 @@ def load_and_cut(
 
 
 def _folder_of(job_path: str) -> str:
-    return str(Path(job_path.rpartition(":")[0]).resolve().parent)
+    return str(Path(split_job(job_path)[0]).resolve().parent)

@@ -15,7 +15,8 @@ import torch
 
 import morph
 from morph.cutting.trial_run.trial import example_batch
-from morph.jobs.files import OWN, JobFiles, file_of, is_installed
+from morph.data.loader import varying_dims
+from morph.jobs.files import OWN, JobFiles, file_of, is_installed, split_job
 from morph.jobs.job import Job
 from morph.jobs.snapshot import imported_names
 
@@ -42,10 +43,11 @@ def content_key(job_path: str, job: Job, files: JobFiles) -> str | None:
     """
     if not _imports_known_code(files):
         return None
-    path, _, name = job_path.rpartition(":")
+    path, name = split_job(job_path)
     facts = {
         "job": [files.inside(path), name],
         "files": {inside: _digest(content) for inside, content in sorted(files.files.items())},
+        "buckets": [list(job.buckets), {key: list(dims) for key, dims in varying_dims(job).items()}],
         "data": {
             key: [str(entry.dtype), list(entry.shape), _digest(entry.contiguous().flatten().view(torch.uint8).numpy())]
             for key, entry in example_batch(job).items()

@@ -39,7 +39,10 @@ def concrete(exported: GraphJob, value: Any, num_samples: int) -> Any:
     """
     if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value
-    result = value.node.expr.subs({exported.batch_symbol: num_samples})
+    known: dict[Any, int | None] = {exported.batch_symbol: num_samples}
+    if exported.length_symbol is not None:
+        known[exported.length_symbol] = exported.length
+    result = value.node.expr.subs(known)
     if result.free_symbols:
         raise ExportError(
             "the model has a size that depends on the data",
@@ -108,7 +111,7 @@ class Analysis:
         return sum(self.costs)
 
     def shapes(self, node: Node, num_samples: int = REFERENCE_SAMPLES) -> list[Sequence[int]]:
-        """Return the shapes of a node's tensors for ``num_samples`` samples."""
+        """Return the shapes of a node's tensors for ``num_samples`` samples, and the exported job's length."""
         return [
             tuple(concrete(self.exported, size, num_samples) for size in tensor.shape) for tensor in tensors_of(node)
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
@@ -94,21 +95,52 @@ def cut(exported: ExportedJob, *, num_sections: int | None, micro_batch_size: in
         ExportError: a size in the graph depends on data, or a value goes past a mark.
     """
     if isinstance(exported, MarkedJob):
-        model = cut_marked(exported, num_sections=num_sections, micro_batch_size=micro_batch_size)
+        model = _cut_marked(exported, num_sections, micro_batch_size)
     else:
         assert isinstance(exported, GraphJob)
         model = _cut_graph(exported, num_sections, micro_batch_size)
     return model if exported.boundary == "same" else narrowed(model, torch.bfloat16)
 
 
+def _cut_marked(exported: MarkedJob, num_sections: int | None, micro_batch_size: int) -> CutModel:
+    if not exported.batches:
+        return cut_marked(exported, num_sections=num_sections, micro_batch_size=micro_batch_size)
+    by_length = {
+        bucket: cut_marked(replace(exported, batch=batch), num_sections=num_sections, micro_batch_size=micro_batch_size)
+        for bucket, batch in exported.batches.items()
+    }
+    by_length = {bucket: replace(one, length=bucket) for bucket, one in by_length.items()}
+    model = by_length[exported.buckets[-1]]
+    if any(one.fingerprint != model.fingerprint or one.units != model.units for one in by_length.values()):
+        raise JobError(
+            "the model is cut otherwise for other lengths",
+            source=exported.model_line,
+            field="buckets",
+            value=exported.buckets,
+            allowed="marks that every forward comes to, and num_sections as many as all of them make, or 1",
+        )
+    return replace(model, by_length=by_length)
+
+
 def _cut_graph(exported: GraphJob, num_sections: int | None, micro_batch_size: int) -> CutModel:
+    """Cut where it is best for the longest bucket, and there for each other one, with the same operations."""
     analysis = analyse(exported)
     places = _cut_places(analysis, num_sections)
+    model = _cut_at(analysis, places, micro_batch_size)
+    if exported.length_symbol is None:
+        return model
+    others = {bucket: replace(analysis, exported=replace(exported, length=bucket)) for bucket in exported.buckets[:-1]}
+    by_length = {bucket: _cut_at(other, places, micro_batch_size) for bucket, other in others.items()}
+    return replace(model, by_length={**by_length, exported.buckets[-1]: model})
+
+
+def _cut_at(analysis: Analysis, places: Sequence[int], micro_batch_size: int) -> CutModel:
+    exported = analysis.exported
     bounds = [0, *places, len(analysis.sequence)]
     borders = [(), *(analysis.alive(place) for place in places), (analysis.output, *analysis.metrics)]
     sections: list[Section] = []
     names = {place: source.name for place, source in exported.sources.items() if source.kind == "constant"}
-    constants = Constants(exported.initial_constants, names)
+    constants = Constants(exported.initial_constants, names, exported.initial_constants.specs)
     for index in range(len(bounds) - 1):
         nodes = analysis.sequence[bounds[index] : bounds[index + 1]]
         inputs, outputs = borders[index], borders[index + 1]
@@ -125,6 +157,7 @@ def _cut_graph(exported: GraphJob, num_sections: int | None, micro_batch_size: i
         unused_parameters=tuple(name for name in specs if name not in used),
         metric_names=exported.metric_names,
         buffer_specs=exported.initial_buffers.specs,
+        length=exported.length,
     )
 
 
@@ -197,4 +230,5 @@ def _fingerprint(analysis: Analysis, places: Sequence[int]) -> str:
     lines += describe(exported.graph_module.graph.nodes)
     lines += [f"{source.kind} {source.name}" for source in exported.sources.values()]
     lines += [f"{name} {shape} {dtype}" for name, (shape, dtype) in exported.initial_parameters.specs.items()]
+    lines += [f"buckets {exported.buckets}"] if exported.buckets else []
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -58,7 +58,7 @@ from morph.cutting.trial_run.trial import (
     loss_of_entries,
     try_loss,
 )
-from morph.data.loader import form_of
+from morph.data.loader import form_of, varying_dims
 from morph.jobs.job import Job
 from morph.losses import names_of
 
@@ -120,8 +120,9 @@ def _graph_job(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> GraphJo
     sources = _sources(program, batch, canonical, _written_names(functional, program, built))
     first = next(node for node in graph_module.graph.nodes if node.op == "placeholder" and _is_batch(sources, node))
     batch_symbol = first.meta["val"].shape[0].node.expr
+    length_symbol = _length_symbol(job, graph_module, sources)
     _refuse_what_is_not_traced(job, graph_module, numbers)
-    _refuse_sizes_of_data(job, graph_module, batch_symbol)
+    _refuse_sizes_of_data(job, graph_module, {batch_symbol, length_symbol})
     settle_writes(functional, sources)
     written = tuple(sources[placeholder].name for placeholder in functional.written)
     return GraphJob(
@@ -139,7 +140,20 @@ def _graph_job(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> GraphJo
         not_recorded=built.not_recorded,
         metric_names=metric_names,
         written=written,
+        buckets=job.buckets,
+        length_symbol=length_symbol,
+        length=job.buckets[-1] if job.buckets else None,
     )
+
+
+def _length_symbol(job: Job, graph_module: GraphModule, sources: dict[str, Source]) -> Any:
+    if len(job.buckets) < 2:
+        return None
+    varying = varying_dims(job)
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        if _is_batch(sources, node) and (dims := varying.get(sources[node.name].name)):
+            return node.meta["val"].shape[dims[0]].node.expr
+    return None
 
 
 def _marked_job(job: Job, built: BuiltModel, batch: dict[str, Tensor], refusal: ExportError) -> MarkedJob:
@@ -151,6 +165,8 @@ def _marked_job(job: Job, built: BuiltModel, batch: dict[str, Tensor], refusal: 
         job=job,
         whole=Whole(model, partial(loss_of_entries, job.loss, form_of(job))),
         batch=batch,
+        batches={bucket: example_batch(job, bucket) for bucket in job.buckets},
+        buckets=job.buckets,
         refusal=str(refusal),
         initial_parameters=initial,
         initial_buffers=built.initial_buffers.only(()),
@@ -186,7 +202,9 @@ def _export(
         return result
 
     samples = Dim("samples", min=1, max=_MAX_SAMPLES)
-    shapes = ({key: {0: samples} for key in batch},)
+    length = Dim("length", min=job.buckets[0], max=job.buckets[-1]) if len(job.buckets) > 1 else None
+    varying = {} if length is None else varying_dims(job)
+    shapes = ({key: {0: samples, **dict.fromkeys(varying.get(key, ()), length)} for key in batch},)
     model = built.model
     try:
         with (
@@ -303,12 +321,12 @@ def _line_of(job: Job, node: Node) -> str | None:
     return node_line(node) or (None if module_paths(node) else definition_line(job.loss))
 
 
-def _refuse_sizes_of_data(job: Job, graph_module: GraphModule, batch_symbol: Any) -> None:
+def _refuse_sizes_of_data(job: Job, graph_module: GraphModule, known: set[Any]) -> None:
     for node in graph_module.graph.nodes:
         value = node.meta.get("val")
         sizes = [size for tensor in tree_leaves(value) if isinstance(tensor, Tensor) for size in tensor.shape]
         for size in sizes:
-            if isinstance(size, torch.SymInt) and size.node.expr.free_symbols - {batch_symbol}:
+            if isinstance(size, torch.SymInt) and size.node.expr.free_symbols - known:
                 raise ExportError(
                     "the model has a size that depends on the data",
                     source=_line_of(job, node),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -84,6 +84,7 @@ class ExportedJob:
         not_recorded: Why initial values cannot be made one by one; None when they can.
         boundary: Type in which tensors cross cut-points, as in ``Job``.
         metric_names: What the loss returns besides, in the order in which sections do, behind the loss.
+        buckets: The job's.
     """
 
     initial_parameters: LazyTensors
@@ -95,6 +96,7 @@ class ExportedJob:
     not_recorded: str | None
     boundary: Boundary = "same"
     metric_names: tuple[str, ...] = ()
+    buckets: tuple[int, ...] = ()
 
     @property
     def initial_state(self) -> InitialState:
@@ -124,6 +126,8 @@ class GraphJob(ExportedJob):
         sources: What each placeholder of the graph holds, by placeholder name.
         batch_symbol: The symbol that stands for the number of samples (a sympy symbol).
         initial_constants: Constants by the placeholder that holds them, made when they are requested.
+        length_symbol: The symbol that stands for the length of a micro-batch, where lengths vary.
+        length: What it stands for.
     """
 
     graph_module: GraphModule
@@ -131,6 +135,8 @@ class GraphJob(ExportedJob):
     batch_symbol: Any
     initial_constants: LazyTensors
     written: tuple[str, ...] = ()
+    length_symbol: Any = None
+    length: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +148,7 @@ class MarkedJob(ExportedJob):
         whole: Model and loss as one module, its trainable parameters without memory; buffers and frozen parameters
             are real.
         batch: Some samples, stacked, to try the model on.
+        batches: The same by bucket, where lengths vary.
         refusal: Why it was not exported.
     """
 
@@ -149,3 +156,4 @@ class MarkedJob(ExportedJob):
     whole: Whole
     batch: dict[str, Tensor]
     refusal: str
+    batches: Mapping[int, dict[str, Tensor]] = field(default_factory=dict)

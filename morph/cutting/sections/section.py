@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from morph.cutting.deferred_init.construct import LazyTensors
-
 SectionCode = Callable[..., tuple[Tensor, ...]]
 Finish = Callable[[SectionCode, torch.device], SectionCode]
 
@@ -76,10 +74,16 @@ class Constants(Mapping[str, Tensor]):
     Args:
         values: Makes a constant when it is requested, on the CPU.
         names: Of constants in the user's model.
+        specs: Shape and dtype of each.
     """
 
-    def __init__(self, values: Mapping[str, Tensor], names: Mapping[str, str] | None = None) -> None:
-        self._values, self._names = values, names or {}
+    def __init__(
+        self,
+        values: Mapping[str, Tensor],
+        names: Mapping[str, str] | None = None,
+        specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None,
+    ) -> None:
+        self._values, self._names, self.specs = values, names or {}, specs or {}
         self._given: Mapping[str, Tensor] = {}
         self._held: dict[tuple[str, torch.device], Tensor] = {}
 
@@ -94,11 +98,9 @@ class Constants(Mapping[str, Tensor]):
         return len(self._values)
 
     def num_bytes(self, name: str) -> int:
-        """Return the size of one, without making it where that is known."""
-        if isinstance(self._values, LazyTensors):
-            shape, dtype = self._values.specs[name]
-            return prod(shape) * dtype.itemsize
-        return self._values[name].nbytes
+        """Return the size of one, without making it."""
+        shape, dtype = self.specs[name]
+        return prod(shape) * dtype.itemsize
 
     def take(self, given: Mapping[str, Tensor]) -> None:
         """From now on, take these in the place of the model's own, by their names in the user's model."""
@@ -196,6 +198,8 @@ class CutModel:
         buffer_specs: The same of each buffer that a section writes.
         unused_parameters: Trainable, but the loss does not depend on them: in no unit, and never changed.
         metric_names: Of the last section's outputs behind the loss.
+        by_length: The same cut for each bucket, where lengths vary; this one is that of the longest.
+        length: The bucket that this one is for.
     """
 
     sections: tuple[Section, ...]
@@ -206,6 +210,20 @@ class CutModel:
     unused_parameters: tuple[str, ...]
     metric_names: tuple[str, ...] = ()
     buffer_specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    by_length: Mapping[int, CutModel] = field(default_factory=dict)
+    length: int | None = None
+
+    def at(self, length: int | None) -> CutModel:
+        """Return the cut for micro-batches of a length; this one where it is not known of, or lengths do not vary."""
+        return self if length is None else self.by_length.get(length, self)
+
+    def every(self) -> dict[int | None, CutModel]:
+        """Return all cuts by length: this one alone where lengths do not vary."""
+        return dict(self.by_length.items()) or {None: self}
+
+    def mapped(self, change: Callable[[CutModel], CutModel]) -> CutModel:
+        """Return the model with this cut, and that for each bucket, changed in the same way."""
+        return replace(change(self), by_length={length: change(model) for length, model in self.by_length.items()})
 
     @property
     def specs(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -225,7 +243,10 @@ class CutModel:
 
 def narrowed(model: CutModel, dtype: torch.dtype) -> CutModel:
     """Return a cut model whose wider floating-point tensors cross every cut as ``dtype``, with another fingerprint."""
+    return model.mapped(lambda one: _narrowed(one, dtype))
 
+
+def _narrowed(model: CutModel, dtype: torch.dtype) -> CutModel:
     def narrow(borders: tuple[BoundaryTensor, ...]) -> tuple[BoundaryTensor, ...]:
         return tuple(
             replace(border, dtype=dtype, wide_dtype=border.dtype)

@@ -21,7 +21,7 @@ from morph.cutting.source.reads import of_data
 from morph.cutting.source.refusal import changes_requires_grad, first_line
 from morph.cutting.trial_run.repeatable import Forward, require_repeatable
 from morph.data.batches import Form
-from morph.data.loader import check_map_style, data_of, form_of, num_at_hand, recipe_of
+from morph.data.loader import check_map_style, data_of, form_of, lengths_of, num_at_hand, recipe_of
 from morph.jobs.job import Job
 from morph.losses import Loss, PerSample, Sum, values_of
 
@@ -190,21 +190,25 @@ def _as_when_exported(built: BuiltModel) -> Iterator[None]:
         yield
 
 
-def example_batch(job: Job) -> dict[str, Tensor]:
-    """Stack the first samples; keys sorted, so that the order of graph inputs is known."""
-    return _first_samples(job, _EXAMPLE_SAMPLES)
+def example_batch(job: Job, length: int | None = None) -> dict[str, Tensor]:
+    """Stack the first samples that fit into ``length``; keys sorted, so that the order of graph inputs is known."""
+    return _first_samples(job, _EXAMPLE_SAMPLES, length)
 
 
-def _first_samples(job: Job, num_samples: int) -> dict[str, Tensor]:
+def _first_samples(job: Job, num_samples: int, length: int | None = None) -> dict[str, Tensor]:
     with of_data():
         dataset = run_users_code(lambda: data_of(job), job, None, "dataset")
         run_users_code(lambda: check_map_style(dataset, "dataset"), job, None, "dataset")
         size = num_at_hand(dataset)
-        places = [(0, position % size) for position in range(num_samples)]
-        recipe = recipe_of(job)
+        recipe = run_users_code(lambda: recipe_of(job), job, None, "dataset")
+        lengths = run_users_code(lambda: lengths_of(job), job, None, "lengths") if job.lengths is not None else None
+        numbers = list(range(size))
+        if lengths is not None and length is not None:
+            numbers = (lengths[:size] <= length).nonzero()[0].tolist() or [int(lengths[:size].argmin())]
+        places = [(0, numbers[position % len(numbers)]) for position in range(num_samples)]
         samples = run_users_code(lambda: recipe.read(dataset, places), job, None, "dataset")
         field = "dataset" if job.collate_fn is None else "collate_fn"
-        made = run_users_code(lambda: recipe.batch(samples, places, "dataset()"), job, None, field)
+        made = run_users_code(lambda: recipe.batch(samples, places, "dataset()", None, length), job, None, field)
         run_users_code(lambda: form_of(job), job, None, field)  # read here, and not while something is traced
     return dict(sorted(made.entries.items()))
 

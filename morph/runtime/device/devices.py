@@ -7,13 +7,56 @@ What is enqueued on a stream runs in order, later; only an event says that it is
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from morph.contract.errors import ConfigError
+
+
+def check_kernels(device: torch.device) -> None:
+    """Refuse a CUDA device for which this torch has no kernels: the first one that is launched would fail.
+
+    Raises:
+        ConfigError: naming the device, its compute capability, and those that torch was built for.
+    """
+    if device.type != "cuda":
+        return
+    capability, built_for = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
+    if not has_kernels(capability, built_for):
+        raise ConfigError(
+            f"torch {torch.__version__} has no kernels for this device, {torch.cuda.get_device_name(device)}",
+            field="vms.device",
+            value=f"cuda, compute capability {capability[0]}.{capability[1]}",
+            allowed=f"those that torch was built for: {', '.join(built_for)}; docs/gpu.md says which build has others",
+        )
+
+
+def has_kernels(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
+    """Whether code for these architectures runs on a device.
+
+    Binary code (``sm_86``) runs on devices of the same major number and the same or a higher minor one; with a letter
+    behind (``sm_90a``), on that alone. Code that the driver compiles (``compute_90``) runs on all newer ones. An empty
+    list, as of a build for other devices, says nothing.
+    """
+    major, minor = capability
+    for name in built_for:
+        kind, _, number = name.partition("_")
+        digits = number.rstrip("abcdefghijklmnopqrstuvwxyz")
+        if not digits.isdigit():
+            continue
+        made = (int(digits[:-1] or 0), int(digits[-1]))
+        if made == capability:
+            return True
+        if digits == number and (made <= capability if kind == "compute" else made[0] == major and made[1] <= minor):
+            return True
+        if number.endswith("f") and made[0] == major and made[1] <= minor:  # of the family
+            return True
+    return not built_for
 
 
 class Event(Protocol):
@@ -50,6 +93,9 @@ class Stream(Protocol):
 
     def computing(self) -> AbstractContextManager[object]:
         """Have the calling thread compute on this stream, and allocate for it."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Enqueue operations, which ``work`` gives the device, and which may read what this stream has not made yet."""
 
 
 class Device(Protocol):
@@ -131,6 +177,10 @@ class HostStream:
         """See ``Stream.computing``."""
         return nullcontext()
 
+    def run(self, work: Callable[[], object]) -> None:
+        """See ``Stream.run``."""
+        work()
+
 
 class HostDevice:
     """The CPU as a device."""
@@ -200,6 +250,11 @@ class CudaStream:
     def computing(self) -> AbstractContextManager[object]:
         """See ``Stream.computing``."""
         return torch.cuda.stream(self._stream)
+
+    def run(self, work: Callable[[], object]) -> None:
+        """See ``Stream.run``."""
+        with torch.cuda.stream(self._stream):
+            work()
 
 
 class CudaDevice:

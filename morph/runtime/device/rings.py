@@ -155,6 +155,10 @@ class DeviceRing:
         """Compute in order with the ring's operations."""
         return self._over.stream.computing()
 
+    def run(self, work: Callable[[], object]) -> None:
+        """Have the device do some work behind the ring's operations so far."""
+        self._over.stream.run(work)
+
     def hand_over(self, tensors: Sequence[Tensor]) -> None:
         """Let the calling thread's stream use what the ring's stream made, once that is done."""
         current = self._over.device.current

@@ -65,6 +65,7 @@ class EmulatedUnitState(UnitState):
 
     clock: DeviceClock
     optimizer_s: float
+    joins = False
 
     def apply(self, decided: Decided | None = None) -> None:
         """See ``UnitState.apply``."""

@@ -40,7 +40,9 @@ from morph.contract.messages import (
     WorkerReady,
     WorkerSetup,
 )
+from morph.jobs.files import split_job
 from morph.jobs.snapshot import use
+from morph.runtime.device.devices import check_kernels
 from morph.runtime.device.link_choice import form_on_devices
 from morph.runtime.device.staging import staging_for
 from morph.runtime.followers.known_sums import KnownSums
@@ -54,8 +56,9 @@ from morph.runtime.pre_copy.lane import PreCopyLane
 from morph.runtime.pre_copy.state_moves import MoveContext, send_in_background, take_sums, take_units
 from morph.runtime.process.blame import failed
 from morph.runtime.process.order_memory import OrderMemory, order_key
+from morph.runtime.state.accumulators import finish_all
 from morph.runtime.state.checkpoint_writer import CheckpointWriter
-from morph.runtime.state.unit_state import UnitState
+from morph.runtime.state.unit_state import UnitState, apply_all, norms_sq
 from morph.runtime.step.generation import Generation
 from morph.runtime.step.pace import Pace, Prober
 from morph.runtime.workloads.workload import load_workload
@@ -109,10 +112,11 @@ def set_up(setup: WorkerSetup) -> Worker | Failed:
         torch.set_num_threads(setup.num_threads)
         os.environ.update(setup.variables)
         take_slot(setup.device_slots)
+        check_kernels(torch.device(setup.device))
         setup = setup.model_copy(update={"variables": {}})
         if setup.code is not None:
             job_path = use(setup.code)
-            folders = (str(Path(job_path).parent), setup.code.folder)
+            folders = (str(Path(split_job(job_path)[0]).parent), setup.code.folder)
             known = setup.code.model_copy(update={"archive": b""})
             setup = setup.model_copy(update={"job_path": job_path, "code": known})
         return Worker(setup, folders, start_s)
@@ -358,8 +362,7 @@ class Worker:
         }
         self._pre_copy.pass_on(due, decided)
         self._followers.pass_on(due, decided)
-        for state in due.values():
-            state.apply(decided)
+        apply_all(due.values(), decided)
 
     def _enter(self, generation: int, version: int, decided: Decided | None) -> Generation:
         """The current generation with every unit at ``version``; what the generation does not use is let go."""
@@ -404,9 +407,9 @@ class Worker:
         executor.run(sums, 1.0 if order.loss_scale is None else order.loss_scale.factor)
         self._workload.reduce(current, sums, executor)
         executor.finish()
-        for name, state in units.items():
-            state.reduced = sums.accumulators[name].finish(current.plan.num_micro_batches, order.step)
-        norms_sq = {name: state.norm_sq() for name, state in units.items()}
+        for name, reduced in finish_all(sums.accumulators, current.plan.num_micro_batches, order.step).items():
+            units[name].reduced = reduced
+        norms = norms_sq(units)
         rates = [rate for state in units.values() for rate in state.learning_rates]
         followed = self._followers.share(units, current.interrupt)
         self._faults.reach("before_commit")
@@ -416,7 +419,7 @@ class Worker:
             step=order.step,
             attempt=order.attempt,
             overflowed=any(state.reduced.overflowed for state in units.values() if state.reduced),
-            unit_norms_sq={name: norm_sq for name, norm_sq in norms_sq.items() if norm_sq is not None},
+            unit_norms_sq=norms,
             non_finite=any(state.reduced.non_finite for state in units.values() if state.reduced),
             followed=followed,
             losses=tuple(sums.losses.values()),

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch import Tensor
 from morph.contract.decided import LossScale
 from morph.contract.errors import JobError, NonFiniteGradient
 from morph.runtime.device.staging import moved
-from morph.runtime.state.fixed_point import add_fixed, fits, from_fixed, next_exponent, to_fixed
+from morph.runtime.state.fixed_point import FixedSum, add_fixed, fits, fixed_sum, from_fixed, next_exponent, to_fixed
 from morph.runtime.state.parts import Memory, Part, from_reals, reals
 
 IN_CACHE = 1 << 16
@@ -87,9 +88,13 @@ class Accumulator(ABC):
     def _type(self, mean_dtype: torch.dtype) -> torch.dtype:
         """Of the sums whose means have this one."""
 
-    @abstractmethod
     def add(self, name: str, gradient: Tensor) -> None:
         """Add one contribution (of one micro-batch and one section) to a parameter's sum."""
+        self.add_all([(name, gradient)])
+
+    @abstractmethod
+    def add_all(self, gradients: Sequence[tuple[str, Tensor]]) -> None:
+        """Add contributions of one micro-batch and one section: one for each parameter at most."""
 
     @property
     def largest(self) -> Tensor:
@@ -162,22 +167,38 @@ class Accumulator(ABC):
         Raises:
             NonFiniteGradient: naming step and parameter; only without a loss scale.
         """
-        means: dict[str, Tensor] = {}
+        return finish_all({"": self}, num_micro_batches, step)[""]
+
+    def make_means(self, num_micro_batches: int) -> None:
+        """Turn this worker's own sums into means, where no ring has done it."""
         for part in self.parts:
             if part.means is None:
                 part.means = part.sums.new_empty(part.size, dtype=part.mean_dtype)
                 self.mean(part, part.sums.unsqueeze(0), 0, num_micro_batches, part.means)
+
+    def asked(self) -> list[Tensor]:
+        """Numbers that ``finished`` needs on the host: flat, in float64, where the sums are."""
+        return [self._known_largest]
+
+    def finished(self, told: Sequence[list[float]], step: int) -> Reduced:
+        """Hand out the means, and judge them by the numbers that were asked for. Raises as ``finish``."""
+        means: dict[str, Tensor] = {}
+        for part in self.parts:
+            assert part.means is not None
             means |= zip(part.names, torch.split(part.means[: part.size], part.sizes), strict=True)
+        largest = dict(zip(self._like, told[0], strict=True))
         gradients = {
             name: moved(from_reals(means[name], like), like.device)
-            for (name, like), largest in zip(self._like.items(), self._known_largest.tolist(), strict=True)
-            if largest != _NOTHING or name in self._changes
+            for name, like in self._like.items()
+            if largest[name] != _NOTHING or name in self._changes
         }
-        return self._finished(gradients, step)
+        return self._judged(gradients, largest, told[1:], step)
 
     @abstractmethod
-    def _finished(self, gradients: dict[str, Tensor], step: int) -> Reduced:
-        """Judge them."""
+    def _judged(
+        self, gradients: dict[str, Tensor], largest: Mapping[str, float], told: Sequence[list[float]], step: int
+    ) -> Reduced:
+        """Judge them, by what else was asked for."""
 
     def _broken(self, name: str, step: int, exponents: Mapping[str, int]) -> Reduced:
         """What becomes of a step in which a gradient is not finite: skipped with a loss scale, else the end."""
@@ -208,25 +229,36 @@ class ExactAccumulator(Accumulator):
         self._num_contributions = num_contributions
         loss_exponent = 0 if loss_scale is None else loss_scale.exponent
         self._loss_exponents = {name: 0 if name in changes else loss_exponent for name in like}
+        self._fixed: dict[str, FixedSum] = {}
 
     def _type(self, mean_dtype: torch.dtype) -> torch.dtype:  # noqa: ARG002
         return torch.int64
 
-    def add(self, name: str, gradient: Tensor) -> None:
-        """See ``Accumulator.add``."""
-        exponent = self._exponents[name] - self._loss_exponents[name]
-        into, is_first = self._part_of[name].sum_of(name)
-        values = reals(gradient)
-        assert len(values) == len(into), f"a gradient of {len(values)} numbers for {len(into)} of {name}"
-        if is_first:
-            into.zero_()
-        add_fixed(into, values, exponent, self._largest_of[name])
+    def add_all(self, gradients: Sequence[tuple[str, Tensor]]) -> None:
+        """See ``Accumulator.add_all``."""
+        sums, values, is_first = [], [], []
+        for name, gradient in gradients:
+            into, first = self._part_of[name].sum_of(name)
+            found = self._fixed.get(name)
+            if found is None:
+                exponent = self._exponents[name] - self._loss_exponents[name]
+                found = self._fixed[name] = fixed_sum(into, self._largest_of[name], exponent)
+            plain = reals(gradient) if gradient.is_complex() else gradient
+            assert plain.numel() == len(into), f"a gradient of {plain.numel()} numbers for {len(into)} of {name}"
+            sums.append(found)
+            values.append(plain)
+            is_first.append(first)
+        add_fixed(sums, values, is_first)
 
     def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
         """See ``Accumulator.mean``."""
+        names, rows, means = [], [], []
         for name, begin, end in part.tensors_between(first, first + sums.shape[1]):
             own = slice(begin - first, end - first)
-            from_fixed(sums[:, own], self._exponents[name], num_micro_batches, into[own])
+            names.append(name)
+            rows.append(sums[:, own])
+            means.append(into[own])
+        from_fixed(rows, [self._exponents[name] for name in names], num_micro_batches, means)
 
     def whole(self, part: Part, means: Tensor, num_micro_batches: int) -> Tensor:
         """See ``Accumulator.whole``: other integers than were added up, where several have the same mean."""
@@ -237,7 +269,7 @@ class ExactAccumulator(Accumulator):
 
     def _fits(self, partial: dict[str, Tensor]) -> bool:
         partial["exponents"] = torch.tensor(list(self._exponents.values()), dtype=torch.int64)
-        sizes = self._sizes()
+        sizes = self._sizes(dict(zip(self._exponents, partial["largest"].tolist(), strict=True)))
         return all(fits(self._exponents[name], size, self._num_contributions) for name, size in sizes.items())
 
     def merge(self, partial: Mapping[str, Tensor]) -> None:
@@ -245,16 +277,22 @@ class ExactAccumulator(Accumulator):
         assert partial["exponents"].tolist() == list(self._exponents.values()), "summed at other scales"
         super().merge(partial)
 
-    def _sizes(self) -> dict[str, float]:
+    def _sizes(self, largest: Mapping[str, float]) -> dict[str, float]:
         """The largest magnitude of each tensor's gradients, without the loss scale; NaN or infinite if one is."""
-        found = zip(self._exponents, self._known_largest.tolist(), strict=True)
         return {
-            name: math.ldexp(0.0 if size == _NOTHING else size, -self._loss_exponents[name]) for name, size in found
+            name: math.ldexp(0.0 if size == _NOTHING else size, -self._loss_exponents[name])
+            for name, size in largest.items()
         }
 
-    def _finished(self, gradients: dict[str, Tensor], step: int) -> Reduced:
+    def _judged(
+        self,
+        gradients: dict[str, Tensor],
+        largest: Mapping[str, float],
+        told: Sequence[list[float]],  # noqa: ARG002
+        step: int,
+    ) -> Reduced:
         exponents, overflowed = {}, False
-        for name, size in self._sizes().items():
+        for name, size in self._sizes(largest).items():
             if not math.isfinite(size):
                 return self._broken(name, step, self._exponents)
             overflowed |= not fits(self._exponents[name], size, self._num_contributions)
@@ -276,18 +314,36 @@ class FastAccumulator(Accumulator):
     ) -> None:
         super().__init__(like, loss_scale, changes, memory)
         self._added: set[str] = set()
+        self._shaped: dict[str, Tensor] = {}
+        """Sums in the shapes of their means."""
 
     def _type(self, mean_dtype: torch.dtype) -> torch.dtype:
         return torch.float64 if mean_dtype == torch.float64 else torch.float32
 
-    def add(self, name: str, gradient: Tensor) -> None:
-        """See ``Accumulator.add``."""
-        into, is_first = self._part_of[name].sum_of(name)
-        values = reals(gradient)
-        into.copy_(values) if is_first else into.add_(values)
-        if name not in self._added:
-            self._added.add(name)
-            self._largest_of[name].zero_()
+    def add_all(self, gradients: Sequence[tuple[str, Tensor]]) -> None:
+        """See ``Accumulator.add_all``."""
+        first: tuple[list[Tensor], list[Tensor]] = [], []
+        later: tuple[list[Tensor], list[Tensor]] = [], []
+        for name, gradient in gradients:
+            into, is_first = self._part_of[name].sum_of(name)
+            if name in self._changes:
+                gradient = reals(gradient)
+            else:
+                shaped = self._shaped.get(name)
+                if shaped is None:
+                    shaped = self._shaped[name] = from_reals(into, self._like[name])
+                into = shaped
+            sums, values = first if is_first else later
+            sums.append(into)
+            values.append(gradient)
+        fresh = [name for name, _ in gradients if name not in self._added]
+        self._added.update(fresh)
+        if first[0]:
+            torch._foreach_copy_(first[0], first[1])
+        if later[0]:
+            torch._foreach_add_(later[0], later[1])
+        if fresh:
+            torch._foreach_zero_([self._largest_of[name] for name in fresh])
 
     def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
         """See ``Accumulator.mean``: members' sums are added in their order.
@@ -332,14 +388,42 @@ class FastAccumulator(Accumulator):
     def _fits(self, partial: dict[str, Tensor]) -> bool:
         return all(_is_finite(sums) for sums in partial.values())
 
-    def _finished(self, gradients: dict[str, Tensor], step: int) -> Reduced:
-        for part in self.parts:
+    def asked(self) -> list[Tensor]:
+        """See ``Accumulator.asked``: finite means have a finite sum, nearly always."""
+        unseen = [part for part in self.parts if not math.isfinite(part.sum_of_means)]
+        sums = [part.means[: part.size].sum().to(torch.float64) for part in unseen if part.means is not None]
+        return [*super().asked(), *(total.view(1) for total in sums)]
+
+    def _judged(
+        self,
+        gradients: dict[str, Tensor],
+        largest: Mapping[str, float],  # noqa: ARG002
+        told: Sequence[list[float]],
+        step: int,
+    ) -> Reduced:
+        unseen = [part for part in self.parts if not math.isfinite(part.sum_of_means)]
+        for part, (total,) in zip(unseen, told, strict=True):
             assert part.means is not None
-            if not (math.isfinite(part.sum_of_means) or _is_finite(part.means[: part.size])):
+            if not (math.isfinite(total) or _is_finite(part.means[: part.size])):
                 ranges = part.tensors_between(0, part.size)
                 name = next(name for name, begin, end in ranges if not _is_finite(part.means[begin:end]))
                 return self._broken(name, step, {})
         return Reduced(gradients=gradients, exponents={}, overflowed=False)
+
+
+def finish_all(accumulators: Mapping[str, Accumulator], num_micro_batches: int, step: int) -> dict[str, Reduced]:
+    """Finish the accumulators of a worker's units. A device is waited for once. Raises as ``Accumulator.finish``."""
+    for one in accumulators.values():
+        one.make_means(num_micro_batches)
+    asked = {unit: one.asked() for unit, one in accumulators.items()}
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in (tensor for tensors in asked.values() for tensor in tensors):
+        by_device.setdefault(tensor.device, []).append(tensor)
+    told = {device: iter(torch.cat(tensors).tolist()) for device, tensors in by_device.items()}
+    numbers = {
+        unit: [list(islice(told[tensor.device], len(tensor))) for tensor in tensors] for unit, tensors in asked.items()
+    }
+    return {unit: one.finished(numbers[unit], step) for unit, one in accumulators.items()}
 
 
 def _is_finite(values: Tensor) -> bool:

@@ -7,51 +7,16 @@ replicas and tied sections are the same bits in every shape.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-
-from morph.user_cache import cache_folder, keep_as_it_is
-
-# Where numba keeps what it compiles of Morph's loops: once for a user, wherever the code lies.
-#
-# Numba keeps it beside the file that has a function, and looks for it by that file's path. On each VM that file has
-# another one, which goes with the VM's node: every node on a host, and every start of it, compiled the same anew.
-
-
-_FOLDER = "loops"
-
-
-def kept_for_user(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function as if its file lay in this user's cache; itself where nothing can be kept there.
-
-    The file is a copy by a name that stands for its content, numba's version and the processor: what was compiled of
-    other code, or for another processor on shared storage, is not found.
-    """
-    import numba
-    from numba.core.registry import cpu_target
-
-    assert isinstance(loop, FunctionType)
-    try:
-        source = Path(loop.__code__.co_filename).read_bytes()
-    except OSError:  # it lies in an archive
-        return loop
-    about = f"{numba.__version__} {cpu_target.target_context.codegen().magic_tuple()}\n".encode()
-    name = f"loops_{hashlib.sha256(about + source).hexdigest()}.py"
-    copy = keep_as_it_is(cache_folder() / _FOLDER, name, source)
-    if copy is None:
-        return loop
-    return FunctionType(loop.__code__.replace(co_filename=str(copy)), loop.__globals__, loop.__name__)
-
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +33,9 @@ MIN_EXPONENT, MAX_EXPONENT = -120, 120
 """2**e stays an ordinary float32, and every finite float32 gradient fits at the smallest scale."""
 
 _HOST = torch.device("cpu")
+
+_LOOPED = (torch.float32, torch.float64)
+"""Types of gradients that a processor's loop takes, and of means that a loop or a kernel makes."""
 
 BLOCK = 1 << 22
 """Elements that are turned back at a time on a device, so that what lies between takes little of its memory."""
@@ -102,62 +70,97 @@ def fits(exponent: int, largest: float, num_contributions: int) -> bool:
     return bits + exponent <= limit_bits(num_contributions)
 
 
-def add_fixed(total: Tensor, gradient: Tensor, exponent: int, largest: Tensor) -> None:
-    """Round a gradient to int64 at a scale, add it, and keep the largest magnitude. Nothing waits for the device.
+@dataclass(frozen=True, slots=True)
+class FixedSum:
+    """One tensor's fixed-point sums, and where the compiled loops find them.
 
-    What is too large for the scale, or not finite, leaves any sum, and a ``largest`` that tells.
-
-    Args:
-        total: Flat int64 sums, as many as the gradient has elements, on its device.
-        gradient: Of any floating type.
-        exponent: The scale's.
+    Attributes:
+        total: Flat int64.
         largest: A float64 of shape (1,), on the same device; grows to the largest magnitude, NaN if one is NaN. A
             negative one says that nothing was added before.
+        exponent: The scale's.
+        addresses: Of ``total`` and ``largest``, on the host; asked for once and not at each gradient.
     """
-    values = gradient.detach().reshape(-1)
-    if values.numel() == 0:
-        largest.clamp_(min=0.0)
+
+    total: Tensor
+    largest: Tensor
+    exponent: int
+    addresses: tuple[int, int] | None = None
+
+
+def fixed_sum(total: Tensor, largest: Tensor, exponent: int) -> FixedSum:
+    """Return sums at a scale."""
+    addresses = (total.data_ptr(), largest.data_ptr()) if _on_processor(total) else None
+    return FixedSum(total, largest, exponent, addresses)
+
+
+def add_fixed(sums: Sequence[FixedSum], gradients: Sequence[Tensor], is_first: Sequence[bool]) -> None:
+    """Round gradients to int64 at their scales, add each to its sums, and keep the largest magnitudes.
+
+    Nothing waits for the device. What is too large for a scale, or not finite, leaves any sum, and a ``largest`` that
+    tells.
+
+    Args:
+        sums: On one device, no two of the same memory.
+        gradients: Real, of any floating type; as many numbers as their sums have.
+        is_first: Whether what the sums hold is to be forgotten.
+    """
+    if sums and sums[0].addresses is not None:
+        for one, gradient, first in zip(sums, gradients, is_first, strict=True):
+            _add_on_processor(one, gradient, first)
         return
-    fused = _fused(values.device)
+    flat = [gradient.detach().reshape(-1) for gradient in gradients]
+    fused = _fused(sums[0].total.device) if sums else None
     if fused is not None:
-        fused.add(total, values, exponent, largest)
+        fused.add(sums, flat, is_first)
+        return
+    _add_each_by_torch(sums, flat, is_first)
+
+
+def _add_on_processor(one: FixedSum, gradient: Tensor, first: bool) -> None:
+    assert one.addresses is not None, "sums of two devices"
+    total, largest = one.addresses
+    if gradient.dtype not in _LOOPED or gradient.is_neg() or not gradient.is_contiguous():
+        wide = gradient.dtype if gradient.dtype in _LOOPED else torch.float32
+        gradient = gradient.detach().resolve_neg().to(wide).contiguous()
+    num, values = gradient.numel(), gradient.data_ptr()
+    _loops().adding(gradient.dtype)(total, values, values, num, 2.0**one.exponent, largest, first)
+
+
+def _add_by_torch(one: FixedSum, values: Tensor) -> None:
+    if values.numel() == 0:
+        one.largest.clamp_(min=0.0)
         return
     if values.dtype not in (torch.float32, torch.float64):
         values = values.to(torch.float32)
-    if _on_processor(values):
-        array = values.numpy()
-        bits = np.array([2**31 - 1], np.uint32) if values.dtype == torch.float32 else np.array([2**63 - 1], np.uint64)
-        sums, scale, top = total.numpy(), 2.0**exponent, bits.view(array.dtype)
-        _loops().add(sums, array, array.view(bits.dtype), scale, largest.numpy(), bits, top)
-        return
-    _add_by_torch(total, values, exponent, largest)
-
-
-def _add_by_torch(total: Tensor, values: Tensor, exponent: int, largest: Tensor) -> None:
     # with a loss scale on top, the factor may be no ordinary float32
-    wide = values if MIN_EXPONENT <= exponent <= MAX_EXPONENT else values.to(torch.float64)
-    total.add_((wide * 2.0**exponent).round_().to(torch.int64))
-    torch.maximum(largest, values.abs().amax().to(torch.float64), out=largest)
+    wide = values if MIN_EXPONENT <= one.exponent <= MAX_EXPONENT else values.to(torch.float64)
+    one.total.add_((wide * 2.0**one.exponent).round_().to(torch.int64))
+    torch.maximum(one.largest, values.abs().amax().to(torch.float64), out=one.largest)
 
 
-def from_fixed(totals: Tensor, exponent: int, divisor: int, into: Tensor) -> None:
+def from_fixed(totals: Sequence[Tensor], exponents: Sequence[int], divisor: int, into: Sequence[Tensor]) -> None:
     """Turn fixed-point sums into mean gradients: total * 2**-e / divisor, in float64, then in the type of ``into``.
 
     Args:
-        totals: int64 of shape (members, elements): what is added up are the sums of each.
-        exponent: The scale's.
+        totals: Of each tensor, int64 of shape (members, elements): what is added up are the sums of each. All on one
+            device, elements one behind the other.
+        exponents: The scales'.
         divisor: N.
-        into: Flat, of so many elements, on the device of ``totals``.
+        into: Flat, of so many elements, of one type, on the device of ``totals``.
     """
-    if into.dtype in (torch.float32, torch.float64) and into.numel():
-        fused = _fused(totals.device)
+    if into and into[0].dtype in _LOOPED:
+        fused = _fused(into[0].device)
         if fused is not None:
-            fused.mean(totals, exponent, divisor, into)
+            fused.mean(totals, exponents, divisor, into)
             return
-        if _on_processor(totals):
-            _loops().mean(totals.numpy(), 2.0**-exponent / divisor, into.numpy())
+        if _on_processor(into[0]):
+            mean = _loops().averaging(into[0].dtype)
+            for rows, exponent, means in zip(totals, exponents, into, strict=True):
+                size = len(rows), rows.shape[1], rows.stride(0)
+                mean(rows.data_ptr(), *size, 2.0**-exponent / divisor, means.data_ptr())
             return
-    _mean_by_torch(totals, exponent, divisor, into)
+    _mean_each_by_torch(totals, exponents, divisor, into)
 
 
 def _mean_by_torch(totals: Tensor, exponent: int, divisor: int, into: Tensor) -> None:
@@ -215,57 +218,51 @@ def _compare(fused: ModuleType, device: torch.device) -> None:
     """
     values = (torch.arange(-4096, 4096, device=device) / 64).to(torch.float32).exp2_()
     values[::3] *= -1
+    sizes = [1, 5000, 3191]
+    some = torch.split(values, sizes)
     found = []
-    for add, mean in ((fused.add, fused.mean), (_add_by_torch, _mean_by_torch)):
+    both: tuple[Any, ...] = fused, SimpleNamespace(add=_add_each_by_torch, mean=_mean_each_by_torch)
+    for kernels in both:
         total = torch.ones(len(values), dtype=torch.int64, device=device)
-        largest, means = torch.zeros(1, dtype=torch.float64, device=device), torch.empty_like(values)
-        for exponent in (-40, -3, 0):
-            add(total, values, exponent, largest)
-        mean(total.view(2, -1), 5, 12, means[: len(values) // 2])
-        found.append((total.tolist(), largest.tolist(), means[: len(values) // 2].tolist()))
+        largest, means = torch.zeros(len(some), dtype=torch.float64, device=device), torch.empty_like(values[:4096])
+        for number, exponents in enumerate(((-40, 0, -3), (-3, -40, 0), (0, -3, -40))):
+            places = zip(torch.split(total, sizes), torch.split(largest, 1), exponents, strict=True)
+            kernels.add([fixed_sum(*place) for place in places], some, [False, number == 1, False])
+        rows = total.view(2, -1)
+        halves = [rows[:, :1000], rows[:, 1000:]], [5, 7], 12, [means[:1000], means[1000:]]
+        kernels.mean(*halves)
+        found.append((total.tolist(), largest.tolist(), means.tolist()))
     if found[0] != found[1]:
         raise ValueError("the kernel finds other bits than torch's")
+
+
+def _add_each_by_torch(sums: Sequence[FixedSum], flat: Sequence[Tensor], is_first: Sequence[bool]) -> None:
+    for one, values, first in zip(sums, flat, is_first, strict=True):
+        if first:
+            one.total.zero_()
+        _add_by_torch(one, values)
+
+
+def _mean_each_by_torch(
+    totals: Sequence[Tensor], exponents: Sequence[int], divisor: int, into: Sequence[Tensor]
+) -> None:
+    for rows, exponent, means in zip(totals, exponents, into, strict=True):
+        _mean_by_torch(rows, exponent, divisor, means)
 
 
 def _on_processor(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _add(total: Any, values: Any, bits: Any, scale: Any, largest: Any, mask: Any, top: Any) -> None:
-    """Without its sign bit, a float's bits are ordered as its magnitude: infinity, then NaN last.
-
-    ``bits`` are those of ``values``; ``mask`` are those of ``top``, and say first which bits are no sign.
-    """
-    no_sign = mask[0]
-    most = bits[0] & no_sign
-    for i in range(values.size):
-        total[i] += np.int64(np.rint(np.float64(values[i]) * scale))
-        most = max(most, bits[i] & no_sign)
-    mask[0] = most
-    magnitude = np.float64(top[0])
-    if magnitude > largest[0] or np.isnan(magnitude):
-        largest[0] = magnitude
-
-
-def _mean(totals: Any, scale: Any, into: Any) -> None:
-    for i in range(into.size):
-        total = totals[0, i]
-        for member in range(1, totals.shape[0]):
-            total += totals[member, i]
-        into[i] = np.float64(total) * scale
-
-
 def prepare(device: torch.device = _HOST) -> None:
     """Load and compile what adding float32 gradients there needs (half a second), so that no step has to."""
     total, mean = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
-    add_fixed(total, mean, 0, torch.zeros(1, dtype=torch.float64, device=device))
-    from_fixed(total.view(1, 1), 0, 1, mean)
+    add_fixed([fixed_sum(total, torch.zeros(1, dtype=torch.float64, device=device), 0)], [mean], [True])
+    from_fixed([total.view(1, 1)], [0], 1, [mean])
 
 
 @cache
-def _loops() -> SimpleNamespace:
-    """The loops above for the processor, compiled once for each user: one pass each, where torch takes five."""
-    import numba  # takes 0.2 s, for which a worker that sums nothing need not wait
+def _loops() -> ModuleType:
+    from morph.runtime.state import loops  # it loads numba, 0.2 s for which a worker that sums nothing need not wait
 
-    compiled = numba.njit(cache=True, nogil=True)
-    return SimpleNamespace(add=compiled(kept_for_user(_add)), mean=compiled(kept_for_user(_mean)))
+    return loops

@@ -1,10 +1,14 @@
-"""The two passes over fixed-point sums, each in one kernel of Triton, for devices that have it (docs/decisions/0001).
+"""The two passes over fixed-point sums in kernels of Triton, for devices that have it (docs/decisions/0001).
 
-``fixed_point`` calls them in place of four to eight kernels of torch's, with what lies between in memory. Bits are the
-same. Imported only where Triton is: torch's builds for GPUs bring it.
+``fixed_point`` calls them in place of four to eight kernels of torch's for each tensor, with what lies between in
+memory. One call takes up to ``TENSORS`` tensors: a section's gradients, or a part's means. Bits are the same, and those
+of one tensor do not depend on the others. Imported only where Triton is: torch's builds for GPUs bring it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -13,56 +17,146 @@ from torch import Tensor
 
 ELEMENTS = 2048
 """Of one program."""
+TENSORS = 32
+"""Of one call, at most: what a kernel is given for each takes 48 of its 4,096 bytes."""
+
+
+class Sums(Protocol):
+    """One tensor's sums, as ``fixed_point`` has them."""
+
+    @property
+    def total(self) -> Tensor:
+        """Flat int64."""
+
+    @property
+    def largest(self) -> Tensor:
+        """Float64 of shape (1,)."""
+
+    @property
+    def exponent(self) -> int:
+        """The scale's."""
 
 
 @triton.jit
-def _add(sums, values, largest, scale, scale_too, num, size: tl.constexpr):
-    """Add ``values`` times both scales, rounded to even, and keep the largest magnitude's bits as float64.
+def _add(sums, values, largest, scales, scales_too, nums, is_first, size: tl.constexpr):
+    """Add the values of several tensors times both scales, rounded to even, and keep the largest magnitudes' bits.
 
     Both scales are powers of two. Floats that are not negative are ordered as their bits, NaN after infinity. What is
     below the power of two from which on floats are whole is rounded, to even, by adding that and taking it off again.
     """
-    places = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
+    program = tl.program_id(0)
+    begin = program * 0
+    end = begin + tl.cdiv(nums[0], size)
+    total, value, top, scale, scale_too, num = sums[0], values[0], largest[0], scales[0], scales_too[0], nums[0]
+    for index in tl.static_range(1, len(nums)):
+        is_behind = program >= end
+        total = tl.where(is_behind, sums[index], total)
+        value = tl.where(is_behind, values[index], value)
+        top = tl.where(is_behind, largest[index], top)
+        scale = tl.where(is_behind, scales[index], scale)
+        scale_too = tl.where(is_behind, scales_too[index], scale_too)
+        num = tl.where(is_behind, nums[index], num)
+        begin = tl.where(is_behind, end, begin)
+        end += tl.cdiv(nums[index], size)
+    places = (program - begin).to(tl.int64) * size + tl.arange(0, size)
     there = places < num
-    found = tl.load(values + places, mask=there, other=0.0)
-    whole = 4503599627370496.0 if values.dtype.element_ty == tl.float64 else 8388608.0
-    if values.dtype.element_ty != tl.float64:
+    found = tl.load(value + places, mask=there, other=0.0)
+    whole = 4503599627370496.0 if found.dtype == tl.float64 else 8388608.0
+    if found.dtype != tl.float64:
         found = found.to(tl.float32)
     scaled = found * scale * scale_too
     size_of = tl.abs(scaled)
     rounded = tl.where(size_of < whole, (size_of + whole) - whole, size_of)
     rounded = tl.where(scaled < 0, -rounded, rounded)
-    before = tl.load(sums + places, mask=there, other=0)
-    tl.store(sums + places, before + rounded.to(tl.int64), mask=there)
+    before = tl.load(total + places, mask=there & (is_first == 0), other=0)
+    tl.store(total + places, before + rounded.to(tl.int64), mask=there)
     bits = tl.abs(found).to(tl.float64).to(tl.int64, bitcast=True)
-    tl.atomic_max(largest, tl.max(bits, 0))
+    tl.atomic_max(top, tl.max(bits, 0))
 
 
 @triton.jit
-def _mean(sums, means, scale, divisor, num, stride, members, size: tl.constexpr):
-    """Add up the rows of ``sums``, and multiply by a power of two over a whole number, both as float64."""
-    places = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
+def _mean(sums, means, scales, nums, divisor, stride, members, size: tl.constexpr):
+    """Add up the rows of several tensors' sums, and multiply by a power of two over a whole number, both as float64."""
+    program = tl.program_id(0)
+    begin = program * 0
+    end = begin + tl.cdiv(nums[0], size)
+    row, into, scale, num = sums[0], means[0], scales[0], nums[0]
+    for index in tl.static_range(1, len(nums)):
+        is_behind = program >= end
+        row = tl.where(is_behind, sums[index], row)
+        into = tl.where(is_behind, means[index], into)
+        scale = tl.where(is_behind, scales[index], scale)
+        num = tl.where(is_behind, nums[index], num)
+        begin = tl.where(is_behind, end, begin)
+        end += tl.cdiv(nums[index], size)
+    places = (program - begin).to(tl.int64) * size + tl.arange(0, size)
     there = places < num
-    total = tl.load(sums + places, mask=there, other=0)
-    for member in range(1, members):
-        total += tl.load(sums + member * stride + places, mask=there, other=0)
-    factor = tl.full([1], scale, tl.float64) / tl.full([1], divisor, tl.float64)
+    total = tl.load(row + places, mask=there, other=0)
+    member = begin * 0 + 1  # no range: Triton's interpreter cannot take one that a tensor bounds
+    own = places
+    while member < members:
+        own += stride
+        total += tl.load(row + own, mask=there, other=0)
+        member += 1
+    factor = tl.full([1], 1.0, tl.float64) * scale / tl.full([1], divisor, tl.float64)
     mean = total.to(tl.float64) * factor
-    tl.store(means + places, mean.to(means.dtype.element_ty), mask=there)
+    tl.store(into + places, mean.to(into.dtype.element_ty), mask=there)
 
 
-def add(total: Tensor, values: Tensor, exponent: int, largest: Tensor) -> None:
-    """See ``fixed_point.add_fixed``; all on one device, contiguous."""
-    half = exponent // 2  # what a loss scale takes off may leave no ordinary float32
-    programs = (triton.cdiv(values.numel(), ELEMENTS),)
-    bits = largest.view(torch.int64)
-    with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
-        _add[programs](total, values, bits, 2.0**half, 2.0 ** (exponent - half), values.numel(), ELEMENTS)
+def add(sums: Sequence[Sums], values: Sequence[Tensor], is_first: Sequence[bool]) -> None:
+    """See ``fixed_point.add_fixed``; flat, and all on one device."""
+    kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[Sums, Tensor]]] = {}
+    for one, value, first in zip(sums, values, is_first, strict=True):
+        if value.numel() == 0:
+            one.largest.clamp_(min=0.0)
+        else:
+            kinds.setdefault((value.dtype, _is_even(one.total, value), first), []).append((one, value))
+    for (_, _, first), pairs in kinds.items():
+        for some in _portions(pairs):
+            halves = [one.exponent // 2 for one, _ in some]  # what a loss scale takes off may leave no ordinary float32
+            nums = tuple(value.numel() for _, value in some)
+            with torch.cuda.device_of(some[0][1]):  # type: ignore[no-untyped-call]
+                _add[(_programs(nums),)](
+                    tuple(one.total for one, _ in some),
+                    tuple(value for _, value in some),
+                    tuple(one.largest.view(torch.int64) for one, _ in some),
+                    tuple(2.0**half for half in halves),
+                    tuple(2.0 ** (one.exponent - half) for (one, _), half in zip(some, halves, strict=True)),
+                    nums,
+                    int(first),
+                    ELEMENTS,
+                )
 
 
-def mean(totals: Tensor, exponent: int, divisor: int, into: Tensor) -> None:
-    """See ``fixed_point.from_fixed``; into float32 or float64, elements one behind the other."""
-    members, num = totals.shape
-    programs = (triton.cdiv(num, ELEMENTS),)
-    with torch.cuda.device_of(totals):  # type: ignore[no-untyped-call]
-        _mean[programs](totals, into, 2.0**-exponent, divisor, num, totals.stride(0), members, ELEMENTS)
+def mean(totals: Sequence[Tensor], exponents: Sequence[int], divisor: int, into: Sequence[Tensor]) -> None:
+    """See ``fixed_point.from_fixed``; into float32 or float64, rows of all tensors as far apart."""
+    every = [one for one in zip(totals, exponents, into, strict=True) if one[2].numel()]
+    even = [_is_even(total, means) for total, _, means in every]
+    kinds = [[one for one, is_even in zip(every, even, strict=True) if is_even == wanted] for wanted in (True, False)]
+    for some in (some for kind in kinds for some in _portions(kind)):
+        rows = some[0][0]
+        nums = tuple(means.numel() for _, _, means in some)
+        with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
+            _mean[(_programs(nums),)](
+                tuple(total for total, _, _ in some),
+                tuple(means for _, _, means in some),
+                tuple(2.0**-exponent for _, exponent, _ in some),
+                nums,
+                divisor,
+                rows.stride(0),
+                len(rows),
+                ELEMENTS,
+            )
+
+
+def _is_even(total: Tensor, values: Tensor) -> bool:
+    """Whether a kernel may move several numbers at once; one tensor with which it may not keeps it from that."""
+    return values.numel() % 16 == 0 and not (total.data_ptr() % 16 or values.data_ptr() % 16)
+
+
+def _portions(tensors: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    return (tensors[first : first + TENSORS] for first in range(0, len(tensors), TENSORS))
+
+
+def _programs(nums: Sequence[int]) -> int:
+    return sum(triton.cdiv(num, ELEMENTS) for num in nums)

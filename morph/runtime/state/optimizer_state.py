@@ -9,17 +9,19 @@ import inspect
 import json
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler
 
 from morph.checkpoint.manifest import ALIGNMENT, DEVICE_ALIGNMENT
 from morph.contract.errors import JobError
+from morph.optimizers import parts_of
 from morph.runtime.device.staging import moved
 
 MakeOptimizer = Callable[[Iterable[tuple[str, Parameter]]], Optimizer]
@@ -48,9 +50,9 @@ def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Para
     optimizer = make_optimizer(list(parameters.items()))
     if not isinstance(optimizer, Optimizer):
         raise _wrong("optimizer", "does not return an optimizer", optimizer, "a torch.optim.Optimizer")
-    if _needs_argument(optimizer):
+    if (part := next(filter(_needs_argument, parts_of(optimizer)), None)) is not None:
         allowed = "optimizers whose step() needs no closure: Morph runs the model, once per step"
-        raise _wrong("optimizer", "returns an optimizer whose step needs a closure", optimizer, allowed)
+        raise _wrong("optimizer", "returns an optimizer whose step needs a closure", part, allowed)
     for group in optimizer.param_groups:  # a rate in a tensor that units share would be changed by each one's schedule
         group.update({key: value.clone() for key, value in group.items() if isinstance(value, Tensor)})
     return optimizer
@@ -75,14 +77,17 @@ def build_scheduler(make_scheduler: MakeScheduler, optimizer: Optimizer) -> LRSc
 
 def build_both(
     make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None, parameters: Mapping[str, Parameter]
-) -> tuple[Optimizer, LRScheduler | None, dict[str, Any]]:
-    """Build an optimizer and its schedule; returns them and, as plain values, what the job says of both.
+) -> tuple[Optimizer, LRScheduler | None, dict[str, Any], bool]:
+    """Build an optimizer and its schedule.
+
+    Returns:
+        Both; as plain values, what the job says of them; and whether the optimizer may step together with others.
 
     Raises:
         JobError: one of them cannot be used.
     """
     optimizer = build_optimizer(make_optimizer, parameters)
-    groups = group_numbers(optimizer)
+    groups, joins = group_numbers(optimizer), is_elementwise(optimizer)
     scheduler = build_scheduler(make_scheduler, optimizer) if make_scheduler and parameters else None
     scheduled = {
         key
@@ -95,13 +100,76 @@ def build_both(
         "scheduled": sorted(scheduled) if scheduler else [],
         "scheduler": scheduler_numbers(scheduler) if scheduler else None,
     }
-    return optimizer, scheduler, said
+    return optimizer, scheduler, said, joins
 
 
 def _needs_argument(thing: Optimizer | LRScheduler) -> bool:
     arguments = inspect.signature(thing.step).parameters.values()
     required = [argument for argument in arguments if argument.default is inspect.Parameter.empty]
     return any(argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD) for argument in required)
+
+
+_ELEMENTWISE = (SGD, Adam, AdamW, RMSprop)
+"""Optimizers that compute each element's step from that element, its gradient, its state and the group's settings."""
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer may step together with others: one of torch's own, whose steps nothing of the job's watches.
+
+    To be asked before it gets a schedule, which wraps its ``step``.
+    """
+    own = vars(optimizer)
+    watched = "step" in own or own.get("_optimizer_step_pre_hooks") or own.get("_optimizer_step_post_hooks")
+    return type(optimizer) in _ELEMENTWISE and not watched
+
+
+def step_together(optimizers: Sequence[Optimizer]) -> None:
+    """Have optimizers step in one call for which ``is_elementwise`` holds, and ``kernels_of`` is the same.
+
+    All their parameters have gradients, and all have stepped before.
+    """
+    if len(optimizers) < 2:
+        for optimizer in optimizers:
+            optimizer.step()
+        return
+    groups: list[dict[str, Any]] = []
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        settings = _settings(group)
+        found = next((one for one in groups if _settings(one) == settings), None)
+        if found is None:
+            groups.append(found := {**settings, "params": []})
+        found["params"].extend(group["params"])
+    joint = copy(optimizers[0])  # with groups and a state of its own, and without what is hung on that one
+    joint.param_groups = groups
+    joint.state = defaultdict(dict)
+    for optimizer in optimizers:
+        joint.state.update(optimizer.state)
+    joint.step()
+
+
+def kernels_of(optimizer: Optimizer) -> Any:
+    """What an optimizer's choice of kernels depends on, beside its settings; None if it is to step by itself.
+
+    Torch chooses for all tensors of a group, so only those may share one that are alike: in type, device, layout, and
+    what their states have. To be asked behind a step, with the gradients still there.
+    """
+    found = set()
+    for group in optimizer.param_groups:
+        if any(isinstance(value, Tensor) for value in _settings(group).values()):
+            return None
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            tensors = (parameter, parameter.grad, *(value for value in state.values() if isinstance(value, Tensor)))
+            is_plain = type(parameter) is Parameter and not parameter.is_complex() and parameter.numel()
+            if not (is_plain and all(tensor is not None and tensor.is_contiguous() for tensor in tensors)):
+                return None
+            kinds = tuple((key, getattr(value, "dtype", None)) for key, value in sorted(state.items()))
+            found.add((parameter.device, parameter.dtype, parameter.grad.dtype, kinds))
+    return (type(optimizer), *found) if len(found) == 1 else None
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in NOT_HYPERPARAMETERS}
 
 
 def optimizer_state(

@@ -17,8 +17,10 @@ _HOST = torch.device("cpu")
 
 def reals(tensor: Tensor) -> Tensor:
     """Return a tensor's numbers flat; of each complex one its real part, then its imaginary part."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return (torch.view_as_real(plain) if plain.is_complex() else plain).reshape(-1)
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    if plain.is_complex():
+        plain = torch.view_as_real(plain.resolve_conj().resolve_neg())
+    return (plain.resolve_neg() if plain.is_neg() else plain).reshape(-1)
 
 
 def from_reals(flat: Tensor, like: Tensor) -> Tensor:

@@ -34,6 +34,8 @@ _WHAT = "the gradients' reduction"
 
 PIECE_BYTES = 16 * 1024 * 1024
 """Of a part's sums that are under way at once, so that what is received takes little memory, and the same again."""
+DEVICE_PIECE_BYTES = 8 * PIECE_BYTES
+"""Likewise in a ring of devices, which begins an operation behind the other; two pieces are received at a time."""
 PIECES_ON_THE_WAY = 3
 """Of what a device has: being copied to the host, there, or sent and not received yet."""
 SHARE_BYTES = 256 * 1024
@@ -62,11 +64,11 @@ class _Unit:
 
     def pieces(self) -> list[_Piece]:
         """What is reduced: each part's sums, in equal shares; the largest magnitudes go with the first."""
-        num = self.ring.size
-        pieces = []
+        num, pieces = self.ring.size, []
+        piece_bytes = DEVICE_PIECE_BYTES if isinstance(self.ring, DeviceRing) else PIECE_BYTES
         for part in self.parts:
             flat = part.shares(num).view(-1)
-            length = max(PIECE_BYTES, num * SHARE_BYTES) // flat.element_size() // num * num
+            length = max(piece_bytes, num * SHARE_BYTES) // flat.element_size() // num * num
             for first in range(0, len(flat), length):
                 pieces.append(_Piece(self, part, first, len(flat), flat[first : first + length].view(num, -1)))
         pieces = pieces or [_Piece(self, None, 0, 0, None)]
@@ -79,7 +81,7 @@ class _Unit:
         if self.staging is not None:
             self.staging.arrived(means, self.staging.filled())
         elif isinstance(self.ring, DeviceRing):
-            self.ring.hand_over(means)
+            self.ring.hand_over(means if largest is None else (*means, largest))
         self.accumulator.take(dict(zip(self.parts, means, strict=True)), largest, num_micro_batches)
         for part, total in self.sums_of_means.items():
             part.sum_of_means = total
@@ -120,17 +122,17 @@ class _Piece:
 
     def gather(self, num_micro_batches: int, memory: Memory) -> None:
         """Turn this worker's share into means, and send them to every member."""
-        self.wait()
+        if not isinstance(self.ring, DeviceRing):  # whose stream has them in order
+            self.wait()
         with self.computing():
-            if isinstance(self.ring, DeviceRing) and self.largest is not None and self.unit.largest is not None:
-                self.unit.largest = self.unit.largest.cpu()
             if self.part is None or self.received is None:
                 return
             length = self.received.shape[1]
             first = self.first + self.ring.rank * length
             whole = self._memory_of_means(self.part, memory, self.ring.size * length)
             means = whole.view(-1, length)[self.ring.rank]
-            self.unit.accumulator.mean(self.part, self.received, first, num_micro_batches, means)
+            make = partial(self.unit.accumulator.mean, self.part, self.received, first, num_micro_batches, means)
+            self.ring.run(make) if isinstance(self.ring, DeviceRing) else make()
             self.pending.append(self.ring.gather(whole, means))
             memory.give_back(self.received)
             self.sums, self.received, self.means = None, None, whole
@@ -184,7 +186,8 @@ class Reduction:
 
     They run in a thread of their own, so that they go on while the order lane computes, piece by piece. Each waits for
     its means only after the sums of the next one of its ring were sent: links are never idle, and all members send in
-    the same order.
+    the same order. In a ring of devices nobody waits for anything but the means of the last piece but one: what follows
+    an operation is enqueued behind it.
     Sums on a device are copied to pinned memory first, beside what it computes, unless the ring is one of devices: a
     few pieces at a time, so that they take little of that memory, and messages between stages wait for no more.
 

@@ -6,7 +6,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,11 +34,13 @@ from morph.runtime.state.optimizer_state import (
     build_both,
     group_numbers,
     is_aligned,
+    kernels_of,
     load_optimizer_state,
     load_settings,
     optimizer_state,
     says_otherwise,
     scheduler_numbers,
+    step_together,
 )
 from morph.runtime.state.parts import Memory, reals
 
@@ -189,11 +191,15 @@ class UnitState:
         self.exponents = dict.fromkeys(unit.names, first_exponent(self._num_contributions)) if exact else {}
         self._summed = self._all_summed()
         self._home: torch.device | None = None
+        self._away: torch.device | None = None
+        """``_home`` while it is updated there."""
+        self._applied: Reduced | None = None
 
     def _build_optimizer(self) -> None:
-        self.optimizer, self.scheduler, said = build_both(
+        self.optimizer, self.scheduler, said, self._is_elementwise = build_both(
             self._make_optimizer, self._rules.make_scheduler, self._updated
         )
+        self._kernels: Any = None
         scale = self._rules.loss_scale
         self._said = {
             **said,
@@ -290,57 +296,81 @@ class UnitState:
             self._scales_before = self.exponents
         self.exponents = dict(exponents)
 
-    def norm_sq(self) -> float | None:
-        """Squared norm of the held gradients; None unless the job asks for it and they are finite."""
+    @property
+    def gradients_of_norm(self) -> list[Tensor] | None:
+        """The held gradients whose norm the job asks for; None where it does not, or they are not finite."""
         reduced = self.reduced
         if self._rules.clip_grad_norm is None or reduced is None or reduced.non_finite or reduced.overflowed:
             return None
-        norm_sq = squared_norm(reduced.gradients[name] for name in self._updated if name in reduced.gradients)
-        if not math.isfinite(norm_sq):
-            raise NonFiniteGradient(f"step {self.version}: the gradient of unit {self.unit.id} has no finite norm")
-        return norm_sq
+        return [reduced.gradients[name] for name in self._updated if name in reduced.gradients]
 
     def apply(self, decided: Decided | None = None) -> None:
         """Apply the held gradients as decided: the optimizer and its schedule step, the version grows by one.
 
         A skipped step changes nothing but the version and the loss scale, buffers included.
         """
-        home = self._home
+        if self.begin_step(decided):
+            self.optimizer.step()
+            if self.joins and self._is_elementwise:
+                self._kernels = kernels_of(self.optimizer)
+        self.end_step(decided)
+
+    joins = True
+    """Whether its optimizer may step together with other units' at all."""
+
+    @property
+    def kernels(self) -> Any:
+        """What the kernels of its next step depend on: units with the same may step together. None: this one may not.
+
+        The first step of an optimizer is its own: it makes its state, and tells its schedule. A state that is on the
+        device only while it is updated does not wait there for others.
+        """
+        return self._kernels if self._home is None else None
+
+    def begin_step(self, decided: Decided | None) -> bool:
+        """Give the optimizer its gradients; returns whether it is to step before ``end_step``."""
         for copy in self._copies:
             copy.finish()
         self._copies.clear()
+        self._away = self._home
         self.reload()
         reduced, self.reduced = self.reduced, None
         self._scales_before = None
         assert reduced is not None
-        skipped = decided is not None and decided.skipped
-        if not skipped:
-            assert not reduced.non_finite, "a step without gradients was not decided as skipped"
-            self._update(reduced, decided)
-        if self.loss_scale is not None:
-            none_said = Decided(version=self.version + 1, skipped=skipped)
-            self.loss_scale = (decided or none_said).next_scale(self.loss_scale)
-        self.version += 1
-        if home is not None:
-            self.offload()
-
-    def _update(self, reduced: Reduced, decided: Decided | None) -> None:
+        if decided is not None and decided.skipped:
+            return False
+        assert not reduced.non_finite, "a step without gradients was not decided as skipped"
+        self._applied = reduced
         factor = self._factor(decided)
+        given = [reduced.gradients[name] for name in self._updated if name in reduced.gradients]
+        if factor != 1.0 and given:
+            torch._foreach_mul_(given, factor)
         for name, parameter in self._updated.items():
-            gradient = reduced.gradients.get(name)
-            parameter.grad = gradient if gradient is None or factor == 1.0 else gradient.mul_(factor)
+            parameter.grad = reduced.gradients.get(name)
         for group in self.optimizer.param_groups:
             if STEP_NUMBER in group:
                 group[STEP_NUMBER] = self.version
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.scheduler is not None:
-            self.scheduler.step()
-        self.num_applied += 1
-        self._publish()
-        for name, buffer in self.buffers.items():
-            apply_change(name, buffer, reduced.gradients[name])
-        self.exponents = dict(reduced.exponents)
+        return True
+
+    def end_step(self, decided: Decided | None) -> None:
+        """The optimizer has stepped, if it was to: all else follows it."""
+        reduced, self._applied = self._applied, None
+        if reduced is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.scheduler is not None:
+                self.scheduler.step()
+            self.num_applied += 1
+            self._publish()
+            for name, buffer in self.buffers.items():
+                apply_change(name, buffer, reduced.gradients[name])
+            self.exponents = dict(reduced.exponents)
+        if self.loss_scale is not None:
+            none_said = Decided(version=self.version + 1, skipped=reduced is None)
+            self.loss_scale = (decided or none_said).next_scale(self.loss_scale)
+        self.version += 1
+        if self._away is not None:
+            self._away = None
+            self.offload()
 
     def _factor(self, decided: Decided | None) -> float:
         """By what gradients are multiplied: for the weights of losses, and so that their norm is within the bound."""
@@ -353,10 +383,13 @@ class UnitState:
 
     def _publish(self) -> None:
         """Copy updated parameters to those that sections read, where the optimizer works on a copy of its own."""
+        updated = {name: one for name, one in self._updated.items() if one is not self.parameters[name]}
+        there = [name for name, one in updated.items() if one.device == self.parameters[name].device]
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                if self._updated[name] is not parameter:
-                    fill(parameter, self._updated[name])
+            if there:
+                torch._foreach_copy_([self.parameters[name] for name in there], [updated.pop(name) for name in there])
+            for name, one in updated.items():
+                fill(self.parameters[name], one)
 
     def tensors(self) -> dict[str, Tensor]:
         """Copy the whole state as named CPU tensors (``param/..``, ``buffer/..``, ``optim/../..``) and numbers."""
@@ -417,6 +450,7 @@ class UnitState:
         if says_otherwise(numbers, self._said):
             self._build_optimizer()
         load_optimizer_state(self.optimizer, self._updated, found, numbers["optimizer"], for_good=for_good)
+        self._kernels = None
         self._load_numbers(numbers)
         self.reduced = self._scales_before = None
 
@@ -461,29 +495,98 @@ def _take(parameter: Parameter, saved: Tensor, *, for_good: bool) -> None:
         fill(parameter, saved)
 
 
+AT_ONCE = 1 << 24
+"""Elements that optimizers' steps together have at least, and that are folded at once, on a device: 128 MiB."""
+
+
+def apply_all(states: Iterable[UnitState], decided: Decided | None) -> None:
+    """Apply what the units of a worker hold: see ``UnitState.apply``.
+
+    One call makes the steps of optimizers with the same settings, which compute each element by itself, so that no bit
+    depends on which units share it. It has no more elements than the largest unit, so that it needs no more memory.
+    """
+    together: dict[Any, list[UnitState]] = {}
+    for state in states:
+        if state.kernels is None:
+            state.apply(decided)
+        else:
+            together.setdefault(state.kernels, []).append(state)
+    for some in together.values():
+        sizes = [sum(parameter.numel() for parameter in state.parameters.values()) for state in some]
+        most, joined, num = max([AT_ONCE, *sizes]), list[UnitState](), 0
+        for state, size in zip(some, sizes, strict=True):
+            if num + size > most:
+                _apply_together(joined, decided)
+                joined, num = [], 0
+            joined.append(state)
+            num += size
+        _apply_together(joined, decided)
+
+
+def _apply_together(states: Sequence[UnitState], decided: Decided | None) -> None:
+    begun = [state.optimizer for state in states if state.begin_step(decided)]
+    lacking = [
+        one for one in begun if any(entry.grad is None for group in one.param_groups for entry in group["params"])
+    ]
+    for one in lacking:
+        one.step()
+    step_together([one for one in begun if one not in lacking])
+    for state in states:
+        state.end_step(decided)
+
+
+def norms_sq(states: Mapping[str, UnitState]) -> dict[str, float]:
+    """Squared norms of the units' held gradients, of those units whose step needs it.
+
+    Raises:
+        NonFiniteGradient: one is not finite.
+    """
+    wanted = {unit: state.gradients_of_norm for unit, state in states.items()}
+    found = squared_norms({unit: gradients for unit, gradients in wanted.items() if gradients is not None})
+    for unit, norm_sq in found.items():
+        if not math.isfinite(norm_sq):
+            raise NonFiniteGradient(f"step {states[unit].version}: the gradient of unit {unit} has no finite norm")
+    return found
+
+
 _CHUNK = 1 << 20
 
 
 def squared_norm(tensors: Iterable[Tensor]) -> float:
-    """Sum of squares over all elements, in float64.
+    """See ``squared_norms``."""
+    return squared_norms({"": tensors})[""]
+
+
+def squared_norms(tensors_of: Mapping[str, Iterable[Tensor]]) -> dict[str, float]:
+    """Sums of squares over all elements of some tensors, in float64.
 
     ``torch.sum`` adds in an order that depends on the processor and the number of threads. Here the elements of a
     chunk are folded in halves, by additions of whole tensors; chunks are added by ``fsum``, whose result does not
-    depend on their order. A device is waited for once.
+    depend on their order. Chunks of one size are folded together, as rows. A device is waited for once.
     """
-    folded = [
-        _folded(chunk.to(torch.float64).square())
-        for tensor in tensors
-        for chunk in torch.split(reals(tensor), _CHUNK)
-        if chunk.numel()
-    ]
-    return math.fsum(torch.cat(folded).tolist()) if folded else 0.0
+    alike: dict[tuple[torch.device, torch.dtype, int], list[tuple[str, Tensor]]] = {}
+    for key, tensors in tensors_of.items():
+        for chunk in (chunk for tensor in tensors for chunk in torch.split(reals(tensor), _CHUNK) if chunk.numel()):
+            alike.setdefault((chunk.device, chunk.dtype, len(chunk)), []).append((key, chunk))
+    folded: dict[torch.device, list[Tensor]] = {}
+    owners: dict[torch.device, list[str]] = {}
+    for (device, _, size), chunks in alike.items():
+        num = max(1, (_CHUNK if device.type == "cpu" else AT_ONCE) // size)
+        for first in range(0, len(chunks), num):
+            rows = torch.stack([chunk for _, chunk in chunks[first : first + num]])
+            folded.setdefault(device, []).append(_folded(rows.to(torch.float64).square_()))
+        owners.setdefault(device, []).extend(key for key, _ in chunks)
+    squares: dict[str, list[float]] = {key: [] for key in tensors_of}
+    for device, tensors in folded.items():
+        for key, square in zip(owners[device], torch.cat(tensors).tolist(), strict=True):
+            squares[key].append(square)
+    return {key: math.fsum(found) for key, found in squares.items()}
 
 
-def _folded(values: Tensor) -> Tensor:
-    while values.numel() > 1:
-        half = (values.numel() + 1) // 2
-        head, tail = values[:half], values[half:]
-        head[: tail.numel()] += tail
-        values = head
-    return values
+def _folded(rows: Tensor) -> Tensor:
+    """Of each row its sum; the rows are overwritten."""
+    while (size := rows.shape[1]) > 1:
+        half = (size + 1) // 2
+        rows[:, : size - half].add_(rows[:, half:])
+        rows = rows[:, :half]
+    return rows[:, 0].clone()

@@ -41,10 +41,12 @@ def compiled(model: CutModel) -> CutModel:
     refuse_marked(model)
     _prepare()
     shared: Compiled = {}
-    sections = [
-        replace(section, finish=partial(_finished, shared, section), _on_device={}) for section in model.sections
-    ]
-    return replace(model, sections=tuple(sections))
+
+    def change(one: CutModel) -> CutModel:
+        kept = (replace(section, finish=partial(_finished, shared, section), _on_device={}) for section in one.sections)
+        return replace(one, sections=tuple(kept))
+
+    return model.mapped(change)
 
 
 def refuse_marked(model: CutModel) -> None:

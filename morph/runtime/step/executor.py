@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from morph.runtime.step.stage import StageTasks
 from morph.runtime.step.stopwatch import Stopwatch
 from morph.runtime.step.sums import StepSums
 
+Borders = tuple[BoundaryTensor, ...]
+
 
 @dataclass(frozen=True)
 class Neighbours:
@@ -34,7 +36,13 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class StageWork:
-    """What one stage has to do in one step; ``gradients_may_lack``: of tensors that cross its borders."""
+    """What one stage has to do in one step.
+
+    Attributes:
+        gradients_may_lack: Of tensors that cross its borders.
+        borders: What comes in and goes out for each micro-batch whose tensors differ in shape from ``inputs`` and
+            ``outputs``.
+    """
 
     micro_batches: Sequence[int]
     order: str
@@ -45,6 +53,15 @@ class StageWork:
     metric_names: tuple[str, ...] = ()
     gradients_may_lack: bool = False
     record_timeline: bool = False
+    borders: Mapping[int, tuple[Borders, Borders]] = field(default_factory=dict)
+
+    def inputs_of(self, micro_batch: int) -> Borders:
+        """Return what comes in for a micro-batch."""
+        return self.borders[micro_batch][0] if micro_batch in self.borders else self.inputs
+
+    def outputs_of(self, micro_batch: int) -> Borders:
+        """Return what goes out for a micro-batch."""
+        return self.borders[micro_batch][1] if micro_batch in self.borders else self.outputs
 
 
 class Executor:
@@ -68,21 +85,29 @@ class Executor:
         count = len(work.micro_batches)
         self._first, self._last = neighbours.activations_in is None, neighbours.activations_out is None
         self._cursor = ScheduleCursor(work.order, work.window, opportunistic=work.opportunistic)
-        self._activations_in = self._receiver(neighbours.activations_in, work.inputs, count)
-        self._gradient_specs = tuple(spec for spec in work.outputs if spec.requires_grad)
+        self._activations_in = self._gradients_in = None
         lack = work.gradients_may_lack
-        self._gradients_in = self._receiver(neighbours.gradients_in, self._gradient_specs, count, may_lack=lack)
+        if neighbours.activations_in:
+            self._activations_in = Receiver(
+                neighbours.activations_in,
+                work.inputs,
+                count,
+                specs_of=lambda place: work.inputs_of(work.micro_batches[place]),
+            )
+        if neighbours.gradients_in:
+            self._gradients_in = Receiver(
+                neighbours.gradients_in,
+                _with_gradients(work.outputs),
+                count,
+                may_lack=lack,
+                specs_of=lambda place: _with_gradients(work.outputs_of(work.micro_batches[place])),
+            )
         self._activations_out = Sender(neighbours.activations_out) if neighbours.activations_out else None
-        lacking = [spec for spec in work.inputs if spec.requires_grad] if lack else []
+        lacking = _with_gradients(work.inputs) if lack else ()
         self._gradients_out = Sender(neighbours.gradients_out, lacking, device) if neighbours.gradients_out else None
         self._loss_scale = 1.0
         self.stopwatch = Stopwatch(clock or clock_of(device), recording=work.record_timeline)
         self._peak_in_flight = self._peak_live = 0
-
-    def _receiver(
-        self, link: Link | None, specs: Sequence[BoundaryTensor], count: int, *, may_lack: bool = False
-    ) -> Receiver | None:
-        return Receiver(link, specs, count, may_lack=may_lack) if link else None
 
     def run(self, sums: StepSums, loss_scale: float = 1.0) -> None:
         """Run every task; gradients and losses go to the sums. Raises as ``Interrupt.wait_for``.
@@ -192,7 +217,13 @@ class Executor:
         sums.count(micro_batch)
         if self._gradients_out:
             pairs = zip(found, self._work.inputs, strict=True)
-            self._gradients_out.send([gradient for gradient, spec in pairs if spec.requires_grad])
+            there = [gradient for gradient, spec in pairs if spec.requires_grad]
+            like = _with_gradients(self._work.inputs_of(micro_batch)) if self._work.gradients_may_lack else ()
+            self._gradients_out.send(there, like)
+
+
+def _with_gradients(specs: Borders) -> Borders:
+    return tuple(spec for spec in specs if spec.requires_grad)
 
 
 def finish_reduction(sums: StepSums, stopwatch: Stopwatch) -> None:

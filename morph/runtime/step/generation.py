@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -78,15 +78,22 @@ class Generation:
         assert self.slot is not None
         return share_in(self.plan, self.slot.replica, self.salvage_in(order))
 
-    def stage_work(self, model: CutModel, micro_batches: Sequence[int]) -> StageWork:
-        """The tasks of this worker's stage in a step, or an evaluation, of these micro-batches."""
+    def stage_work(
+        self, model: CutModel, micro_batches: Sequence[int], length_of: Callable[[int], int | None] = lambda _: None
+    ) -> StageWork:
+        """The tasks of this worker's stage in a step, or an evaluation, of these micro-batches, given their lengths."""
         assert self.slot is not None
         stage = self.plan.stages[self.slot.stage]
         work = self.work_between(
             micro_batches, model.sections[stage.first_section].inputs, model.sections[stage.end_section - 1].outputs
         )
         names = model.metric_names if stage.end_section == len(model.sections) else ()
-        return replace(work, metric_names=names, gradients_may_lack=borders_may_lack_gradients(model))
+        borders = {}
+        for micro_batch in micro_batches if model.by_length else ():
+            sections = model.at(length_of(micro_batch)).sections
+            borders[micro_batch] = sections[stage.first_section].inputs, sections[stage.end_section - 1].outputs
+        may_lack = borders_may_lack_gradients(model)
+        return replace(work, metric_names=names, gradients_may_lack=may_lack, borders=borders)
 
     def work_between(
         self, micro_batches: Sequence[int], inputs: tuple[BoundaryTensor, ...], outputs: tuple[BoundaryTensor, ...]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ class Sender:
 
     Args:
         link: To the neighbour.
-        lacking: What tensors that may lack are like; each message says which of them are there. Empty: none may lack.
+        lacking: What tensors that may lack are like, unless ``send`` is told otherwise; each message says which of them
+            are there. Empty: none may lack.
         device: Of these tensors; None: the host.
     """
 
@@ -47,15 +48,14 @@ class Sender:
         self.peak = 0
         self.history: list[Interval] = []
 
-    def send(self, tensors: Sequence[Tensor | None]) -> None:
+    def send(self, tensors: Sequence[Tensor | None], lacking: Sequence[BoundaryTensor] = ()) -> None:
         """Start sending one micro-batch's tensors, zeros where one is lacking; returns at once."""
+        like = tuple(lacking) or self._lacking
         while self._pending and self._pending[0][1].done:
             self._let_go()
         beside = _are_there(tensors) if self._lacking else ()
         filled = [
-            torch.zeros(self._lacking[place].shape, dtype=self._lacking[place].dtype, device=self._device)
-            if tensor is None
-            else tensor
+            torch.zeros(like[place].shape, dtype=like[place].dtype, device=self._device) if tensor is None else tensor
             for place, tensor in enumerate(tensors)
         ]
         # not lent: a result may be a view of something that is written again
@@ -77,11 +77,22 @@ class Receiver:
 
     ``peak`` is the most micro-batches that had arrived and were not taken; ``history`` has one interval, from
     posting to arrival, for each that was taken. ``may_lack``: messages say which of their tensors are there.
+    ``specs_of``: what the tensors of each message are like, by its place, where they differ in shape from ``specs``.
     """
 
-    def __init__(self, link: Link, specs: Sequence[BoundaryTensor], count: int, *, may_lack: bool = False) -> None:
+    def __init__(
+        self,
+        link: Link,
+        specs: Sequence[BoundaryTensor],
+        count: int,
+        *,
+        may_lack: bool = False,
+        specs_of: Callable[[int], Sequence[BoundaryTensor]] | None = None,
+    ) -> None:
         self._link = link
         self._specs = tuple(specs)
+        self._specs_of = specs_of or (lambda _: self._specs)
+        self._count = count
         self._may_lack = may_lack and bool(specs)
         self._to_post = count
         self._posted: deque[tuple[float, Arrival, tuple[Tensor, ...]]] = deque()
@@ -121,7 +132,8 @@ class Receiver:
     def _post(self) -> None:
         while self._to_post and len(self._posted) < NUM_POSTED:
             beside = _are_there(self._specs) if self._may_lack else ()
-            self._posted.append((time.perf_counter(), self._link.receive(self._specs, beside=beside), beside))
+            specs = self._specs_of(self._count - self._to_post)
+            self._posted.append((time.perf_counter(), self._link.receive(specs, beside=beside), beside))
             self._to_post -= 1
 
 

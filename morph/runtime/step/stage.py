@@ -77,8 +77,11 @@ class Stage:
         precision: Precision = "fp32",
         live_sections: int | None = None,
     ) -> None:
-        self._sections: tuple[Section, ...] = tuple(model.sections[index] for index in sections)
-        self._groups = _groups(self._sections, live_sections if recompute and live_sections else len(sections))
+        self._model = model
+        self.length_of: Callable[[int], int | None] = lambda _: None
+        """Of a micro-batch, by number, where lengths vary."""
+        self._sections = sections
+        self._groups = _groups(sections, live_sections if recompute and live_sections else len(sections))
         self._recompute = recompute
         self._parameters = parameters
         self._load_batch = load_batch
@@ -109,7 +112,7 @@ class Stage:
         values, stored = tuple(inputs), []
         for group in self._groups:
             stored.append(values)
-            for section in group:
+            for section in self._of(group, micro_batch):
                 values = _detached(self._run_one(section, micro_batch, values))  # its graph is dropped here
         self._stored[micro_batch] = stored
         return values
@@ -128,7 +131,7 @@ class Stage:
         runs, behind = self._runs.pop(micro_batch), self._behind.pop(micro_batch, [])
         for group in reversed(self._groups):
             runs = runs or self._run(group, micro_batch, behind.pop())
-            for section in reversed(group):
+            for section in reversed(self._of(group, micro_batch)):
                 run, add_here = runs.pop(), partial(sink.add, section.index)
                 gradients = section_backward(section, run, gradients, self._parameters, add_here)
                 if not self._may_lack:
@@ -137,11 +140,16 @@ class Stage:
                 del run  # its graph, before another group's is made
         return gradients
 
-    def _run(self, group: Sequence[Section], micro_batch: int, inputs: Sequence[Tensor]) -> list[SectionRun]:
+    def _of(self, group: range, micro_batch: int) -> tuple[Section, ...]:
+        """Sections as they are for the length of a micro-batch."""
+        sections = self._model.at(self.length_of(micro_batch)).sections
+        return tuple(sections[index] for index in group)
+
+    def _run(self, group: range, micro_batch: int, inputs: Sequence[Tensor]) -> list[SectionRun]:
         """Run sections in a row, keeping their graphs."""
         runs: list[SectionRun] = []
         values = tuple(inputs)
-        for section in group:
+        for section in self._of(group, micro_batch):
             runs.append(self._run_one(section, micro_batch, values))
             values = runs[-1].outputs
         return runs
@@ -164,7 +172,7 @@ def _detached(run: SectionRun) -> tuple[Tensor, ...]:
     return tuple(output.detach() for output in run.outputs)
 
 
-def _groups(sections: Sequence[Section], size: int) -> list[Sequence[Section]]:
+def _groups(sections: range, size: int) -> list[range]:
     """Split into groups of ``size``; the first may be smaller."""
     first = len(sections) % size or size
     return [sections[:first], *(sections[start : start + size] for start in range(first, len(sections), size))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -104,6 +105,8 @@ class StepSums:
         for name in sorted(units.keys() - set(shared)):
             self._complete_at[min(self._sections_of[name])].append(name)
         self._last = sorted(shared, key=lambda name: (rings.of_unit[name], name))
+        self._gradients: dict[str, list[tuple[str, Tensor]]] = defaultdict(list)
+        """By unit, of the section whose backward is not through: they are added together."""
         self._before: dict[tuple[str, int], int] = {}
         self._counted: dict[tuple[str, int], int] = {}
         for entry in () if salvage is None else salvage.sums:
@@ -121,8 +124,8 @@ class StepSums:
     def _add(self, micro_batch: int, section: int, name: str, gradient: Tensor) -> None:
         """Add what one micro-batch's backward through one section gave, unless it is in a sum already."""
         unit = self._unit_of[name]
-        if not self._before.get((unit, section), 0) >> micro_batch & 1:
-            self.accumulators[unit].add(name, gradient)
+        if not (self._before and self._before.get((unit, section), 0) >> micro_batch & 1):
+            self._gradients[unit].append((name, gradient))
 
     def add_loss(self, micro_batch: int, outputs: Sequence[Tensor], metric_names: Sequence[str]) -> None:
         """Note what the last stage's forward gave of a micro-batch, unless a worker has that already.
@@ -151,6 +154,9 @@ class StepSums:
 
     def _section_done(self, micro_batch: int, section: int) -> None:
         """A section's backward is through; the last micro-batch's completes units that no section before it uses."""
+        for unit, gradients in self._gradients.items():
+            self.accumulators[unit].add_all(gradients)
+        self._gradients.clear()
         if micro_batch == self._micro_batches[-1]:
             self._reduce(self._complete_at.pop(section))
 

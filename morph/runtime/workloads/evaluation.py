@@ -34,10 +34,12 @@ from morph.contract.plan import shares
 from morph.cutting import CutModel, Section
 from morph.cutting.exporting.functional import WRITTEN
 from morph.cutting.marked.marked_run import MarkedCode
+from morph.cutting.sections.section import BoundaryTensor
 from morph.cutting.sections.statistics import PLAIN, use_statistics
 from morph.data import DataWorkers
 from morph.data.evaluation import EvaluationLoader
-from morph.data.loader import data_of, recipe_of
+from morph.data.lengths import IGNORED
+from morph.data.loader import data_of, lengths_of, recipe_of
 from morph.data.seeding import own_generators, seed_of
 from morph.jobs.job import Job, Precision
 from morph.runtime.device.staging import placed
@@ -139,10 +141,11 @@ def _switch_off(node: Node, section: Section) -> None:
 class EvaluationStage:
     """One stage's sections, ready to run forward at one version.
 
-    ``load_batch`` gives entries of an evaluation micro-batch, by number and keys.
+    ``sections_of`` gives the sections for an evaluation micro-batch, by number; ``load_batch`` entries of it, by number
+    and keys.
     """
 
-    sections: Sequence[Section]
+    sections_of: Callable[[int], Sequence[Section]]
     parameters: Mapping[str, Tensor]
     load_batch: Callable[[int, Sequence[str]], Mapping[str, Tensor]]
     precision: Precision
@@ -152,7 +155,7 @@ class EvaluationStage:
     def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run one micro-batch; the sections' graphs are dropped one by one."""
         values = tuple(inputs)
-        for section in self.sections:
+        for section in self.sections_of(micro_batch):
             batch = self.load_batch(micro_batch, section.batch_keys) if section.batch_keys else {}
             seed_section(self.seed, -1 - self.version, micro_batch, section.index)
             run = run_section(section, values, batch, self.parameters, self.precision)
@@ -172,7 +175,14 @@ def run_evaluation(
         GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.wait_for``.
     """
     count = len(work.micro_batches)
-    arriving = Receiver(neighbours.activations_in, work.inputs, count) if neighbours.activations_in else None
+    arriving = None
+    if neighbours.activations_in:
+        arriving = Receiver(
+            neighbours.activations_in,
+            work.inputs,
+            count,
+            specs_of=lambda place: work.inputs_of(work.micro_batches[place]),
+        )
     leaving = Sender(neighbours.activations_out) if neighbours.activations_out else None
     told: dict[int, Sequence[Tensor]] = {}
     for done, micro_batch in enumerate(work.micro_batches):
@@ -191,14 +201,16 @@ def run_evaluation(
     if leaving is not None:
         leaving.flush()
     losses = told_losses(told, work.metric_names)
-    arrays = _arrays(told, work.metric_names)
+    arrays = _arrays(told, work.metric_names, work.outputs)
     if not arrays:
         return tuple(losses)
     return tuple(entry.model_copy(update={"samples": arrays[entry.micro_batch]}) for entry in losses)
 
 
-def _arrays(told: Mapping[int, Sequence[Tensor]], names: Sequence[str]) -> dict[int, dict[str, Array]]:
-    """What was returned for each sample, by micro-batch; numpy has no bf16, which is widened."""
+def _arrays(
+    told: Mapping[int, Sequence[Tensor]], names: Sequence[str], longest: Sequence[BoundaryTensor]
+) -> dict[int, dict[str, Array]]:
+    """What was returned for each sample, by micro-batch, padded to the longest; numpy has no bf16, which is widened."""
     places = {name.removesuffix(SAMPLES): place for place, name in enumerate(names, 1) if name.endswith(SAMPLES)}
     if not places:
         return {}
@@ -206,11 +218,20 @@ def _arrays(told: Mapping[int, Sequence[Tensor]], names: Sequence[str]) -> dict[
     for micro_batch, outputs in told.items():
         arrays = {}
         for name, place in places.items():
-            values = outputs[place].detach().cpu()
+            values = _as_long_as(outputs[place].detach(), longest[place].shape).cpu()
             array = (values.float() if values.dtype is torch.bfloat16 else values).contiguous().numpy()
             arrays[name] = Array(dtype=str(array.dtype), shape=array.shape, data=array.tobytes())
         found[micro_batch] = arrays
     return found
+
+
+def _as_long_as(values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Pad with what losses ignore, as transformers' Trainer does with what it gathers."""
+    if values.shape[1:] == torch.Size(shape[1:]):
+        return values
+    padded = values.new_full((len(values), *shape[1:]), False if values.dtype is torch.bool else IGNORED)
+    padded[tuple(slice(size) for size in values.shape)] = values
+    return padded
 
 
 def _await(arriving: Receiver, done: int, interrupt: Interrupt) -> None:
@@ -238,10 +259,10 @@ class Evaluator:
     def __init__(self, job: Job, model: CutModel, device: torch.device, prefetcher: DataWorkers | None = None) -> None:
         assert job.eval_data is not None
         self._job, self._device = job, device
-        self._sections = evaluation_sections(model)
+        self._sections = {length: evaluation_sections(one) for length, one in model.every().items()}
         recipe, data = recipe_of(job), data_of(job, "eval_data")
-        sample, m = recipe.first(data_of(job)), model.micro_batch_size
-        self._loader = EvaluationLoader(data, job.seed, sample, m, job.eval_samples, prefetcher, recipe)
+        sample, m, lengths = recipe.like(data_of(job)), model.micro_batch_size, lengths_of(job, "eval_data")
+        self._loader = EvaluationLoader(data, job.seed, sample, m, job.eval_samples, prefetcher, recipe, lengths)
 
     @property
     def size(self) -> EvaluationSize:
@@ -266,16 +287,20 @@ class Evaluator:
         if current.slot is None or not self.size.is_due(version):
             return None
         total = self._loader.num_micro_batches
-        work = current.stage_work(model, shares(total, current.plan.num_replicas)[current.slot.replica])
+        share = shares(total, current.plan.num_replicas)[current.slot.replica]
+        work = current.stage_work(model, share, self._loader.length)
+        indices = current.plan.stages[current.slot.stage].sections
         stage = EvaluationStage(
-            sections=[self._sections[index] for index in current.plan.stages[current.slot.stage].sections],
+            sections_of=lambda number: [self._sections[self._loader.length(number)][index] for index in indices],
             parameters={name: tensor for state in current.units.values() for name, tensor in state.values.items()},
             load_batch=partial(self._load, version),
             precision=self._job.precision,
             seed=self._job.seed,
             version=version,
         )
-        self._loader.expect(work.micro_batches, batch_keys(stage.sections), lambda: current.interrupt.over)
+        self._loader.expect(
+            work.micro_batches, batch_keys(model.sections[index] for index in indices), lambda: current.interrupt.over
+        )
         losses = run_evaluation(stage, work, current.neighbours(self._device), current.interrupt)
         is_last = current.slot.stage == current.plan.pipeline_depth - 1
         if not is_last:
@@ -294,7 +319,8 @@ class Evaluator:
         assert job.eval_metrics is not None
         given: dict[str, Any] = {name: math.nan if value is None else value for name, value in totals.values.items()}
         for name, array in totals.samples.items():
-            given[name] = np.frombuffer(bytearray(array.data), dtype=array.dtype).reshape(array.shape)
+            rows = np.frombuffer(bytearray(array.data), dtype=array.dtype).reshape(array.shape)
+            given[name] = rows if job.lengths is None else rows[self._loader.order()]
         with own_generators() as seed_all:
             seed_all(seed_of(job.seed, "evaluation", totals.version))
             try:

@@ -25,7 +25,9 @@ from morph.cutting.trial_run.trial import run_users_code
 from morph.data import DataWorkers, MicroBatchLoader
 from morph.data.loader import data_facts, data_of, recipe_of
 from morph.jobs.changes import require_same
+from morph.jobs.existing import WholeModel
 from morph.jobs.job import Job
+from morph.optimizers import kind_of
 from morph.runtime.device.staging import moved, placed
 from morph.runtime.device.task_clock import clock_of
 from morph.runtime.groups.channels import Carrier, Channel
@@ -54,6 +56,8 @@ _FIELDS = (
     *(
         "batch_size",
         "micro_batch_size",
+        "buckets",
+        "padding",
         "num_sections",
         "seed",
         "accumulation",
@@ -86,7 +90,7 @@ def check_training(job: Job, model: CutModel) -> dict[str, str]:
 def _check_step_entry(job: Job) -> None:
     if job.step_entry is None:
         return
-    first = recipe_of(job).first(data_of(job))
+    first = recipe_of(job).like(data_of(job))
     entry = first.get(job.step_entry)
     if entry is None or entry.dtype != torch.int64 or entry.dim():
         shown = "nothing" if entry is None else f"{tuple(entry.shape)} {entry.dtype}"
@@ -106,6 +110,8 @@ def settings(job: Job, model: CutModel) -> dict[str, str]:
         JobError: an optimizer or a schedule that cannot be used.
     """
     found = {name: repr(getattr(job, name)) for name in _FIELDS}
+    if isinstance(job.model, WholeModel):
+        found["model"] = job.model.digest()
     for unit in model.units:
         if not unit.parameters:
             continue
@@ -115,7 +121,7 @@ def settings(job: Job, model: CutModel) -> dict[str, str]:
         }
         make = partial(build_optimizer, job.optimizer, parameters)
         optimizer = run_users_code(make, job, None, "optimizer")
-        found[f"optimizer({unit.id})"] = type(optimizer).__name__
+        found[f"optimizer({unit.id})"] = kind_of(optimizer)
         found[f"optimizer({unit.id}) groups"] = str(len(optimizer.param_groups))
         found[f"lr_scheduler({unit.id})"] = "None"
         groups = run_users_code(partial(group_numbers, optimizer), job, None, "optimizer")
@@ -215,7 +221,8 @@ class JobWorkload:
         self._run_model = self._model
         if self._job.compile:
             self._run_model = compiled(self._model)
-            compile_all(self._run_model, partial(self._load, 0, 0), self._job.precision, self._device)
+            for length, one in self._run_model.every().items():
+                compile_all(one, partial(self._example, length), self._job.precision, self._device)
         self._evaluator = (
             Evaluator(self._job, self._model, self._device, self._data_workers) if self._job.eval_data else None
         )
@@ -274,6 +281,7 @@ class JobWorkload:
         """See ``Workload.executor``."""
         assert current.slot is not None
         plan = current.plan.stages[current.slot.stage]
+        length_of = partial(self._loader.length, order.step)
         if self._data_workers is not None:
             self._expect(current, order)
         stage = Stage(
@@ -287,7 +295,8 @@ class JobWorkload:
             step=order.step,
             precision=self._job.precision,
         )
-        work = current.stage_work(self._model, current.micro_batches_in(order))
+        stage.length_of = length_of
+        work = current.stage_work(self._model, current.micro_batches_in(order), length_of)
         work = replace(work, record_timeline=order.record_timeline)
         tasks = slowed(stage, faults.slowness, self._clock)
         neighbours, interrupt = current.neighbours(self._device), current.interrupt
@@ -314,16 +323,19 @@ class JobWorkload:
             step=0,
             precision=self._job.precision,
         )
+        inner.length_of = partial(self._loader.length, 0)
         stage = slowed(inner, faults.slowness, self._clock)
         sink = MicroBatchSums(lambda _, name, gradient: sums[name].add(name, gradient), lambda _: None)
-        inputs = [self._made(spec) for spec in self._model.sections[sections.start].inputs]
-        outputs = self._model.sections[sections.stop - 1].outputs
+        typical = self._loader.typical()
+        model = self._model.at(self._loader.length(0, typical))
+        inputs = [self._made(spec) for spec in model.sections[sections.start].inputs]
+        outputs = model.sections[sections.stop - 1].outputs
         gradients = [self._made(spec) if spec.requires_grad else None for spec in outputs]
 
         def run() -> float:
             start = self._clock.mark()
-            stage.forward(0, inputs)
-            stage.backward(0, gradients, sink)
+            stage.forward(typical, inputs)
+            stage.backward(typical, gradients, sink)
             end = self._clock.mark()
             self._clock.wait(end)
             return self._clock.seconds(start, end)
@@ -370,6 +382,10 @@ class JobWorkload:
             return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
         numbers = torch.linspace(-_PROBE_SIZE, _PROBE_SIZE, max(1, math.prod(spec.shape)), device=self._device)
         return numbers.reshape(spec.shape).to(spec.dtype)
+
+    def _example(self, length: int | None, keys: Sequence[str]) -> Mapping[str, Tensor]:
+        """Entries of a micro-batch of a length."""
+        return placed(self._loader.example(length, keys), self._device)
 
     def _load(self, step: int, micro_batch: int, keys: Sequence[str]) -> Mapping[str, Tensor]:
         batch = with_step(self._loader.load(step, micro_batch, keys), self._job, step)

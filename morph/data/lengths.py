@@ -1,0 +1,157 @@
+"""Samples whose lengths vary: which of them share a micro-batch, and padding to one of a few declared lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from morph.contract.errors import JobError
+from morph.data.order import Place
+
+LABELS, IGNORED = "labels", -100
+"""Entries of this name are padded with what losses ignore, as transformers does."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The samples of one micro-batch, in order; ``length``: what they are padded to, None where lengths do not vary."""
+
+    places: tuple[Place, ...]
+    length: int | None = None
+
+
+def divided(
+    places: Sequence[Place], size: int, lengths: NDArray[np.int64] | None = None, buckets: Sequence[int] = ()
+) -> list[MicroBatch]:
+    """Divide the samples of a mini-batch, or of an evaluation, among micro-batches.
+
+    With lengths, samples are sorted by them, and each micro-batch is as long as the smallest bucket that holds its
+    longest sample. Micro-batches are numbered so that any range of them, which is what a replica runs, has short and
+    long ones in like proportion. All of it depends on the samples and ``size`` alone, so it is the same in every shape.
+
+    Args:
+        places: In the order of the data.
+        size: m.
+        lengths: Of each sample of the data set.
+        buckets: Ascending.
+    """
+    starts = range(0, len(places), size)
+    if lengths is None:
+        return [MicroBatch(tuple(places[start : start + size])) for start in starts]
+    found = lengths[[index for _, index in places]]
+    by_length = np.argsort(found, kind="stable")
+    parts = [by_length[start : start + size] for start in starts]
+    made = [
+        MicroBatch(tuple(places[place] for place in part), buckets[int(np.searchsorted(buckets, found[part[-1]]))])
+        for part in parts
+    ]
+    return [made[rank] for rank in _spread(len(made))]
+
+
+@lru_cache(maxsize=8)
+def _spread(count: int) -> tuple[int, ...]:
+    """An order of 0 .. count - 1 in which every range is spread evenly: that of numbers whose bits are reversed."""
+    bits = max(1, (count - 1).bit_length())
+    reversed_bits = [int(f"{number:0{bits}b}"[::-1], 2) for number in range(count)]
+    ranks = {value: rank for rank, value in enumerate(sorted(reversed_bits))}
+    return tuple(ranks[value] for value in reversed_bits)
+
+
+def checked_lengths(found: object, num_samples: int, buckets: Sequence[int], field: str) -> NDArray[np.int64]:
+    """Return the lengths of a data set's samples.
+
+    Raises:
+        JobError: they are no lengths, or the longest bucket does not hold one.
+    """
+    lengths = np.asarray(found)
+    if lengths.shape != (num_samples,) or lengths.dtype.kind not in "iu" or lengths.min() < 0:
+        raise JobError(
+            "returns no lengths",
+            source="Job",
+            field=f"lengths({field})",
+            value=f"{list(lengths.shape)} {lengths.dtype}",
+            allowed=f"a whole number for each of the {num_samples} samples",
+        )
+    longest = int(lengths.argmax())
+    if lengths[longest] > buckets[-1]:
+        raise JobError(
+            f"has a sample that is longer than all buckets: number {longest}",
+            source="Job",
+            field=f"lengths({field})",
+            value=int(lengths[longest]),
+            allowed=f"at most {buckets[-1]}; crop samples in the data set, or add a bucket",
+        )
+    return lengths.astype(np.int64)
+
+
+def examples(lengths: NDArray[np.int64], count: int) -> list[int]:
+    """Numbers of samples of all lengths, from the shortest to the longest."""
+    order = np.argsort(lengths, kind="stable")
+    return sorted({int(order[part * (len(order) - 1) // max(1, count - 1)]) for part in range(count)})
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The form of one entry of a sample: its sizes, None where it is as long as the micro-batch."""
+
+    sizes: tuple[int | None, ...]
+    dtype: torch.dtype
+
+    def at(self, length: int | None) -> tuple[int, ...]:
+        """Return the sizes in a micro-batch of this length."""
+        return tuple(size if size is not None else length or 0 for size in self.sizes)
+
+
+def shapes_of(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Shape]:
+    """See which dimensions vary among samples; anything else is checked when they are loaded."""
+    found = {}
+    for name, first in samples[0].items():
+        others = [sample[name] for sample in samples if name in sample and sample[name].dim() == first.dim()]
+        sizes = [{other.shape[dim] for other in others} for dim in range(first.dim())]
+        found[name] = Shape(tuple(next(iter(size)) if len(size) == 1 else None for size in sizes), first.dtype)
+    return found
+
+
+def pad(entry: Tensor, shape: Shape, length: int, value: float, *, rows: bool, field: str) -> Tensor:
+    """Pad an entry to a length, behind its end.
+
+    Args:
+        entry: Of a sample, or of a batch.
+        shape: Of a sample's.
+        length: To which.
+        value: With what.
+        rows: It is of a batch, whose samples are the first dimension.
+        field: The entry in errors.
+
+    Raises:
+        JobError: it is longer, or of another form.
+    """
+    wanted = (*entry.shape[:1], *shape.at(length)) if rows else shape.at(length)
+    fits = len(wanted) == entry.dim() and entry.dtype == shape.dtype
+    sizes = zip(entry.shape[rows:], shape.sizes, strict=False)
+    if not fits or any(size != declared if declared is not None else size > length for size, declared in sizes):
+        allowed = ", ".join(f"up to {length}" if size is None else str(size) for size in shape.sizes)
+        raise JobError(
+            "is longer than its sample's length allows, or differs from the others",
+            source="Job",
+            field=field,
+            value=f"{tuple(entry.shape)} {entry.dtype}",
+            allowed=f"({allowed}) {shape.dtype}" + (" for each sample" if rows else ""),
+        )
+    if entry.shape == wanted:
+        return entry
+    padded = entry.new_full(wanted, value)
+    padded[tuple(slice(size) for size in entry.shape)] = entry
+    return padded
+
+
+def padding_of(name: str, padding: Mapping[str, float]) -> float:
+    """Return what an entry is padded with."""
+    default = IGNORED if name.rpartition(".")[2] == LABELS else 0
+    return padding.get(name, default)

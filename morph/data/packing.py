@@ -1,0 +1,131 @@
+"""Packing: several documents in one sample of fixed length, each with positions of its own, as in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from morph.contract.errors import JobError
+from morph.data.batches import flat_sample
+from morph.data.lengths import IGNORED, LABELS, checked_lengths, padding_of
+from morph.data.order import OfDataSet
+
+POSITIONS = "position_ids"
+
+
+def packs(lengths: Sequence[int], length: int) -> list[list[int]]:
+    """Distribute documents among samples: the longest first, each to the fullest sample that has room for it.
+
+    Args:
+        lengths: Of each document, at most ``length``.
+        length: Of a sample.
+
+    Returns:
+        The numbers of each sample's documents, ascending; of all samples in the order of their first documents.
+    """
+    found: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}
+    rooms = 0  # bit r: some sample has room for r more
+    for document in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        size = lengths[document]
+        fitting = rooms >> size
+        if fitting:
+            room = size + (fitting & -fitting).bit_length() - 1
+            place = with_room[room].pop()
+            if not with_room[room]:
+                rooms &= ~(1 << room)
+        else:
+            room, place = length, len(found)
+            found.append([])
+        found[place].append(document)
+        with_room.setdefault(room - size, []).append(place)
+        rooms |= 1 << (room - size)
+    return sorted(sorted(pack) for pack in found)
+
+
+class Packed:
+    """A data set of packed samples: dicts of the documents' entries, one behind the other, and ``position_ids``.
+
+    Positions begin at 0 in each document, by which transformers and :func:`document_mask` know where it begins. What no
+    document fills is padded as one more document. The first entry of ``labels`` of each document is ignored, for it
+    would be predicted from the document before.
+
+    Args:
+        dataset: Of documents: dicts of tensors, arrays or lists, each as long as the document.
+        length: Of a sample.
+        lengths: Of each document, or a function of the data set that returns them.
+        padding: What entries are padded with, by name; others with 0, and ``labels`` with -100.
+
+    Raises:
+        JobError: no lengths, or a document that is longer than a sample.
+    """
+
+    def __init__(
+        self, dataset: Any, length: int, lengths: OfDataSet, padding: Mapping[str, float] | None = None
+    ) -> None:
+        found = checked_lengths(lengths(dataset) if callable(lengths) else lengths, len(dataset), [length], "dataset")
+        self._dataset, self._length, self._padding = dataset, length, padding or {}
+        self._lengths = found
+        self._packs = packs(found.tolist(), length)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self._packs)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return a sample, every entry of which has the length.
+
+        Raises:
+            JobError: a document with an entry of another length than its own.
+        """
+        parts: dict[str, list[Tensor]] = {}
+        filled = 0
+        for document in self._packs[index]:
+            size = int(self._lengths[document])
+            for name, entry in self._document(document, size).items():
+                parts.setdefault(name, []).append(entry)
+            filled += size
+        sizes = [int(self._lengths[document]) for document in self._packs[index]]
+        room = self._length - filled
+        for name, entries in parts.items():
+            if room:
+                entries.append(entries[0].new_full((room, *entries[0].shape[1:]), padding_of(name, self._padding)))
+        positions = [torch.arange(size) for size in (*sizes, room)]
+        return {name: torch.cat(entries) for name, entries in parts.items()} | {POSITIONS: torch.cat(positions)}
+
+    def _document(self, document: int, size: int) -> dict[str, Tensor]:
+        field = f"dataset[{document}]"
+        entries = flat_sample(self._dataset[document], field, collated=True).entries
+        for name, entry in entries.items():
+            if not entry.dim() or len(entry) != size or name == POSITIONS:
+                raise JobError(
+                    "cannot be packed",
+                    source="Job",
+                    field=f"{field}[{name!r}]",
+                    value=str(list(entry.shape)),
+                    allowed=f"entries of the document's length, {size}, and none named {POSITIONS}",
+                )
+        if LABELS in entries and size:
+            entries[LABELS] = torch.cat([entries[LABELS].new_full((1,), IGNORED), entries[LABELS][1:]])
+        return entries
+
+
+def document_mask(position_ids: Tensor, *, causal: bool = True) -> Tensor:
+    """Return who sees whom in packed samples: tokens of the same document, and with ``causal`` none that comes later.
+
+    Args:
+        position_ids: int [samples, length], 0 where a document begins.
+        causal: Whether tokens see earlier ones alone.
+
+    Returns:
+        bool [samples, 1, length, length], as ``scaled_dot_product_attention`` takes it: the query's place first.
+    """
+    document = (position_ids == 0).cumsum(-1)
+    same = document[:, None, :, None] == document[:, None, None, :]
+    if not causal:
+        return same
+    places = torch.arange(position_ids.shape[-1], device=position_ids.device)
+    return same & (places[:, None] >= places[None, :])

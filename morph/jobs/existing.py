@@ -1,0 +1,142 @@
+"""Fields of a job from objects that exist: a model, its optimizer and its schedule, a data loader."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.data import DataLoader
+
+from morph.contract.errors import JobError
+
+_OF_THE_MODEL = ("params", "param_names")
+
+
+def copied(model: nn.Module, device: str | None = None) -> nn.Module:
+    """Copy a model as ``Job.model``: tensors are cloned, which can be recorded, in place of their storages.
+
+    ``device``: another one, such as ``meta``.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            if isinstance(tensor, Tensor):
+                clone = tensor.detach().clone() if device is None else tensor.detach().to(device)
+                is_parameter = isinstance(tensor, Parameter)
+                memo[id(tensor)] = Parameter(clone, tensor.requires_grad) if is_parameter else clone
+    return deepcopy(model, memo)
+
+
+def order_of(loader: DataLoader[Any], batch_size: int) -> Callable[[Any, int, int], list[int]]:
+    """The order in which a loader reads samples, as ``Job.sampler``; with ``drop_last`` an epoch has whole batches."""
+    batches: Any = loader.batch_sampler
+    while hasattr(batches, "batch_sampler"):  # of accelerate
+        batches = batches.batch_sampler
+    sampler = batches.sampler
+
+    def order(_dataset: Any, _seed: int, epoch: int) -> list[int]:
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        numbers = list(sampler)
+        return numbers[: len(numbers) - len(numbers) % batch_size] if batches.drop_last else numbers
+
+    return order
+
+
+class WholeModel:
+    """A ``Job.model`` that copies a model which exists. Its numbers must be the same in every process.
+
+    Args:
+        model: Trained nowhere else.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self) -> nn.Module:
+        """Return a copy."""
+        return copied(self._model)
+
+    def digest(self) -> str:
+        """By what workers find out that they have other numbers than the run began with."""
+        state = xxhash.xxh3_128()
+        for name, tensor in sorted(self._model.state_dict().items()):
+            state.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            state.update(memoryview(flat))
+        return state.hexdigest()
+
+
+class WholeModelOptimizer:
+    """Builds optimizers like one that exists, with all of its groups: those without a parameter of the unit are empty.
+
+    Args:
+        named: Names and parameters of the model.
+        optimizer: Has these parameters in its groups, and has made no step.
+        scheduler: Its schedule, at its beginning.
+    """
+
+    def __init__(
+        self,
+        named: Iterable[tuple[str, Parameter]],
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None = None,
+    ) -> None:
+        groups = enumerate(optimizer.param_groups)
+        group_of = {id(parameter): index for index, group in groups for parameter in group["params"]}
+        self._group_of = {name: group_of.get(id(parameter)) for name, parameter in named}
+        self._whole, self._scheduler = optimizer, scheduler
+
+    @property
+    def has_scheduler(self) -> bool:
+        """Whether there is a schedule to copy."""
+        return self._scheduler is not None
+
+    def optimizer(self, named: Iterable[tuple[str, Parameter]]) -> Optimizer:
+        """As ``Job.optimizer``.
+
+        Raises:
+            JobError: the optimizer's class wants more than its defaults and its groups.
+        """
+        settings = [
+            {key: value for key, value in group.items() if key not in _OF_THE_MODEL}
+            for group in self._whole.param_groups
+        ]
+        of_group: list[list[Parameter]] = [[] for _ in settings]
+        for name, parameter in named:
+            index = self._group_of[name]
+            if index is not None:
+                of_group[index].append(parameter)
+        groups = [
+            {**values, "lr": values.get("initial_lr", values.get("lr")), "params": parameters}
+            for values, parameters in zip(settings, of_group, strict=True)
+        ]
+        kind: Any = type(self._whole)
+        taken = inspect.signature(kind).parameters
+        try:
+            made: Optimizer = kind(groups, **{k: v for k, v in self._whole.defaults.items() if k in taken})
+        except TypeError as error:
+            raise JobError(
+                f"cannot be built for a part of the parameters: {error}",
+                source="Job",
+                field="optimizer",
+                value=kind.__name__,
+                allowed="a class whose arguments are the parameters and what its groups hold",
+            ) from error
+        return made
+
+    def scheduler(self, optimizer: Optimizer) -> LRScheduler:
+        """As ``Job.lr_scheduler``: a copy of the one that exists, for an optimizer made here."""
+        assert self._scheduler is not None, "there is no schedule to copy"
+        LambdaLR(optimizer, lambda _step: 1.0)  # has the optimizer say that it stepped, which every schedule asks
+        for group, whole in zip(optimizer.param_groups, self._whole.param_groups, strict=True):
+            group.update({key: value for key, value in whole.items() if key not in _OF_THE_MODEL})
+        return deepcopy(self._scheduler, {id(self._whole): optimizer})

@@ -1,0 +1,46 @@
+"""Several optimizers as one: ``morph.Optimizers``, which ``Job.optimizer`` may return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+
+class Optimizers(Optimizer):
+    """Several optimizers, each for some of the parameters, as one: for example Muon for matrices, AdamW for the rest.
+
+    Args:
+        parts: Parameters, and what builds an optimizer for them; a part without parameters is left out.
+
+    Attributes:
+        parts: The optimizers. Their groups and state are those of this one.
+    """
+
+    def __init__(self, *parts: tuple[Iterable[Parameter], Callable[[list[Parameter]], Optimizer]]) -> None:
+        self.parts = [make(found) for given, make in parts if (found := list(given))]
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        for part in self.parts:
+            part.state = self.state
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override] # two overloads
+        """Have each part make its step."""
+        loss = None if closure is None else closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+
+def parts_of(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yield the optimizers that step: this one, or those of which it is made."""
+    if isinstance(optimizer, Optimizers):
+        for part in optimizer.parts:
+            yield from parts_of(part)
+    else:
+        yield optimizer
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """The classes of the optimizers that step."""
+    return ", ".join(type(part).__name__ for part in parts_of(optimizer))

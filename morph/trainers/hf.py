@@ -1,0 +1,275 @@
+"""A job from a Trainer of transformers: ``morph.hf.job(trainer)`` in place of ``trainer.train()``.
+
+::
+
+    def main():
+        ...  # the script as it is
+        return morph.hf.job(trainer)
+
+``morph run script.py:main`` then calls ``main`` in every process. The arguments of the Trainer, and what becomes of
+each, are in :data:`morph.trainers.arguments.ARGUMENTS`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from morph.jobs.job import Best, Job
+from morph.losses import Loss, PerSample
+from morph.trainers.arguments import check_arguments, refusal
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import DataLoader
+    from transformers import Trainer
+
+REPLACED = (
+    *("train", "training_step", "get_batch_samples", "evaluate", "evaluation_loop", "prediction_loop"),
+    *("prediction_step", "create_optimizer_and_scheduler"),
+)
+"""Methods of a Trainer that do not run: a subclass that has its own would train otherwise."""
+PREDICTIONS, LABELS = "predictions", "label_ids"
+_OWN_CALLBACKS = ("transformers.", "morph.spot.")
+
+
+def job(trainer: Trainer, **replaced: Any) -> Job:
+    """Make a job that trains what ``trainer.train()`` would train.
+
+    Loss, optimizer with its groups, schedule, collator and data sets are the Trainer's; subclasses may have their own
+    ``compute_loss``, ``create_optimizer``, ``create_scheduler``, ``get_train_dataloader`` and ``get_eval_dataloader``.
+    The model starts with the weights that ``trainer.model`` has now. So every process must make the same: call
+    ``transformers.set_seed`` before a model with random weights is made.
+
+    Args:
+        trainer: Not trained yet.
+        replaced: Fields of :class:`morph.Job` that count in place of what follows from the Trainer.
+
+    Raises:
+        JobError: naming the first argument that cannot be honoured, or a field that is not right.
+    """
+    from morph.jobs.existing import WholeModel, order_of
+
+    _check(trainer)
+    _align_special_tokens(trainer)
+    args = trainer.args
+    loader = trainer.get_train_dataloader()
+    loss, is_by_batch = _loss_of(trainer, loader)
+    batch_size = args.train_batch_size * args.gradient_accumulation_steps
+    fields: dict[str, Any] = {
+        "name": _name(args),
+        "model": WholeModel(trainer.model),
+        "loss": loss,
+        "dataset": lambda: loader.dataset,
+        "collate_fn": loader.collate_fn,
+        "sampler": order_of(loader, batch_size),
+        "optimizer": _optimizer_of(trainer),
+        "lr_scheduler": _schedule_of(trainer),
+        "batch_size": batch_size,
+        "micro_batch_size": args.train_batch_size if is_by_batch else None,
+        "seed": args.seed,
+        "clip_grad_norm": args.max_grad_norm if args.max_grad_norm > 0 else math.inf,
+        "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        "compile": bool(args.torch_compile),
+        "data_workers": args.dataloader_num_workers,
+    }
+    return Job(**{**fields, **_evaluation_of(trainer), **replaced})
+
+
+def num_steps(trainer: Trainer) -> int:
+    """How many steps ``trainer.train()`` would make: the schedule's length, and what ``morph run --steps`` is for."""
+    args: Any = trainer.args
+    return int(args.max_steps) if args.max_steps > 0 else math.ceil(args.num_train_epochs * _steps_per_epoch(trainer))
+
+
+def _steps_per_epoch(trainer: Trainer) -> int:
+    accumulated: int = trainer.args.gradient_accumulation_steps
+    return max(1, math.ceil(len(trainer.get_train_dataloader()) / accumulated))
+
+
+def _check(trainer: Trainer) -> None:
+    check_arguments(trainer.args)
+    for name in REPLACED:
+        method = getattr(type(trainer), name, None)
+        module = getattr(method, "__module__", "")
+        if method is not None and module.partition(".")[0] != "transformers":
+            raise refusal(
+                f"{type(trainer).__name__}.{name}", module, "the Trainer's own; or an override of compute_loss"
+            )
+    for callback in trainer.callback_handler.callbacks:
+        kind = type(callback)
+        if not f"{kind.__module__}.".startswith(_OWN_CALLBACKS):
+            raise refusal("callbacks", kind, "EarlyStoppingCallback; for others, `callbacks` in the run file")
+    if not hasattr(trainer.train_dataset, "__len__"):
+        raise refusal("train_dataset", type(trainer.train_dataset), "a data set with a length and numbered items")
+    if any(parameter.device.type != "cpu" for parameter in trainer.model.parameters()):
+        raise refusal("use_cpu", False, "True: each worker moves the sections that it has to its device")
+    if trainer.args.eval_strategy != "no" and isinstance(trainer.eval_dataset, Mapping):
+        raise refusal("eval_dataset", "several data sets", "one data set")
+
+
+def _align_special_tokens(trainer: Trainer) -> None:
+    """Give the model the numbers of padding and ends that its tokenizer has, as ``trainer.train()`` does first."""
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin, trainer_utils
+
+    align = getattr(trainer_utils, "align_special_tokens", None)
+    has_tokens = isinstance(trainer.processing_class, PreTrainedTokenizerBase | ProcessorMixin)
+    if align is not None and has_tokens and hasattr(trainer.model, "config"):
+        align(trainer.model, trainer.processing_class)
+
+
+def _name(args: Any) -> str:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", args.run_name or Path(args.output_dir).name).lstrip("._-")
+    return name or "trainer"
+
+
+def _evaluation_of(trainer: Trainer) -> dict[str, Any]:
+    """Fields of a job that evaluates as the Trainer does, keeps the best version and ends early."""
+    args: Any = trainer.args
+    if args.eval_strategy == "no":
+        return {}
+    loader = trainer.get_eval_dataloader()
+    fields: dict[str, Any] = {"eval_data": lambda: loader.dataset}
+    if args.eval_strategy == "epoch":
+        fields["eval_every_epochs"] = 1
+    else:
+        steps = args.eval_steps
+        fields["eval_every_steps"] = int(steps) if steps >= 1 else math.ceil(steps * num_steps(trainer))
+    if trainer.compute_metrics is not None:
+        fields["eval_metrics"] = _metrics_of(trainer)
+    found = (
+        callback for callback in trainer.callback_handler.callbacks if hasattr(callback, "early_stopping_patience")
+    )
+    stopping: Any = next(found, None)
+    if args.load_best_model_at_end or stopping is not None:
+        fields["best"] = Best(
+            metric=(args.metric_for_best_model or "loss").removeprefix("eval_"),
+            mode="max" if args.greater_is_better else "min",
+            patience=None if stopping is None else stopping.early_stopping_patience,
+            min_delta=0.0 if stopping is None else stopping.early_stopping_threshold,
+        )
+    return fields
+
+
+def _metrics_of(trainer: Any) -> Any:
+    def metrics(values: dict[str, Any]) -> dict[str, float]:
+        from transformers import EvalPrediction
+
+        found = {}
+        for name in (PREDICTIONS, LABELS):
+            parts = sorted((key for key in values if key.partition(".")[0] == name), key=lambda key: (len(key), key))
+            found[name] = values[name] if parts == [name] else tuple(values[key] for key in parts)
+        result = trainer.compute_metrics(EvalPrediction(found[PREDICTIONS], found[LABELS]))
+        return {name.removeprefix("eval_"): value for name, value in result.items()}
+
+    return metrics
+
+
+def _of_each_sample(trainer: Any, model: Any, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, PerSample]:
+    """What ``compute_metrics`` gets, as ``Trainer.prediction_step`` takes it from the outputs and the batch."""
+    ignored = {"loss", *getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])}
+    named = isinstance(outputs, Mapping)
+    logits: Any = tuple(v for k, v in outputs.items() if k not in ignored) if named else tuple(outputs[1:])
+    labels: Any = tuple(batch[name] for name in trainer.label_names if name in batch)
+    logits, labels = (parts[0] if len(parts) == 1 else parts for parts in (logits, labels))
+    if trainer.preprocess_logits_for_metrics is not None:
+        logits = trainer.preprocess_logits_for_metrics(logits, labels)
+    found = {}
+    for name, value in ((PREDICTIONS, logits), (LABELS, labels)):
+        for number, part in enumerate(value if isinstance(value, tuple | list) else (value,)):
+            if not hasattr(part, "shape"):
+                allowed = "a preprocess_logits_for_metrics that returns a tensor, or a tuple of tensors"
+                raise refusal("compute_metrics", f"output of type {type(part).__name__}", allowed)
+            found[f"{name}.{number}" if isinstance(value, tuple | list) else name] = PerSample(part)
+    return found
+
+
+def _loss_of(trainer: Any, loader: DataLoader[Any]) -> tuple[Any, bool]:
+    """The loss, a total and a weight where the Trainer counts items; and whether its batches are to be micro-batches.
+
+    Over accumulated batches the Trainer divides by the number of items in all of them, or takes the mean of their
+    means; and where a model accepts the number and ignores it, as BERT does for sequences, it adds the means up.
+    """
+    accumulated = trainer.args.gradient_accumulation_steps
+    by_items, factor = True, 1.0
+    if accumulated > 1:
+        batch = dict(loader.collate_fn([loader.dataset[0]]))
+        num_items = _num_items(trainer, batch)
+        scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+        if scaled is None:
+            accepted = trainer.model_accepts_loss_kwargs and num_items is not None
+            scaled = accepted or trainer.compute_loss_func is not None
+        by_items = num_items is not None and _uses_number_of_items(trainer, batch)
+        factor = (1 if by_items else accumulated) if scaled else (1 / accumulated if by_items else 1)
+
+    has_metrics = trainer.args.eval_strategy != "no" and trainer.compute_metrics is not None
+
+    def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+        num_items = _num_items(trainer, batch) if by_items else None
+        counted = None if num_items is None else num_items.clamp(min=1)
+        if has_metrics:
+            mean, outputs = trainer.compute_loss(model, dict(batch), return_outputs=True, num_items_in_batch=counted)
+        else:
+            mean = trainer.compute_loss(model, dict(batch), num_items_in_batch=counted)
+        mean = mean * factor
+        result = mean if num_items is None or counted is None else Loss(mean * counted, num_items)
+        return (result, _of_each_sample(trainer, model, outputs, batch)) if has_metrics else result
+
+    return loss, accumulated > 1 and not by_items
+
+
+def _num_items(trainer: Any, batch: Mapping[str, Tensor]) -> Tensor | None:
+    num_items: Tensor | None
+    _, num_items = trainer.get_batch_samples(iter([batch]), 1, next(iter(batch.values())).device)
+    return num_items
+
+
+def _uses_number_of_items(trainer: Trainer, batch: dict[str, Tensor]) -> bool:
+    """Whether the loss is divided by the number that it is given: tried without numbers, or else with."""
+    import torch
+
+    from morph.jobs.existing import copied
+
+    for device in ("meta", "cpu"):
+        model = trainer.model if device == "cpu" else copied(trainer.model, device)
+        number = torch.ones((), device=device, requires_grad=True)
+        try:
+            there = {name: value.to(device) for name, value in batch.items()}
+            loss = trainer.compute_loss(model, there, num_items_in_batch=number)
+        except (RuntimeError, NotImplementedError):  # a model that looks at its values
+            if device == "cpu":
+                raise
+            continue
+        return torch.autograd.grad(loss, number, allow_unused=True)[0] is not None
+    raise AssertionError("one of the devices answers")
+
+
+def _optimizer_of(trainer: Trainer) -> Any:
+    from morph.jobs.existing import WholeModelOptimizer
+
+    def optimizer(named: Any) -> Optimizer:
+        whole = WholeModelOptimizer(trainer.model.named_parameters(), trainer.create_optimizer())
+        return whole.optimizer(named)
+
+    return optimizer
+
+
+def _schedule_of(trainer: Trainer) -> Any:
+    from morph.jobs.existing import WholeModelOptimizer
+
+    if trainer.lr_scheduler is not None:
+        return WholeModelOptimizer((), trainer.optimizer, trainer.lr_scheduler).scheduler
+    length = num_steps(trainer)
+
+    def schedule(optimizer: Optimizer) -> LRScheduler:
+        trainer.lr_scheduler = None
+        made: LRScheduler = trainer.create_scheduler(length, optimizer)
+        trainer.lr_scheduler = None
+        return made
+
+    return schedule

@@ -1,0 +1,74 @@
+"""What the kit for GPU machines names in its scripts is there; mypy sees what its Python imports and calls."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from morph.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+KIT = ROOT / "benchmarks" / "gpu_kit"
+SCRIPT, RUNS, PROBES, JOBS = (
+    (KIT / name).read_text(encoding="utf-8") for name in ("on_device.sh", "runs.py", "probes.py", "jobs.py")
+)
+
+
+def test_every_module_file_and_name_that_the_kit_runs_is_there() -> None:
+    modules = {name.replace("$KITMOD", "benchmarks.gpu_kit") for name in re.findall(r"-m (\$?[\w.]+)", SCRIPT)}
+    modules -= {"gpu"}  # the tests' mark
+    modules |= set(re.findall(r'^HOST = "(.+)"', RUNS, re.MULTILINE))
+    assert modules >= {"benchmarks.gpu_kit.facts", "morph.cli.main", "manager.engine.on_processes.process_host"}
+    assert [name for name in modules if find_spec(name) is None] == []
+    probes = re.findall(r"^@probe\ndef (\w+)", PROBES, re.MULTILINE)
+    run = [name for line in re.findall(r'probes "\$DEV" (.+)', SCRIPT) for name in line.split()]
+    assert "bits" in run
+    assert set(run) <= set(probes)
+    jobs = [*re.findall(r"job (\w+)\)", SCRIPT), *re.findall(r"for variant in (.+);", SCRIPT)[0].split(), "tiny"]
+    assert [name for name in jobs if not re.search(rf"^{name} = ", JOBS, re.MULTILINE)] == []
+    for path in ("tests/gpu", "configs/jobs/gpt2_stdlib.py", "configs/jobs/tiny_gpt.py", "tests/gpu/test_mailboxes.py"):
+        assert (ROOT / path).exists()
+
+
+def test_every_option_that_the_kit_gives_to_a_command_is_one_of_it() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    calibrate = set(re.findall(r" (--?[a-z][a-z-]*)", "\n".join(re.findall(r"main calibrate (.*)", SCRIPT))))
+    run = set(re.findall(r'"(--?[a-zA-Z-]+)"', RUNS.split("shape = {")[1].split("process = ")[0])) - {"-m"}
+    assert {"--device", "-o"} < calibrate
+    assert {"--cluster", "-P"} < run
+    for name, given in (("calibrate", calibrate), ("run", run)):
+        parameters = commands[name].params
+        known = {option for each in parameters for option in (*each.opts, *each.secondary_opts)}
+        assert given - known == set()
+
+
+def test_every_wheel_that_the_kit_packs_has_a_tested_version() -> None:
+    packed = re.search(r"GPU_KIT_PACKAGES:-([^}]+)}", (KIT / "prepare.sh").read_text(encoding="utf-8"))
+    assert packed is not None
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").lower().replace("-", "_")
+    assert [name for name in packed[1].split() if f"\n{name.lower().replace('-', '_')}==" not in pins] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_kit_starts_and_says_that_there_is_no_device(tmp_path: Path) -> None:
+    places = {"OUT": str(tmp_path / "out"), "WORK": str(tmp_path / "work"), "SITE": "none", "PY": sys.executable}
+    done = subprocess.run(
+        ["bash", str(KIT / "on_device.sh"), "A"],
+        env={**os.environ, **places},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert "numba compiles: True" in done.stdout
+    assert not re.search(r"(torch|transformers|safetensors|pydantic|typer|cryptography) FAILS", done.stdout)
+    assert "error: torch finds no CUDA device here; `bash benchmarks/gpu_kit/on_device.sh A cpu`" in done.stderr

@@ -1,0 +1,320 @@
+"""Jobs made from Trainers: the losses and the weights of the Trainer itself, and refusals by the argument's name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import morph
+from manager.controller.state.evaluations import totals_of
+from morph.contract.errors import JobError
+from morph.contract.evaluation import EvaluationTotals
+from morph.contract.job_facts import JobFacts
+from morph.contract.messages import Evaluation
+from morph.cutting import cut, export_job
+from morph.jobs.changes import require_same
+from morph.runtime.process.single import run_single
+from morph.runtime.workloads.job_workload import settings
+from morph.trainers.arguments import ARGUMENTS, table
+from tests.training.shapes import ShapesCrew, Trained
+from tests.training.test_weighted_losses import parameters_of
+
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "configs" / "jobs"
+NUM_STEPS = 6
+SMALL = {"num_layers": 2, "hidden_size": 32, "vocab_size": 400, "num_files": 4, "max_steps": NUM_STEPS}
+SMALL |= {"logging_steps": 1, "use_cpu": True, "learning_rate": 1e-3}
+CLM = {**SMALL, "block_size": 32, "config_overrides": "attn_pdrop=0.0,resid_pdrop=0.0,embd_pdrop=0.0"}
+CLASSIFICATION = {
+    **{**SMALL, "max_seq_length": 32},
+    "config_overrides": "hidden_dropout_prob=0.0,attention_probs_dropout_prob=0.0",
+}
+SMOOTHED = (
+    "run_clm",
+    {**CLM, "label_smoothing_factor": 0.1, "weight_decay": 0.1, "model_type": "llama", "config_overrides": ""},
+)
+BATCH = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+
+
+@pytest.fixture
+def trainer_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """The Trainer that a script makes, with the script's other line as it was."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+    def make(script: str, **given: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(morph.hf, "job", lambda trainer: trainer)
+            return import_module(script).main(**{"output_dir": str(tmp_path / "trainer"), **given})
+
+    return make
+
+
+def trained_by_itself(trainer: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of the Trainer's own loop."""
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, {name: value.detach() for name, value in trainer.model.named_parameters()}
+
+
+def path_of(script: str, given: dict[str, Any]) -> str:
+    arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    return f"{SCRIPTS / script}.py:main({arguments})"
+
+
+def trained_by_morph(script: str, folder: Path, given: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    losses: list[float] = []
+    with torch.random.fork_rng():
+        manifest = run_single(
+            path_of(script, given),
+            steps=NUM_STEPS,
+            num_sections=3,
+            micro_batch_size=given["per_device_train_batch_size"] // 2,
+            checkpoint_url=str(folder),
+            on_step=lambda _, loss: losses.append(loss),
+        )
+    return losses, parameters_of(manifest, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "given"),
+    [
+        ("run_clm", CLM),
+        pytest.param(*SMOOTHED, marks=pytest.mark.long),
+        pytest.param("run_classification", CLASSIFICATION, marks=pytest.mark.long),
+        ("run_classification", {**CLASSIFICATION, "optim": "sgd", "lr_scheduler_type": "cosine", "warmup_steps": 2}),
+    ],
+)
+def test_losses_and_weights_are_those_of_the_trainer(
+    script: str, given: dict[str, Any], trainer_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    losses, weights = trained_by_itself(trainer_of(script, **BATCH, **given))
+    found, trained = trained_by_morph(script, tmp_path / "morph", {**BATCH, **given})
+    assert found == pytest.approx(losses, abs=1e-5)
+    assert trained.keys() == weights.keys()
+    for name, value in trained.items():
+        assert (value - weights[name]).norm() <= 1e-4 * weights[name].norm() + 1e-6, name
+
+
+@pytest.mark.slow
+def test_evaluations_are_the_trainers_and_a_loss_changes_no_bit(
+    crew: ShapesCrew, trainer_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The order of samples, evaluations, ``compute_metrics`` and the best version, with a worker lost in between."""
+    given = {
+        **{**CLASSIFICATION, "per_device_train_batch_size": 8, "eval_strategy": "steps", "eval_steps": 2},
+        **{"save_strategy": "best", "load_best_model_at_end": True, "metric_for_best_model": "accuracy"},
+    }
+    trainer = trainer_of("run_classification", **given)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    path = path_of("run_classification", given)
+    alone = crew.train(path, [("1x1", NUM_STEPS)], tmp_path / "alone")
+    shapes = crew.train(path, [("1x2", 3), ("2x1", NUM_STEPS)], tmp_path / "shapes", lose=True)
+    assert shapes.digests == alone.digests
+    evaluated = [totals_of_all(trained) for trained in (alone, shapes)]
+    assert evaluated[0] == evaluated[1]
+    assert [totals.version for totals in evaluated[0]] == [2, 4, 6]
+    job = morph.hf.job(trainer)
+    assert job.best == morph.Best(metric="accuracy", mode="max")
+    assert job.eval_metrics is not None
+    for totals, entry in zip(evaluated[0], logged, strict=True):
+        assert totals.values["loss"] == pytest.approx(entry["eval_loss"], abs=1e-5)
+        samples = {
+            name: np.frombuffer(array.data, array.dtype).reshape(array.shape) for name, array in totals.samples.items()
+        }
+        assert job.eval_metrics(samples) == {"accuracy": entry["eval_accuracy"]}
+
+
+def totals_of_all(trained: Trained) -> list[EvaluationTotals]:
+    """The evaluations of a run, put together from what its workers returned."""
+    shares: dict[int, list[Evaluation]] = {}
+    for answer in itertools.chain(*trained.answers, trained.commits):
+        if answer.evaluation is not None:
+            shares.setdefault(answer.evaluation.version, []).append(answer.evaluation)
+    found = [totals_of(parts) for _, parts in sorted(shares.items())]
+    return [totals for totals in found if totals is not None]
+
+
+@pytest.mark.parametrize("labels", ["floats", "items"])
+def test_accumulated_batches_count_as_in_the_trainer(labels: str, tmp_path: Path) -> None:
+    """Over 2 accumulated batches: means that the Trainer adds up, and sums over items that it divides once."""
+    trainer = small_trainer(tmp_path, model=Regression() if labels == "floats" else Tokens(), **BATCH)
+    trainer.args.logging_steps = 1
+    job = morph.hf.job(trainer)
+    assert job.batch_size == 8
+    assert job.micro_batch_size == (4 if labels == "floats" else None)
+    batch = next(iter(trainer.get_train_dataloader())), next(iter(trainer.get_train_dataloader()))
+    count = sum((part["labels"] != -100).sum() for part in batch)
+    trainer.current_gradient_accumulation_steps = 2
+    for part in batch:
+        found = job.loss(trainer.model, part)
+        mean = found / 2 if isinstance(found, Tensor) else found.total / count
+        assert float(mean.detach()) == pytest.approx(float(trainer.training_step(trainer.model, part, count)), rel=1e-6)
+
+
+class Regression(torch.nn.Module):
+    """Takes the number of items, as models of transformers do, and ignores it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:
+        return {"loss": torch.nn.functional.mse_loss(self.layer(x)[:, 0], labels.float())}
+
+
+class Tokens(Regression):
+    """Divides by the number of items."""
+
+    def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None, **_: Any) -> dict[str, Tensor]:
+        total = torch.nn.functional.cross_entropy(self.layer(x), labels, reduction="sum")
+        return {"loss": total / (labels.numel() if num_items_in_batch is None else num_items_in_batch)}
+
+
+def small_trainer(tmp_path: Path, **given: Any) -> Any:
+    names = {"model", "compute_metrics", "callbacks", "optimizers", "eval_dataset", "train_dataset"}
+    kind = given.pop("kind", transformers.Trainer)
+    newer = (
+        given.keys()
+        - names
+        - {"kind", "of", "quantum"}
+        - {field.name for field in fields(transformers.TrainingArguments)}
+    )
+    if newer:
+        pytest.skip(f"of a newer transformers: {newer}")
+    own = {name: given.pop(name) for name in names & given.keys()}
+    data = [{"x": torch.randn(3), "labels": index % 2} for index in range(16)]
+    args = given.pop("of", transformers.TrainingArguments)(str(tmp_path), use_cpu=True, **given)
+    return kind(**{"model": Tokens(), "args": args, "train_dataset": data, **own})
+
+
+@pytest.mark.parametrize("given", [{}, {"data_seed": 3}, {"train_sampling_strategy": "sequential"}])
+def test_samples_come_in_the_trainers_order_epoch_by_epoch(given: dict[str, Any], tmp_path: Path) -> None:
+    data = [{"x": torch.full((3,), float(index)), "labels": 0} for index in range(18)]
+    trainer = small_trainer(tmp_path, train_dataset=data, dataloader_drop_last=True, **BATCH, **given)
+    job = morph.hf.job(trainer)
+    assert job.sampler is not None
+    loader = trainer.get_train_dataloader()
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        numbers = torch.cat([batch["x"][:, 0] for batch in loader]).int().tolist()
+        assert job.sampler(data, 0, epoch) == numbers
+    assert len(numbers) == 16
+
+
+def test_every_argument_of_the_installed_transformers_is_in_the_table() -> None:
+    assert {field.name for field in fields(transformers.TrainingArguments)} <= ARGUMENTS.keys()
+
+
+def test_an_argument_that_nobody_knows_is_refused_by_its_name(tmp_path: Path) -> None:
+    @dataclass
+    class Newer(transformers.TrainingArguments):
+        quantum: bool = False
+
+    assert morph.hf.job(small_trainer(tmp_path, of=Newer)).batch_size == 8
+    with pytest.raises(JobError, match=r"quantum.*does not know"):
+        morph.hf.job(small_trainer(tmp_path, of=Newer, quantum=True))
+
+
+def own_step(cls: type) -> type:
+    return type("Own", (cls,), {"training_step": lambda self, *_: None})
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"accelerator_config": {"split_batches": True}}, "accelerator_config"),
+        ({"optim": "lion_32bit"}, "optim.*adamw_torch_fused"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, "lr_scheduler_type.*linear"),
+        ({"torch_compile_backend": "eager"}, "torch_compile_backend.*inductor"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy.*random"),
+        ({"callbacks": [type("Mine", (transformers.TrainerCallback,), {})()]}, "callbacks.*Mine"),
+        ({"kind": own_step(transformers.Trainer)}, "Own.training_step"),
+        ({"train_dataset": iter([])}, "train_dataset"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_its_name(given: dict[str, Any], named: str, tmp_path: Path) -> None:
+    if "reduce_lr_on_plateau" in given.values():
+        given = {**given, "eval_dataset": [{"x": torch.zeros(3), "labels": 0}]}
+    if "train_dataset" in given:
+        given = {**given, "max_steps": 3}
+    with pytest.raises(JobError, match=named):
+        morph.hf.job(small_trainer(tmp_path, **given))
+
+
+def test_settings_become_fields_of_the_job(tmp_path: Path) -> None:
+    data = [{"x": torch.zeros(3), "labels": 0}] * 4
+    is_new = any(field.name == "activation_checkpointing" for field in fields(transformers.TrainingArguments))
+    recompute = "activation_checkpointing" if is_new else "gradient_checkpointing"
+    trainer = small_trainer(
+        tmp_path,
+        eval_dataset=data,
+        **{**BATCH, "num_train_epochs": 3, "max_grad_norm": 0.5, "bf16": True, "seed": 7, "torch_compile": True},
+        callbacks=[transformers.EarlyStoppingCallback(3, 0.1)],
+        **{
+            "metric_for_best_model": "eval_loss",
+            "eval_strategy": "epoch",
+            "run_name": "a run/of mine",
+            "dataloader_num_workers": 2,
+        },
+        **{recompute: True, "report_to": [], "push_to_hub": False},
+    )
+    job = morph.hf.job(trainer, num_sections=1)
+    assert (job.name, job.batch_size, job.clip_grad_norm, job.precision) == ("a-run-of-mine", 8, 0.5, "bf16")
+    assert (job.seed, job.compile, job.data_workers, job.num_sections) == (7, True, 2, 1)
+    assert (job.eval_every_epochs, job.best) == (1, morph.Best(metric="loss", patience=3, min_delta=0.1))
+    assert morph.hf.num_steps(trainer) == 6
+
+
+def test_an_optimizer_and_a_schedule_of_ones_own_are_built_for_each_unit(tmp_path: Path) -> None:
+    model = Tokens()
+    groups = [{"params": [model.layer.weight], "lr": 0.5, "momentum": 0.9}, {"params": [model.layer.bias], "lr": 0.1}]
+    optimizer = torch.optim.SGD(groups, lr=1.0, nesterov=False)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0, lambda step: 1 / (1 + step)])
+    job = morph.hf.job(small_trainer(tmp_path, model=model, optimizers=(optimizer, schedule)))
+    bias = torch.nn.Parameter(torch.zeros(2))
+    mine = job.optimizer([("layer.bias", bias)])
+    assert job.lr_scheduler is not None
+    mine_too = job.lr_scheduler(mine)
+    rates = []
+    for _ in range(3):
+        rates.append([group["lr"] for group in mine.param_groups])
+        mine.step()
+        mine_too.step()
+    assert rates == [[0.5, 0.1], [0.5, 0.05], [0.5, pytest.approx(0.1 / 3)]]
+    assert [len(group["params"]) for group in mine.param_groups] == [0, 1]
+    assert mine.param_groups[0]["momentum"] == 0.9
+    assert optimizer.param_groups[1]["lr"] == 0.1
+
+
+def test_a_worker_with_other_weights_is_not_the_runs(tmp_path: Path) -> None:
+    trainer = small_trainer(tmp_path)
+    job = morph.hf.job(trainer)
+    model = cut(export_job(job), num_sections=1, micro_batch_size=1)
+    began = JobFacts(settings=settings(job, model))
+    made = job.model()
+    with torch.no_grad():
+        made.layer.bias.add_(1)
+    require_same(JobFacts(settings=settings(job, model)), began, "job.py:job")
+    with torch.no_grad():
+        trainer.model.layer.bias.add_(1)
+    with pytest.raises(JobError, match="model: is not the setting that the run began with"):
+        require_same(JobFacts(settings=settings(job, model)), began, "job.py:job")
+
+
+def test_the_guide_has_the_table() -> None:
+    assert table() in (ROOT / "docs" / "trainer.md").read_text(encoding="utf-8")
