@@ -173,7 +173,7 @@ def _set_up(transition: Transition, worker: WorkerId, answer: Answer) -> None:
     state, now_s = transition.state, transition.now_s
     entry = state.workers[worker]
     if isinstance(answer, Failed):
-        sentence = note_failed_setup(transition, worker, answer)
+        sentence = note_failed_setup(transition, worker, entry.host, answer)
         if state.phase is Phase.STARTING and answer.cause != "device":
             return gives_up_at_start(transition)
         transition.forget([worker])

@@ -76,11 +76,11 @@ def on_tick(transition: Transition, event: Tick) -> None:
         dissolve(transition)
     elif late:
         transition.say(ReasonCode.WORKER_REMOVED, "given up", *(EndWorker(worker=worker) for worker in late))
-        warming = [worker for worker in late if transition.state.workers[worker].node is NodeState.WARMING]
+        known = transition.state.workers
         lose(transition, late)
-        for worker in warming:
+        for worker in (worker for worker in late if known[worker].node is NodeState.WARMING):
             answer = Failed(worker=worker, generation=0, error=late[worker])
-            transition.say(ReasonCode.SETUP_FAILED, note_failed_setup(transition, worker, answer))
+            transition.say(ReasonCode.SETUP_FAILED, note_failed_setup(transition, worker, known[worker].host, answer))
         if transition.state.phase is Phase.STARTING:
             start_if_due(transition)
     else:

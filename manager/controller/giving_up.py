@@ -25,14 +25,15 @@ _SECONDS_PER_H = 3600.0
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
-def note_failed_setup(transition: Transition, worker: WorkerId, answer: Failed) -> str:
-    """Note that a worker could not be set up; returns the sentence that says so, and whether it came before."""
+def note_failed_setup(transition: Transition, worker: WorkerId, host: str, answer: Failed) -> str:
+    """Note that a worker on this machine could not be set up; returns the sentence that says so."""
     known, way = transition.state.provisioning.failed_setups, _way_of(answer)
     before = known if known is not None and known.way == way else None
     sentence = f"{worker} could not be set up: {answer.error}"
     failed = FailedSetups(
         way=way,
         num=1 if before is None else before.num + 1,
+        hosts=frozenset({host or worker}) | (frozenset() if before is None else before.hosts),
         since_s=transition.now_s if before is None else before.since_s,
         last_s=transition.now_s,
         sentence=sentence,
@@ -122,8 +123,8 @@ def _why_setups_end_it(state: ControllerState, now_s: float) -> str:
         for entry in state.workers.values():
             if entry.node is NodeState.WARMING and entry.appeared_s <= failed.last_s:
                 return ""  # it may do better
-    elif now_s < failed.since_s + rules.beside_training_s:
-        return ""
+    elif len(failed.hosts) < rules.alike or now_s < failed.since_s + rules.beside_training_s:
+        return ""  # it may be one machine that is at fault, and the others train
     return f"{failed.sentence}{_as_before(failed)}"
 
 

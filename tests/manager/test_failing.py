@@ -680,6 +680,20 @@ def test_setups_that_fail_beside_training_end_it_saved_after_a_while() -> None:
     assert "n9 could not be set up" in finish.sentence
 
 
+def test_one_machine_on_which_setups_fail_does_not_end_a_run_that_trains() -> None:
+    script = script_in(Phase.TRAINING)
+    rules = script.state.config.policy.rules
+    setups = rules.setups.model_copy(update={"beside_training_s": 0.1})
+    policy_of(script, rules=rules.model_copy(update={"setups": setups}))
+    for worker, host in (("n8", "h1"), ("n9", "h1"), ("n10", "h2")):
+        assert script.state.stop_reason is None
+        script.tell(NodeAppeared(node=worker, host=host))
+        script.tell(
+            WorkerAnswered(worker=worker, answer=Failed(worker=worker, generation=0, error="no disk", cause="job"))
+        )
+    assert script.state.stop_reason is not None
+
+
 def test_a_stop_by_the_user_is_no_rest() -> None:
     script = script_in(Phase.TRAINING)
     rules = script.state.config.policy.rules

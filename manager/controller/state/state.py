@@ -105,11 +105,12 @@ class Flaps(Value):
 class FailedSetups(Value):
     """Workers in a row that could not be set up, in the same way; until one is.
 
-    ``way``: what their failures have in common; ``num`` of them, since ``since_s``; the rest is of the last one.
+    ``way``: what their failures have in common; ``num`` of them on ``hosts``, since ``since_s``; else of the last one.
     """
 
     way: str
     num: int
+    hosts: frozenset[str]
     since_s: float
     last_s: float
     sentence: str
