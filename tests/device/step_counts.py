@@ -324,6 +324,9 @@ class ShapeLoader:
     def load(self, step: int, micro_batch: int, keys: Sequence[str]) -> dict[str, Tensor]:
         return {key: self._batch[key] for key in keys}
 
+    def length(self, step: int, micro_batch: int) -> None:
+        """Lengths do not vary."""
+
 
 class _AtOnce:
     """In place of a staging's thread: a fake mode belongs to one thread."""
@@ -396,9 +399,12 @@ class ShapeJob:
         staging, interrupt = Staging(self.device), Interrupt(1)
         staging._events = staging._events_beside = _AtOnce()  # type: ignore[assignment]
         me = f"{stage}/0"
-        with mock.patch("morph.runtime.process.worker.load_workload", return_value=self._workload):
+        with (
+            mock.patch("morph.runtime.process.worker.load_workload", return_value=self._workload),
+            mock.patch("morph.runtime.process.worker.check_kernels"),  # there is no CUDA here to ask
+        ):
             worker = set_up(self._setup.model_copy(update={"worker": me}))
-        assert isinstance(worker, Worker)
+        assert isinstance(worker, Worker), worker
         worker._followers = _NoFollowers()  # type: ignore[assignment]
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         counting = Counting(self.device.kind, self.device.pinned_tensors)
