@@ -200,8 +200,9 @@ class Counting(TorchDispatchMode):
         return found
 
     def _has_kernel(self, func: Any) -> bool:
-        name = func._schema.name.partition("::")[2]
-        return not (func.is_view or func in _NO_KERNEL or name.startswith(_NO_KERNEL_NAMES))
+        namespace, _, name = func._schema.name.partition("::")
+        is_question = namespace == "prim"  # as a look at a fake tensor's ``device``
+        return not (is_question or func.is_view or func in _NO_KERNEL or name.startswith(_NO_KERNEL_NAMES))
 
     def _count(self, func: Any, args: Any, found: Any) -> None:
         if func in (aten._to_copy.default, aten.copy_.default):
