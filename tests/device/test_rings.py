@@ -155,8 +155,8 @@ def test_two_pieces_of_sums_are_received_at_a_time_whatever_the_sizes_of_units(
     monkeypatch.setattr("morph.runtime.state.reduction.SHARE_BYTES", 8)
     memories: list[Memory] = []
 
-    def tight(**how: bool) -> Memory:
-        memories.append(Memory(**how))
+    def tight(*, is_tight: bool) -> Memory:
+        memories.append(Memory(is_tight=is_tight))
         return memories[-1]
 
     monkeypatch.setattr("morph.runtime.state.reduction.Memory", tight)
