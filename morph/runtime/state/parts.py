@@ -56,7 +56,7 @@ class Memory:
         fits = [one for one in alike if len(one) >= size]
         if self._is_tight and not fits:
             for one in alike:
-                del self.used[one.data_ptr()]
+                self.used.pop(one.data_ptr(), None)  # tensors of shapes alone have no address
             self._free = [one for one in self._free if all(one is not other for other in alike)]
             alike.clear()
         found = min(fits, key=len) if fits else torch.empty(size, dtype=dtype, device=device)
@@ -66,7 +66,7 @@ class Memory:
 
     def give_back(self, taken: Tensor) -> None:
         """What was taken is not needed any more within this step."""
-        self._free.append(self.used[taken.data_ptr()])
+        self._free.append(self.used.get(taken.data_ptr(), taken))
 
 
 class Part:
