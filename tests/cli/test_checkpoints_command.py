@@ -85,7 +85,9 @@ def test_verify_reads_every_byte_names_the_file_and_ends_with_one(run_dir: Path)
 def test_rm_removes_what_it_may_and_nothing_where_one_is_refused(run_dir: Path) -> None:
     url = str(run_dir / "checkpoints")
     said("keep", run_dir, 40)
-    assert "is kept (got 40); allowed: those that are not kept; or --force" in refused("rm", run_dir, 20, 40)
+    assert "is kept (got 40); allowed: those that are neither kept nor the best; or --force" in refused(
+        "rm", run_dir, 20, 40
+    )
     assert "is the newest that is whole (got 60); allowed: older ones; or --force" in refused("rm", run_dir, 20, 60)
     assert "has no such checkpoint (got 7)" in refused("rm", run_dir, 7)
     assert complete_versions(url) == (20, 40, 60)

@@ -61,7 +61,7 @@ with FakeTensorMode(), counting, Numbers(counting):
     float(here[0]); here.tolist()  # none
     there.cpu(); there.copy_(here); there.copy_(device.pinned((4,), torch.float32), non_blocking=True)
     there.to(torch.float64); there.clone()  # no copies between devices
-for site, number in sorted(counting.counts.sites.items()):
+for site, number in sorted(item for item in counting.counts.sites.items() if item[0].kind != "operation"):
     print(site.kind, site.pinned, number, counting.counts.site_bytes[site])
 """
 

@@ -263,8 +263,6 @@ def prepare(device: torch.device = _HOST) -> None:
 
 @cache
 def _loops() -> ModuleType:
-    from morph.runtime.state import (
-        loops,
-    )  # numba takes 0.2 s to load, for which a worker that sums nothing need not wait
+    from morph.runtime.state import loops  # it loads numba, 0.2 s for which a worker that sums nothing need not wait
 
     return loops

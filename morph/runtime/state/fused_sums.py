@@ -8,19 +8,33 @@ of one tensor do not depend on the others. Imported only where Triton is: torch'
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from morph.runtime.state.fixed_point import FixedSum
-
 ELEMENTS = 2048
 """Of one program."""
 TENSORS = 32
 """Of one call, at most: what a kernel is given for each takes 48 of its 4,096 bytes."""
+
+
+class Sums(Protocol):
+    """One tensor's sums, as ``fixed_point`` has them."""
+
+    @property
+    def total(self) -> Tensor:
+        """Flat int64."""
+
+    @property
+    def largest(self) -> Tensor:
+        """Float64 of shape (1,)."""
+
+    @property
+    def exponent(self) -> int:
+        """The scale's."""
 
 
 @triton.jit
@@ -89,9 +103,9 @@ def _mean(sums, means, scales, nums, divisor, stride, members, size: tl.constexp
     tl.store(into + places, mean.to(into.dtype.element_ty), mask=there)
 
 
-def add(sums: Sequence[FixedSum], values: Sequence[Tensor], is_first: Sequence[bool]) -> None:
+def add(sums: Sequence[Sums], values: Sequence[Tensor], is_first: Sequence[bool]) -> None:
     """See ``fixed_point.add_fixed``; flat, and all on one device."""
-    kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[FixedSum, Tensor]]] = {}
+    kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[Sums, Tensor]]] = {}
     for one, value, first in zip(sums, values, is_first, strict=True):
         if value.numel() == 0:
             one.largest.clamp_(min=0.0)
