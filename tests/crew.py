@@ -40,6 +40,7 @@ from morph.contract.messages import (
     Committed,
     Failed,
     Fault,
+    HandedCut,
     Heartbeat,
     PreCopyOrder,
     Prepared,
@@ -563,10 +564,11 @@ class ManagedCrew:
     Args:
         job: What every run trains.
         job_path: Where it is defined.
+        cut: What workers are handed of its model; None: each exports it, or reads what is kept.
     """
 
-    def __init__(self, job: TinyJob, job_path: str = JOB) -> None:
-        self.job, self._job_path = job, job_path
+    def __init__(self, job: TinyJob, job_path: str = JOB, cut: HandedCut | None = None) -> None:
+        self.job, self._job_path, self._cut = job, job_path, cut
         self._code = pack(job_path, collect(job_path))
         self._idle: list[Member] = []
         self._members: dict[str, Member] = {}
@@ -687,7 +689,7 @@ class ManagedCrew:
         member = self._members[worker] = self._idle.pop() if self._idle else Member(worker)
         url = self._checkpoint_url
         setup = worker_setup(
-            self.job, worker, self._store, job_path=self._job_path, checkpoint_url=url, code=self._code
+            self.job, worker, self._store, job_path=self._job_path, checkpoint_url=url, code=self._code, cut=self._cut
         )
         member.send("setup", setup)
 

@@ -28,7 +28,7 @@ from morph.runtime.process.single import run_single
 from morph.runtime.workloads.job_workload import settings
 from morph.trainers.arguments import ARGUMENTS, table
 from tests.crew import ManagedCrew
-from tests.system.harness import load_tiny_job
+from tests.system.harness import cut_for_workers, load_tiny_job
 from tests.training.shapes import ShapesCrew, Trained
 from tests.training.test_weighted_losses import parameters_of
 
@@ -41,7 +41,9 @@ SMALL = {"num_layers": 2, "hidden_size": 32, "vocab_size": 400, "num_files": 4, 
 SMALL |= {"logging_steps": 1, "use_cpu": True, "learning_rate": 1e-3}
 CLM = {**SMALL, "block_size": 32, "config_overrides": "attn_pdrop=0.0,resid_pdrop=0.0,embd_pdrop=0.0"}
 PADDED = {
-    **{**SMALL, "max_seq_length": 32},
+    **SMALL,
+    "max_seq_length": 32,
+    "disable_tqdm": True,
     "config_overrides": "hidden_dropout_prob=0.0,attention_probs_dropout_prob=0.0",
 }
 CLASSIFICATION = {**PADDED, "pad_to_max_length": True, "early_stopping_patience": 0, "eval_strategy": "no"}
@@ -148,17 +150,18 @@ def test_evaluations_are_the_trainers_and_a_loss_changes_no_bit(
 def test_the_example_of_classification_ends_early_where_its_trainer_does(
     trainer_of: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Texts padded to buckets, evaluations and patience, undisturbed and with two of four workers killed."""
+    """Texts padded to buckets, evaluations and patience, undisturbed and with two of three workers killed."""
     given = {**PADDED, "num_files": 7, "max_eval_samples": 80, "max_steps": 80, "learning_rate": 3e-3}
     given |= {"per_device_train_batch_size": 8, "eval_steps": 4, "early_stopping_patience": 2}
     trainer = trainer_of("run_classification", **given)
     losses, _ = trained_by_itself(trainer)
     assert len(losses) == trainer.state.global_step < 80
     path = path_of("run_classification", given)
-    managed = ManagedCrew(load_tiny_job(3, 2, path), path)
+    handed = cut_for_workers(path, 3, 2)
+    managed = ManagedCrew(load_tiny_job(3, 2, path, handed), path, handed)
     try:
         finish, alone, alone_url = managed.train(tmp_path / "alone", {1: "1x1"}, 80)
-        shapes = {1: "1x1", 2: "2x1", 4: "2x2"}
+        shapes = {1: "1x1", 2: "2x1", 3: "1x3"}
         again, lost, lost_url = managed.train(tmp_path / "lost", shapes, 80, managed.kill_at(3, 9))
     finally:
         managed.close()
@@ -170,7 +173,7 @@ def test_the_example_of_classification_ends_early_where_its_trainer_does(
         assert one.version == entry["step"]
         assert one.loss == pytest.approx(entry["eval_loss"], abs=1e-5)
         assert one.metrics == {"accuracy": entry["eval_accuracy"]}
-    assert len(lost.morphs) == 2
+    assert len({worker for morph in lost.morphs for worker in morph.lost_workers}) == 2
     assert (again.sentence, lost.losses, lost.evaluations) == (finish.sentence, alone.losses, alone.evaluations)
     last = [read_manifest(url, alone.version) for url in (alone_url, lost_url)]
     assert {one.unit: one.sha256 for one in last[0].units} == {one.unit: one.sha256 for one in last[1].units}

@@ -96,7 +96,7 @@ def test_the_best_version_is_kept_and_training_ends_early_whatever_is_lost(crew:
 
     shapes = {1: "1x1", 2: "2x1", 4: "2x2"}
     disturbed, again, lost_url = crew.train(tmp_path / "lost", shapes, NUM_STEPS, crew.kill_at(3, 6), RULES)
-    assert len(again.morphs) == 2
+    assert len({worker for morph in again.morphs for worker in morph.lost_workers}) == 2
     assert disturbed.sentence == finish.sentence
     assert again.evaluations == report.evaluations
     last = [read_manifest(where, report.version) for where in (url, lost_url)]

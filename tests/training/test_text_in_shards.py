@@ -20,7 +20,7 @@ from morph.cutting import export_job
 from morph.data import MicroBatchLoader
 from morph.jobs.job import load_job
 from tests.crew import ManagedCrew
-from tests.system.harness import load_tiny_job
+from tests.system.harness import cut_for_workers, load_tiny_job
 from tests.training.test_weighted_losses import parameters_of
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -54,20 +54,22 @@ def test_samples_are_filled_with_whole_lines(path: str, tmp_path: Path) -> None:
 
 
 def test_a_run_with_losses_has_a_plain_loops_curve_and_trackers_see_it_once(path: str, tmp_path: Path) -> None:
-    crew = ManagedCrew(load_tiny_job(NUM_SECTIONS, MICRO_BATCH_SIZE, path), path)
+    cut = cut_for_workers(path, NUM_SECTIONS, MICRO_BATCH_SIZE)
+    crew = ManagedCrew(load_tiny_job(NUM_SECTIONS, MICRO_BATCH_SIZE, path, cut), path, cut)
     try:
         _, alone, alone_url = crew.train(tmp_path / "alone", {1: "1x1"}, NUM_STEPS)
-        shapes = {1: "1x1", 2: "2x1", 4: "2x2"}
+        shapes = {1: "1x1", 2: "2x1", 3: "1x3"}
         _, lost, lost_url = crew.train(tmp_path / "lost", shapes, NUM_STEPS, crew.kill_at(3, 8))
     finally:
         crew.close()
     manifests = [read_manifest(url, NUM_STEPS) for url in (alone_url, lost_url)]
     assert {one.unit: one.sha256 for one in manifests[0].units} == {one.unit: one.sha256 for one in manifests[1].units}
-    assert len(lost.morphs) == 2
+    assert len({worker for morph in lost.morphs for worker in morph.lost_workers}) == 2
     expected, weights = plain_loop(path)
     assert list(alone.losses.values()) == pytest.approx(expected, rel=1e-6)
     for name, value in parameters_of(manifests[0], Path(alone_url)).items():
-        assert torch.allclose(value, weights[name], rtol=1e-6, atol=1e-6), name
+        own, other = (without_keys_bias(name, tensor.detach()) for tensor in (value, weights[name]))
+        assert (own - other).norm() <= 1e-5 * other.norm(), name
 
     reader = HappeningsReader(lost_url, Prices(paid_usd_per_h=0.0, for_all=True))
     with Journal.open(tmp_path / "lost" / JOURNAL, read_only=True) as journal:
@@ -77,6 +79,11 @@ def test_a_run_with_losses_has_a_plain_loops_curve_and_trackers_see_it_once(path
         step + 1: loss for step, loss in alone.losses.items()
     }
     assert all(values["speed/tokens_per_s"] > 0 for values in numbers.values())
+
+
+def without_keys_bias(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Leave out what changes nothing: its gradient is 0 but for rounding, which Adam divides by its own size."""
+    return torch.cat(value.chunk(3)[::2]) if name.endswith("attn.c_attn.bias") else value
 
 
 def plain_loop(path: str) -> tuple[list[float], dict[str, torch.Tensor]]:
