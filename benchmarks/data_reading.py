@@ -51,7 +51,6 @@ from morph.contract.cluster import Policy
 from morph.contract.messages import WorkerReady
 from morph.data import MicroBatchLoader
 from morph.data.streams import Stream, Tar
-from morph.jobs.snapshot import collect, pack
 from morph.runtime.process.single import run_single
 
 SAMPLE_S = 0.02
@@ -234,12 +233,12 @@ class Meter:
             self._pid = observed.event.answer.pid
         version = observed.decision.state.version
         if version in self._at and version not in self.taken:
-            worker, own = psutil.Process(self._pid), psutil.Process().cpu_times()
-            threads = [thread.user_time + thread.system_time for thread in worker.threads()]
+            tasks = Path(f"/proc/{self._pid}/task").glob("*/schedstat")
+            threads = [int(task.read_text().split()[0]) / 1e9 for task in tasks]
             others = [other for other in psutil.Process().children(recursive=True) if WATCHES in other.cmdline()]
             times = [other.cpu_times() for other in others]
             watching_s = sum(one.user + one.system for one in times)
-            self.taken[version] = max(threads), own.user + own.system, watching_s
+            self.taken[version] = max(threads), time.process_time(), watching_s
 
     @property
     def step_s(self) -> tuple[float, float, float]:
@@ -250,10 +249,11 @@ class Meter:
         return thread_s / num, manager_s / num, watching_s / num
 
 
-def managed(subject: Subject, num_steps: int, variables: dict[str, str], *, watched: bool) -> tuple[float, float, float]:
+def managed(
+    subject: Subject, num_steps: int, variables: dict[str, str], *, watched: bool
+) -> tuple[float, float, float]:
     """Processor seconds of a step of a managed run, as ``Meter`` has them."""
     stages = plan_by_hand([0, subject.num_sections], 1, {4: ("FB" * 4,)}, num_micro_batches=4, m=subject.m)
-    code = pack(subject.job_path, collect(subject.job_path))
     spec = specify(
         subject,
         {1: stages},
@@ -261,7 +261,6 @@ def managed(subject: Subject, num_steps: int, variables: dict[str, str], *, watc
         steady_vms(1),
         config={"num_steps": num_steps + 1},
         variables=variables,
-        code=code,
     )
     meter = Meter(num_steps // 3, num_steps)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,19 +11,11 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from manager.controller.state.actions import Finish
-from manager.controller.state.config import ControllerConfig
-from manager.engine.loop.driver import Observed, Observer
-from manager.report.journal_reader import read_report
-from manager.report.values import RunReport
-from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.checkpoint.retention import best_version, delete_superfluous
 from morph.cli.main import app
-from morph.contract.cluster import Policy
 from morph.contract.errors import JobError
 from morph.contract.evaluation import Array, EvaluationTotals
-from morph.contract.messages import Fault
 from morph.contract.rules import CheckpointRules
 from morph.cutting import cut, export_job
 from morph.runtime.state.model_state import export_state
@@ -56,8 +48,6 @@ def crew() -> Iterator[ManagedCrew]:
     crew = ManagedCrew(load_tiny_job(NUM_SECTIONS, MICRO_BATCH_SIZE, JOB), JOB)
     yield crew
     crew.close()
-
-
 
 
 def evaluated(net: Net) -> dict[str, float]:

@@ -97,7 +97,7 @@ def plain_loop(path: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     for step in range(NUM_STEPS):
         batch = loader.load(step, 0, ("input_ids", "labels", "position_ids"))
         totals = []
-        for ids, labels, positions in zip(*(batch[name] for name in ("input_ids", "labels", "position_ids")), strict=True):
+        for ids, labels, positions in zip(batch["input_ids"], batch["labels"], batch["position_ids"], strict=True):
             begins = (positions == 0).nonzero().flatten().tolist()
             for begin, end in zip(begins, [*begins[1:], len(ids)], strict=True):
                 logits = model(input_ids=ids[None, begin:end]).logits[0]
