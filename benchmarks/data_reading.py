@@ -10,8 +10,8 @@ Then the same samples are read by one data worker, from memory and from packed t
 turn). The figures are processor time of a step: of the thread that computes, of its calls of the loader, and of
 the data worker.
 
-Last, managed runs of one worker on a local VM, in turn: samples from memory and nobody watching, and samples from shards
-with a tracker (TensorBoard, if it is installed) and a callback.
+Last, managed runs of one worker on a local VM, in turn: samples from memory and nobody watching, and samples from
+shards with a tracker (TensorBoard, if it is installed) and a callback.
 """
 
 from __future__ import annotations

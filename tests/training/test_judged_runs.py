@@ -16,7 +16,7 @@ from morph.checkpoint.retention import best_version, delete_superfluous
 from morph.cli.main import app
 from morph.contract.errors import JobError
 from morph.contract.evaluation import Array, EvaluationTotals
-from morph.contract.rules import CheckpointRules
+from morph.contract.rules import CheckpointRules, Rules
 from morph.cutting import cut, export_job
 from morph.runtime.state.model_state import export_state
 from morph.runtime.workloads.evaluation import Evaluator
