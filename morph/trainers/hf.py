@@ -48,7 +48,8 @@ def job(trainer: Trainer, **replaced: Any) -> Job:
 
     Args:
         trainer: Not trained yet.
-        replaced: Fields of :class:`morph.Job` that count in place of what follows from the Trainer.
+        replaced: Fields of :class:`morph.Job` that count in place of what follows from the Trainer. With ``buckets``
+            alone, lengths are those of the tokenizer's first entry, and the tokenizer says what that is padded with.
 
     Raises:
         JobError: naming the first argument that cannot be honoured, or a field that is not right.
@@ -78,6 +79,8 @@ def job(trainer: Trainer, **replaced: Any) -> Job:
         "compile": bool(args.torch_compile),
         "data_workers": args.dataloader_num_workers,
     }
+    if replaced.get("buckets"):
+        fields |= _lengths_of(trainer)
     return Job(**{**fields, **_evaluation_of(trainer), **replaced})
 
 
@@ -121,6 +124,17 @@ def _align_special_tokens(trainer: Trainer) -> None:
     has_tokens = isinstance(trainer.processing_class, PreTrainedTokenizerBase | ProcessorMixin)
     if align is not None and has_tokens and hasattr(trainer.model, "config"):
         align(trainer.model, trainer.processing_class)
+
+
+def _lengths_of(trainer: Trainer) -> dict[str, Any]:
+    """Fields of a job whose samples vary in length: how long each is, and what it is padded with."""
+    tokenizer: Any = trainer.processing_class
+    name = getattr(tokenizer, "model_input_names", ["input_ids"])[0]
+    pad = getattr(tokenizer, "pad_token_id", None)
+    return {
+        "lengths": lambda dataset: [len(item[name]) for item in dataset],
+        "padding": {} if pad is None else {name: pad},
+    }
 
 
 def _name(args: Any) -> str:
