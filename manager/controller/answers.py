@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from manager.controller.giving_up import gives_up_at_start, note_failed_setup
 from manager.controller.node_requests import pause_requests
 from manager.controller.shape.formation import form_or_hold, start_if_due
 from manager.controller.shape.planned_changes import worth_giving_up
@@ -172,18 +173,18 @@ def _set_up(transition: Transition, worker: WorkerId, answer: Answer) -> None:
     state, now_s = transition.state, transition.now_s
     entry = state.workers[worker]
     if isinstance(answer, Failed):
-        sentence = f"{worker} could not be set up: {answer.error}"
+        sentence = note_failed_setup(transition, worker, entry.host, answer)
         if state.phase is Phase.STARTING and answer.cause != "device":
-            return transition.end("failed", sentence)
+            return gives_up_at_start(transition)
         transition.forget([worker])
-        transition.say(ReasonCode.WORKER_REMOVED, sentence, EndWorker(worker=worker))
+        transition.say(ReasonCode.SETUP_FAILED, sentence, EndWorker(worker=worker))
         return pause_requests(transition, entry.appeared_s)
     if not isinstance(answer, WorkerReady):
         return transition.say(ReasonCode.IGNORED, f"{worker} is not set up and was given no order")
     wait_s = hold_s(transition, entry.host)
     eligible_s = now_s + wait_s if wait_s else None
     transition.change_node(worker, NodeEvent.SET_UP, ready_s=now_s, eligible_s=eligible_s)
-    transition.change_provisioning(num_setups_lost=0, setup_lost_s=None)
+    transition.change_provisioning(num_setups_lost=0, setup_lost_s=None, failed_setups=None)
     transition.change_measured(setup_s=mean_of(state.measured.setup_s, now_s - entry.appeared_s))
     transition.change(evaluation=answer.evaluation)
     sentence = f"{worker} is ready"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from manager.controller.giving_up import idle_until_s, note_failed_setup
 from manager.controller.node_requests import look_after_requests, nothing_comes, resend_at_s, why_requests_ended
 from manager.controller.notices import spare
 from manager.controller.shape.formation import form, form_or_hold, start_if_due
@@ -17,7 +18,7 @@ from manager.controller.steps.checkpoints import SAVING, save_if_due
 from manager.controller.steps.failures import FORMED_PHASES, dissolve, lose
 from manager.controller.steps.recovery import find_if_due, in_doubt, loading_workers, note_doubt, rest_over
 from manager.controller.stragglers import probe_at_s, probe_if_due
-from morph.contract.messages import WorkerId
+from morph.contract.messages import Failed, WorkerId
 from morph.words import counted
 
 
@@ -46,6 +47,8 @@ def wake_at_s(state: ControllerState) -> float | None:
         times.append(saving.sealing_since_s + save_bound_s(state))
     if state.phase in SAVING and saving.save_retry_s is not None:
         times.append(saving.save_retry_s)
+    if (until_s := idle_until_s(state)) is not None:
+        times.append(until_s)
     return min(times, default=None)
 
 
@@ -73,7 +76,11 @@ def on_tick(transition: Transition, event: Tick) -> None:
         dissolve(transition)
     elif late:
         transition.say(ReasonCode.WORKER_REMOVED, "given up", *(EndWorker(worker=worker) for worker in late))
+        known = transition.state.workers
         lose(transition, late)
+        for worker in (worker for worker in late if known[worker].node is NodeState.WARMING):
+            answer = Failed(worker=worker, generation=0, error=late[worker])
+            transition.say(ReasonCode.SETUP_FAILED, note_failed_setup(transition, worker, known[worker].host, answer))
         if transition.state.phase is Phase.STARTING:
             start_if_due(transition)
     else:

@@ -8,6 +8,7 @@ from typing import Any
 
 from manager.controller.answers import note_answers, on_worker_answered
 from manager.controller.deadlines import on_nobody_heard, on_tick, wake_at_s
+from manager.controller.giving_up import count_idle, give_up_if_due, note_idle
 from manager.controller.node_requests import (
     forget_kept,
     lost_booting,
@@ -99,7 +100,10 @@ def decide(state: ControllerState, event: Event, now_s: float) -> Decision:
         ImpossibleEvent: the event cannot happen in this phase.
     """
     transition = Transition(state, now_s)
+    count_idle(transition)
     answers_only = _take_all(transition, event.events if isinstance(event, Together) else (event,))
+    give_up_if_due(transition)
+    note_idle(transition)
     if not answers_only or len(transition.state.workers) != len(state.workers):
         request_missing(transition)
     acknowledge(transition)
@@ -172,6 +176,9 @@ def _on_worker_lost_at_start(transition: Transition, event: WorkerLost) -> None:
 
 
 def _stop_later(transition: Transition, event: StopRequested) -> None:
+    if transition.state.provisioning.gives_up:  # the user's stop is no rest
+        transition.change_provisioning(gives_up=False)
+        transition.change(stop_reason=None)
     if transition.state.stop_reason is not None:
         return transition.say(ReasonCode.IGNORED, "the run is stopping already")
     transition.change(stop_reason=event.reason)

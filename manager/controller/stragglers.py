@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -52,7 +52,7 @@ class Expected(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """``ratio``: how many times as long as expected, which is ``healthy_s``.
+    """``ratio``: how many times as long as expected, which is ``healthy_s``. ``by_sums``: over many windows.
 
     Neither slow nor well: in between, nothing is to change.
     """
@@ -61,6 +61,7 @@ class Judgement(NamedTuple):
     slow: bool
     well: bool
     healthy_s: float
+    by_sums: bool = False
 
 
 def spread(values: Sequence[float]) -> float:
@@ -156,6 +157,8 @@ def learn(transition: Transition, event: ComputeTimesSeen) -> None:
 
 
 PAST_WINDOWS = 12
+SUMS_EXCESS = 10 / 3
+"""By how many times the excess of ``StutterRules.ratio`` a worker is slow by its sums."""
 
 
 def on_compute_times(transition: Transition, event: ComputeTimesSeen) -> None:
@@ -177,7 +180,7 @@ def on_compute_times(transition: Transition, event: ComputeTimesSeen) -> None:
     full = _close_windows(transition)
     state = transition.state
     usual = usual_now(state)
-    judged = _judged(state, full, usual) if full else {}
+    judged = _with_sums(state, full, _judged(state, full, usual)) if full else {}
     workers = dict(state.workers)
     stage_of = {slot.worker: slot.stage for slot in state.slots}
     for worker, judgement in judged.items():
@@ -188,6 +191,7 @@ def on_compute_times(transition: Transition, event: ComputeTimesSeen) -> None:
             end_section=stage.end_section,
             healthy_s=judgement.healthy_s,
             usual=usual.ratio if usual is not None else None,
+            by_sums=judgement.by_sums,
         )
         pace = _counted(workers[worker], judgement).model_copy(update={"yardstick": yardstick})
         workers[worker] = workers[worker].model_copy(update={"pace": pace})
@@ -209,7 +213,9 @@ def _close_windows(transition: Transition) -> list[int]:
             pace = workers[worker].pace
             median_s, error_s = statistics.median(pace.samples_s), error_of_median(pace.samples_s)
             past_s = (*pace.past_s, median_s)[-PAST_WINDOWS - rules.windows :]
+            means_s = (*pace.past_means_s, statistics.fmean(pace.samples_s))[-PAST_WINDOWS:]
             update = {"samples_s": (), "median_s": median_s, "error_s": error_s, "past_s": past_s}
+            update["past_means_s"] = means_s
             workers[worker] = workers[worker].model_copy(update={"pace": pace.model_copy(update=update)})
     transition.change(workers=workers)
     return full
@@ -236,6 +242,43 @@ def _judged(state: ControllerState, stages: Sequence[int], usual: Usual | None) 
             errors_s = {worker: max(paces[worker].error_s, spread(each_s)) for worker, each_s in before_s.items()}
         judged |= judge(medians_s, expected, rules, errors_s)
     return judged
+
+
+def _with_sums(
+    state: ControllerState, stages: Sequence[int], judged: Mapping[WorkerId, Judgement]
+) -> dict[WorkerId, Judgement]:
+    """Judge workers by what many windows took together, too: one that now and then stands still has a good median.
+
+    The windows' own differences say how much of a sum is chance. That needs many of them, and a clear excess, for what
+    takes a core away does so for several windows.
+    """
+    assert state.plan is not None, "no shape is formed"
+    members, rules = members_by_stage(state), state.config.policy.rules.stutter
+    rules, merged = rules.model_copy(update={"ratio": 1 + SUMS_EXCESS * (rules.ratio - 1)}), dict(judged)
+    usual_s = usual_now(state, _long_mean_s)
+    for stage in stages:
+        means_s = {worker: _long_mean_s(state.workers[worker].pace) for worker in members[stage]}
+        known_s = {worker: mean_s for worker, mean_s in means_s.items() if mean_s is not None}
+        if len(known_s) < len(means_s):
+            continue
+        profiled_s = state.config.expected_compute_s(state.plan.stages[stage])
+        expected = usual_s.expects(profiled_s) if usual_s is not None and profiled_s is not None else None
+        errors_s = {
+            worker: statistics.stdev(state.workers[worker].pace.past_means_s) / math.sqrt(PAST_WINDOWS)
+            for worker in known_s
+        }
+        for worker, judgement in judge(known_s, expected, rules, errors_s).items():
+            known = merged.get(worker)
+            if known is not None and judgement.slow and not known.slow:
+                merged[worker] = judgement._replace(by_sums=True)
+            elif known is not None and not judgement.well:
+                merged[worker] = known._replace(well=False)
+    return merged
+
+
+def _long_mean_s(pace: Pace) -> float | None:
+    """Return the mean of a micro-batch over many windows; None: there were too few in this generation."""
+    return statistics.fmean(pace.past_means_s) if len(pace.past_means_s) == PAST_WINDOWS else None
 
 
 def _counted(entry: WorkerState, judgement: Judgement) -> Pace:
@@ -276,10 +319,14 @@ def members_by_stage(state: ControllerState) -> dict[int, list[WorkerId]]:
     return stages
 
 
-def usual_now(state: ControllerState) -> Usual | None:
+def _last_median_s(pace: Pace) -> float | None:
+    return pace.median_s
+
+
+def usual_now(state: ControllerState, of: Callable[[Pace], float | None] = _last_median_s) -> Usual | None:
     """Return how all members compare with the profile by their last windows; None until each of them has filled one.
 
-    None as well without times of the profile, or with too few members to tell.
+    ``of``: what is compared, in seconds. None as well without times of the profile, or with too few members to tell.
     """
     if state.plan is None:
         return None
@@ -287,10 +334,10 @@ def usual_now(state: ControllerState) -> Usual | None:
     for stage, members in members_by_stage(state).items():
         profiled_s = state.config.expected_compute_s(state.plan.stages[stage])
         for worker in members:
-            median_s = state.workers[worker].pace.median_s
-            if median_s is None or profiled_s is None:
+            taken_s = of(state.workers[worker].pace)
+            if taken_s is None or profiled_s is None:
                 return None
-            ratios.append(median_s / profiled_s)
+            ratios.append(taken_s / profiled_s)
     return usual(ratios)
 
 
@@ -377,6 +424,7 @@ def probe_of(state: ControllerState, worker: WorkerId) -> ProbeWorker:
         step=state.version,
         first_section=yardstick.first_section,
         end_section=yardstick.end_section,
+        by_sums=yardstick.by_sums,
         healthy_s=healthy_now_s(state, yardstick),
     )
 

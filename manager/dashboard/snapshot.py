@@ -82,6 +82,7 @@ def snapshot(run: LiveRun) -> dict[str, Any]:
         return {
             "job": run.job,
             "phase": run.phase,
+            "trouble": run.trouble,
             "shape": run.shape,
             "generation": run.generation,
             "version": run.version,

@@ -107,7 +107,7 @@ class EventReader:
 
     def _decision(self, entry: Entry) -> Iterator[Told]:
         record = DecisionRecord.model_validate_json(entry.payload_json)
-        self.over = self.over or any(isinstance(action, Finish) for action in record.actions)
+        self.over = self.over or any(isinstance(action, Finish) and not action.rests for action in record.actions)
         code = record.reason.code
         told = Told(
             sequence=entry.sequence,

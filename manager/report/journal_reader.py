@@ -8,7 +8,15 @@ from pathlib import Path
 
 from manager.accounting.ledger import Ledger
 from manager.accounting.spent import NS_PER_S
-from manager.controller.state.actions import EndWorker, Finish, NoteCorrection, NoteNextSave, SendCommit, SendStep
+from manager.controller.state.actions import (
+    EndWorker,
+    Finish,
+    NoteCorrection,
+    NoteNextSave,
+    ReasonCode,
+    SendCommit,
+    SendStep,
+)
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.evaluations import mean_loss, mean_metrics, total_weight
 from manager.controller.state.events import (
@@ -30,7 +38,7 @@ from manager.report.values import RunReport, ShapeSpan, StepRecord, VmCount
 from manager.run_dir import JOURNAL
 from morph.contract.decided import Decided, LossScale
 from morph.contract.errors import RunDirError
-from morph.contract.messages import Committed, Prepared
+from morph.contract.messages import Committed, Prepared, WorkerReady
 from morph.contract.timeline import StepTimeline
 
 # The timelines that the workers of a run recorded, from its journal.
@@ -151,6 +159,7 @@ class RunReader:
     ledger: Ledger = field(default_factory=Ledger)
     correction: Correction | None = None
     next_save: NextSave | None = None
+    trouble: str = ""
 
     def take(self, entry: Entry) -> None:
         """Read one line."""
@@ -199,7 +208,7 @@ class RunReader:
             version=self.version,
             checkpoint_version=self.checkpoint_version,
             outcome=self.finish.outcome if self.finish else "running",
-            sentence=self.finish.sentence if self.finish else f"version {self.version} is decided",
+            sentence=self.finish.sentence if self.finish else self.trouble or f"version {self.version} is decided",
             num_sessions=self.num_sessions,
             shapes=tuple(self._measured(shape) for shape in self.shapes),
             morphs=self.morphs.all(),
@@ -215,7 +224,7 @@ class RunReader:
         self.morphs.end_session(config.initial_version)
         self.config, self.num_sessions, self.finish = config, self.num_sessions + 1, None
         self._set_back(config.initial_version)
-        self.next_save = None
+        self.next_save, self.trouble = None, ""
         self.checkpoint_version = config.initial_checkpoint.version if config.initial_checkpoint else None
         self.living.clear()
         self.ledger.begin_session(time_s)
@@ -258,6 +267,13 @@ class RunReader:
         self.morphs.take(config, event, record, time_s)
         self._set_back(record.version)
         self._orders(config, record, time_s)
+        self._note_trouble(event, record)
+
+    def _note_trouble(self, event: Event, record: DecisionRecord) -> None:
+        if record.reason.code is ReasonCode.SETUP_FAILED:
+            self.trouble = record.reason.sentence
+        elif isinstance(event, WorkerAnswered) and isinstance(event.answer, WorkerReady):
+            self.trouble = ""
 
     def _orders(self, config: ControllerConfig, record: DecisionRecord, time_s: float) -> None:
         order = record.reshape

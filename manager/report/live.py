@@ -27,6 +27,7 @@ TOLD = frozenset(
         ReasonCode.WORKER_READY,
         ReasonCode.NODES_REQUESTED,
         ReasonCode.REQUEST_REFUSED,
+        ReasonCode.SETUP_FAILED,
         ReasonCode.NODE_ABSENT,
         ReasonCode.NOTICE_KEPT,
         ReasonCode.NOTICE_TAKEN,
@@ -69,9 +70,10 @@ class LiveRun:
     """See the module's docstring. Times are seconds as the shell stamped them.
 
     ``num_steps``: None when open-ended. ``start_s``: of the first decision. ``version``: the one that the run goes on
-    from; ``saved_version``: the newest that is a complete checkpoint. ``metrics`` and ``learning_rates``: of the last
-    decided step. ``ledger``: what was booked before; ``takes_over``: and by a manager whose nodes live on. ``shapes``:
-    since when which one; None: none. ``counts``: how many nodes there are, whenever that changes.
+    from; ``trouble``: why workers cannot be set up now; ``saved_version``: the newest that is a complete checkpoint.
+    ``metrics`` and ``learning_rates``: of the last decided step. ``ledger``: what was booked before; ``takes_over``:
+    and by a manager whose nodes live on. ``shapes``: since when which one; None: none. ``counts``: how many nodes
+    there are, whenever that changes.
     """
 
     job: str
@@ -81,6 +83,7 @@ class LiveRun:
     start_s: float = 0.0
     time_s: float = 0.0
     phase: str = "starting"
+    trouble: str = ""
     shape: str | None = None
     generation: int = 0
     version: int = 0
@@ -173,7 +176,7 @@ class LiveRun:
     @property
     def headline(self) -> str:
         """One line: phase, shape, step, speed, loss, newest checkpoint, dollars."""
-        parts = [self.phase, *([self.shape] if self.shape else [])]
+        parts = [self.phase + (f": {self.trouble}" if self.trouble else ""), *([self.shape] if self.shape else [])]
         parts.append(f"step {self.version}" + (f"/{self.num_steps}" if self.num_steps else ""))
         if self.examples_per_s:
             parts.append(f"{self.examples_per_s:.1f} examples/s")
@@ -208,6 +211,8 @@ class LiveRun:
 
     def _stand(self, state: ControllerState) -> None:
         self.version, self.phase, self.generation = state.version, state.phase.value, state.generation
+        failed = state.provisioning.failed_setups
+        self.trouble = "" if failed is None else failed.sentence
         self.saved_version = state.saving.checkpoint.version if state.saving.checkpoint else None
         shape = state.plan.shape if state.plan and state.slots else None
         if shape != self.shape:

@@ -22,6 +22,7 @@ MOST_NAMES = 4
 AS_SAID = frozenset(
     {
         ReasonCode.REQUEST_REFUSED,
+        ReasonCode.SETUP_FAILED,
         ReasonCode.NOTICE_TAKEN,
         ReasonCode.NODE_SPARED,
         ReasonCode.WORKER_SLOW,

@@ -98,7 +98,9 @@ class ManagedRun:
         unpack = run.cloud is not None
         self._trained = RunCode(run.request.job, run.profile, run.job_files, if_changed, check_job, unpack=unpack)
         self._prices = run.prices()
-        self._restarts, self._history = Restarts(run.cluster.policy.give_up_after_s), RunHistory(_tell)
+        policy = run.cluster.policy
+        self._restarts = Restarts(policy.give_up_after_s, rest_at_most_s=policy.rules.wait.vms_patience_s)
+        self._history = RunHistory(_tell)
         self._providing: Providing | None = None
         self._code: JobCode | None = None
         if self._is_new and run.request.checkpoint_url is not None:

@@ -133,6 +133,7 @@ def controller_config(
         policy=policy,
         expected_nodes=vms.keep or sum(event.event == "add" and event.time_s == 0 for event in trace.events) or 1,
         target_nodes=vms.keep or 0,
+        idle_vm_h=vms.limits.idle_vm_h,
         timeline_step=timeline_step,
         device_memory_bytes=memory.device_bytes,
         host_memory_bytes=memory.host_bytes,

@@ -1,4 +1,4 @@
-"""Beginning a run again whose cluster was lost, by the same command: with growing pauses, up to the user's limit."""
+"""Beginning a run again whose cluster was lost, or that rests without VMs: with growing pauses, up to a limit."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from manager.controller.steps.recovery import PAUSES
 from manager.engine.loop.driver import Observed
 from manager.host.signals import stopping_on_signals
 from morph.contract.errors import ClusterError, ClusterLost
+from morph.contract.waits import Backoff
+
+RESTS = Backoff(first_s=60.0, most_s=3600.0)
+"""Without VMs, after sessions in a row of whose VMs nothing came."""
 
 
 class Restarts:
@@ -20,12 +24,17 @@ class Restarts:
     Args:
         give_up_after_s: With no step decided for so long after the cluster was lost, the run ends.
         clock: Seconds that only grow.
+        rest_at_most_s: So long a run that decides no step rests without VMs, again and again.
 
     ``has_run``: whether a session came as far as to decide something.
     """
 
-    def __init__(self, give_up_after_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._give_up_after_s = give_up_after_s
+    def __init__(
+        self, give_up_after_s: float, clock: Callable[[], float] = time.monotonic, rest_at_most_s: float = 0.0
+    ) -> None:
+        self._give_up_after_s, self._rest_at_most_s = give_up_after_s, rest_at_most_s
+        self._resting_since_s: float | None = None
+        self._num_rests = 0
         self._clock = clock
         self._since_s: float | None = None
         self._num_tries = 0
@@ -46,7 +55,18 @@ class Restarts:
             self._stopping = state.stop_reason is not None
         if self._version is not None and version > self._version:
             self._since_s, self._num_tries = None, 0
+            self._resting_since_s, self._num_rests, self._goes_on = None, 0, True
         self._version = version
+
+    def rest_s(self) -> float | None:
+        """Return for how long to rest without VMs; None: the run never decided a step, or rested for long enough."""
+        now_s = self._clock()
+        since_s = self._resting_since_s = now_s if self._resting_since_s is None else self._resting_since_s
+        if not self._goes_on or now_s >= since_s + self._rest_at_most_s:
+            return None
+        self._num_rests += 1
+        self._version = None
+        return RESTS.pause_s(self._num_rests - 1)
 
     def pause_s(self, error: ClusterError) -> float:
         """Return how long to wait before the next try; the first follows at once.
@@ -72,19 +92,24 @@ class Restarts:
 
 
 def run_until_it_ends(session: Callable[[int], Finish], restarts: Restarts, tell: Callable[[str], None]) -> Finish:
-    """Run one session after the other until one ends by itself, or a signal asks for a stop between two.
+    """Run one session after the other until one ends for good, or a signal asks for a stop between two.
 
     Args:
         session: Runs the session of this number, from 0.
         restarts: Observes each of them.
-        tell: Given a sentence when a cluster was lost.
+        tell: Given a sentence when a cluster was lost, or the run rests.
 
     Raises:
         ClusterError: the cluster did not come up in the first place, or the limit is reached.
     """
     for number in count():
         try:
-            return session(number)
+            finish = session(number)
+            rest_s = restarts.rest_s() if finish.rests else None
+            if rest_s is None:
+                return finish
+            pause_s = rest_s
+            tell(f"{finish.sentence}; the run rests without VMs, and tries again in {pause_s:g} s")
         except ClusterError as error:
             pause_s = restarts.pause_s(error)
             when = f"in {pause_s:g} s" if pause_s else "at once"

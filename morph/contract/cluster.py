@@ -68,6 +68,11 @@ class Limits(Value):
     budget_usd: Annotated[float, ranges.USD_AT_MOST.field] | None = Field(
         default=None, description="once so much is spent, no further VM is requested"
     )
+    idle_vm_h: Annotated[float, ranges.POLICY_SECONDS.field] = Field(
+        default=24.0,
+        description="so many VM-hours are paid for while no step is trained, at most: then policy.when_stuck says what "
+        "is done",
+    )
 
 
 class LocalVms(Value):
@@ -277,6 +282,12 @@ class Policy(Value):
         default=3600.0,
         description="how long to try again, with growing pauses, where no step is decided because the cluster is lost "
         "or one generation after another fails; then the run ends",
+    )
+    when_stuck: Literal["end", "rest"] = Field(
+        default="end",
+        description="what is done where workers fail to be set up, again and again in the same way, or where "
+        "vms.limits.idle_vm_h is reached. end: what is held is saved, and the run ends; rest: that, but without VMs it "
+        "tries again after a minute, and ever less often",
     )
     min_join_gain: Annotated[float, ranges.GAIN.field] = Field(
         default=0.02, description="a newcomer is taken in when the better shape is faster by this share"

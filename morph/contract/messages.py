@@ -271,7 +271,8 @@ class CommitOrder(Value):
 class ProbeOrder(Value):
     """Time a micro-batch's forward and backward on some sections, while the worker has no place in the shape.
 
-    ``healthy_s``: what a healthy worker takes for it. ``step``: that was decided last.
+    ``healthy_s``: what a healthy worker takes for it. ``step``: that was decided last. ``by_sums``: the mean counts, of
+    a worker that now and then stands still, and else the median.
     """
 
     probe: int = Field(ge=1)
@@ -279,6 +280,7 @@ class ProbeOrder(Value):
     first_section: int = Field(ge=0)
     end_section: int = Field(ge=1)
     healthy_s: float = Field(gt=0)
+    by_sums: bool = Field(default=False, exclude_if=lambda given: not given)
 
 
 class WorkerReady(Value):
@@ -467,6 +469,7 @@ class Heartbeat(Value):
     written: tuple[UnitWritten, ...] = ()
     checkpoint_error: str | None = None
     ahead: PreCopyReport | None = None
+    notes: tuple[str, ...] = Field(default=(), description="about its data workers, for the user")
 
 
 Answer = Annotated[WorkerReady | Reshaped | Prepared | Committed | Aborted | Failed, Field(discriminator="kind")]

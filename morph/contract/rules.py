@@ -55,6 +55,15 @@ class RequestRules(Value):
         return Backoff(self.backoff_s, self.backoff_max_s)
 
 
+class SetupRules(Value):
+    """When workers that cannot be set up end the run. Times in seconds."""
+
+    alike: Count = Field(default=2, description="workers in a row that fail in the same way, while no shape trains")
+    beside_training_s: Seconds = Field(
+        default=1800.0, description="as many that fail so, while a shape trains without them, end it after this"
+    )
+
+
 class StutterRules(Value):
     """Which worker counts as slow (Varuna, section 4.6), and when it counts as well again. Times in seconds."""
 
@@ -139,4 +148,5 @@ class Rules(Value):
     wait: WaitRules = WaitRules()
     flaps: FlapRules = FlapRules()
     requests: RequestRules = RequestRules()
+    setups: SetupRules = SetupRules()
     stutter: StutterRules = StutterRules()

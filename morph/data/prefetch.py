@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 
 from morph.contract.job_facts import DataFacts, JobFacts
+from morph.contract.waits import Backoff
 from morph.data.lengths import MicroBatch
 from morph.data.slots import NUM_SLOTS, Slots
 from morph.jobs.files import held, split_job
+from morph.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,11 @@ SamplesOf = Callable[[int, int], MicroBatch]
 PATIENCE_S = 30.0
 """A data worker that has read no sample for so long, while one is waited for, hangs: below any bound on a step."""
 MOST_FAILURES = 8
+"""Of data workers, before the worker does without them for a while."""
+NUM_RESTORING = 32
+"""So many micro-batches read in a row make earlier failures count no more."""
+WITHOUT = Backoff(first_s=60.0, most_s=3600.0)
+"""For so long a worker does without data workers that failed too often."""
 _LOOK_S = 0.05
 _END_S = 2.0
 
@@ -51,6 +58,9 @@ class DataWorkers:
         known: What their data sets must show, by the job's fields.
         pinned: Micro-batches go to pinned memory.
         patience_s: See ``PATIENCE_S``.
+        clock: Seconds that only grow.
+
+    ``notes``: what a user should know, until somebody takes it.
     """
 
     def __init__(
@@ -61,7 +71,10 @@ class DataWorkers:
         known: Mapping[str, DataFacts] | None = None,
         pinned: bool = False,
         patience_s: float = PATIENCE_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.notes: deque[str] = deque(maxlen=MOST_FAILURES)
+        self._count, self._clock = count, clock
         self._setup = _setup_message(job_path, known or {})
         self._pinned, self._patience_s = pinned, patience_s
         self._readers: list[_Reader] = []
@@ -70,9 +83,10 @@ class DataWorkers:
         self._unrequested: deque[Batch] = deque()
         self._over: Callable[[], bool] = bool
         self._failures_left = MOST_FAILURES
+        self._num_read = self._num_times_without = 0
+        self._again_s: float | None = None
         self.close = weakref.finalize(self, _end_all, self._readers, os.getpid())
-        for _ in range(count):
-            self._start()
+        self._start_all()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -96,6 +110,11 @@ class DataWorkers:
         """
         self._wanted = dict.fromkeys(batches, samples_of)
         self._over = over
+        if self._again_s is not None and self._clock() >= self._again_s:
+            self._again_s = None
+            self._failures_left, self._num_read = MOST_FAILURES, 0
+            self._note(f"{counted(self._count, 'data worker is', 'data workers are')} started again")
+            self._start_all()
         for reader in self._readers:
             reader.forget_but(self._wanted)
         self._look_through()
@@ -120,11 +139,19 @@ class DataWorkers:
         self._ask()
         return found
 
+    def _start_all(self) -> None:
+        for _ in range(self._count):
+            self._start()
+
+    def _note(self, sentence: str) -> None:
+        log.warning("%s", sentence)
+        self.notes.append(sentence)
+
     def _start(self) -> None:
         try:
             reader = _Reader(self._setup)
         except OSError as error:
-            log.warning("a data worker cannot be started: %s", error)
+            self._note(f"a data worker cannot be started: {error}")
             return
         self._readers.append(reader)
         if self._slots is not None:
@@ -134,7 +161,7 @@ class DataWorkers:
         try:
             reader.begin(slots)
         except OSError as error:
-            log.warning("a data worker gets no memory: %s", error)
+            self._note(f"a data worker gets no memory: {error}")
             self._end(reader)
 
     def _look_through(self) -> None:
@@ -175,7 +202,7 @@ class DataWorkers:
 
     def _take_in(self, reader: _Reader, said: Mapping[str, Any]) -> None:
         if "failed" in said:  # so would another
-            log.warning("a data worker cannot be used: %s", said["failed"])
+            self._note(f"a data worker cannot be used: {said['failed']}")
             self._end(reader)
         elif "ready" in said:
             reader.ready = True
@@ -184,18 +211,29 @@ class DataWorkers:
             if "error" in said:
                 self._wanted.pop(batch, None)
                 self._failed(f"could not read micro-batch {batch[1]} of step {batch[0]}: {said['error']}", None)
+            else:
+                self._num_read += 1
+                if self._num_read >= NUM_RESTORING:
+                    self._failures_left, self._num_times_without = MOST_FAILURES, 0
         self._ask()
 
     def _failed(self, what: str, reader: _Reader | None) -> None:
         """Start another data worker in the place of ``reader``, unless that was done too often."""
         self._failures_left -= 1
+        self._num_read = 0
         log.warning("a data worker %s; the worker reads that itself", what)
         if reader is not None:
             self._end(reader)
             if self._failures_left > 0:
                 self._start()
         if self._failures_left == 0:
-            log.warning("data workers failed %d times: the worker reads everything itself now", MOST_FAILURES)
+            pause_s = WITHOUT.pause_s(self._num_times_without)
+            self._num_times_without += 1
+            self._again_s = self._clock() + pause_s
+            self._note(
+                f"data workers failed {MOST_FAILURES} times (the last one {what}): "
+                f"the worker reads everything itself for {pause_s:g} s"
+            )
             for other in tuple(self._readers):
                 self._end(other)
         self._look_through()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 from morph.contract.errors import JobError
 from morph.data.evaluation import EvaluationLoader
 from morph.data.loader import data_facts
+from morph.data.prefetch import MOST_FAILURES, NUM_RESTORING, WITHOUT, DataWorkers
 from morph.jobs.job import load_job
 from tests.crew import FORKS
 from tests.data import read_jobs
@@ -148,8 +150,9 @@ def test_a_hanging_data_worker_is_replaced_after_a_while() -> None:
         assert not is_there(pid)
 
 
-def test_data_workers_that_fail_again_and_again_are_done_without() -> None:
-    with reading("drawn", 1) as found:
+def test_data_workers_that_fail_again_and_again_are_done_without_for_a_while() -> None:
+    clock_s = [0.0]
+    with reading("drawn", 1, clock=lambda: clock_s[0]) as found:
         for step in range(10 * NUM_STEPS):  # more than enough: an end may be noticed some steps later
             if not found.workers.pids:
                 break
@@ -161,6 +164,33 @@ def test_data_workers_that_fail_again_and_again_are_done_without() -> None:
             for place in step_of(step):
                 found.same(*place)
         assert found.workers.pids == ()
+        (note,) = found.workers.notes
+        assert note.startswith("data workers failed 8 times (the last one has ended)")
+        clock_s[0] = WITHOUT.first_s - 1
+        found.expect(step_of(0))
+        assert found.workers.pids == ()
+        clock_s[0] = WITHOUT.first_s
+        found.expect(step_of(0))
+        poll_until(lambda: is_ready(found.workers), "a data worker")
+        assert list(found.workers.notes)[1:] == ["1 data worker is started again"]
+        found.dataset.num_reads = 0
+        found.expect(step_of(0))
+        found.same(*step_of(0)[0])
+        assert found.dataset.num_reads == 0
+
+
+def test_failures_count_no_more_after_many_micro_batches_were_read() -> None:
+    workers, batch = DataWorkers(0, spec_of("drawn")), (0, 0, ("x",))
+    reader = SimpleNamespace(answered=lambda _said, _wanted: batch)
+    for _ in range(4):
+        for _ in range(MOST_FAILURES - 1):
+            workers._take_in(reader, {"slot": 0, "error": "no route to host"})  # type: ignore[arg-type]
+        for _ in range(NUM_RESTORING):
+            workers._take_in(reader, {"slot": 0})  # type: ignore[arg-type]
+    assert list(workers.notes) == []
+    for _ in range(MOST_FAILURES):
+        workers._take_in(reader, {"slot": 0, "error": "no route to host"})  # type: ignore[arg-type]
+    assert [note.partition(" (")[0] for note in workers.notes] == ["data workers failed 8 times"]
 
 
 @pytest.mark.parametrize(("job", "kind"), [("broken", OSError), ("wrong", JobError)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -148,3 +149,33 @@ def test_a_signal_between_two_sessions_stops_the_run() -> None:
     finally:
         signal.signal(signal.SIGALRM, previous)
     assert finish == Finish(outcome="stopped", sentence="SIGTERM before the run had a cluster again")
+
+
+RESTS = Finish(outcome="stopped", sentence="n4 could not be set up; version 5 is saved", rests=True)
+
+
+def test_a_run_of_whose_vms_nothing_comes_rests_ever_longer_up_to_its_limit(pauses: list[float]) -> None:
+    told: list[str] = []
+    times_s = iter([0.0, 60.0, 3000.0])
+    restarts = Restarts(3600, lambda: next(times_s), rest_at_most_s=2000.0)
+    begin = partial(restarts.begin_at, 5)
+    assert run_until_it_ends(sessions(RESTS, RESTS, RESTS, begin=lambda _: begin()), restarts, told.append) == RESTS
+    assert pauses == [60.0, 120.0]
+    assert told[0] == f"{RESTS.sentence}; the run rests without VMs, and tries again in 60 s"
+
+
+def test_a_decided_step_makes_the_rests_short_again(pauses: list[float]) -> None:
+    restarts = Restarts(3600, rest_at_most_s=2000.0)
+
+    def begin(number: int) -> None:
+        for version in (5, 6) if number != 1 else (6, 6):
+            restarts(at_version(version))
+
+    ends = (RESTS, RESTS, RESTS, FINISHED)
+    assert run_until_it_ends(sessions(*ends, begin=begin), restarts, lambda _: None) == FINISHED
+    assert pauses == [60.0, 120.0, 60.0]
+
+
+def test_a_run_that_never_trained_does_not_rest(pauses: list[float]) -> None:
+    assert run_until_it_ends(sessions(RESTS), Restarts(3600, rest_at_most_s=2000.0), lambda _: None) == RESTS
+    assert pauses == []

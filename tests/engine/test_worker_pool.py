@@ -155,8 +155,9 @@ def test_what_a_heartbeat_brings_becomes_events_and_compute_times_wait_beside_th
     scene.be_ready()
     times = MicroBatchTimes(generation=2, forward_s=(1.0,), recompute_s=(1.0,), backward_s=(2.0,))
     written = UnitWritten(worker="vm0", version=1, unit="s0", file="f", size_bytes=1, sha256="0")
-    scene.answer(Heartbeat(worker="vm0", times=times, written=(written,)), BEAT)
+    scene.answer(Heartbeat(worker="vm0", times=times, written=(written,), notes=("they failed",)), BEAT)
     assert scene.next() == UnitsWritten(worker="vm0", written=(written,))
+    assert scene.next() == Fact(name="data_workers", worker="vm0", detail="they failed")
     assert scene.event_queue.paces.take() == ComputeTimesSeen(
         times=(WorkerTimes(worker="vm0", generation=2, compute_s=(3.0,)),)
     )

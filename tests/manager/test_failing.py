@@ -163,14 +163,13 @@ def test_memory_exhausted_without_a_replacement_ends_the_run_saved() -> None:
 def test_a_device_that_fails_in_setup_costs_its_worker_then_a_pause() -> None:
     script = Script(target_nodes=2, expected_nodes=2)
     script.tell(Tick())
-    failed = Failed(worker="n1", generation=0, error="CUDA error", cause="device")
-    for number, num_requested in ((1, 1), (2, 0)):
+    for number, num_requested, error in ((1, 1, "CUDA error"), (2, 0, "NCCL error"), (3, 0, "NCCL error")):
         script.tell(NodeAppeared(node=f"n{number}", request="job-1"))
-        answer = failed.model_copy(update={"worker": f"n{number}"})
+        answer = Failed(worker=f"n{number}", generation=0, error=error, cause="device")
         actions = script.tell(WorkerAnswered(worker=f"n{number}", answer=answer))
         assert EndWorker(worker=f"n{number}") in actions
+        assert len(ends(actions)) == (number == 3)
         assert sum(isinstance(action, RequestNodes) for action in actions) == num_requested
-    assert script.state.phase is Phase.STARTING
 
 
 def saved(script: Script) -> None:
@@ -572,3 +571,162 @@ def test_a_lone_death_is_replaced_after_its_vm_had_time_to_go() -> None:
     assert lost_s < script.now_s <= lost_s + 2 * GATHER_S
     assert receivers(actions, SendReshape) == ["a.d1", "b.d0", "b.d1"]
     assert [action.count for action in actions if isinstance(action, RequestNodes)] == [1]
+
+
+# Workers that cannot be set up, and VMs of which nothing comes.
+
+
+def fail_setup(script: Script, worker: str, error: str = "FileNotFoundError: /data/shard-17") -> tuple[Action, ...]:
+    script.tell(NodeAppeared(node=worker))
+    answer = Failed(worker=worker, generation=0, error=error, cause="job", detail="FileNotFoundError")
+    return script.tell(WorkerAnswered(worker=worker, answer=answer))
+
+
+def waiting(**fields: object) -> Script:
+    """A run of two that has decided two steps, lost a worker, saved what the other one holds, and waits."""
+    script = Script(target_nodes=2, expected_nodes=2, **fields)
+    script.tell(Tick())
+    script.ready("n1", "n2")
+    script.state = changed(script.state, requests={})
+    script.reshaped()
+    script.prepared()
+    script.tell(WorkerLost(worker="n2", cause="revoked"))
+    script.aborted()
+    assert script.state.phase is Phase.WAITING
+    return script
+
+
+def policy_of(script: Script, **fields: object) -> None:
+    config = script.state.config
+    script.state = changed(
+        script.state, config=config.model_copy(update={"policy": config.policy.model_copy(update=fields)})
+    )
+
+
+def ends(actions: tuple[Action, ...]) -> list[Finish]:
+    return [action for action in actions if isinstance(action, Finish)]
+
+
+def test_a_second_setup_that_fails_alike_ends_a_run_that_waits() -> None:
+    script = waiting()
+    assert ends(fail_setup(script, "n3")) == []
+    assert (script.code, "n3 could not be set up: FileNotFoundError" in script.sentence) == ("setup_failed", True)
+    (finish,) = ends(fail_setup(script, "n4", "FileNotFoundError: /data/shard-4"))
+    assert (finish.outcome, finish.cause, finish.rests) == ("failed", "job", False)
+    assert finish.sentence.startswith(
+        "n4 could not be set up: FileNotFoundError: /data/shard-4 (2 workers in a row, in the same way)"
+    )
+
+
+def test_setups_that_fail_in_different_ways_end_no_run() -> None:
+    script = waiting()
+    for number in range(6):
+        assert ends(fail_setup(script, f"n{3 + number}", ("no such file", "no such host")[number % 2])) == []
+    assert script.state.phase is Phase.WAITING
+
+
+def test_a_worker_that_is_set_up_makes_earlier_failures_count_no_more() -> None:
+    script = waiting()
+    fail_setup(script, "n3")
+    script.ready("n4")
+    assert script.state.provisioning.failed_setups is None
+    assert ends(fail_setup(script, "n5")) == []
+
+
+def test_a_worker_that_is_being_set_up_is_awaited_before_the_run_ends() -> None:
+    script = waiting()
+    script.tell(NodeAppeared(node="n9"))
+    fail_setup(script, "n3")
+    assert ends(fail_setup(script, "n4")) == []
+    answer = Failed(
+        worker="n9", generation=0, error="FileNotFoundError: /data/shard-2", cause="job", detail="FileNotFoundError"
+    )
+    assert ends(script.tell(WorkerAnswered(worker="n9", answer=answer)))
+
+
+def test_setups_that_hang_are_failures_that_are_alike() -> None:
+    script = waiting()
+    for number, num_ends in ((3, 0), (4, 1)):
+        script.tell(NodeAppeared(node=f"n{number}"))
+        actions = script.tell(Tick(), at_s=script.now_s + 21.0)
+        assert len(ends(actions)) == num_ends
+    assert "it was not set up within 20 s" in script.sentence
+
+
+def test_where_the_user_wants_it_the_run_rests_in_place_of_its_end() -> None:
+    script = waiting()
+    policy_of(script, when_stuck="rest")
+    fail_setup(script, "n3")
+    (finish,) = ends(fail_setup(script, "n4"))
+    assert (finish.outcome, finish.rests, finish.traceback) == ("stopped", True, "")
+
+
+def test_setups_that_fail_beside_training_end_it_saved_after_a_while() -> None:
+    script = script_in(Phase.TRAINING)
+    rules = script.state.config.policy.rules
+    policy_of(
+        script, rules=rules.model_copy(update={"setups": rules.setups.model_copy(update={"beside_training_s": 9})})
+    )
+    fail_setup(script, "n8")
+    fail_setup(script, "n9")
+    assert script.state.stop_reason is None
+    script.tell(Tick(), at_s=script.now_s + 9.0)
+    assert script.state.stop_reason is not None
+    script.prepared()
+    script.committed()
+    script.written(script.state.version)
+    (finish,) = ends(script.tell(ManifestWritten(version=script.state.version)))
+    assert finish.outcome == "failed"
+    assert "n9 could not be set up" in finish.sentence
+
+
+def test_one_machine_on_which_setups_fail_does_not_end_a_run_that_trains() -> None:
+    script = script_in(Phase.TRAINING)
+    rules = script.state.config.policy.rules
+    setups = rules.setups.model_copy(update={"beside_training_s": 0.1})
+    policy_of(script, rules=rules.model_copy(update={"setups": setups}))
+    for worker, host in (("n8", "h1"), ("n9", "h1"), ("n10", "h2")):
+        assert script.state.stop_reason is None
+        script.tell(NodeAppeared(node=worker, host=host))
+        script.tell(
+            WorkerAnswered(worker=worker, answer=Failed(worker=worker, generation=0, error="no disk", cause="job"))
+        )
+    assert script.state.stop_reason is not None
+
+
+def test_a_stop_by_the_user_is_no_rest() -> None:
+    script = script_in(Phase.TRAINING)
+    rules = script.state.config.policy.rules
+    setups = rules.setups.model_copy(update={"beside_training_s": 0.1})
+    policy_of(script, when_stuck="rest", rules=rules.model_copy(update={"setups": setups}))
+    fail_setup(script, "n8")
+    fail_setup(script, "n9")
+    assert script.state.provisioning.gives_up
+    script.tell(StopRequested(reason="SIGINT"))
+    assert (script.state.stop_reason, script.state.provisioning.gives_up) == ("SIGINT", False)
+
+
+def test_memory_that_runs_out_in_a_step_and_in_setups_ends_the_run() -> None:
+    script = waiting()
+    script.ready("n3")
+    script.reshaped()
+    fail(script, "n3", "memory")
+    script.aborted()
+    assert script.state.phase is Phase.WAITING
+    for worker, num_ends in (("n4", 0), ("n5", 1)):
+        script.tell(NodeAppeared(node=worker))
+        answer = Failed(worker=worker, generation=0, error="MemoryError: ", cause="memory", detail="MemoryError")
+        assert len(ends(script.tell(WorkerAnswered(worker=worker, answer=answer)))) == num_ends
+
+
+def test_what_is_paid_while_nobody_trains_has_a_bound() -> None:
+    script = waiting(idle_vm_h=0.01)
+    began_s = script.now_s
+    assert ends(script.tell(Tick(), at_s=began_s + 30.0)) == []
+    assert script.last is not None
+    assert script.last.wake_at_s is not None
+    assert script.last.wake_at_s <= began_s + 36.1
+    script.tell(NodeAppeared(node="n3"))  # from here on two are paid for
+    (finish,) = ends(script.tell(Tick(), at_s=began_s + 33.2))
+    assert finish.outcome == "stopped"
+    assert "VMs were paid for 0.01 hours together while no step was trained" in finish.sentence

@@ -9,21 +9,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from controller_script import Script
 from random_history import random_faults
 from simulated_cluster import Faults, JournalledCluster, SimulatedCluster, played
 from simulated_job import make_config
 from typer.testing import CliRunner
 
-from manager.controller.state.events import Event
+from manager.controller.state.events import Event, NodeAppeared, Tick, WorkerAnswered
 from manager.controller.state.state import ControllerState, Decision, Phase
 from manager.dashboard.snapshot import snapshot
 from manager.engine.loop.driver import Observed
+from manager.journal.journal import Journal
+from manager.report.events import EventReader
 from manager.report.journal_reader import read_report
-from manager.report.live import LiveRun
+from manager.report.live import Happened, LiveRun
 from manager.report.means import MOST_POINTS, Series
-from manager.run_dir import RunFacts
+from manager.report.summary import summarise
+from manager.run_dir import JOURNAL, RunFacts
 from morph.cli.main import app
 from morph.cli.views.run_view import run_view
+from morph.contract.messages import Failed, WorkerReady
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -212,3 +217,33 @@ def test_a_spare_that_is_lost_changes_no_shape(capsys: pytest.CaptureFixture[str
     lines = capsys.readouterr().out
     assert re.search(r"n\d lost; 2x2 goes on", lines)
     assert "->" not in lines
+
+
+def test_setups_that_fail_are_the_first_line_wherever_a_run_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, run, journal = Script(target_nodes=4), LiveRun("job", 12, 8), Journal.open(tmp_path / JOURNAL)
+    journal.append_config(0.0, script.state.config)
+
+    def tell(event: Event) -> None:
+        script.tell(event)
+        assert script.last is not None
+        journal.append_decision(script.now_s, event, script.last)
+        happened.extend(run.take(script.now_s, event, script.last))
+
+    happened: list[Happened] = []
+    tell(Tick())
+    error = "CUDA error: no kernel image"
+    tell(NodeAppeared(node="n1", request="job-1"))
+    tell(WorkerAnswered(worker="n1", answer=Failed(worker="n1", generation=0, error=error, cause="device")))
+    sentence = f"n1 could not be set up: {error}"
+    assert run.headline.startswith(f"starting: {sentence}  ")
+    assert snapshot(run)["trouble"] == sentence
+    assert [one.sentence for one in happened if not one.inner and one.code == "setup_failed"] != []
+    assert summarise(read_report(tmp_path)).startswith(f"job: running ({sentence}")
+    assert any(told.code == "setup_failed" and not told.inner for told in EventReader().take(journal.read()))
+    tell(NodeAppeared(node="n2", request="job-1"))
+    tell(WorkerAnswered(worker="n2", answer=WorkerReady(worker="n2", pid=1, setup_s=1)))
+    assert sentence not in run.headline
+    assert sentence not in summarise(read_report(tmp_path))
+    journal.close()

@@ -378,7 +378,7 @@ def test_a_failed_setup_ends_the_run_only_before_its_start() -> None:
     script = Script()
     script.tell(NodeAppeared(node="n1"))
     (finish,) = script.tell(WorkerAnswered(worker="n1", answer=failed))
-    assert finish == Finish(outcome="failed", sentence="n1 could not be set up: no such job")
+    assert finish == Finish(outcome="failed", sentence="n1 could not be set up: no such job", cause="run")
     script = script_in(Phase.TRAINING)
     script.tell(NodeAppeared(node="n9"))
     assert script.tell(WorkerAnswered(worker="n9", answer=failed)) == (EndWorker(worker="n9"),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from controller_script import Script
@@ -26,7 +26,14 @@ SEEDS = 12
 SLOW = 1.3
 
 
-def alarms(shape: tuple[int, int], seed: int, spread: float, memory: float, slow_from: int | None = None) -> list[str]:
+def alarms(
+    shape: tuple[int, int],
+    seed: int,
+    spread: float,
+    memory: float,
+    slow_from: int | None = None,
+    slowness: Callable[[int], float] = lambda _: SLOW,
+) -> list[str]:
     """Every member reports window after window; returns who was found slow, each time that it was.
 
     Args:
@@ -34,7 +41,8 @@ def alarms(shape: tuple[int, int], seed: int, spread: float, memory: float, slow
         seed: Of the draws.
         spread: Standard deviation of the logarithm of a micro-batch's time.
         memory: Correlation of one micro-batch with the next: a core that is taken stays so for a while.
-        slow_from: The first member takes ``SLOW`` times as long from this window on.
+        slow_from: The first member is slow from this window on.
+        slowness: How many times as long it takes then, by the number of the micro-batch.
     """
     plan, count = make_plan(*shape), shape[0] * shape[1]
     rules = RULES.model_copy(update={"stutter": STUTTER})
@@ -49,8 +57,12 @@ def alarms(shape: tuple[int, int], seed: int, spread: float, memory: float, slow
         before = slow_ones(script)
         times = []
         for slot in script.state.slots:
-            usual_s = len(plan.stages[slot.stage].sections) * (SLOW if slot.worker == slow and window >= onset else 1.0)
-            compute_s = tuple(usual_s * next(jitter[slot.worker]) for _ in range(STUTTER.samples))
+            usual_s, first = len(plan.stages[slot.stage].sections), window * STUTTER.samples
+            compute_s = tuple(
+                usual_s * next(jitter[slot.worker]) * (slowness(first + number) if is_slow else 1.0)
+                for is_slow in (slot.worker == slow and window >= onset,)
+                for number in range(STUTTER.samples)
+            )
             times.append(WorkerTimes(worker=slot.worker, generation=1, compute_s=compute_s))
         script.tell(ComputeTimesSeen(times=tuple(times)))
         found += slow_ones(script) - before
@@ -81,3 +93,22 @@ def test_healthy_workers_are_hardly_ever_found_slow(shape: tuple[int, int], jitt
 def test_only_the_worker_that_is_30_percent_slower_is_found(shape: tuple[int, int], slow_from: int) -> None:
     for seed in range(3):
         assert alarms(shape, seed, 0.05, 0.0, slow_from) == ["n0"], f"seed {seed}"
+
+
+def bursts(number: int) -> float:
+    """Of a worker that computes for 30 of every 90 ms, at 9 ms for a micro-batch: most of them take no longer."""
+    num_stops = (number + 1) * 9 // 30 - number * 9 // 30
+    return (9 + 60 * num_stops) / 9
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_worker_that_now_and_then_stands_still_is_found(shape: tuple[int, int]) -> None:
+    for seed in range(3):
+        assert alarms(shape, seed, 0.05, 0.0, 0, bursts) == ["n0"], f"seed {seed}"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_few_long_stalls_make_no_worker_slow(shape: tuple[int, int]) -> None:
+    draw = random.Random(5)
+    stalls = {draw.randrange(WINDOWS * STUTTER.samples) for _ in range(8)}
+    assert alarms(shape, 1, 0.05, 0.0, 0, lambda number: 40.0 if number in stalls else 1.0) == []

@@ -49,6 +49,11 @@ def test_the_first_micro_batch_warms_up_and_does_not_count() -> None:
     assert work.num_run == 1 + MICRO_BATCHES
 
 
+def test_a_worker_that_was_slow_by_its_sums_is_probed_by_its_mean() -> None:
+    times_s = iter([100.0, 2.0, 2.0, 2.0, 2.0, 12.0])
+    assert Prober("w").run(ORDER.model_copy(update={"by_sums": True}), lambda: next(times_s)).slowdown == 2.0
+
+
 def test_a_probe_that_is_left_ends_at_the_next_micro_batch() -> None:
     prober = Prober("w")
     work = Work(lambda number: prober.leave(2) if number == 2 else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -311,7 +312,7 @@ def test_half_the_bytes_cross_each_cut_and_the_loss_stays_wide(model: CutModel) 
 def test_calibration_runs_a_section_on_narrow_tensors(model: CutModel) -> None:
     initial = export_job(narrow).initial_state
     loader = MicroBatchLoader(narrow.dataset(), narrow.seed, BATCH_SIZE, MICRO_BATCH_SIZE)
-    bench = make_bench(narrow, model.sections[1], initial, loader, CPU)
+    bench = make_bench(narrow, model.sections[1], initial, partial(loader.example, None), CPU)
     assert bench.given_bytes() == MICRO_BATCH_SIZE * WIDTH * 2
     assert [output.dtype for output in bench.forward(0).outputs] == [torch.bfloat16]
     bench.both()

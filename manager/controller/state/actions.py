@@ -39,6 +39,7 @@ class ReasonCode(StrEnum):
     NODES_GRANTED = "nodes_granted"
     REQUEST_REFUSED = "request_refused"
     NODE_ABSENT = "node_absent"
+    SETUP_FAILED = "setup_failed"
     NOTICE_KEPT = "notice_kept"
     NOTICE_TAKEN = "notice_taken"
     NOTICE_ACKNOWLEDGED = "notice_acknowledged"
@@ -150,6 +151,7 @@ class ProbeWorker(Value):
     first_section: int
     end_section: int
     healthy_s: float = Field(gt=0)
+    by_sums: bool = False
 
     def order(self) -> ProbeOrder:
         """What the worker is told."""
@@ -235,7 +237,8 @@ class Finish(Value):
 
     ``finished``: all steps are committed and checkpointed; ``stopped``: ended on request, resumable from the
     newest checkpoint; ``failed``: the sentence says why, ``cause`` what an error inside a worker was due to, and
-    ``traceback`` where in the user's code, if it was there.
+    ``traceback`` where in the user's code, if it was there. ``rests``: its VMs are given back, and it is tried again
+    later, for that is the user's policy.
     """
 
     kind: Literal["finish"] = "finish"
@@ -243,6 +246,7 @@ class Finish(Value):
     sentence: str
     traceback: str = ""
     cause: FailureCause | None = None
+    rests: bool = False
 
 
 Action = (

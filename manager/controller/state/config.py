@@ -62,6 +62,9 @@ class ControllerConfig(Value):
     expected_nodes: int = Field(ge=1, description="VMs requested at the start")
     timeline_step: int | None = Field(default=None, ge=0, description="the workers record a timeline of this step")
     target_nodes: int = Field(default=0, ge=0, description="VMs to keep asking for; 0: they come by themselves")
+    idle_vm_h: float | None = Field(
+        default=None, gt=0, description="VM-hours paid for while no step is trained before the run ends; absent: any"
+    )
     requests: str = Field(default="", description="what the names of requests begin with; empty: the job's name")
     section_compute_s: tuple[float, ...] = Field(
         default=(), description="forward and backward of one micro-batch, by section; absent: not known"

@@ -102,6 +102,22 @@ class Flaps(Value):
     last_s: float
 
 
+class FailedSetups(Value):
+    """Workers in a row that could not be set up, in the same way; until one is.
+
+    ``way``: what their failures have in common; ``num`` of them on ``hosts``, since ``since_s``; else of the last one.
+    """
+
+    way: str
+    num: int
+    hosts: frozenset[str]
+    since_s: float
+    last_s: float
+    sentence: str
+    traceback: str = ""
+    cause: FailureCause = "run"
+
+
 class Provisioning(Value):
     """Requests for VMs, how they fared, and notices of VMs."""
 
@@ -111,6 +127,8 @@ class Provisioning(Value):
     num_setups_lost: int = Field(default=0, description="VMs in a row that came to nothing before one got ready")
     setup_lost_s: float | None = Field(default=None, description="when the last of these was")
     num_absent: int = Field(default=0, description="times in a row that granted VMs did not appear at all")
+    failed_setups: FailedSetups | None = None
+    gives_up: bool = Field(default=False, description="the run ends, or rests, for nothing comes of its VMs")
     next_request_s: float | None = Field(default=None, description="no further request before that")
     kept_notices: dict[WorkerId, KeptNotice] = Field(
         default_factory=dict, description="of nodes that are not known: of open requests, or of VMs that came"
@@ -125,28 +143,31 @@ class Provisioning(Value):
 class Yardstick(Value):
     """What a healthy worker took (seconds) for a micro-batch's forward and backward on these sections.
 
-    ``usual``: how all workers compared with the profile then, where that was known.
+    ``usual``: how all workers compared with the profile then, where that was known. ``by_sums``: it is a mean over many
+    micro-batches, for it was by those that the worker was found slow.
     """
 
     first_section: int
     end_section: int
     healthy_s: float
     usual: float | None = None
+    by_sums: bool = False
 
 
 class Pace(Value):
     """How fast a worker computes.
 
     ``samples_s``: micro-batches of the window that is being filled; ``median_s``: of the last full one, and
-    ``error_s`` its standard error; ``past_s``: medians of the last windows in this generation. ``streak``: windows in a
-    row in which it was slow, or, negative, well. ``slowdown``: 1 is as fast as expected. ``yardstick``: what it was
-    held against when it was last judged.
+    ``error_s`` its standard error; ``past_s``: medians of the last windows in this generation, and ``past_means_s``
+    their means. ``streak``: windows in a row in which it was slow, or, negative, well. ``slowdown``: 1 is as fast as
+    expected. ``yardstick``: what it was held against when it was last judged.
     """
 
     samples_s: tuple[float, ...] = ()
     median_s: float | None = None
     error_s: float = 0.0
     past_s: tuple[float, ...] = ()
+    past_means_s: tuple[float, ...] = ()
     yardstick: Yardstick | None = None
     streak: int = 0
     slowdown: float = 1.0
@@ -287,6 +308,10 @@ class Waits(Value):
     num_fruitless: int = Field(default=0, description="generations dissolved since the last decided step")
     resting_since_s: float | None = Field(default=None, description="of the first rest since the last decided step")
     rest_until_s: float | None = None
+    idle_vm_s: float = Field(
+        default=0.0, description="of VMs that were paid for since the last decided step, untrained"
+    )
+    idle_at_s: float | None = Field(default=None, description="until when that is counted; None: a shape trains")
 
 
 class Measured(Value):

@@ -129,8 +129,16 @@ class Transition:
         trace, cause, failing = "", None, self.state.failing
         if failing is not None and failing.final:
             outcome, trace, cause = "failed", failing.traceback, failing.cause
+        provisioning, rests = self.state.provisioning, False
+        if provisioning.gives_up and outcome == "stopped":
+            rests = self.state.config.policy.when_stuck == "rest"
+            if rests:
+                sentence += "; its VMs are given back (policy.when_stuck: rest)"
+            elif provisioning.failed_setups is not None:
+                outcome = "failed"
+                trace, cause = provisioning.failed_setups.traceback, provisioning.failed_setups.cause
         aborts = [Abort(worker=worker, generation=self.state.generation) for worker in self.state.busy_workers]
-        finish = Finish(outcome=outcome, sentence=sentence, traceback=trace, cause=cause)
+        finish = Finish(outcome=outcome, sentence=sentence, traceback=trace, cause=cause, rests=rests)
         self.change(phase=Phase.ENDED, finish=finish)
         self.change_step(order=None, awaited=frozenset())
         self.say(ReasonCode(outcome), sentence, *aborts, finish)

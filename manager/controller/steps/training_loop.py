@@ -71,7 +71,7 @@ def decide_step(transition: Transition) -> None:
     step = state.version
     transition.change(version=step + 1)
     transition.change_step(attempt=0)
-    transition.change_waits(num_fruitless=0, resting_since_s=None)
+    transition.change_waits(num_fruitless=0, resting_since_s=None, idle_vm_s=0.0)
     transition.change_saving(doubt=None)
     if state.failing is not None and state.failing.version <= step and not state.failing.final:
         transition.change(failing=None)

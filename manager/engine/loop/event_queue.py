@@ -109,6 +109,8 @@ class EventQueue:
             self.put(UnitsWritten(worker=worker, written=beat.written))
         if beat.checkpoint_error:
             self.put(CheckpointFailed(worker=worker, error=beat.checkpoint_error))
+        for note in beat.notes:
+            self.put(Fact(name="data_workers", worker=worker, detail=note))
         if beat.ahead is not None:
             self.put(PreCopyReported(worker=worker, report=beat.ahead))
 

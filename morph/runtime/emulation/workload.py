@@ -159,6 +159,10 @@ class EmulatedWorkload:
         """See ``Workload.evaluate``."""
         return None
 
+    def collect_notes(self) -> tuple[str, ...]:
+        """See ``Workload.collect_notes``: it has no data workers."""
+        return ()
+
     def finish(self, totals: EvaluationTotals) -> FinishedMetrics | None:  # noqa: ARG002
         """See ``Workload.finish``."""
         return None

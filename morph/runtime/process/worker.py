@@ -207,7 +207,11 @@ class Worker:
     def heartbeat(self, wait_s: float) -> Heartbeat:
         """Proof of life; returns early when a checkpoint unit was written. Blocks up to ``wait_s``."""
         return self._writer.collect(wait_s).model_copy(
-            update={"times": self._pace.collect(), "ahead": self._pre_copy.report()}
+            update={
+                "times": self._pace.collect(),
+                "ahead": self._pre_copy.report(),
+                "notes": self._workload.collect_notes(),
+            }
         )
 
     def ahead(self, order: PreCopyOrder) -> None:

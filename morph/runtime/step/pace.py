@@ -87,5 +87,6 @@ class Prober:
             took_s = micro_batch()
             if number:
                 times_s.append(took_s)
-        slowdown = statistics.median(times_s) / order.healthy_s if times_s else None
+        middle = statistics.fmean if order.by_sums else statistics.median
+        slowdown = middle(times_s) / order.healthy_s if times_s else None
         return Probed(worker=self._worker, probe=order.probe, slowdown=slowdown)

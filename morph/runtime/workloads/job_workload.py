@@ -346,6 +346,11 @@ class JobWorkload:
         """See ``Workload.evaluate``."""
         return self._evaluator.run_if_due(current, version, self._model) if self._evaluator is not None else None
 
+    def collect_notes(self) -> tuple[str, ...]:
+        """See ``Workload.collect_notes``."""
+        notes = () if self._data_workers is None else self._data_workers.notes
+        return tuple(notes.popleft() for _ in range(len(notes))) if notes else ()
+
     def finish(self, totals: EvaluationTotals) -> FinishedMetrics | None:
         """See ``Workload.finish``."""
         finishes = self._evaluator is not None and self._job.eval_metrics is not None

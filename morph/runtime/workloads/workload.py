@@ -61,6 +61,9 @@ class Workload(Protocol):
     def evaluate(self, current: Generation, version: int) -> Evaluation | None:
         """Evaluate a version that every unit is at; None when none is due, or not on a last stage."""
 
+    def collect_notes(self) -> tuple[str, ...]:
+        """What the user should know of its data workers since the last call; from any thread, and never blocks."""
+
     def finish(self, totals: EvaluationTotals) -> FinishedMetrics | None:
         """Compute the job's own metrics of a whole evaluation; None: it has none. Raises as the user's function."""
 
