@@ -73,7 +73,9 @@ ARGUMENTS: Mapping[str, Rule] = {
     "torch_compile_mode": _honoured("`compile`", None, "default"),
     "seed": _honoured("`seed`: dropout, and what collators draw, have other random numbers than in a Trainer"),
     "data_seed": _honoured("the order of samples"),
-    "train_sampling_strategy": _honoured("the order of samples", "random", "sequential"),
+    "train_sampling_strategy": _honoured("the order of samples", "random", "sequential", "group_by_length"),
+    "group_by_length": _honoured("the order of samples: like lengths share a step"),
+    "length_column_name": _honoured("`lengths`, and the order with `train_sampling_strategy='group_by_length'`"),
     "remove_unused_columns": _honoured("`dataset`"),
     "dataloader_num_workers": _honoured("`data_workers`"),
     "dataloader_drop_last": _honoured(
@@ -124,7 +126,6 @@ ARGUMENTS: Mapping[str, Rule] = {
     **_no_effect("only the means of loss and metrics are gathered", "eval_do_concat_batches"),
     **_no_effect("only the means of loss and metrics are gathered", "eval_use_gather_object", "prediction_loss_only"),
     **_no_effect("memory of the device is not looked at", "skip_memory_metrics", "torch_empty_cache_steps"),
-    **_no_effect("used with `train_sampling_strategy='group_by_length'`", "length_column_name"),
     **_no_effect("used with `fsdp`", "fsdp_config"),
     **_no_effect("used with `push_to_hub`", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"),
     **_no_effect("used with `push_to_hub`", "hub_always_push", "hub_revision"),
@@ -143,7 +144,6 @@ ARGUMENTS: Mapping[str, Rule] = {
     **_refused("`morph status` shows samples per second", "include_tokens_per_second"),
     **_refused("metrics of the loss", "include_for_metrics", "include_inputs_for_metrics", "batch_eval_metrics"),
     **_refused("an evaluation follows a number of steps", "eval_delay", "eval_on_start"),
-    **_refused("lengths that are alike", "group_by_length"),
     **_refused("the model runs in sections", "debug"),
 }
 """By name; arguments that some version of transformers has, and that are not here, are refused as well."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,16 +49,18 @@ def job(trainer: Trainer, **replaced: Any) -> Job:
 
     Args:
         trainer: Not trained yet.
-        replaced: Fields of :class:`morph.Job` that count in place of what follows from the Trainer. With ``buckets``
-            alone, lengths are those of the tokenizer's first entry, and the tokenizer says what that is padded with.
+        replaced: Fields of :class:`morph.Job` that count in place of what follows from the Trainer. With ``model``, a
+            function that makes the model, the Trainer's own may be on the ``meta`` device, where it takes no memory.
 
     Raises:
         JobError: naming the first argument that cannot be honoured, or a field that is not right.
     """
     from morph.jobs.existing import WholeModel, order_of
 
-    _check(trainer)
-    _align_special_tokens(trainer)
+    _check(trainer, replaced)
+    _align_special_tokens(trainer, trainer.model)
+    if "model" in replaced:
+        replaced["model"] = _aligned(trainer, replaced["model"])
     args = trainer.args
     loader = trainer.get_train_dataloader()
     loss, is_by_batch = _loss_of(trainer, loader)
@@ -79,9 +82,12 @@ def job(trainer: Trainer, **replaced: Any) -> Job:
         "compile": bool(args.torch_compile),
         "data_workers": args.dataloader_num_workers,
     }
-    if replaced.get("buckets"):
-        fields |= _lengths_of(trainer)
-    return Job(**{**fields, **_evaluation_of(trainer), **replaced})
+    fields |= _evaluation_of(trainer)
+    lengths = _lengths_of(trainer, loader, fields.get("eval_data"), replaced)
+    if lengths and is_by_batch and _has_loss_by_token(trainer, loader, lengths):
+        allowed = "1, and a larger per_device_train_batch_size: the loss is a mean over the tokens of a batch"
+        raise refusal("gradient_accumulation_steps", args.gradient_accumulation_steps, allowed)
+    return Job(**{**fields, **lengths, **replaced})
 
 
 def num_steps(trainer: Trainer) -> int:
@@ -95,7 +101,7 @@ def _steps_per_epoch(trainer: Trainer) -> int:
     return max(1, math.ceil(len(trainer.get_train_dataloader()) / accumulated))
 
 
-def _check(trainer: Trainer) -> None:
+def _check(trainer: Trainer, replaced: Mapping[str, Any]) -> None:
     check_arguments(trainer.args)
     for name in REPLACED:
         method = getattr(type(trainer), name, None)
@@ -110,31 +116,54 @@ def _check(trainer: Trainer) -> None:
             raise refusal("callbacks", kind, "EarlyStoppingCallback; for others, `callbacks` in the run file")
     if not hasattr(trainer.train_dataset, "__len__"):
         raise refusal("train_dataset", type(trainer.train_dataset), "a data set with a length and numbered items")
-    if any(parameter.device.type != "cpu" for parameter in trainer.model.parameters()):
+    if _has_no_numbers(trainer) and "model" not in replaced:
+        raise refusal("model", "without numbers, on the meta device", "another argument of morph.hf.job: model=make")
+    if any(parameter.device.type not in ("cpu", "meta") for parameter in trainer.model.parameters()):
         raise refusal("use_cpu", False, "True: each worker moves the sections that it has to its device")
     if trainer.args.eval_strategy != "no" and isinstance(trainer.eval_dataset, Mapping):
         raise refusal("eval_dataset", "several data sets", "one data set")
 
 
-def _align_special_tokens(trainer: Trainer) -> None:
-    """Give the model the numbers of padding and ends that its tokenizer has, as ``trainer.train()`` does first."""
+def _align_special_tokens(trainer: Trainer, model: Any) -> None:
+    """Give a model the numbers of padding and ends that the tokenizer has, as ``trainer.train()`` does first."""
     from transformers import PreTrainedTokenizerBase, ProcessorMixin, trainer_utils
 
     align = getattr(trainer_utils, "align_special_tokens", None)
     has_tokens = isinstance(trainer.processing_class, PreTrainedTokenizerBase | ProcessorMixin)
-    if align is not None and has_tokens and hasattr(trainer.model, "config"):
-        align(trainer.model, trainer.processing_class)
+    if align is not None and has_tokens and hasattr(model, "config"):
+        align(model, trainer.processing_class)
 
 
-def _lengths_of(trainer: Trainer) -> dict[str, Any]:
-    """Fields of a job whose samples vary in length: how long each is, and what it is padded with."""
-    tokenizer: Any = trainer.processing_class
-    name = getattr(tokenizer, "model_input_names", ["input_ids"])[0]
-    pad = getattr(tokenizer, "pad_token_id", None)
-    return {
-        "lengths": lambda dataset: [len(item[name]) for item in dataset],
-        "padding": {} if pad is None else {name: pad},
-    }
+def _aligned(trainer: Trainer, make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    @wraps(make)
+    def model() -> nn.Module:
+        made = make()
+        _align_special_tokens(trainer, made)
+        return made
+
+    return model
+
+
+def _lengths_of(trainer: Any, loader: DataLoader[Any], eval_data: Any, replaced: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a job whose collator pads to the longest sample of each batch."""
+    from morph.trainers.lengths import Source, fields_of_lengths
+
+    others = [] if eval_data is None else [eval_data()]
+    whole = [(loader.dataset, trainer.train_dataset), *((other, trainer.eval_dataset) for other in others)]
+    name = trainer.args.length_column_name
+
+    def column(data: Any) -> Any:
+        given: Any = next((before for used, before in whole if used is data), None)
+        return given[name] if name in (getattr(given, "column_names", None) or ()) else None
+
+    source = Source("morph.hf.job(trainer", "data_collator", trainer.data_collator, column)
+    return fields_of_lengths(loader, others, replaced, source)
+
+
+def _has_loss_by_token(trainer: Any, loader: DataLoader[Any], fields: Mapping[str, Any]) -> bool:
+    batch, length = loader.collate_fn([loader.dataset[0]]), fields["lengths"](loader.dataset)[0]
+    labels = [batch[name] for name in trainer.label_names if name in batch]
+    return any(label.dim() > 1 and label.shape[1] == length for label in labels)
 
 
 def _name(args: Any) -> str:
@@ -249,18 +278,28 @@ def _uses_number_of_items(trainer: Trainer, batch: dict[str, Tensor]) -> bool:
 
     from morph.jobs.existing import copied
 
-    for device in ("meta", "cpu"):
+    mask = batch.get("attention_mask")
+    pairs = {} if mask is None else {"attention_mask": mask[:, None, None].bool().expand(-1, 1, mask.shape[1], -1)}
+    # models look at the values of a mask of tokens, and not at those of a mask of pairs of them
+    for device, changed in (("meta", {}), ("meta", pairs), ("cpu", {})):
+        if device == "cpu" and _has_no_numbers(trainer):
+            break
         model = trainer.model if device == "cpu" else copied(trainer.model, device)
         number = torch.ones((), device=device, requires_grad=True)
         try:
-            there = {name: value.to(device) for name, value in batch.items()}
+            there = {name: value.to(device) for name, value in {**batch, **changed}.items()}
             loss = trainer.compute_loss(model, there, num_items_in_batch=number)
         except (RuntimeError, NotImplementedError):  # a model that looks at its values
             if device == "cpu":
                 raise
             continue
         return torch.autograd.grad(loss, number, allow_unused=True)[0] is not None
-    raise AssertionError("one of the devices answers")
+    allowed = "1, and a larger per_device_train_batch_size: the model does not run on the meta device"
+    raise refusal("gradient_accumulation_steps", trainer.args.gradient_accumulation_steps, allowed)
+
+
+def _has_no_numbers(trainer: Any) -> bool:
+    return any(parameter.device.type == "meta" for parameter in trainer.model.parameters())
 
 
 def _optimizer_of(trainer: Trainer) -> Any:

@@ -18,6 +18,7 @@ from morph.contract.errors import JobError
 from morph.jobs.existing import WholeModel, WholeModelOptimizer, order_of
 from morph.jobs.job import Job
 from morph.losses import Loss
+from morph.trainers.lengths import Source, fields_of_lengths
 
 SOURCE = "morph.lightning.job"
 PRECISIONS = {"32-true": "fp32", "32": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
@@ -63,7 +64,9 @@ def job(module: Any, loader: Any, eval_loader: Any = None, *, trainer: Any = Non
     }
     if eval_loader is not None:
         fields["eval_data"] = lambda: eval_loader.dataset
-    return Job(**{**fields, **replaced})
+    others = [] if eval_loader is None else [eval_loader.dataset]
+    source = Source("morph.lightning.job(module, loader", "loader.collate_fn", loader.collate_fn)
+    return Job(**{**fields, **fields_of_lengths(loader, others, replaced, source), **replaced})
 
 
 def _check(module: Any, loader: Any, trainer: Any) -> None:

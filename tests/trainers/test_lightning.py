@@ -76,6 +76,21 @@ def test_what_a_step_logs_are_metrics() -> None:
     assert (job.batch_size, job.clip_grad_norm, job.eval_every_steps) == (2 * BATCH_SIZE, CLIP, 2)
 
 
+def padded(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    rows = torch.nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True, padding_value=7)
+    return rows, torch.tensor([y for _, y in samples])
+
+
+def test_lengths_follow_from_a_collate_fn_that_pads() -> None:
+    data: Any = [(torch.arange(1 + index * 3 % 20), index % 3) for index in range(20)]
+    job = morph.lightning.job(lightning_job.module(), DataLoader(data, batch_size=4, collate_fn=padded))
+    assert (job.buckets, dict(job.padding)) == ((8, 16, 20), {"0": 7})
+    assert job.lengths is not None
+    assert job.lengths(data).tolist() == [len(x) for x, _ in data]
+    with pytest.raises(JobError, match=r"loader\.collate_fn.*default_collate.*pads samples"):
+        morph.lightning.job(lightning_job.module(), DataLoader(data, batch_size=4))
+
+
 class Manual(Classifier):
     def __init__(self) -> None:
         super().__init__()

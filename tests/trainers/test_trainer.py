@@ -23,6 +23,7 @@ from morph.contract.evaluation import EvaluationTotals
 from morph.contract.job_facts import JobFacts
 from morph.contract.messages import Evaluation
 from morph.cutting import cut, export_job
+from morph.data.loader import order_of
 from morph.jobs.changes import require_same
 from morph.runtime.process.single import run_single
 from morph.runtime.workloads.job_workload import settings
@@ -33,6 +34,9 @@ from tests.training.shapes import ShapesCrew, Trained
 from tests.training.test_weighted_losses import parameters_of
 
 transformers = pytest.importorskip("transformers")
+
+from tokenizers import Tokenizer  # noqa: E402 (transformers brings it)
+from tokenizers.models import WordLevel  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "configs" / "jobs"
@@ -48,6 +52,7 @@ PADDED = {
 }
 CLASSIFICATION = {**PADDED, "pad_to_max_length": True, "early_stopping_patience": 0, "eval_strategy": "no"}
 CLASSIFICATION |= {"load_best_model_at_end": False}
+DYNAMIC = {**CLASSIFICATION, "pad_to_max_length": False}
 SMOOTHED = (
     "run_clm",
     {**CLM, "label_smoothing_factor": 0.1, "weight_decay": 0.1, "model_type": "llama", "config_overrides": ""},
@@ -101,7 +106,7 @@ def trained_by_morph(script: str, folder: Path, given: dict[str, Any]) -> tuple[
         ("run_clm", CLM),
         pytest.param(*SMOOTHED, marks=pytest.mark.long),
         pytest.param("run_classification", CLASSIFICATION, marks=pytest.mark.long),
-        ("run_classification", {**CLASSIFICATION, "optim": "sgd", "lr_scheduler_type": "cosine", "warmup_steps": 2}),
+        ("run_classification", {**DYNAMIC, "optim": "sgd", "lr_scheduler_type": "cosine", "warmup_steps": 2}),
     ],
 )
 def test_losses_and_weights_are_those_of_the_trainer(
@@ -256,6 +261,199 @@ def test_samples_come_in_the_trainers_order_epoch_by_epoch(given: dict[str, Any]
     assert len(numbers) == 16
 
 
+WORDS = [[1, 4, 5, 1] * (index % 5 + 1) + [1] * (index % 3) for index in range(30)]
+SIZES = [len(words) for words in WORDS]
+ROUNDED = [16 if size <= 16 else 32 for size in SIZES]
+TARGETS = [[1] * (30 - size) for size in SIZES]
+SIZES_WITH_TARGETS = [max(size, 30 - size) for size in SIZES]
+
+
+def tokenizer(side: str = "right") -> Any:
+    vocabulary = {"<unk>": 0, "a": 1, "<mask>": 2, "<pad>": 3, "b": 4, "c": 5}
+    given = {"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>", "padding_side": side}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, "<unk>")), **given)
+
+
+class MeanOfTokens(Regression):
+    """Ignores the number of items, as BERT does for masked tokens."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:
+        logits = self.layer(input_ids[..., None].float().expand(-1, -1, 3))
+        return {"loss": (logits[..., 0] - labels).square().mean()}
+
+
+def trainer_of_words(tmp_path: Path, collator: Any, data: Any = None, **given: Any) -> Any:
+    data = [{"input_ids": words, "labels": index % 2} for index, words in enumerate(WORDS)] if data is None else data
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, remove_unused_columns=False, **given)
+    return transformers.Trainer(MeanOfTokens(), args, train_dataset=data, data_collator=collator)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(
+    ("collator", "labels", "wanted", "buckets"),
+    [
+        (lambda t: transformers.DataCollatorWithPadding(t), None, SIZES, (8, 16, 22)),
+        (lambda t: transformers.DataCollatorWithPadding(t, pad_to_multiple_of=16), None, ROUNDED, (16, 32)),
+        (lambda t: transformers.DataCollatorForLanguageModeling(t, mlm=False), None, SIZES, (8, 16, 22)),
+        (lambda t: transformers.DataCollatorForLanguageModeling(t), None, SIZES, (8, 16, 22)),
+        (lambda t: transformers.DataCollatorForTokenClassification(t), WORDS, SIZES, (8, 16, 22)),
+        (lambda t: transformers.DataCollatorForSeq2Seq(t), TARGETS, SIZES_WITH_TARGETS, (16, 26)),
+    ],
+)
+def test_lengths_follow_from_a_collator_that_pads(
+    collator: Any, labels: Any, wanted: list[int], buckets: tuple[int, ...], side: str, tmp_path: Path
+) -> None:
+    data = [{"input_ids": words} for words in WORDS]
+    if labels is not None:
+        data = [{**sample, "labels": found} for sample, found in zip(data, labels, strict=True)]
+    trainer = trainer_of_words(tmp_path, collator(tokenizer(side)), data)
+    job = morph.hf.job(trainer)
+    assert (job.buckets, dict(job.padding)) == (buckets, {"input_ids": 3})
+    assert job.lengths is not None
+    assert job.lengths(job.dataset()).tolist() == wanted
+    given = morph.hf.job(trainer, buckets=(12, 40))
+    assert (given.buckets, dict(given.padding)) == ((12, 40), {"input_ids": 3})
+    assert morph.hf.job(trainer, lengths=None).buckets == ()
+
+
+def test_lengths_of_a_column_are_taken_where_they_are_right(tmp_path: Path) -> None:
+    class Table(list[Any]):
+        column_names = ("input_ids", "size")
+
+        def __init__(self, sizes: list[int]) -> None:
+            super().__init__({"input_ids": words} for words in WORDS)
+            self.sizes, self.num_read = sizes, 0
+
+        def __getitem__(self, key: Any) -> Any:
+            self.num_read += key != "size"
+            return self.sizes if key == "size" else super().__getitem__(key)
+
+    for sizes in (SIZES, [1] * len(SIZES)):
+        data = Table(sizes)
+        job = morph.hf.job(
+            trainer_of_words(
+                tmp_path, transformers.DataCollatorWithPadding(tokenizer()), data, length_column_name="size"
+            )
+        )
+        assert job.lengths is not None
+        assert job.lengths(data).tolist() == SIZES
+        assert (data.num_read < len(data)) == (sizes == SIZES)
+
+
+def test_like_lengths_share_steps_with_group_by_length(tmp_path: Path) -> None:
+    is_new = any(field.name == "train_sampling_strategy" for field in fields(transformers.TrainingArguments))
+    grouped: Any = {"train_sampling_strategy": "group_by_length"} if is_new else {"group_by_length": True}
+    padded = []
+    for given in ({}, grouped):
+        collator = transformers.DataCollatorWithPadding(tokenizer())
+        job = morph.hf.job(trainer_of_words(tmp_path, collator, per_device_train_batch_size=2, **given))
+        epochs = [order_of(job).epoch(epoch).tolist() for epoch in (0, 1)]
+        assert epochs[0] != epochs[1]
+        assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(30))
+        assert epochs == [order_of(job).epoch(epoch).tolist() for epoch in (0, 1)]
+        pairs = [pair for epoch in epochs for pair in zip(epoch[::2], epoch[1::2], strict=True)]
+        padded.append(sum(abs(SIZES[one] - SIZES[other]) for one, other in pairs))
+    assert padded[1] < padded[0] / 2
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("collator", "given", "named"),
+    [
+        (transformers.DataCollatorWithFlattening(), {}, "data_collator.*WithFlattening.*a row for each sample"),
+        (transformers.default_data_collator, {}, "data_collator.*default_data_collator.*pads samples"),
+        (
+            lambda samples: {"input_ids": torch.ones(len(samples), 2 + max(len(s["input_ids"]) for s in samples))},
+            {},
+            r"data_collator.*morph\.hf\.job\(trainer, lengths=lambda data.*buckets=",
+        ),
+        (
+            transformers.DataCollatorForTokenClassification(tokenizer()),
+            {"gradient_accumulation_steps": 2},
+            "gradient_accumulation_steps.*larger per_device_train_batch_size",
+        ),
+    ],
+)
+def test_lengths_that_do_not_follow_are_refused(
+    collator: Any, given: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    data = [{"input_ids": words, "labels": words} for words in WORDS]
+    with pytest.raises(JobError, match=named):
+        morph.hf.job(trainer_of_words(tmp_path, collator, data, **given))
+
+
+ADAPTERS = """
+import warnings
+from pathlib import Path
+import torch
+from peft import LoraConfig, get_peft_model
+from tests.trainers.test_trainer import NotPlaced, WORDS, tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorForLanguageModeling, Trainer
+import morph
+
+BASE = Path(__file__).parent / "base"
+
+def adapted(base):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        made = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, value in made.named_parameters():
+            if "lora_A" in name:
+                value.copy_(torch.linspace(-1, 1, value.numel()).reshape(value.shape))
+    return made
+
+def model():
+    return adapted(AutoModelForCausalLM.from_pretrained(BASE))
+
+def trainer(meta=False):
+    with torch.device("meta" if meta else "cpu"):
+        made = adapted(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BASE))) if meta else model()
+    args = NotPlaced(
+        str(BASE.parent / "trainer"), use_cpu=True, report_to=[], logging_steps=1, max_steps=3, learning_rate=1e-2,
+        per_device_train_batch_size=4, gradient_accumulation_steps=2,
+    )
+    data = [{"input_ids": words} for words in WORDS]
+    collator = DataCollatorForLanguageModeling(tokenizer(), mlm=False)
+    return Trainer(made, args, train_dataset=data, data_collator=collator)
+
+def main(meta=False):
+    return morph.hf.job(trainer(meta), **({"model": model} if meta else {}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_adapters_over_a_base_that_stays_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and weights are the Trainer's, whether its model has numbers or is on the meta device."""
+    pytest.importorskip("peft")
+    config = {"vocab_size": 6, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, num_attention_heads=2, pad_token_id=3))
+    base.save_pretrained(tmp_path / "base")
+    (tmp_path / "adapter_job.py").write_text(ADAPTERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    losses, weights = trained_by_itself(import_module("adapter_job").trainer())
+    trained = []
+    for meta in (False, True):
+        found: list[float] = []
+        manifest = run_single(
+            f"{tmp_path / 'adapter_job.py'}:main(meta={meta})",
+            steps=3,
+            num_sections=2,
+            micro_batch_size=2,
+            checkpoint_url=str(tmp_path / f"{meta}"),
+            on_step=lambda _, loss, found=found: found.append(loss),
+        )
+        assert found == pytest.approx(losses, abs=1e-5)
+        trained.append(parameters_of(manifest, tmp_path / f"{meta}"))
+    assert trained[0].keys() == trained[1].keys() == {name for name in weights if "lora" in name}
+    for name, value in trained[0].items():
+        assert torch.equal(value, trained[1][name]), name
+        assert torch.allclose(value, weights[name], rtol=1e-4, atol=1e-5), name
+
+
 def test_every_argument_of_the_installed_transformers_is_in_the_table() -> None:
     assert {field.name for field in fields(transformers.TrainingArguments)} <= ARGUMENTS.keys()
 
@@ -268,6 +466,10 @@ def test_an_argument_that_nobody_knows_is_refused_by_its_name(tmp_path: Path) ->
     assert morph.hf.job(small_trainer(tmp_path, of=Newer)).batch_size == 8
     with pytest.raises(JobError, match=r"quantum.*does not know"):
         morph.hf.job(small_trainer(tmp_path, of=Newer, quantum=True))
+
+
+class NotPlaced(transformers.TrainingArguments):
+    place_model_on_device = False
 
 
 def own_step(cls: type) -> type:
@@ -283,7 +485,8 @@ def own_step(cls: type) -> type:
         ({"optim": "lion_32bit"}, "optim.*adamw_torch_fused"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, "lr_scheduler_type.*linear"),
         ({"torch_compile_backend": "eager"}, "torch_compile_backend.*inductor"),
-        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy.*random"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy.*group_by_length"),
+        ({"model": torch.nn.Linear(2, 2, device="meta"), "of": NotPlaced}, "model.*model=make"),
         ({"callbacks": [type("Mine", (transformers.TrainerCallback,), {})()]}, "callbacks.*Mine"),
         ({"kind": own_step(transformers.Trainer)}, "Own.training_step"),
         ({"train_dataset": iter([])}, "train_dataset"),
