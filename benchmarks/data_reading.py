@@ -271,8 +271,10 @@ def managed(
                 stack.enter_context(watchers(path))
             meter(observed)
 
-        play(subject, spec, path, watch)
+        finish, _ = play(subject, spec, path, watch)
         stack.close()
+    if finish.outcome != "finished":
+        raise RuntimeError(finish.sentence)
     return meter.step_s
 
 
