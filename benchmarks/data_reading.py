@@ -9,12 +9,16 @@ data workers have long started, and its ratio to the same with samples that take
 Then the same samples are read by one data worker, from memory and from packed tar files (``--rounds`` runs of each, in
 turn). The figures are processor time of a step: of the thread that computes, of its calls of the loader, and of
 the data worker.
+
+Last, managed runs of one worker on a local VM, in turn: samples from memory and nobody watching, and samples from
+shards with a tracker (TensorBoard, if it is installed) and a callback.
 """
 
 from __future__ import annotations
 
 import functools
 import gzip
+import importlib.util
 import io
 import itertools
 import os
@@ -22,6 +26,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -32,8 +37,18 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import head, in_turns, machine, row, spread
+from benchmarks.harness import head, in_turns, machine, ratio, row, spread
+from benchmarks.runs import Subject, play, specify, steady_vms, subject_of_job
+from benchmarks.workers import plan_by_hand
+from manager.controller.state.events import WorkerAnswered
+from manager.engine.loop.driver import Observed
+from manager.run_dir import JOURNAL
+from manager.trackers.process import Watching
+from manager.trackers.sinks import LIBRARIES
+from manager.trackers.supervisor import Watchers
 from morph import Job
+from morph.contract.cluster import Policy
+from morph.contract.messages import WorkerReady
 from morph.data import MicroBatchLoader
 from morph.data.streams import Stream, Tar
 from morph.runtime.process.single import run_single
@@ -41,6 +56,7 @@ from morph.runtime.process.single import run_single
 SAMPLE_S = 0.02
 WIDTH, LENGTH, NUM_LAYERS = 512, 64, 4
 NUM_SHARDS, SHARD_SIZE = 16, 32
+WATCHES = "manager.trackers.process"
 FOLDER = "MORPH_BENCHMARK_SHARDS"
 """The variable that says where the shards are."""
 
@@ -186,6 +202,103 @@ def compare_shards(num_steps: int, rounds: int) -> None:
     )
 
 
+class Told:
+    """A callback: keeps what it is told."""
+
+    def __init__(self) -> None:
+        self._told: list[object] = []
+
+    def on_step(self, done: object) -> None:
+        self._told.append(done)
+
+
+def watchers(run_dir: Path) -> Watchers:
+    """A tracker and a callback of a run."""
+    kinds: list[dict[str, str]] = [{"kind": "callback", "target": f"{Path(__file__).resolve()}:Told"}]
+    if importlib.util.find_spec(LIBRARIES["tensorboard"]):
+        kinds.append({"kind": "tensorboard"})
+    common = {"run_dir": run_dir, "journal": run_dir / JOURNAL, "checkpoint_url": "", "job": "reading", "limit_s": 60.0}
+    return Watchers(tuple(Watching.model_validate(common | one) for one in kinds), print)
+
+
+class Meter:
+    """Observes a managed run: processor seconds until now of who takes part, at two of its steps."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self._at, self._pid = (first, last), 0
+        self.taken: dict[int, tuple[float, float, float]] = {}
+
+    def __call__(self, observed: Observed) -> None:
+        if isinstance(observed.event, WorkerAnswered) and isinstance(observed.event.answer, WorkerReady):
+            self._pid = observed.event.answer.pid
+        version = observed.decision.state.version
+        if version in self._at and version not in self.taken:
+            tasks = Path(f"/proc/{self._pid}/task").glob("*/schedstat")
+            threads = [int(task.read_text().split()[0]) / 1e9 for task in tasks]
+            others = [other for other in psutil.Process().children(recursive=True) if WATCHES in other.cmdline()]
+            times = [other.cpu_times() for other in others]
+            watching_s = sum(one.user + one.system for one in times)
+            self.taken[version] = max(threads), time.process_time(), watching_s
+
+    @property
+    def step_s(self) -> tuple[float, float, float]:
+        """Of a step: the thread that computes, the manager, trackers and callbacks."""
+        first, last = (self.taken[version] for version in self._at)
+        thread_s, manager_s, watching_s = (b - a for a, b in zip(first, last, strict=True))
+        num = self._at[1] - self._at[0]
+        return thread_s / num, manager_s / num, watching_s / num
+
+
+def managed(
+    subject: Subject, num_steps: int, variables: dict[str, str], *, watched: bool
+) -> tuple[float, float, float]:
+    """Processor seconds of a step of a managed run, as ``Meter`` has them."""
+    stages = plan_by_hand([0, subject.num_sections], 1, {4: ("FB" * 4,)}, num_micro_batches=4, m=subject.m)
+    spec = specify(
+        subject,
+        {1: stages},
+        Policy(checkpoint_every_steps=10 * num_steps),
+        steady_vms(1),
+        config={"num_steps": num_steps + 1},
+        variables=variables,
+    )
+    meter = Meter(num_steps // 3, num_steps)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        path = Path(folder) / "run"
+
+        def watch(observed: Observed) -> None:
+            if watched and not meter.taken and not path.joinpath("trackers").exists():
+                stack.enter_context(watchers(path))
+            meter(observed)
+
+        play(subject, spec, path, watch)
+        stack.close()
+    return meter.step_s
+
+
+def compare_watched(num_steps: int, rounds: int) -> None:
+    """Managed runs with everything on, beside the same with everything off."""
+    with tempfile.TemporaryDirectory() as folder:
+        kept = {FOLDER: f"{folder}/shards", "MORPH_CACHE_DIR": f"{folder}/cache"}
+        with mock.patch.dict(os.environ, kept):
+            Path(kept[FOLDER]).mkdir()
+            write_shards(Path(kept[FOLDER]))
+            here = Path(__file__).resolve()
+            off, on = (subject_of_job(f"{here}:{name}", 2, 4) for name in ("in_memory", "in_shards"))
+            ways = {
+                "off": functools.partial(managed, off, num_steps, kept, watched=False),
+                "on": functools.partial(managed, on, num_steps, kept, watched=True),
+            }
+            found = in_turns(ways, rounds)
+    head("trackers, callbacks, shards | the thread that computes | the manager | trackers and callbacks")
+    columns = {way: list(zip(*found[way], strict=True)) for way in ways}
+    for way, values in columns.items():
+        row(way, *(spread(each, "ms", 2, 1e3) for each in values))
+    names = ("the thread that computes", "the manager")
+    ratios = [f"{name} {ratio(columns['on'][i], columns['off'][i]):.3f}" for i, name in enumerate(names)]
+    print(f"on over off, median of the rounds' ratios: {', '.join(ratios)}")
+
+
 def main(steps: int = 60, rounds: int = 5) -> None:
     names = {"compute": "at once", "none": "by the worker", "one": "by one data worker", "two": "by two"}
     found = {name: step_s(name, steps) for name in names}
@@ -195,3 +308,4 @@ def main(steps: int = 60, rounds: int = 5) -> None:
         row(text, f"{found[name][0] * 1e3:.0f} ms", f"{found[name][0] / found['compute'][0]:.2f}")
     print("weights are the same bytes" if len({digest for _, digest in found.values()}) == 1 else "weights DIFFER")
     compare_shards(steps, rounds)
+    compare_watched(steps, rounds)

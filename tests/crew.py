@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
@@ -26,17 +26,21 @@ from manager.controller.state.actions import Finish
 from manager.controller.state.config import ControllerConfig, units_by_stage
 from manager.controller.state.events import NodeAppeared, WorkerAnswered, WorkerLost
 from manager.controller.state.state import initial_state
-from manager.engine.loop.driver import Driver, Observer
+from manager.engine.loop.driver import Driver, Observed, Observer
 from manager.engine.loop.event_queue import EventQueue
 from manager.journal.journal import Journal
-from manager.run_dir import RunDir
+from manager.report.journal_reader import read_report
+from manager.report.values import RunReport
+from manager.run_dir import RunDir, RunFacts
 from morph.contract.checkpoint import Manifest, UnitFile
+from morph.contract.cluster import Policy
 from morph.contract.decided import Decided, LossScale, decided_step
 from morph.contract.messages import (
     CommitOrder,
     Committed,
     Failed,
     Fault,
+    HandedCut,
     Heartbeat,
     PreCopyOrder,
     Prepared,
@@ -51,6 +55,7 @@ from morph.contract.messages import (
     weights_of,
 )
 from morph.contract.plan import Plan
+from morph.contract.rules import Rules
 from morph.contract.salvage import counted_in
 from morph.jobs.snapshot import collect, pack
 from morph.runtime.groups.store import StoreHost
@@ -559,10 +564,11 @@ class ManagedCrew:
     Args:
         job: What every run trains.
         job_path: Where it is defined.
+        cut: What workers are handed of its model; None: each exports it, or reads what is kept.
     """
 
-    def __init__(self, job: TinyJob, job_path: str = JOB) -> None:
-        self.job, self._job_path = job, job_path
+    def __init__(self, job: TinyJob, job_path: str = JOB, cut: HandedCut | None = None) -> None:
+        self.job, self._job_path, self._cut = job, job_path, cut
         self._code = pack(job_path, collect(job_path))
         self._idle: list[Member] = []
         self._members: dict[str, Member] = {}
@@ -596,6 +602,56 @@ class ManagedCrew:
                 else:
                     self._idle.append(member)
 
+    def train(
+        self,
+        path: Path,
+        shapes: Mapping[int, str],
+        num_steps: int,
+        watch: Callable[[ManagedCrew, Observed], None] = lambda crew, observed: None,
+        rules: Rules | None = None,
+    ) -> tuple[Finish, RunReport, str]:
+        """Run the job to its end.
+
+        Args:
+            path: The run's directory.
+            shapes: ``"PxD"`` by number of workers; the run begins with the most.
+            num_steps: Where it ends, if not before.
+            watch: Called with each decision.
+            rules: Of the policy.
+
+        Returns:
+            How it ended, the report, and where the checkpoints are.
+        """
+        job = self.job
+        plans = {
+            num: plan.model_copy(
+                update={
+                    "expected": plan.expected.model_copy(update={"examples_per_s": float(num), "peak_memory_bytes": 0})
+                }
+            )
+            for num, shape in shapes.items()
+            for plan in (job.plan(shape),)
+        }
+        config = ControllerConfig(
+            fingerprint=job.fingerprint,
+            plans=plans,
+            units=job.units,
+            unit_bytes=dict.fromkeys(job.units, 1000),
+            num_steps=num_steps,
+            policy=Policy(checkpoint_every_steps=7, rules=rules or Rules()),
+            expected_nodes=max(shapes),
+        )
+        facts = RunFacts(
+            job=self._job_path,
+            fingerprint=job.fingerprint,
+            micro_batch_size=job.micro_batch_size,
+            batch_size=job.batch_size,
+            num_sections=job.num_sections,
+        )
+        with RunDir(path, facts) as run_dir:
+            finish = self.run(config, run_dir, lambda crew: lambda observed: watch(crew, observed))
+            return finish, read_report(path), run_dir.checkpoint_url
+
     def close(self) -> None:
         for member in self._idle:
             member.end()
@@ -604,6 +660,19 @@ class ManagedCrew:
         """VMs are up: their workers are started."""
         for worker in workers:
             self._event_queue.put(NodeAppeared(node=worker))
+
+    def kill_at(self, *versions: int) -> Callable[[ManagedCrew, Observed], None]:
+        """A ``watch`` that kills the first and the last worker in turn, in the step after each of these versions."""
+        left = list(versions)
+
+        def watch(crew: ManagedCrew, observed: Observed) -> None:
+            state = observed.decision.state
+            if left and state.version == left[0] and len(state.slots) > 1:
+                left.pop(0)
+                victim = state.slots[0 if len(left) % 2 else -1].worker
+                crew.arm(Fault(worker=victim, phase="before_commit", step=state.version + 1))
+
+        return watch
 
     def arm(self, *faults: Fault, slow_s: float = 0.0) -> None:
         """Schedule deaths of living workers; ``slow_s``: what state takes between them and their followers."""
@@ -620,7 +689,7 @@ class ManagedCrew:
         member = self._members[worker] = self._idle.pop() if self._idle else Member(worker)
         url = self._checkpoint_url
         setup = worker_setup(
-            self.job, worker, self._store, job_path=self._job_path, checkpoint_url=url, code=self._code
+            self.job, worker, self._store, job_path=self._job_path, checkpoint_url=url, code=self._code, cut=self._cut
         )
         member.send("setup", setup)
 

@@ -57,7 +57,7 @@ def _text(docstring: str) -> Iterator[str]:
 def _entry(module: str, name: str, value: Any) -> Iterator[str]:
     shown = "class " if inspect.isclass(value) else ""
     names = ", ".join(str(inspect.Parameter.replace(one, annotation=one.empty)) for one in _parameters(value))
-    yield from (f"### {module}.{name}", "", "```python", f"{shown}{name}({names})", "```", "")
+    yield from (f"### {module}.{name}", "", "```text", f"{shown}{name}({names})", "```", "")
     yield from (*_text(inspect.getdoc(value) or ""), "")
     if inspect.isclass(value):
         for method, function in vars(value).items():

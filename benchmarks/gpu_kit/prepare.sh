@@ -5,13 +5,16 @@
 # folder: bash benchmarks/gpu_kit/on_device.sh A, then B and C, each within ten minutes.
 #   GPU_KIT_PYTHON    Python of that machine (3.12)
 #   GPU_KIT_PACKAGES  what is missing there; versions are those of constraints.txt. The default suits an image with
-#                     torch, triton, numpy, numba, pandas, matplotlib and pytest. ray (79 MB) is not needed.
+#                     torch, triton, numpy, numba, pandas, matplotlib and pytest, and what these require.
+#                     ray (79 MB) is not needed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${GPU_KIT_PYTHON:-3.12}
 # transformers too: exports of other versions may keep attention masks, so that times would not be comparable
-packages=${GPU_KIT_PACKAGES:-pydantic pydantic_core annotated-types typing-inspection typing_extensions simpy tornado
-    transformers huggingface_hub tokenizers httpx2 httpcore2 truststore}
+packages=${GPU_KIT_PACKAGES:-annotated-doc annotated-types anyio cffi click cryptography h11 hf-xet httpcore2 httpx2
+    huggingface_hub idna markdown-it-py mdurl prometheus_client psutil pycparser pydantic pydantic_core pytest-timeout
+    PyYAML regex rich safetensors shellingham simpy tokenizers tornado tqdm transformers truststore typer typing-inspection
+    typing_extensions xxhash}
 into=dist/gpu-kit
 rm -rf "$into" && mkdir -p "$into"
 for package in $packages; do

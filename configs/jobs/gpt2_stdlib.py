@@ -43,14 +43,17 @@ class StandardLibraryText(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": window, "labels": window}
 
 
-def model() -> nn.Module:
-    """Return the model, with GPT-2's usual dropout of 0.1."""
+def model(num_layers: int = 8, width: int = 128, dropout: float = 0.1) -> nn.Module:
+    """Return the model, with GPT-2's usual dropout."""
     config = GPT2Config(
         vocab_size=256,
         n_positions=128,
-        n_embd=128,
-        n_layer=8,
+        n_embd=width,
+        n_layer=num_layers,
         n_head=4,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
         bos_token_id=None,
         eos_token_id=None,
         use_cache=False,

@@ -45,6 +45,8 @@ Links = Annotated[
 MAILBOX_SLOTS = 4
 MAILBOX_SLOT_BYTES = 8 << 20
 """Of device memory, in each direction in which a worker sends by ``ipc``; a larger tensor goes in pieces."""
+RING_PIECES, RING_PIECE_BYTES = 2, 128 << 20
+"""Of device memory, for sums that are received at once in rings of NCCL; a smaller unit's sums are one piece."""
 NUM_PORTS = 100
 """In the block that ``ProvidedVms.first_port`` begins."""
 JOB_UID = 50505

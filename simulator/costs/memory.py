@@ -6,7 +6,8 @@ Some moments of a run are looked at, each with its parts; a stage needs as much 
   the stage does not recompute, and what one backward takes at most (the profile's peaks); a stage that runs its
   sections again in groups stores the input of each group, and its backward takes what that of one group does;
 - *reducing*: parameters, optimizer state, sums, and mean gradients with what the conversion takes; with several
-  replicas also shares of two units' sums on their way, and the backward of the first section, which may still run;
+  replicas also shares of two units' sums on their way (on a device whose rings are NCCL's: the two pieces that are
+  received at a time), and the backward of the first section, which may still run;
 - *updating*: parameters, optimizer state, mean gradients, and what the optimizer takes while it steps;
 - *giving up*: with several replicas, the sums of a step that is given up after its reduction, and the sums of all
   that are made again from the mean gradients, which another shape goes on with;
@@ -25,7 +26,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from morph.contract.cluster import MAILBOX_SLOT_BYTES, MAILBOX_SLOTS
+from morph.contract.cluster import MAILBOX_SLOT_BYTES, MAILBOX_SLOTS, RING_PIECE_BYTES, RING_PIECES
 from morph.contract.profile import Profile
 from simulator.engine.redundant_loop import LAG
 from simulator.inputs.request import MemoryRules
@@ -333,6 +334,9 @@ class StageMemory:
         gradients = self._held("gradients", begin, end)
         on_device = np.zeros_like(gradients) if self._optimizer_in_host else gradients
         reducing = kept | {"sums": sums, "mean gradients": on_device + self._running(self._finish, begin, end)}
+        if self._rings_on_device:
+            received = RING_PIECES * np.minimum(RING_PIECE_BYTES, self._running(self._sums, begin, end))
+            reducing["received sums"] = np.where(self._num_rings(begin, end) > 0, received, 0)
         if not self.single:
             reducing["activations"] = self._peaks[begin] - self.activations[begin]
             if not self.apart:
@@ -365,9 +369,8 @@ class StageMemory:
             behind, before = np.asarray(begin) > 0, np.asarray(end) < self._num_sections
             num = 2 if self.rules.changes else behind.astype(np.int64) + before  # it keeps those of an earlier place
             parts["mailboxes"] = MAILBOX_SLOTS * MAILBOX_SLOT_BYTES * (num + np.zeros_like(parts["parameters"]))
-        if self.rules.rings_on_device and self.apart:
-            own = 0 if self.single else 1
-            parts["NCCL"] = self._environment.ring_bytes * (own + self._tied(begin, end))
+        if self._rings_on_device:
+            parts["NCCL"] = self._environment.ring_bytes * self._num_rings(begin, end)
         if self.rules.follows and self.single:
             followed = self.device_state(begin, end)
             parts["state that is followed"] = self._of_others(
@@ -375,9 +378,14 @@ class StageMemory:
             )
         return parts if self.apart else parts | self._always_in_host(begin, end)
 
-    def _tied(self, begin: Ints, end: Ints) -> Ints:
-        """How many units a stage has rings for with other stages, which use them too."""
-        found = np.zeros(np.broadcast_shapes(np.shape(begin), np.shape(end)), np.int64)
+    @property
+    def _rings_on_device(self) -> bool:
+        return self.rules.rings_on_device and self.apart
+
+    def _num_rings(self, begin: Ints, end: Ints) -> Ints:
+        """Of a stage: its own, where there are replicas, and one for each unit that other stages use too."""
+        shape = np.broadcast_shapes(np.shape(begin), np.shape(end))
+        found = np.full(shape, 0 if self.single else 1, np.int64)
         for sections in self._ties:
             used = np.stack([np.less_equal(begin, section) & np.less(section, end) for section in sections])
             found += used.any(0) & ~used.all(0)

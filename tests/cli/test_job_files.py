@@ -83,11 +83,12 @@ def test_a_run_without_a_job_file_needs_its_options(given: Given, missing: str) 
     assert f"{missing}: is not given" in given.refused("run", given.job, *left)
 
 
-def test_the_shipped_job_file_lacks_only_the_users_profile() -> None:
-    shipped = Path(__file__).parents[2] / "configs/runs/tiny_gpt.yaml"
+@pytest.mark.parametrize(("name", "num_vms"), [("tiny_gpt", 6), ("gpt2_shards", 4)])
+def test_a_shipped_job_file_lacks_only_the_users_profile(name: str, num_vms: int) -> None:
+    shipped = Path(__file__).parents[2] / f"configs/runs/{name}.yaml"
     file = load_job_file(shipped)
     assert (shipped.parent / file.job.code.partition(":")[0]).is_file()
-    assert file.vms.num_vms == 6
+    assert file.vms.num_vms == num_vms
 
 
 def test_a_right_job_file_says_what_would_run(given: Given) -> None:

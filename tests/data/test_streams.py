@@ -25,7 +25,7 @@ from morph.data.loader import data_facts
 from morph.data.order import EpochOrder
 from morph.data.shard_order import ShardOrder, _words
 from morph.data.streams import Iterated, Jsonl, Mds, Parquet, Rows, Stream, Tar
-from morph.elastic.mini_batches import Batch, Batches
+from morph.elastic.mini_batches import Batch, batches
 from morph.preflight.data_check import check_data, reading_warnings
 from morph.preflight.mean_loss import loss_warnings
 from tests.data.jobs import job_with
@@ -404,12 +404,12 @@ def test_checks_before_a_run_read_the_first_shard_alone() -> None:
 
 def test_elastic_loops_take_streams() -> None:
     source = Counted([8] * 8)
-    batches = Batches(Stream(source, window=1), 16, 3, 4, None)
-    shares = [Batch(batches, step).share(index) for step in range(8) for index in range(4)]
+    mini_batches = batches(Stream(source, window=1), global_batch=16, seed=3, share_size=4)
+    shares = [Batch(mini_batches, step).share(index) for step in range(8) for index in range(4)]
     found = torch.cat(shares).tolist()
     assert sorted(found[:64]) == sorted(found[64:]) == list(range(64))
     assert len(source.opened) == 16, "each shard once an epoch"
-    assert len(Batches(OfKnownLength(), 4, 0, None, None)) == 5
+    assert len(batches(OfKnownLength(), global_batch=4, seed=0)) == 5
 
 
 # ---- mistakes ----

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
+
+import pytest
 
 from calibrate.links import peer
 from calibrate.links.network import NetworkMeasurement, NetworkSpec, PeerSpec, Place, measurement, num_peers
 from morph.contract.profile import other_links
+from morph.runtime.device import link_choice, nccl, staging
+from morph.runtime.device.mailboxes import MailRoom
+from morph.runtime.device.rings import RingStream
 from morph.runtime.groups.store import StoreHost
 from simulator import synthetic_profile
+from tests.device.fake_device import BOUND_S, FakeDevice, Ticking
+from tests.device.fake_nccl import FakeNccl
 from tests.device.link_contract import LOOPBACK
 
 SPEC = NetworkSpec(
@@ -24,16 +34,63 @@ SPEC = NetworkSpec(
 )
 
 
-def measured(**changes: Any) -> NetworkMeasurement:
+class Rank:
+    """What stands for one process's device; the last of three ranks has that of the first."""
+
+    def __init__(self, rank: int) -> None:
+        self.device = FakeDevice()
+        self.room = MailRoom(self.device, num_slots=2, slot_bytes=1024)
+        self.staging = staging.Staging(self.device)
+        self.library = FakeNccl(self.device, f"GPU-{rank % 2}")
+        self.over_nccl = self.library, RingStream(self.device)
+
+
+class Ranks:
+    """Ranks on fake devices. Each runs in a thread, and whatever looks for its device there finds it."""
+
+    def __init__(self, num: int) -> None:
+        self.of_rank = [Rank(rank) for rank in range(num)]
+        self._of_thread = threading.local()
+
+    def enter(self, rank: int) -> None:
+        self._of_thread.here = self.of_rank[rank]
+
+    @property
+    def here(self) -> Rank:
+        found: Rank = self._of_thread.here
+        return found
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    made = Ranks(num_peers(SPEC))
+    ticking = Ticking(*(rank.device for rank in made.of_rank))
+    with (
+        mock.patch.object(link_choice, "_room", side_effect=lambda _device: made.here.room),
+        mock.patch.object(nccl, "_library", side_effect=lambda _device: made.here.over_nccl),
+        mock.patch("torch.distributed.is_nccl_available", return_value=True),
+        mock.patch.object(staging, "staging_of", side_effect=lambda _device: made.here.staging),
+        mock.patch("morph.runtime.device.links.staging_of", side_effect=lambda _device: made.here.staging),
+    ):
+        yield made
+    for rank in made.of_rank:
+        rank.library.left.set()
+    ticking.stop()
+
+
+def measured(ranks: Ranks | None = None, **changes: Any) -> NetworkMeasurement:
     store = StoreHost(LOOPBACK)
     spec = NetworkSpec(**{**asdict(SPEC), **changes})
 
     def run(rank: int) -> dict[str, Any]:
         place = Place(store_host=LOOPBACK, store_port=store.port(), listen=LOOPBACK, two_nodes=False)
-        return peer.Peer(PeerSpec(rank, "cpu", place, spec)).run()
+        if ranks is not None:
+            ranks.enter(rank)
+        device = "cpu" if ranks is None else str(ranks.here.device.kind)
+        return peer.Peer(PeerSpec(rank, device, place, spec)).run()
 
     with ThreadPoolExecutor(num_peers(spec)) as pool:
-        return measurement(spec, list(pool.map(run, range(num_peers(spec)))))
+        return measurement(spec, list(pool.map(run, range(num_peers(spec)), timeout=BOUND_S)))
 
 
 def test_what_cannot_be_measured_as_requested_says_why() -> None:
@@ -42,6 +99,28 @@ def test_what_cannot_be_measured_as_requested_says_why() -> None:
     assert found.notes["links"] == "staged, not ipc: tensors are not on a device with memory of its own"
     assert found.notes["rings"].startswith("gloo, not auto: NCCL must be in this torch")
     assert {entry.ring_size for entry in found.all_reduce} == {2, 3}
+
+
+def test_what_a_run_uses_between_devices_is_what_is_measured(ranks: Ranks) -> None:
+    found = measured(ranks, links="ipc", rings="nccl")
+    assert (found.links, found.rings, found.notes) == ("ipc", "nccl", {})
+    # a device makes one reduction after the other, and of three ranks two have the same device
+    assert {(entry.ring_size, entry.in_flight) for entry in found.all_reduce} == {(2, 1)}
+    times = [entry.time for entry in found.all_reduce]
+    times += [entry.time for entry in (*found.link.activation, *found.link.gradient)]
+    assert all(time.median_s > 0 for time in times)
+    launches = [rank.library.launches for rank in ranks.of_rank]
+    assert launches[0] == launches[1]
+    assert {kind for _, kind in launches[0]} == {"reduce", "exchange", "gather"}
+    assert not launches[2]
+
+
+def test_what_goes_through_the_host_is_measured_from_devices_too(ranks: Ranks) -> None:
+    found = measured(ranks)
+    assert (found.links, found.rings, found.notes) == ("staged", "gloo", {})
+    assert {(entry.ring_size, entry.in_flight) for entry in found.all_reduce} == {(2, 1), (2, 2), (3, 1), (3, 2)}
+    assert all(rank.device.num_copies for rank in ranks.of_rank)
+    assert not any(rank.library.launches for rank in ranks.of_rank)
 
 
 def test_plans_are_told_of_links_other_than_those_measured() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from morph.contract.cluster import RING_PIECES
 from morph.contract.errors import ConfigError, GenerationAborted, PeerLost
 from morph.runtime.device.nccl import library_for
 from morph.runtime.device.rings import CommunicatorSet, DeviceFacts, DeviceRing, RingStream, rings_over_nccl, told_facts
@@ -127,7 +128,7 @@ def test_sums_reduced_on_devices_have_the_bits_of_those_reduced_through_gloo(tic
 
 def test_no_host_waits_between_the_operations_of_a_piece(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both members enqueue what two pieces need, and more, while the devices do nothing yet."""
-    monkeypatch.setattr("morph.runtime.state.reduction.DEVICE_PIECE_BYTES", 1)
+    monkeypatch.setattr("morph.runtime.state.reduction.RING_PIECE_BYTES", 1)
     monkeypatch.setattr("morph.runtime.state.reduction.SHARE_BYTES", 800)
     launches = [library.launches for library in members.libraries.values()]
     with ThreadPoolExecutor(1) as pool:
@@ -145,6 +146,24 @@ def test_no_host_waits_between_the_operations_of_a_piece(members: Members, monke
     assert partial_sums is not None
     alone.merge(partial_sums)
     assert torch.equal(read(on_devices.gradients["w"]), read(alone.finish(2, 0).gradients["w"]))
+
+
+def test_two_pieces_of_sums_are_received_at_a_time_whatever_the_sizes_of_units(
+    ticked: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("morph.runtime.state.reduction.RING_PIECE_BYTES", 800)
+    monkeypatch.setattr("morph.runtime.state.reduction.SHARE_BYTES", 8)
+    memories: list[Memory] = []
+
+    def tight(*, is_tight: bool) -> Memory:
+        memories.append(Memory(is_tight=is_tight))
+        return memories[-1]
+
+    monkeypatch.setattr("morph.runtime.state.reduction.Memory", tight)
+    reduced(ticked.pair, (3, 10, 30, 90, 300, 40, 500))
+    assert len(memories) == 2
+    for memory in memories:
+        assert 800 <= sum(one.nbytes for one in memory.used.values()) <= RING_PIECES * 800
 
 
 def test_an_operation_ends_with_its_event_and_not_with_its_future(members: Members) -> None:

@@ -162,18 +162,3 @@ def test_the_standard_library_text_is_the_same_in_every_process() -> None:
     data = load_job(job).dataset()
     assert other == f"{len(data)} {data[7]['input_ids'].tolist()} {hashlib.sha256(data.text).hexdigest()}\n"
     assert len(data) > 10_000
-
-
-@pytest.mark.slow
-def test_text_in_shards_is_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TEXT_SHARDS", str(tmp_path / "shards"))
-    monkeypatch.setenv("MORPH_CACHE_DIR", str(tmp_path / "cache"))
-    job = load_job(f"{ROOT}/configs/jobs/gpt2_shards.py:job")
-    sys.modules["morph_job_gpt2_shards"].write_shards(tmp_path / "shards")
-    data = job.dataset()
-    assert len(data) > 50_000
-    sample = data[len(data) - 1]
-    assert sample["input_ids"].shape == sample["labels"].shape == (64,)
-    text = sample["labels"] != -100
-    assert 1 < int(text.sum()) == int(text.int().argmin() if not text.all() else 64)
-    assert (tmp_path / "shards/index.json").is_file()

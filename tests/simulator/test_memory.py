@@ -224,6 +224,22 @@ def test_buffers_of_nccl_are_counted_for_each_ring_of_a_worker() -> None:
     assert "NCCL" in simulate(own, **shape, num_replicas=2, rings="nccl").costs.memory_parts(0)[1]
 
 
+def test_sums_that_are_received_in_rings_of_nccl_are_counted_up_to_two_pieces() -> None:
+    profile = profile_of(host_memory_bytes=2**40)
+
+    def received(num_replicas: int, gradient_bytes: int) -> int:
+        sections = tuple(one.model_copy(update={"gradient_bytes": gradient_bytes}) for one in profile.sections)
+        own = profile.model_copy(update={"sections": sections, "units": ()})
+        memory = StageMemory(own, M, MemoryRules(rings_on_device=True), single=num_replicas == 1)
+        ends = np.zeros(1, np.int64), np.array([own.num_sections])
+        found = memory.moments(*ends, np.ones(1, np.int64), np.zeros(1, np.bool_))["reducing"]
+        return int(found["received sums"][0])
+
+    assert received(2, 1000) == 2 * 1000, "a unit that is smaller than a piece is one"
+    assert received(2, 2**30) == 2 * 128 * 2**20
+    assert received(1, 2**30) == 0
+
+
 def test_an_optimizer_in_host_memory_is_no_burden_for_the_device() -> None:
     shape: dict[str, Any] = {"num_stages": 2, "micro_batch_size": M}
     profile = profile_of(host_memory_bytes=2**40)

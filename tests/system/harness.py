@@ -81,10 +81,12 @@ def load_tiny_job(
 
 
 @cache
-def cut_for_workers(job_path: str) -> HandedCut:
+def cut_for_workers(
+    job_path: str, num_sections: int = NUM_SECTIONS, micro_batch_size: int = MICRO_BATCH_SIZE
+) -> HandedCut:
     """What ``morph run`` hands to the workers of a job: they need not cut."""
     with imported_once(job_path):
-        return LoadedJob(job_path).handed(NUM_SECTIONS, MICRO_BATCH_SIZE)
+        return LoadedJob(job_path).handed(num_sections, micro_batch_size)
 
 
 @dataclass(frozen=True)

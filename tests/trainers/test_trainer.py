@@ -16,6 +16,8 @@ from torch import Tensor
 
 import morph
 from manager.controller.state.evaluations import totals_of
+from morph.checkpoint.manifest import read_manifest
+from morph.checkpoint.retention import best_version
 from morph.contract.errors import JobError
 from morph.contract.evaluation import EvaluationTotals
 from morph.contract.job_facts import JobFacts
@@ -26,6 +28,8 @@ from morph.jobs.changes import require_same
 from morph.runtime.process.single import run_single
 from morph.runtime.workloads.job_workload import settings
 from morph.trainers.arguments import ARGUMENTS, table
+from tests.crew import ManagedCrew
+from tests.system.harness import cut_for_workers, load_tiny_job
 from tests.training.shapes import ShapesCrew, Trained
 from tests.training.test_weighted_losses import parameters_of
 
@@ -40,10 +44,14 @@ NUM_STEPS = 6
 SMALL = {"num_layers": 2, "hidden_size": 32, "vocab_size": 400, "num_files": 4, "max_steps": NUM_STEPS}
 SMALL |= {"logging_steps": 1, "use_cpu": True, "learning_rate": 1e-3}
 CLM = {**SMALL, "block_size": 32, "config_overrides": "attn_pdrop=0.0,resid_pdrop=0.0,embd_pdrop=0.0"}
-CLASSIFICATION = {
-    **{**SMALL, "max_seq_length": 32},
+PADDED = {
+    **SMALL,
+    "max_seq_length": 32,
+    "disable_tqdm": True,
     "config_overrides": "hidden_dropout_prob=0.0,attention_probs_dropout_prob=0.0",
 }
+CLASSIFICATION = {**PADDED, "pad_to_max_length": True, "early_stopping_patience": 0, "eval_strategy": "no"}
+CLASSIFICATION |= {"load_best_model_at_end": False}
 DYNAMIC = {**CLASSIFICATION, "pad_to_max_length": False}
 SMOOTHED = (
     "run_clm",
@@ -59,7 +67,7 @@ def trainer_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
 
     def make(script: str, **given: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(morph.hf, "job", lambda trainer: trainer)
+            patch.setattr(morph.hf, "job", lambda trainer, **_: trainer)
             return import_module(script).main(**{"output_dir": str(tmp_path / "trainer"), **given})
 
     return make
@@ -140,6 +148,40 @@ def test_evaluations_are_the_trainers_and_a_loss_changes_no_bit(
             name: np.frombuffer(array.data, array.dtype).reshape(array.shape) for name, array in totals.samples.items()
         }
         assert job.eval_metrics(samples) == {"accuracy": entry["eval_accuracy"]}
+
+
+@pytest.mark.system
+@pytest.mark.slow
+def test_the_example_of_classification_ends_early_where_its_trainer_does(
+    trainer_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Texts padded to buckets, evaluations and patience, undisturbed and with two of three workers killed."""
+    given = {**PADDED, "num_files": 7, "max_eval_samples": 80, "max_steps": 80, "learning_rate": 3e-3}
+    given |= {"per_device_train_batch_size": 8, "eval_steps": 4, "early_stopping_patience": 2}
+    trainer = trainer_of("run_classification", **given)
+    losses, _ = trained_by_itself(trainer)
+    assert len(losses) == trainer.state.global_step < 80
+    path = path_of("run_classification", given)
+    handed = cut_for_workers(path, 3, 2)
+    managed = ManagedCrew(load_tiny_job(3, 2, path, handed), path, handed)
+    try:
+        finish, alone, alone_url = managed.train(tmp_path / "alone", {1: "1x1"}, 80)
+        shapes = {1: "1x1", 2: "2x1", 3: "1x3"}
+        again, lost, lost_url = managed.train(tmp_path / "lost", shapes, 80, managed.kill_at(3, 9))
+    finally:
+        managed.close()
+    assert "accuracy did not improve in" in finish.sentence
+    assert [alone.losses[step] for step in range(len(losses))] == pytest.approx(losses, abs=1e-5)
+    assert best_version(alone_url) == trainer.state.best_global_step
+    logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    for one, entry in zip(alone.evaluations, logged, strict=False):
+        assert one.version == entry["step"]
+        assert one.loss == pytest.approx(entry["eval_loss"], abs=1e-5)
+        assert one.metrics == {"accuracy": entry["eval_accuracy"]}
+    assert len({worker for morph in lost.morphs for worker in morph.lost_workers}) == 2
+    assert (again.sentence, lost.losses, lost.evaluations) == (finish.sentence, alone.losses, alone.evaluations)
+    last = [read_manifest(url, alone.version) for url in (alone_url, lost_url)]
+    assert {one.unit: one.sha256 for one in last[0].units} == {one.unit: one.sha256 for one in last[1].units}
 
 
 def totals_of_all(trained: Trained) -> list[EvaluationTotals]:

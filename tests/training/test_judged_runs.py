@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,20 +11,12 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from manager.controller.state.actions import Finish
-from manager.controller.state.config import ControllerConfig
-from manager.engine.loop.driver import Observed, Observer
-from manager.report.journal_reader import read_report
-from manager.report.values import RunReport
-from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.checkpoint.retention import best_version, delete_superfluous
 from morph.cli.main import app
-from morph.contract.cluster import Policy
 from morph.contract.errors import JobError
 from morph.contract.evaluation import Array, EvaluationTotals
-from morph.contract.messages import Fault
-from morph.contract.rules import CheckpointRules
+from morph.contract.rules import CheckpointRules, Rules
 from morph.cutting import cut, export_job
 from morph.runtime.state.model_state import export_state
 from morph.runtime.workloads.evaluation import Evaluator
@@ -47,6 +39,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 JOB = spec_of("judged")
 NUM_STEPS = 60
 NOTHING_KEPT = CheckpointRules(keep_newest=1)
+RULES = Rules(checkpoints=NOTHING_KEPT)
 
 
 @pytest.fixture(scope="module")
@@ -55,47 +48,6 @@ def crew() -> Iterator[ManagedCrew]:
     crew = ManagedCrew(load_tiny_job(NUM_SECTIONS, MICRO_BATCH_SIZE, JOB), JOB)
     yield crew
     crew.close()
-
-
-def run(
-    crew: ManagedCrew,
-    path: Path,
-    shapes: dict[int, str],
-    watch: Callable[[ManagedCrew, Observed], None] = lambda crew, observed: None,
-) -> tuple[Finish, RunReport, str]:
-    """Run the job to its end; returns that, the report, and where the checkpoints are."""
-    job = crew.job
-    plans = {
-        num: plan.model_copy(
-            update={"expected": plan.expected.model_copy(update={"examples_per_s": float(num), "peak_memory_bytes": 0})}
-        )
-        for num, shape in shapes.items()
-        for plan in (job.plan(shape),)
-    }
-    rules = Policy().rules.model_copy(update={"checkpoints": NOTHING_KEPT})
-    config = ControllerConfig(
-        fingerprint=job.fingerprint,
-        plans=plans,
-        units=job.units,
-        unit_bytes=dict.fromkeys(job.units, 1000),
-        num_steps=NUM_STEPS,
-        policy=Policy(checkpoint_every_steps=7, rules=rules),
-        expected_nodes=max(shapes),
-    )
-    facts = RunFacts(
-        job=JOB,
-        fingerprint=job.fingerprint,
-        micro_batch_size=MICRO_BATCH_SIZE,
-        batch_size=job.batch_size,
-        num_sections=NUM_SECTIONS,
-    )
-
-    def observer(crew: ManagedCrew) -> Observer:
-        return lambda observed: watch(crew, observed)
-
-    with RunDir(path, facts) as run_dir:
-        finish = crew.run(config, run_dir, observer)
-        return finish, read_report(path), run_dir.checkpoint_url
 
 
 def evaluated(net: Net) -> dict[str, float]:
@@ -109,7 +61,7 @@ def evaluated(net: Net) -> dict[str, float]:
 
 
 def test_the_best_version_is_kept_and_training_ends_early_whatever_is_lost(crew: ManagedCrew, tmp_path: Path) -> None:
-    finish, report, url = run(crew, tmp_path / "one", {1: "1x1"})
+    finish, report, url = crew.train(tmp_path / "one", {1: "1x1"}, NUM_STEPS, rules=RULES)
     assert finish.outcome == "finished"
     assert "root did not improve in" in finish.sentence
     assert report.version < NUM_STEPS
@@ -132,17 +84,9 @@ def test_the_best_version_is_kept_and_training_ends_early_whatever_is_lost(crew:
     assert CliRunner().invoke(app, ["export", url, str(exported), "--job", JOB, "--best"]).exit_code == 0
     assert all(torch.equal(value, net.state_dict()[name]) for name, value in load_file(exported).items())
 
-    killed: set[int] = set()
-
-    def kill(crew: ManagedCrew, observed: Observed) -> None:
-        state = observed.decision.state
-        if state.version in (3, 6) and state.version not in killed and len(state.slots) > 1:
-            killed.add(state.version)
-            victim = state.slots[-1].worker if state.version == 6 else state.slots[0].worker
-            crew.arm(Fault(worker=victim, phase="before_commit", step=state.version + 1))
-
-    disturbed, again, lost_url = run(crew, tmp_path / "lost", {1: "1x1", 2: "2x1", 4: "2x2"}, kill)
-    assert killed
+    shapes = {1: "1x1", 2: "2x1", 4: "2x2"}
+    disturbed, again, lost_url = crew.train(tmp_path / "lost", shapes, NUM_STEPS, crew.kill_at(3, 6), RULES)
+    assert len({worker for morph in again.morphs for worker in morph.lost_workers}) == 2
     assert disturbed.sentence == finish.sentence
     assert again.evaluations == report.evaluations
     last = [read_manifest(where, report.version) for where in (url, lost_url)]

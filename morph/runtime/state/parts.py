@@ -39,10 +39,12 @@ class Memory:
     Args:
         device: Where it is, unless said otherwise.
         left: What nothing reads or writes any more.
+        is_tight: What was given back, and is too small for what is taken next, is let go.
     """
 
-    def __init__(self, device: torch.device = _HOST, left: Iterable[Tensor] = ()) -> None:
+    def __init__(self, device: torch.device = _HOST, left: Iterable[Tensor] = (), *, is_tight: bool = False) -> None:
         self.device = device
+        self._is_tight = is_tight
         self._free = list(left)
         self.used: dict[int, Tensor] = {}
         """By address, all that was taken, and may be left to the next step when this one is over."""
@@ -50,7 +52,13 @@ class Memory:
     def take(self, size: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """Return a flat tensor of so many elements, of which nothing is read before it is written to."""
         device = device or self.device
-        fits = [one for one in self._free if (one.dtype, one.device) == (dtype, device) and len(one) >= size]
+        alike = [one for one in self._free if (one.dtype, one.device) == (dtype, device)]
+        fits = [one for one in alike if len(one) >= size]
+        if self._is_tight and not fits:
+            for one in alike:
+                self.used.pop(one.data_ptr(), None)  # tensors of shapes alone have no address
+            self._free = [one for one in self._free if all(one is not other for other in alike)]
+            alike.clear()
         found = min(fits, key=len) if fits else torch.empty(size, dtype=dtype, device=device)
         self._free = [one for one in self._free if one is not found]
         self.used[found.data_ptr()] = found
@@ -58,7 +66,7 @@ class Memory:
 
     def give_back(self, taken: Tensor) -> None:
         """What was taken is not needed any more within this step."""
-        self._free.append(self.used[taken.data_ptr()])
+        self._free.append(self.used.get(taken.data_ptr(), taken))
 
 
 class Part:

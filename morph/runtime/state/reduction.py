@@ -21,6 +21,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
+from morph.contract.cluster import RING_PIECE_BYTES
 from morph.runtime.device.devices import Event
 from morph.runtime.device.rings import DeviceRing
 from morph.runtime.device.staging import Staging, staging_for
@@ -34,8 +35,6 @@ _WHAT = "the gradients' reduction"
 
 PIECE_BYTES = 16 * 1024 * 1024
 """Of a part's sums that are under way at once, so that what is received takes little memory, and the same again."""
-DEVICE_PIECE_BYTES = 8 * PIECE_BYTES
-"""Likewise in a ring of devices, which begins an operation behind the other; two pieces are received at a time."""
 PIECES_ON_THE_WAY = 3
 """Of what a device has: being copied to the host, there, or sent and not received yet."""
 SHARE_BYTES = 256 * 1024
@@ -65,7 +64,7 @@ class _Unit:
     def pieces(self) -> list[_Piece]:
         """What is reduced: each part's sums, in equal shares; the largest magnitudes go with the first."""
         num, pieces = self.ring.size, []
-        piece_bytes = DEVICE_PIECE_BYTES if isinstance(self.ring, DeviceRing) else PIECE_BYTES
+        piece_bytes = RING_PIECE_BYTES if isinstance(self.ring, DeviceRing) else PIECE_BYTES
         for part in self.parts:
             flat = part.shares(num).view(-1)
             length = max(piece_bytes, num * SHARE_BYTES) // flat.element_size() // num * num
@@ -142,11 +141,13 @@ class _Piece:
         assert self.received is not None
         staging, dtype = self.unit.staging, part.mean_dtype
         if part not in self.unit.means:
-            self.unit.means[part] = (
-                memory.take(self.part_size, dtype, self.received.device)
-                if staging is None
-                else staging.empty((self.part_size,), dtype)
-            )
+            if staging is not None:
+                made = staging.empty((self.part_size,), dtype)
+            elif isinstance(self.ring, DeviceRing):  # no memory of a larger piece, which the next one can use
+                made = self.received.new_empty(self.part_size, dtype=dtype)
+            else:
+                made = memory.take(self.part_size, dtype, self.received.device)
+            self.unit.means[part] = made
         if staging is not None:
             return staging.device.pinned((size,), dtype)
         return self.unit.means[part][self.first : self.first + size]
@@ -199,7 +200,7 @@ class Reduction:
 
     def __init__(self, interrupt: Interrupt, num_micro_batches: int, memory: Memory | None = None) -> None:
         self._interrupt = interrupt
-        self._memory = memory or Memory()
+        self._memory = memory or Memory(is_tight=True)
         self._num_micro_batches = num_micro_batches
         self._units: list[_Unit] = []
         self._to_copy: deque[_Piece] = deque()
