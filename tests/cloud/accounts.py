@@ -11,7 +11,7 @@ from manager.controller.state.actions import RequestNodes
 from manager.controller.state.events import EVENT, ManifestWritten, WorkerLost
 from manager.journal.journal import Journal
 from manager.journal.records import DecisionRecord, Fact
-from manager.report.journal_reader import _Reader
+from manager.report.journal_reader import RunReader
 from manager.run_dir import JOURNAL
 from tests.cloud.region import Life
 
@@ -64,7 +64,7 @@ class Asked:
 def booked(run_dir: Path) -> dict[str, Booked]:
     """Each VM's life as the run's ledger counts it."""
     lives: dict[str, Booked] = {}
-    reader, last_s = _Reader(), 0.0
+    reader, last_s = RunReader(), 0.0
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         for entry in journal.read():
             reader.take(entry)
