@@ -42,6 +42,8 @@ def sources_of(model: str, slower_network: float = 1.0) -> dict[str, str]:
         "checkpoint_upload_bytes_per_s": "not published",
         "host_copy_bytes_per_s": "derived: PCIe 3.0 x16, 15.75 GB/s",
         "contention": "not published",
+        "links": "derived: staged; intra_node is the path by way of the host",
+        "rings": "derived: gloo; all_reduce is over inter_node, from host to host",
         "node_types": "derived: NC6_v3 and NC24_v3 have the same GPU, so one set of times",
         "sources": "this table",
     }
@@ -73,6 +75,7 @@ def _environment() -> dict[str, str]:
         "environment.context_bytes": f"assumed: {_STATED}",
         "environment.allocator_permille": f"assumed: {_STATED}",
         "environment.process_bytes": f"assumed: {_STATED}",
+        "environment.ring_bytes": "not published",
         "environment.num_cores": "Varuna 7: 6 Xeon cores",
         "environment.threads_per_worker": "derived: one GPU per VM has all its cores",
         "environment.created": _NOBODY,
@@ -102,6 +105,7 @@ def _sections(model: str) -> dict[str, str]:
         "sections.peak_bytes": "not published",
         "sections.reduced_bytes": "not published: as many bytes as the parameters",
         "sections.finish_bytes": "not published",
+        "sections.constant_bytes": "derived: 0; nothing of these models is frozen",
         "sections.step_bytes": "not published",
     }
 
