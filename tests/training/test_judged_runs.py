@@ -94,7 +94,7 @@ def test_the_best_version_is_kept_and_training_ends_early_whatever_is_lost(crew:
     assert {one.unit: one.sha256 for one in last[0].units} == {one.unit: one.sha256 for one in last[1].units}
 
     delete_superfluous(url, NOTHING_KEPT)
-    assert complete_versions(url) == (version, report.version)
+    assert set(complete_versions(url)) == {version, report.version}  # one, if the last is the best that was saved
 
 
 def test_metrics_that_are_no_numbers_are_refused_by_name() -> None:
