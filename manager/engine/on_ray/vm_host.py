@@ -220,8 +220,9 @@ class _Nodes:
         launched.callback(self._launching.release)
 
         def watch() -> None:
-            raylet = None
-            while raylet is None and not over.wait(LOOK_EVERY_S):
+            raylet, is_over = None, False
+            while raylet is None and not is_over:
+                is_over = over.wait(LOOK_EVERY_S)  # once more when it is: the node may have come up between two looks
                 raylet = _raylet_of(name)
             launched.close()
             if raylet is not None:
