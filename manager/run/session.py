@@ -28,6 +28,7 @@ from manager.host.signals import signals_blocked, stopping_on_signals
 from manager.journal.journal import Journal, patiently
 from manager.journal.records import CLUSTER_LOST, OUTLIVES, TOOK_OVER, Fact, TraceMoment
 from manager.journal.replay import trace_moment
+from manager.report.condenser import Condenser
 from manager.run_dir import DEVICES, RunDir
 from morph.contract.cluster import ClusterConfig, LocalVms, ProvidedVms
 from morph.contract.emulation import EmulatedDevice
@@ -154,8 +155,9 @@ class Session:
             spec.cluster.vms, spec.providing, found, run_dir.path, spec.job_path
         )
         self._journal = ending.enter_context(patiently(lambda: Journal.open(run_dir.journal_path)))
-        last = self._journal.last_line()
-        self._clock = RunClock(found.attachment.epoch_s if found else None, last.time_s if last else 0.0)
+        self._journal.keeper = Condenser(self._journal)
+        last = self._journal.last_moment()
+        self._clock = RunClock(found.attachment.epoch_s if found else None, last[1] if last else 0.0)
         self._event_queue = EventQueue(self._clock.now_s)
         ending.callback(write_last_facts, self._event_queue, self._journal)
         ending.callback(forget_attachment, run_dir)
