@@ -29,7 +29,7 @@ def cloud_file(arm: FakeArm, directory: Path, monkeypatch: pytest.MonkeyPatch, *
 
     def client(subscription: str, **where: str | None) -> object:
         assert where == {"base_url": spec.resource_manager, "authority": None}
-        return azure_client(subscription, credential=Credential(), base_url=arm.url, policies=[Line()])
+        return azure_client(subscription, open_credential=Credential, base_url=arm.url, policies=[Line()])
 
     monkeypatch.setattr(azure_ending, "azure_client", client)
     monkeypatch.setattr(azure_provider, "Bounds", lambda: BOUNDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -145,6 +146,7 @@ class ProvisioningWorld:
     def settle(self) -> list[str]:
         """Wait until all that is to be ended is; returns what was ended so far."""
         done = threading.Event()
-        self.shell._ends.put(done.set)
+        self.shell._looks.put(done.set)
         assert done.wait(BOUND_S)
+        assert self.shell._ends.join(time.monotonic() + BOUND_S)
         return self.cloud.ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -89,8 +90,9 @@ class World:
     def there(self) -> set[str]:
         """The VMs that are there once all that was to be ended is."""
         done = threading.Event()
-        self.shell._ends.put(done.set)
+        self.shell._asks.put(lambda: self.shell._looks.put(done.set))
         assert done.wait(BOUND_S)
+        assert self.shell._ends.join(time.monotonic() + BOUND_S)
         return set(self.cloud.there)
 
     def facts(self) -> dict[str, str]:
@@ -106,12 +108,12 @@ def world() -> Iterator[World]:
     world.shell.close()
 
 
-def test_vms_of_a_manager_that_was_given_up_are_ended_before_anything_is_asked_for(world: World) -> None:
+def test_vms_of_a_manager_that_was_given_up_are_ended(world: World) -> None:
     world.cloud.add("job-1", 2)
     world.shell.begin((), ())
     world.shell.request(RequestNodes(request="job-2", count=1))
     assert world.next(NodesGranted) == NodesGranted(request="job-2", nodes=("job-2-0",))
-    assert set(world.cloud.there) == {"job-2-0"}
+    assert world.there() == {"job-2-0"}
     assert world.shell.request_of("job-1-0") is None
 
 
@@ -273,7 +275,7 @@ def test_a_manager_that_takes_long_to_reach_the_workers_ends_none_of_their_vms()
     world = World()
     world.cloud.add("job-1", 2)
     for _ in range(3):
-        world.shell._ends.put(world.shell._look)
+        world.shell._looks.put(world.shell._look)
     assert world.there() == {"job-1-0", "job-1-1"}
     world.shell.begin({"job-1-0"}, ())
     world.next(Fact)

@@ -70,7 +70,8 @@ class FakeArm:
     """State of one resource group, ``group``; "": whichever is named.
 
     ``shortages``: error code by (size, zone), told when the operation ends. ``locked``: what has a lock. ``stuck``: VMs
-    that are being made for ever. ``made_as``: states of VMs that are made. ``expired``: tokens that are refused.
+    that are being made for ever. ``made_as``: states of VMs that are made. ``evicted``: VMs that are taken as soon as
+    they are made. ``expired``: tokens that are refused. ``throttled``: which calls of each method are, by number.
     """
 
     def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
@@ -82,6 +83,8 @@ class FakeArm:
         self.group = ""
         self.locked: set[str] = set()
         self.stuck: set[str] = set()
+        self.evicted: set[str] = set()
+        self.throttled: Callable[[int], bool] = lambda _number: False
         self.expired: set[str] = set()
         self.made_as: dict[str, str] = {}
         self.faults: list[Fault] = []
@@ -119,7 +122,9 @@ class FakeArm:
             self.urls.append(handler.path)
             self.calls.append(f"{handler.command} {path.rsplit('Microsoft.Compute/', 1)[-1]}")
             fault = self._fault(handler.command, path)
-            if fault is None or fault.carried_out:
+            if self.throttled(len(self.calls)):
+                status, body, headers = error(429, "TooManyRequests", "slowly")
+            elif fault is None or fault.carried_out:
                 status, body, headers = self.answer(handler, text)
             if fault is not None and fault.status:
                 status, body, headers = *error(fault.status, fault.code, fault.message)[:2], fault.headers
@@ -230,6 +235,8 @@ class FakeArm:
         def finish() -> dict[str, str] | None:
             code = self.shortages.get((size, zone))
             machine["properties"]["provisioningState"] = "Failed" if code else self.made_as.get(name, "Succeeded")
+            if name in self.evicted:
+                self.machines.pop(name, None)
             return {"code": code, "message": f"no {size} in {zone}"} if code else None
 
         return 201, machine, self.begin(finish, lambda: name in self.stuck and self.machines.get(name) is machine)

@@ -167,8 +167,6 @@ def test_a_throttled_call_says_how_long_to_wait_and_is_not_repeated(arm: FakeArm
         Fault("PUT", "virtualMachines/", drop=True),
         Fault("PUT", "virtualMachines/", drop=True, carried_out=True),
         Fault("PUT", "virtualMachineScaleSets/", 500, carried_out=True),
-        Fault("GET", "/operations/", 500),
-        Fault("GET", "/operations/", drop=True),
         Fault("GET", "virtualMachines", 502),
         Fault("PUT", "virtualMachines/", slow_s=20, carried_out=True, status=0),
     ],
@@ -452,7 +450,7 @@ def test_the_longest_wait_that_azure_asks_for_applies(arm: FakeArm, tmp_path: Pa
     azure.request("a", 3)
     arm.faults = [
         Fault("DELETE", "virtualMachines/a-0", 429, "TooManyRequests", {"Retry-After": "600"}),
-        Fault("DELETE", "virtualMachines/a-1", 429, "TooManyRequests", {"Retry-After": "7"}),
+        Fault("DELETE", "virtualMachines/a-1", 429, "TooManyRequests", {"Retry-After": "17"}),
     ]
     with pytest.raises(Transient) as raised:
         azure.dismantle()
@@ -460,15 +458,67 @@ def test_the_longest_wait_that_azure_asks_for_applies(arm: FakeArm, tmp_path: Pa
     assert set(arm.machines) == {"a-0", "a-1"}
 
 
-def test_a_token_that_expired_is_followed_by_a_new_one(arm: FakeArm, tmp_path: Path) -> None:
-    tokens = iter(["old", "new"])
+def test_a_refused_token_is_dropped_and_the_same_call_made_with_a_new_one(arm: FakeArm, tmp_path: Path) -> None:
+    tokens = iter(["old", "new", "newer", "newest"])
     azure = provider(arm, tmp_path, Line(), next_token=lambda: next(tokens))
     azure.request("a", 1)
     arm.expired = {"old"}
-    with pytest.raises(Transient, match="ExpiredAuthenticationToken"):
-        azure.dismantle()
     azure.dismantle()
     assert arm.machines == {}
+    arm.expired |= {"new", "newer"}  # one new token is tried for each call
+    with pytest.raises(Transient, match="ExpiredAuthenticationToken"):
+        azure.list()
+    assert azure.list() == ()
+
+
+@pytest.mark.parametrize("num_good", [3, 0])
+def test_a_vm_taken_while_it_is_made_costs_none_of_the_others(arm: FakeArm, tmp_path: Path, num_good: int) -> None:
+    arm.evicted = {f"a-{index}" for index in range(4 - num_good)}
+    azure = provider(arm, tmp_path)
+    if num_good:
+        assert sorted(names(azure.request("a", 4))) == ["a-1", "a-2", "a-3"]
+    else:
+        with pytest.raises(Transient, match="its VMs were made and are gone"):
+            azure.request("a", 4)
+    assert len(arm.machines) == num_good
+    assert not any(call.startswith("DELETE") for call in arm.calls)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_what_must_be_mended_for_one_vm_leaves_the_others(arm: FakeArm, tmp_path: Path, begun: bool) -> None:
+    if begun:
+        arm.shortages = {("Standard_NC6", "2"): "RequestDisallowedByPolicy"}
+    else:
+        arm.faults = [Fault("PUT", "virtualMachines/a-1", 403, "RequestDisallowedByPolicy")]
+    vms = provider(arm, tmp_path).request("a", 3)
+    assert names(vms) == (["a-0", "a-2"] if begun else ["a-0"])  # the rest would be refused alike
+    arm.settle_all()
+    assert set(arm.machines) == set(names(vms))
+
+
+def test_every_second_call_may_be_throttled(arm: FakeArm, tmp_path: Path) -> None:
+    arm.throttled = lambda number: number % 2 == 0
+    azure = provider(arm, tmp_path)
+    assert names(azure.request("a", 2)) == ["a-0", "a-1"]
+    azure.dismantle()
+    assert (arm.machines, arm.sets) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("GET", "/operations/", 500),
+        Fault("GET", "/operations/", drop=True),
+        Fault("GET", "/operations/", 429, "TooManyRequests", {"Retry-After": "600"}, times=3),
+    ],
+    ids=["500", "no answer", "429"],
+)
+def test_a_failed_look_at_an_operation_is_repeated_alone(arm: FakeArm, tmp_path: Path, fault: Fault) -> None:
+    arm.faults, times, pauses = [fault], fault.times, list[float]()
+    assert names(provider(arm, tmp_path, pause=pauses.append).request("a", 2)) == ["a-0", "a-1"]
+    assert len(puts(arm)) == 2
+    assert len(pauses) == times
+    assert max(pauses) <= 60.0
 
 
 ZONES = len(SPEC.zones)
@@ -483,6 +533,7 @@ REFUSED: list[tuple[int, str, str, type[ProviderError], int]] = [
     (400, "AzureSpotIsNotSupportedForThisVMSize", "this size is not for spot", CapacityShort, SIZES),
     (403, "NotAvailableForSubscription", "this size is not for you", CapacityShort, SIZES),
     (409, "OperationNotAllowed", "exceeding approved LowPriorityCores Quota", QuotaExceeded, SIZES),
+    (409, "OperationNotAllowed", "Azure Spot is not supported for this offer type.", Misconfigured, 1),
     (403, "AzureSpotFeatureNotEnabledForSubscription", "not enabled", Misconfigured, 1),
     (409, "MissingSubscriptionRegistration", "register Microsoft.Compute", Misconfigured, 1),
     (409, "SubscriptionNotRegistered", "register Microsoft.Network", Misconfigured, 1),

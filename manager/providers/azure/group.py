@@ -15,7 +15,7 @@ from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from azure.core.exceptions import DecodeError, ResourceNotFoundError
+from azure.core.exceptions import DecodeError, HttpResponseError, ResourceNotFoundError
 
 from manager.providers.azure.errors import is_gone, translating
 from manager.providers.azure.spec import (
@@ -257,8 +257,8 @@ def _passing_over_gone() -> Iterator[None]:
     """Go on where what is to end, or was made and taken, is not there."""
     try:
         yield
-    except ResourceNotFoundError as error:
-        if not is_gone(error):
+    except HttpResponseError as error:  # the SDK's last look at what an operation made raises no narrower one
+        if error.status_code != 404 or not is_gone(error):
             raise
 
 

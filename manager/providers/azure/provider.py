@@ -42,7 +42,7 @@ class _Making:
     offers: list[Offer]
     num_devices: int
     poller: Any = None
-    error: Refused | None = None
+    error: Refused | Misconfigured | None = None
     offer: Offer | None = field(default=None)
 
 
@@ -88,7 +88,8 @@ class AzureProvider:
     def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
         """See ``Provider``. Offers that Azure refuses are followed by the next zone, and then by the next size.
 
-        Sizes with more devices are tried once those with fewer are refused, for what is then missing.
+        Sizes with more devices are tried once those with fewer are refused, for what is then missing. What the user
+        must mend for one VM ends the request, with those VMs that came.
         """
         answer = self._operations.answer(request)
         if answer is not None:
@@ -102,9 +103,9 @@ class AzureProvider:
         there = {vm.name: vm.num_devices for vm, state in found if state not in (*BEING_MADE, *LOST)}
         making = [_Making(vm.name, [], vm.num_devices) for vm, state in found if state in BEING_MADE]
         states = {vm.name: state for vm, state in found}
-        refused: list[Refused] = []
+        refused: list[Refused | Misconfigured] = []
         for num_devices in self._spec.turns(count, most):
-            if time.monotonic() >= until_s:
+            if time.monotonic() >= until_s or any(isinstance(error, Misconfigured) for error in refused):
                 break
             known = there | {one.name: one.num_devices for one in making}
             num_vms = max(0, min(-(-(count - sum(known.values())) // num_devices), most - len(known)))
@@ -122,7 +123,8 @@ class AzureProvider:
         self.group.begin_ends([vm.name for vm, _ in found if vm not in made])  # nobody waits for them any more
         if not made:
             evicted = Transient(f"{request}: its VMs were made and are gone")
-            raise next((error for error in refused if isinstance(error, QuotaExceeded)), [*refused, evicted][0])
+            first = {Misconfigured: 0, QuotaExceeded: 1}
+            raise min([*refused, evicted], key=lambda error: first.get(type(error), 2))
         self._operations.answered(request, tuple(vm.name for vm in made))
         return made
 
@@ -181,8 +183,15 @@ class AzureProvider:
         """Make VMs at once, each by the first of its offers that is taken; returns those without a further one."""
         given_up: list[_Making] = []
         while making:
+            wrong: Misconfigured | None = None
             for one in making:
-                self._begin(one, request, states.pop(one.name, None), until_s)
+                if wrong is not None:
+                    one.error = wrong
+                    continue
+                try:
+                    self._begin(one, request, states.pop(one.name, None), until_s)
+                except Misconfigured as error:  # the others would be refused alike
+                    wrong = one.error = error
             making, without = self._round(making, until_s)
             given_up += without
         return given_up
@@ -236,13 +245,15 @@ class AzureProvider:
                 self.group.wait(one.poller, f"VM {one.name}", until_s)
             except NotInTime:
                 one.error, one.offers = CapacityShort(f"VM {one.name}: not made within {self._bounds.make_s:g} s"), []
-            except Refused as error:
+            except (Refused, Misconfigured) as error:
                 one.error = error
                 remains.append(one.name)
             self._operations.ended(one.name)
             why, one.poller, one.error = one.error, None, None
             if why is None:
                 continue
+            if isinstance(why, Misconfigured):
+                one.offers = []
             if isinstance(why, QuotaExceeded | SizeRefused) and one.offer is not None:  # it is the same in all zones
                 one.offers = [offer for offer in one.offers if offer[0] != one.offer[0]]
             if one.offers:
@@ -250,7 +261,13 @@ class AzureProvider:
             else:
                 one.error = why
                 given_up.append(one)
-        self.group.end(remains, until_s, always=False)
+        try:
+            self.group.end(remains, until_s, always=False)
+        except Misconfigured as error:  # what is left of them has their names
+            kept = [one for one in left if one.name in remains]
+            for one in kept:
+                one.error = error
+            return [one for one in left if one not in kept], [*given_up, *kept]
         return left, given_up
 
 
