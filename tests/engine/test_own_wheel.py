@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -34,6 +35,8 @@ from manager.providers.boot.first_boot import (
     install,
     lacking,
     packed,
+    run_setup,
+    watch,
 )
 from manager.providers.boot.own_wheel import kept_wheel, make_wheel, python_version, requirements
 from morph.contract.errors import ClusterError
@@ -210,6 +213,52 @@ def test_why_a_vm_cannot_be_used_is_told_in_one_sentence(
     assert told in fact.detail
     assert "\n" not in fact.detail
     assert not (tmp_path / "code").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [("wheel", "BadZipFile: File is not a zip file"), ("folder", "NotADirectoryError: ")],
+)
+def test_whatever_goes_wrong_is_told(tmp_path: Path, damage: str, told: str) -> None:
+    wheel = b"no zip" if damage == "wheel" else make_wheel()
+    world, options = World(wheel), {"sha256": hashlib.sha256(wheel).hexdigest()}
+    if damage == "folder":
+        (tmp_path / "file").touch()
+        options["folder"] = str(tmp_path / "file" / "code")
+    try:
+        done = world.boot(tmp_path, options)
+        fact, lost = world.heard()
+    finally:
+        world.server.close()
+    assert done.returncode == 1
+    assert isinstance(fact, Fact)
+    assert isinstance(lost, WorkerLost)
+    assert (fact.name, lost.worker, lost.unfit) == ("vm_unfit", NODE, True)
+    assert fact.detail.startswith(told), fact.detail
+
+
+def test_a_line_of_setup_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    line = f"sleep 1000 & echo $! >{tmp_path}/child; wait"
+    with pytest.raises(Unfit, match=r"vms.environment.setup: .* did not end within 2 s"):
+        run_setup(["false", line], timeout_s=2.0)
+    child = int((tmp_path / "child").read_text())
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(child).wait(BOUND_S)
+
+
+def test_a_watchdog_waits_while_it_is_told_to_stay(tmp_path: Path) -> None:
+    path, now_s = tmp_path / "stay", 0.0
+
+    def pause(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+        if now_s < 1000.0:
+            path.touch()
+
+    watch(path, 960.0, clock=lambda: now_s, pause=pause)
+    assert 1000.0 + 960.0 <= now_s + 10.0 < 2000.0
+    watch(tmp_path / "never", 960.0, clock=lambda: now_s, pause=pause)
+    assert now_s >= 1900.0 + 960.0
 
 
 def test_each_worker_of_a_vm_is_given_up_and_it_is_written_down_once(world: World) -> None:

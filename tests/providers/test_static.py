@@ -239,7 +239,7 @@ def test_a_node_that_ends_by_itself_leaves_its_log_alone(world: Path) -> None:
 def test_a_node_whose_ray_fails_is_lost_with_its_last_words(world: Path) -> None:
     python = world / "python"
     python.write_text(
-        f'#!/bin/sh\ncase "$*" in *--ended=*) exec {sys.executable} "$@";; '
+        f'#!/bin/sh\ncase "$*" in *--only=ended*) exec {sys.executable} "$@";; '
         "*on_ray.node*) echo Starting; echo; echo 'RuntimeError: no GCS is there'; exit 1;; esac\n"
     )
     python.chmod(0o755)
