@@ -72,6 +72,10 @@ class LocalProvider:
         """See ``Provider``."""
         return False
 
+    def boot_log(self, _name: str) -> str:
+        """See ``Provider``: it is in the run's directory."""
+        return ""
+
     def stop(self) -> None:
         """See ``Provider``: a request takes no time."""
 

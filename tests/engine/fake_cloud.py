@@ -106,6 +106,9 @@ class FakeCloud:
             self.ended += found
             self.calls.append(f"end {', '.join(found)}")
 
+    def boot_log(self, name: str) -> str:
+        return f"{name}: no space left on device"
+
     def stop(self) -> None:
         self.requests.open.set()
 

@@ -146,6 +146,19 @@ def test_a_vm_that_does_not_end_delays_no_other_end_and_no_request() -> None:
     world.shell.close()
 
 
+def test_the_boot_log_of_a_vm_that_never_joined_is_kept(world: World) -> None:
+    world.have("job-1", 2)  # the second one is given up by what follows
+    world.ask("job-2", 1)
+    world.answer()
+    world.shell.release(ReleaseNodes(nodes=("job-1-0", "job-2-0")))
+    world.settle()
+    while stamped := world.event_queue.get(0.0):
+        assert isinstance(stamped.item, Fact)
+        world.facts.append(stamped.item)
+    logs = [(fact.worker, fact.detail) for fact in world.facts if fact.name == "vm_boot_log"]
+    assert logs == [("job-2-0", "job-2-0: no space left on device")]
+
+
 def test_a_refusal_with_nothing_being_ended_or_an_end_that_fails_is_an_answer(world: World) -> None:
     world.cloud.room = 1
     (lost,) = world.have("job-1")

@@ -133,7 +133,7 @@ class FakeArm:
         if fault is not None and fault.drop:
             handler.close_connection = True
             return
-        data = b"" if body is None else json.dumps(body).encode()
+        data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         if fault is not None and fault.text is not None:
             data = fault.text.encode()
         handler.send_response(status)
@@ -153,6 +153,8 @@ class FakeArm:
 
     def answer(self, handler: BaseHTTPRequestHandler, text: bytes) -> Answer:
         path, query = urlsplit(handler.path).path, parse_qs(urlsplit(handler.path).query)
+        if path.startswith("/logs/"):
+            return 200, f"{'.' * 5000}\n{path[6:]}: no space left on device\n".encode(), {}
         if not handler.headers.get("Authorization", "").startswith("Bearer "):
             return error(401, "AuthenticationFailed", "no token")
         if handler.headers["Authorization"].removeprefix("Bearer ") in self.expired:
@@ -170,6 +172,8 @@ class FakeArm:
         name, verb, method = found["name"], found["verb"], handler.command
         if name is None:
             return self.page(path, query)
+        if verb == "retrieveBootDiagnosticsData" and method == "POST":
+            return 200, {"serialConsoleLogBlobUri": f"{self.url}/logs/{name}?sig=s3cret"}, {}
         if verb == "simulateEviction" and method == "POST":
             return self.evict(name)
         if method == "GET":
@@ -357,6 +361,7 @@ def lacking(body: dict[str, Any], sets: dict[str, Any]) -> str:
         "subnet": bool(at(*interface, "properties", "ipConfigurations", 0, "properties", "subnet", "id")),
         "computerName": bool(at("osProfile", "computerName")),
         "adminUsername": bool(at("osProfile", "adminUsername")),
+        "bootDiagnostics": at("diagnosticsProfile", "bootDiagnostics", "enabled") is True,
         "ssh": bool(at("osProfile", "linuxConfiguration", "ssh", "publicKeys", 0, "keyData")),
         "customData": base64.b64decode(at("osProfile", "customData") or "").startswith(b"#cloud-config\n"),
         "tags": {"morph-run", "morph-job", "morph-request"} <= set(body.get("tags", {})),

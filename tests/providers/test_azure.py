@@ -496,6 +496,15 @@ def test_what_must_be_mended_for_one_vm_leaves_the_others(arm: FakeArm, tmp_path
     assert set(arm.machines) == set(names(vms))
 
 
+def test_the_end_of_a_vms_boot_log_is_known_where_azure_has_one(arm: FakeArm, tmp_path: Path) -> None:
+    azure = provider(arm, tmp_path)
+    azure.request("a", 1)
+    assert azure.boot_log("a-0").endswith("...\na-0: no space left on device\n")
+    assert len(azure.boot_log("a-0")) <= 2000
+    arm.faults = [Fault("POST", "retrieveBootDiagnosticsData", 404, "ResourceNotFound")]
+    assert azure.boot_log("a-0") == ""
+
+
 def test_every_second_call_may_be_throttled(arm: FakeArm, tmp_path: Path) -> None:
     arm.throttled = lambda number: number % 2 == 0
     azure = provider(arm, tmp_path)

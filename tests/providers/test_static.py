@@ -146,6 +146,25 @@ def test_a_host_that_is_not_reached_is_passed_over(world: Path) -> None:
         static.request("b", 1)
 
 
+def test_a_host_where_the_start_fails_costs_none_of_the_others(tmp_path: Path) -> None:
+    def shell(host: SshHost, remote: str, secret: str = "") -> str:
+        if host.address in broken:
+            raise Misconfigured(f"{host.address}: the command failed with 1")
+        return "no space left\n" if remote.startswith("tail") else ""
+
+    hosts, broken = tuple(SshHost(address=f"h{index}") for index in range(4)), {"h1"}
+    static = StaticProvider(StaticSpec(hosts=hosts, command=("true",)), "tiny", tmp_path / "l.json", SECRET, shell)
+    vms = static.request("a", 4)
+    assert [vm.zone for vm in vms] == ["h0:22", "h2:22", "h3:22"]
+    assert set(static.list()) == set(vms)
+    assert static.boot_log(vms[0].name) == "no space left\n"
+    static.dismantle()
+    broken |= {"h0", "h2", "h3"}
+    with pytest.raises(Misconfigured, match="h0: the command failed"):
+        static.request("b", 1)
+    assert static.list() == ()
+
+
 def test_an_unreachable_host_stays_leased_until_its_node_ended(world: Path) -> None:
     static = provider(world, "h1")
     (vm,) = static.request("a", 1)

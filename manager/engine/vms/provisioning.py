@@ -25,6 +25,7 @@ from manager.providers.interface.provider import (
     Vm,
     end_all,
 )
+from morph.contract.vm_names import vm_of
 from morph.contract.waits import Backoff
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class Provisioning:
         self._inherited: tuple[frozenset[str], frozenset[RequestId]] | None = None
         self._has_begun = False
         self._nodes = frozenset(nodes)
+        self._joined = {vm_of(node) for node in nodes}
         self._counting, self._adopting = threading.Lock(), threading.Lock()
         self._asks = SerialExecutor("morph-vm-requests", self._failed)
         self._looks = SerialExecutor("morph-vm-looks", self._failed, self._look, look_every_s)
@@ -162,6 +164,7 @@ class Provisioning:
     def know(self, nodes: Collection[str]) -> None:
         """Take note of the nodes that the controller knows: whatever comes of their request, their VMs go on."""
         self._nodes = frozenset(nodes)
+        self._joined |= {vm_of(node) for node in nodes}
 
     def close(self) -> None:
         """Ask for nothing any more, and end every VM of the run; blocks for a bounded time: see ``end_all``.
@@ -309,6 +312,9 @@ class Provisioning:
 
     def _delete(self, end: End, facts: Sequence[str]) -> None:
         try:
+            for vm in set() if facts else set(end.vms) - self._joined:  # with the VM goes what it said of why
+                if log := self._provider.boot_log(vm):
+                    self._event_queue.put(Fact(name="vm_boot_log", worker=vm, detail=log))
             with self._told("vms_left"):
                 self._provider.delete(end.vms)
                 for fact in facts:

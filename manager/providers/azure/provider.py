@@ -12,11 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from azure.core.exceptions import AzureError
+
+from manager.host.plain_http import HttpFailed, fetch
 from manager.providers.azure.errors import SizeRefused, translating
 from manager.providers.azure.group import Bounds, Group, Identity, NotInTime
 from manager.providers.azure.operations import Operations
 from manager.providers.azure.spec import AzureSize, AzureSpec, vm_body
 from manager.providers.interface.provider import (
+    BOOT_LOG_CHARACTERS,
     Capabilities,
     CapacityShort,
     Misconfigured,
@@ -30,6 +34,7 @@ from manager.providers.interface.provider import (
 
 Offer = tuple[AzureSize, str | None]
 BEING_MADE = ("accepted", "creating")
+BOOT_LOG_TIMEOUT_S = 20.0
 LOST = ("failed", "canceled", "deleting")
 """Nothing comes of it. In any state besides a VM is there: Azure may be updating or moving it."""
 
@@ -148,6 +153,15 @@ class AzureProvider:
         with translating(f"the eviction of {name}"):
             self._machines.simulate_eviction(self._spec.resource_group, name)
         return True
+
+    def boot_log(self, name: str) -> str:
+        """See ``Provider``: of the serial console, which Azure keeps in a blob."""
+        try:
+            found = self._machines.retrieve_boot_diagnostics_data(self._spec.resource_group, name)
+            log = fetch(str(found.serial_console_log_blob_uri), timeout_s=BOOT_LOG_TIMEOUT_S)
+        except (AzureError, HttpFailed, ValueError):
+            return ""
+        return log.text[-BOOT_LOG_CHARACTERS:] if log.status == 200 else ""
 
     def stop(self) -> None:
         """See ``Provider``: Azure goes on with what was begun, and the VM is listed."""

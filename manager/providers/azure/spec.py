@@ -125,7 +125,7 @@ def scale_set_body(spec: AzureSpec, run: str, job: str) -> dict[str, Any]:
 
 
 def vm_body(
-    spec: AzureSpec, names: dict[str, str], name: str, offer: tuple[AzureSize, str | None], custom_data: str
+    spec: AzureSpec, names: dict[str, str], name: str, offer: tuple[AzureSize, str | None], custom_data: Any
 ) -> dict[str, Any]:
     """One VM whose disk and network interface go with it.
 
@@ -151,6 +151,7 @@ def vm_body(
             "storageProfile": {"imageReference": _image(spec.image), "osDisk": _disk(spec)},
             "osProfile": _os_profile(spec, name, custom_data),
             "networkProfile": _network(spec, name),
+            "diagnosticsProfile": {"bootDiagnostics": {"enabled": True}},  # into storage of Azure's own
         },
     }
     if zone is not None:
@@ -166,15 +167,21 @@ def vm_body(
     return body
 
 
-def planned(spec: AzureSpec, run: str, job: str, request: str, count: int) -> list[dict[str, Any]]:
-    """Return what a request for ``count`` devices would create, in order, without the secrets; for the user."""
+def planned(
+    spec: AzureSpec, run: str, job: str, request: str, count: int, cloud_config: Callable[[str, int], Any]
+) -> list[dict[str, Any]]:
+    """Return what a request for ``count`` devices would create, in order; for the user.
+
+    ``cloud_config``: what is shown of that of a VM of this name, with so many devices; it holds secrets.
+    """
     group = scale_set_id(spec, run).rsplit("/", 2)[0]
     calls = [{"put": scale_set_id(spec, run), "body": scale_set_body(spec, run, job)}]
     num_devices = spec.turns(count, count)[0]
     for index in range(-(-count // num_devices)):
         name = vm_name(request, index)
         names = {"run": run, "job": job, "request": request}
-        body = vm_body(spec, names, name, spec.offers_of(index, num_devices)[0], "(the cloud-config; it holds secrets)")
+        offer = spec.offers_of(index, num_devices)[0]
+        body = vm_body(spec, names, name, offer, cloud_config(name, num_devices))
         calls.append({"put": f"{group}/virtualMachines/{name}", "body": body})
     return calls
 
@@ -195,7 +202,7 @@ def _disk(spec: AzureSpec) -> dict[str, Any]:
     }
 
 
-def _os_profile(spec: AzureSpec, name: str, custom_data: str) -> dict[str, Any]:
+def _os_profile(spec: AzureSpec, name: str, custom_data: Any) -> dict[str, Any]:
     key = {"path": f"/home/{spec.admin_username}/.ssh/authorized_keys", "keyData": spec.ssh_public_key}
     return {
         "computerName": name,

@@ -378,10 +378,11 @@ def watch(
 
 
 def _watch_for_ever(given: argparse.Namespace, caller: Caller) -> None:
+    patience_s = given.patience_s + min(WATCH_GRACE_S, given.patience_s)
     while True:
-        watch(Path(given.stay), given.patience_s + WATCH_GRACE_S)
+        watch(Path(given.stay), patience_s)
         words = last_words(BOOT_LOG)
-        heard = f"nothing on this VM has heard the manager for {given.patience_s + WATCH_GRACE_S:g} s"
+        heard = f"nothing on this VM has heard the manager for {patience_s:g} s"
         tell(caller, f"{heard}; its first boot said last: {words}" if words else heard, 0.0)
         end_vm(given.end, given.node, given.management_url)
         time.sleep(RETRY_END_S)

@@ -28,6 +28,8 @@ from morph.contract.vm_names import MAX_DEVICES, workers_of
 from morph.contract.waits import Backoff
 
 NAME_CHARACTERS = 48
+BOOT_LOG_CHARACTERS = 2000
+"""Of the end of a VM's boot log, as a journal keeps it."""
 
 
 class ProviderError(MorphError):
@@ -162,6 +164,9 @@ class Provider(Protocol):
         Raises:
             ProviderError: it was not taken.
         """
+
+    def boot_log(self, name: str) -> str:
+        """Return the end of what a VM of this run said as it booted; empty where that is not known. Never fails."""
 
     def stop(self) -> None:
         """Have a request that is under way in another thread give up soon; what came of it is still listed."""
