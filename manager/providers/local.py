@@ -79,9 +79,10 @@ class LocalProvider:
     def stop(self) -> None:
         """See ``Provider``: a request takes no time."""
 
-    def dismantle(self) -> None:
-        """See ``Provider``."""
+    def dismantle(self) -> tuple[str, ...]:
+        """See ``Provider``: nothing is made beside them."""
         self.delete([vm.name for vm in self.list()])
+        return ()
 
     def price(self) -> Price | None:
         """See ``Provider``."""

@@ -190,9 +190,9 @@ class Launcher:
         if self._left is not None:
             raise self._left
 
-    def _end_all(self, provider: Provider, *, told: Callable[[str], None]) -> None:
+    def _end_all(self, provider: Provider, *, told: Callable[[str], None]) -> Sequence[str]:
         try:
-            end_all(provider, told=told)
+            return end_all(provider, told=told)
         except Exception as error:  # the provisioning logs it, and the command is to end with it
             self._left = error
             raise

@@ -61,6 +61,7 @@ class FakeCloud:
         self.requested: list[tuple[str, int]] = []
         self.ended: list[str] = []
         self.calls: list[str] = []
+        self.orphans: list[str] = []
         self.lock = threading.Lock()
 
     def add(self, request: str, count: int) -> tuple[Vm, ...]:
@@ -94,7 +95,8 @@ class FakeCloud:
             return tuple(self.there.values())
 
     def delete(self, names: Sequence[str]) -> None:
-        found = [name for name in self.there if name in names]
+        with self.lock:
+            found = [name for name in self.there if name in names]
         if not found:
             return
         self.ends.pass_through()
@@ -112,10 +114,11 @@ class FakeCloud:
     def stop(self) -> None:
         self.requests.open.set()
 
-    def dismantle(self) -> None:
+    def dismantle(self) -> Sequence[str]:
         with self.lock:
             self.there = {}
             self.calls.append("dismantle")
+        return self.orphans
 
     def price(self) -> Price | None:
         return None if self.usd_per_h is None else Price(usd_per_h=self.usd_per_h, source="test")

@@ -59,10 +59,11 @@ class Cloud(FakeCloud):
     def stop(self) -> None:
         self.stopped.set()
 
-    def dismantle(self) -> None:
+    def dismantle(self) -> Sequence[str]:
         if self.dismantle_errors:
             raise self.dismantle_errors.pop(0)
         self.there, self.dismantled = {}, True
+        return ["disk x, 0.0270 dollars an hour"]
 
     def capabilities(self) -> Capabilities:
         return Capabilities(spot=True, ending="morph cloud reconcile FILE --run tiny-1")
@@ -123,7 +124,7 @@ def test_vms_that_the_controller_knows_or_awaits_are_gone_on_with(world: World) 
     world.shell.begin({"job-1-0"}, ["job-2"])
     world.shell.request(RequestNodes(request="job-4", count=1))
     world.next(NodesGranted)
-    assert set(world.cloud.there) == {"job-1-0", "job-2-0", "job-2-1", "job-4-0"}
+    assert world.there() == {"job-1-0", "job-2-0", "job-2-1", "job-4-0"}
     assert world.shell.request_of("job-1-0") == "job-1"
     assert world.shell.request_of("job-2-1") == "job-2"
 

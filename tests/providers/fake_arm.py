@@ -25,6 +25,11 @@ ROOT = re.compile(
     r"^/subscriptions/(?P<sub>[^/]+)/resourceGroups/(?P<group>[^/]+)/providers/Microsoft\.Compute/"
     r"(?P<kind>virtualMachines|virtualMachineScaleSets)(/(?P<name>[^/]+)(/(?P<verb>\w+))?)?$"
 )
+PARTS = re.compile(
+    r"^/subscriptions/[^/]+/resourceGroups/(?P<group>[^/]+)/providers/"
+    r"(?P<kind>Microsoft\.Network/networkInterfaces|Microsoft\.Compute/disks)(/(?P<name>[^/]+))?$"
+)
+INTERFACES, DISKS = "Microsoft.Network/networkInterfaces", "Microsoft.Compute/disks"
 Answer = tuple[int, Any, dict[str, str]]
 
 
@@ -71,7 +76,8 @@ class FakeArm:
 
     ``shortages``: error code by (size, zone), told when the operation ends. ``locked``: what has a lock. ``stuck``: VMs
     that are being made for ever. ``made_as``: states of VMs that are made. ``evicted``: VMs that are taken as soon as
-    they are made. ``expired``: tokens that are refused. ``throttled``: which calls of each method are, by number.
+    they are made. ``parts``: interfaces and disks by kind and name, each with the VM that it goes with; ``staying``: names
+    of those that stay when their VM goes. ``expired``: tokens that are refused. ``throttled``: which calls of each method are, by number.
     """
 
     def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
@@ -84,6 +90,8 @@ class FakeArm:
         self.locked: set[str] = set()
         self.stuck: set[str] = set()
         self.evicted: set[str] = set()
+        self.parts: dict[tuple[str, str], dict[str, Any]] = {}
+        self.staying: set[str] = set()
         self.throttled: Callable[[int], bool] = lambda _number: False
         self.expired: set[str] = set()
         self.made_as: dict[str, str] = {}
@@ -104,7 +112,7 @@ class FakeArm:
             def do_GET(self) -> None:
                 arm.serve(self)
 
-            do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815
+            do_PUT = do_POST = do_PATCH = do_DELETE = do_GET  # noqa: N815
 
             def date_time_string(self, timestamp: float | None = None) -> str:
                 return super().date_time_string((time.time() if timestamp is None else timestamp) + arm.ahead_s)
@@ -161,6 +169,8 @@ class FakeArm:
             return error(401, "ExpiredAuthenticationToken", "The access token has expired.")
         if path.startswith("/operations/"):
             return self.poll(path.rsplit("/", 1)[1])
+        if part := PARTS.match(path):
+            return self.part(path, part["kind"], part["name"], handler.command, text, bool(query.get("api-version")))
         found = ROOT.match(path)
         if found is None:
             return self.refuse(f"no such path: {path}", 404, "InvalidResourceType")
@@ -191,6 +201,37 @@ class FakeArm:
     def refuse(self, why: str, status: int = 400, code: str = "InvalidParameter") -> Answer:
         self.wrong.append(why)
         return error(status, code, why)
+
+    def part(self, path: str, kind: str, name: str | None, method: str, text: bytes, versioned: bool) -> Answer:
+        for key, body in list(self.parts.items()):
+            if body["vm"] and body["vm"] not in self.machines:
+                body["vm"] = ""
+                if key[1] not in self.staying:
+                    del self.parts[key]
+        if not versioned:
+            return self.refuse("no api-version", 400, "MissingApiVersionParameter")
+        if name is None and method == "GET":
+            return 200, {"value": [self._part(path, *key) for key in self.parts if key[0] == kind]}, {}
+        if (kind, str(name)) not in self.parts:
+            return error(404, "ResourceNotFound", f"{name} is not there")
+        if method == "PATCH":
+            self.parts[kind, str(name)]["tags"] = json.loads(text)["tags"]
+            return 200, None, {}
+        if method == "DELETE":
+            if self.parts[kind, str(name)]["vm"]:
+                return error(409, "OperationNotAllowed", f"{name} is attached")
+            del self.parts[kind, str(name)]
+            return 202, None, {}
+        return self.refuse(f"{method} {path}", 405, "MethodNotAllowed")
+
+    def _part(self, path: str, kind: str, name: str) -> dict[str, Any]:
+        body = self.parts[kind, name]
+        vm = path.partition("/providers/")[0] + f"/providers/Microsoft.Compute/virtualMachines/{body['vm']}"
+        told: dict[str, Any] = {"id": f"{path}/{name}", "name": name, "tags": body["tags"], "properties": {}}
+        if kind == DISKS:
+            told |= {"sku": {"name": "Premium_LRS"}, "properties": {"diskSizeGB": 128}}
+            return told | ({"managedBy": vm} if body["vm"] else {})
+        return told | ({"properties": {"virtualMachine": {"id": vm}}} if body["vm"] else {})
 
     def page(self, path: str, query: dict[str, list[str]]) -> Answer:
         for operation in list(self.operations.values()):  # time passes, whoever asks
@@ -234,6 +275,9 @@ class FakeArm:
         machine["properties"] = {**body["properties"], "provisioningState": "Creating", "timeCreated": created}
         machine["properties"]["osProfile"] = {**body["properties"]["osProfile"]}
         machine["properties"]["osProfile"].pop("customData")  # never told again
+        (interface,) = body["properties"]["networkProfile"]["networkInterfaceConfigurations"]
+        self.parts[INTERFACES, interface["name"]] = {"vm": name, "tags": interface.get("tags", {})}
+        self.parts[DISKS, f"{name}_OsDisk_1_5f2c"] = {"vm": name, "tags": {}}  # those of its VM may come, or not
         self.machines[name] = machine
 
         def finish() -> dict[str, str] | None:

@@ -505,6 +505,39 @@ def test_the_end_of_a_vms_boot_log_is_known_where_azure_has_one(arm: FakeArm, tm
     assert azure.boot_log("a-0") == ""
 
 
+def test_what_vms_left_behind_is_ended_and_named_with_its_price(arm: FakeArm, tmp_path: Path) -> None:
+    arm.staying = {"a-0-nic", "a-1_OsDisk_1_5f2c", "b-0_OsDisk_1_5f2c"}
+    azure = provider(arm, tmp_path, find_disk_price=lambda sku, gib: {("Premium_LRS", 128): 0.027}.get((sku, gib)))
+    azure.request("a", 2)
+    provider(arm, tmp_path, run="another").request("b", 1)
+    provider(arm, tmp_path, run="another").delete(["b-0"])
+    azure.delete(["a-0"])
+    assert sorted(azure.dismantle()) == [
+        "disk a-1_OsDisk_1_5f2c (128 GiB, Premium_LRS), 0.0270 dollars an hour",
+        "network interface a-0-nic, 0.0000 dollars an hour",
+    ]
+    assert [name for _, name in arm.parts] == ["b-0_OsDisk_1_5f2c"]
+    assert azure.dismantle() == ()
+    assert provider(arm, tmp_path, run="another").dismantle() == (
+        "disk b-0_OsDisk_1_5f2c (128 GiB, Premium_LRS), its price is not known",
+    )
+
+
+@pytest.mark.parametrize("code", ["NicReservedForAnotherVm", "AuthorizationFailed"])
+def test_an_orphan_that_stays_is_named_and_keeps_nothing_else(arm: FakeArm, tmp_path: Path, code: str) -> None:
+    arm.staying = {"a-0-nic", "a-1-nic"}
+    azure = provider(arm, tmp_path)
+    azure.request("a", 2)
+    arm.faults = [Fault("DELETE", "networkInterfaces/a-0", 400, code)]
+    with pytest.raises(
+        Transient if code.startswith("Nic") else Misconfigured, match=f"network interface a-0-nic.* is left: {code}"
+    ):
+        azure.dismantle()
+    assert (arm.machines, arm.sets) == ({}, {})
+    assert [name for _, name in arm.parts] == ["a-0-nic"]
+    assert len(azure.dismantle()) == 1
+
+
 def test_every_second_call_may_be_throttled(arm: FakeArm, tmp_path: Path) -> None:
     arm.throttled = lambda number: number % 2 == 0
     azure = provider(arm, tmp_path)

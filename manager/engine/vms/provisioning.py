@@ -77,7 +77,7 @@ class Provisioning:
         nodes: Collection[str] = (),
         look_every_s: float | None = None,
         close_timeout_s: float = CLOSE_TIMEOUT_S,
-        end_all: Callable[..., None] = end_all,
+        end_all: Callable[..., Sequence[str]] = end_all,
         least_vms: int = 1,
     ) -> None:
         self._provider = provider
@@ -183,7 +183,8 @@ class Provisioning:
         for executor in (self._looks, self._ends):
             executor.join(until_s)  # an end that is still under way does not keep the others from theirs
         try:
-            self._end_all(self._provider, told=lambda sentence: self._warn("provider_retried", sentence))
+            for left in self._end_all(self._provider, told=lambda sentence: self._warn("provider_retried", sentence)):
+                self._fact("orphan_ended", left)
         except Exception as error:  # whatever it is, the user must hear of it, and the rest be closed
             granted = self._registry.granted()
             named = any(vm in str(error) for vm in granted)  # else it is not known which of them are left

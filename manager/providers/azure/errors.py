@@ -53,6 +53,8 @@ USERS = {
     "SubscriptionNotRegistered",
 }
 """The user must mend it, whatever the status: it is 409 for many of them."""
+SOON = {"NicReservedForAnotherVm"}
+"""For three minutes after its VM failed, whatever the status: it is 400."""
 GONE = {"ResourceNotFound", "NotFound"}
 """That what is named is not there; other codes with 404 say it of what it should be in."""
 MESSAGE_CHARACTERS = 300
@@ -98,6 +100,8 @@ def translated(error: AzureError, begin: str) -> ProviderError:
     if code in CAPACITY:
         return CapacityShort(text)
     # below 400: an operation that failed in the end; 401: a new token may be taken by then
+    if code in SOON:
+        return Transient(text, after_s)
     if code not in USERS and "offer type" not in not_allowed and (status < 400 or status in (401, 408, 409, 412) or status >= 500):
         return Transient(text, after_s)
     return Misconfigured(text)

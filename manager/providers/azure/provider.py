@@ -25,6 +25,7 @@ from manager.providers.interface.provider import (
     CapacityShort,
     Misconfigured,
     Price,
+    ProviderError,
     QuotaExceeded,
     Refused,
     Transient,
@@ -61,6 +62,7 @@ class AzureProvider:
         operations: What is under way.
         custom_data: The encoded cloud-config for a VM of this name, with so many devices.
         find_price: The price of one hour of a size whose price the user does not give; None when it is not known.
+        find_disk_price: The same of a disk, by its kind and its GiB.
         bounds: How long to wait.
         ending: The command that ends what is left of the run.
     """
@@ -74,6 +76,7 @@ class AzureProvider:
         custom_data: Callable[[str, int], str],
         *,
         find_price: Callable[[AzureSize], float | None] = lambda _size: None,
+        find_disk_price: Callable[[str, int], float | None] = lambda _sku, _gib: None,
         bounds: Bounds | None = None,
         ending: str = "",
     ) -> None:
@@ -84,7 +87,7 @@ class AzureProvider:
         self._custom_data = custom_data
         self._find_price = find_price
         self._bounds = bounds or Bounds()
-        self.group = Group(client, spec, identity, self._bounds, self._usd_per_h)
+        self.group = Group(client, spec, identity, self._bounds, self._usd_per_h, find_disk_price)
         self._ending = ending
         self._has_set = False
         self._taken: frozenset[str] = frozenset()
@@ -130,6 +133,8 @@ class AzureProvider:
             evicted = Transient(f"{request}: its VMs were made and are gone")
             first = {Misconfigured: 0, QuotaExceeded: 1}
             raise min([*refused, evicted], key=lambda error: first.get(type(error), 2))
+        with contextlib.suppress(ProviderError):  # an account that may not: then its disks are not found later
+            self.group.tag_disks(made)
         self._operations.answered(request, tuple(vm.name for vm in made))
         return made
 
@@ -167,10 +172,10 @@ class AzureProvider:
         """See ``Provider``: Azure goes on with what was begun, and the VM is listed."""
         self.group.stopped.set()
 
-    def dismantle(self) -> None:
+    def dismantle(self) -> tuple[str, ...]:
         """See ``Provider``: the scale set too; one that is not there is no error."""
         self._has_set = False
-        self.group.end_all(time.monotonic() + self._bounds.delete_s)
+        return self.group.end_all(time.monotonic() + self._bounds.delete_s)
 
     def price(self) -> Price | None:
         """See ``Provider``. A size without a price makes the whole unknown."""

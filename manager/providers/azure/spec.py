@@ -139,18 +139,13 @@ def vm_body(
     size, zone = offer
     body: dict[str, Any] = {
         "location": spec.location,
-        "tags": {
-            RUN_TAG: names["run"],
-            JOB_TAG: names["job"],
-            REQUEST_TAG: names["request"],
-            DEVICES_TAG: str(size.num_devices),
-        },
+        "tags": {**_tags(names), DEVICES_TAG: str(size.num_devices)},
         "properties": {
             "virtualMachineScaleSet": {"id": scale_set_id(spec, names["run"])},
             "hardwareProfile": {"vmSize": size.name},
             "storageProfile": {"imageReference": _image(spec.image), "osDisk": _disk(spec)},
             "osProfile": _os_profile(spec, name, custom_data),
-            "networkProfile": _network(spec, name),
+            "networkProfile": _network(spec, name, names),
             "diagnosticsProfile": {"bootDiagnostics": {"enabled": True}},  # into storage of Azure's own
         },
     }
@@ -165,6 +160,10 @@ def vm_body(
     if spec.identity_id is not None:
         body["identity"] = {"type": "UserAssigned", "userAssignedIdentities": {spec.identity_id: {}}}
     return body
+
+
+def _tags(names: dict[str, str]) -> dict[str, str]:
+    return {RUN_TAG: names["run"], JOB_TAG: names["job"], REQUEST_TAG: names["request"]}
 
 
 def planned(
@@ -212,7 +211,7 @@ def _os_profile(spec: AzureSpec, name: str, custom_data: Any) -> dict[str, Any]:
     }
 
 
-def _network(spec: AzureSpec, name: str) -> dict[str, Any]:
+def _network(spec: AzureSpec, name: str, names: dict[str, str]) -> dict[str, Any]:
     interface: dict[str, Any] = {
         "primary": True,
         "deleteOption": "Delete",
@@ -222,5 +221,7 @@ def _network(spec: AzureSpec, name: str) -> dict[str, Any]:
         interface["networkSecurityGroup"] = {"id": spec.security_group_id}
     return {
         "networkApiVersion": NETWORK_API_VERSION,
-        "networkInterfaceConfigurations": [{"name": f"{name}-nic", "properties": interface}],
+        "networkInterfaceConfigurations": [
+            {"name": f"{name}-nic", "tags": _tags(names), "properties": interface},
+        ],
     }

@@ -203,9 +203,10 @@ class StaticProvider:
         """See ``Provider``: the host that is being started is the last one."""
         self._stopped.set()
 
-    def dismantle(self) -> None:
-        """See ``Provider``."""
+    def dismantle(self) -> tuple[str, ...]:
+        """See ``Provider``: nothing is made beside them."""
         self.delete([vm.name for vm in self.list()])
+        return ()
 
     def price(self) -> Price | None:
         """See ``Provider``."""

@@ -171,8 +171,10 @@ class Provider(Protocol):
     def stop(self) -> None:
         """Have a request that is under way in another thread give up soon; what came of it is still listed."""
 
-    def dismantle(self) -> None:
+    def dismantle(self) -> Sequence[str]:
         """End every VM of this run, and whatever was made beside them; called twice it changes nothing.
+
+        Returns what VMs that are gone had left behind, in words, with its price.
 
         Raises:
             ProviderError: naming what is left; the rest is ended.
@@ -211,8 +213,10 @@ def end_all(
     patience_s: float = PATIENCE_S,
     pause: Callable[[float], object] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
-) -> None:
+) -> Sequence[str]:
     """End every VM of a run and what was made beside them; blocks until they are gone, for about ``patience_s``.
+
+    Returns what VMs that are gone had left behind.
 
     What the same call may mend is tried again, after the pause that the provider asks for or one that grows; the last
     time when the patience is over.
@@ -230,8 +234,7 @@ def end_all(
     until_s = clock() + patience_s
     for own_s in RETRIES.pauses():
         try:
-            provider.dismantle()
-            return
+            return provider.dismantle()
         except RETRYABLE as error:
             left_s = until_s - clock()
             if left_s <= 0:
@@ -239,6 +242,7 @@ def end_all(
             next_s = min(own_s if error.retry_after_s is None else error.retry_after_s, left_s)
             told(f"{error}; again in {next_s:.3g} s")
         pause(next_s)
+    raise AssertionError("pauses have no end")
 
 
 # The name under which a run's VMs are known to their provider: new for each run directory, kept in it.
