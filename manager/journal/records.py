@@ -8,7 +8,7 @@ from pydantic import Field
 
 from manager.controller.state.actions import Action, Reason, SendReshape
 from manager.controller.state.state import Decision, Phase
-from morph.contract.base import Value
+from morph.contract.base import Shown, Value
 from morph.contract.messages import ReshapeOrder, WorkerId
 
 EntryKind = Literal["config", "event", "decision", "fact"]
@@ -43,7 +43,7 @@ class Fact(Value):
 
     name: str
     worker: WorkerId | None = None
-    detail: str = ""
+    detail: Shown = ""
 
 
 class TraceMoment(Value):

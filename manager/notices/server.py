@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from manager.notices.call import AGENT, ROLES
-from morph.contract.vm_names import MAX_DEVICES
+from morph.contract.vm_names import MAX_DEVICES, is_name
 from morph.link.authority import credential_of
 from morph.link.listener import HELLO_TIMEOUT_S, Caller, Listener
 from morph.link.session import Session
@@ -58,6 +58,8 @@ class VmServer(ABC):
         """Hear one node, until it is gone or silent; an agent comes again if it can."""
         session = Session(caller.connection, Wire(self._credential, listens=True))
         name, num_devices, role = session.welcome(3, HELLO_TIMEOUT_S)
+        if not is_name(name.partition("/")[0]):  # it is written down, and shown to a user
+            raise ConnectionError("no node is called like this")
         if role not in ROLES or not 1 <= int(num_devices) <= MAX_DEVICES:
             raise ConnectionError("no node speaks like this")
         node = CallingNode(name, int(num_devices), caller.source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,12 +70,23 @@ class Cloud:
         return Providing(lambda start: open_static(hosts, self.path, name, start))
 
 
-def check_address(vms: ProvidedVms, source: str) -> None:
-    """Refuse an address that this machine has not.
+def check_address(cloud: Cloud, source: str) -> None:
+    """Refuse an address that this machine has not, or that only this machine reaches and a host is elsewhere.
 
     Raises:
         ConfigError: naming the cluster file.
     """
+    vms, described = cloud.vms, cloud.described
+    if ipaddress.IPv4Address(vms.address).is_loopback and isinstance(described, Hosts):
+        elsewhere = [host for host in described.hosts if not host.is_here]
+        if elsewhere:
+            raise ConfigError(
+                f"is a loopback address, which {elsewhere[0].shown} of {cloud.path} cannot reach",
+                source=source,
+                field="vms.address",
+                value=vms.address,
+                allowed="an address of this machine that the hosts reach",
+            )
     try:
         socket.create_server((vms.address, 0)).close()
     except OSError as error:

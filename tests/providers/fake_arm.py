@@ -76,8 +76,9 @@ class FakeArm:
 
     ``shortages``: error code by (size, zone), told when the operation ends. ``locked``: what has a lock. ``stuck``: VMs
     that are being made for ever. ``made_as``: states of VMs that are made. ``evicted``: VMs that are taken as soon as
-    they are made. ``parts``: interfaces and disks by kind and name, each with the VM that it goes with; ``staying``: names
-    of those that stay when their VM goes. ``expired``: tokens that are refused. ``throttled``: which calls of each method are, by number.
+    they are made. ``parts``: interfaces and disks by kind and name, each with the VM that it goes with; ``staying``:
+    names of those that stay when their VM goes. ``expired``: tokens that are refused. ``throttled``: whether a call of
+    this number is.
     """
 
     def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:

@@ -132,10 +132,12 @@ def test_a_list_without_an_answer_is_no_price(prices: MetadataServer, reply: Rep
     assert retail_price("westus2", "Standard_NC6", spot=True, url=prices.url + PATH) is None
 
 
-@pytest.mark.parametrize("reply", [Reply(status=429), json_reply({}), Reply(drop=True)], ids=["429", "{}", "dropped"])
 def test_a_disk_costs_what_its_tier_does(prices: MetadataServer) -> None:
     monthly = {"unitOfMeasure": "1/Month", "retailPrice": 21.9}
-    items = [{**monthly, "meterName": "P10 LRS Disk"}, {**monthly, "meterName": "P10 LRS Disk Mount", "retailPrice": 99.0}]
+    items = [
+        {**monthly, "meterName": "P10 LRS Disk"},
+        {**monthly, "meterName": "P10 LRS Disk Mount", "retailPrice": 99.0},
+    ]
     prices.script("GET", PATH, json_reply({"Items": items, "NextPageLink": None}))
     url = prices.url + PATH
     assert disk_price("westus2", "Premium_LRS", 128, url) == pytest.approx(0.03)
@@ -144,6 +146,7 @@ def test_a_disk_costs_what_its_tier_does(prices: MetadataServer) -> None:
     assert disk_price("westus2", "UltraSSD_LRS", 128, url) is None
 
 
+@pytest.mark.parametrize("reply", [Reply(status=429), json_reply({}), Reply(drop=True)], ids=["429", "{}", "dropped"])
 def test_a_list_of_which_a_page_is_missing_is_no_price(prices: MetadataServer, reply: Reply) -> None:
     url = prices.url + PATH
     prices.script("GET", PATH, json_reply({"Items": [item(0.2)], "NextPageLink": f"{url}?$skip=100"}), reply)

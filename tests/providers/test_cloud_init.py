@@ -81,7 +81,10 @@ def test_units_come_again_after_a_reboot_and_close_the_metadata_first() -> None:
     closed = written(START.model_copy(update={"uid": 1000, "metadata": False}))
     for files in (written(), closed):
         for name in ("node", "agent"):
-            assert "[Install]\nWantedBy=multi-user.target\n" in files[f"/etc/systemd/system/morph-{name}.service"]["content"]
+            assert (
+                "[Install]\nWantedBy=multi-user.target\n"
+                in files[f"/etc/systemd/system/morph-{name}.service"]["content"]
+            )
     assert "ExecStartPre" not in written()["/etc/systemd/system/morph-node.service"]["content"]
     unit = closed["/etc/systemd/system/morph-node.service"]["content"]
     (line,) = [line for line in unit.splitlines() if line.startswith("ExecStartPre=")]

@@ -23,7 +23,7 @@ from manager.host.processes import wait_gone
 from manager.journal.records import Fact
 from manager.providers.boot.cloud_init import NodeStart
 from manager.providers.hosts.ssh import SshHost, Unanswered, run_ssh, ssh_command
-from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
+from manager.providers.hosts.static import LOOK_AGAIN_S, Hosts, StaticProvider, StaticSpec
 from manager.providers.hosts.static_node import secret_of, static_node
 from manager.providers.interface.provider import CapacityShort, Misconfigured, Transient
 from morph.link.authority import authority_of
@@ -142,8 +142,9 @@ def test_a_host_that_is_not_reached_is_passed_over(world: Path) -> None:
     (vm,) = static.request("a", 2)
     assert node_pid(world, "h2", vm.name)
     assert list(json.loads((world / "leases/leases.json").read_text())) == ["h2:22"]
-    with pytest.raises(CapacityShort, match="h1 is not reached: connect to host h1: refused"):
+    with pytest.raises(CapacityShort, match="h1 is not reached: connect to host h1: refused") as raised:
         static.request("b", 1)
+    assert raised.value.retry_after_s == LOOK_AGAIN_S
 
 
 def test_a_host_where_the_start_fails_costs_none_of_the_others(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Literal
 
 from manager.controller.state.actions import ReleaseNodes, RequestId, RequestNodes
 from manager.controller.state.events import NodeFacts, Paid, RequestRefused, WorkerLost
@@ -83,7 +85,7 @@ class Provisioning:
         self._provider = provider
         self._event_queue = event_queue
         self._spending = spending
-        self._over = threading.Event()
+        self._over, self._hurry = threading.Event(), threading.Event()
         self._pause = pause or self._over.wait
         self._registry = VmRegistry()
         self._close_timeout_s = close_timeout_s
@@ -183,13 +185,18 @@ class Provisioning:
         for executor in (self._looks, self._ends):
             executor.join(until_s)  # an end that is still under way does not keep the others from theirs
         try:
-            for left in self._end_all(self._provider, told=lambda sentence: self._warn("provider_retried", sentence)):
+            told = partial(self._warn, "provider_retried")
+            for left in self._end_all(self._provider, told=told, hurry=self._hurry):
                 self._fact("orphan_ended", left)
         except Exception as error:  # whatever it is, the user must hear of it, and the rest be closed
             granted = self._registry.granted()
             named = any(vm in str(error) for vm in granted)  # else it is not known which of them are left
             perhaps = f"; {', '.join(granted)} may be there" if granted and not named else ""
             self._warn("vms_left", f"{error}{perhaps}{self._command()}")
+
+    def hurry(self) -> None:
+        """From now on ``close`` tries each end once more at most; returns at once."""
+        self._hurry.set()
 
     def _command(self) -> str:
         """What the user can do about VMs that are left."""
@@ -278,7 +285,8 @@ class Provisioning:
                 if self._wait_for_room(name, waited, num_over, {vm.name for vm in listed}, until_s):
                     continue
                 is_quota = isinstance(error, QuotaExceeded)
-                return RequestRefused(request=name, cause="quota" if is_quota else "capacity", detail=waited)
+                cause: Literal["quota", "capacity"] = "quota" if is_quota else "capacity"
+                return RequestRefused(request=name, cause=cause, detail=waited, retry_s=error.retry_after_s)
             except (Throttled, Transient) as error:
                 waited = str(error)
                 own_s = RETRIES.pause_s(attempt)

@@ -102,7 +102,11 @@ def translated(error: AzureError, begin: str) -> ProviderError:
     # below 400: an operation that failed in the end; 401: a new token may be taken by then
     if code in SOON:
         return Transient(text, after_s)
-    if code not in USERS and "offer type" not in not_allowed and (status < 400 or status in (401, 408, 409, 412) or status >= 500):
+    if (
+        code not in USERS
+        and "offer type" not in not_allowed
+        and (status < 400 or status in (401, 408, 409, 412) or status >= 500)
+    ):
         return Transient(text, after_s)
     return Misconfigured(text)
 

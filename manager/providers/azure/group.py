@@ -16,7 +16,6 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from azure.core.exceptions import DecodeError, HttpResponseError, ResourceNotFoundError
-
 from azure.core.rest import HttpRequest
 
 from manager.providers.azure.errors import is_gone, translating

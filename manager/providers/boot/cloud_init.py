@@ -1,7 +1,7 @@
 """What a cloud VM does at its first boot: get Morph from the manager, join the Ray cluster, watch for notices.
 
-And end itself when it is forgotten. The first thing that runs, at each boot, is a watchdog. It needs no disk, no network
-and nothing of what comes later, and ends the VM unless it is told again and again that the VM is to stay.
+And end itself when it is forgotten. The first thing that runs, at each boot, is a watchdog. It needs no disk, no
+network and nothing of what comes later, and ends the VM unless it is told again and again that the VM is to stay.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def boot_command(
     secret_path: str = SECRET_PATH,
     code_directory: str = CODE_DIRECTORY,
 ) -> list[str]:
-    """Write the options of ``manager.providers.boot.first_boot``, without requirements. ``end``: as ``agent_command``."""
+    """Write the options of ``manager.providers.boot.first_boot``, ``end``: as of ``agent_command``."""
     options = [
         f"--manager={start.manager_address}", f"--node={node}", f"--devices={num_devices}",
         f"--secret-file={secret_path}", f"--folder={code_directory}", f"--python={start.python}",

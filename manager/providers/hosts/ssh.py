@@ -50,6 +50,13 @@ class SshHost(Value):
     num_gpus: int = Field(default=1, ge=1, le=MAX_DEVICES, description="devices that Morph drives, a worker each")
 
     @property
+    def is_here(self) -> bool:
+        """Whether it is this machine, as far as its addresses tell."""
+        return "localhost" in (known := (self.address, self.node_address or "")) or any(
+            one.startswith("127.") or one == "::1" for one in known
+        )
+
+    @property
     def shown(self) -> str:
         """As a user would write it."""
         return f"{self.user}@{self.address}" if self.user else self.address
@@ -107,7 +114,9 @@ def log_script(node: str, directory: str = ".morph/nodes") -> str:
 def run_ssh(
     host: SshHost, remote: str, secret: str = "", program: Sequence[str] = ("ssh",), timeout_s: float = RUN_TIMEOUT_S
 ) -> str:
-    """Run a remote line; returns what it writes; blocks for at most ``timeout_s``. Ctrl-C does not reach the program: a node may be starting.
+    """Run a remote line; returns what it writes; blocks for at most ``timeout_s``.
+
+    Ctrl-C does not reach the program: a node may be starting.
 
     Raises:
         Unanswered: the host did not answer in time, or the program was killed.

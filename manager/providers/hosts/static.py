@@ -31,6 +31,8 @@ from morph.contract.base import Value
 from morph.contract.cluster import UsdPerHour
 from morph.contract.files import PRIVATE, write_whole
 
+LOOK_AGAIN_S = 30.0
+"""Looking at hosts costs nothing: one that is back need not wait until asking a cloud would make sense again."""
 MAX_AT_ONCE = 32
 """Hosts whose nodes are ended at the same time."""
 
@@ -165,7 +167,7 @@ class StaticProvider:
         if not granted and wrong is not None:
             raise wrong
         if not granted:
-            raise CapacityShort(trouble or f"none of the {len(self._hosts)} hosts is free")
+            raise CapacityShort(trouble or f"none of the {len(self._hosts)} hosts is free", LOOK_AGAIN_S)
         return tuple(granted)
 
     def list(self) -> tuple[Vm, ...]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -211,7 +212,8 @@ def end_all(
     *,
     told: Callable[[str], None] = lambda _sentence: None,
     patience_s: float = PATIENCE_S,
-    pause: Callable[[float], object] = time.sleep,
+    pause: Callable[[float], object] | None = None,
+    hurry: threading.Event | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Sequence[str]:
     """End every VM of a run and what was made beside them; blocks until they are gone, for about ``patience_s``.
@@ -226,18 +228,20 @@ def end_all(
         told: Hears what is left and when it is tried again.
         patience_s: In seconds.
         pause: Waits some seconds.
+        hurry: Once it is set, the next try is the last one.
         clock: Seconds, never going back.
 
     Raises:
         ProviderError: naming what is left.
     """
-    until_s = clock() + patience_s
+    until_s, hurry = clock() + patience_s, hurry or threading.Event()
+    pause = pause or hurry.wait
     for own_s in RETRIES.pauses():
         try:
             return provider.dismantle()
         except RETRYABLE as error:
             left_s = until_s - clock()
-            if left_s <= 0:
+            if left_s <= 0 or hurry.is_set():
                 raise
             next_s = min(own_s if error.retry_after_s is None else error.retry_after_s, left_s)
             told(f"{error}; again in {next_s:.3g} s")
