@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,10 @@ class VmServer(ABC):
         secret: From which the nodes' credential follows; whoever calls without that is sent away.
         host: Address to listen on.
         port: 0: any free one.
-        files: What nodes may ask for, by name.
+        files: What nodes may ask for, by name; what makes it is called in the node's thread.
     """
 
-    def __init__(self, secret: str, host: str, port: int, files: Mapping[str, bytes]) -> None:
+    def __init__(self, secret: str, host: str, port: int, files: Mapping[str, bytes | Callable[[], bytes]]) -> None:
         self._credential, self._files = credential_of(secret), files
         self._agents: dict[str, Session] = {}
         self._lock = threading.Lock()
@@ -74,6 +74,8 @@ class VmServer(ABC):
             while True:
                 message = session.hear(SILENT_S)
                 answer = self._files.get(str(message.get("kind")))
+                if callable(answer):
+                    answer = answer()
                 if answer is None:
                     answer = json.dumps({"heard": True, **self._take(node, message)}).encode()
                 session.send(answer, SEND_TIMEOUT_S)

@@ -20,6 +20,8 @@ from manager.providers.interface.provider import Price, RunName
 from morph.contract.cluster import AzureVms, ProvidedVms
 from morph.contract.errors import ConfigError
 
+LOCK_NAME = "requirements.lock"
+
 
 @dataclass(frozen=True)
 class Cloud:
@@ -65,9 +67,11 @@ class Cloud:
         if isinstance(described, AzureSpec):
             spec = azure_spec(described, vms.environment.image, vms.usd_per_h)
             elsewhere = "" if spec.resource_manager == PUBLIC_AZURE else spec.resource_manager
-            return Providing(lambda start: open_azure(spec, self.path, name, run_dir, start), elsewhere)
+            return Providing(
+                lambda start: open_azure(spec, self.path, name, run_dir, start), elsewhere, run_dir / LOCK_NAME
+            )
         hosts = described if vms.usd_per_h is None else described.at(vms.usd_per_h)
-        return Providing(lambda start: open_static(hosts, self.path, name, start))
+        return Providing(lambda start: open_static(hosts, self.path, name, start), lock_path=run_dir / LOCK_NAME)
 
 
 def check_address(cloud: Cloud, source: str) -> None:

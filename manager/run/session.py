@@ -217,7 +217,7 @@ class Session:
         self._event_queue.put(Tick())  # without an event nobody asks for the first VMs
 
     def hurry(self) -> None:
-        """While it is closed, wait no longer for VMs that cannot be ended now, which are named; for a signal's handler."""
+        """While it is closed, wait no longer for what cannot be ended now; for a signal's handler."""
         if self._provisioning is not None:
             self._provisioning.hurry()
 

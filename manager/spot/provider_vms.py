@@ -63,18 +63,25 @@ class ProvidedMachines(VmServer):
     Args:
         secret: Shared with the VMs.
         host, port: To listen at.
-        wheel, code: Morph's own, and a zip of the script's folder; VMs get both here.
+        files: What VMs get here as they boot.
+        code: A zip of the script's folder, which they get, too.
         handed_on: Variables that the script gets.
     """
 
     def __init__(
-        self, secret: str, host: str, port: int, wheel: bytes, code: bytes, handed_on: Mapping[str, str]
+        self,
+        secret: str,
+        host: str,
+        port: int,
+        files: Mapping[str, bytes | Callable[[], bytes]],
+        code: bytes,
+        handed_on: Mapping[str, str],
     ) -> None:
         self._vms: dict[str, _Vm] = {}
         self._digest, self._handed_on = hashlib.sha256(code).hexdigest(), dict(handed_on)
         self._unfit: str | None = None
         self.noticed: Callable[[str, float], object] = lambda _vm, _lead_s: None
-        super().__init__(secret, host, port, {"wheel": wheel, "code": code})
+        super().__init__(secret, host, port, {**files, "code": code})
 
     def start(self, vms: Sequence[str], command: Sequence[str], storage: str) -> None:
         """See ``Machines``: each begins once it has booted, and the first one of the group is known."""

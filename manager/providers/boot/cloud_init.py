@@ -84,13 +84,18 @@ def node_start(vms: ProvidedVms, port: int, secret: str, wheel: bytes, managemen
         python=vms.environment.python,
         python_version=python_version(),
         wheel_sha256=hashlib.sha256(wheel).hexdigest(),
-        requirements=(*requirements(), *vms.environment.packages),
+        requirements=wanted_on(vms),
         uid=vms.uid if isinstance(vms, AzureVms) else 0,
         metadata=not isinstance(vms, AzureVms) or vms.metadata,
         lonely_s=vms.lonely_s,
         management_url=management_url,
         **of_ray,
     )
+
+
+def wanted_on(vms: ProvidedVms) -> tuple[str, ...]:
+    """Return the requirements of Morph and of the user on the VMs of a cluster file."""
+    return (*requirements(any_build=vms.device == "cuda"), *vms.environment.packages)
 
 
 def cloud_init(start: NodeStart, node: str, source: str, num_devices: int = 1) -> str:

@@ -37,6 +37,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import zipfile
@@ -65,6 +66,8 @@ ANSWER_TIMEOUT_S = 120.0
 RETRY_S = 2.0
 TELL_EVERY_S = 10.0
 PIP_TIMEOUT_S = 3600.0
+LOCK_TIMEOUT_S = 900.0
+"""For what the manager gives: longer than it takes to make it."""
 SETUP_TIMEOUT_S = 1800.0
 STAY_EVERY_S = 20.0
 WATCH_EVERY_S = 5.0
@@ -132,11 +135,11 @@ class Caller:
         host, _, port = manager.rpartition(":")
         self._manager, self._node, self._num_devices, self._secret = (host, int(port)), node, num_devices, secret
 
-    def file(self, name: str) -> bytes:
+    def file(self, name: str, timeout_s: float = ANSWER_TIMEOUT_S) -> bytes:
         """Return what the manager gives under this name."""
         with self._called() as session:
             session.tell({"kind": name})
-            return session.receive(ANSWER_TIMEOUT_S)
+            return session.receive(timeout_s)
 
     def tell_unfit(self, why: str) -> None:
         """Tell why this VM cannot be used."""
@@ -247,17 +250,19 @@ def _run_tool(command: list[str], failed: str, but: str = "") -> None:
 
 
 def lacking(requirements: list[str]) -> list[str]:
-    """Return those that this interpreter's packages do not meet; of a build such as 2.9+cu128, 2.9 counts.
+    """Return those that this interpreter's packages do not meet; a build, as in 2.9+cu128, counts where one is named.
 
     Understands NAME, NAME==VERSION and NAME>=VERSION; of anything else it cannot say, and returns it.
     """
     missing = []
     for given in requirements:
-        read = re.fullmatch(r"([A-Za-z0-9._-]+)(?:(==|>=)([0-9.]+))?", given)
+        read = re.fullmatch(r"([A-Za-z0-9._-]+)(?:(==|>=)([0-9][0-9A-Za-z.+!_-]*))?", given)
         try:
-            found = metadata.version(read[1]).partition("+")[0] if read else ""
+            found = metadata.version(read[1]) if read else ""
         except metadata.PackageNotFoundError:
             found = ""
+        if read is not None and "+" not in (read[3] or ""):
+            found = found.partition("+")[0]
         fits = read is not None and (
             read[2] is None or (found == read[3] if read[2] == "==" else _numbers(found) >= _numbers(read[3]))
         )
@@ -266,20 +271,37 @@ def lacking(requirements: list[str]) -> list[str]:
     return missing
 
 
-def install(requirements: list[str]) -> None:
+def install(requirements: list[str], lock: Callable[[], str]) -> None:
     """Have pip bring what is missing; without anything missing neither pip nor a network is needed.
 
+    ``lock``: asks the manager what is installed on the VMs of the run: versions, and hashes if it knows them.
+
     Raises:
-        Unfit: pip fails.
+        Unfit: pip fails, or the manager does not say.
     """
     missing = lacking(requirements)
     if not missing:
         return
     print(f"missing: {', '.join(missing)}", flush=True)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--no-cache-dir"]
-    command += ["--disable-pip-version-check", *requirements]  # all: nothing may change what must not change
     try:
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=PIP_TIMEOUT_S, check=False)
+        locked = lock()
+    except (OSError, ValueError) as error:
+        raise Unfit(
+            f"the manager did not say in which versions {', '.join(missing)} are to be installed: {error}"
+        ) from error
+    hashed = ["--require-hashes", "--no-deps"] if "--hash=" in locked else []
+    try:
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+            file.write(locked)
+            file.flush()
+            command += [
+                "--disable-pip-version-check",
+                *hashed,
+                "-r",
+                file.name,
+            ]  # all: else pip may change what is there
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=PIP_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise Unfit(f"pip did not bring {', '.join(missing)} within {PIP_TIMEOUT_S:g} s") from error
     if done.returncode:
@@ -438,7 +460,7 @@ def _do(given: argparse.Namespace, caller: Caller) -> None:
     if given.close_metadata:
         close_metadata(given.uid)
     bring(caller, given.sha256, Path(given.folder), given.patience_s)
-    return install(given.requirements)
+    return install(given.requirements, lambda: caller.file("lock", LOCK_TIMEOUT_S).decode())
 
 
 def _numbers(version: str) -> list[int]:
