@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from manager.engine.vms.budget import Spending
@@ -49,7 +49,7 @@ def open_provided(
     archive = packed_code(code)
     try:
         lock = Lock(providing.lock_path, wanted_on(vms), log.warning)
-        files = {"wheel": wheel, "lock": lock}
+        files: dict[str, bytes | Callable[[], bytes]] = {"wheel": wheel, "lock": lock}
         machines = ProvidedMachines(secret, vms.address, port, files, archive, variables(vms.pass_variables))
     except OSError as error:
         raise ConfigError(

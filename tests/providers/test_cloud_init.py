@@ -180,7 +180,7 @@ def test_what_azure_would_not_take_is_refused_before_it_is_sent() -> None:
 
 
 def test_what_would_be_created_can_be_looked_at_without_the_secrets() -> None:
-    calls = planned(SPEC, "tiny-1", "tiny", "tiny-1", 2, lambda *_: "")
+    calls = planned(SPEC, "tiny-1", "tiny", "tiny-1", 2)
     assert [call["put"].rsplit("/", 2)[-2:] for call in calls] == [
         ["virtualMachineScaleSets", "tiny-1"],
         ["virtualMachines", "tiny-1-0"],

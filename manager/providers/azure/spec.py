@@ -167,7 +167,12 @@ def _tags(names: dict[str, str]) -> dict[str, str]:
 
 
 def planned(
-    spec: AzureSpec, run: str, job: str, request: str, count: int, cloud_config: Callable[[str, int], Any]
+    spec: AzureSpec,
+    run: str,
+    job: str,
+    request: str,
+    count: int,
+    cloud_config: Callable[[str, int], Any] = lambda _node, _num_devices: "(the cloud-config; it holds secrets)",
 ) -> list[dict[str, Any]]:
     """Return what a request for ``count`` devices would create, in order; for the user.
 

@@ -48,8 +48,8 @@ def dry_run_command(
     from morph.yaml_files import load_yaml
 
     spec = load_yaml(file, AzureSpec)
-    shown = _cloud_config_of(cluster) if cluster else lambda *_: "(the cloud-config; --cluster FILE shows it)"
-    print(json.dumps(planned(spec, run, job, f"{job}-1", count, shown), indent=1))
+    shown = [_cloud_config_of(cluster)] if cluster else []
+    print(json.dumps(planned(spec, run, job, f"{job}-1", count, *shown), indent=1))
 
 
 def _cloud_config_of(path: Path) -> Callable[[str, int], Any]:
