@@ -12,7 +12,7 @@ from manager.controller.state.actions import Action, Reason, SendReshape
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import EVENT, Event
 from manager.controller.state.state import Decision, Phase
-from morph.contract.base import Value
+from morph.contract.base import Shown, Value
 from morph.contract.messages import ReshapeOrder, WorkerId
 
 EntryKind = Literal["config", "event", "decision", "fact"]
@@ -47,7 +47,7 @@ class Fact(Value):
 
     name: str
     worker: WorkerId | None = None
-    detail: str = ""
+    detail: Shown = ""
 
 
 class TraceMoment(Value):

@@ -120,6 +120,7 @@ def run_session(
         KeyboardInterrupt: on a second such signal; everything is ended all the same.
     """
     ending = ExitStack()  # closes what was opened, in reverse
+    session: Session | None = None
     try:
         session = Session(spec, run_dir, observer, found, ending)
         if attend is not None:
@@ -132,7 +133,7 @@ def run_session(
             session.start_vms()
             return session.drive()
     finally:
-        with signals_blocked():
+        with signals_blocked(session.hurry if session else lambda: None):
             ending.close()
 
 
@@ -216,6 +217,11 @@ class Session:
             joining = watch_joining(provided, provisioning, self._event_queue, self.driver.state, appeared)
             self._ending.callback(joining.close)
         self._event_queue.put(Tick())  # without an event nobody asks for the first VMs
+
+    def hurry(self) -> None:
+        """While it is closed, wait no longer for what cannot be ended now; for a signal's handler."""
+        if self._provisioning is not None:
+            self._provisioning.hurry()
 
     def drive(self) -> Finish:
         """Decide and act until the job ends."""
