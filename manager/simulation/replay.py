@@ -68,7 +68,7 @@ POLICIES: Mapping[str, tuple[Play, str]] = {
     ),
     "mix-50": (partial(play_mix, on_demand_share=0.5), "Morph, on as many VMs, half of which are never taken"),
     "on-demand": (play_on_demand, "as many VMs as there are on average, never taken, at their price"),
-    "ideal": (play_ideal, "changes are free and instant, nothing is ever lost, pipelines of any depths train side by side: the bound"),
+    "ideal": (play_ideal, "changes are free, instant and lose nothing, and pipelines may differ: the bound"),
 }
 COMPARED = tuple(name for name in POLICIES if not name.startswith("morph-"))
 """All but those that show what a part of Morph is worth."""
