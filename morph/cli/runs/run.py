@@ -44,6 +44,12 @@ IfChangedOption = Annotated[
         "changed code and data, from the newest checkpoint on."
     ),
 ]
+TakeOverOption = Annotated[
+    bool,
+    typer.Option(
+        "--take-over", help="Take the checkpoints over from another manager that uses the same --checkpoint-url."
+    ),
+]
 
 _SHORT = {"pipeline_depth": "-P", "num_replicas": "-D"}
 _IN_A_JOB_FILE = (
@@ -105,6 +111,7 @@ def run_command(
     log_format: LogFormatOption = LogFormat.TEXT,
     page: PageOption = True,
     if_changed: IfChangedOption = IfChanged.REFUSE,
+    take_over: TakeOverOption = False,
     price: PriceOption = None,
     on_demand_price: OnDemandOption = None,
     settings: FileSettingsOption = None,
@@ -141,7 +148,8 @@ def run_command(
     )
     with doing_if_long(f"reading {job} and what it is run with"):
         from morph.cli.runs.carry_out import Shown, carry_out
-    carry_out(request, run_dir, Shown(plain, verbose, log_format is LogFormat.JSON, page), if_changed)
+    shown = Shown(plain, verbose, log_format is LogFormat.JSON, page)
+    carry_out(request, run_dir, shown, if_changed, take_over=take_over)
 
 
 def resume_command(
@@ -166,6 +174,7 @@ def resume_command(
     log_format: LogFormatOption = LogFormat.TEXT,
     page: PageOption = True,
     if_changed: IfChangedOption = IfChanged.REFUSE,
+    take_over: TakeOverOption = False,
 ) -> None:
     """Go on with a run as it was started: the same as giving its `morph run` command again.
 
@@ -188,9 +197,9 @@ def resume_command(
     shown = Shown(plain, verbose, log_format is LogFormat.JSON, page)
     if is_stored(source):
         with recovered(source, job, run_dir, cluster, if_changed) as (request, made):
-            carry_out(request, made, shown, if_changed)
+            carry_out(request, made, shown, if_changed, take_over=take_over)
     read_facts(Path(source))
     for option, given in (("--job", job), ("--run-dir", run_dir), ("--cluster", cluster)):
         if given is not None:
             raise ConfigError("is for a URL alone", field=option, allowed=f"without it, as {source} says")
-    carry_out(kept_request(Path(source)), Path(source), shown, if_changed)
+    carry_out(kept_request(Path(source)), Path(source), shown, if_changed, take_over=take_over)
