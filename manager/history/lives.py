@@ -25,6 +25,7 @@ from manager.controller.state.events import (
     WorkerLost,
 )
 from manager.journal.records import (
+    DIED_WITH_MANAGER,
     OUTLIVES,
     PREEMPTION_FAILED,
     PREEMPTION_INJECTED,
@@ -201,7 +202,7 @@ class _Reader:
             self.outlives_s = float(fact.detail)
         elif fact.name == TOOK_OVER and time_s - self.last_s >= self.outlives_s:
             self.gone_s = self.last_s
-        elif fact.name == SESSION_OVER:
+        elif fact.name in (SESSION_OVER, DIED_WITH_MANAGER):
             self.end_all(time_s)
 
     def _event(self, event: Event | None, time_s: float, *, is_open: bool) -> None:

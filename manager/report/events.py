@@ -10,6 +10,7 @@ from manager.controller.state.actions import Finish, ReasonCode
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import EVENT, Event
 from manager.journal.records import (
+    DIED_WITH_MANAGER,
     OUTLIVES,
     SESSION_OVER,
     TOOK_OVER,
@@ -38,6 +39,7 @@ ROUTINE = frozenset(
 )
 INNER_FACTS = frozenset(
     {
+        DIED_WITH_MANAGER,
         OUTLIVES,
         SESSION_OVER,
         TOOK_OVER,

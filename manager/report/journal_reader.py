@@ -31,7 +31,7 @@ from manager.controller.state.events import (
 from manager.controller.state.profile_correction import Correction
 from manager.controller.state.saves import NextSave
 from manager.journal.journal import Journal
-from manager.journal.records import OUTLIVES, SESSION_OVER, TOOK_OVER, DecisionRecord, Entry, Fact
+from manager.journal.records import DIED_WITH_MANAGER, OUTLIVES, SESSION_OVER, TOOK_OVER, DecisionRecord, Entry, Fact
 from manager.report.means import EvaluationReader, extreme_rates
 from manager.report.morphs import MorphReader
 from manager.report.values import RunReport, ShapeSpan, StepRecord, VmCount
@@ -169,6 +169,8 @@ class RunReader:
         fact = Fact.model_validate_json(entry.payload_json) if entry.kind == "fact" else None
         if fact is not None and fact.name == TOOK_OVER:
             self.ledger.unmanaged(entry.time_s)
+        elif fact is not None and fact.name == DIED_WITH_MANAGER:
+            self.ledger.outlived(entry.time_s)
         elif entry.kind != "config":
             self.ledger.advance(entry.time_s)
         match entry.kind:
@@ -189,7 +191,7 @@ class RunReader:
         self.morphs.take_fact(fact, time_s)
         if fact.name == OUTLIVES:
             self.ledger.outlives_ns = round(float(fact.detail) * NS_PER_S)
-        elif fact.name == SESSION_OVER:
+        elif fact.name in (SESSION_OVER, DIED_WITH_MANAGER):
             self.ledger.end_session()
             self.living.clear()
             self._count_vms(time_s)
