@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from manager.run.request import IfChanged, RunRequest, is_job_file, kept_request
-from manager.run_dir import read_facts
+from manager.run.request import IfChanged, RunRequest, is_job_file, kept_request, run_dir_of
+from manager.run_dir import check_unused, read_facts
 from morph.cli.reading.options import (
     AnyScheduleOption,
     FileSettingsOption,
@@ -147,6 +147,8 @@ def run_command(
         {name: context.params[name] for name in RunRequest.model_fields} | {"settings": tuple(settings or ())}
     )
     with doing_if_long(f"reading {job} and what it is run with"):
+        if (own := run_dir_of(request, run_dir)) is not None:
+            check_unused(own)  # before what is imported, which takes longer
         from morph.cli.runs.carry_out import Shown, carry_out
     shown = Shown(plain, verbose, log_format is LogFormat.JSON, page)
     carry_out(request, run_dir, shown, if_changed, take_over=take_over)
@@ -191,6 +193,8 @@ def resume_command(
       morph resume az://container/tiny --job my_job.py:job --run-dir runs/tiny
     """
     with doing_if_long(f"reading what was kept in {source}"):
+        if "://" not in source:
+            check_unused(Path(source))
         from manager.run.recovery import is_stored, recovered
         from morph.cli.runs.carry_out import Shown, carry_out
 
