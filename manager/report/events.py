@@ -15,6 +15,7 @@ from manager.controller.state.events import Event
 from manager.journal.condensed import Head
 from manager.journal.journal import Journal
 from manager.journal.records import (
+    DIED_WITH_MANAGER,
     OUTLIVES,
     SESSION_OVER,
     TOOK_OVER,
@@ -49,6 +50,7 @@ ROUTINE = frozenset(
 )
 INNER_FACTS = frozenset(
     {
+        DIED_WITH_MANAGER,
         OUTLIVES,
         SESSION_OVER,
         TOOK_OVER,
