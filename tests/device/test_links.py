@@ -231,9 +231,7 @@ def test_a_device_is_refused_where_this_torch_cannot_use_it(monkeypatch: pytest.
     assert usable_device("cpu") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
-    with pytest.raises(
-        ConfigError, match=r"^vms.device: .*torch \S+ is built without CUDA \(got 'cuda'\); allowed: cpu"
-    ):
+    with pytest.raises(ConfigError, match=r"^vms.device: .*: torch \S+ is built without CUDA \(got 'cuda'\)"):
         check_kernels(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
