@@ -16,6 +16,7 @@ MorphError
     ├── NonFiniteGradient     a gradient is NaN or infinite
     ├── CheckpointError       a checkpoint cannot be read
     │   └── CheckpointDamaged it is not what was written, and will never be: an older one may be whole
+    ├── CheckpointsTaken      another manager has taken the run's checkpoints over: write nothing more there
     ├── ClusterError          the cluster cannot be started or reached
     │   └── ClusterLost       what the run stood on is gone: a new cluster can go on from the newest checkpoint
     └── WaitTimeout           a bounded wait ran out; says what was waited for
@@ -121,6 +122,10 @@ class CheckpointError(TrainingStopped):
 
 class CheckpointDamaged(CheckpointError):
     """A checkpoint is not what was written: a file is missing or differs from its manifest."""
+
+
+class CheckpointsTaken(TrainingStopped):
+    """Another manager has taken over the place of the run's checkpoints."""
 
 
 class ClusterError(TrainingStopped):
