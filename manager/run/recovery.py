@@ -16,12 +16,11 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import fsspec
 from pydantic import Field, ValidationError, field_validator
 
-from manager.providers.azure.spec import AzureSpec
-from manager.providers.hosts.static import Hosts
 from manager.run.checkpoint_location import no_checkpoint, stored_at
 from manager.run.code import keep
 from manager.run.inputs import PreparedRun
@@ -58,7 +57,7 @@ class Recovery(Value):
     code: dict[str, str]
     profile: Profile
     cluster: ClusterConfig
-    cloud: AzureSpec | Hosts | None = None
+    cloud: dict[str, Any] | None = Field(default=None, description="what vms.cloud named")
     trace: str | None = Field(default=None, description="text of the file")
 
     @field_validator("code")
@@ -93,7 +92,7 @@ def recovery_of(run: PreparedRun, facts: RunFacts, files: JobFiles) -> Recovery:
         code=digests(files.files),
         profile=run.profile,
         cluster=ClusterConfig.model_validate(given),
-        cloud=None if run.cloud is None else run.cloud.described,
+        cloud=None if run.cloud is None else run.cloud.described.model_dump(mode="json"),
         trace=None if request.trace is None else request.trace.read_text(encoding="utf-8"),
     )
 

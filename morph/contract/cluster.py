@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
@@ -186,6 +187,11 @@ class ProvidedVms(Value):
     )
     limits: Limits = Limits()
 
+    @property
+    def market(self) -> str:
+        """The kind, by which the market is found."""
+        return str(getattr(self, "kind"))  # noqa: B009 (each subclass has one of its own type)
+
     @field_validator("address")
     @classmethod
     def _is_address(cls, address: str) -> str:
@@ -249,12 +255,31 @@ class StaticVms(ProvidedVms):
         return environment
 
 
+class OtherVms(ProvidedVms):
+    """VMs of a market that another package registers: see ``manager/run/markets.py``."""
+
+    kind: str = Field(description="name of the entry point, in the group morph.markets")
+
+
+OTHER = "a kind of another package"
+BUILT_IN = ("local", "azure", "static")
+
+
+def market_entry_points() -> dict[str, EntryPoint]:
+    """Return what other packages register, by kind."""
+    return {found.name: found for found in entry_points(group="morph.markets") if found.name not in BUILT_IN}
+
+
 def _kind(vms: Any) -> str:
-    return str(vms.get("kind", "local") if isinstance(vms, dict) else getattr(vms, "kind", "local"))
+    kind = str(vms.get("kind", "local") if isinstance(vms, dict) else getattr(vms, "kind", "local"))
+    return kind if kind in BUILT_IN or kind not in market_entry_points() else OTHER
 
 
 Vms = Annotated[
-    Annotated[LocalVms, Tag("local")] | Annotated[AzureVms, Tag("azure")] | Annotated[StaticVms, Tag("static")],
+    Annotated[LocalVms, Tag("local")]
+    | Annotated[AzureVms, Tag("azure")]
+    | Annotated[StaticVms, Tag("static")]
+    | Annotated[OtherVms, Tag(OTHER)],
     Discriminator(_kind),
 ]
 

@@ -232,7 +232,7 @@ def test_a_provider_is_not_taken_from_storage(lost: Given) -> None:
 
 
 def test_neither_the_users_free_text_nor_local_paths_are_stored(given: Given) -> None:
-    given.file("cloud.yaml", "hosts: [{address: h1, user: me}]\n")
+    given.file("cloud.yaml", "hosts: [{address: h1, node_address: 127.0.0.11, user: me}]\n")
     environment = {
         "setup": ["export TOKEN=SECRET1"],
         "packages": ["mine @ https://u:SECRET2@host/x.whl"],
