@@ -95,7 +95,7 @@ class Ledger:
 
     def begin_session(self, time_s: float) -> None:
         """A manager begins with nodes of its own; those of one that was killed outlived it by their patience."""
-        self.unmanaged(min(time_s, (self.now_ns + self.outlives_ns) / NS_PER_S))
+        self.outlived(time_s)
         self.end_session()
         self.now_ns = max(self.now_ns, _ns(time_s))
         self.phase, self.members, self._members = Phase.STARTING, frozenset(), NOTHING
@@ -106,6 +106,10 @@ class Ledger:
         self._give_up_step()
         self._keep_nothing()
         self._gone(list(self.since_ns))
+
+    def outlived(self, time_s: float) -> None:
+        """Book the time for which nodes outlived a killed manager: until then, and for their patience at most."""
+        self.unmanaged(min(time_s, (self.now_ns + self.outlives_ns) / NS_PER_S))
 
     def unmanaged(self, time_s: float) -> None:
         """Book the time since the last line for nodes that had no manager."""

@@ -27,6 +27,7 @@ from manager.controller.state.events import (
 from manager.journal.condensed import Head
 from manager.journal.journal import Journal
 from manager.journal.records import (
+    DIED_WITH_MANAGER,
     OUTLIVES,
     PREEMPTION_FAILED,
     PREEMPTION_INJECTED,
@@ -251,7 +252,7 @@ class LivesReader:
             self.outlives_s = float(fact.detail)
         elif fact.name == TOOK_OVER and time_s - self.last_s >= self.outlives_s:
             self.gone_s = self.last_s
-        elif fact.name == SESSION_OVER:
+        elif fact.name in (SESSION_OVER, DIED_WITH_MANAGER):
             self.end_all(time_s)
 
     def _event(self, event: Event | None, time_s: float, *, is_open: bool) -> None:

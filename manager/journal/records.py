@@ -12,7 +12,7 @@ from manager.controller.state.actions import Action, Reason, SendReshape
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import EVENT, Event
 from manager.controller.state.state import Decision, Phase
-from morph.contract.base import Value
+from morph.contract.base import Shown, Value
 from morph.contract.messages import ReshapeOrder, WorkerId
 
 EntryKind = Literal["config", "event", "decision", "fact"]
@@ -27,6 +27,8 @@ TOOK_OVER = "took_over"
 """Another manager goes on with the nodes: since the line before there was none."""
 OUTLIVES = "outlives"
 """``detail``: for how many seconds the nodes outlive a manager that is killed."""
+DIED_WITH_MANAGER = "died_with_manager"
+"""The manager was killed, and the nodes did not outlive it until now: this line's time is their last sign of life."""
 CLUSTER_LOST = "cluster_lost"
 """``detail``: what the session stood on and is gone."""
 SESSION_OVER = "session_over"
@@ -47,7 +49,7 @@ class Fact(Value):
 
     name: str
     worker: WorkerId | None = None
-    detail: str = ""
+    detail: Shown = ""
 
 
 class TraceMoment(Value):

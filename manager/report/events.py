@@ -15,6 +15,7 @@ from manager.controller.state.events import Event
 from manager.journal.condensed import Head
 from manager.journal.journal import Journal
 from manager.journal.records import (
+    DIED_WITH_MANAGER,
     OUTLIVES,
     SESSION_OVER,
     TOOK_OVER,
@@ -49,6 +50,7 @@ ROUTINE = frozenset(
 )
 INNER_FACTS = frozenset(
     {
+        DIED_WITH_MANAGER,
         OUTLIVES,
         SESSION_OVER,
         TOOK_OVER,
@@ -87,7 +89,7 @@ class Told(Value):
         """As text: time of day (UTC), version, code, sentence."""
         clock = datetime.fromtimestamp(self.time_s, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
         at = "-" if self.version is None else str(self.version)
-        return f"{clock}  {at:>6}  {self.code:<20}  {self.sentence}"
+        return f"{clock}  {at:>6}  {self.code:<20}  {' | '.join(self.sentence.splitlines())}"
 
 
 @dataclass

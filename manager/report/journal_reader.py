@@ -37,6 +37,7 @@ from manager.controller.state.saves import NextSave
 from manager.journal.condensed import Head, Kept
 from manager.journal.journal import Journal
 from manager.journal.records import (
+    DIED_WITH_MANAGER,
     OUTLIVES,
     SESSION_OVER,
     TOOK_OVER,
@@ -285,6 +286,8 @@ class RunReader:
         says = line.says
         if isinstance(says, Fact) and says.name == TOOK_OVER:
             self.ledger.unmanaged(time_s)
+        elif isinstance(says, Fact) and says.name == DIED_WITH_MANAGER:
+            self.ledger.outlived(time_s)
         elif not isinstance(says, ControllerConfig):
             self.ledger.advance(time_s)
         match says:
@@ -306,7 +309,7 @@ class RunReader:
         self.morphs.take_fact(fact, time_s)
         if fact.name == OUTLIVES:
             self.ledger.outlives_ns = round(float(fact.detail) * NS_PER_S)
-        elif fact.name == SESSION_OVER:
+        elif fact.name in (SESSION_OVER, DIED_WITH_MANAGER):
             self.ledger.end_session()
             self.living.clear()
             self._count_vms(time_s)

@@ -28,7 +28,16 @@ from manager.controller.state.events import (
     WorkerLost,
 )
 from manager.controller.state.state import initial_state
-from manager.journal.records import OUTLIVES, SESSION_OVER, TOOK_OVER, DecisionRecord, Entry, EntryKind, Fact
+from manager.journal.records import (
+    DIED_WITH_MANAGER,
+    OUTLIVES,
+    SESSION_OVER,
+    TOOK_OVER,
+    DecisionRecord,
+    Entry,
+    EntryKind,
+    Fact,
+)
 from manager.report.journal_reader import RunReader, read_report, report_of
 from morph.contract.base import Value
 from morph.contract.messages import WorkerReady
@@ -155,6 +164,17 @@ def test_node_time_after_a_managers_death_is_a_separate_part(next_s: float, unma
     account = journalled(*BEGUN, (next_s, CONFIG), (next_s + 5, NodeAppeared(node="a")), (next_s + 9, Tick()))
     assert account.part_s(Part.UNMANAGED) == 2 * unmanaged_s
     assert account.total_s == 2 * unmanaged_s + 4.0
+
+
+@pytest.mark.parametrize("lived_s", [0.0, 7.0])
+def test_nodes_that_died_with_their_manager_count_until_their_last_sign_of_life(lived_s: float) -> None:
+    account = journalled(*BEGUN, (lived_s, Fact(name=DIED_WITH_MANAGER)), (50.0, CONFIG), (59.0, Tick()))
+    assert account.part_s(Part.UNMANAGED) == account.total_s == 2 * lived_s
+
+
+def test_a_sign_of_life_from_a_clock_set_forward_counts_no_longer_than_nodes_outlive_a_manager() -> None:
+    account = journalled(*BEGUN, (9e9, Fact(name=DIED_WITH_MANAGER)), (9e9, CONFIG))
+    assert account.part_s(Part.UNMANAGED) == account.total_s == 2 * 60.0
 
 
 def test_node_time_until_a_takeover_is_a_separate_part() -> None:
