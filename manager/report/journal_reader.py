@@ -107,17 +107,7 @@ def timelines_of(entries: Sequence[Entry]) -> dict[int, tuple[StepTimeline, ...]
     return found
 
 
-Record = (
-    SessionBegun
-    | ShapeSpan
-    | ShapeLeft
-    | MorphRecord
-    | EvaluationRecord
-    | VmCount
-    | SetBack
-    | Saved
-    | RunOver
-)
+Record = SessionBegun | ShapeSpan | ShapeLeft | MorphRecord | EvaluationRecord | VmCount | SetBack | Saved | RunOver
 Told = tuple[int, float, Record | Step]
 """By which line something was told, when, and what."""
 RECORDS: dict[str, type[Record]] = {

@@ -114,9 +114,7 @@ class HappeningsReader:
                 self._over = True
                 yield RunEnded(step=one.version, time_s=time_s, outcome=one.outcome, sentence=one.sentence)
 
-    def _changed(
-        self, span: ShapeSpan, step: int, time_s: float, pause_s: float | None, sentence: str
-    ) -> ShapeChanged:
+    def _changed(self, span: ShapeSpan, step: int, time_s: float, pause_s: float | None, sentence: str) -> ShapeChanged:
         return ShapeChanged(
             step=step,
             time_s=time_s,
