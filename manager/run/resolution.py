@@ -39,7 +39,7 @@ def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:
     run.prices()
     trace = from_its_first_event(load_trace(request.trace)).scaled(1 / request.trace_speed) if request.trace else None
     if run.cloud is not None:
-        check_address(run.cloud.vms, source)
+        check_address(run.cloud, source)
     if trace is not None and vms.keep is not None:
         raise ConfigError(
             "a trace decides itself which VMs come and go",

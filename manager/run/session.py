@@ -29,6 +29,7 @@ from manager.host.signals import signals_blocked, stopping_on_signals
 from manager.journal.journal import Journal, patiently
 from manager.journal.records import CLUSTER_LOST, OUTLIVES, TOOK_OVER, Fact, TraceMoment
 from manager.journal.replay import trace_moment
+from manager.report.condenser import Condenser
 from manager.run_dir import DEVICES, RunDir
 from morph.contract.cluster import ClusterConfig, LocalVms, ProvidedVms
 from morph.contract.emulation import EmulatedDevice
@@ -123,6 +124,7 @@ def run_session(
         KeyboardInterrupt: on a second such signal; everything is ended all the same.
     """
     ending = ExitStack()  # closes what was opened, in reverse
+    session: Session | None = None
     try:
         session = Session(spec, run_dir, observer, found, ending)
         if attend is not None:
@@ -135,7 +137,7 @@ def run_session(
             session.start_vms()
             return session.drive()
     finally:
-        with signals_blocked():
+        with signals_blocked(session.hurry if session else lambda: None):
             ending.close()
 
 
@@ -158,8 +160,9 @@ class Session:
             spec.cluster.vms, spec.providing, found, run_dir.path, spec.job_path
         )
         self._journal = ending.enter_context(patiently(lambda: Journal.open(run_dir.journal_path)))
-        last = self._journal.last_line()
-        self._clock = RunClock(found.attachment.epoch_s if found else None, last.time_s if last else 0.0)
+        self._journal.keeper = Condenser(self._journal)
+        last = self._journal.last_moment()
+        self._clock = RunClock(found.attachment.epoch_s if found else None, last[1] if last else 0.0)
         self._event_queue = EventQueue(self._clock.now_s)
         ending.callback(write_last_facts, self._event_queue, self._journal)
         ending.callback(forget_attachment, run_dir)
@@ -219,6 +222,11 @@ class Session:
             joining = watch_joining(provided, provisioning, self._event_queue, self.driver.state, appeared)
             self._ending.callback(joining.close)
         self._event_queue.put(Tick())  # without an event nobody asks for the first VMs
+
+    def hurry(self) -> None:
+        """While it is closed, wait no longer for what cannot be ended now; for a signal's handler."""
+        if self._provisioning is not None:
+            self._provisioning.hurry()
 
     def drive(self) -> Finish:
         """Decide and act until the job ends."""

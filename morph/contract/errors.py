@@ -24,6 +24,8 @@ MorphError
 
 from __future__ import annotations
 
+import re
+
 
 class MorphError(Exception):
     """Root of everything that Morph raises on purpose."""
@@ -136,3 +138,18 @@ class ClusterLost(ClusterError):
 
 class WaitTimeout(TrainingStopped):
     """A bounded wait ran out."""
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Return a text as a terminal can be sent it: what would control it is shown as an escape, as ``\\x1b``.
+
+    Ends of lines and tabs stay.
+    """
+    return _CONTROL.sub(_escape, text) if _CONTROL.search(text) else text
+
+
+def _escape(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()

@@ -134,9 +134,9 @@ def _note_last_sign_of_life(run_dir: RunDir) -> None:
             return
         lived_s = attachment.control_socket.stat().st_mtime
         with Journal.open(run_dir.journal_path) as journal:
-            last = journal.last_line()
+            last = journal.last_moment()
             if last is not None:
-                journal.append_fact(max(last.time_s, lived_s), Fact(name=DIED_WITH_MANAGER))
+                journal.append_fact(max(last[1], lived_s), Fact(name=DIED_WITH_MANAGER))
 
 
 def _check_private(control_socket: Path) -> None:
