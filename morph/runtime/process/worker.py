@@ -47,7 +47,7 @@ from morph.runtime.device.link_choice import form_on_devices
 from morph.runtime.device.staging import staging_for
 from morph.runtime.followers.known_sums import KnownSums
 from morph.runtime.followers.lane import FollowerLane
-from morph.runtime.groups.channels import Carrier, GroupSet, connect_store
+from morph.runtime.groups.channels import Carrier, GroupSet, KeptConnections, connect_store
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.reaper import Reaper
@@ -154,6 +154,8 @@ class Worker:
         self._writer = CheckpointWriter(
             setup.worker, setup.checkpoint_url, self._faults, setup.checkpoints, on_processor=setup.device == "cpu"
         )
+        self._connections = KeptConnections(setup.store_host, setup.store_port, setup.secret)
+        self._connections.prepare()
         self._followers = FollowerLane(setup, self._workload, self._faults, self._open_store)
         self._sums = KnownSums(setup.worker, self._followers, self._faults)
         self._pre_copy = PreCopyLane(setup, self._workload, self._faults, self._open_store, self._writer.wake)
@@ -304,7 +306,9 @@ class Worker:
 
     def _join(self, order: ReshapeOrder, layout: Topology, groups: GroupSet, start_s: float) -> Reshaped:
         setup, interrupt = self._setup, self._interrupt
-        groups.form(layout.groups, setup.worker, setup.listen_host, self._open_store)
+        connections = self._connections.lend(interrupt.limit_s)
+        groups.form(layout.groups, setup.worker, setup.listen_host, connections.open)
+        connections.give_back()
         links = form_on_devices(setup, layout, groups, interrupt, self._open_store)
         formed_s = time.perf_counter()
         self._faults.reach("transfer")
