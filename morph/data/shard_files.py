@@ -12,6 +12,7 @@ import json
 import logging
 import mmap
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ class Mapped:
         return memoryview(self._memory)[self._shift :]
 
 
-class ShardedFiles:
+class ShardedFiles(ABC):
     """What the kinds of files have in common; a source of ``Stream``.
 
     Args:
@@ -123,13 +124,9 @@ class ShardedFiles:
         self.shards = self._shards(files, index)
         self.sizes = [shard.num_samples for shard in self.shards]
 
-    def scan(self, file: File) -> Iterator[tuple[int, int, int]]:
-        """Read a file through; yields start, stop and number of samples of each shard."""
-        raise NotImplementedError
-
+    @abstractmethod
     def read(self, shard: Shard, file: IO[bytes], start: int) -> Sequence[Any]:
         """Return the samples of a shard, which begins at ``start`` of a file at hand."""
-        raise NotImplementedError
 
     def fetch(self, shard: Shard, into: BinaryIO) -> None:
         """Copy a shard, unpacked."""
@@ -227,6 +224,23 @@ class ShardedFiles:
         plain = PurePosixPath(name)
         return not plain.name.startswith((".", "_")) and bool({*plain.suffixes} & {*self.suffixes})
 
+    @abstractmethod
+    def _shards(self, files: Sequence[File], index: str | None) -> list[Shard]:
+        """The shards of these files, in their order."""
+
+    def _wrong(
+        self, message: str, field: str, value: object, allowed: str | None, source: str | None = None
+    ) -> JobError:
+        return JobError(message, source=source or type(self).__name__, field=field, value=value, allowed=allowed)
+
+
+class ScannedFiles(ShardedFiles):
+    """Files whose shards are found by reading them through, once: an index is kept of that."""
+
+    @abstractmethod
+    def scan(self, file: File) -> Iterator[tuple[int, int, int]]:
+        """Read a file through; yields start, stop and number of samples of each shard."""
+
     def _shards(self, files: Sequence[File], index: str | None) -> list[Shard]:
         """What the index says of the files, which is made and kept where there is none."""
         common = os.path.commonpath([str(PurePosixPath(file.name).parent) for file in files])
@@ -270,11 +284,6 @@ class ShardedFiles:
                 Path(partial).replace(path)
         except OSError as error:
             log.warning("the index of samples cannot be kept at %s: %s", url, error)
-
-    def _wrong(
-        self, message: str, field: str, value: object, allowed: str | None, source: str | None = None
-    ) -> JobError:
-        return JobError(message, source=source or type(self).__name__, field=field, value=value, allowed=allowed)
 
 
 def _parsed(content: bytes, head: Mapping[str, Any]) -> list[list[int]] | None:

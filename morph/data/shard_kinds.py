@@ -13,20 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from morph.contract.errors import JobError
-from morph.data.shard_files import CACHE_BYTES, File, Mapped, Shard, ShardedFiles, cut_into_shards
+from morph.data.shard_files import CACHE_BYTES, File, Mapped, ScannedFiles, Shard, ShardedFiles, cut_into_shards
 
 _BLOCK = tarfile.BLOCKSIZE
 _NEW_LINE, _RETURN = 10, 13
 
 
-class Jsonl(ShardedFiles):
+class Jsonl(ScannedFiles):
     """Files of one JSON value a line; a sample is what ``json.loads`` makes of it. Empty lines are passed over."""
 
     kind = "jsonl"
     suffixes = (".jsonl", ".ndjson")
 
     def scan(self, file: File) -> Iterator[tuple[int, int, int]]:
-        """See ``ShardedFiles.scan``."""
+        """See ``ScannedFiles.scan``."""
         if file.compression is None:
             yield from self._stretches(file)
             return
@@ -81,7 +81,7 @@ class _JsonLines(Sequence[Any]):
             raise JobError(f"is not JSON: {error}", source=self._shard.file.name, field=field) from error
 
 
-class Tar(ShardedFiles):
+class Tar(ScannedFiles):
     """Tar archives as WebDataset's: neighbouring files whose names are equal up to the first dot are one sample.
 
     A sample is a dict from suffix (``jpg``, ``cls``, ``seg.png``) to bytes, and ``__key__`` to the name before it.
@@ -91,7 +91,7 @@ class Tar(ShardedFiles):
     suffixes = (".tar", ".tgz")
 
     def scan(self, file: File) -> Iterator[tuple[int, int, int]]:
-        """See ``ShardedFiles.scan``."""
+        """See ``ScannedFiles.scan``."""
         with self.opened(file) as opened:
             size = file.size if file.compression is None else None
             entries = ((start, stop) for start, stop, _ in _tar_samples(opened, file.name, size))
@@ -166,7 +166,7 @@ class _TarSamples(Sequence[Any]):
         }
 
 
-class Parquet(ShardedFiles):
+class Parquet(ScannedFiles):
     """Parquet files; a sample is a row, as a dict from column to what pyarrow makes of it. Needs pyarrow.
 
     Args:
@@ -190,7 +190,7 @@ class Parquet(ShardedFiles):
         super().__init__(urls, **options)
 
     def scan(self, file: File) -> Iterator[tuple[int, int, int]]:
-        """See ``ShardedFiles.scan``. Start and stop are numbers of row groups; what is read is the end of the file."""
+        """See ``ScannedFiles.scan``. Start and stop are numbers of row groups; what is read is the end of the file."""
         with self._parquet(file) as found:
             groups = [found.metadata.row_group(number) for number in range(found.metadata.num_row_groups)]
         size = np.concatenate([[0], np.cumsum([group.total_byte_size for group in groups])])

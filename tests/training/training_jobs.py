@@ -834,6 +834,17 @@ varying = replace(
     eval_data=lambda: Texts(5, 9),
     eval_every_steps=2,
 )
+
+
+def texts_in_shards(folder: str) -> Job:
+    """The same, out of lines of JSON, a few in each shard."""
+
+    def sample(tokens: list[int]) -> dict[str, Tensor]:
+        return {"tokens": torch.tensor(tokens), "labels": torch.tensor(tokens)}
+
+    return replace(varying, dataset=lambda: Stream(Jsonl(folder, shard_bytes=100), sample, window=1), data_workers=1)
+
+
 varying_with_dropout = replace(varying, model=lambda: Reader(0.2), data_workers=1, sampler=grouped(lengths, BATCH_SIZE))
 
 
