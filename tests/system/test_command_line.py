@@ -146,6 +146,7 @@ class StandIn:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1500)
 def test_the_recipe_for_ray_tune_finds_the_rate_that_learns(
     calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
