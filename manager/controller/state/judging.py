@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from manager.controller.state.actions import MarkBest
 from manager.controller.state.evaluations import totals_of
+from manager.controller.state.saves import PendingCheckpoint
 from manager.controller.state.state import ControllerState
 from manager.controller.state.transition import Transition
 from morph.contract.errors import TrainingStopped
@@ -77,7 +80,7 @@ def marked_with(state: ControllerState, *complete: int) -> Best | None:
 def _mark(transition: Transition) -> None:
     """Mark a complete checkpoint that is better than the one that is marked; forget what will not be complete.
 
-    An evaluated version without a checkpoint, because another one was still under way, is never marked.
+    An evaluated version whose checkpoint came to nothing is never marked.
     """
     state, saving = transition.state, transition.state.saving
     marked = marked_with(state, *saving.newest)
@@ -91,6 +94,21 @@ def _mark(transition: Transition) -> None:
 def awaits_metrics(state: ControllerState, version: int) -> bool:
     """Whether an evaluation before this version is still to be judged, which its checkpoint is to say."""
     return state.unfinished is not None and state.unfinished.version < version
+
+
+def may_be_best(state: ControllerState, under_way: Sequence[PendingCheckpoint]) -> tuple[PendingCheckpoint, ...]:
+    """Return those of the checkpoints under way that a newer one must not replace.
+
+    These are the first, so that one is complete now and then, those that are not judged yet, and the best of the others
+    if it is better than every complete one.
+    """
+    values = {candidate.version: candidate for candidate in state.saving.candidates}
+    best = marked_with(state, *(one.version for one in under_way if one.version in values))
+    return tuple(
+        one
+        for one in under_way
+        if one is under_way[0] or one.version > state.judged.last_version or (best and best.version == one.version)
+    )
 
 
 def early_end(state: ControllerState) -> str:
@@ -112,9 +130,7 @@ def _judge(transition: Transition, version: int, values: dict[str, float | None]
     value = _value(values, rule)
     judged = state.judged.after(rule, version, value)
     transition.change(judged=judged)
-    pending = state.saving.pending
-    if pending is not None and pending.version >= version:
-        transition.change_saving(pending=pending.model_copy(update={"judged": judged}))
+    transition.change_under_way(lambda one: one if one.version < version else one.model_copy(update={"judged": judged}))
     best = judged.best
     if best is not None and best.version == version:
         transition.add(f"version {version} is the best so far: {rule.metric} {best.value:.6g}")

@@ -98,7 +98,10 @@ class Saving(Value):
     checkpoint: Manifest | None = Field(default=None, description="newest complete checkpoint")
     checkpoint_base: Version = Field(default=0, description="the next checkpoint is counted from this version")
     doubt: Doubt | None = Field(default=None, description="that the newest checkpoint can be loaded")
-    pending: PendingCheckpoint | None = None
+    pending: PendingCheckpoint | None = Field(default=None, description="the newest that is under way")
+    earlier: tuple[PendingCheckpoint, ...] = Field(
+        default=(), description="evaluated versions that may be the best, written before the pending one; ascending"
+    )
     sealing: tuple[Manifest, ...] = Field(default=(), description="manifests being written")
     sealing_since_s: float | None = None
     unsaved_since_s: float | None = Field(default=None, description="since when storage refuses what the end waits for")
@@ -107,3 +110,8 @@ class Saving(Value):
     newest: tuple[Version, ...] = Field(default=(), description="the last complete checkpoints, ascending")
     candidates: tuple[Best, ...] = Field(default=(), description="evaluated versions that are not complete yet")
     marked: Best | None = Field(default=None, description="the best of all complete checkpoints")
+
+    @property
+    def under_way(self) -> tuple[PendingCheckpoint, ...]:
+        """All that workers write, in their order."""
+        return self.earlier if self.pending is None else (*self.earlier, self.pending)

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from manager.controller.shape.risk import mean_s_to_fatal_loss
 from manager.controller.shape.selection import chosen, cost_of_morph_s, draining_members
 from manager.controller.state.actions import NoteNextSave
-from manager.controller.state.bounds import SAVE_COPY_BYTES_PER_S, STORAGE_BYTES_PER_S
+from manager.controller.state.bounds import SAVE_COPY_BYTES_PER_S, STORAGE_BYTES_PER_S, save_bound_s
 from manager.controller.state.events import NodeAppeared
+from manager.controller.state.judging import may_be_best
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.saves import NextSave, PendingCheckpoint
 from manager.controller.state.state import ControllerState, Phase, WorkerState, mean_of
@@ -160,8 +161,17 @@ def record_shape_left(transition: Transition) -> None:
 
 
 def record_save_begun(transition: Transition, writers: dict[str, WorkerId], kind: SaveKind) -> PendingCheckpoint:
-    """The decided version's state is copied now, and written by these."""
+    """The decided version's state is copied now, and written by these, after evaluated ones that may be the best."""
     state, now_s = transition.state, transition.now_s
+    evaluated = [
+        one
+        for one in state.saving.under_way
+        if one.version < state.version
+        and one.kind == "evaluated"
+        and one.debtors <= state.workers.keys()
+        and now_s < one.started_s + save_bound_s(state)
+    ]
+    earlier = may_be_best(state, evaluated)
     pending = PendingCheckpoint(
         version=state.version,
         writers=writers,
@@ -171,7 +181,7 @@ def record_save_begun(transition: Transition, writers: dict[str, WorkerId], kind
         shape="" if state.plan is None else state.plan.shape,
         judged=state.judged,
     )
-    transition.change_saving(pending=pending)
+    transition.change_saving(pending=pending, earlier=earlier)
     transition.change_save_times(since_s=now_s, retry_s=None, insurance=None)
     return pending
 

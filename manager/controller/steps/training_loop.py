@@ -27,7 +27,7 @@ from manager.controller.steps.save_timing import (
 from morph.contract.checkpoint import Manifest, SaveKind, UnitFile
 from morph.contract.decided import decided_step
 from morph.contract.errors import TrainingStopped
-from morph.contract.messages import CommitOrder, StepOrder, UnitId, WorkerId
+from morph.contract.messages import CommitOrder, StepOrder, UnitId, Version, WorkerId
 from morph.words import counted
 
 MAX_ATTEMPTS = 8
@@ -104,8 +104,9 @@ def seal_if_complete(transition: Transition) -> None:
         take_evaluation(transition)
     except TrainingStopped as error:
         return transition.end("failed", str(error))
-    state, saving = transition.state, transition.state.saving
     transition.change_step(shares=(), finished=None)  # taken in, and answers of other kinds follow
+    _seal_earlier(transition)
+    state, saving = transition.state, transition.state.saving
     if state.unfinished is not None and (worker := finisher(state)) is not None:
         return _finish_evaluation(transition, worker)
     if saving.pending is None:
@@ -119,11 +120,18 @@ def seal_if_complete(transition: Transition) -> None:
 
 
 def seal_if_awaited(transition: Transition) -> None:
-    """Write the manifest of a checkpoint that only waited for what an evaluation before it says."""
+    """Write the manifests of checkpoints that only waited for what an evaluation before them says."""
+    _seal_earlier(transition)
     state = transition.state
     pending = state.saving.pending
     if pending is not None and pending.complete and not awaits_metrics(state, pending.version):
         seal(transition, pending)
+
+
+def _seal_earlier(transition: Transition) -> None:
+    for one in transition.state.saving.earlier:
+        if one.complete and not awaits_metrics(transition.state, one.version):
+            seal(transition, one)
 
 
 def seal(transition: Transition, pending: PendingCheckpoint) -> None:
@@ -138,13 +146,16 @@ def seal(transition: Transition, pending: PendingCheckpoint) -> None:
         shape=pending.shape,
         saved_s=pending.started_s if pending.copied_s is None else pending.copied_s,
         judged=pending.judged,
-        marked=marked_with(state, pending.version),
+        marked=marked_with(state, pending.version, *(before.version for before in state.saving.sealing)),
         units=tuple(
             UnitFile.model_construct(**{key: getattr(file, key) for key in UnitFile.model_fields}) for file in files
         ),
     )
-    transition.change_saving(pending=None, sealing=(*state.saving.sealing, manifest), sealing_since_s=transition.now_s)
-    transition.change_saving(unsaved_since_s=None, save_retry_s=None)
+    transition.change_saving(sealing=(*state.saving.sealing, manifest), sealing_since_s=transition.now_s)
+    if state.saving.pending is not None and state.saving.pending.version == pending.version:
+        transition.change_saving(pending=None, unsaved_since_s=None, save_retry_s=None)
+    else:
+        transition.change_saving(earlier=tuple(one for one in state.saving.earlier if one.version != pending.version))
     sentence = f"every unit of version {pending.version} is written: its manifest follows"
     transition.say(ReasonCode.CHECKPOINT_SEALED, sentence, WriteManifest(manifest=manifest))
 
@@ -178,6 +189,7 @@ def commit_orders(
         generation=state.generation,
         version=state.version,
         decided=state.decided,
+        earlier_checkpoints=_earlier(state),
         held=state.phase is Phase.RESTING,
     )
     finishes = _finishes(state)
@@ -290,6 +302,7 @@ def _step_orders(
         attempt=state.step.attempt,
         decided=state.decided,
         loss_scale=state.step.loss_scale,
+        earlier_checkpoints=_earlier(state),
         record_timeline=state.version == state.config.timeline_step,
     )
     units = _units_of(share)
@@ -303,6 +316,10 @@ def _step_orders(
         each.model_copy(update={"order": plain.model_copy(update=own[each.worker])}) if each.worker in own else each
         for each in orders
     )
+
+
+def _earlier(state: ControllerState) -> tuple[Version, ...]:
+    return tuple(one.version for one in state.saving.earlier)
 
 
 def _finishes(state: ControllerState) -> dict[WorkerId, dict[str, Any]]:
@@ -332,9 +349,11 @@ def _commit(transition: Transition) -> None:
     saved = state.saving.checkpoint is not None and state.saving.checkpoint.version == state.version
     share = {} if saved else _shares(state)
     transition.change(phase=Phase.COMMITTING)
-    transition.change_saving(unsaved_since_s=None, save_retry_s=None, pending=None)
+    transition.change_saving(unsaved_since_s=None, save_retry_s=None)
     transition.change_step(kept={})
-    if not saved:
+    if saved:
+        transition.change_saving(pending=None)
+    else:
         record_save_begun(transition, share, "final")
     limit_s = commit_bound_s(state)
     order = OutstandingOrder(
@@ -363,7 +382,7 @@ def _shares(state: ControllerState) -> dict[UnitId, WorkerId]:
 def _may_be_best(state: ControllerState) -> bool:
     """Whether the decided version is evaluated with the next step, to find the best one.
 
-    Its checkpoint takes the place of any other that is still under way, but for one of another evaluation.
+    Its checkpoint takes the place of any other that is still under way, but for those that may be the best.
     """
     size = state.evaluation
     is_due = size is not None and size.best is not None and size.is_due(state.version)
@@ -379,7 +398,7 @@ def _begin_checkpoint_if_due(transition: Transition) -> tuple[dict[UnitId, Worke
     kind: SaveKind
     if state.version == saving.checkpoint_base:
         return {}, ""
-    if _may_be_best(state) and not (under_way and pending is not None and pending.kind == "evaluated"):
+    if _may_be_best(state) and not (under_way and pending is not None and pending.version == state.version):
         share = _shares(state)
         record_save_begun(transition, share, "evaluated")
         return share, "it is evaluated, and may be the best"

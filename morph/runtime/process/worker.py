@@ -174,15 +174,15 @@ class Worker:
 
     def reshape(self, order: ReshapeOrder) -> Reshaped | Aborted | Failed:
         """Join a new generation: form its groups and bring the slot's units to its version."""
-        return self._once(order, (), lambda: self._reshape(order))
+        return self._once(order, lambda: self._reshape(order))
 
     def step(self, order: StepOrder) -> Prepared | Aborted | Failed:
         """Apply what was decided, then run one step up to its reduced gradients."""
-        return self._once(order, order.checkpoint_units, lambda: self._step(order))
+        return self._once(order, lambda: self._step(order))
 
     def commit(self, order: CommitOrder) -> Committed | Aborted | Failed:
         """Apply what was decided and hand the wanted units to the checkpoint writer."""
-        return self._once(order, order.checkpoint_units, lambda: self._commit(order))
+        return self._once(order, lambda: self._commit(order))
 
     def probe(self, order: ProbeOrder) -> Probed:
         """Time some work on sections that the worker need not hold; it changes nothing that the worker holds."""
@@ -234,7 +234,7 @@ class Worker:
         return connect_store(setup.store_host, setup.store_port, setup.secret, self._interrupt.limit_s)
 
     def _once(
-        self, order: ReshapeOrder | StepOrder | CommitOrder, written: tuple[str, ...], work: Callable[[], AnswerT]
+        self, order: ReshapeOrder | StepOrder | CommitOrder, work: Callable[[], AnswerT]
     ) -> AnswerT | Aborted | Failed:
         """Carry out an order; one that comes again is answered again, and its units are written if they were not."""
         key = order_key(order)
@@ -242,10 +242,11 @@ class Worker:
             detail = "a later order came before this one"
             return self._aborted(order.generation, detail, peer_lost=False)
         current = self._generation
-        if self._orders.is_known(key) and current is not None and current.order.generation == key.generation:
-            at_version = (unit for unit in written if current.units[unit].version == key.version)
+        is_known = self._orders.is_known(key) and current is not None and current.order.generation == key.generation
+        if is_known and current is not None and not isinstance(order, ReshapeOrder):
+            at_version = (unit for unit in order.checkpoint_units if current.units[unit].version == key.version)
             missing = tuple(unit for unit in at_version if not self._writer.has(key.version, unit))
-            self._hand_over(current.units, missing)
+            self._hand_over(current.units, missing, order.earlier_checkpoints)
         return self._orders.carried_out(key, lambda: self._carry_out(order.generation, work))
 
     def _carry_out(self, generation: int, work: Callable[[], AnswerT]) -> AnswerT | Aborted | Failed:
@@ -387,7 +388,7 @@ class Worker:
         self._faults.reach("after_commit")
         current = self._enter(order.generation, order.step, order.decided)
         self._faults.reach("applied")
-        self._hand_over(current.units, order.checkpoint_units)
+        self._hand_over(current.units, order.checkpoint_units, order.earlier_checkpoints)
         self._pre_copy.begin_step(self._held)
         self._followers.begin_step(current.units)
         for state in current.units.values():
@@ -439,7 +440,7 @@ class Worker:
         if order.held:
             return self._commit_held(order)
         current = self._enter(order.generation, order.version, order.decided)
-        self._hand_over(current.units, order.checkpoint_units)
+        self._hand_over(current.units, order.checkpoint_units, order.earlier_checkpoints)
         evaluated = order.evaluated
         again = evaluated is not None and evaluated.version == order.version
         return Committed(
@@ -459,12 +460,12 @@ class Worker:
             state.drop_step()  # it was not decided
         for name in order.checkpoint_units:
             assert self._held[name].version == order.version, f"unit {name} is at version {self._held[name].version}"
-        self._hand_over(self._held, order.checkpoint_units)
+        self._hand_over(self._held, order.checkpoint_units, order.earlier_checkpoints)
         return Committed(worker=self._setup.worker, generation=order.generation, version=order.version)
 
-    def _hand_over(self, units: dict[str, UnitState], names: tuple[str, ...]) -> None:
+    def _hand_over(self, units: dict[str, UnitState], names: tuple[str, ...], earlier: tuple[int, ...]) -> None:
         for name in names:
-            self._writer.hand_over(units[name].version, name, units[name].copy_later())
+            self._writer.hand_over(units[name].version, name, units[name].copy_later(), earlier)
 
 
 def _failed(worker: str, generation: int, error: Exception, folders: tuple[str, str]) -> Failed:
