@@ -37,6 +37,8 @@ PAGE = "page.json"
 CODE = "code"
 """The job's files, packed, by their digest."""
 CHECKPOINTS = "checkpoints"
+LEASE = "lease.json"
+"""Where checkpoints are elsewhere: by what name the run leases their place."""
 DEVICES = "devices"
 """Files by which local VMs share CUDA devices."""
 RECOVERED = "recovered"
@@ -210,7 +212,7 @@ class RunDir:
             lock_file.seek(0)
             holder = lock_file.read().strip() or "unknown"
             lock_file.close()
-            raise RunDirError(f"is in use by process {holder}", source=str(self.path)) from error
+            raise in_use_by(holder, self.path) from error
         except OSError as error:
             lock_file.close()
             raise RunDirError(f"cannot be locked: {error.strerror}", source=str(self.path)) from error
@@ -284,6 +286,22 @@ def holder_of(run_dir: Path) -> int | None:
             written = lock_file.read().strip()
             return int(written) if written.isdecimal() else None
         return None
+
+
+def check_unused(run_dir: Path) -> None:
+    """See that no process manages a run; its directory need not be there.
+
+    Raises:
+        RunDirError: one does, or the lock cannot be read.
+    """
+    holder = holder_of(run_dir) if run_dir.is_dir() else None
+    if holder is not None:
+        raise in_use_by(str(holder), run_dir)
+
+
+def in_use_by(holder: str, run_dir: Path) -> RunDirError:
+    """Return what is to be raised where another process manages the run."""
+    return RunDirError(f"is in use by process {holder}", source=str(run_dir.resolve()))
 
 
 def living_holder_of(run_dir: Path) -> int:

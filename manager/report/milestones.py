@@ -70,9 +70,10 @@ class Milestones:
     ) -> tuple[Milestone, ...]:
         """Take in one decision; returns what it means to a user."""
         reader, told = self.morphs, []
-        shape, phase, num_over, version = reader.shape, reader.phase, len(reader.over), reader.version
+        shape, phase, version = reader.shape, reader.phase, reader.version
+        reader.over.clear()
         reader.take(config, event, record, time_s)
-        for morph in reader.over[num_over:]:
+        for morph in reader.over:
             told.append(Milestone("morph", morph_line(morph)))
         gone = lost_by(event, record)
         if gone and (reader.open is None or not set(gone) <= set(reader.open.lost_workers)):

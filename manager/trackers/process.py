@@ -93,7 +93,8 @@ def sink_of(watching: Watching) -> Sink:
 
 def follow(watching: Watching, sink: Sink) -> None:
     """Tell what the journal says, until standard input ends."""
-    watchdog, reader, after, is_over = _Watchdog(watching.limit_s), None, 0, False
+    watchdog, is_over = _Watchdog(watching.limit_s), False
+    reader = HappeningsReader(watching.checkpoint_url, watching.prices)
     watchdog.begin("its start")
     told = sink.open()
     watchdog.end()
@@ -101,12 +102,8 @@ def follow(watching: Watching, sink: Sink) -> None:
     try:
         while True:
             journal = journal or _opened(watching.journal)
-            entries = () if journal is None else journal.read(after, LINES_AT_ONCE)
-            reader = reader or HappeningsReader(watching.checkpoint_url, watching.prices)
-            for entry in entries:
-                after = entry.sequence
-                happenings = list(reader.take(entry))
-                if happenings and isinstance(sink, Callback) and not sink.begin(entry.sequence):
+            for sequence, happenings in () if journal is None else reader.new(journal, LINES_AT_ONCE):
+                if happenings and isinstance(sink, Callback) and not sink.begin(sequence):
                     continue
                 for happening in happenings:
                     if not told.has(happening):
@@ -116,13 +113,12 @@ def follow(watching: Watching, sink: Sink) -> None:
                         except CallbackFailed as error:
                             say(str(error))
                         watchdog.end()
-            if len(entries) < LINES_AT_ONCE:
-                watchdog.begin("writing")
-                sink.flush()
-                watchdog.end()
-                if is_over:
-                    break
-                is_over = bool(select.select([sys.stdin], [], [], POLL_S)[0])  # it ends; nothing else comes
+            watchdog.begin("writing")
+            sink.flush()
+            watchdog.end()
+            if is_over:
+                break
+            is_over = bool(select.select([sys.stdin], [], [], POLL_S)[0])  # it ends; nothing else comes
         watchdog.begin("its end")
         sink.close()
         watchdog.end()

@@ -36,14 +36,16 @@ from tests.grids import IS_LONG
 
 def test_a_block_is_stale_if_its_command_prints_something_else(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    begin, end = "<!-- printed: trace_statistics {} -->", "<!-- end -->"
-    trace, absent = tmp_path / "trace.csv", tmp_path / "absent.csv"
-    write_trace(spot_model(4, losses_per_vm_h=2).draw(0, 7200), trace)
-    kept = f"{begin.format(absent)}\nas it was\n{end}\n"
-    page.write_text(f"Before\n{begin.format(trace)}\n{end}\nbetween\n{kept}", encoding="utf-8")
-    assert stale(page) == [f"trace_statistics {trace}"]
+    begin, end = "<!-- printed: {} -->", "<!-- end -->"
+    trace, other, absent = (tmp_path / f"{name}.csv" for name in ("trace", "other", "absent"))
+    for seed, path in enumerate((trace, other)):
+        write_trace(spot_model(4 + seed, losses_per_vm_h=2 + seed).draw(seed, 20_000), path)
+    command = f"trace_statistics {trace} {other}"
+    kept = f"{begin.format(f'trace_statistics {absent}')}\nas it was\n{end}\n"
+    page.write_text(f"Before\n{begin.format(command)}\n{end}\nbetween\n{kept}", encoding="utf-8")
+    assert stale(page) == [command]
     assert "VM" not in page.read_text(encoding="utf-8")
-    assert stale(page, write=True) == [f"trace_statistics {trace}"]
+    assert stale(page, write=True) == [command]
     written = page.read_text(encoding="utf-8")
     assert written.startswith("Before\n<!-- printed")
     assert "VM" in written
