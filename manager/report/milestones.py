@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from manager.controller.state.actions import Finish, ReasonCode, RequestNodes
+from manager.controller.state.actions import Finish, NoteBadStep, ReasonCode, RequestNodes
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import CheckpointFound, Event, WorkerAnswered
 from manager.controller.state.state import ControllerState, Phase
@@ -16,7 +16,7 @@ from manager.report.morphs import MorphReader, lost_by
 from manager.report.values import MorphRecord
 from morph.contract.messages import Committed, Prepared
 from morph.contract.vm_names import vm_of
-from morph.words import counted
+from morph.words import counted, numbers_told
 
 MOST_NAMES = 4
 AS_SAID = frozenset(
@@ -91,9 +91,14 @@ class Milestones:
             sentences = event.passed_over or ((without,) if lost > 0 else ())
             told += [Milestone("passed_over", sentence + cost) for sentence in sentences]
         for action in record.actions:
-            if isinstance(action, RequestNodes):
+            if isinstance(action, NoteBadStep):
+                told.append(Milestone("bad_step", action.sentence))
+            elif isinstance(action, RequestNodes):
                 told.append(Milestone("requested", f"{action.count} more requested from the provider"))
         told += self._evaluation(event)
+        named = event.answer.named if isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared) else None
+        if named is not None:
+            told.append(Milestone("samples", f"the samples of step {named.step}: {numbers_told(named.samples)}"))
         code = record.reason.code
         saved_again = code is ReasonCode.CHECKPOINT_COMPLETE and self._storage_refused
         if code in AS_SAID or saved_again:
