@@ -19,6 +19,7 @@ from morph.cli.reading.options import (
     RecomputeOption,
 )
 from morph.cli.reading.progress import doing_if_long
+from morph.cli.runs.forever import kept_up
 from morph.contract import ranges
 from morph.contract.errors import ConfigError
 
@@ -42,6 +43,13 @@ IfChangedOption = Annotated[
     typer.Option(
         help="If the job's code was changed since the run began: refuse; keep the code that it began with; or accept "
         "changed code and data, from the newest checkpoint on."
+    ),
+]
+
+ForeverOption = Annotated[
+    bool,
+    typer.Option(
+        "--forever", help="Go on after whatever ends the run but its user or a limit, with growing pauses, and say why."
     ),
 ]
 
@@ -105,6 +113,7 @@ def run_command(
     log_format: LogFormatOption = LogFormat.TEXT,
     page: PageOption = True,
     if_changed: IfChangedOption = IfChanged.REFUSE,
+    forever: ForeverOption = False,
     price: PriceOption = None,
     on_demand_price: OnDemandOption = None,
     settings: FileSettingsOption = None,
@@ -139,9 +148,10 @@ def run_command(
     request = RunRequest.model_validate(
         {name: context.params[name] for name in RunRequest.model_fields} | {"settings": tuple(settings or ())}
     )
-    with doing_if_long(f"reading {job} and what it is run with"):
-        from morph.cli.runs.carry_out import Shown, carry_out
-    carry_out(request, run_dir, Shown(plain, verbose, log_format is LogFormat.JSON, page), if_changed)
+    with kept_up(forever):
+        with doing_if_long(f"reading {job} and what it is run with"):
+            from morph.cli.runs.carry_out import Shown, carry_out
+        carry_out(request, run_dir, Shown(plain, verbose, log_format is LogFormat.JSON, page), if_changed)
 
 
 def resume_command(
@@ -166,6 +176,7 @@ def resume_command(
     log_format: LogFormatOption = LogFormat.TEXT,
     page: PageOption = True,
     if_changed: IfChangedOption = IfChanged.REFUSE,
+    forever: ForeverOption = False,
 ) -> None:
     """Go on with a run as it was started: the same as giving its `morph run` command again.
 
@@ -181,16 +192,18 @@ def resume_command(
       morph resume runs/tiny
       morph resume az://container/tiny --job my_job.py:job --run-dir runs/tiny
     """
-    with doing_if_long(f"reading what was kept in {source}"):
-        from manager.run.recovery import is_stored, recovered
-        from morph.cli.runs.carry_out import Shown, carry_out
+    with kept_up(forever) as begun:
+        source = source if begun is None else str(begun)
+        with doing_if_long(f"reading what was kept in {source}"):
+            from manager.run.recovery import is_stored, recovered
+            from morph.cli.runs.carry_out import Shown, carry_out
 
-    shown = Shown(plain, verbose, log_format is LogFormat.JSON, page)
-    if is_stored(source):
-        with recovered(source, job, run_dir, cluster, if_changed) as (request, made):
-            carry_out(request, made, shown, if_changed)
-    read_facts(Path(source))
-    for option, given in (("--job", job), ("--run-dir", run_dir), ("--cluster", cluster)):
-        if given is not None:
-            raise ConfigError("is for a URL alone", field=option, allowed=f"without it, as {source} says")
-    carry_out(kept_request(Path(source)), Path(source), shown, if_changed)
+        shown = Shown(plain, verbose, log_format is LogFormat.JSON, page)
+        if is_stored(source):
+            with recovered(source, job, run_dir, cluster, if_changed) as (request, made):
+                carry_out(request, made, shown, if_changed)
+        read_facts(Path(source))
+        for option, given in (("--job", job), ("--run-dir", run_dir), ("--cluster", cluster)):
+            if given is not None and begun is None:
+                raise ConfigError("is for a URL alone", field=option, allowed=f"without it, as {source} says")
+        carry_out(kept_request(Path(source)), Path(source), shown, if_changed)
