@@ -12,6 +12,7 @@ from manager.run.cloud import Cloud, check_address, check_storage, check_url
 from manager.run.inputs import PreparedRun
 from manager.run.preparation import from_its_first_event
 from manager.run.request import RunRequest, absolute_url
+from manager.trackers.alerts import check_notify
 from manager.trackers.sinks import check_trackers
 from morph.contract.cluster import AzureVms, ClusterConfig, JobFile, LocalVms
 from morph.contract.errors import ConfigError, ProfileError
@@ -135,6 +136,8 @@ def _with_cloud(
     assert request.cluster is not None
     source, url = str(request.cluster), request.checkpoint_url
     check_trackers(cluster.trackers, cluster.callbacks, source, request.cluster.resolve().parent)
+    if cluster.notify is not None:
+        check_notify(cluster.notify, source)
     if url is not None:
         check_url(url, source, url_field)
     cloud = load_cloud(cluster, request.cluster)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from manager.accounting.spent import Prices
-from manager.journal.records import Entry
+from manager.controller.state.actions import NoteBadStep, ReasonCode
+from manager.journal.records import DecisionRecord, Entry
 from manager.report.journal_reader import RunReader
 from manager.report.milestones import morph_line
 from manager.report.values import EvaluationRecord, MorphRecord, StepRecord
@@ -16,7 +18,13 @@ from morph.contract.happenings import (
     RunEnded,
     ShapeChanged,
     StepDone,
+    Trouble,
 )
+
+_TROUBLES = ('"setup_failed"', '"note_bad_step"')
+"""What stands in the few lines of the journal that are read once more for them."""
+_SHORTEST_S = 60.0
+"""A shorter interval between checkpoints counts as this: one late save is none that is missed."""
 
 
 class HappeningsReader:
@@ -25,10 +33,12 @@ class HappeningsReader:
     Args:
         checkpoint_url: Where the run's checkpoints are.
         prices: That count for its VMs.
+        missed_saves: Without a checkpoint for so many intervals it is said that none is completed.
     """
 
-    def __init__(self, checkpoint_url: str, prices: Prices | None = None) -> None:
-        self._checkpoint_url, self._prices = checkpoint_url, prices
+    def __init__(self, checkpoint_url: str, prices: Prices | None = None, missed_saves: int = 3) -> None:
+        self._checkpoint_url, self._prices, self._missed_saves = checkpoint_url, prices, missed_saves
+        self._saved_s: float | None = None
         self._reader = RunReader()
         self._step = self._evaluated = self._num_sessions = 0
         self._saved: int | None = None
@@ -64,12 +74,39 @@ class HappeningsReader:
             if entry.kind != "config":  # with which a session begins where the last one saved
                 url = f"{self._checkpoint_url}/v{saved:08d}"
                 yield CheckpointDone(step=saved, time_s=time_s, url=url)
-            self._saved = saved
+            self._saved, self._saved_s = saved, time_s
         yield from self._changes(time_s, morphs)
+        yield from self._troubles(entry)
         if reader.finish is not None and not self._over:
             self._over = True
             finish = reader.finish
             yield RunEnded(step=reader.version, time_s=time_s, outcome=finish.outcome, sentence=finish.sentence)
+
+    def _troubles(self, entry: Entry) -> Iterator[Trouble]:
+        reader, time_s = self._reader, entry.time_s
+
+        def trouble(kind: Literal["setup_failed", "bad_step", "not_saved"], sentence: str) -> Trouble:
+            return Trouble(step=reader.version, time_s=time_s, kind=kind, sentence=sentence)
+
+        if entry.kind == "config":
+            self._saved_s = time_s
+        if entry.kind != "decision":
+            return
+        if any(mark in entry.payload_json for mark in _TROUBLES):
+            record = DecisionRecord.model_validate_json(entry.payload_json)
+            if record.reason.code is ReasonCode.SETUP_FAILED:
+                yield trouble("setup_failed", record.reason.sentence)
+            for action in record.actions:
+                if isinstance(action, NoteBadStep):
+                    yield trouble("bad_step", action.sentence)
+        due, since_s = reader.next_save, self._saved_s
+        if due is None or since_s is None or reader.finish is not None:
+            return
+        if time_s - since_s > self._missed_saves * max(due.interval_s, _SHORTEST_S):
+            self._saved_s = None  # said once, until there is one
+            saved = "none" if not self._saved else f"version {self._saved} is the last"
+            sentence = f"no checkpoint was completed for {time_s - since_s:.0f} s ({saved}), where one is due every"
+            yield trouble("not_saved", f"{sentence} {due.interval_s:.3g} s")
 
     def _changes(self, time_s: float, morphs: list[MorphRecord]) -> Iterator[ShapeChanged]:
         reader = self._reader

@@ -12,9 +12,14 @@ import torch
 from manager.controller.state.actions import NoteBadStep
 from manager.controller.state.events import WorkerAnswered
 from manager.engine.loop.driver import Observed
+from manager.journal.journal import Journal
+from manager.report.events import EventReader
 from manager.report.values import RunReport
+from manager.run_dir import JOURNAL
+from manager.trackers.reading import HappeningsReader
 from morph.checkpoint.manifest import read_manifest
 from morph.contract.checkpoint import Manifest
+from morph.contract.happenings import Trouble
 from morph.contract.messages import Prepared
 from morph.contract.rules import CheckpointRules, LossRules, Rules
 from morph.data.order import sample_indices
@@ -84,6 +89,14 @@ def test_bad_steps_give_the_same_bytes_whatever_is_lost(
         for step, record in trained.items()
         if step not in not_finite
     )
+
+    reader, events = HappeningsReader(url), EventReader()
+    with Journal.open(tmp_path / "alone" / JOURNAL, read_only=True) as journal:
+        entries = journal.read()
+    told = [one for entry in entries for one in reader.take(entry) if isinstance(one, Trouble)]
+    assert [one.sentence for one in told] == list(alone.sentences.values())
+    codes = [one.code for one in events.take(entries) if not one.inner]
+    assert [codes.count(code) for code in ("bad_step", "samples")] == [len(alone.sentences), len(alone.samples)]
 
     kill = crew.kill_at(2, 8, 13)
 
