@@ -24,7 +24,7 @@ from morph.contract.happenings import (
 _TROUBLES = ('"setup_failed"', '"note_bad_step"')
 """What stands in the few lines of the journal that are read once more for them."""
 _SHORTEST_S = 60.0
-"""A shorter interval between checkpoints counts as this: one late save is none that is missed."""
+"""A shorter interval between checkpoints counts as this: a save that is a little late is not missed."""
 
 
 class HappeningsReader:
@@ -38,7 +38,7 @@ class HappeningsReader:
 
     def __init__(self, checkpoint_url: str, prices: Prices | None = None, missed_saves: int = 3) -> None:
         self._checkpoint_url, self._prices, self._missed_saves = checkpoint_url, prices, missed_saves
-        self._saved_s: float | None = None
+        self._unsaved_s, self._is_missed = 0.0, False
         self._reader = RunReader()
         self._step = self._evaluated = self._num_sessions = 0
         self._saved: int | None = None
@@ -59,6 +59,7 @@ class HappeningsReader:
         self._num_morphs = len(reader.morphs.over)
         self._pause_s += sum(morph.pause_ms / 1e3 for morph in morphs if morph.pause_ms is not None)
         for record in records:
+            self._unsaved_s += record.duration_s
             if record.step >= self._step:
                 self._step = record.step + 1
                 pause_s, self._pause_s = self._pause_s, 0.0
@@ -74,7 +75,7 @@ class HappeningsReader:
             if entry.kind != "config":  # with which a session begins where the last one saved
                 url = f"{self._checkpoint_url}/v{saved:08d}"
                 yield CheckpointDone(step=saved, time_s=time_s, url=url)
-            self._saved, self._saved_s = saved, time_s
+            self._saved, self._unsaved_s, self._is_missed = saved, 0.0, False
         yield from self._changes(time_s, morphs)
         yield from self._troubles(entry)
         if reader.finish is not None and not self._over:
@@ -88,8 +89,6 @@ class HappeningsReader:
         def trouble(kind: Literal["setup_failed", "bad_step", "not_saved"], sentence: str) -> Trouble:
             return Trouble(step=reader.version, time_s=time_s, kind=kind, sentence=sentence)
 
-        if entry.kind == "config":
-            self._saved_s = time_s
         if entry.kind != "decision":
             return
         if any(mark in entry.payload_json for mark in _TROUBLES):
@@ -99,14 +98,13 @@ class HappeningsReader:
             for action in record.actions:
                 if isinstance(action, NoteBadStep):
                     yield trouble("bad_step", action.sentence)
-        due, since_s = reader.next_save, self._saved_s
-        if due is None or since_s is None or reader.finish is not None:
+        due, unsaved_s = reader.next_save, self._unsaved_s
+        if due is None or self._is_missed or unsaved_s <= self._missed_saves * max(due.interval_s, _SHORTEST_S):
             return
-        if time_s - since_s > self._missed_saves * max(due.interval_s, _SHORTEST_S):
-            self._saved_s = None  # said once, until there is one
-            saved = "none" if not self._saved else f"version {self._saved} is the last"
-            sentence = f"no checkpoint was completed for {time_s - since_s:.0f} s ({saved}), where one is due every"
-            yield trouble("not_saved", f"{sentence} {due.interval_s:.3g} s")
+        self._is_missed = True  # said once, until there is one
+        saved = "there is none" if not self._saved else f"version {self._saved} is the last"
+        sentence = f"no checkpoint was completed in {unsaved_s:.0f} s of training ({saved}), where one is due every"
+        yield trouble("not_saved", f"{sentence} {due.interval_s:.3g} s")
 
     def _changes(self, time_s: float, morphs: list[MorphRecord]) -> Iterator[ShapeChanged]:
         reader = self._reader
