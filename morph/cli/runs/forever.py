@@ -24,7 +24,7 @@ from morph.contract.base import Value
 from morph.contract.errors import RunDirError
 from morph.contract.waits import Backoff
 
-PAUSES = Backoff(first_s=10.0, most_s=3600.0)
+PAUSES = Backoff(first_s=1.0, most_s=3600.0)
 """Between managers that come to nothing; one that decided a step, or lived for the longest of these, begins anew."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MOST_SAID = 2000
