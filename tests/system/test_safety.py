@@ -206,14 +206,15 @@ def test_everything_in_the_run_directory_is_its_user_s_alone(seen: Seen) -> None
 
 
 def test_ray_refuses_whoever_has_another_token_or_none(seen: Seen) -> None:
-    assert "came in: 4 nodes" in seen.strangers["the token"]  # the head node and three VMs
+    # The head node and three VMs
+    assert "came in: 4 nodes" in seen.strangers["the token"], seen.outputs["the run"]
     for kind in ("another token", "no token"):
         assert "refused" in seen.strangers[kind], kind
         assert "came in" not in seen.strangers[kind], kind
 
 
 def test_a_closed_terminal_ends_the_run_saved(seen: Seen) -> None:
-    assert seen.code == 130
+    assert seen.code == 130, seen.outputs["the run"]
     report = read_report(seen.run_dir)
     assert report.outcome == "stopped"
     assert complete_versions(str(seen.run_dir / "checkpoints"))[-1] == report.version

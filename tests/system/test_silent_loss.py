@@ -253,7 +253,6 @@ class Revoking:
             self._fleet.revoke("vm0")
 
 
-@pytest.mark.long  # a VM that Ray is slow to boot on a busy machine is one that the run does without
 def test_a_run_on_ray_nodes_bears_broken_connections_silent_workers_and_a_revoked_vm(
     expected: dict[str, str], tmp_path: Path
 ) -> None:

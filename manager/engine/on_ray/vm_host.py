@@ -21,6 +21,7 @@ Every manager is greeted with that socket and ``{"host": pid, "address": .., "he
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import shutil
 import signal
@@ -106,10 +107,16 @@ class _LocalHead:
     """A cluster whose nodes are all of this machine and listen on loopback, which ``ray start`` has no option for.
 
     It is not confined: nobody has its token but its user, as whom its workers run.
+
+    Args:
+        sockets: An existing directory with a short path. Each node gets socket files of its own there. Ray would look
+            for names that are free, and two nodes that start together would find the same ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sockets: Path) -> None:
         from ray.cluster_utils import Cluster
+
+        self._sockets, self._numbers = sockets, itertools.count(1)
 
         self._cluster: Any = Cluster(
             shutdown_at_exit=False,  # which could start nodes in the main thread alone
@@ -127,6 +134,7 @@ class _LocalHead:
         self.pids = [child.pid for child in psutil.Process().children() if child.name() in HEAD_PROCESSES]
 
     def add(self, name: str) -> Any:
+        number = next(self._numbers)
         return self._cluster.add_node(
             wait=False,
             num_cpus=1,
@@ -134,6 +142,8 @@ class _LocalHead:
             resources={VM_RESOURCE + name: 1},
             object_store_memory=OBJECT_STORE_BYTES,
             node_ip_address=LOOPBACK,
+            raylet_socket_name=str(self._sockets / f"raylet-{number}"),
+            plasma_store_socket_name=str(self._sockets / f"store-{number}"),
         )
 
     def forget(self, node: Any) -> None:
@@ -215,7 +225,7 @@ class _Nodes:
     def _run(self, name: str) -> None:
         """Body of a VM's thread."""
         found = threading.Event()
-        self._launching.acquire()  # Ray would give two nodes that start together the same files
+        self._launching.acquire()  # Ray would give two nodes that start together the same log files
         launched = ExitStack()
         launched.callback(self._launching.release)
 
@@ -327,7 +337,7 @@ def main() -> None:
         manager = control_socket.next()
         try:
             host, port, first_port = sys.argv[5], int(sys.argv[6]), int(sys.argv[7])
-            head = _ConfinedHead(directory, host, port, first_port) if host else _LocalHead()
+            head = _ConfinedHead(directory, host, port, first_port) if host else _LocalHead(directory)
         except Exception as error:  # Ray's own, which have no common class
             if manager is not None:
                 tell(manager, error=f"{type(error).__name__}: {error}")
