@@ -75,8 +75,10 @@ class Milestones:
         for morph in reader.over[num_over:]:
             told.append(Milestone("morph", morph_line(morph)))
         gone = lost_by(event, record)
-        if gone and (reader.open is None or not set(gone) <= set(reader.open.lost_workers)):
-            goes_on = f"; {reader.shape} goes on" if reader.shape is not None and reader.open is None else ""
+        is_told = record.reason.code is ReasonCode.SETUP_FAILED  # of a worker that had no part in training yet
+        if gone and not is_told and (reader.open is None or not set(gone) <= set(reader.open.lost_workers)):
+            trains = reader.shape is not None and reader.open is None and record.phase is not Phase.ENDED
+            goes_on = f"; {reader.shape} goes on" if trains else ""
             told.append(Milestone("lost", f"{_named(gone)} lost{_injected(gone, reader.injected)}{goes_on}"))
         if shape is None and record.reshape is not None:
             workers = counted(len(record.reshape.slots), "worker")

@@ -248,6 +248,7 @@ def test_setups_that_fail_are_the_first_line_wherever_a_run_is_shown(
     (trouble,) = [one for entry in journal.read() for one in told_of.take(entry) if isinstance(one, Trouble)]
     assert trouble.kind == "setup_failed"
     assert trouble.sentence.startswith(sentence)
+    assert not any(one.code == "lost" for one in happened), "it had no part in training"
     tell(NodeAppeared(node="n2", request="job-1"))
     tell(WorkerAnswered(worker="n2", answer=WorkerReady(worker="n2", pid=1, setup_s=1)))
     assert sentence not in run.headline

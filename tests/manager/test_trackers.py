@@ -83,7 +83,7 @@ def test_checkpoints_that_are_not_completed_are_told_once(run: Path, monkeypatch
     with Journal.open(run / JOURNAL, read_only=True) as journal:
         entries = journal.read()
     for saved in (True, False):
-        reader = HappeningsReader("mem://checkpoints", missed_saves=6)
+        reader = HappeningsReader("mem://checkpoints", missed_saves=4)
         left = [entry for entry in entries if saved or '"kind":"manifest_written"' not in entry.payload_json]
         told = [one for entry in left for one in reader.take(entry) if isinstance(one, Trouble)]
         assert [one.kind for one in told] == ([] if saved else ["not_saved"])
