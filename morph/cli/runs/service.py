@@ -99,7 +99,9 @@ def service_command(
     else:
         read_facts(path)
         verb, named = "resume", path.name
-    command = [sys.executable, "-m", "morph.cli.main", verb, str(path), "--plain", "--forever"]
+    script = Path(sys.executable).with_name("morph")
+    morph = [str(script)] if script.exists() else [sys.executable, "-m", "morph.cli.main"]
+    command = [*morph, verb, str(path), "--plain", "--forever"]
     print(service_text(kind, named, path, command), end="")
 
 
