@@ -158,13 +158,7 @@ def test_a_unit_of_systemd_starts_the_run_where_it_is(tmp_path: Path, monkeypatc
     unit.optionxform = str  # type: ignore[assignment, method-assign]
     unit.read_string(shown.stdout)
     started = shlex.split(unit["Service"]["ExecStart"].replace("%%", "%"))
-    assert started == [
-        sys.executable,
-        *["-m", "morph.cli.main", "resume"],
-        str(tmp_path / "a 100% run"),
-        "--plain",
-        "--forever",
-    ]
+    assert started[-4:] == ["resume", str(tmp_path / "a 100% run"), "--plain", "--forever"]
     assert unit["Service"]["WorkingDirectory"] == str(tmp_path)
     assert unit["Service"]["KillMode"] == "process", "else the VMs would be killed with a manager that dies"
     assert CliRunner().invoke(app, ["service", "elsewhere"]).exit_code == EXIT_INPUT
