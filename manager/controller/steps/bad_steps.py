@@ -16,6 +16,7 @@ from manager.controller.state.transition import Transition
 from manager.controller.steps.failures import dissolve
 from manager.controller.steps.recovery import note_doubt
 from morph.contract.decided import Decided
+from morph.contract.messages import UnitId
 from morph.words import counted
 
 MOST_UNNAMED = 8
@@ -48,7 +49,10 @@ def leap_if_due(transition: Transition) -> bool:
     if leap is None or state.is_last:
         return False
     decided = Decided(version=leap.to, skipped=True, state_of=state.version)
-    transition.change(version=leap.to, decided=decided)
+    workers, nothing = dict(state.workers), frozenset[UnitId]()
+    for worker in state.workers.keys() - state.member_units.keys():  # it took no part, and may be a step behind
+        workers[worker] = workers[worker].model_copy(update={"holds": nothing})
+    transition.change(version=leap.to, decided=decided, workers=workers)
     transition.change(losses=state.losses.model_copy(update={"num_bad": leap.num_bad}))
     transition.change_step(kept={})
     transition.say(ReasonCode.FORMED, f"version {leap.to} has the state of version {state.version}")
