@@ -51,8 +51,8 @@ def wait_for_version(path: Path, command: subprocess.Popen[bytes], version: int)
 
 
 def _last(journal: Journal) -> int:
-    line = journal.last_line()
-    return line.sequence if line else 0
+    last = journal.last_moment()
+    return last[0] if last else 0
 
 
 def main(kills: int = 5, workers: int = 4) -> None:

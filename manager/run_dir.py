@@ -42,6 +42,8 @@ PAGE = "page.json"
 CODE = "code"
 """The job's files, packed, by their digest."""
 CHECKPOINTS = "checkpoints"
+LEASE = "lease.json"
+"""Where checkpoints are elsewhere: by what name the run leases their place."""
 DEVICES = "devices"
 """Files by which local VMs share CUDA devices."""
 RECOVERED = "recovered"
@@ -220,7 +222,7 @@ class RunDir:
             holder = " on ".join(lock_file.read().split()) or "unknown"
             holder = holder.removesuffix(f" on {socket.gethostname()}")
             lock_file.close()
-            raise RunDirError(f"is in use by process {holder}", source=str(self.path)) from error
+            raise in_use_by(holder, self.path) from error
         except OSError as error:
             lock_file.close()
             raise RunDirError(f"cannot be locked: {error.strerror}", source=str(self.path)) from error
@@ -331,6 +333,22 @@ def of_manager(run_dir: Path, now_s: float) -> str:
     if holder is not None or (pid and not ours and silent_s <= SILENT_S):
         return "" if silent_s <= SILENT_S else f"its manager, {who}, has given no sign of life for {silent_s:.0f} s"
     return f"its manager, {who}, is gone" if pid else "no process manages it"
+
+
+def check_unused(run_dir: Path) -> None:
+    """See that no process manages a run; its directory need not be there.
+
+    Raises:
+        RunDirError: one does, or the lock cannot be read.
+    """
+    holder = holder_of(run_dir) if run_dir.is_dir() else None
+    if holder is not None:
+        raise in_use_by(str(holder), run_dir)
+
+
+def in_use_by(holder: str, run_dir: Path) -> RunDirError:
+    """Return what is to be raised where another process manages the run."""
+    return RunDirError(f"is in use by process {holder}", source=str(run_dir.resolve()))
 
 
 def living_holder_of(run_dir: Path) -> int:

@@ -12,7 +12,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, BinaryIO, cast
+
+import xxhash
 
 MOST_BYTES = 256 << 20
 """Of all files in one folder."""
@@ -74,21 +76,10 @@ def keep(folder: Path, name: str, content: bytes) -> None:
             _remove_oldest(folder, MOST_BYTES)
 
 
-def keep_as_it_is(folder: Path, name: str, content: bytes) -> Path | None:
-    """Write a file for what reads it by its path, unless it is there, and return where it is.
-
-    None where it cannot be written, and where another user could write to its folder.
-    """
-    with contextlib.suppress(OSError):
-        if _made(folder):
-            if not (folder / name).exists():
-                _write_whole(folder / name, lambda file: file.write(content))
-            return folder / name
-    return None
-
-
 def open_kept(folder: Path, name: str, write: Callable[[BinaryIO], object], most_bytes: int) -> IO[bytes]:
-    """Open a file for reading; where there is none, it is written first, and the oldest are removed from its folder.
+    """Open a file for reading; where there is none that is whole, it is written first, and the oldest are removed.
+
+    Its digest is in a file beside it.
 
     Processes that want the same file wait for the one that writes it, for a minute at most: then they write it too.
 
@@ -103,25 +94,53 @@ def open_kept(folder: Path, name: str, write: Callable[[BinaryIO], object], most
     """
     if not _made(folder):
         raise PermissionError(f"{folder} belongs to another user, or others may write to it")
-    with contextlib.suppress(FileNotFoundError):
-        return _opened(folder / name)
+    if (found := _opened(folder / name)) is not None:
+        return found
     lock = folder / f"{_LOCK}{int(hashlib.sha256(name.encode()).hexdigest(), 16) % _NUM_LOCKS}"
     with lock.open("wb") as held:
         until_s = time.monotonic() + _LOCK_S
         while not _locks(held) and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
-        with contextlib.suppress(FileNotFoundError):
-            return _opened(folder / name)
-        _write_whole(folder / name, write)
-        file = _opened(folder / name)
+        if (found := _opened(folder / name)) is not None:
+            return found
+        proof = xxhash.xxh3_128()
+        _write_whole(folder / name, lambda file: write(cast("BinaryIO", _Proved(file, proof))))
+        file = (folder / name).open("rb")
+        _write_whole(_proof_of(folder / name), lambda file: file.write(proof.digest()))
         _remove_oldest(folder, most_bytes)
         return file
 
 
-def _opened(path: Path) -> IO[bytes]:
-    file = path.open("rb")
-    os.utime(file.fileno())  # used: not among the oldest
-    return file
+class _Proved:
+    """A file that is written, and a digest of it that grows with it."""
+
+    def __init__(self, file: BinaryIO, proof: xxhash.xxh3_128) -> None:
+        self._file, self._proof = file, proof
+
+    def write(self, content: bytes) -> int:
+        self._proof.update(content)
+        return self._file.write(content)
+
+
+def _proof_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.xxh3")
+
+
+def _opened(path: Path) -> IO[bytes] | None:
+    """Open a file with the content that was written; None where it is damaged or gone, or its digest is."""
+    with contextlib.suppress(FileNotFoundError):
+        file = path.open("rb")
+        try:
+            if hashlib.file_digest(file, xxhash.xxh3_128).digest() == _proof_of(path).read_bytes():
+                file.seek(0)
+                os.utime(file.fileno())  # used: not among the oldest
+                os.utime(_proof_of(path))
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+    return None
 
 
 def _locks(file: IO[bytes]) -> bool:

@@ -10,7 +10,7 @@ from simulator.costs.answer import Simulation
 from simulator.inputs.request import PlanRequest
 from simulator.inputs.synthetic import synthetic_profile
 from simulator.search.mini_batch import simulate, simulate_plan
-from simulator.search.planner import PlanChoice, plan, plan_frame, plan_table
+from simulator.search.planner import PlanChoice, pipeline_times, plan, plan_frame, plan_table
 from simulator.traces.model import TraceModel, spot_model
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "PlanRequest",
     "Simulation",
     "TraceModel",
+    "pipeline_times",
     "plan",
     "plan_frame",
     "plan_table",

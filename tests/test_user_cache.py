@@ -153,6 +153,24 @@ def test_a_file_that_many_want_is_written_once(tmp_path: Path) -> None:
     assert writers == [len(CONTENT)]
 
 
+@pytest.mark.parametrize("harmed", ["name", "name.xxh3"])
+@pytest.mark.parametrize("harm", ["gone", "empty", "truncated", "a bit flipped"])
+def test_a_file_that_was_harmed_is_written_again(harmed: str, harm: str, tmp_path: Path) -> None:
+    writers: list[int] = []
+
+    def content() -> bytes:
+        with open_kept(tmp_path, "name", lambda file: writers.append(file.write(CONTENT)), 10 * len(CONTENT)) as file:
+            return file.read()
+
+    assert content() == CONTENT
+    if harm == "truncated":
+        os.truncate(tmp_path / harmed, 7)
+    else:
+        DAMAGE[harm](tmp_path / harmed)
+    assert [content(), content()] == [CONTENT, CONTENT]
+    assert len(writers) == 2
+
+
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     def fail(file: BinaryIO) -> None:
         file.write(CONTENT)

@@ -11,6 +11,7 @@ from benchmarks.remote import Called, Remote
 from benchmarks.workers import Crew, cut_job, loss_of, plan_by_hand
 from morph.contract.cluster import LinkSetting
 from morph.contract.plan import Plan
+from morph.cutting.deferred_init.construct import build_really
 from morph.data import MicroBatchLoader
 from morph.jobs.job import load_job
 from morph.runtime.step.kernels import kernels_for, kernels_now, prepare_cublas, set_kernels
@@ -38,7 +39,7 @@ class PlainLoop:
             prepare_cublas()
             set_kernels(kernels_for(self.job.accumulation, kernels_now()))
         with torch.device(device):
-            self.model = self.job.model().to(device)
+            self.model = build_really(self.job.model, self.job.seed).to(device)
         self._optimizer = self.job.optimizer(self.model.named_parameters())
         if free and device == "cuda":
             self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
@@ -48,19 +49,22 @@ class PlainLoop:
         self._loader, self._keys = MicroBatchLoader(data, self.job.seed, self.job.batch_size, m), tuple(data[0])
         self.num_micro_batches = self.job.batch_size // m
 
-    def step(self) -> None:
-        """Train one step."""
+    def step(self) -> torch.Tensor:
+        """Train one step; returns its loss."""
+        losses = []
         for micro_batch in range(self.num_micro_batches):
             batch = self._loader.load(self._step, micro_batch, self._keys)
             with autocast(self.job.precision, self._device):
                 moved = {key: value.to(self._device, non_blocking=True) for key, value in batch.items()}
                 loss = loss_of(self.job, self.model, moved)
             (loss / self.num_micro_batches).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
         if self.job.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_grad_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._step += 1
+        return torch.stack(losses).mean()
 
     def times_s(self, num_steps: int) -> list[float]:
         """Seconds of so many steps, behind one to warm up."""

@@ -59,7 +59,7 @@ def load_subject(job_path: str, device: torch.device, num_sections: int | None =
     """
     prepare_cublas()
     use_device(device)
-    check_kernels(device)
+    check_kernels(device, "device")
     loaded = LoadedJob(job_path)
     job = loaded.job
     set_kernels(kernels_for(job.accumulation, kernels_now()))

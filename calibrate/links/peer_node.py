@@ -23,7 +23,7 @@ from calibrate.links.two_nodes import WAIT_S, Hello, own_hello
 from calibrate.timing.clocks import devices_of
 from morph.contract.base import Value, first_problem
 from morph.contract.cluster import LinkSetting, RingSetting
-from morph.contract.errors import ClusterError, ConfigError, JobError, MorphError, WaitTimeout
+from morph.contract.errors import ClusterError, ConfigError, MorphError, WaitTimeout
 from morph.link.listener import BACKLOG, Caller, Listener
 
 Say = Callable[[str], None]
@@ -136,7 +136,7 @@ def _lend(proven: ProvenConnection, wait_s: float) -> None:
     message = proven.receive("the other node to say what to measure", wait_s)
     try:
         results = _measure(proven, message)
-    except (ClusterError, JobError, WaitTimeout) as error:
+    except (ClusterError, ConfigError, WaitTimeout) as error:
         proven.send({"failed": str(error)})
         raise
     proven.send({"results": results}, WAIT_S)

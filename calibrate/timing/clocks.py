@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from morph.contract.errors import JobError
+from morph.runtime.device.devices import usable_device
 
 Mark = Any
 """A point in time of one clock; only its clock can read it."""
@@ -78,14 +78,12 @@ def devices_of(kind: str) -> tuple[torch.device, ...]:
     The cores of a CPU share caches and memory, so they count as one device: side by side would spoil the times.
 
     Raises:
-        JobError: when this machine has no such device.
+        ConfigError: when this machine has no such device.
     """
-    if kind == "cpu":
-        return (torch.device("cpu"),)
-    if kind == "cuda" and torch.cuda.is_available():
+    if kind == "cuda":
+        usable_device(kind, field="device")
         return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
-    allowed = "cpu, cuda" if torch.cuda.is_available() else "cpu"
-    raise JobError("this machine has no such device", field="device", value=kind, allowed=allowed)
+    return (usable_device(kind, field="device"),)
 
 
 def use_device(device: torch.device) -> None:

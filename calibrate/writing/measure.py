@@ -62,8 +62,8 @@ def calibrate(
         check: Called with the exported job before anything is measured; may refuse it.
 
     Raises:
-        JobError, ExportError: the job cannot be measured, or this machine has no such device.
-        ConfigError: the checkpoint URL cannot be written, or the peer has another secret.
+        JobError, ExportError: the job cannot be measured.
+        ConfigError: this machine has no such device, the checkpoint URL cannot be written, or the peer has another secret.
         ClusterError, WaitTimeout: helper processes failed, or the peer.
     """
     progress = progress or silent

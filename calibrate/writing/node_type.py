@@ -40,7 +40,8 @@ def add_node_type(
 
     Raises:
         ProfileError: the profile belongs to another job.
-        JobError, ExportError: the job cannot be measured, or this machine has no such device.
+        JobError, ExportError: the job cannot be measured.
+        ConfigError: this machine has no such device.
         ClusterError, WaitTimeout: helper processes failed.
     """
     progress = progress or silent

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from manager.accounting.account import Account, Part
 from manager.accounting.spent import NOTHING, NS_PER_S, Spent, nano_usd, rate_of
-from manager.controller.state.actions import EndWorker, Finish, ReasonCode, ReleaseNodes
+from manager.controller.state.actions import Action, EndWorker, Finish, ReasonCode, ReleaseNodes, SendCommit, SendStep
 from manager.controller.state.events import (
     AnsweredAlike,
     Event,
@@ -35,6 +35,16 @@ _OF_MEMBERS = {
 _UNFORMED = (Phase.STARTING, Phase.WAITING, Phase.HOLDING, Phase.RESTING)
 
 
+@dataclass(slots=True)
+class Stretch:
+    """Decided steps from ``first`` up to ``end`` that can still be lost: between two versions that were to be saved."""
+
+    first: int
+    end: int
+    compute: Spent
+    bubble: Spent
+
+
 @dataclass
 class Ledger:
     """Reads a journal's lines. Call ``advance`` with each line's time before what the line says is taken in.
@@ -44,7 +54,8 @@ class Ledger:
     they cost; ``idle``: those that are gone while others of their VM live, which is paid whole until the last one goes;
     ``outlives_ns``: how long nodes outlive a manager that is killed. ``given_up``: what went into attempts of the
     present step, and ``kept``, as much of it as made what the next shape goes on with: that was computing, the rest was
-    lost.
+    lost. ``settled``: what would be lost with a loss of everything, in the order of steps; a run goes back to a saved
+    version alone, so that steps are summed up from one save to the next. ``save_at``: where the last one was begun.
     """
 
     now_ns: int = 0
@@ -61,7 +72,8 @@ class Ledger:
     given_up: Spent = NOTHING
     kept: Spent = NOTHING
     version: int = 0
-    settled: dict[int, tuple[Spent, Spent]] = field(default_factory=dict)
+    settled: list[Stretch] = field(default_factory=list)
+    save_at: int = 0
     dearest: int | None = None
     outlives_ns: int = 0
     _all: Spent = NOTHING
@@ -72,14 +84,18 @@ class Ledger:
     def account(self) -> Account:
         """Return what is booked so far; the step under way counts as bubble until it is decided."""
         parts = {**self.parts, Part.BUBBLE: self.parts[Part.BUBBLE] + self.open}
+        return Account(parts=parts, total=self.total(), dearest=self.dearest)
+
+    def total(self) -> Spent:
+        """Return what all nodes have cost so far."""
         total = self.lives
         for node, since_ns in self.since_ns.items():
             total += self.rates[node] * (self.now_ns - since_ns)
-        return Account(parts=parts, total=total, dearest=self.dearest)
+        return total
 
     def begin_session(self, time_s: float) -> None:
         """A manager begins with nodes of its own; those of one that was killed outlived it by their patience."""
-        self.unmanaged(min(time_s, (self.now_ns + self.outlives_ns) / NS_PER_S))
+        self.outlived(time_s)
         self.end_session()
         self.now_ns = max(self.now_ns, _ns(time_s))
         self.phase, self.members, self._members = Phase.STARTING, frozenset(), NOTHING
@@ -90,6 +106,10 @@ class Ledger:
         self._give_up_step()
         self._keep_nothing()
         self._gone(list(self.since_ns))
+
+    def outlived(self, time_s: float) -> None:
+        """Book the time for which nodes outlived a killed manager: until then, and for their patience at most."""
+        self.unmanaged(min(time_s, (self.now_ns + self.outlives_ns) / NS_PER_S))
 
     def unmanaged(self, time_s: float) -> None:
         """Book the time since the last line for nodes that had no manager."""
@@ -134,6 +154,7 @@ class Ledger:
             self._keep_nothing()
         self._set_back(record.version)
         self.version = record.version
+        self.save_at = next(filter(None, map(_saved_at, record.actions)), self.save_at)
         if record.reshape is not None:
             self._keep(record.reshape)
         self.phase = record.phase
@@ -161,8 +182,8 @@ class Ledger:
             case ManagerResumed(living=living):  # of the others that warm up it is told apart
                 self._gone([node for node in self.since_ns if node not in self.warming and node not in living])
             case ManifestWritten(version=version):
-                for step in [step for step in self.settled if step < version]:
-                    del self.settled[step]  # it can be lost no more
+                self._part_at(version)
+                self.settled = [stretch for stretch in self.settled if stretch.first >= version]  # no more to be lost
 
     def _granted(self, event: NodesGranted, *, is_open: bool) -> None:
         for node in event.nodes:
@@ -254,8 +275,24 @@ class Ledger:
         bubble = self.open - compute
         self.parts[Part.COMPUTE] += compute
         self.parts[Part.BUBBLE] += bubble
-        self.settled[step] = (compute + self.kept, bubble)
+        self._settled(step, compute + self.kept, bubble)
         self.open = self.kept = self.given_up = NOTHING
+
+    def _settled(self, step: int, compute: Spent, bubble: Spent) -> None:
+        last = self.settled[-1] if self.settled else None
+        if last is None or last.end != step or step == self.save_at:
+            self.settled.append(Stretch(step, step + 1, compute, bubble))
+        else:
+            last.end, last.compute, last.bubble = step + 1, last.compute + compute, last.bubble + bubble
+
+    def _part_at(self, version: int) -> None:
+        """Let a stretch begin here; in the midst of one that was not to be saved here, by the number of its steps."""
+        for number, whole in enumerate(self.settled):
+            if whole.first < version < whole.end:
+                steps, num_steps = version - whole.first, whole.end - whole.first
+                compute, bubble = whole.compute.part(steps, num_steps), whole.bubble.part(steps, num_steps)
+                behind = Stretch(version, whole.end, whole.compute - compute, whole.bubble - bubble)
+                self.settled[number : number + 1] = [Stretch(whole.first, version, compute, bubble), behind]
 
     def _keep(self, order: ReshapeOrder) -> None:
         """A shape goes on with some micro-batches of the step that was given up: their time was computing."""
@@ -277,16 +314,24 @@ class Ledger:
 
     def _set_back(self, version: int) -> None:
         """Steps from ``version`` on are lost."""
-        for step in [step for step in self.settled if step >= version]:
-            compute, bubble = self.settled.pop(step)
-            self.parts[Part.COMPUTE] -= compute
-            self.parts[Part.BUBBLE] -= bubble
-            self.parts[Part.LOST] += compute + bubble
+        self._part_at(version)
+        for lost in [stretch for stretch in self.settled if stretch.first >= version]:
+            self.parts[Part.COMPUTE] -= lost.compute
+            self.parts[Part.BUBBLE] -= lost.bubble
+            self.parts[Part.LOST] += lost.compute + lost.bubble
+        self.settled = [stretch for stretch in self.settled if stretch.first < version]
 
     def _give_up_step(self) -> None:
         self.parts[Part.LOST] += self.open
         self.given_up += self.open
         self.open = NOTHING
+
+
+def _saved_at(action: Action) -> int | None:
+    """The version that an order has a worker write."""
+    if isinstance(action, SendStep):
+        return action.order.step if action.order.checkpoint_units else None
+    return action.order.version if isinstance(action, SendCommit) and action.order.checkpoint_units else None
 
 
 def _compute_ns(answer: Prepared) -> int:

@@ -135,7 +135,7 @@ def on_request_refused(transition: Transition, event: RequestRefused) -> None:
     keep_request(transition, event.request, request.model_copy(update={"count": 0}))
     forget_kept(transition)
     why = f"{event.request} is refused: {event.cause}" + (f", {event.detail}" if event.detail else "")
-    return _refuse(transition, why)
+    return _refuse(transition, why, event.retry_s)
 
 
 def note_appeared(transition: Transition, event: NodeAppeared) -> NodeFacts:
@@ -271,10 +271,12 @@ def _repeat_request(transition: Transition, name: RequestId) -> None:
     return transition.say(ReasonCode.NODES_REQUESTED, sentence, RequestNodes(request=name, count=request.count))
 
 
-def _refuse(transition: Transition, why: str) -> None:
+def _refuse(transition: Transition, why: str, retry_s: float | None = None) -> None:
+    """Pause; no longer than ``retry_s``, where the provider says that."""
     state, now_s = transition.state, transition.now_s
     rules = state.config.policy.rules.requests
     wait_s = rules.backoff.pause_s(state.provisioning.num_refused)
+    wait_s = wait_s if retry_s is None else min(wait_s, retry_s)
     transition.change_provisioning(num_refused=state.provisioning.num_refused + 1, next_request_s=now_s + wait_s)
     transition.wake_by(now_s + wait_s)
     transition.say(ReasonCode.REQUEST_REFUSED, f"{why}; the next request in {wait_s:g} s")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from manager.controller.state.actions import EndWorker, Finish, ReasonCode, ReleaseNodes, RequestNodes
 from manager.controller.state.config import ControllerConfig
@@ -24,16 +24,21 @@ from manager.controller.state.events import (
     WorkerAnswered,
     WorkerLost,
 )
+from manager.journal.condensed import Head
+from manager.journal.journal import Journal
 from manager.journal.records import (
+    DIED_WITH_MANAGER,
     OUTLIVES,
     PREEMPTION_FAILED,
     PREEMPTION_INJECTED,
     SESSION_OVER,
     TOOK_OVER,
     VM_KILLED,
+    Decided,
     DecisionRecord,
     Entry,
     Fact,
+    Line,
 )
 from morph.contract.base import Value
 from morph.contract.messages import WorkerReady
@@ -41,6 +46,8 @@ from morph.contract.vm_names import vm_of
 
 TOGETHER_S = 10.0
 """Losses within so long are one event: a manager learns of some by a closed connection, of others by silence."""
+OF_LIVES = "life"
+"""Under which a cut has where this reader stands, and the journal the lives that are over."""
 _TOLD = ("node_appeared", "nodes_granted", "notice_given", "notice_withdrawn", "worker_lost", "manager_resumed")
 _DONE = ("request_nodes", "release_nodes", "end_worker", "finish")
 
@@ -110,11 +117,26 @@ def lives_of(entries: Iterable[Entry]) -> tuple[Life, ...]:
 
     One that is not over by the last line ends with it, as if the run did.
     """
-    reader = _Reader()
+    reader = LivesReader()
     for entry in entries:
         reader.take(entry)
     reader.end_all(reader.last_s)
     return together(reader.over)
+
+
+def lives_in(journal: Journal) -> tuple[Life, ...]:
+    """Return the same of a journal.
+
+    Raises:
+        RunDirError: it cannot be read.
+    """
+    tail = journal.tail(0, (OF_LIVES,))
+    over = [Life.model_validate_json(payload) for _, _, _, payload in tail.records]
+    reader = LivesReader.at(tail.head)
+    for entry in tail.entries:
+        reader.take(entry)
+    reader.end_all(reader.last_s)
+    return together((*over, *reader.over))
 
 
 def together(lives: Sequence[Life]) -> tuple[Life, ...]:
@@ -151,8 +173,11 @@ class _Open:
 
 
 @dataclass
-class _Reader:
-    """``gone_s``: in the midst of a take-over, until when a VM lived that did not outlive the manager's absence."""
+class LivesReader:
+    """``over``: lives that ended, since it was emptied last.
+
+    ``gone_s``: in the midst of a take-over, until when a VM lived that did not outlive the manager's absence.
+    """
 
     open: dict[str, _Open] = field(default_factory=dict)
     over: list[Life] = field(default_factory=list)
@@ -167,11 +192,10 @@ class _Reader:
     event: Event | None = None
 
     def take(self, entry: Entry) -> None:
+        """Read one line, without parsing what does not matter here."""
         time_s = max(entry.time_s, self.last_s)
         if entry.kind == "config":
-            self.end_all(self.last_s)
-            config = ControllerConfig.model_validate_json(entry.payload_json)
-            self.grace_s = config.policy.rules.requests.notice_grace_s
+            self._begin_session(ControllerConfig.model_validate_json(entry.payload_json))
         elif entry.kind == "fact":
             self._fact(Fact.model_validate_json(entry.payload_json), time_s)
         elif entry.kind == "event":
@@ -182,6 +206,33 @@ class _Reader:
             self._decided(record, time_s)
             self.event = None
         self.last_s = time_s
+
+    def take_line(self, line: Line) -> None:
+        """Take in what a line says."""
+        time_s = max(line.time_s, self.last_s)
+        match line.says:
+            case ControllerConfig() as config:
+                self._begin_session(config)
+            case Fact() as fact:
+                self._fact(fact, time_s)
+            case Decided(event=event, record=record):
+                self._event(event, time_s, is_open=record.reason.code is ReasonCode.NODES_GRANTED)
+                self._decided(record, time_s)
+        self.last_s = time_s
+
+    @classmethod
+    def at(cls, head: Head | None) -> LivesReader:
+        """Return the reader as it stood behind the last line that is condensed; without one, at the beginning."""
+        return cls() if head is None else _STATE.validate_json(head.states[OF_LIVES])
+
+    @property
+    def state_json(self) -> str:
+        """Where it stands."""
+        return _STATE.dump_json(self, exclude={"over", "event"}).decode()
+
+    def _begin_session(self, config: ControllerConfig) -> None:
+        self.end_all(self.last_s)
+        self.grace_s = config.policy.rules.requests.notice_grace_s
 
     def end_all(self, time_s: float) -> None:
         """The run, or its session, is over, and its VMs with it."""
@@ -201,7 +252,7 @@ class _Reader:
             self.outlives_s = float(fact.detail)
         elif fact.name == TOOK_OVER and time_s - self.last_s >= self.outlives_s:
             self.gone_s = self.last_s
-        elif fact.name == SESSION_OVER:
+        elif fact.name in (SESSION_OVER, DIED_WITH_MANAGER):
             self.end_all(time_s)
 
     def _event(self, event: Event | None, time_s: float, *, is_open: bool) -> None:
@@ -301,6 +352,9 @@ class _Reader:
                 ending=ending,
             )
         )
+
+
+_STATE = TypeAdapter(LivesReader)
 
 
 def _matters(payload_json: str) -> bool:

@@ -12,7 +12,7 @@ from manager.controller.state.config import ExpectedLosses
 from manager.controller.state.events import NodeFacts
 from manager.history.database import HistoryError, history_path, keep_lives, kept_lives
 from manager.history.estimate import estimate
-from manager.history.lives import lives_of
+from manager.history.lives import lives_in
 from manager.journal.journal import Journal
 from manager.run_dir import JOURNAL
 from morph.contract.errors import RunDirError
@@ -39,10 +39,10 @@ class RunHistory:
             return
         try:
             with Journal.open(path, read_only=True) as journal:
-                entries = journal.read()
-            if entries:
-                first = f"{entries[0].time_s!r} {entries[0].payload_json}"
-                keep_lives(history_path(), hashlib.sha256(first.encode()).hexdigest()[:16], lives_of(entries))
+                line, lives = journal.first_line(), lives_in(journal)
+            if line is not None:
+                first = f"{line.time_s!r} {line.payload_json}"
+                keep_lives(history_path(), hashlib.sha256(first.encode()).hexdigest()[:16], lives)
         except (HistoryError, RunDirError) as error:
             self._say(f"what became of this run's VMs is not kept: {error}")
         except ValidationError:

@@ -1,10 +1,11 @@
-"""A thread that does one thing after another."""
+"""Threads that do one thing after another, or each thing in one of its own."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 Task = Callable[[], None]
@@ -61,4 +62,56 @@ class SerialExecutor:
             try:
                 task()
             except Exception as error:  # whatever it is: without this thread nothing of its kind is done any more
+                self._failed(error)
+
+
+MOST_AT_ONCE = 32
+
+
+class ParallelExecutor:
+    """Tasks are done beside one another, up to ``MOST_AT_ONCE`` of them, until ``stop``.
+
+    Args:
+        name: Of the threads.
+        failed: Told what a task raised.
+    """
+
+    def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
+        self._name, self._failed = name, failed
+        self._tasks: deque[Task] = deque()
+        self._num_threads, self._over = 0, False
+        self._changed = threading.Condition()
+
+    def put(self, task: Task) -> None:
+        """Have something done; returns at once."""
+        with self._changed:
+            if self._over:
+                return
+            self._tasks.append(task)
+            if self._num_threads < MOST_AT_ONCE:
+                self._num_threads += 1
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+
+    def stop(self) -> None:
+        """Begin no further task; returns at once."""
+        with self._changed:
+            self._over = True
+            self._tasks.clear()
+
+    def join(self, until_s: float) -> bool:
+        """Wait until nothing is left to do, until this second of the monotonic clock; returns whether nothing is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._num_threads, max(0.0, until_s - time.monotonic()))
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._tasks:
+                    self._num_threads -= 1
+                    self._changed.notify_all()
+                    return
+                task = self._tasks.popleft()
+            try:
+                task()
+            except Exception as error:
                 self._failed(error)

@@ -47,12 +47,15 @@ def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Let a signal change nothing while everything is ended, which is bounded: half an end would leave processes."""
+def signals_blocked(hurry: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Let a signal interrupt nothing while everything is ended, which is bounded: half an end would leave processes.
+
+    ``hurry``: called with each signal, in the main thread; returns at once.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    with _handling(lambda _number, _frame: None):
+    with _handling(lambda _number, _frame: hurry()):
         yield
 
 

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import heapq
+import json
 import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import numpy as np
 from pydantic_core import PydanticSerializationError
 
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import Event
-from manager.controller.state.state import Decision
-from manager.journal.records import DecisionRecord, Entry, EntryKind, Fact
+from manager.controller.state.state import ControllerState, Decision
+from manager.journal.condensed import (
+    NUM_AT_LEVEL,
+    SEQUENCE,
+    TABLES,
+    Column,
+    Cut,
+    Head,
+    Keeper,
+    Kept,
+    Tail,
+    absent,
+    digest_of,
+    packed,
+    packed_lines,
+    proven,
+    state_json,
+    unpacked,
+    unpacked_lines,
+)
+from manager.journal.records import Decided, DecisionRecord, Entry, EntryKind, Fact, Line
 from morph.contract.errors import RunDirError, RunDirStuck
 from morph.contract.waits import Backoff
 
@@ -67,11 +91,19 @@ _TABLES = (
     "CREATE INDEX IF NOT EXISTS configs ON entries (sequence) WHERE kind = 'config'",
     "CREATE INDEX IF NOT EXISTS facts ON entries (sequence) WHERE kind = 'fact'",
     "CREATE TABLE IF NOT EXISTS snapshots (sequence INTEGER PRIMARY KEY, state_json TEXT NOT NULL)",
+    *TABLES,
 )
+LAYOUT = 2
+"""The file's number for how it is laid out; one of before has lines alone."""
 SNAPSHOT_EVERY = 1000
-"""Decisions from one snapshot of the state to the next."""
+"""Decisions from one snapshot of the state to the next, and from one cut to the next."""
 _COLUMNS = "SELECT sequence, time_s, kind, payload_json FROM entries"
 _INSERT = "INSERT INTO entries (time_s, kind, payload_json) VALUES (?, ?, ?)"
+
+
+def _marks(values: Sequence[object]) -> str:
+    """As many question marks."""
+    return ", ".join("?" * len(values))
 
 
 class Journal:
@@ -80,12 +112,16 @@ class Journal:
     A line is safe from a crash of the process when the call returns; from a loss of power, up to the last
     checkpoint of the write-ahead log. Waits for another writer are bounded by ``WRITER_BUSY_S``. Beside the lines it
     keeps the state after one of the last decisions, so that a new manager replays few of them, however long the run is.
+
+    With a ``keeper`` the lines are condensed now and then, all of it in one transaction: whoever reads finds them as
+    lines or condensed, never both and never neither, whenever the writer is killed.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection, self._path = connection, path
         self._num_unsaved = SNAPSHOT_EVERY  # since the last snapshot: this process's first decision makes one
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self.keeper: Keeper | None = None
 
     @classmethod
     def open(cls, path: Path, *, read_only: bool = False) -> Journal:
@@ -106,16 +142,22 @@ class Journal:
         try:
             if read_only:
                 connection.execute(f"{_COLUMNS} LIMIT 1")
+                old = connection.execute("PRAGMA user_version").fetchone() != (LAYOUT,)
             else:
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = NORMAL")
                 for table in _TABLES:
                     connection.execute(table)
+                connection.execute(f"PRAGMA user_version = {LAYOUT}")
         except sqlite3.Error as error:
             connection.close()
             stuck = isinstance(error, sqlite3.OperationalError) and path.is_file()
             kind = RunDirStuck if stuck else RunDirError
             raise kind(f"is not a journal, or is in use: {error}", source=str(path)) from error
+        if read_only and old:
+            connection.close()
+            allowed = "a run that is resumed with this one"
+            raise RunDirError("was written by an older version of Morph", source=str(path), allowed=allowed)
         return cls(connection, path)
 
     def append(self, time_s: float, kind: EntryKind, payload_json: str) -> None:
@@ -129,54 +171,171 @@ class Journal:
 
     def append_config(self, time_s: float, config: ControllerConfig) -> None:
         """Begin a run, or a run resumed in the same directory."""
-        self.append(time_s, "config", config.model_dump_json())
+        with self._lock:
+            self._tell(Line(self._write([(time_s, "config", config.model_dump_json())]), time_s, config))
 
     def append_fact(self, time_s: float, fact: Fact) -> None:
         """Note something that is not an event of the controller."""
-        self.append(time_s, "fact", fact.model_dump_json())
+        with self._lock:
+            self._tell(Line(self._write([(time_s, "fact", fact.model_dump_json())]), time_s, fact))
 
     def append_decision(self, time_s: float, event: Event, decision: Decision) -> None:
         """Append an event and what was decided, both or neither; to be called before the actions are carried out."""
         record = DecisionRecord.of(decision)
-        state_json = None
+        saved = None
         rows: list[tuple[float, EntryKind, str]]
         try:
             if self._num_unsaved + 1 >= SNAPSHOT_EVERY:
-                state_json = decision.state.model_dump_json(exclude={"config"})
+                saved = state_json(decision.state)
             rows = [(time_s, "event", event.model_dump_json()), (time_s, "decision", record.model_dump_json())]
         except PydanticSerializationError as error:
             if "KeyboardInterrupt" in str(error):  # which pydantic takes for an error of the value
                 raise KeyboardInterrupt from error
             raise
-        self._write(rows, state_json)
-        self._num_unsaved = 0 if state_json is not None else self._num_unsaved + 1
+        with self._lock:
+            self._tell(Line(self._write(rows, saved), time_s, Decided(event, record)))
+            self._num_unsaved = 0 if saved is not None else self._num_unsaved + 1
+            if self.keeper is not None and self.keeper.num_taken >= SNAPSHOT_EVERY and self.keeper.may_cut:
+                try:
+                    self._condense(self.keeper.cut(), decision.state)
+                except RunDirStuck as error:  # nothing was changed: after one of the next decisions then
+                    log.info("older lines of the journal are condensed later: %s", error)
+                else:
+                    self.keeper.forget()
+                    self._num_unsaved = 0
 
-    def read(self, after: int = 0, most: int = -1) -> tuple[Entry, ...]:
-        """Return every line behind this sequence number, in the order written; ``most``: the first so many.
+    def _tell(self, line: Line) -> None:
+        if self.keeper is not None:
+            self.keeper.take(line)
+
+    def read(self, after: int = 0) -> tuple[Entry, ...]:
+        """Return every line behind this sequence number that is there, in the order written.
+
+        Those of steps at which nothing else happened are not, once they are condensed.
 
         Raises:
             RunDirError: the file cannot be read.
         """
-        return self._entries(f"{_COLUMNS} WHERE sequence > ? ORDER BY sequence LIMIT ?", after, most)
+        with self._at_one_moment():
+            packs = self._select("SELECT data, digest FROM kept WHERE last > ? ORDER BY first", after)
+            kept = (entry for data, digest in packs for entry in unpacked_lines(data, digest, str(self._path)))
+            entries = self._entries(f"{_COLUMNS} WHERE sequence > ? ORDER BY sequence", after)
+            return tuple(
+                heapq.merge((one for one in kept if one.sequence > after), entries, key=lambda entry: entry.sequence)
+            )
 
-    def last_config(self) -> Entry | None:
-        """The line with which the last session began."""
-        found = self._entries(f"{_COLUMNS} WHERE kind = 'config' ORDER BY sequence DESC LIMIT 1")
+    def tail(self, after: int = 0, kinds: Sequence[str] = (), *, rows: bool = False, most: int = -1) -> Tail:
+        """Return what is said behind a line: condensed as far as it is, then line by line.
+
+        Args:
+            after: The line.
+            kinds: Which records.
+            rows: And which rows of the columns.
+            most: Of the lines that are not condensed, the first so many.
+
+        Raises:
+            RunDirError: the file cannot be read, or is damaged.
+        """
+        with self._at_one_moment():
+            head = self.head()
+            if head is None or head.sequence <= after:
+                entries = self._entries(f"{_COLUMNS} WHERE sequence > ? ORDER BY sequence LIMIT ?", after, most)
+                return Tail(None, (), range(0), entries)
+            records = self._select(
+                f"SELECT sequence, time_s, kind, payload_json FROM records WHERE kind IN ({_marks(kinds)}) "
+                "AND sequence > ? ORDER BY sequence, rowid",
+                *kinds,
+                after,
+            )
+            first, num = 0, 0
+            if rows:
+                sequences = self.column(SEQUENCE)
+                first, num = int(np.searchsorted(sequences, after, side="right")), len(sequences)
+            entries = self._entries(f"{_COLUMNS} WHERE sequence > ? ORDER BY sequence LIMIT ?", head.sequence, most)
+            return Tail(head, [Kept(*record) for record in records], range(first, num), entries)
+
+    def head(self) -> Head | None:
+        """The newest cut; None: nothing is condensed."""
+        rows = self._select("SELECT sequence, time_s, data, digest FROM heads")
+        if not rows:
+            return None
+        sequence, time_s, data, digest = rows[0]
+        return Head(sequence, time_s, json.loads(proven(data, digest, str(self._path))))
+
+    def column_names(self) -> list[str]:
+        """The columns of decided steps."""
+        return [name for (name,) in self._select("SELECT DISTINCT name FROM steps")]
+
+    def column(self, name: str, rows: range | None = None, level: int | None = None) -> Column:
+        """One column of all decided steps that are condensed; or of those of some rows, or of those at one level."""
+        levels = tuple(range(len(NUM_AT_LEVEL) + 1)) if level is None else (level,)
+        where = f"WHERE level IN ({_marks(levels)}) AND name = ?"
+        with self._at_one_moment():
+            blocks = self._select(f"SELECT first, num FROM steps {where} ORDER BY first", *levels, SEQUENCE)
+            ends = list(accumulate((num for _, num in blocks), initial=0))
+            wanted = range(ends[-1]) if rows is None else range(rows.start, min(rows.stop, ends[-1]))
+            column = absent(name, max(0, len(wanted)))
+            needed = {
+                first: begin - wanted.start
+                for (first, num), begin in zip(blocks, ends, strict=False)
+                if begin < wanted.stop and begin + num > wanted.start
+            }
+            if not needed:
+                return column
+            between = f"{where} AND first BETWEEN {min(needed)} AND {max(needed)}"
+            for first, data, digest in self._rows(f"SELECT first, data, digest FROM steps {between}", *levels, name):
+                values, at = unpacked(data, digest, name, str(self._path)), needed[first]
+                values = values[max(0, -at) : len(column) - at]
+                column[max(0, at) : max(0, at) + len(values)] = values
+            return column
+
+    def first_line(self) -> Entry | None:
+        """The oldest line; it stays."""
+        found = self._entries(f"{_COLUMNS} ORDER BY sequence LIMIT 1")
+        return found[0] if found else None
+
+    def last_config(self, before: int | None = None) -> Entry | None:
+        """The line with which the last session began; ``before``: that of which this line is."""
+        where = "kind = 'config'" + ("" if before is None else f" AND sequence <= {before}")
+        found = self._entries(f"{_COLUMNS} WHERE {where} ORDER BY sequence DESC LIMIT 1")
         return found[0] if found else None
 
     def facts(self, after: int) -> tuple[Entry, ...]:
         """The facts behind a line."""
         return self._entries(f"{_COLUMNS} WHERE kind = 'fact' AND sequence > ? ORDER BY sequence", after)
 
-    def last_line(self) -> Entry | None:
-        """The newest line."""
-        found = self._entries(f"{_COLUMNS} ORDER BY sequence DESC LIMIT 1")
-        return found[0] if found else None
+    def last_moment(self) -> tuple[int, float] | None:
+        """The number of the newest line, and when it was written."""
+        with self._at_one_moment():
+            found = self._select("SELECT sequence, time_s FROM entries ORDER BY sequence DESC LIMIT 1")
+            found += self._select("SELECT sequence, time_s FROM heads")
+            return max(found, default=None)
 
     def snapshot(self) -> tuple[int, str] | None:
         """The newest snapshot of the state, without its configuration: behind which line, and as JSON."""
         rows = self._select("SELECT sequence, state_json FROM snapshots ORDER BY sequence DESC LIMIT 1")
         return (int(rows[0][0]), str(rows[0][1])) if rows else None
+
+    @contextmanager
+    def _at_one_moment(self) -> Iterator[None]:
+        """Let all that is read in the block be as it stood at one moment."""
+        with self._lock:
+            begins = not self._connection.in_transaction
+            if begins:
+                self._select("BEGIN")
+            try:
+                yield
+            finally:
+                if begins and self._connection.in_transaction:
+                    self._select("COMMIT")
+
+    def _rows(self, query: str, *values: int | str) -> Iterator[Any]:
+        """Rows one after the other, where together they would be large."""
+        try:
+            with self._lock:
+                yield from self._connection.execute(query, values)
+        except sqlite3.Error as error:
+            raise RunDirError(f"the journal cannot be read: {error}", source=str(self._path)) from error
 
     def _entries(self, query: str, *values: int) -> tuple[Entry, ...]:
         return tuple(
@@ -184,7 +343,7 @@ class Journal:
             for sequence, time_s, kind, payload in self._select(query, *values)
         )
 
-    def _select(self, query: str, *values: int) -> list[Any]:
+    def _select(self, query: str, *values: int | str) -> list[Any]:
         try:
             with self._lock:
                 return self._connection.execute(query, values).fetchall()
@@ -202,17 +361,72 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write(self, rows: list[tuple[float, EntryKind, str]], state_json: str | None = None) -> None:
+    def _write(self, rows: list[tuple[float, EntryKind, str]], saved: str | None = None) -> int:
+        """Append lines, and a snapshot of the state behind them; returns the number of the last line."""
+        with self._transaction() as connection:
+            for row in rows:
+                sequence = connection.execute(_INSERT, row).lastrowid
+            if saved is not None:
+                self._snapshot(int(sequence or 0), saved)
+            return int(sequence or 0)
+
+    def _snapshot(self, sequence: int, saved: str) -> None:
+        self._connection.execute("DELETE FROM snapshots")
+        self._connection.execute("INSERT INTO snapshots VALUES (?, ?)", (sequence, saved))
+
+    def _condense(self, cut: Cut, state: ControllerState) -> None:
+        """Replace the lines up to a cut by what they come to; ``state``: the controller's there.
+
+        Raises:
+            RunDirStuck: the file cannot be written now; nothing was changed.
+        """
+        head, saved = json.dumps(cut.states).encode(), state_json(state)
+        decided = "sequence <= ? AND kind IN ('event', 'decision')"
+        with self._transaction() as connection:
+            rows = connection.execute(f"{_COLUMNS} WHERE {decided} ORDER BY sequence", (cut.sequence,)).fetchall()
+            kept = [row for row in rows if row[0] in cut.kept]
+            if kept:
+                lines = packed_lines(kept)
+                connection.execute(
+                    "INSERT INTO kept VALUES (?, ?, ?, ?)", (kept[0][0], kept[-1][0], lines, digest_of(lines))
+                )
+            connection.execute(f"DELETE FROM entries WHERE {decided}", (cut.sequence,))
+            connection.executemany("INSERT INTO records VALUES (?, ?, ?, ?)", cut.records)
+            connection.execute("DELETE FROM heads")
+            connection.execute(
+                "INSERT INTO heads VALUES (?, ?, ?, ?)", (cut.sequence, cut.time_s, head, digest_of(head))
+            )
+            self._snapshot(cut.sequence, saved)
+            if len(cut.columns[SEQUENCE]):
+                self._put_block(0, cut.columns)
+                self._join_blocks()
+
+    def _put_block(self, level: int, columns: Mapping[str, Column]) -> None:
+        first, num = int(columns[SEQUENCE][0]), len(columns[SEQUENCE])
+        for name, values in columns.items():
+            data = packed(values, name)
+            block = (level, name, first, num, data, digest_of(data))
+            self._connection.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", block)
+
+    def _join_blocks(self) -> None:
+        """Make one block of the many small ones of a level."""
+        for level, num_steps in enumerate(NUM_AT_LEVEL):
+            query = "SELECT name, sum(num) FROM steps WHERE level = ? GROUP BY name"
+            counts = dict(self._connection.execute(query, (level,)).fetchall())
+            if counts.get(SEQUENCE, 0) < num_steps:
+                return
+            columns = {name: self.column(name, level=level) for name in counts}
+            self._connection.execute("DELETE FROM steps WHERE level = ?", (level,))
+            self._put_block(level + 1, columns)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Everything that the block writes, or nothing of it."""
         with self._lock:
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
                 try:
-                    self._connection.executemany(_INSERT, rows)
-                    if state_json is not None:
-                        self._connection.execute("DELETE FROM snapshots")
-                        self._connection.execute(
-                            "INSERT INTO snapshots SELECT MAX(sequence), ? FROM entries", (state_json,)
-                        )
+                    yield self._connection
                     self._connection.execute("COMMIT")
                 except BaseException:
                     if self._connection.in_transaction:  # a full disk ends some by itself

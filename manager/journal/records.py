@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
 
 from manager.controller.state.actions import Action, Reason, SendReshape
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import EVENT, Event
 from manager.controller.state.state import Decision, Phase
-from morph.contract.base import Value
+from morph.contract.base import Shown, Value
 from morph.contract.messages import ReshapeOrder, WorkerId
 
 EntryKind = Literal["config", "event", "decision", "fact"]
@@ -23,6 +27,8 @@ TOOK_OVER = "took_over"
 """Another manager goes on with the nodes: since the line before there was none."""
 OUTLIVES = "outlives"
 """``detail``: for how many seconds the nodes outlive a manager that is killed."""
+DIED_WITH_MANAGER = "died_with_manager"
+"""The manager was killed, and the nodes did not outlive it until now: this line's time is their last sign of life."""
 CLUSTER_LOST = "cluster_lost"
 """``detail``: what the session stood on and is gone."""
 SESSION_OVER = "session_over"
@@ -43,7 +49,7 @@ class Fact(Value):
 
     name: str
     worker: WorkerId | None = None
-    detail: str = ""
+    detail: Shown = ""
 
 
 class TraceMoment(Value):
@@ -86,3 +92,54 @@ class DecisionRecord(Value):
             reshape=reshapes[0].order if reshapes else None,
             reshape_receivers=tuple(action.worker for action in reshapes),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """An event and what was decided of it: two lines."""
+
+    event: Event
+    record: DecisionRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One thing that the journal says. ``sequence``: of its line, or of the last of its lines."""
+
+    sequence: int
+    time_s: float
+    says: ControllerConfig | Fact | Decided
+
+
+class LineReader:
+    """Reads lines one after the other; an event waits for its decision."""
+
+    def __init__(self) -> None:
+        self._event: Event | None = None
+
+    def line(self, entry: Entry) -> Line | None:
+        """Read one; None: it is an event, or a decision of which the event was not read."""
+        text = entry.payload_json
+        says: ControllerConfig | Fact | Decided
+        match entry.kind:
+            case "config":
+                says = ControllerConfig.model_validate_json(text)
+            case "fact":
+                says = Fact.model_validate_json(text)
+            case "event":
+                self._event = EVENT.validate_json(text)
+                return None
+            case _ if self._event is None:
+                return None
+            case _:
+                says, self._event = Decided(self._event, DecisionRecord.model_validate_json(text)), None
+        return Line(entry.sequence, entry.time_s, says)
+
+
+def lines(entries: Iterable[Entry]) -> Iterator[Line]:
+    """Read many."""
+    reader = LineReader()
+    for entry in entries:
+        line = reader.line(entry)
+        if line is not None:
+            yield line

@@ -43,10 +43,10 @@ def trace_moment(journal: Journal) -> TraceMoment:
     for time_s, fact in _facts(journal):
         if fact.name == TRACE_PLAYED:
             noted_s, moment = time_s, TraceMoment.model_validate_json(fact.detail)
-    last = journal.last_line()
+    last = journal.last_moment()
     if not moment.runs or last is None:
         return moment
-    return moment.model_copy(update={"clock_s": moment.clock_s + max(0.0, last.time_s - noted_s)})
+    return moment.model_copy(update={"clock_s": moment.clock_s + max(0.0, last[1] - noted_s)})
 
 
 def nodes_up(journal: Journal) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """Runs on each cloud VM from boot: polls for notices, tells the manager, and ends the VM when it is forgotten.
 
 ``python -m manager.notices.agent --manager HOST:PORT --node NAME --devices N --secret-file PATH --lonely-s S
---source SOURCE --end WAY [--management-url URL]``
+--source SOURCE --end WAY [--management-url URL] [--stay PATH]``
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Agent:
         end: Ends this VM.
         every_s: Between two polls, and between two tries to connect.
         num_devices: That this VM has, with a worker each.
+        stay: Called while the manager is heard: the VM's watchdog is to let it live on.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class Agent:
         end: Callable[[], None],
         every_s: float = RETRY_S,
         num_devices: int = 1,
+        stay: Callable[[], object] = lambda: None,
     ) -> None:
-        self._num_devices = num_devices
+        self._num_devices, self._stay = num_devices, stay
         self._address, self._node, self._secret = address, node, secret
         self._patience_s, self._end, self._every_s = lonely_s, end, every_s
         self._standing: dict[str, tuple[Given, float]] = {}
@@ -122,7 +124,9 @@ class Agent:
                     session.tell({"kind": "beat"})
                 elif not isinstance(told, Given) or told.notice in self._standing:
                     session.tell(_message(told))
-                heard_s = time.monotonic() if reader.is_alive() else heard_s
+                if reader.is_alive():
+                    heard_s = time.monotonic()
+                    self._stay()
         except OSError:
             if told is not None:
                 self._news.put(told)  # it may not have arrived
@@ -216,6 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--source", default="", choices=["azure", "aws", "gcp", ""])
     parser.add_argument("--end", default="", choices=["azure", "aws", "gcp", "group", ""])
     parser.add_argument("--management-url", default=MANAGEMENT_URL)
+    parser.add_argument("--stay", type=Path)
     given = parser.parse_args(arguments)
     agent = Agent(
         given.manager,
@@ -225,6 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lonely_s=given.lonely_s,
         end=lambda: _end(given.end, given.node, given.management_url, given.secret_file.parent),
         num_devices=given.devices,
+        stay=given.stay.touch if given.stay else lambda: None,
     )
     agent.run()
 

@@ -4,6 +4,7 @@ Its agent keeps its connection. It sends ``Told`` values and beats, the manager 
 each of the agent's. On an errand a node asks for one thing, and hangs up::
 
     {"kind": "wheel"}                            answered by the bytes of Morph's wheel, as one message
+    {"kind": "lock"}                             answered by what pip is to install there, in the same way
     {"kind": "unfit", "why": SENTENCE}                       {"heard": true}
     {"kind": "certificate", "request": CSR}                  {"certificate": PEM} or {"refused": SENTENCE}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from manager.notices.call import AGENT, ROLES
-from morph.contract.vm_names import MAX_DEVICES
+from morph.contract.vm_names import MAX_DEVICES, is_name
 from morph.link.authority import credential_of
 from morph.link.listener import HELLO_TIMEOUT_S, Caller, Listener
 from morph.link.session import Session
@@ -36,10 +36,10 @@ class VmServer(ABC):
         secret: From which the nodes' credential follows; whoever calls without that is sent away.
         host: Address to listen on.
         port: 0: any free one.
-        files: What nodes may ask for, by name.
+        files: What nodes may ask for, by name; what makes it is called in the node's thread.
     """
 
-    def __init__(self, secret: str, host: str, port: int, files: Mapping[str, bytes]) -> None:
+    def __init__(self, secret: str, host: str, port: int, files: Mapping[str, bytes | Callable[[], bytes]]) -> None:
         self._credential, self._files = credential_of(secret), files
         self._agents: dict[str, Session] = {}
         self._lock = threading.Lock()
@@ -58,6 +58,8 @@ class VmServer(ABC):
         """Hear one node, until it is gone or silent; an agent comes again if it can."""
         session = Session(caller.connection, Wire(self._credential, listens=True))
         name, num_devices, role = session.welcome(3, HELLO_TIMEOUT_S)
+        if not is_name(name.partition("/")[0]):  # it is written down, and shown to a user
+            raise ConnectionError("no node is called like this")
         if role not in ROLES or not 1 <= int(num_devices) <= MAX_DEVICES:
             raise ConnectionError("no node speaks like this")
         node = CallingNode(name, int(num_devices), caller.source)
@@ -72,6 +74,8 @@ class VmServer(ABC):
             while True:
                 message = session.hear(SILENT_S)
                 answer = self._files.get(str(message.get("kind")))
+                if callable(answer):
+                    answer = answer()
                 if answer is None:
                     answer = json.dumps({"heard": True, **self._take(node, message)}).encode()
                 session.send(answer, SEND_TIMEOUT_S)

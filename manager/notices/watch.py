@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from manager.notices.source import NoticeSource, NoticeUnavailable, Standing
-from morph.contract.base import Value
+from morph.contract.base import Shown, Value
 from morph.contract.waits import Backoff
 
 EVERY_S = 1.0
@@ -19,7 +19,7 @@ JOIN_TIMEOUT_S = 2.0
 class Given(Value):
     """A notice that is new. ``lead_s`` counts from now."""
 
-    notice: str
+    notice: Shown
     lead_s: float | None
     certain: bool
 
@@ -27,15 +27,15 @@ class Given(Value):
 class Withdrawn(Value):
     """A notice that stands no longer, and the VM is still here."""
 
-    notice: str
+    notice: Shown
     certain: bool = True
 
 
 class Trouble(Value):
     """The source gives no answers; told once for each sentence in a row, and with "" when it is over."""
 
-    source: str
-    sentence: str
+    source: Shown
+    sentence: Shown
 
 
 Told = Given | Withdrawn | Trouble

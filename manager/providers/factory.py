@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from functools import partial
 from pathlib import Path
 
-from manager.providers.azure.prices import RetailPrices
+from manager.providers.azure.prices import RetailPrices, disk_price
 from manager.providers.azure.spec import AzureSpec
 from manager.providers.boot.cloud_init import NodeStart, cloud_init, custom_data
 from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
@@ -46,6 +47,7 @@ def open_azure(spec: AzureSpec, path: Path, name: RunName, run_dir: Path, start:
         Operations(run_dir / OPERATIONS_NAME),
         lambda node, num_devices: custom_data(cloud_init(start, node, "azure", num_devices)),
         find_price=RetailPrices(spec),
+        find_disk_price=partial(disk_price, spec.location),
         ending=ending_command(path, name),
     )
 

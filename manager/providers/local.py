@@ -72,12 +72,17 @@ class LocalProvider:
         """See ``Provider``."""
         return False
 
+    def boot_log(self, _name: str) -> str:
+        """See ``Provider``: it is in the run's directory."""
+        return ""
+
     def stop(self) -> None:
         """See ``Provider``: a request takes no time."""
 
-    def dismantle(self) -> None:
-        """See ``Provider``."""
+    def dismantle(self) -> tuple[str, ...]:
+        """See ``Provider``: nothing is made beside them."""
         self.delete([vm.name for vm in self.list()])
+        return ()
 
     def price(self) -> Price | None:
         """See ``Provider``."""

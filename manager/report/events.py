@@ -5,24 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from manager.controller.state.actions import Finish, ReasonCode
 from manager.controller.state.config import ControllerConfig
-from manager.controller.state.events import EVENT, Event
+from manager.controller.state.events import Event
+from manager.journal.condensed import Head
+from manager.journal.journal import Journal
 from manager.journal.records import (
+    DIED_WITH_MANAGER,
     OUTLIVES,
     SESSION_OVER,
     TOOK_OVER,
     TRACE_PLAYED,
     VM_KILLED,
     VM_UP,
+    Decided,
     DecisionRecord,
     Entry,
     Fact,
+    Line,
+    LineReader,
 )
+from manager.report.journal_reader import config_at
 from manager.report.milestones import AS_SAID, Milestones
 from morph.contract.base import Value
 
+OF_EVENTS = "event"
+"""Under which a cut has where this reader stands, and the journal what was told."""
 ROUTINE = frozenset(
     {
         ReasonCode.AWAITING_ANSWERS,
@@ -38,6 +50,7 @@ ROUTINE = frozenset(
 )
 INNER_FACTS = frozenset(
     {
+        DIED_WITH_MANAGER,
         OUTLIVES,
         SESSION_OVER,
         TOOK_OVER,
@@ -76,7 +89,7 @@ class Told(Value):
         """As text: time of day (UTC), version, code, sentence."""
         clock = datetime.fromtimestamp(self.time_s, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
         at = "-" if self.version is None else str(self.version)
-        return f"{clock}  {at:>6}  {self.code:<20}  {self.sentence}"
+        return f"{clock}  {at:>6}  {self.code:<20}  {' | '.join(self.sentence.splitlines())}"
 
 
 @dataclass
@@ -86,32 +99,58 @@ class EventReader:
     sequence: int = 0
     over: bool = False
     _config: ControllerConfig | None = None
-    _event: Event | None = None
     _milestones: Milestones = field(default_factory=Milestones)
+    _lines: Any = field(default_factory=LineReader)
+
+    @classmethod
+    def at(cls, journal: Journal, head: Head) -> EventReader:
+        """Return the reader as it stood behind the last line that is condensed."""
+        reader = _STATE.validate_json(head.states[OF_EVENTS])
+        reader._config = config_at(journal, head.sequence)
+        return reader
+
+    @property
+    def state_json(self) -> str:
+        """Where it stands."""
+        return _STATE.dump_json(self, exclude={"_config", "_lines"}).decode()
+
+    def new(self, journal: Journal) -> list[Told]:
+        """Tell what the journal says behind what was read; routine only of lines that are not condensed yet."""
+        tail = journal.tail(self.sequence, (OF_EVENTS,))
+        told = [Told.model_validate_json(payload) for _, _, _, payload in tail.records]
+        if tail.head is not None:
+            newer = EventReader.at(journal, tail.head)
+            self.over, self._config, self._milestones = newer.over, newer._config, newer._milestones
+            self.sequence, self._lines = tail.head.sequence, LineReader()
+        return [*told, *self.take(tail.entries)]
 
     def take(self, entries: Iterable[Entry]) -> Iterator[Told]:
         """Tell what the lines say."""
         for entry in entries:
+            line = self._lines.line(entry)
             self.sequence = entry.sequence
-            if entry.kind == "config":
-                self.over = False
-                self._config = ControllerConfig.model_validate_json(entry.payload_json)
-                self._milestones.begin_session(self._config.initial_version)
-                yield Told(sequence=entry.sequence, time_s=entry.time_s, code="session", sentence="a manager starts")
-            elif entry.kind == "event":
-                self._event = EVENT.validate_json(entry.payload_json)
-            elif entry.kind == "decision":
-                yield from self._decision(entry)
-            elif entry.kind == "fact":
-                yield self._fact(entry)
+            if line is not None:
+                yield from self.take_line(line)
 
-    def _decision(self, entry: Entry) -> Iterator[Told]:
-        record = DecisionRecord.model_validate_json(entry.payload_json)
+    def take_line(self, line: Line) -> Iterator[Told]:
+        """Tell what one says."""
+        match line.says:
+            case ControllerConfig() as config:
+                self.over = False
+                self._config = config
+                self._milestones.begin_session(config.initial_version)
+                yield Told(sequence=line.sequence, time_s=line.time_s, code="session", sentence="a manager starts")
+            case Decided(event=event, record=record):
+                yield from self._decision(line, event, record)
+            case Fact() as fact:
+                yield self._fact(line, fact)
+
+    def _decision(self, line: Line, event: Event, record: DecisionRecord) -> Iterator[Told]:
         self.over = self.over or any(isinstance(action, Finish) and not action.rests for action in record.actions)
         code = record.reason.code
         told = Told(
-            sequence=entry.sequence,
-            time_s=entry.time_s,
+            sequence=line.sequence,
+            time_s=line.time_s,
             code=code.value,
             sentence=record.reason.sentence,
             phase=record.phase.value,
@@ -122,14 +161,16 @@ class EventReader:
         )
         if told.inner:
             yield told
-        if self._config is not None and self._event is not None:
-            for milestone in self._milestones.take(self._config, self._event, record, entry.time_s):
+        if self._config is not None:
+            for milestone in self._milestones.take(self._config, event, record, line.time_s):
                 update = {**milestone._asdict(), "inner": False, "routine": False}
                 yield told.model_copy(update=update)
 
-    def _fact(self, entry: Entry) -> Told:
-        fact = Fact.model_validate_json(entry.payload_json)
-        self._milestones.morphs.take_fact(fact, entry.time_s)
+    def _fact(self, line: Line, fact: Fact) -> Told:
+        self._milestones.morphs.take_fact(fact, line.time_s)
         sentence = ": ".join(text for text in (fact.worker, fact.detail) if text)
         inner = fact.name in INNER_FACTS
-        return Told(sequence=entry.sequence, time_s=entry.time_s, code=fact.name, sentence=sentence, inner=inner)
+        return Told(sequence=line.sequence, time_s=line.time_s, code=fact.name, sentence=sentence, inner=inner)
+
+
+_STATE = TypeAdapter(EventReader)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter
 
 from manager.accounting.ledger import Ledger
 from manager.accounting.spent import NS_PER_S
 from manager.controller.state.actions import (
     EndWorker,
     Finish,
+    NoteBadStep,
     NoteCorrection,
     NoteNextSave,
     ReasonCode,
@@ -30,14 +35,40 @@ from manager.controller.state.events import (
 )
 from manager.controller.state.profile_correction import Correction
 from manager.controller.state.saves import NextSave
+from manager.journal.condensed import Head, Kept
 from manager.journal.journal import Journal
-from manager.journal.records import OUTLIVES, SESSION_OVER, TOOK_OVER, DecisionRecord, Entry, Fact
+from manager.journal.records import (
+    DIED_WITH_MANAGER,
+    OUTLIVES,
+    SESSION_OVER,
+    TOOK_OVER,
+    Decided,
+    DecisionRecord,
+    Entry,
+    Fact,
+    Line,
+    LineReader,
+    lines,
+)
 from manager.report.means import EvaluationReader, extreme_rates
 from manager.report.morphs import MorphReader
-from manager.report.values import RunReport, ShapeSpan, StepRecord, VmCount
+from manager.report.steps import Condensed, Cost, SetBack, Step, StepRecord, Steps
+from manager.report.values import (
+    EvaluationRecord,
+    MorphRecord,
+    RunOver,
+    RunReport,
+    Saved,
+    SessionBegun,
+    ShapeLeft,
+    ShapeSpan,
+    VmCount,
+)
 from manager.run_dir import JOURNAL
-from morph.contract.decided import Decided, LossScale
+from morph.contract.decided import Decided as Decision
+from morph.contract.decided import LossScale
 from morph.contract.errors import RunDirError
+from morph.contract.happenings import Trouble
 from morph.contract.messages import Committed, Prepared, WorkerReady
 from morph.contract.timeline import StepTimeline
 
@@ -57,7 +88,7 @@ def read_timelines(run_dir: Path) -> dict[int, tuple[StepTimeline, ...]]:
         return timelines_of(journal.read())
 
 
-def timelines_of(entries: tuple[Entry, ...]) -> dict[int, tuple[StepTimeline, ...]]:
+def timelines_of(entries: Sequence[Entry]) -> dict[int, tuple[StepTimeline, ...]]:
     """The same from the lines of a journal."""
     gathered: dict[tuple[int, int, int], dict[tuple[int, int], StepTimeline]] = {}
     found: dict[int, tuple[StepTimeline, ...]] = {}
@@ -78,6 +109,39 @@ def timelines_of(entries: tuple[Entry, ...]) -> dict[int, tuple[StepTimeline, ..
     return found
 
 
+Record = (
+    SessionBegun
+    | ShapeSpan
+    | ShapeLeft
+    | MorphRecord
+    | EvaluationRecord
+    | VmCount
+    | SetBack
+    | Saved
+    | Trouble
+    | RunOver
+)
+Told = tuple[int, float, Record | Step]
+"""By which line something was told, when, and what."""
+RECORDS: dict[str, type[Record]] = {
+    "session": SessionBegun,
+    "shape": ShapeSpan,
+    "left": ShapeLeft,
+    "morph": MorphRecord,
+    "evaluation": EvaluationRecord,
+    "vms": VmCount,
+    "set_back": SetBack,
+    "saved": Saved,
+    "trouble": Trouble,
+    "over": RunOver,
+}
+"""What the lines of a journal come to beside decided steps, by the name under which it is kept."""
+NAMES = {kind: name for name, kind in RECORDS.items()}
+OF_RUN = "run"
+"""Under which a cut has where the reader of the run stands."""
+_OF_REPORT = ("shape", "left", "morph", "evaluation", "vms", "set_back")
+
+
 def read_report(run_dir: Path) -> RunReport:
     """Read the journal of a run, while it runs or later.
 
@@ -85,7 +149,15 @@ def read_report(run_dir: Path) -> RunReport:
         RunDirError: the directory holds no journal, or an empty one.
     """
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
-        return report_of(journal.read(), source=str(run_dir))
+        tail = journal.tail(0, _OF_REPORT)
+        reader = RunReader.at(journal, tail.head)
+        past = Past(
+            tuple(record for _, _, record in told_in(tail.records)),
+            Condensed(run_dir / JOURNAL, reader.num_decided),
+        )
+    for entry in tail.entries:
+        reader.take(entry)
+    return reader.report(str(run_dir), past)
 
 
 def read_ledger(run_dir: Path) -> Ledger:
@@ -96,10 +168,11 @@ def read_ledger(run_dir: Path) -> Ledger:
     """
     if not (run_dir / JOURNAL).is_file():
         return Ledger()
-    reader = RunReader()
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
-        for entry in journal.read():
-            reader.take(entry)
+        tail = journal.tail()
+        reader = RunReader.at(journal, tail.head)
+    for entry in tail.entries:
+        reader.take(entry)
     return reader.ledger
 
 
@@ -122,21 +195,44 @@ def ledger_now(run_dir: Path, now_s: float, *, lives_on: bool) -> Ledger:
     return ledger
 
 
-def report_of(entries: tuple[Entry, ...], source: str = "journal") -> RunReport:
+def report_of(entries: Iterable[Entry], source: str = "journal") -> RunReport:
     """Build the report from a journal's lines.
 
     Raises:
         RunDirError: there is no configuration among them.
     """
     reader = RunReader()
-    for entry in entries:
-        reader.take(entry)
+    for line in lines(entries):
+        reader.take_line(line)
     return reader.report(source)
+
+
+def config_at(journal: Journal, sequence: int) -> ControllerConfig | None:
+    """The configuration of the session of which a line is."""
+    entry = journal.last_config(sequence)
+    return None if entry is None else ControllerConfig.model_validate_json(entry.payload_json)
+
+
+def told_in(records: Iterable[Kept]) -> Iterator[tuple[int, float, Record]]:
+    """Read records that were kept: by which line each was told, and when."""
+    for kept in records:
+        yield kept.sequence, kept.time_s, RECORDS[kept.kind].model_validate_json(kept.payload_json)
+
+
+@dataclass(frozen=True)
+class Past:
+    """What is condensed of a journal."""
+
+    records: tuple[Record, ...] = ()
+    steps: Condensed = field(default_factory=Condensed)
 
 
 @dataclass
 class RunReader:
-    """What was read so far."""
+    """What was read so far, and what came of it since ``told`` was emptied last: steps, and records with their lines.
+
+    ``shape``: that was formed last, of which ``num_in_shape`` steps are decided. ``num_decided``: steps in all.
+    """
 
     config: ControllerConfig | None = None
     num_sessions: int = 0
@@ -145,61 +241,101 @@ class RunReader:
     version: int = 0
     checkpoint_version: int | None = None
     finish: Finish | None = None
-    event: Event | None = None
     ordered_s: float = 0.0
     attempt: int = 0
     loss_scale: LossScale | None = None
     evaluations: EvaluationReader = field(default_factory=EvaluationReader)
     prepared: dict[tuple[int, int, int], dict[str, Prepared]] = field(default_factory=dict)
-    shapes: list[ShapeSpan] = field(default_factory=list)
-    steps: list[StepRecord] = field(default_factory=list)
+    shape: ShapeSpan | None = None
+    num_in_shape: int = 0
+    num_decided: int = 0
+    num_redone: int = 0
+    first_step: int | None = None
+    first_loss: tuple[int, float] | None = None
+    last_loss: tuple[int, float] | None = None
     living: set[str] = field(default_factory=set)
-    vms: list[VmCount] = field(default_factory=list)
+    num_vms: int | None = None
     morphs: MorphReader = field(default_factory=MorphReader)
     ledger: Ledger = field(default_factory=Ledger)
     correction: Correction | None = None
     next_save: NextSave | None = None
     trouble: str = ""
+    told: list[Any] = field(default_factory=list)
+    _sequence: int = 0
+    _time_s: float = 0.0
+    _lines: Any = field(default_factory=LineReader)
+
+    @classmethod
+    def at(cls, journal: Journal, head: Head | None) -> RunReader:
+        """Return the reader as it stood behind the last line that is condensed; without one, at the beginning."""
+        if head is None:
+            return cls()
+        reader = _STATE.validate_json(head.states[OF_RUN])
+        reader.config = config_at(journal, head.sequence)
+        return reader
+
+    @property
+    def state_json(self) -> str:
+        """Where it stands, between two steps."""
+        return _STATE.dump_json(self, exclude={"config", "prepared", "told", "_lines"}).decode()
+
+    @property
+    def steps(self) -> list[Step]:
+        """The steps among what is told."""
+        return [one for _, _, one in self.told if isinstance(one, Step)]
 
     def take(self, entry: Entry) -> None:
         """Read one line."""
+        line = self._lines.line(entry)
+        if line is not None:
+            self.take_line(line)
+
+    def take_line(self, line: Line) -> None:
+        """Take in what a line says."""
+        time_s = self._time_s = line.time_s
+        self._sequence = line.sequence
         if not self.num_sessions:
-            self.start_s = entry.time_s
-        before_s, self.end_s = self.end_s, max(self.end_s, entry.time_s)
-        fact = Fact.model_validate_json(entry.payload_json) if entry.kind == "fact" else None
-        if fact is not None and fact.name == TOOK_OVER:
-            self.ledger.unmanaged(entry.time_s)
-        elif entry.kind != "config":
-            self.ledger.advance(entry.time_s)
-        match entry.kind:
-            case "config":
+            self.start_s = time_s
+        before_s, self.end_s = self.end_s, max(self.end_s, time_s)
+        says = line.says
+        if isinstance(says, Fact) and says.name == TOOK_OVER:
+            self.ledger.unmanaged(time_s)
+        elif isinstance(says, Fact) and says.name == DIED_WITH_MANAGER:
+            self.ledger.outlived(time_s)
+        elif not isinstance(says, ControllerConfig):
+            self.ledger.advance(time_s)
+        match says:
+            case ControllerConfig():
                 self._close_shape(before_s)
-                self._begin_session(ControllerConfig.model_validate_json(entry.payload_json), entry.time_s)
-            case "fact" if fact is not None:
-                self._take_fact(fact, entry.time_s)
-            case "event":
-                self.event = EVENT.validate_json(entry.payload_json)
-            case "decision":
-                if self.event is not None and self.config is not None:
-                    record = DecisionRecord.model_validate_json(entry.payload_json)
-                    self._decided(self.config, self.event, record, entry.time_s)
-                    self.event = None
+                self._begin_session(says, time_s)
+            case Fact():
+                self._take_fact(says, time_s)
+            case Decided(event=event, record=record) if self.config is not None:
+                self._decided(self.config, event, record, time_s)
+        for morph in self.morphs.over:
+            self._tell(morph)
+        self.morphs.over.clear()
+
+    def _tell(self, record: Record | Step) -> None:
+        self.told.append((self._sequence, self._time_s, record))
 
     def _take_fact(self, fact: Fact, time_s: float) -> None:
         self.morphs.take_fact(fact, time_s)
         if fact.name == OUTLIVES:
             self.ledger.outlives_ns = round(float(fact.detail) * NS_PER_S)
-        elif fact.name == SESSION_OVER:
+        elif fact.name in (SESSION_OVER, DIED_WITH_MANAGER):
             self.ledger.end_session()
             self.living.clear()
             self._count_vms(time_s)
 
-    def report(self, source: str) -> RunReport:
-        """Close what is open."""
+    def report(self, source: str, past: Past | None = None) -> RunReport:
+        """Return it all, with what is condensed: ``past``."""
         if self.config is None:
             raise RunDirError("its journal holds no run", source=source)
-        if self.finish is not None:
-            self._close_shape(self.end_s)
+        past = past or Past()
+        told = [*past.records, *(one for _, _, one in self.told if not isinstance(one, Step))]
+        steps = Steps(past.steps, self.steps, [one for one in told if isinstance(one, SetBack)])
+        evaluations = {one.version: one for one in told if isinstance(one, EvaluationRecord)}
         return RunReport(
             job=self.config.job,
             num_steps=self.config.num_steps,
@@ -210,15 +346,37 @@ class RunReader:
             outcome=self.finish.outcome if self.finish else "running",
             sentence=self.finish.sentence if self.finish else self.trouble or f"version {self.version} is decided",
             num_sessions=self.num_sessions,
-            shapes=tuple(self._measured(shape) for shape in self.shapes),
-            morphs=self.morphs.all(),
-            steps=tuple(self.steps),
-            evaluations=self.evaluations.all(),
+            shapes=self._shapes(told, steps),
+            morphs=(*(one for one in told if isinstance(one, MorphRecord)), *self.morphs.all()),
+            steps=steps,
+            steps_redone=self.num_redone,
+            first_loss=self.first_loss,
+            last_loss=self.last_loss,
+            evaluations=tuple(evaluations[version] for version in sorted(evaluations)),
             account=self.ledger.account(),
-            vms=tuple(self.vms),
+            vms=tuple(one for one in told if isinstance(one, VmCount)),
             correction=self.correction,
             next_save=None if self.finish else self.next_save,
         )
+
+    def _shapes(self, told: Sequence[Record], steps: Steps) -> tuple[ShapeSpan, ...]:
+        """Every shape, with the median of its steps, which are the next ones of all."""
+        left = [one for one in told if isinstance(one, ShapeLeft)]
+        if self.shape is not None and self.shape.end_s is None:
+            left.append(ShapeLeft(end_s=self.end_s, num_steps=self.num_in_shape))
+        formed = [one for one in told if isinstance(one, ShapeSpan)]
+        durations_s, at = steps.column("duration_s"), 0
+        spans = []
+        for number, (span, end) in enumerate(zip(formed, left, strict=True)):
+            own_s, at = durations_s[at : at + end.num_steps], at + end.num_steps
+            is_open = number == len(formed) - 1 and self.shape is not None and self.shape.end_s is None
+            update = {
+                "end_s": None if is_open and not self.finish else end.end_s,
+                "num_steps": end.num_steps,
+                "measured_mini_batch_s": float(np.median(own_s)) if len(own_s) else None,
+            }
+            spans.append(span.model_copy(update=update))
+        return tuple(spans)
 
     def _begin_session(self, config: ControllerConfig, time_s: float) -> None:
         self.morphs.end_session(config.initial_version)
@@ -229,6 +387,7 @@ class RunReader:
         self.living.clear()
         self.ledger.begin_session(time_s)
         self.prepared.clear()
+        self._tell(SessionBegun(version=config.initial_version, saved=self.checkpoint_version))
         self._count_vms(time_s)
 
     def _decided(self, config: ControllerConfig, event: Event, record: DecisionRecord, time_s: float) -> None:
@@ -236,9 +395,9 @@ class RunReader:
             case WorkerAnswered(answer=Prepared() as answer):
                 attempts = self.prepared.setdefault((answer.generation, answer.step, answer.attempt), {})
                 attempts.setdefault(event.worker, answer)
-                self.evaluations.take(answer)
+                self._evaluated(self.evaluations.take(answer))
             case WorkerAnswered(answer=Committed() as committed):
-                self.evaluations.take(committed)
+                self._evaluated(self.evaluations.take(committed))
             case NodeAppeared(node=node):
                 self.living.add(node)
             case WorkerLost():
@@ -247,6 +406,7 @@ class RunReader:
                 self.living &= self.ledger.warming.union(living)
             case ManifestWritten(version=version):
                 self.checkpoint_version = max(version, self.checkpoint_version or 0)
+                self._tell(Saved(version=version))
         for action in record.actions:
             if isinstance(action, EndWorker):
                 self.living.discard(action.worker)
@@ -268,19 +428,28 @@ class RunReader:
         self._set_back(record.version)
         self._orders(config, record, time_s)
         self._note_trouble(event, record)
+        for end in (action for action in record.actions if isinstance(action, Finish)):
+            self._tell(RunOver(version=self.version, outcome=end.outcome, sentence=end.sentence))
+
+    def _evaluated(self, record: EvaluationRecord | None) -> None:
+        if record is not None:
+            self._tell(record)
 
     def _note_trouble(self, event: Event, record: DecisionRecord) -> None:
         if record.reason.code is ReasonCode.SETUP_FAILED:
             self.trouble = record.reason.sentence
+            self._tell(Trouble(step=record.version, time_s=self._time_s, kind="setup_failed", sentence=self.trouble))
         elif isinstance(event, WorkerAnswered) and isinstance(event.answer, WorkerReady):
             self.trouble = ""
+        for note in (action for action in record.actions if isinstance(action, NoteBadStep)):
+            self._tell(Trouble(step=record.version, time_s=self._time_s, kind="bad_step", sentence=note.sentence))
 
     def _orders(self, config: ControllerConfig, record: DecisionRecord, time_s: float) -> None:
         order = record.reshape
         if order is not None:
             self._close_shape(time_s)
             plan = order.plan
-            self.shapes.append(
+            self.shape, self.num_in_shape = (
                 ShapeSpan(
                     generation=order.generation,
                     shape=plan.shape,
@@ -293,8 +462,10 @@ class RunReader:
                     expected_mini_batch_s=plan.expected.mini_batch_s,
                     shared_mini_batch_s=config.expected_on_shared_cores_s(plan),
                     measured_mini_batch_s=None,
-                )
+                ),
+                0,
             )
+            self._tell(self.shape)
         step = next((action.order for action in record.actions if isinstance(action, SendStep)), None)
         if step is not None:
             self.attempt, self.loss_scale = step.attempt, step.loss_scale
@@ -302,59 +473,57 @@ class RunReader:
                 self.ordered_s = time_s
 
     def _step_decided(
-        self, answers: tuple[Prepared, ...], last: Prepared, facts: Decided | None, time_s: float
+        self, answers: tuple[Prepared, ...], last: Prepared, facts: Decision | None, time_s: float
     ) -> None:
         losses = [loss for answer in answers for loss in answer.losses]
-        self.steps.append(
-            StepRecord(
-                step=last.step,
-                generation=last.generation,
-                decided_at_s=time_s,
-                duration_s=max(0.0, time_s - self.ordered_s),
-                compute_s=max(answer.times.step_s for answer in answers),
-                loss=mean_loss(losses),
-                metrics=mean_metrics(losses),
-                weight=total_weight(losses),
-                learning_rates=extreme_rates(answers),
-                gradient_norm=facts.gradient_norm if facts else None,
-                skipped=facts.skipped if facts else False,
-                loss_scale=self.loss_scale.factor if self.loss_scale else None,
-                num_attempts=last.attempt + 1,
-            )
+        record = StepRecord(
+            step=last.step,
+            generation=last.generation,
+            decided_at_s=time_s,
+            duration_s=max(0.0, time_s - self.ordered_s),
+            compute_s=max(answer.times.step_s for answer in answers),
+            loss=mean_loss(losses),
+            metrics=mean_metrics(losses),
+            weight=total_weight(losses),
+            learning_rates=extreme_rates(answers),
+            gradient_norm=facts.gradient_norm if facts else None,
+            skipped=facts.skipped if facts else False,
+            loss_scale=self.loss_scale.factor if self.loss_scale else None,
+            num_attempts=last.attempt + 1,
         )
+        self._tell(Step(self._sequence, record, Cost.of(self.ledger)))
         self.prepared.clear()
-        shape = self.shapes[-1]
-        self.shapes[-1] = shape.model_copy(update={"num_steps": shape.num_steps + 1})
+        self.num_in_shape += 1
+        self.num_decided += 1
         self.version = last.step + 1
+        self.first_step = last.step if self.first_step is None else min(self.first_step, last.step)
+        if record.loss is not None:
+            loss = (record.step, record.loss)
+            self.first_loss = loss if self.first_loss is None or loss[0] <= self.first_loss[0] else self.first_loss
+            self.last_loss = loss if self.last_loss is None or loss[0] >= self.last_loss[0] else self.last_loss
 
     def _set_back(self, version: int) -> None:
         """Steps from ``version`` on are to be run again."""
-        if version < self.version:
-            self.steps = [
-                record.model_copy(update={"redone_later": True}) if record.step >= version else record
-                for record in self.steps
-            ]
+        if version < self.version and self.first_step is not None:
+            self.num_redone += max(0, self.version - max(version, self.first_step))
+            self._tell(SetBack(num_decided=self.num_decided, version=version))
         self.version = version
 
-    def _measured(self, shape: ShapeSpan) -> ShapeSpan:
-        until_s = self.end_s if shape.end_s is None else shape.end_s
-        times = [
-            record.duration_s
-            for record in self.steps
-            if record.generation == shape.generation and shape.start_s < record.decided_at_s <= until_s
-        ]
-        return shape.model_copy(update={"measured_mini_batch_s": statistics.median(times)}) if times else shape
-
     def _close_shape(self, time_s: float) -> None:
-        if self.shapes and self.shapes[-1].end_s is None:
-            self.shapes[-1] = self.shapes[-1].model_copy(update={"end_s": time_s})
+        if self.shape is not None and self.shape.end_s is None:
+            self.shape = self.shape.model_copy(update={"end_s": time_s})
+            self._tell(ShapeLeft(end_s=time_s, num_steps=self.num_in_shape))
 
     def _count_vms(self, time_s: float) -> None:
-        if not self.vms or self.vms[-1].num_vms != len(self.living):
-            self.vms.append(VmCount(time_s=time_s, num_vms=len(self.living)))
+        if self.num_vms != len(self.living):
+            self.num_vms = len(self.living)
+            self._tell(VmCount(time_s=time_s, num_vms=self.num_vms))
 
 
-def _facts(record: DecisionRecord) -> Decided | None:
+_STATE = TypeAdapter(RunReader)
+
+
+def _facts(record: DecisionRecord) -> Decision | None:
     """What a decision tells the workers of the step that it decides."""
     if record.reshape is not None:
         return record.reshape.decided

@@ -16,9 +16,15 @@ def extreme_rates(answers: Iterable[Prepared]) -> tuple[float, float] | None:
     return (min(low for low, _ in known), max(high for _, high in known)) if known else None
 
 
+MOST_EVALUATIONS = 100
+
+
 @dataclass
 class EvaluationReader:
-    """Puts evaluations together from the answers of workers; of one that is run again the newest counts."""
+    """Puts evaluations together from the answers of workers; of one that is run again the newest counts.
+
+    It keeps the last ``MOST_EVALUATIONS``.
+    """
 
     _shares: dict[int, list[Evaluation]] = field(default_factory=dict)
     _unfinished: dict[int, EvaluationRecord] = field(default_factory=dict)
@@ -52,10 +58,12 @@ class EvaluationReader:
 
     def _told(self, record: EvaluationRecord) -> EvaluationRecord:
         self._complete[record.version] = self.newest = record
+        if len(self._complete) > MOST_EVALUATIONS:
+            del self._complete[min(self._complete)]
         return record
 
     def all(self) -> tuple[EvaluationRecord, ...]:
-        """Return the evaluations of which every micro-batch is there, by version."""
+        """Return the last evaluations of which every micro-batch is there, by version."""
         return tuple(self._complete[version] for version in sorted(self._complete))
 
 

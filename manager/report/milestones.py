@@ -19,6 +19,7 @@ from morph.contract.vm_names import vm_of
 from morph.words import counted, numbers_told
 
 MOST_NAMES = 4
+MOST_SAMPLES = 4096
 AS_SAID = frozenset(
     {
         ReasonCode.REQUEST_REFUSED,
@@ -70,9 +71,10 @@ class Milestones:
     ) -> tuple[Milestone, ...]:
         """Take in one decision; returns what it means to a user."""
         reader, told = self.morphs, []
-        shape, phase, num_over, version = reader.shape, reader.phase, len(reader.over), reader.version
+        shape, phase, version = reader.shape, reader.phase, reader.version
+        reader.over.clear()
         reader.take(config, event, record, time_s)
-        for morph in reader.over[num_over:]:
+        for morph in reader.over:
             told.append(Milestone("morph", morph_line(morph)))
         gone = lost_by(event, record)
         is_told = record.reason.code is ReasonCode.SETUP_FAILED  # of a worker that had no part in training yet
@@ -100,7 +102,8 @@ class Milestones:
         told += self._evaluation(event)
         named = event.answer.named if isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared) else None
         if named is not None:
-            told.append(Milestone("samples", f"the samples of step {named.step}: {numbers_told(named.samples)}"))
+            numbers = numbers_told(named.samples, MOST_SAMPLES)
+            told.append(Milestone("samples", f"the samples of step {named.step}: {numbers}"))
         code = record.reason.code
         saved_again = code is ReasonCode.CHECKPOINT_COMPLETE and self._storage_refused
         if code in AS_SAID or saved_again:

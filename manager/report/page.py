@@ -31,7 +31,8 @@ def report_page(report: RunReport, prices: Prices | None = None) -> str:
         duration=str(timedelta(seconds=round(report.end_s - report.start_s))),
         picture=_png(run_figure(report)),
         training=None if training is None else _png(training),
-        steps=[record for record in report.steps if not record.redone_later],
+        first=report.first_step,
+        last=report.last_step,
         evaluations=report.evaluations[-MOST_EVALUATIONS:],
         rates_text=rates_text,
     )

@@ -72,6 +72,8 @@ PARTS = {
     Part.UNMANAGED: (BROWN, "after their manager was killed"),
 }
 """Colour and meaning of what VMs' time goes into."""
+MOST_STEPS = 4000
+"""So many steps are drawn of a longer run, evenly chosen."""
 LABEL_ROWS = 3
 MOST_METRICS = 12
 LABEL_WIDTH_PX = 66
@@ -131,7 +133,7 @@ def training_figure(report: RunReport) -> Figure | None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    steps = [record for record in report.steps if not record.redone_later]
+    steps = [record for record in report.steps.thinned(MOST_STEPS) if not record.redone_later]
     metrics = [*(record.metrics for record in steps), *(record.metrics for record in report.evaluations)]
     names = list(dict.fromkeys(name for known in metrics for name in known))
     rates = [(record, record.learning_rates) for record in steps if record.learning_rates is not None]
@@ -169,8 +171,12 @@ def training_figure(report: RunReport) -> Figure | None:
 
 def _draw_evaluations(panel: Axes, report: RunReport, values: Mapping[int, float | None]) -> None:
     """Mark what an evaluation found, by version, at the time at which that version was decided."""
-    decided_s = {record.step + 1: record.decided_at_s - report.start_s for record in report.steps}
-    points = [(decided_s.get(version, 0.0), value) for version, value in values.items() if value is not None]
+    decided_s = report.steps.decided_at_s([version for version, value in values.items() if value is not None])
+    points = [
+        (decided_s.get(version, report.start_s) - report.start_s, value)
+        for version, value in values.items()
+        if value is not None
+    ]
     if points:
         panel.plot(*zip(*points, strict=True), "D", color=EXPECTED, markersize=5, label="evaluation")
 
@@ -249,11 +255,14 @@ def _bands(report: RunReport) -> list[tuple[float, float, str]]:
 
 
 def _draw_throughput(panel: Axes, report: RunReport) -> None:
-    top = 0.0
+    top, at = 0.0, 0
+    durations_s, decided_s = report.steps.column("duration_s"), report.steps.column("decided_at_s")
+    every = -(-max(1, len(durations_s)) // MOST_STEPS)
     for number, span in enumerate(span for span in report.shapes if span.num_steps):
-        steps = [record for record in report.steps if record.generation == span.generation and record.duration_s > 0]
-        speeds = [span.batch_size / record.duration_s for record in steps]
-        times_s = [record.decided_at_s - report.start_s for record in steps]
+        rows, at = slice(at, at + span.num_steps, every), at + span.num_steps
+        took = [pair for pair in zip(durations_s[rows].tolist(), decided_s[rows].tolist(), strict=True) if pair[0] > 0]
+        speeds = [span.batch_size / duration_s for duration_s, _ in took]
+        times_s = [at_s - report.start_s for _, at_s in took]
         panel.plot(times_s, speeds, ".", color=MEASURED, markersize=4, alpha=0.35)
         smooth = [statistics.median(speeds[max(0, i - 4) : i + 5]) for i in range(len(speeds))]
         panel.plot(times_s, smooth, color=MEASURED, linewidth=1.8, label="" if number else "measured (dots: each step)")
@@ -274,7 +283,7 @@ def _draw_throughput(panel: Axes, report: RunReport) -> None:
 def _draw_loss(panel: Axes, report: RunReport) -> None:
     points = [
         (record.decided_at_s - report.start_s, record.loss, record.redone_later)
-        for record in report.steps
+        for record in report.steps.thinned(MOST_STEPS)
         if record.loss is not None
     ]
     kept = [(time_s, loss) for time_s, loss, redone in points if not redone]

@@ -59,9 +59,9 @@ def summarise(report: RunReport, *, verbose: bool = False) -> str:
         f"steps: {report.version} of {report.num_steps} done, {report.steps_redone} run again; checkpoint: {saved}",
         f"time: {report.end_s - report.start_s:.1f} s; VMs {when}: {report.vms[-1].num_vms if report.vms else 0}",
     ]
-    if report.losses:
-        first, last = min(report.losses), max(report.losses)
-        lines.append(f"loss: {report.losses[first]:.4f} at step {first}, {report.losses[last]:.4f} at step {last}")
+    if report.first_loss is not None and report.last_loss is not None:
+        first, last = (f"{loss:.4f} at step {step}" for step, loss in (report.first_loss, report.last_loss))
+        lines.append(f"loss: {first}, {last}")
     lines += _training_lines(report)
     if report.account.total_ns:
         lines += _account_lines(report.account)
@@ -107,9 +107,8 @@ def _account_lines(account: Account) -> list[str]:
 def _training_lines(report: RunReport) -> list[str]:
     """What there is of the last step's metrics, norm and learning rate, of skipped steps, of the last evaluation."""
     lines = []
-    counted = [record for record in report.steps if not record.redone_later]
-    if counted:
-        last = counted[-1]
+    last = report.last_step
+    if last is not None:
         numbers = dict(last.metrics)
         if last.gradient_norm is not None:
             numbers["gradient norm"] = last.gradient_norm
@@ -118,9 +117,8 @@ def _training_lines(report: RunReport) -> list[str]:
             told.append(f"learning rate {rates_text(last.learning_rates)}")
         if told:
             lines.append(f"at step {last.step}: {', '.join(told)}")
-        skipped = sum(record.skipped for record in counted)
         if last.loss_scale is not None:
-            lines.append(f"loss scale: 2**{math.frexp(last.loss_scale)[1] - 1}; steps skipped: {skipped}")
+            lines.append(f"loss scale: 2**{math.frexp(last.loss_scale)[1] - 1}; steps skipped: {report.num_skipped}")
     if report.evaluations:
         newest = report.evaluations[-1]
         lines.append(f"evaluation at version {newest.version}: {newest.text}")

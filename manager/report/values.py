@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+import numpy as np
 from pydantic import Field
 
 from manager.accounting.account import Account
 from manager.controller.state.profile_correction import Correction
 from manager.controller.state.saves import NextSave
+from manager.report.steps import StepRecord, Steps
 from morph.contract.base import Value
 from morph.contract.messages import WorkerId
 
@@ -24,25 +26,6 @@ def numbers_text(numbers: Mapping[str, float]) -> str:
 def rates_text(rates: tuple[float, float]) -> str:
     """The learning rate, or the lowest and the highest."""
     return " to ".join(dict.fromkeys(f"{rate:.4g}" for rate in rates))
-
-
-class StepRecord(Value):
-    """One decided step. ``redone_later``: its state was lost afterwards, and the step run again."""
-
-    step: int
-    generation: int
-    decided_at_s: float
-    duration_s: float = Field(description="order to decision, overflow attempts included")
-    compute_s: float = Field(description="longest step_s that a member reported")
-    loss: float | None = Field(description="mean over micro-batches, in their order; None: none that is a number")
-    metrics: dict[str, float] = Field(default_factory=dict, description="means likewise; those that are numbers")
-    weight: float | None = Field(default=None, description="of all its losses; None: they are means over samples")
-    learning_rates: tuple[float, float] | None = Field(default=None, description="lowest and highest; None: unknown")
-    gradient_norm: float | None = Field(default=None, description="before clipping; None: the job does not ask for it")
-    skipped: bool = Field(default=False, description="a gradient was not finite, or nothing counted: weights stayed")
-    loss_scale: float | None = Field(default=None, description="of this step; None: the job has none")
-    num_attempts: int
-    redone_later: bool = False
 
 
 class EvaluationRecord(Value):
@@ -140,6 +123,34 @@ class VmCount(Value):
     num_vms: int
 
 
+class SessionBegun(Value):
+    """A manager began, from this version; ``saved``: the checkpoint that it is of."""
+
+    version: int
+    saved: int | None
+
+
+class ShapeLeft(Value):
+    """The shape that was formed last is left; so many steps were decided in it."""
+
+    end_s: float
+    num_steps: int
+
+
+class Saved(Value):
+    """This version is a complete checkpoint."""
+
+    version: int
+
+
+class RunOver(Value):
+    """The run, or its session, has ended at this version."""
+
+    version: int
+    outcome: Literal["finished", "stopped", "failed"]
+    sentence: str
+
+
 class RunReport(Value):
     """A run as its journal tells it; a resumed run is told whole."""
 
@@ -154,7 +165,10 @@ class RunReport(Value):
     num_sessions: int
     shapes: tuple[ShapeSpan, ...]
     morphs: tuple[MorphRecord, ...]
-    steps: tuple[StepRecord, ...]
+    steps: Steps
+    steps_redone: int = Field(default=0, description="decided steps that were run again, for their state was lost")
+    first_loss: tuple[int, float] | None = Field(default=None, description="the first step with a loss, and that")
+    last_loss: tuple[int, float] | None = None
     evaluations: tuple[EvaluationRecord, ...] = ()
     account: Account
     vms: tuple[VmCount, ...]
@@ -164,9 +178,22 @@ class RunReport(Value):
     @property
     def losses(self) -> dict[int, float]:
         """Loss by step, the last run of each."""
-        return {record.step: record.loss for record in self.steps if record.loss is not None}
+        steps, losses = self.steps.column("step").tolist(), self.steps.column("loss").tolist()
+        return {step: loss for step, loss in zip(steps, losses, strict=True) if loss == loss}
 
     @property
-    def steps_redone(self) -> int:
-        """How many decided steps were run again because their state was lost."""
-        return sum(record.redone_later for record in self.steps)
+    def first_step(self) -> StepRecord | None:
+        """The first of the decided steps that count."""
+        rows = np.flatnonzero(~self.steps.redone)
+        return self.steps[int(rows[0])] if len(rows) else None
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """The step decided last, of those that count."""
+        rows = np.flatnonzero(self.steps.column("step") < self.version)
+        return self.steps[int(rows[-1])] if len(rows) else None
+
+    @property
+    def num_skipped(self) -> int:
+        """How many steps that count left the weights as they were."""
+        return int(np.count_nonzero(self.steps.column("skipped").astype(np.bool_) & ~self.steps.redone))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from manager.providers.hosts.static import Hosts
 from manager.providers.interface.provider import Price, RunName
 from morph.contract.cluster import AzureVms, ProvidedVms
 from morph.contract.errors import ConfigError
+
+LOCK_NAME = "requirements.lock"
 
 
 @dataclass(frozen=True)
@@ -64,17 +67,30 @@ class Cloud:
         if isinstance(described, AzureSpec):
             spec = azure_spec(described, vms.environment.image, vms.usd_per_h)
             elsewhere = "" if spec.resource_manager == PUBLIC_AZURE else spec.resource_manager
-            return Providing(lambda start: open_azure(spec, self.path, name, run_dir, start), elsewhere)
+            return Providing(
+                lambda start: open_azure(spec, self.path, name, run_dir, start), elsewhere, run_dir / LOCK_NAME
+            )
         hosts = described if vms.usd_per_h is None else described.at(vms.usd_per_h)
-        return Providing(lambda start: open_static(hosts, self.path, name, start))
+        return Providing(lambda start: open_static(hosts, self.path, name, start), lock_path=run_dir / LOCK_NAME)
 
 
-def check_address(vms: ProvidedVms, source: str) -> None:
-    """Refuse an address that this machine has not.
+def check_address(cloud: Cloud, source: str) -> None:
+    """Refuse an address that this machine has not, or that only this machine reaches and a host is elsewhere.
 
     Raises:
         ConfigError: naming the cluster file.
     """
+    vms, described = cloud.vms, cloud.described
+    if ipaddress.IPv4Address(vms.address).is_loopback and isinstance(described, Hosts):
+        elsewhere = [host for host in described.hosts if not host.is_here]
+        if elsewhere:
+            raise ConfigError(
+                f"is a loopback address, which {elsewhere[0].shown} of {cloud.path} cannot reach",
+                source=source,
+                field="vms.address",
+                value=vms.address,
+                allowed="an address of this machine that the hosts reach",
+            )
     try:
         socket.create_server((vms.address, 0)).close()
     except OSError as error:

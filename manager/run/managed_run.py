@@ -12,6 +12,7 @@ from pathlib import Path
 from manager.controller.state.actions import Finish
 from manager.controller.state.config import ControllerConfig
 from manager.engine.loop.driver import Observed, Observer
+from manager.engine.loop.lease import Lease, run_name, this_process
 from manager.engine.machines import attachment
 from manager.engine.machines.machines import OpenMachines, Processes
 from manager.engine.machines.provider_machines import Providing
@@ -48,7 +49,12 @@ Show = Callable[[LiveRun], AbstractContextManager[Observer]]
 
 
 def managed_run(
-    run: PreparedRun, check_job: CheckJob, show: Show, if_changed: IfChanged = IfChanged.REFUSE
+    run: PreparedRun,
+    check_job: CheckJob,
+    show: Show,
+    if_changed: IfChanged = IfChanged.REFUSE,
+    *,
+    take_over: bool = False,
 ) -> tuple[Finish, RunReport]:
     """Check everything, then run a job on its VMs to its end; returns the end and the report.
 
@@ -60,6 +66,7 @@ def managed_run(
         check_job: Loads the job and holds it against the profile.
         show: Shows the run while it goes on.
         if_changed: What to do where the job is not what the run began with.
+        take_over: Take the place of the checkpoints over from another manager that may live.
 
     Raises:
         InputError: before anything is started or written.
@@ -67,7 +74,7 @@ def managed_run(
         TrainingStopped: when the cluster or training fails.
     """
     with ExitStack() as ending:
-        return ManagedRun(run, check_job, show, if_changed, ending).carry_out()
+        return ManagedRun(run, check_job, show, if_changed, ending, take_over=take_over).carry_out()
 
 
 class ManagedRun:
@@ -84,16 +91,25 @@ class ManagedRun:
         show: Shows the run while it goes on.
         if_changed: What to do where the job is not what the run began with.
         ending: Closes what is begun beside that.
+        take_over: See ``managed_run``.
 
     Raises:
         InputError: the run cannot begin, and nothing of it was started or written.
     """
 
     def __init__(
-        self, run: PreparedRun, check_job: CheckJob, show: Show, if_changed: IfChanged, ending: ExitStack
+        self,
+        run: PreparedRun,
+        check_job: CheckJob,
+        show: Show,
+        if_changed: IfChanged,
+        ending: ExitStack,
+        *,
+        take_over: bool,
     ) -> None:
         check_free(run.run_dir)
-        self._run, self._show = run, show
+        self._run, self._show, self._ending, self._by_force = run, show, ending, take_over
+        self._lease: Lease | None = None
         self._is_new = not is_run(run.run_dir)
         self._wait = partial(patiently, limit_s=0.0 if self._is_new else LIMIT_S)  # for the disk of a run that goes on
         unpack = run.cloud is not None
@@ -105,7 +121,10 @@ class ManagedRun:
         self._providing: Providing | None = None
         self._code: JobCode | None = None
         if self._is_new and run.request.checkpoint_url is not None:
-            find_whole(run.request.checkpoint_url)  # first: the job takes longer; what a wrong key leaves is in the way
+            # first: the job takes longer; what a wrong key leaves is in the way
+            if not take_over:
+                Lease(run.request.checkpoint_url, this_process("", run.run_dir)).check_free()
+            find_whole(run.request.checkpoint_url)
         self._machines = _begin_machines(run, ending) if self._is_new else []
         if self._is_new or not run.profile.units:  # a job that cannot run leaves nothing behind
             self._trained.check()
@@ -123,6 +142,7 @@ class ManagedRun:
         """Train to the run's end, in as many sessions as that takes."""
         cloud, name = self._run.cloud, self._run.profile.job.name
         with RunDir(self._run.run_dir, self._facts) as opened:
+            self._take_lease(opened)
             if cloud is not None:
                 known_as = name_of(opened.path, name)
                 self._wait(partial(write_name, opened.path, known_as))  # the provider marks VMs with it, to find them
@@ -133,6 +153,23 @@ class ManagedRun:
                 return finish, read_report(opened.path)
             finally:
                 self._history.take_in(opened.path)
+
+    def _take_lease(self, opened: RunDir) -> None:
+        """Keep other managers from the place of the checkpoints, unless it is in the run directory, which is locked."""
+        url = opened.facts.checkpoint_url
+        if url is None:
+            return
+        self._lease = Lease(url, this_process(run_name(opened.path), opened.path))
+        self._ending.callback(self._lease.close)
+        try:
+            before = self._lease.take(by_force=self._by_force)
+        except CheckpointError as error:
+            if self._is_new:
+                raise
+            _tell(f"{error}; it is tried again before a checkpoint is written")
+        else:
+            if before is not None:
+                _tell(f"the checkpoints at {url} are taken over from {before}, which stops when it next looks there")
 
     def _watching(self, opened: RunDir) -> tuple[Watching, ...]:
         """What trackers and callbacks are to follow."""
@@ -245,6 +282,7 @@ class ManagedRun:
             facts=self._trained.facts(code),
             command=self._command(code),
             variables=variables(run.cluster.vms.pass_variables),
+            lease=self._lease,
         )
 
     def _command(self, code: JobCode) -> dict[str, str]:

@@ -25,8 +25,7 @@ from manager.providers.hosts.static import Hosts
 from manager.run.checkpoint_location import no_checkpoint, stored_at
 from manager.run.code import keep
 from manager.run.inputs import PreparedRun
-from manager.run.request import IfChanged, RunRequest, absolute_job, kept_request
-from manager.run.resolution import folder_of
+from manager.run.request import IfChanged, RunRequest, absolute_job, folder_of, kept_request
 from manager.run_dir import (
     COMMAND,
     RECOVERED,

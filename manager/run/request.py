@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from manager.run_dir import COMMAND, write_in_run_dir
 from morph.contract.base import Value, read_json
-from morph.contract.errors import ConfigError, RunDirError
+from morph.contract.errors import ConfigError, ProfileError, RunDirError
 from morph.contract.plan import Schedule
 from morph.jobs.files import split_job
+
+if TYPE_CHECKING:
+    from morph.contract.profile import Profile
 
 
 class IfChanged(StrEnum):
@@ -115,6 +120,56 @@ def kept_request(run_dir: Path) -> RunRequest:
                 allowed=f"as it was; to go on in {run_dir} with the changed one: the morph run command again",
             )
     return kept.command
+
+
+def run_dir_of(request: RunRequest, run_dir: Path | None) -> Path | None:
+    """Return the directory of the run that is requested, of whose files no more than that is read.
+
+    Args:
+        request: As given; paths from here.
+        run_dir: Instead of the job's own.
+
+    Returns:
+        None: something is missing, of which ``resolution.prepare`` tells.
+
+    Raises:
+        InputError: a file is wrong.
+    """
+    if run_dir is not None:
+        return run_dir
+    from morph.contract.profile import load_profile
+    from morph.yaml_files import load_job_file
+
+    if request.is_job_file:
+        path = Path(request.job)
+        folder, job = path.resolve().parent, load_job_file(path, request.settings).job
+        if job.run_dir:
+            return short_path(folder / job.run_dir)
+        return folder_of(load_profile(folder / job.profile), folder / job.profile)
+    return None if request.profile is None else folder_of(load_profile(request.profile), request.profile)
+
+
+def short_path(path: Path) -> Path:
+    """Return a path as a user would type it: from the working directory where it lies below, and without ``..``."""
+    path = Path(os.path.normpath(path))
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def folder_of(profile: Profile, path: Path) -> Path:
+    """Return the run directory where none is given.
+
+    A profile may come from elsewhere, and names nothing outside of runs.
+    """
+    name = profile.job.name
+    if not name.strip() or name.startswith(".") or any(sign in name for sign in "/\\\0"):
+        raise ProfileError(
+            "cannot be the name of a folder below runs",
+            source=str(path),
+            field="job.name",
+            value=name,
+            allowed="a plain name, or --run-dir (run_dir in a job file)",
+        )
+    return Path("runs") / name
 
 
 def is_job_file(job: str) -> bool:

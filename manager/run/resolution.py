@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +10,11 @@ from manager.providers.hosts.static import Hosts
 from manager.run.cloud import Cloud, check_address, check_storage, check_url
 from manager.run.inputs import PreparedRun
 from manager.run.preparation import from_its_first_event
-from manager.run.request import RunRequest, absolute_url
+from manager.run.request import RunRequest, absolute_url, folder_of, short_path
 from manager.trackers.alerts import check_notify
 from manager.trackers.sinks import check_trackers
 from morph.contract.cluster import AzureVms, ClusterConfig, JobFile, LocalVms
-from morph.contract.errors import ConfigError, ProfileError
+from morph.contract.errors import ConfigError
 from morph.contract.profile import Profile, load_profile
 from morph.contract.trace import load_trace
 from morph.jobs.files import split_job
@@ -41,7 +40,7 @@ def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:
     run.prices()
     trace = from_its_first_event(load_trace(request.trace)).scaled(1 / request.trace_speed) if request.trace else None
     if run.cloud is not None:
-        check_address(run.cloud.vms, source)
+        check_address(run.cloud, source)
     if trace is not None and vms.keep is not None:
         raise ConfigError(
             "a trace decides itself which VMs come and go",
@@ -97,7 +96,7 @@ def resolve(request: RunRequest, path: Path, file: JobFile, run_dir: Path | None
             value=job.batch_size,
             allowed=str(profile.job.batch_size),
         )
-    own_dir = _short(folder / job.run_dir) if job.run_dir else None
+    own_dir = short_path(folder / job.run_dir) if job.run_dir else None
     said = {
         name: getattr(job, name)
         for name in ("steps", "epochs", "schedule", "recompute", "pipeline_depth", "num_replicas")
@@ -107,26 +106,6 @@ def resolve(request: RunRequest, path: Path, file: JobFile, run_dir: Path | None
     complete = request.model_copy(update={**said, **files, "checkpoint_url": url})
     run_dir = run_dir or own_dir or folder_of(profile, folder / job.profile)
     return replace(_with_cloud(complete, profile, file, run_dir, "job.checkpoint_url"), in_file=True)
-
-
-def _short(path: Path) -> Path:
-    """As a user would type it: from the working directory where it lies below, and without ``..``."""
-    path = Path(os.path.normpath(path))
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def folder_of(profile: Profile, path: Path) -> Path:
-    """The run directory where none is given; a profile may come from elsewhere, and names nothing outside of runs."""
-    name = profile.job.name
-    if not name.strip() or name.startswith(".") or any(sign in name for sign in "/\\\0"):
-        raise ProfileError(
-            "cannot be the name of a folder below runs",
-            source=str(path),
-            field="job.name",
-            value=name,
-            allowed="a plain name, or --run-dir (run_dir in a job file)",
-        )
-    return Path("runs") / name
 
 
 def _with_cloud(

@@ -14,6 +14,7 @@ from manager.engine.local_vms.trace_replayer import TraceReplayer
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Driver, Observed, Observer
 from manager.engine.loop.event_queue import EventQueue, RunClock
+from manager.engine.loop.lease import Lease
 from manager.engine.loop.silence import heartbeat_wait_s
 from manager.engine.machines.attachment import FoundRun, TakeoverFailed, forget_attachment, write_attachment
 from manager.engine.machines.machines import Machines, Opening, OpenMachines
@@ -28,6 +29,7 @@ from manager.host.signals import signals_blocked, stopping_on_signals
 from manager.journal.journal import Journal, patiently
 from manager.journal.records import CLUSTER_LOST, OUTLIVES, TOOK_OVER, Fact, TraceMoment
 from manager.journal.replay import trace_moment
+from manager.report.condenser import Condenser
 from manager.run_dir import DEVICES, RunDir
 from morph.contract.cluster import ClusterConfig, LocalVms, ProvidedVms
 from morph.contract.emulation import EmulatedDevice
@@ -73,6 +75,7 @@ class RunSpec:
     model that every worker is handed; absent: each exports the job. ``facts``: for the journal. ``played``: where the
     trace stands, in a session that follows one whose cluster was lost. ``command``: what the user requested; a
     manager that takes over must be given the same. ``variables``: environment variables that only the workers get.
+    ``lease``: of the checkpoints, where others could write there.
     """
 
     job_path: str
@@ -94,6 +97,7 @@ class RunSpec:
     played: TraceMoment = field(default_factory=TraceMoment)
     command: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+    lease: Lease | None = None
 
 
 def run_session(
@@ -116,9 +120,11 @@ def run_session(
         ClusterError: when Ray, or what else the workers run under, does not start.
         ClusterLost: what the session stood on is gone; nothing of it is left.
         TakeoverFailed: what was found cannot be continued after all; nothing of it is left.
+        CheckpointsTaken: another manager has taken over the checkpoints.
         KeyboardInterrupt: on a second such signal; everything is ended all the same.
     """
     ending = ExitStack()  # closes what was opened, in reverse
+    session: Session | None = None
     try:
         session = Session(spec, run_dir, observer, found, ending)
         if attend is not None:
@@ -131,7 +137,7 @@ def run_session(
             session.start_vms()
             return session.drive()
     finally:
-        with signals_blocked():
+        with signals_blocked(session.hurry if session else lambda: None):
             ending.close()
 
 
@@ -154,8 +160,9 @@ class Session:
             spec.cluster.vms, spec.providing, found, run_dir.path, spec.job_path
         )
         self._journal = ending.enter_context(patiently(lambda: Journal.open(run_dir.journal_path)))
-        last = self._journal.last_line()
-        self._clock = RunClock(found.attachment.epoch_s if found else None, last.time_s if last else 0.0)
+        self._journal.keeper = Condenser(self._journal)
+        last = self._journal.last_moment()
+        self._clock = RunClock(found.attachment.epoch_s if found else None, last[1] if last else 0.0)
         self._event_queue = EventQueue(self._clock.now_s)
         ending.callback(write_last_facts, self._event_queue, self._journal)
         ending.callback(forget_attachment, run_dir)
@@ -178,6 +185,7 @@ class Session:
             self.observers,
             self._provisioning,
             provided.notices.left if provided else None,
+            spec.lease,
         )
         by_provider = self._provisioning if provided else None
         folder, driver = self.machines.attachment.control_socket.parent, self.driver
@@ -214,6 +222,11 @@ class Session:
             joining = watch_joining(provided, provisioning, self._event_queue, self.driver.state, appeared)
             self._ending.callback(joining.close)
         self._event_queue.put(Tick())  # without an event nobody asks for the first VMs
+
+    def hurry(self) -> None:
+        """While it is closed, wait no longer for what cannot be ended now; for a signal's handler."""
+        if self._provisioning is not None:
+            self._provisioning.hurry()
 
     def drive(self) -> Finish:
         """Decide and act until the job ends."""

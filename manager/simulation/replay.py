@@ -68,7 +68,7 @@ POLICIES: Mapping[str, tuple[Play, str]] = {
     ),
     "mix-50": (partial(play_mix, on_demand_share=0.5), "Morph, on as many VMs, half of which are never taken"),
     "on-demand": (play_on_demand, "as many VMs as there are on average, never taken, at their price"),
-    "ideal": (play_ideal, "changes of shape are free and instant, and nothing is ever lost: the bound"),
+    "ideal": (play_ideal, "changes are free, instant and lose nothing, and pipelines may differ: the bound"),
 }
 COMPARED = tuple(name for name in POLICIES if not name.startswith("morph-"))
 """All but those that show what a part of Morph is worth."""
@@ -222,6 +222,8 @@ def advice(outcomes: Sequence[Outcome], aim: Aim | None = None) -> str:
     means = {policy: sum(values) / len(values) for policy, values in worth.items()}
     order = sorted(means, key=lambda policy: -means[policy])
     what = "examples per dollar" if priced else "examples per second"
+    if order and not means[order[0]]:
+        return "No policy makes progress on these VMs."
     if len(order) < 2:
         return "".join(f"{policy}: {means[policy]:.4g} {what}" for policy in order)
     best = next((policy for policy in order if policy not in OTHER_BATCHES), order[0])

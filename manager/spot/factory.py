@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from manager.engine.vms.budget import Spending
 from manager.host.environment import variables
 from manager.host.ports import Ports
-from manager.providers.boot.cloud_init import node_start
-from manager.providers.boot.own_wheel import make_wheel
+from manager.providers.boot.cloud_init import node_start, wanted_on
+from manager.providers.boot.own_wheel import Lock, make_wheel
 from manager.providers.factory import ending_command
 from manager.providers.interface.provider import name_of
 from manager.providers.local import LocalProvider
@@ -48,7 +48,9 @@ def open_provided(
     port = vms.notice_port or Ports(vms.first_port or 0).notices
     archive = packed_code(code)
     try:
-        machines = ProvidedMachines(secret, vms.address, port, wheel, archive, variables(vms.pass_variables))
+        lock = Lock(providing.lock_path, wanted_on(vms), log.warning)
+        files: dict[str, bytes | Callable[[], bytes]] = {"wheel": wheel, "lock": lock}
+        machines = ProvidedMachines(secret, vms.address, port, files, archive, variables(vms.pass_variables))
     except OSError as error:
         raise ConfigError(
             f"cannot be listened on: {error.strerror}", source=str(cloud.path), field="vms.address", value=vms.address

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -190,9 +191,9 @@ class Launcher:
         if self._left is not None:
             raise self._left
 
-    def _end_all(self, provider: Provider, *, told: Callable[[str], None]) -> None:
+    def _end_all(self, provider: Provider, *, told: Callable[[str], None], hurry: threading.Event) -> Sequence[str]:
         try:
-            end_all(provider, told=told)
+            return end_all(provider, told=told, hurry=hurry)
         except Exception as error:  # the provisioning logs it, and the command is to end with it
             self._left = error
             raise

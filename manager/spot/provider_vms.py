@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from manager.notices.server import CallingNode, VmServer
 from manager.notices.watch import Given
 from manager.providers.interface.provider import Misconfigured
 from manager.spot.script_process import variables
+from morph.contract.errors import printable
 
 log = logging.getLogger("morph.spot")
 
@@ -50,24 +52,36 @@ class _Vm:
     start: dict[str, Any] | None = None
 
 
+def _harmless(data: bytes) -> bytes:
+    """Return what a script wrote as a terminal may be sent it: a VM may have been taken over by somebody."""
+    return re.sub(rb"[\x00-\x07\x0b\x0c\x0e-\x1f\x7f]", lambda found: b"\\x%02x" % found[0][0], data)
+
+
 class ProvidedMachines(VmServer):
     """``Machines`` of the launcher.
 
     Args:
         secret: Shared with the VMs.
         host, port: To listen at.
-        wheel, code: Morph's own, and a zip of the script's folder; VMs get both here.
+        files: What VMs get here as they boot.
+        code: A zip of the script's folder, which they get, too.
         handed_on: Variables that the script gets.
     """
 
     def __init__(
-        self, secret: str, host: str, port: int, wheel: bytes, code: bytes, handed_on: Mapping[str, str]
+        self,
+        secret: str,
+        host: str,
+        port: int,
+        files: Mapping[str, bytes | Callable[[], bytes]],
+        code: bytes,
+        handed_on: Mapping[str, str],
     ) -> None:
         self._vms: dict[str, _Vm] = {}
         self._digest, self._handed_on = hashlib.sha256(code).hexdigest(), dict(handed_on)
         self._unfit: str | None = None
         self.noticed: Callable[[str, float], object] = lambda _vm, _lead_s: None
-        super().__init__(secret, host, port, {"wheel": wheel, "code": code})
+        super().__init__(secret, host, port, {**files, "code": code})
 
     def start(self, vms: Sequence[str], command: Sequence[str], storage: str) -> None:
         """See ``Machines``: each begins once it has booted, and the first one of the group is known."""
@@ -122,9 +136,9 @@ class ProvidedMachines(VmServer):
                 if given.certain:
                     self.noticed(node, given.lead_s or 0.0)
             case "unfit":
-                self._unfit = f"{node} cannot be used: {message['why']}"
+                self._unfit = printable(f"{node} cannot be used: {message['why']}")
             case "trouble":
-                log.info("%s: %s", node, message.get("sentence") or "notices are told again")
+                log.info("%s: %s", node, printable(str(message.get("sentence") or "notices are told again")))
         return {}
 
     def _of_script(self, vm: _Vm, address: str, line: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +152,7 @@ class ProvidedMachines(VmServer):
             if name == "said":
                 vm.said += data
             else:
-                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.write(_harmless(data) if sys.stdout.isatty() else data)
                 sys.stdout.flush()
         vm.code = line["code"]
         start = vm.start

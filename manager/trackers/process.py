@@ -100,7 +100,8 @@ def sink_of(watching: Watching) -> Sink:
 
 def follow(watching: Watching, sink: Sink) -> None:
     """Tell what the journal says, until standard input ends."""
-    watchdog, reader, after, is_over = _Watchdog(watching.limit_s), None, 0, False
+    watchdog, is_over = _Watchdog(watching.limit_s), False
+    reader = HappeningsReader(watching.checkpoint_url, watching.prices)
     watchdog.begin("its start")
     told = sink.open()
     watchdog.end()
@@ -108,13 +109,8 @@ def follow(watching: Watching, sink: Sink) -> None:
     try:
         while True:
             journal = journal or _opened(watching.journal)
-            entries = () if journal is None else journal.read(after, LINES_AT_ONCE)
-            missed_saves = 3 if watching.notify is None else watching.notify.missed_saves
-            reader = reader or HappeningsReader(watching.checkpoint_url, watching.prices, missed_saves)
-            for entry in entries:
-                after = entry.sequence
-                happenings = list(reader.take(entry))
-                if happenings and isinstance(sink, Callback | Alerts) and not sink.begin(entry.sequence):
+            for sequence, happenings in () if journal is None else reader.new(journal, LINES_AT_ONCE):
+                if happenings and isinstance(sink, Callback | Alerts) and not sink.begin(sequence):
                     continue
                 for happening in happenings:
                     if not told.has(happening):
@@ -124,13 +120,12 @@ def follow(watching: Watching, sink: Sink) -> None:
                         except CallbackFailed as error:
                             say(str(error))
                         watchdog.end()
-            if len(entries) < LINES_AT_ONCE:
-                watchdog.begin("writing")
-                sink.flush()
-                watchdog.end()
-                if is_over:
-                    break
-                is_over = bool(select.select([sys.stdin], [], [], POLL_S)[0])  # it ends; nothing else comes
+            watchdog.begin("writing")
+            sink.flush()
+            watchdog.end()
+            if is_over:
+                break
+            is_over = bool(select.select([sys.stdin], [], [], POLL_S)[0])  # it ends; nothing else comes
         watchdog.begin("its end")
         if isinstance(sink, Alerts) and not sys.stdin.readline():
             sink.manager_gone()

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+import heapq
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from manager.accounting.spent import Prices
-from manager.controller.state.actions import NoteBadStep, ReasonCode
-from manager.journal.records import DecisionRecord, Entry
-from manager.report.journal_reader import RunReader
+from manager.journal.journal import Journal
+from manager.journal.records import Entry
+from manager.report.journal_reader import RunReader, Told, told_in
 from manager.report.milestones import morph_line
-from manager.report.values import EvaluationRecord, MorphRecord, StepRecord
+from manager.report.steps import Step, steps_in
+from manager.report.values import (
+    EvaluationRecord,
+    MorphRecord,
+    RunOver,
+    Saved,
+    SessionBegun,
+    ShapeSpan,
+)
 from morph.contract.happenings import (
     CheckpointDone,
     EvaluationDone,
@@ -21,14 +30,13 @@ from morph.contract.happenings import (
     Trouble,
 )
 
-_TROUBLES = ('"setup_failed"', '"note_bad_step"')
-"""What stands in the few lines of the journal that are read once more for them."""
+_KINDS = ("session", "shape", "morph", "evaluation", "saved", "trouble", "over")
 _SHORTEST_S = 60.0
 """A shorter interval between checkpoints counts as this: a save that is a little late is not missed."""
 
 
 class HappeningsReader:
-    """Takes lines in their order, from the first one of the run; whatever was told before is not told again.
+    """Reads a journal on from where it stopped, from the run's first line; what was told is not told again.
 
     Args:
         checkpoint_url: Where the run's checkpoints are.
@@ -40,101 +48,110 @@ class HappeningsReader:
         self._checkpoint_url, self._prices, self._missed_saves = checkpoint_url, prices, missed_saves
         self._unsaved_s, self._is_missed = 0.0, False
         self._reader = RunReader()
-        self._step = self._evaluated = self._num_sessions = 0
-        self._saved: int | None = None
-        self._evaluation: EvaluationRecord | None = None
-        self._num_morphs = 0
+        self._after = self._version = self._step = self._evaluated = self._saved = 0
+        self._span: ShapeSpan | None = None
         self._pause_s = 0.0
         self._begun = self._over = False
 
+    def new(self, journal: Journal, most: int = -1) -> Iterator[tuple[int, list[Happening]]]:
+        """Read on to the end; yields what each line tells, by the line.
+
+        Args:
+            journal: Of the run.
+            most: So many lines at once.
+
+        Raises:
+            RunDirError: it cannot be read.
+        """
+        while True:
+            tail = journal.tail(self._after, _KINDS, rows=True, most=most)
+            if tail.head is not None:
+                steps = ((step.sequence, step.record.decided_at_s, step) for step in steps_in(journal, tail.rows))
+                told = heapq.merge(told_in(tail.records), steps, key=lambda one: one[0])
+                for sequence, of_line in groupby(told, key=lambda one: one[0]):
+                    yield sequence, list(self._happened(list(of_line)))
+                self._reader, self._after = RunReader.at(journal, tail.head), tail.head.sequence
+            for entry in tail.entries:
+                yield entry.sequence, list(self.take(entry))
+            if not tail.entries or len(tail.entries) < most or most < 0:
+                return
+
     def take(self, entry: Entry) -> Iterator[Happening]:
         """Take in one line; yields what it tells."""
-        reader = self._reader
-        reader.take(entry)
-        time_s = entry.time_s
-        if reader.num_sessions != self._num_sessions:
-            self._num_sessions, self._begun, self._over = reader.num_sessions, False, False
-        records, reader.steps = reader.steps, []
-        morphs = reader.morphs.over[self._num_morphs :]
-        self._num_morphs = len(reader.morphs.over)
-        self._pause_s += sum(morph.pause_ms / 1e3 for morph in morphs if morph.pause_ms is not None)
-        for record in records:
-            self._unsaved_s += record.duration_s
-            if record.step >= self._step:
-                self._step = record.step + 1
-                pause_s, self._pause_s = self._pause_s, 0.0
-                yield self._step_done(record, pause_s)
-        newest = reader.evaluations.newest
-        if newest is not None and newest is not self._evaluation:
-            self._evaluation = newest
-            if newest.version > self._evaluated:
-                self._evaluated = newest.version
-                yield EvaluationDone(step=newest.version, time_s=time_s, loss=newest.loss, metrics=newest.metrics)
-        saved = reader.checkpoint_version
-        if saved is not None and saved > (self._saved or 0):
-            if entry.kind != "config":  # with which a session begins where the last one saved
-                url = f"{self._checkpoint_url}/v{saved:08d}"
-                yield CheckpointDone(step=saved, time_s=time_s, url=url)
-            self._saved, self._unsaved_s, self._is_missed = saved, 0.0, False
-        yield from self._changes(time_s, morphs)
-        yield from self._troubles(entry)
-        if reader.finish is not None and not self._over:
-            self._over = True
-            finish = reader.finish
-            yield RunEnded(step=reader.version, time_s=time_s, outcome=finish.outcome, sentence=finish.sentence)
+        self._reader.take(entry)
+        self._after = entry.sequence
+        told = list(self._reader.told)
+        self._reader.told.clear()
+        return self._happened(told)
 
-    def _troubles(self, entry: Entry) -> Iterator[Trouble]:
-        reader, time_s = self._reader, entry.time_s
+    def _happened(self, told: Sequence[Told]) -> Iterator[Happening]:
+        """What a line tells: its steps, after the pause before them, then what else became of the run."""
+        morphs = [one for _, _, one in told if isinstance(one, MorphRecord) and one.pause_ms is not None]
+        self._pause_s += sum((morph.pause_ms or 0.0) / 1e3 for morph in morphs)
+        for _, _, one in told:
+            if isinstance(one, SessionBegun):
+                self._begun = self._over = False
+                self._version, self._saved = one.version, max(self._saved, one.saved or 0)
+            elif isinstance(one, Step):
+                yield from self._decided(one)
+        for _, time_s, one in told:
+            if isinstance(one, EvaluationRecord) and one.version > self._evaluated:
+                self._evaluated = one.version
+                yield EvaluationDone(step=one.version, time_s=time_s, loss=one.loss, metrics=one.metrics)
+            elif isinstance(one, Saved) and one.version > self._saved:
+                self._saved, self._unsaved_s, self._is_missed = one.version, 0.0, False
+                url = f"{self._checkpoint_url}/v{one.version:08d}"
+                yield CheckpointDone(step=one.version, time_s=time_s, url=url)
+        for _, time_s, one in told:
+            if isinstance(one, ShapeSpan):
+                self._span = one
+                if not self._begun:
+                    self._begun = True
+                    sentence = f"{one.shape} on {one.num_workers} workers, from step {one.first_version}"
+                    yield self._changed(one, one.first_version, time_s, None, sentence)
+            elif isinstance(one, MorphRecord) and one.pause_ms is not None and self._span is not None:
+                yield self._changed(self._span, self._version, time_s, one.pause_ms / 1e3, morph_line(one))
+            elif isinstance(one, Trouble):
+                yield one
+            elif isinstance(one, RunOver) and not self._over:
+                self._over = True
+                yield RunEnded(step=one.version, time_s=time_s, outcome=one.outcome, sentence=one.sentence)
+        if told:
+            yield from self._missed(told[-1][1])
 
-        def trouble(kind: Literal["setup_failed", "bad_step", "not_saved"], sentence: str) -> Trouble:
-            return Trouble(step=reader.version, time_s=time_s, kind=kind, sentence=sentence)
+    def _decided(self, step: Step) -> Iterator[StepDone]:
+        self._version = step.record.step + 1
+        self._unsaved_s += step.record.duration_s
+        if step.record.step >= self._step:
+            self._step = step.record.step + 1
+            pause_s, self._pause_s = self._pause_s, 0.0
+            yield self._step_done(step, pause_s)
 
-        if entry.kind != "decision":
-            return
-        if any(mark in entry.payload_json for mark in _TROUBLES):
-            record = DecisionRecord.model_validate_json(entry.payload_json)
-            if record.reason.code is ReasonCode.SETUP_FAILED:
-                yield trouble("setup_failed", record.reason.sentence)
-            for action in record.actions:
-                if isinstance(action, NoteBadStep):
-                    yield trouble("bad_step", action.sentence)
-        due, unsaved_s = reader.next_save, self._unsaved_s
+    def _missed(self, time_s: float) -> Iterator[Trouble]:
+        due, unsaved_s = self._reader.next_save, self._unsaved_s
         if due is None or self._is_missed or unsaved_s <= self._missed_saves * max(due.interval_s, _SHORTEST_S):
             return
         self._is_missed = True  # said once, until there is one
         saved = "there is none" if not self._saved else f"version {self._saved} is the last"
-        sentence = f"no checkpoint was completed in {unsaved_s:.0f} s of training ({saved}), where one is due every"
-        yield trouble("not_saved", f"{sentence} {due.interval_s:.3g} s")
+        sentence = (
+            f"no checkpoint was completed in {unsaved_s:.0f} s of training ({saved}), where one is due every "
+            f"{due.interval_s:.3g} s"
+        )
+        yield Trouble(step=self._version, time_s=time_s, kind="not_saved", sentence=sentence)
 
-    def _changes(self, time_s: float, morphs: list[MorphRecord]) -> Iterator[ShapeChanged]:
-        reader = self._reader
-        if not reader.shapes:
-            return
-        span = reader.shapes[-1]
-        del reader.shapes[:-1]
+    def _changed(self, span: ShapeSpan, step: int, time_s: float, pause_s: float | None, sentence: str) -> ShapeChanged:
+        return ShapeChanged(
+            step=step,
+            time_s=time_s,
+            shape=span.shape,
+            num_workers=span.num_workers,
+            pause_s=pause_s,
+            sentence=sentence,
+        )
 
-        def changed(pause_s: float | None, sentence: str) -> ShapeChanged:
-            return ShapeChanged(
-                step=reader.version,
-                time_s=time_s,
-                shape=span.shape,
-                num_workers=span.num_workers,
-                pause_s=pause_s,
-                sentence=sentence,
-            )
-
-        for morph in morphs:
-            if morph.pause_ms is not None:
-                yield changed(morph.pause_ms / 1e3, morph_line(morph))
-        if not self._begun and span.end_s is None:
-            self._begun = True
-            yield changed(None, f"{span.shape} on {span.num_workers} workers, from step {span.first_version}")
-
-    def _step_done(self, record: StepRecord, pause_s: float) -> StepDone:
-        reader = self._reader
-        spans = [span for span in reader.shapes if span.generation == record.generation]
-        span = (spans or reader.shapes)[-1]
-        bill = reader.ledger.account().bill(self._prices)
+    def _step_done(self, step: Step, pause_s: float) -> StepDone:
+        record, span = step.record, self._span
+        assert span is not None, "a step was decided in no shape"
         seconds = record.duration_s
         return StepDone(
             step=record.step + 1,
@@ -150,5 +167,5 @@ class HappeningsReader:
             tokens_per_s=record.weight / seconds if record.weight is not None and seconds else None,
             shape=span.shape,
             num_workers=span.num_workers,
-            dollars=None if bill is None else bill.total_usd,
+            dollars=step.cost.dollars(self._prices),
         )

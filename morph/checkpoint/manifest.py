@@ -10,14 +10,13 @@ import hashlib
 import mmap
 import os
 import uuid
-from pathlib import Path
 from typing import Protocol, cast
 
 import fsspec
 import xxhash
 from pydantic import ValidationError
 
-from morph.checkpoint.storage import is_local, reading
+from morph.checkpoint.storage import is_local, open_file, read_whole, reading
 from morph.contract.base import first_problem
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.errors import CheckpointDamaged
@@ -100,7 +99,7 @@ def read_manifest(url: str, version: int, name: str = MANIFEST) -> Manifest:
     try:
         with reading(where):
             filesystem, path = fsspec.core.url_to_fs(where)
-            data = filesystem.cat_file(path)
+            data = read_whole(filesystem, path)
         stored = StoredManifest.model_validate_json(data)
     except FileNotFoundError as error:
         raise CheckpointDamaged(f"{where}: there is no such checkpoint") from error
@@ -148,7 +147,7 @@ def read_file(url: str, version: int, entry: UnitFile, *, sha256: bool = False) 
             if is_local(where):
                 data = _read_local(path, entry.size_bytes, hashed)
             else:
-                data = _own(filesystem.cat_file(path), hashed)
+                data = _own(read_whole(filesystem, path), hashed)
     except FileNotFoundError as error:
         raise CheckpointDamaged(f"{where}: the file is missing") from error
     if len(data) != entry.size_bytes or hashed.hexdigest() != (quick or entry.sha256):
@@ -158,7 +157,7 @@ def read_file(url: str, version: int, entry: UnitFile, *, sha256: bool = False) 
 
 def _read_local(path: str, size_bytes: int, hashed: Hash) -> memoryview:
     """Read a file of this size into memory; each piece is hashed while it is in the processor's cache."""
-    with Path(path).open("rb", buffering=0) as file:
+    with open_file(path) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
         data = _memory(file.read(8), size_bytes + 1)
         file.seek(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from morph.checkpoint.manifest import (
     version_url,
     write_atomically,
 )
-from morph.checkpoint.storage import bounded, reading
+from morph.checkpoint.storage import bounded, read_whole, reading
 from morph.checkpoint.versions import SET_ASIDE
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointDamaged, CheckpointError
@@ -116,7 +117,10 @@ def _set_aside(url: str, version: int) -> None:
     where = version_url(url, version)
     try:
         filesystem, path = fsspec.core.url_to_fs(f"{where}/{MANIFEST}")
-        write_atomically(f"{where}/{SET_ASIDE}", filesystem.cat_file(path))
+        data = b""
+        with suppress(CheckpointDamaged):  # it is no file, of which nothing could be kept
+            data = read_whole(filesystem, path)
+        write_atomically(f"{where}/{SET_ASIDE}", data)
         filesystem.rm_file(path)
     except FileNotFoundError:  # the version was deleted meanwhile
         return

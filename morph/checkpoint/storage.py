@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import os
 import queue
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import fsspec
 
-from morph.contract.errors import CheckpointError, MorphError
+from morph.contract.errors import CheckpointDamaged, CheckpointError, MorphError
 
 MOST_CHARACTERS = 300
 T = TypeVar("T")
@@ -18,8 +21,33 @@ T = TypeVar("T")
 
 def is_local(url: str) -> bool:
     """Whether a URL is of this machine's file system, which does not fail for a moment as a network does."""
-    protocol = fsspec.core.url_to_fs(url)[0].protocol
+    return _is_local(fsspec.core.url_to_fs(url)[0])
+
+
+def _is_local(filesystem: Any) -> bool:
+    protocol = filesystem.protocol
     return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
+
+
+def read_whole(filesystem: Any, path: str) -> bytes:
+    """Return what a file of a checkpoint holds; raises as ``open_file``, and whatever storage raises."""
+    if _is_local(filesystem):
+        open_file(path).close()
+    return cast(bytes, filesystem.cat_file(path))
+
+
+def open_file(path: str) -> io.FileIO:
+    """Open a file of this machine; whoever can write there may have put something else, which would never end.
+
+    Raises:
+        CheckpointDamaged: it is a named pipe, a device or the like.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    file = io.FileIO(descriptor)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise CheckpointDamaged(f"{path}: is not a regular file")
+    return file
 
 
 def bounded(call: Callable[[], T], limit_s: float, what: str, *, spent_s: float = 0.0) -> T:

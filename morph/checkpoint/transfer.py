@@ -14,7 +14,7 @@ from morph.checkpoint.manifest import (
     write_manifest,
 )
 from morph.checkpoint.newest import check_files
-from morph.checkpoint.storage import reading, writing
+from morph.checkpoint.storage import read_whole, reading, writing
 from morph.checkpoint.versions import RECOVERY, delete_version
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointDamaged, InputError
@@ -68,7 +68,7 @@ def _copy_recovery(url: str, target_url: str) -> None:
     try:
         with reading(source):
             filesystem, path = fsspec.core.url_to_fs(source)
-            data = filesystem.cat_file(path)
+            data = read_whole(filesystem, path)
     except FileNotFoundError:
         return
     with writing(target):

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import fsspec
 
 from morph.checkpoint.manifest import MANIFEST, files_in, version_folders, version_url, write_atomically
-from morph.checkpoint.storage import reading
+from morph.checkpoint.storage import read_whole, reading
+from morph.contract.errors import CheckpointDamaged
 
 SET_ASIDE = "manifest.damaged.json"
 """What the manifest of a version is called that was passed over: it is no checkpoint then, and loses no byte."""
@@ -78,8 +79,10 @@ def delete_version(url: str, version: int, *, even_kept: bool = False) -> bool:
     filesystem, folder = fsspec.core.url_to_fs(where)
     filesystem.invalidate_cache()
     manifest, marker = f"{folder}/{MANIFEST}", f"{folder}/{KEPT}"
-    data = filesystem.cat_file(manifest) if filesystem.exists(manifest) else None
-    if data is not None:
+    data, is_there = None, filesystem.exists(manifest)
+    if is_there:
+        with contextlib.suppress(CheckpointDamaged):
+            data = read_whole(filesystem, manifest)
         filesystem.rm_file(manifest)
     filesystem.invalidate_cache()
     if filesystem.exists(marker):

@@ -38,6 +38,7 @@ from morph.cli.runs.spot_run import spot_run_command
 from morph.cli.views.commands import events_command, page_command, report_command, status_command, stop_command
 from morph.cli.views.history import history_command
 from morph.cli.views.timeline import timeline_command
+from morph.contract.errors import printable
 
 HELP = """Train one PyTorch model on whatever spot GPUs are there right now.
 
@@ -68,8 +69,9 @@ class _OnceEach(logging.Filter):
         self._said: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it was not said before."""
-        said = record.getMessage()
+        """Whether it was not said before; what it says may be another machine's text."""
+        record.msg, record.args = printable(record.getMessage()), ()
+        said = record.msg
         is_new = said not in self._said
         self._said.add(said)
         return is_new

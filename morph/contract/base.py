@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from morph.contract.errors import InputError
+from morph.contract.errors import InputError, printable
+
+Shown = Annotated[str, AfterValidator(printable)]
+"""A text that may be another machine's, or of a file that others can write, and that is shown to a user."""
 
 
 class Value(BaseModel):

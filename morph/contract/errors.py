@@ -16,12 +16,15 @@ MorphError
     ├── NonFiniteGradient     a gradient is NaN or infinite
     ├── CheckpointError       a checkpoint cannot be read
     │   └── CheckpointDamaged it is not what was written, and will never be: an older one may be whole
+    ├── CheckpointsTaken      another manager has taken the run's checkpoints over: write nothing more there
     ├── ClusterError          the cluster cannot be started or reached
     │   └── ClusterLost       what the run stood on is gone: a new cluster can go on from the newest checkpoint
     └── WaitTimeout           a bounded wait ran out; says what was waited for
 """
 
 from __future__ import annotations
+
+import re
 
 
 class MorphError(Exception):
@@ -121,6 +124,10 @@ class CheckpointDamaged(CheckpointError):
     """A checkpoint is not what was written: a file is missing or differs from its manifest."""
 
 
+class CheckpointsTaken(TrainingStopped):
+    """Another manager has taken over the place of the run's checkpoints."""
+
+
 class ClusterError(TrainingStopped):
     """The cluster cannot be started or reached."""
 
@@ -131,3 +138,18 @@ class ClusterLost(ClusterError):
 
 class WaitTimeout(TrainingStopped):
     """A bounded wait ran out."""
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Return a text as a terminal can be sent it: what would control it is shown as an escape, as ``\\x1b``.
+
+    Ends of lines and tabs stay.
+    """
+    return _CONTROL.sub(_escape, text) if _CONTROL.search(text) else text
+
+
+def _escape(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()

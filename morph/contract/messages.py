@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from morph.contract.base import Value
+from morph.contract.base import Shown, Value
 from morph.contract.cluster import LinkSetting, RingSetting
 from morph.contract.decided import Decided, LossScale
 from morph.contract.emulation import EmulatedDevice
@@ -230,7 +230,7 @@ class PreCopyReport(Value):
     number: int = Field(ge=1)
     following: tuple[UnitId, ...] = ()
     received_bytes: int = Field(default=0, ge=0)
-    error: str | None = None
+    error: Shown | None = None
 
 
 class StepOrder(Value):
@@ -423,7 +423,7 @@ class Aborted(Value):
     worker: WorkerId
     generation: int
     peer_lost: bool
-    detail: str = ""
+    detail: Shown = ""
     kept: KeptSums | None = None
 
 
@@ -442,10 +442,10 @@ class Failed(Value):
     kind: Literal["failed"] = "failed"
     worker: WorkerId
     generation: int
-    error: str
-    detail: str = ""
+    error: Shown
+    detail: Shown = ""
     cause: FailureCause = "run"
-    traceback: str = ""
+    traceback: Shown = ""
 
 
 class UnitWritten(Value):
@@ -471,7 +471,7 @@ class Probed(Value):
     worker: WorkerId
     probe: int
     slowdown: float | None = Field(default=None, gt=0)
-    error: str | None = None
+    error: Shown | None = None
 
 
 class Heartbeat(Value):
@@ -483,9 +483,9 @@ class Heartbeat(Value):
     worker: WorkerId
     times: MicroBatchTimes | None = None
     written: tuple[UnitWritten, ...] = ()
-    checkpoint_error: str | None = None
+    checkpoint_error: Shown | None = None
     ahead: PreCopyReport | None = None
-    notes: tuple[str, ...] = Field(default=(), description="about its data workers, for the user")
+    notes: tuple[Shown, ...] = Field(default=(), description="about its data workers, for the user")
 
 
 Answer = Annotated[WorkerReady | Reshaped | Prepared | Committed | Aborted | Failed, Field(discriminator="kind")]

@@ -14,9 +14,11 @@ first three columns are required. Four kinds of event:
 
 from __future__ import annotations
 
+import bisect
 import csv
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -89,13 +91,19 @@ class Trace(Value):
 
     def price_at(self, time_s: float, zone: str = UNKNOWN, instance_type: str = UNKNOWN) -> float | None:
         """What a VM costs at a time, in dollars an hour; None: the trace says nothing of such VMs until then."""
-        usd_per_h = None
+        since_s, usd_per_h = self._prices.get((zone, instance_type), ((), ()))
+        place = bisect.bisect_right(since_s, time_s)
+        return usd_per_h[place - 1] if place else None
+
+    @cached_property
+    def _prices(self) -> dict[tuple[str, str], tuple[Sequence[float], Sequence[float]]]:
+        """By zone and instance type: since when VMs of these cost how much."""
+        found: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
         for price in self.prices:
-            if price.time_s > time_s:
-                break
-            if (price.zone, price.instance_type) == (zone, instance_type):
-                usd_per_h = price.usd_per_h
-        return usd_per_h
+            since_s, usd_per_h = found.setdefault((price.zone, price.instance_type), ([], []))
+            since_s.append(price.time_s)
+            usd_per_h.append(price.usd_per_h)
+        return dict(found)
 
     def at_most(self, num_vms: int) -> Trace:
         """The VMs of somebody who takes no more than so many at once: another one that is there for each that goes.

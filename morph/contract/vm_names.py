@@ -11,7 +11,13 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 MAX_DEVICES = 64
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,300}")
 _OF_SEVERAL = re.compile(r"(?P<vm>.+)\.d\d+")
+
+
+def is_name(text: str) -> bool:
+    """Whether a VM may be called like this; what a machine elsewhere calls itself is held against it."""
+    return _NAME.fullmatch(text) is not None
 
 
 def workers_of(vm: str, num_devices: int) -> tuple[str, ...]:

@@ -20,18 +20,18 @@ from morph.contract.errors import JobError
 _OF_THE_MODEL = ("params", "param_names")
 
 
-def copied(model: nn.Module, device: str | None = None) -> nn.Module:
+def copied(model: nn.Module, clone: Callable[[Tensor], Tensor] = Tensor.clone) -> nn.Module:
     """Copy a model as ``Job.model``: tensors are cloned, which can be recorded, in place of their storages.
 
-    ``device``: another one, such as ``meta``.
+    ``clone``: makes another tensor for each one, without a graph.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if isinstance(tensor, Tensor):
-                clone = tensor.detach().clone() if device is None else tensor.detach().to(device)
+                made = clone(tensor.detach())
                 is_parameter = isinstance(tensor, Parameter)
-                memo[id(tensor)] = Parameter(clone, tensor.requires_grad) if is_parameter else clone
+                memo[id(tensor)] = Parameter(made, tensor.requires_grad) if is_parameter else made
     return deepcopy(model, memo)
 
 

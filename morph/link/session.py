@@ -47,10 +47,12 @@ class Session:
 
     def send(self, body: bytes, timeout_s: float | None = None) -> None:
         """Send a message. Where another thread reads, its own time counts, so none may be given."""
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
-            if timeout_s is not None:
-                self._connection.settimeout(timeout_s)
-            self._connection.sendall(self._wire.put(body))
+            for part in self._wire.parts(body):
+                if until_s is not None:
+                    self._connection.settimeout(max(0.001, until_s - time.monotonic()))
+                self._connection.sendall(part)
 
     def receive(self, timeout_s: float | None = None) -> bytes:
         """Wait for the next message; the time is for all of it, however slowly it comes."""

@@ -14,13 +14,14 @@ import struct
 import tempfile
 from contextlib import suppress
 from functools import lru_cache
-from typing import cast
+from typing import Iterator, cast  # noqa: UP035 (a VM that boots may have Python 3.8)
 
 LISTENER = "listener"
 """The name in the certificate of an end that may be called."""
 MOST_BYTES = 64 * 1024 * 1024
 """The longest message: a setup with the largest code that a job may have fits."""
 CHUNK_BYTES = 1 << 18
+PART_BYTES = 1 << 16
 RECORD_BYTES = 1 << 14
 """TLS decrypts so much at a time."""
 SIZE = struct.Struct(">I")
@@ -96,6 +97,22 @@ class Wire:
             return self.encrypt(frame)
         self._waiting += frame
         return b""
+
+    def parts(self, body: bytes) -> Iterator[bytes]:
+        """Return what is to be sent for a message, piece by piece, so that a long one is in memory once for all ends.
+
+        Raises:
+            ConnectionError: the message is too long.
+        """
+        if len(body) <= PART_BYTES or not self._is_shaken:
+            yield self.put(body)
+            return
+        if len(body) > MOST_BYTES:
+            raise ConnectionError(f"a message has {len(body)} bytes, more than {MOST_BYTES}")
+        yield self.encrypt(SIZE.pack(len(body)))
+        data = memoryview(body)
+        for first in range(0, len(data), PART_BYTES):
+            yield self.encrypt(data[first : first + PART_BYTES])
 
     def encrypt(self, data: bytes | memoryview) -> bytes:
         """Return what is to be sent for bytes that are not a message, once both ends are known."""

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from functools import wraps
+from contextlib import nullcontext
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -273,28 +274,30 @@ def _num_items(trainer: Any, batch: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _uses_number_of_items(trainer: Trainer, batch: dict[str, Tensor]) -> bool:
-    """Whether the loss is divided by the number that it is given: tried without numbers, or else with."""
+    """Whether the loss is divided by the number that it is given: tried on shapes alone, or else with numbers."""
     import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     from morph.jobs.existing import copied
 
     mask = batch.get("attention_mask")
     pairs = {} if mask is None else {"attention_mask": mask[:, None, None].bool().expand(-1, 1, mask.shape[1], -1)}
+    shapes = FakeTensorMode(allow_non_fake_inputs=True)
     # models look at the values of a mask of tokens, and not at those of a mask of pairs of them
-    for device, changed in (("meta", {}), ("meta", pairs), ("cpu", {})):
-        if device == "cpu" and _has_no_numbers(trainer):
+    for mode, changed in ((shapes, {}), (shapes, pairs), (None, {})):
+        if mode is None and _has_no_numbers(trainer):
             break
-        model = trainer.model if device == "cpu" else copied(trainer.model, device)
-        number = torch.ones((), device=device, requires_grad=True)
-        try:
-            there = {name: value.to(device) for name, value in {**batch, **changed}.items()}
-            loss = trainer.compute_loss(model, there, num_items_in_batch=number)
-        except (RuntimeError, NotImplementedError):  # a model that looks at its values
-            if device == "cpu":
-                raise
-            continue
-        return torch.autograd.grad(loss, number, allow_unused=True)[0] is not None
-    allowed = "1, and a larger per_device_train_batch_size: the model does not run on the meta device"
+        with mode or nullcontext():
+            model = trainer.model if mode is None else copied(trainer.model, partial(torch.empty_like, device="cpu"))
+            number = torch.ones((), requires_grad=True)
+            try:
+                loss = trainer.compute_loss(model, {**batch, **changed}, num_items_in_batch=number)
+            except (RuntimeError, NotImplementedError):  # a model that looks at its values
+                if mode is None:
+                    raise
+                continue
+            return torch.autograd.grad(loss, number, allow_unused=True)[0] is not None
+    allowed = "1, and a larger per_device_train_batch_size: the model does not run without numbers"
     raise refusal("gradient_accumulation_steps", trainer.args.gradient_accumulation_steps, allowed)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator.engine.compilation import inlined, loop
+from simulator.engine.compilation import entry, inlined, loop
 from simulator.engine.execution_period import keep, num_repeats, skip
 from simulator.engine.redundant_loop import COPY, SINCE, catch_up, use_wait
 
@@ -238,6 +238,7 @@ def _redone(lanes, arrivals, extra, redone, num_stages):  # type: ignore[no-unty
     return 1
 
 
+@entry
 @loop
 def execution_loop(  # type: ignore[no-untyped-def]
     lanes,

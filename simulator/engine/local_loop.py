@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from simulator.engine.compilation import compiled, loop
+from simulator.engine.compilation import compiled, entry, loop
 from simulator.engine.times import ACT, EARLY, GRAD, STAGE_PROGRESS, B, F, R
 
 
@@ -274,6 +274,7 @@ def _play_rules(rules, lanes, arrivals, old_lanes, old_arrivals, letters, starts
     return True, shift
 
 
+@entry
 @compiled
 def _play(rules, lanes, old_lanes, count, fixed, skip, keep_orders, keep_times):  # type: ignore[no-untyped-def]
     num_stages, plain = len(rules), fixed.shape[1] == 0

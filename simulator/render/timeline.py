@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pandas as pd
-from matplotlib.patches import Patch
 
 from morph.contract.errors import InputError, PlanError
 from morph.pictures import GREY, ORANGE, SOFT, picture, plain_axes
@@ -89,6 +88,8 @@ def draw_boxes(frame: pd.DataFrame, name_replicas: bool, title: str, path: Path,
         axes.set_title(title, loc="left", fontsize=11)
         plain_axes(axes, without=("top", "right", "left"))
         present = [task for task in COLOURS if task in set(frame["task"])]
+        from matplotlib.patches import Patch  # slow to import, and a run that shows its page draws nothing
+
         handles = [Patch(color=COLOURS[task], label=task.replace("_", "-")) for task in present]
         below = -0.02 - 0.9 / (1 + len(places))
         axes.legend(handles=handles, loc="upper right", bbox_to_anchor=(1.0, below), ncols=6, frameon=False)

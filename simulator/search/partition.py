@@ -16,7 +16,7 @@ import numpy as np
 from morph.contract.plan import Schedule
 from simulator.costs.memory import StageMemory
 from simulator.costs.stage_costs import SectionCosts
-from simulator.engine.compilation import compiled
+from simulator.engine.compilation import compiled, entry
 from simulator.engine.schedules import recomputes, stage_windows
 from simulator.engine.times import Ints
 
@@ -114,6 +114,7 @@ def bounds_ns(costs: SectionCosts, schedule: Schedule, num_micro_batches: int, l
     return bounds
 
 
+@entry
 @compiled
 def _bound(work, last, both, link):  # type: ignore[no-untyped-def]
     """As the last stage takes ``last``; what a stage adds falls with its first section, what was before it grows."""
@@ -174,6 +175,7 @@ def _tabulated(
     return best, choice
 
 
+@entry
 @compiled
 def _tabulate(forward, backward, tables, stored, activations, windows, again, limit, by_memory, group_base, group_each):  # type: ignore[no-untyped-def] # noqa: PLR0913
     """Return (best[left] from section 0, choice[left, first] = end of the first stage).

@@ -285,6 +285,27 @@ def plan_table(
     return tables[heap[0][1]].plans
 
 
+def pipeline_times(
+    profile: Profile, max_gpus: int, micro_batch_size: int, request: PlanRequest = PlanRequest()  # noqa: B008 (frozen)
+) -> dict[int, tuple[tuple[int, float], ...]]:
+    """How long a mini-batch takes on pipelines of each depth that fits: (micro-batches of one replica, seconds).
+
+    The numbers of replicas are 1, 2, 3, 4, 6, 8, ... and one more than there are GPUs for. Between two of them the time
+    grows less and less, but for what reducing takes, so that a line from one to the next is nowhere above it.
+    """
+    sweep = Sweep(profile, replace(request, micro_batch_size=micro_batch_size), request.conditions(None))
+    found: dict[int, tuple[tuple[int, float], ...]] = {}
+    for depth in sweep.depths(max_gpus, request.pipeline_depth):
+        most = min(max_gpus // depth + 1, sweep.total)
+        outcomes = [
+            (-(-sweep.total // replicas), sweep.best([(depth, replicas)], 1))
+            for replicas in sorted({1, most, *(each for k in range(1, 24) for each in (2**k, 3 * 2 ** (k - 1)))})
+            if replicas <= most and sweep.fits((depth, replicas))
+        ]
+        found[depth] = tuple((share, best[0].mini_batch_ns / 1e9) for share, best in outcomes if best)
+    return found
+
+
 class _Table:
     """Finds the best plan with one m for each number of GPUs."""
 

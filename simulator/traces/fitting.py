@@ -34,12 +34,13 @@ def fit(trace: Trace, *, window_s: float = WINDOW_S, start_hour: float = 0.0) ->
     longer than ``DAYS_FOR_HOURS``. Zones go together as often as they do in the trace beyond chance.
 
     Raises:
-        TraceError: nothing is ever lost in the trace, or it has no length.
+        TraceError: nothing is ever lost in the trace, or no VM is there for any time.
     """
     told = statistics_of(trace, window_s)
     whole = told.get(ALL) or next(iter(told.values()))
-    if not whole.num_lost or not whole.hours:
-        raise TraceError("cannot be fitted: no VM is lost in it", source="trace")
+    if not whole.num_lost or not whole.vm_hours:
+        what = "is lost in it" if not whole.num_lost else "is there for any time"
+        raise TraceError(f"cannot be fitted: no VM {what}", source="trace")
     revocations = revocations_of(trace, window_s)
     zones = tuple(
         _zone(one, trace, start_hour) for name, one in told.items() if (name != ALL or len(told) == 1) and one.peak

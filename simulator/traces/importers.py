@@ -245,7 +245,7 @@ def part_of(trace: Trace, start_s: float, end_s: float) -> Trace:
             usd[price.zone, price.instance_type] = price
     later = [event for event in trace.events if start_s < event.time_s <= end_s]
     prices = [*usd.values(), *(price for price in trace.prices if start_s < price.time_s <= end_s)]
-    if not there and not any(event.event == "add" for event in later):
+    if start_s >= trace.duration_s or not (there or any(event.event == "add" for event in later)):
         allowed = f"a part of 0 to {trace.duration_s / 3600:.4g} h in which a VM is there"
         raise TraceError(
             "holds no VM", source="trace", value=f"{start_s / 3600:g} h to {end_s / 3600:g} h", allowed=allowed

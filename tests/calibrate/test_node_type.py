@@ -166,6 +166,7 @@ def test_a_profile_of_another_job_is_refused_before_anything_is_measured(
             "--checkpoint-url: contradicts",
         ),
         (["--device", "tpu"], "--device: this machine has no such device (got 'tpu'); allowed: cpu"),
+        (["--device", "cuda:7"], "--device: this machine has no such device"),
         (["--checkpoint-url", "nosuch://bucket"], "--checkpoint-url: cannot be written"),
     ],
 )

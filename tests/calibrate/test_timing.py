@@ -19,7 +19,7 @@ from calibrate.timing.clocks import CpuClock, clock_of, devices_of
 from calibrate.timing.samples import NUM_QUANTILES, Sampling, is_stable, sum_of, timing
 from calibrate.timing.two_clocks import Exchange, compare, on_one_clock
 from calibrate.writing import measure
-from morph.contract.errors import JobError
+from morph.contract.errors import ConfigError
 from morph.contract.profile import LinkProfile, SendTime, Timing
 
 
@@ -33,7 +33,7 @@ def test_processor_time_does_not_count_what_others_do_with_the_core() -> None:
 
 def test_a_device_that_is_not_there_is_refused() -> None:
     assert devices_of("cpu") == (torch.device("cpu"),)
-    with pytest.raises(JobError, match=r"device: this machine has no such device \(got 'tpu'\); allowed: cpu"):
+    with pytest.raises(ConfigError, match=r"device: this machine has no such device \(got 'tpu'\); allowed: cpu"):
         devices_of("tpu")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
@@ -129,6 +130,24 @@ def test_a_damaged_version_is_listed_with_its_file_even_once_set_aside(tmp_path:
         assert "v00000004/" in look.problem
         assert look.problem.partition("v00000004/")[2][:2] in ("s1", "ma")
         newest_whole(url)
+
+
+def test_a_named_pipe_in_place_of_a_file_is_damage_and_is_not_waited_for(tmp_path: Path) -> None:
+    url = str(tmp_path)
+    save(url, 2, 4, 6)
+    manifest = tmp_path / "v00000006" / "manifest.json"
+    manifest.unlink()
+    os.mkfifo(manifest)
+    unit = next(path for path in (tmp_path / "v00000004").iterdir() if path.name.startswith("s1"))
+    unit.unlink()
+    os.mkfifo(unit)
+    found = seen(url, every_byte=True)
+    assert [found[version].state for version in (2, 4, 6)] == [State.WHOLE, State.DAMAGED, State.DAMAGED]
+    assert "is not a regular file" in found[6].problem
+    newest, passed_over = newest_whole(url)
+    assert newest is not None
+    assert newest.version == 2
+    assert len(passed_over) == 2
 
 
 def test_a_flipped_bit_is_found_where_every_byte_is_read(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 from typer.testing import CliRunner
@@ -80,10 +81,22 @@ def test_a_number_of_vms_to_keep_and_a_trace_exclude_one_another(given: Given) -
     )
 
 
-def test_a_device_that_this_machine_lacks_is_refused(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("is_built", "lacks"), [(True, "finds none"), (False, "is built without CUDA")])
+def test_a_device_that_this_machine_lacks_is_refused(
+    given: Given, monkeypatch: pytest.MonkeyPatch, is_built: bool, lacks: str
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.backends.cuda.is_built", lambda: is_built)
     path = given.file("cluster.yaml", "vms: {device: cuda}")
-    assert given.run_refused() == f"{path}: vms.device: this machine has no such device (got 'cuda'); allowed: cpu"
+    why = f"this machine has no such device: torch {torch.__version__} {lacks} (got 'cuda'); allowed: cpu"
+    assert given.run_refused() == f"{path}: vms.device: {why}"
+
+
+@pytest.mark.parametrize("device", ["mps", "cuda:7", "kuda"])
+def test_a_device_of_another_name_is_refused(given: Given, device: str) -> None:
+    path = given.file("cluster.yaml", f"vms: {{device: '{device}'}}")
+    told = f"vms.device: Input should be 'cpu' or 'cuda' (got '{device}'); allowed: cpu or cuda"
+    assert given.run_refused() == f"{path}: {told}"
 
 
 @pytest.mark.parametrize(

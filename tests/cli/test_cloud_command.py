@@ -29,7 +29,7 @@ def cloud_file(arm: FakeArm, directory: Path, monkeypatch: pytest.MonkeyPatch, *
 
     def client(subscription: str, **where: str | None) -> object:
         assert where == {"base_url": spec.resource_manager, "authority": None}
-        return azure_client(subscription, credential=Credential(), base_url=arm.url, policies=[Line()])
+        return azure_client(subscription, open_credential=Credential, base_url=arm.url, policies=[Line()])
 
     monkeypatch.setattr(azure_ending, "azure_client", client)
     monkeypatch.setattr(azure_provider, "Bounds", lambda: BOUNDS)
@@ -51,6 +51,24 @@ def test_a_dry_run_prints_what_would_be_created_and_asks_nobody() -> None:
     assert calls[1]["body"]["properties"]["hardwareProfile"] == {"vmSize": "Standard_NC4as_T4_v3"}
     assert calls[1]["body"]["properties"]["evictionPolicy"] == "Delete"
     assert calls[1]["body"]["properties"]["storageProfile"]["osDisk"]["diskSizeGB"] == 128
+
+
+def test_a_dry_run_shows_the_cloud_config_without_secrets(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    described = {"kind": "azure", "cloud": str(AZURE), "keep": 1, "memory_bytes": 10**9, "address": "10.0.0.4"}
+    vms = {**described, "notice_port": 7070, "environment": {"setup": ["mount /data"], "packages": ["adlfs"]}}
+    path.write_text(json.dumps({"vms": vms}), encoding="utf-8")
+    code, output = morph("cloud", "dry-run", AZURE, "--cluster", path)
+    assert code == 0
+    shown = json.loads(output)[1]["body"]["properties"]["osProfile"]["customData"]
+    assert list(shown) == ["bootcmd", "write_files", "runcmd"]
+    ((_, _, line),) = shown["runcmd"]
+    assert "-- 'mount /data'; }" in line
+    assert "--manager=10.0.0.4:7070" in line
+    assert "(secret)" in shown["bootcmd"][0]
+    path.write_text("vms: {kind: local}", encoding="utf-8")
+    code, output = morph("cloud", "dry-run", AZURE, "--cluster", path)
+    assert (code, "vms.kind: no VM of these has one (got 'local'); allowed: azure" in output) == (2, True)
 
 
 @pytest.mark.parametrize(

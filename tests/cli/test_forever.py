@@ -107,6 +107,7 @@ def test_a_signal_reaches_the_manager_and_is_the_end(tmp_path: Path) -> None:
         (Ended(outcome="error", sentence="cluster.yaml: vms.num: is not known"), EXIT_INPUT, False, True),
         (Ended(outcome="error", sentence="profile.json: cannot be read"), EXIT_INPUT, True, False),
         (Ended(outcome="failed", sentence="vm3 could not be set up"), 1, True, False),
+        (Ended(outcome="taken", sentence="the checkpoints were taken over"), 1, True, True),
         (Ended(), 1, False, False),
     ],
 )

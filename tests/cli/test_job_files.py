@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
-from manager.run.request import RunRequest
+from manager.run.request import RunRequest, run_dir_of
 from manager.run.resolution import prepare, resolve
 from morph.cli.main import app
 from morph.contract.cluster import AzureVms, JobPart, LocalVms, Policy, StaticVms
@@ -103,7 +103,14 @@ def test_its_run_directory_is_named_as_a_user_would_type_it(given: Given, monkey
     folder = path.resolve().parent
     for working_directory, named in ((folder.parent, Path("runs/mine")), (folder, folder.parent / "runs/mine")):
         monkeypatch.chdir(working_directory)
-        assert resolve(RunRequest(job=str(path), steps=1), path, load_job_file(path)).run_dir == named
+        request = RunRequest(job=str(path), steps=1)
+        assert resolve(request, path, load_job_file(path)).run_dir == run_dir_of(request, None) == named
+    plain = RunRequest(job=given.job, steps=1, profile=given.folder / "profile.json")
+    in_file = RunRequest(job=str(job_file(given)), steps=1)
+    for request in (plain, in_file):
+        assert run_dir_of(request, None) == Path("runs") / given.profile.job.name
+        assert run_dir_of(request, Path("mine")) == Path("mine")
+    assert run_dir_of(RunRequest(job=given.job, steps=1), None) is None
 
 
 @pytest.mark.slow

@@ -42,7 +42,9 @@ def described(tmp_path: Path) -> Described:
     (tmp_path / "train.py").write_bytes(CODE.read_bytes())
     profile = synthetic_profile(num_sections=6, batch_size=12, micro_batch_sizes=(1, 2))
     (tmp_path / "profile.json").write_text(profile.model_dump_json(), encoding="utf-8")
-    (tmp_path / "cloud.yaml").write_text("hosts: [{address: h1}, {address: h2}]\n", encoding="utf-8")
+    (tmp_path / "cloud.yaml").write_text(
+        "hosts: [{address: h1, node_address: 127.0.0.11}, {address: localhost}]\n", encoding="utf-8"
+    )
     job = {"code": "train.py:job", "profile": "profile.json", "steps": 5, "checkpoint_url": "memory://ckpt"}
     return {"job": job, "vms": vms_of("static")}
 
@@ -120,6 +122,14 @@ def test_what_must_be_said_is_named_when_it_is_not(
 def test_the_loopback_is_refused_where_vms_are_elsewhere(tmp_path: Path, described: Described) -> None:
     described["vms"] = {**vms_of("azure"), "address": "127.0.0.1"}
     assert "vms.address: is a loopback address, which no VM on Azure can reach" in refused(tmp_path, described)
+
+
+def test_the_loopback_is_refused_where_a_host_is_elsewhere(tmp_path: Path, described: Described) -> None:
+    (tmp_path / "cloud.yaml").write_text("hosts: [{address: localhost}, {address: gpu1, user: me}]\n", encoding="utf-8")
+    described["vms"]["address"] = "127.0.0.1"
+    told = refused(tmp_path, described)
+    assert "vms.address: is a loopback address, which me@gpu1 of " in told
+    assert "cloud.yaml cannot reach (got '127.0.0.1'); allowed: an address of this machine that the hosts reach" in told
 
 
 def test_a_cloud_file_of_the_wrong_kind_is_named(tmp_path: Path, described: Described) -> None:

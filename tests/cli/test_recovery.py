@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from manager.engine.loop.lease import Lease, this_process
 from manager.run.managed_run import managed_run
 from manager.run.recovery import read_recovery, recover, recovery_of, write_recovery
 from manager.run.request import IfChanged, RunRequest
@@ -24,7 +26,7 @@ from morph.cli.main import app
 from morph.cli.models.checks import check_job
 from morph.cli.views.run_view import run_view
 from morph.contract.cluster import Notify
-from morph.contract.errors import ConfigError, InputError, RunDirError
+from morph.contract.errors import CheckpointsTaken, ConfigError, InputError, RunDirError
 from morph.contract.profile import load_profile
 from morph.yaml_files import load_cluster
 from tests.checkpoint.test_manifest import save
@@ -295,3 +297,21 @@ def test_a_broken_file_is_told_with_its_place(tmp_path: Path) -> None:
         (tmp_path / RECOVERY).write_text(text)
         with pytest.raises(InputError, match=r"run/recovery\.json: "):
             read_recovery(str(tmp_path))
+
+
+def test_checkpoints_that_another_manager_holds_are_refused_or_taken_over(
+    given: Given, sessions: list[RunSpec]
+) -> None:
+    request = asked(given)
+    other = Lease(str(given.folder / "ckpt"), this_process("other", given.folder / "other"))
+    other.take()
+    with pytest.raises(RunDirError, match=r"its checkpoints are in use by the run in .*other"):
+        begin(given, request)
+    assert not is_run(given.run_dir)
+    run = prepare(request, given.run_dir)
+    with pytest.raises(Begun):
+        managed_run(run, check_job, lambda live: run_view(live, plain=True), take_over=True)
+    with pytest.raises(CheckpointsTaken, match=re.escape(str(given.run_dir.resolve()))):
+        other.hold()
+    assert [spec.lease is not None for spec in sessions] == [True]
+    begin(given, request)  # the lease was let go

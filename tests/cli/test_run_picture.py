@@ -17,7 +17,8 @@ from manager.accounting.spent import NOTHING
 from manager.controller.state.events import WorkerAnswered
 from manager.journal.journal import Journal
 from manager.report.picture import LABEL_WIDTH_PX, PLANNED, UNPLANNED, draw_run, label_rows, run_figure
-from manager.report.values import MorphRecord, RunReport, ShapeSpan, SourceSum, StepRecord, VmCount
+from manager.report.steps import Cost, SetBack, Step, StepRecord, Steps
+from manager.report.values import MorphRecord, RunReport, ShapeSpan, SourceSum, VmCount
 from manager.run_dir import JOURNAL, RunFacts
 from morph.cli.main import app
 from morph.cli.runs.demo import OtherProcesses
@@ -84,7 +85,7 @@ MORPHS = (
 )
 
 
-def steps() -> tuple[StepRecord, ...]:
+def steps() -> Steps:
     records, number = [], 0
     for one in SPANS:
         for index in range(one.num_steps):
@@ -98,11 +99,12 @@ def steps() -> tuple[StepRecord, ...]:
                     compute_s=duration_s * 0.9,
                     loss=2.0 + 3.5 * math.exp(-number / 40) + 0.05 * math.sin(3.0 * number),
                     num_attempts=1,
-                    redone_later=number in (71, 72),
                 )
             )
             number += 1
-    return tuple(records)
+    cost = Cost(vm_h=0.0, unpriced_h=0.0, usd=0.0, dearest_usd_per_h=math.nan)
+    newer = [Step(record.step, record, cost) for record in records]
+    return Steps(newer=newer, set_backs=[SetBack(num_decided=73, version=71)])  # steps 71 and 72 are run again
 
 
 def busy_seconds() -> float:
@@ -176,7 +178,7 @@ def test_workers_in_use_fall_to_none_between_shapes() -> None:
 
 
 def test_a_run_that_never_stepped_can_be_drawn(tmp_path: Path) -> None:
-    empty = report(shapes=(), morphs=(), steps=(), vms=(), version=0, end_s=START_S)
+    empty = report(shapes=(), morphs=(), steps=Steps(), vms=(), version=0, end_s=START_S)
     assert "no step was decided" in [text.get_text() for text in run_figure(empty).axes[2].texts]
     draw_run(empty, tmp_path / "run.png")
     assert (tmp_path / "run.png").stat().st_size > 0

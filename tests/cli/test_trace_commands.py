@@ -239,13 +239,22 @@ def test_a_recorded_trace_has_no_more_vms_than_a_cluster_file_keeps(files: tuple
         (["--vms", "4", "--until", "50usd"], "--until: needs prices (got '50usd')"),
         (["--vms", "4", "--hours", "2", "--until", "3h"], "--until: is after a trace's end (got '3h')"),
         ([], "--vms: is missing"),
+        (["--trace", "endless.csv", "--until", "10"], "endless.csv: event: ends with its first events"),
+        (["--trace", "endless.csv"], "allowed: a last line 86400,end, until when (seconds) the VMs were watched"),
+        (["--trace", "few.csv"], "the job does not fit in the memory of 1 devices"),
+        (["--trace", "many.csv"], "--trace: has too many VMs at once (got 2001); allowed: 1 to 2000"),
         (["--trace", "absent.csv"], "absent.csv: cannot be read"),
         (["--vms", "4", "--csv", "/nowhere/out.csv"], "/nowhere"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused_in_one_sentence(
-    files: tuple[str, str], options: list[str], told: str
+    files: tuple[str, str], options: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, num_vms, end in (("endless", 2, ""), ("few", 1, "9,end,\n"), ("many", 2001, "9,end,\n")):
+        vms = "".join(f"0,add,v{number}\n" for number in range(num_vms))
+        (tmp_path / f"{name}.csv").write_text(f"time_s,event,node_id\n{vms}{end}", encoding="utf-8")
+    options = [*options, "--memory-gib", "0.001"] if "few.csv" in options else options
     done = RUNNER.invoke(app, ["replay", files[0], *options])
     assert done.exit_code == 2, done.output
     assert told in " ".join(done.output.split())

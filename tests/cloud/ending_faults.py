@@ -96,7 +96,7 @@ CASES |= {
     "404 to the list of VMs, five times, while they train": partial(
         _unknown, fault=Fault(*LIST, 404, "ResourceNotFound")
     ),
-    "401, and then a new token": partial(_unknown, fault=EXPIRED),
+    "401, five times": partial(_unknown, fault=EXPIRED),
     "a proxy's page in the place of the list": partial(
         _unknown, fault=Fault(*LIST, text="<html>Sign in</html>", carried_out=True)
     ),

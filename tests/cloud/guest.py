@@ -145,8 +145,7 @@ def _mount(spec: GuestSpec) -> None:
     _run("mount", "-t", "proc", "proc", "/proc")
     _run("mount", "-t", "tmpfs", "shm", "/dev/shm")
     _run("mount", "-t", "tmpfs", "-o", "mode=0755", "none", "/home")
-    if Path("/run/netns").is_dir():  # namespaces of processes that cannot be seen here are not stale
-        _run("mount", "-t", "tmpfs", "none", "/run/netns")
+    _run("mount", "-t", "tmpfs", "-o", "mode=0755", "none", "/run")
     _run("mount", "--rbind", str(root / "tmp"), "/tmp")
 
 
@@ -179,8 +178,14 @@ def _first_boot(text: str, environment: dict[str, str]) -> NoReturn:
     """What cloud-init does: files first, then each line, whatever became of the one before."""
     try:
         config = yaml.safe_load(text)
-        if not text.startswith("#cloud-config\n") or set(config) - {"write_files", "runcmd"}:
+        if not text.startswith("#cloud-config\n") or set(config) - {"bootcmd", "write_files", "runcmd"}:
             raise UnitError(f"cloud-config with {sorted(config)}")
+        for text in config.get("bootcmd", ()):  # which cloud-init puts into a file, for secrets are in it
+            place = Path("/run/bootcmd")
+            place.touch(0o600)
+            place.write_text(text)
+            subprocess.run(["sh", place], env=environment, stdin=subprocess.DEVNULL, check=False)
+            place.unlink()
         for entry in config.get("write_files", ()):
             _write_file(**entry)
         for line in config.get("runcmd", ()):
@@ -267,12 +272,14 @@ class Systemd:
                 why = str(error)
             line.sendall(bytes([1 if why else 0]) + why.encode())
 
-    def _do(self, verb: str, *names: str) -> str:
+    def _do(self, *words: str) -> str:
+        verb, *names = [word for word in words if not word.startswith("--")]
         if verb == "poweroff":
             self._over = True
-        elif verb == "start":
+        elif verb == "start" or (verb == "enable" and "--now" in words):
             for name in names:
-                unit = read_unit(Path(f"/etc/systemd/system/{name}").read_text())
+                places = [Path(f"/{root}/systemd/system/{name}") for root in ("run", "etc")]
+                unit = read_unit(next(place for place in places if place.exists()).read_text())
                 service = self._services.setdefault(name, _Service(unit))
                 if not service.pid:
                     self._start(name, service)
@@ -294,6 +301,8 @@ class Systemd:
         environment = {**self._environment, **unit.environment}
         before = os.umask(unit.umask)
         try:
+            if unit.before and subprocess.run(unit.before, env=environment, stdout=out, stderr=out).returncode:
+                raise OSError(f"{unit.before[0]} failed")
             service.pid = os.posix_spawn(
                 unit.command[0], unit.command, environment, file_actions=files, setsid=True, setsigdef=[signal.SIGCHLD]
             )

@@ -48,7 +48,7 @@ def run_by(uid: int, host: Host) -> list[str]:
 def caches_of(uid: int, folder: Path) -> dict[str, str]:
     """Variables with caches of a user's own, in which what numba has compiled of the simulator is already."""
     (folder / "numba").mkdir(parents=True)
-    for found in (ROOT / "simulator").rglob("__pycache__/*.nb[ic]"):
+    for found in [*(ROOT / "simulator").rglob("*.nb[ic]"), *(ROOT / "simulator").rglob("morph-loops.json")]:
         source = str(found.parents[1])
         place = folder / "numba" / f"{found.parents[1].name}_{hashlib.sha1(source.encode()).hexdigest()}"
         place.mkdir(parents=True, exist_ok=True)

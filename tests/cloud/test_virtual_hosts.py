@@ -186,6 +186,15 @@ def machine_of(name: str) -> dict[str, Any]:
     }
 
 
+def test_a_vm_whose_first_boot_dies_is_ended_by_its_watchdog(tmp_path: Path) -> None:
+    with VirtualAzure(tmp_path) as azure:
+        start = START.model_copy(update={"python": sys.executable, "setup": ("kill -s KILL $PPID",), "lonely_s": 3.0})
+        azure.region.put_by_hand(machine_of("tiny-1-0"), cloud_init(start, "tiny-1-0", "azure"))
+        until(lambda: "tiny-1-0" in azure.logs and azure.region.bill[0].until_s, "the VM to delete itself")
+        assert azure.region.calls == ["DELETE virtualMachines/tiny-1-0"]
+        assert "Killed" in azure.logs["tiny-1-0"]
+
+
 @pytest.mark.parametrize("booted", [True, False], ids=["after it booted", "before it has Morph"])
 def test_a_lonely_vm_deletes_itself_by_its_identity(tmp_path: Path, booted: bool) -> None:
     python = bare_python(tmp_path / "image")
@@ -340,7 +349,7 @@ def test_the_units_of_a_node_are_understood() -> None:
     files = json.loads(text.removeprefix("#cloud-config\n"))["write_files"]
     units = {entry["path"]: read_unit(entry["content"]) for entry in files if entry["path"].endswith(".service")}
     node = units["/etc/systemd/system/morph-node.service"]
-    assert (node.always, node.limit_burst, node.limit_action) == (True, 20, "poweroff-force")
+    assert (node.always, node.limit_interval_s, node.limit_action) == (True, 0.0, "none")  # the watchdog ends the VM
     assert node.environment["RAY_AUTH_MODE"] == "token"
     assert json.loads(
         next(filter(None, (re.sub("^--resources=", "", word) for word in node.command if "resources" in word)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-IGNORED = {"Wants", "After"}
+IGNORED = {"Wants", "After", "DefaultDependencies", "WantedBy"}
 
 
 class UnitError(Exception):
@@ -24,16 +24,18 @@ class Unit:
     limit_burst: int = 5
     limit_action: str = "none"
     umask: int = 0o022
+    before: tuple[str, ...] = ()
 
 
 def read_unit(text: str) -> Unit:
     """Read a unit file; raises UnitError."""
     command: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
     environment: dict[str, str] = {}
     found: dict[str, str] = {}
     for line in filter(None, (line.strip() for line in text.splitlines())):
         if line.startswith("["):
-            if line not in ("[Unit]", "[Service]"):
+            if line not in ("[Unit]", "[Service]", "[Install]"):
                 raise UnitError(f"section {line}")
             continue
         key, equals, value = line.partition("=")
@@ -45,6 +47,8 @@ def read_unit(text: str) -> Unit:
                 environment[name] = setting
         elif key == "ExecStart":
             command = tuple(_plain(word) for word in shlex.split(value))
+        elif key == "ExecStartPre":
+            before = tuple(_plain(word) for word in shlex.split(value))
         elif key not in IGNORED:
             found[key] = value
     known = {
@@ -57,7 +61,7 @@ def read_unit(text: str) -> Unit:
     }
     if found or not command or not command[0].startswith("/"):
         raise UnitError(f"not understood: {found or command}")
-    return Unit(command=command, environment=environment, **known)  # type: ignore[arg-type]
+    return Unit(command=command, environment=environment, before=before, **known)  # type: ignore[arg-type]
 
 
 def _plain(text: str) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from functools import cached_property
 
 import pytest
 from pydantic import Field, ValidationError
 
+from manager.controller.state.events import WorkerLost
+from manager.journal.records import Fact
 from morph.contract.base import Value
-from morph.contract.vm_names import beside, vm_of, workers_of
+from morph.contract.errors import printable
+from morph.contract.messages import Failed
+from morph.contract.vm_names import beside, is_name, vm_of, workers_of
 
 
 class Basket(Value):
@@ -32,6 +37,29 @@ def test_an_unchecked_value_of_checked_parts_equals_a_checked_one() -> None:
     assert Basket.model_construct(owner="a").fruits is not made.fruits
     with pytest.raises(ValidationError):
         made.num = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("plain, é\tand\nlines", "plain, é\tand\nlines"),
+        ("\x1b]52;c;ZXZpbA==\x07", r"\x1b]52;c;ZXZpbA==\x07"),
+        ("\x1b[2J\x1b[H\rgone\x9b2J", r"\x1b[2J\x1b[H\rgone\x9b2J"),
+        ("\u202eexe.txt", r"\u202eexe.txt"),
+    ],
+)
+def test_what_would_control_a_terminal_is_shown_and_not_sent(said: str, shown: str) -> None:
+    assert printable(said) == shown
+    for value in (Fact(name="a", detail=said), Fact.model_validate_json(json.dumps({"name": "a", "detail": said}))):
+        assert value.detail == shown
+    assert WorkerLost(worker="n1", cause=said).cause == shown
+    failed = Failed(worker="n1", generation=1, error=said, detail=said, traceback=said)
+    assert {failed.error, failed.detail, failed.traceback} == {shown}
+
+
+def test_a_vm_has_a_name_that_can_be_shown() -> None:
+    assert all(map(is_name, ("job-1-0", "n1", "i-0abc.2", "_x")))
+    assert not any(map(is_name, ("", "a b", "a\n", "\x1b[2J", "é", "x" * 301, "a/b")))
 
 
 def test_a_value_is_not_made_without_a_field_that_has_no_default() -> None:

@@ -63,15 +63,30 @@ with FakeTensorMode(), counting, Numbers(counting):
     there.to(torch.float64); there.clone()  # no copies between devices
 for site, number in sorted(item for item in counting.counts.sites.items() if item[0].kind != "operation"):
     print(site.kind, site.pinned, number, counting.counts.site_bytes[site])
+
+from morph.runtime.state.unit_state import squared_norms
+
+vectors, wide = [(1024,)] * 6, 4 * 1024
+block = [(1024, 3072), (3072,), (1024, 1024), *vectors, (1024, wide), (wide,), (wide, 1024)]
+gpt2_355m = {"embedding": [(50257, 1024), (1024, 1024)], **{str(number): block for number in range(24)}, "end": vectors[:2]}
+for shapes in ({"": [(1 << 20,)]}, gpt2_355m):
+    counting = Counting(device.kind, device.pinned_tensors)
+    with FakeTensorMode(), Numbers(counting):
+        made = {unit: [torch.empty(shape, device=device.kind) for shape in some] for unit, some in shapes.items()}
+        with counting:
+            squared_norms(made)
+    print(sum(number for site, number in counting.counts.sites.items() if site.kind == "operation"))
 """
 
 
 @pytest.mark.slow
 def test_syncs_and_copies_of_a_device_are_counted_and_mixed_devices_refused() -> None:
-    assert said("-c", _CHECKS).splitlines() == [
+    *counted, chunk, norms = said("-c", _CHECKS).splitlines()
+    assert counted == [
         "refused: True",
         "sync False 3 21",
         "to device False 1 16",
         "to device True 1 16",
         "to host False 1 16",
     ]
+    assert f"take {norms} operations; one such chunk alone takes {chunk}." in "\n".join(DOCS)

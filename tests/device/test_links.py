@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from morph.contract.errors import ConfigError, GenerationAborted
-from morph.runtime.device.devices import Device, HostDevice, check_kernels, has_kernels
+from morph.runtime.device.devices import Device, HostDevice, check_kernels, has_kernels, usable_device
 from morph.runtime.device.links import HostLink, StagedLink
 from morph.runtime.device.staging import Staging
 from morph.runtime.groups.channels import Pending
@@ -215,6 +215,7 @@ def test_a_device_without_kernels_in_this_torch_is_known(
 
 def test_a_device_without_kernels_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     check_kernels(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, answer in {
         "get_device_capability": (7, 0),
         "get_arch_list": ["sm_75", "sm_80"],
@@ -224,3 +225,17 @@ def test_a_device_without_kernels_is_refused_in_one_sentence(monkeypatch: pytest
     said = r"^vms.device: torch \S+ has no kernels for this device, Tesla V100 .*compute capability 7.0.*sm_75, sm_80"
     with pytest.raises(ConfigError, match=said):
         check_kernels(torch.device("cuda"))
+
+
+def test_a_device_is_refused_where_this_torch_cannot_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert usable_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    with pytest.raises(ConfigError, match=r"^vms.device: .*torch \S+ is built without CUDA \(got 'cuda'\); allowed: cpu$"):
+        check_kernels(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert usable_device("cuda:1", numbered=True) == torch.device("cuda", 1)
+    for name in ("cuda:7", "mps", "kuda"):
+        with pytest.raises(ConfigError, match=rf"^a: b: .*device \(got '{name}'\); allowed: cpu, cuda, cuda:0, cuda:1$"):
+            usable_device(name, source="a", field="b", numbered=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from manager.engine.loop.lease import Lease
 from morph.contract.cluster import Limits
 from morph.contract.rules import CheckpointRules
 from tests.engine.driver_scene import Run
@@ -21,8 +22,9 @@ def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         fewest: int = 1,
         checkpoints: CheckpointRules = CheckpointRules(),  # noqa: B008 (frozen)
         url: str | None = None,
+        lease: Lease | None = None,
     ) -> Run:
-        runs.append(Run(tmp_path, num_steps, num_nodes, limits, fewest, checkpoints, url))
+        runs.append(Run(tmp_path, num_steps, num_nodes, limits, fewest, checkpoints, url, lease))
         return runs[-1]
 
     yield make

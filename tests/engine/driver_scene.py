@@ -17,6 +17,7 @@ from manager.controller.state.state import initial_state
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Driver, Observed
 from manager.engine.loop.event_queue import EventQueue
+from manager.engine.loop.lease import Lease
 from manager.engine.vms.budget import Spending
 from manager.engine.vms.provisioning import Provisioning
 from manager.journal.journal import Journal
@@ -168,6 +169,7 @@ class Run:
         fewest: int = 1,
         checkpoints: CheckpointRules = CheckpointRules(),  # noqa: B008 (frozen)
         url: str | None = None,
+        lease: Lease | None = None,
     ) -> None:
         self.event_queue = EventQueue()
         self.journal = Journal.open(directory / "journal.sqlite")
@@ -206,6 +208,7 @@ class Run:
             [self.observed.append, lambda observed: self.react(observed)],
             self.provisioning if asked_for else None,
             lambda node, notice: self.let_go.append((node, notice)),
+            lease,
         )
         self.journal.append_config(0.0, self.config)
         if asked_for:

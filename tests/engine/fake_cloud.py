@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -60,6 +61,7 @@ class FakeCloud:
         self.requested: list[tuple[str, int]] = []
         self.ended: list[str] = []
         self.calls: list[str] = []
+        self.orphans: list[str] = []
         self.lock = threading.Lock()
 
     def add(self, request: str, count: int) -> tuple[Vm, ...]:
@@ -93,7 +95,8 @@ class FakeCloud:
             return tuple(self.there.values())
 
     def delete(self, names: Sequence[str]) -> None:
-        found = [name for name in self.there if name in names]
+        with self.lock:
+            found = [name for name in self.there if name in names]
         if not found:
             return
         self.ends.pass_through()
@@ -105,13 +108,17 @@ class FakeCloud:
             self.ended += found
             self.calls.append(f"end {', '.join(found)}")
 
+    def boot_log(self, name: str) -> str:
+        return f"{name}: no space left on device"
+
     def stop(self) -> None:
         self.requests.open.set()
 
-    def dismantle(self) -> None:
+    def dismantle(self) -> Sequence[str]:
         with self.lock:
             self.there = {}
             self.calls.append("dismantle")
+        return self.orphans
 
     def price(self) -> Price | None:
         return None if self.usd_per_h is None else Price(usd_per_h=self.usd_per_h, source="test")
@@ -145,6 +152,7 @@ class ProvisioningWorld:
     def settle(self) -> list[str]:
         """Wait until all that is to be ended is; returns what was ended so far."""
         done = threading.Event()
-        self.shell._ends.put(done.set)
+        self.shell._looks.put(done.set)
         assert done.wait(BOUND_S)
+        assert self.shell._ends.join(time.monotonic() + BOUND_S)
         return self.cloud.ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from manager.controller.state.state import initial_state
 from manager.engine.local_vms.control_socket import hear, tell
 from manager.engine.machines.attachment import Attachment, TakeoverFailed, find_living, write_attachment
 from manager.journal.journal import Journal
+from manager.journal.records import DIED_WITH_MANAGER, Fact
 from manager.run_dir import ATTACHMENT, RunDir, RunFacts
 from morph.contract.errors import RunDirError
 from simulator import plan_table, synthetic_profile
@@ -148,3 +150,18 @@ def test_a_socket_that_others_could_have_put_there_is_not_connected_to(run_dir: 
         directory.chmod(0o755)
     with pytest.raises(TakeoverFailed, match="can be entered by others"):
         find_living(run_dir, COMMAND)
+
+
+@pytest.mark.parametrize(("seen_s", "noted_s"), [(30.0, 30.0), (1.0, 2.0)], ids=["outlived it", "died with it"])
+def test_until_when_vms_lived_whose_host_was_killed_is_written_down(
+    run_dir: RunDir, host: Host, seen_s: float, noted_s: float
+) -> None:
+    write_journal(run_dir)
+    host.close()
+    os.utime(host.control_socket, (seen_s, seen_s))
+    with pytest.raises(TakeoverFailed, match="the process that owned its VMs is gone"):
+        find_living(run_dir, COMMAND)
+    with Journal.open(run_dir.journal_path) as journal:
+        last = journal.facts(0)[-1]
+    assert Fact.model_validate_json(last.payload_json).name == DIED_WITH_MANAGER
+    assert last.time_s == noted_s

@@ -13,10 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from manager.engine.local_vms import control_socket as control_socket_module
 from manager.engine.local_vms import host_line
 from manager.engine.local_vms.control_socket import ControlSocket, hear, tell
 from manager.engine.local_vms.host_line import HostLine
 from morph.contract.errors import ClusterError
+from tests.waiting import poll_until
 
 BOUND_S = 100.0
 
@@ -167,3 +169,25 @@ def test_the_vms_live_on_without_a_descriptor_for_the_next_manager(listener: soc
         let_in(control_socket)
     assert short.num_failures == 0
     short.close()
+
+
+def test_a_host_without_a_manager_shows_that_it_lives(
+    listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_socket_module, "SIGN_OF_LIFE_EVERY_S", 0.001)
+    control_socket, path = ControlSocket(listener, patience_s=BOUND_S), tmp_path / "control_socket"
+    with visitor(listener):
+        let_in(control_socket)
+        control_socket.settle()
+    os.utime(path, (0, 0))
+
+    def visit_after_signs() -> None:
+        for _ in range(2):
+            poll_until(lambda: path.stat().st_mtime > 0, "a sign of life")
+            os.utime(path, (0, 0))
+        visitor(listener).close()
+
+    later = threading.Thread(target=visit_after_signs)
+    later.start()
+    let_in(control_socket)
+    later.join(BOUND_S)

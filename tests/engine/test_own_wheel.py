@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -34,8 +35,17 @@ from manager.providers.boot.first_boot import (
     install,
     lacking,
     packed,
+    run_setup,
+    watch,
 )
-from manager.providers.boot.own_wheel import kept_wheel, make_wheel, python_version, requirements
+from manager.providers.boot.own_wheel import (
+    Lock,
+    kept_wheel,
+    make_lock,
+    make_wheel,
+    python_version,
+    requirements,
+)
 from morph.contract.errors import ClusterError
 from morph.link.authority import authority_of
 from tests.cloud.image import bare_python
@@ -58,7 +68,8 @@ class World:
 
     def __init__(self, wheel: bytes) -> None:
         self.event_queue = EventQueue()
-        self.server = NoticeServer(self.event_queue, SECRET, wheel=wheel)
+        self.lock = b"tiny-part==1.2\n"
+        self.server = NoticeServer(self.event_queue, SECRET, wheel=wheel, lock=lambda: self.lock)
         self.address = f"127.0.0.1:{self.server.port}"
 
     def caller(self, secret: str = SECRET, num_devices: int = 1) -> Caller:
@@ -114,13 +125,17 @@ def test_what_is_given_is_a_wheel_of_every_file_and_its_own_wheel_is_the_same(wh
 
 def test_it_names_nothing_that_is_not_published_and_pins_what_ray_and_the_weights_depend_on() -> None:
     found = requirements()
-    assert {f"ray=={metadata.version('ray')}", f"torch=={metadata.version('torch').partition('+')[0]}"} <= set(found)
+    version = metadata.version("torch")
+    assert {f"ray=={metadata.version('ray')}", f"torch=={version}"} <= set(found)
+    if version.endswith("+cpu"):
+        assert f"torch=={version.partition('+')[0]}" in requirements(any_build=True)
+    assert lacking(list(found)) == []
     assert not [one for one in found if one.startswith("morph")]
     known = {
         line.partition("==")[0].lower().replace("_", "-")
         for line in (ROOT / "constraints.txt").read_text().splitlines()
     }
-    assert {one.partition(">")[0].partition("=")[0] for one in found} <= known
+    assert {one.partition("=")[0] for one in found} - {"setuptools"} <= known  # which pip itself brings
 
 
 def texts() -> Iterator[tuple[Path, str]]:
@@ -170,23 +185,61 @@ def test_a_vm_without_morph_has_it_after_its_first_program_and_asks_no_index(wor
     assert world.heard() == []
 
 
-def test_what_is_missing_is_installed_of_the_version_that_is_wanted(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that pip takes for all there is: two versions of a package."""
+    folder = tmp_path / "index"
+    folder.mkdir()
     for version in ("1.2", "1.3"):
-        with zipfile.ZipFile(tmp_path / f"tiny_part-{version}-py3-none-any.whl", "w") as archive:
-            info = f"tiny_part-{version}.dist-info"
-            archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: tiny-part\nVersion: {version}\n")
-            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            archive.writestr(f"{info}/RECORD", "")
-    for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(tmp_path))):
+        publish(folder, version)
+    for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(folder))):
         monkeypatch.setenv(name, value)
+    return folder
+
+
+def publish(folder: Path, version: str, content: str = "") -> None:
+    with zipfile.ZipFile(folder / f"tiny_part-{version}-py3-none-any.whl", "w") as archive:
+        info = f"tiny_part-{version}.dist-info"
+        archive.writestr("tiny_part.py", content)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: tiny-part\nVersion: {version}\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+
+
+def test_what_is_missing_is_installed_as_the_run_has_it(world: World, tmp_path: Path, index: Path) -> None:
+    world.lock = make_lock(["tiny-part<1.3"]).encode()
     python = bare_python(tmp_path / "image")
-    done = world.boot(tmp_path, {"python": python}, ("tiny-part==1.2",))
-    assert (done.returncode, done.stdout) == (0, "missing: tiny-part==1.2\n"), done.stderr
+    done = world.boot(tmp_path, {"python": python}, ("tiny-part",))
+    assert (done.returncode, done.stdout) == (0, "missing: tiny-part\n"), done.stderr
     look = [python, "-c", "from importlib.metadata import version; print(version('tiny-part'), version('ray'))"]
     found = subprocess.run(look, capture_output=True, text=True, cwd=tmp_path, timeout=BOUND_S, check=True)
     assert found.stdout.split() == ["1.2", metadata.version("ray")]
+
+
+def test_a_file_that_is_not_the_locked_one_is_not_installed(world: World, tmp_path: Path, index: Path) -> None:
+    world.lock = make_lock(["tiny-part==1.2"]).encode()
+    publish(index, "1.2", "import os")
+    done = world.boot(tmp_path, {"python": bare_python(tmp_path / "image")}, ("tiny-part",))
+    assert done.returncode == 1
+    fact = world.heard()[0]
+    assert isinstance(fact, Fact)
+    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in fact.detail
+
+
+def test_a_lock_is_made_once_for_a_run_whatever_is_published_later(tmp_path: Path, index: Path) -> None:
+    told: list[str] = []
+    path = tmp_path / "requirements.lock"
+    first = Lock(path, ["tiny-part"], told.append)()
+    assert b"tiny-part==1.3 --hash=sha256:" in first
+    publish(index, "1.4")
+    assert Lock(path, ["tiny-part"], told.append)() == first  # another manager of the run, a week later
+    assert b"tiny-part==1.2 --hash=" in Lock(path, ["tiny-part<1.3"], told.append)()
+    assert told == []
+    assert Lock(path, ["no-such-thing==1"], told.append)() == b"no-such-thing==1\n"
+    (sentence,) = told
+    assert sentence.startswith(
+        "pip cannot say what VMs are to install: ERROR: No matching distribution found for no-such"
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,6 +263,52 @@ def test_why_a_vm_cannot_be_used_is_told_in_one_sentence(
     assert told in fact.detail
     assert "\n" not in fact.detail
     assert not (tmp_path / "code").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [("wheel", "BadZipFile: File is not a zip file"), ("folder", "NotADirectoryError: ")],
+)
+def test_whatever_goes_wrong_is_told(tmp_path: Path, damage: str, told: str) -> None:
+    wheel = b"no zip" if damage == "wheel" else make_wheel()
+    world, options = World(wheel), {"sha256": hashlib.sha256(wheel).hexdigest()}
+    if damage == "folder":
+        (tmp_path / "file").touch()
+        options["folder"] = str(tmp_path / "file" / "code")
+    try:
+        done = world.boot(tmp_path, options)
+        fact, lost = world.heard()
+    finally:
+        world.server.close()
+    assert done.returncode == 1
+    assert isinstance(fact, Fact)
+    assert isinstance(lost, WorkerLost)
+    assert (fact.name, lost.worker, lost.unfit) == ("vm_unfit", NODE, True)
+    assert fact.detail.startswith(told), fact.detail
+
+
+def test_a_line_of_setup_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    line = f"sleep 1000 & echo $! >{tmp_path}/child; wait"
+    with pytest.raises(Unfit, match=r"vms.environment.setup: .* did not end within 2 s"):
+        run_setup(["false", line], timeout_s=2.0)
+    child = int((tmp_path / "child").read_text())
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(child).wait(BOUND_S)
+
+
+def test_a_watchdog_waits_while_it_is_told_to_stay(tmp_path: Path) -> None:
+    path, now_s = tmp_path / "stay", 0.0
+
+    def pause(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+        if now_s < 1000.0:
+            path.touch()
+
+    watch(path, 960.0, clock=lambda: now_s, pause=pause)
+    assert 1000.0 + 960.0 <= now_s + 10.0 < 2000.0
+    watch(tmp_path / "never", 960.0, clock=lambda: now_s, pause=pause)
+    assert now_s >= 1900.0 + 960.0
 
 
 def test_each_worker_of_a_vm_is_given_up_and_it_is_written_down_once(world: World) -> None:
@@ -242,12 +341,15 @@ def test_what_is_there_is_not_asked_for() -> None:
     assert lacking(["ray", f"ray=={ray}", "ray>=2.9", "torch>=2"]) == []
     wrong = ["ray==0.1", "ray>=99.1", "no-such-thing", "no-such-thing>=1", "ray~=2.0", "ray; python_version > '3'"]
     assert lacking(wrong) == wrong
+    torch = metadata.version("torch").partition("+")[0]
+    assert lacking([f"torch=={torch}"]) == []
+    assert lacking([f"torch=={torch}+none"]) == [f"torch=={torch}+none"]
 
 
 def test_what_pip_cannot_bring_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PIP_NO_INDEX", "PIP_DISABLE_PIP_VERSION_CHECK"):
         monkeypatch.setenv(name, "1")
     with pytest.raises(Unfit, match="pip cannot bring no-such-thing==1: ERROR: Could not find a version"):
-        install(["pip", "no-such-thing==1"])
+        install(["pip", "no-such-thing==1"], lambda: "no-such-thing==1\n")
     with pytest.raises(Unfit, match="there is no /none"):
         check_python("/none", python_version())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -58,10 +59,11 @@ class Cloud(FakeCloud):
     def stop(self) -> None:
         self.stopped.set()
 
-    def dismantle(self) -> None:
+    def dismantle(self) -> Sequence[str]:
         if self.dismantle_errors:
             raise self.dismantle_errors.pop(0)
         self.there, self.dismantled = {}, True
+        return ["disk x, 0.0270 dollars an hour"]
 
     def capabilities(self) -> Capabilities:
         return Capabilities(spot=True, ending="morph cloud reconcile FILE --run tiny-1")
@@ -89,8 +91,9 @@ class World:
     def there(self) -> set[str]:
         """The VMs that are there once all that was to be ended is."""
         done = threading.Event()
-        self.shell._ends.put(done.set)
+        self.shell._asks.put(lambda: self.shell._looks.put(done.set))
         assert done.wait(BOUND_S)
+        assert self.shell._ends.join(time.monotonic() + BOUND_S)
         return set(self.cloud.there)
 
     def facts(self) -> dict[str, str]:
@@ -106,12 +109,12 @@ def world() -> Iterator[World]:
     world.shell.close()
 
 
-def test_vms_of_a_manager_that_was_given_up_are_ended_before_anything_is_asked_for(world: World) -> None:
+def test_vms_of_a_manager_that_was_given_up_are_ended(world: World) -> None:
     world.cloud.add("job-1", 2)
     world.shell.begin((), ())
     world.shell.request(RequestNodes(request="job-2", count=1))
     assert world.next(NodesGranted) == NodesGranted(request="job-2", nodes=("job-2-0",))
-    assert set(world.cloud.there) == {"job-2-0"}
+    assert world.there() == {"job-2-0"}
     assert world.shell.request_of("job-1-0") is None
 
 
@@ -121,7 +124,7 @@ def test_vms_that_the_controller_knows_or_awaits_are_gone_on_with(world: World) 
     world.shell.begin({"job-1-0"}, ["job-2"])
     world.shell.request(RequestNodes(request="job-4", count=1))
     world.next(NodesGranted)
-    assert set(world.cloud.there) == {"job-1-0", "job-2-0", "job-2-1", "job-4-0"}
+    assert world.there() == {"job-1-0", "job-2-0", "job-2-1", "job-4-0"}
     assert world.shell.request_of("job-1-0") == "job-1"
     assert world.shell.request_of("job-2-1") == "job-2"
 
@@ -273,7 +276,7 @@ def test_a_manager_that_takes_long_to_reach_the_workers_ends_none_of_their_vms()
     world = World()
     world.cloud.add("job-1", 2)
     for _ in range(3):
-        world.shell._ends.put(world.shell._look)
+        world.shell._looks.put(world.shell._look)
     assert world.there() == {"job-1-0", "job-1-1"}
     world.shell.begin({"job-1-0"}, ())
     world.next(Fact)
@@ -362,6 +365,14 @@ def test_the_end_is_tried_again_while_the_provider_fails_and_after_the_pauses_th
     assert world.cloud.dismantled
     assert world.pauses_s == [RETRIES.first_s, 600.0, 4 * RETRIES.first_s]
     assert "vms_left" not in world.facts()
+
+
+def test_who_is_in_a_hurry_waits_for_one_more_try_only(world: World) -> None:
+    world.cloud.dismantle_errors = [Transient("h1 is not reached")] * 9
+    world.shell.hurry()
+    world.shell.close()
+    assert world.pauses_s == []
+    assert world.facts()["vms_left"].startswith("h1 is not reached; what ends them: ")
 
 
 def test_what_cannot_be_ended_in_time_is_named_with_the_command_that_ends_it(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -116,10 +117,46 @@ def test_where_there_is_no_room_beside_it_a_replacement_waits_for_the_end(world:
     know(world.shell, [other])
     assert world.cloud.ends.reached.wait(BOUND_S)
     world.ask("job-2", 1)
-    world.until_told(f"job-2: {full}; again when {lost} are ended")
+    world.until_told(f"job-2: {full}; again when one of {lost} is ended")
     world.cloud.ends.open.set()
     assert world.answer() == NodesGranted(request="job-2", nodes=("job-2-0",))
     assert world.cloud.calls == ["grant job-1", "refuse job-2", f"end {lost}", "grant job-2"]
+
+
+def test_a_vm_that_does_not_end_delays_no_other_end_and_no_request() -> None:
+    world, stuck = World(), threading.Event()
+    works = world.cloud.delete
+
+    def delete(names: Sequence[str]) -> None:
+        if "job-1-0" in names:
+            assert stuck.wait(BOUND_S)
+        works(names)
+
+    world.cloud.delete = delete  # type: ignore[method-assign]
+    world.cloud.room = 3
+    world.have("job-1", 3)
+    know(world.shell, ["job-1-1", "job-1-2"])
+    world.ask("job-2", 1)
+    world.until_told("job-2: no room; again when one of job-1-0 is ended")
+    know(world.shell, ["job-1-2"])
+    assert world.answer() == NodesGranted(request="job-2", nodes=("job-2-0",))
+    assert set(world.cloud.there) == {"job-1-0", "job-1-2", "job-2-0"}
+    stuck.set()
+    world.settle()
+    world.shell.close()
+
+
+def test_the_boot_log_of_a_vm_that_never_joined_is_kept(world: World) -> None:
+    world.have("job-1", 2)  # the second one is given up by what follows
+    world.ask("job-2", 1)
+    world.answer()
+    world.shell.release(ReleaseNodes(nodes=("job-1-0", "job-2-0")))
+    world.settle()
+    while stamped := world.event_queue.get(0.0):
+        assert isinstance(stamped.item, Fact)
+        world.facts.append(stamped.item)
+    logs = [(fact.worker, fact.detail) for fact in world.facts if fact.name == "vm_boot_log"]
+    assert logs == [("job-2-0", "job-2-0: no space left on device")]
 
 
 def test_a_refusal_with_nothing_being_ended_or_an_end_that_fails_is_an_answer(world: World) -> None:
@@ -203,7 +240,7 @@ def test_a_request_that_waits_for_room_does_not_hold_up_the_end_of_the_run() -> 
     know(world.shell, ())
     world.ask("job-2", 1)
     assert world.cloud.ends.reached.wait(BOUND_S)
-    world.until_told("job-2: no room; again when job-1-0 are ended")
+    world.until_told("job-2: no room; again when one of job-1-0 is ended")
     world.shell._close_timeout_s = 0.5
     world.shell.close()
     assert isinstance(world.answer(), RequestRefused)
@@ -235,7 +272,7 @@ def test_vms_that_came_meanwhile_are_not_ended_as_those_of_an_earlier_manager() 
     shell.begin((), ())
     shell.request(RequestNodes(request="job-2", count=1))
     until_told(NodesGranted(request="job-2", nodes=("job-2-0",)))
-    shell._ends.put(shell._look)  # the first look since the provider answers
+    shell._looks.put(shell._look)  # the first look since the provider answers
     until_told(Fact(name="vm_reconciled", detail="job-1-0 of job-1 was left by an earlier manager: ended"))
     shell.close()
     assert cloud.calls == ["grant job-2", "end job-1-0", "dismantle"]

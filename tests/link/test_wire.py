@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import ssl
+import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -11,7 +12,7 @@ from cryptography.hazmat.primitives import serialization
 
 from morph.link import wire as wire_module
 from morph.link.authority import Authority
-from morph.link.wire import SIZE, Wire, context
+from morph.link.wire import PART_BYTES, SIZE, Wire, context
 from tests.link.pair import Pair, of_caller, own
 
 
@@ -29,6 +30,20 @@ def test_messages_of_any_size_come_as_they_were_sent_and_one_at_a_time(pair: Pai
     assert pair.caller.next() is None
     pair.listener.take(pair.caller.put(b"back"))
     assert pair.listener.next() == b"back"
+
+
+def test_a_long_message_is_never_in_memory_twice(pair: Pair) -> None:
+    body = bytes(range(256)) * 10_000
+    tracemalloc.start()
+    try:
+        for part in pair.listener.parts(body):
+            assert len(part) < 2 * PART_BYTES
+        assert tracemalloc.get_traced_memory()[1] < 8 * PART_BYTES
+    finally:
+        tracemalloc.stop()
+    for part in pair.caller.parts(body):
+        pair.listener.take(part)
+    assert pair.listener.next() == body
 
 
 def test_what_is_put_before_the_handshake_is_over_is_sent_after_it() -> None:

@@ -10,8 +10,8 @@ from simulated_cluster import TIMES, Faults, JournalledCluster
 from simulated_job import make_config
 
 from manager.accounting.account import Account, Part
-from manager.accounting.ledger import Ledger
-from manager.accounting.spent import NOTHING, NS_PER_S, SHARES, Prices, nano_usd
+from manager.accounting.ledger import Ledger, Stretch
+from manager.accounting.spent import NOTHING, NS_PER_S, SHARES, Prices, Spent, nano_usd
 from manager.controller.decide import decide
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import (
@@ -28,8 +28,17 @@ from manager.controller.state.events import (
     WorkerLost,
 )
 from manager.controller.state.state import initial_state
-from manager.journal.records import OUTLIVES, SESSION_OVER, TOOK_OVER, DecisionRecord, Entry, EntryKind, Fact
-from manager.report.journal_reader import read_report, report_of
+from manager.journal.records import (
+    DIED_WITH_MANAGER,
+    OUTLIVES,
+    SESSION_OVER,
+    TOOK_OVER,
+    DecisionRecord,
+    Entry,
+    EntryKind,
+    Fact,
+)
+from manager.report.journal_reader import RunReader, read_report, report_of
 from morph.contract.base import Value
 from morph.contract.messages import WorkerReady
 
@@ -155,6 +164,17 @@ def test_node_time_after_a_managers_death_is_a_separate_part(next_s: float, unma
     account = journalled(*BEGUN, (next_s, CONFIG), (next_s + 5, NodeAppeared(node="a")), (next_s + 9, Tick()))
     assert account.part_s(Part.UNMANAGED) == 2 * unmanaged_s
     assert account.total_s == 2 * unmanaged_s + 4.0
+
+
+@pytest.mark.parametrize("lived_s", [0.0, 7.0])
+def test_nodes_that_died_with_their_manager_count_until_their_last_sign_of_life(lived_s: float) -> None:
+    account = journalled(*BEGUN, (lived_s, Fact(name=DIED_WITH_MANAGER)), (50.0, CONFIG), (59.0, Tick()))
+    assert account.part_s(Part.UNMANAGED) == account.total_s == 2 * lived_s
+
+
+def test_a_sign_of_life_from_a_clock_set_forward_counts_no_longer_than_nodes_outlive_a_manager() -> None:
+    account = journalled(*BEGUN, (9e9, Fact(name=DIED_WITH_MANAGER)), (9e9, CONFIG))
+    assert account.part_s(Part.UNMANAGED) == account.total_s == 2 * 60.0
 
 
 def test_node_time_until_a_takeover_is_a_separate_part() -> None:
@@ -307,6 +327,31 @@ def test_a_vms_price_may_come_after_one_of_its_workers_left(told: str) -> None:
     assert sum(account.parts.values(), NOTHING) == account.total
     for spent in account.parts.values():
         assert min(spent.node_ns, spent.vm_ns, spent.unpriced_ns, spent.cost) >= 0
+
+
+class EachStep(Ledger):
+    """Sums up no steps."""
+
+    def _settled(self, step: int, compute: Spent, bubble: Spent) -> None:
+        self.settled.append(Stretch(step, step + 1, compute, bubble))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_are_booked_alike_summed_up_and_one_by_one(seed: int, tmp_path: Path) -> None:
+    faults = Faults(deaths_after_s=((8.0, 20), (21.0, 20)), joins_after_s=(9.0, 9.1, 9.2, 9.3, 22.0, 22.1, 22.2, 22.3))
+    cluster = JournalledCluster(seed, tmp_path, faults, expected_nodes=6, num_steps=40)
+    cluster.run(6)
+    readers = RunReader(), RunReader(ledger=EachStep())
+    most = 0
+    for entry in cluster.journal.read():
+        for reader in readers:
+            reader.take(entry)
+        most = max(most, len(readers[1].ledger.settled) - len(readers[0].ledger.settled))
+        assert readers[0].ledger.account() == readers[1].ledger.account()
+        assert len(readers[0].ledger.settled) <= 3, "one since each save under way, not one a step"
+    cluster.journal.close()
+    assert readers[0].ledger.parts[Part.LOST].node_ns
+    assert most > 2
 
 
 @pytest.mark.parametrize("how", ["session", "finish"])

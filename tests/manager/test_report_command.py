@@ -16,6 +16,7 @@ from manager.accounting.account import Account, Part
 from manager.accounting.spent import NOTHING, Prices
 from manager.report.journal_reader import read_report
 from manager.report.page import report_page
+from manager.report.steps import Steps
 from manager.report.picture import training_figure
 from manager.report.summary import summarise
 from manager.run_dir import JOURNAL, RunFacts
@@ -135,7 +136,7 @@ def test_names_from_the_job_are_text_and_never_markup(run_dir: Path) -> None:
 def test_a_run_that_did_nothing_yet_has_a_page(run_dir: Path) -> None:
     empty = Account(parts=dict.fromkeys(Part, NOTHING), total=NOTHING)
     report = read_report(run_dir).model_copy(
-        update={"account": empty, "shapes": (), "morphs": (), "steps": (), "vms": ()}
+        update={"account": empty, "shapes": (), "morphs": (), "steps": Steps(), "vms": ()}
     )
     assert "0.0" in report_page(report, Prices(paid_usd_per_h=0.9))
 

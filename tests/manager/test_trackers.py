@@ -54,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def happenings(run: Path) -> list[Happening]:
     reader = HappeningsReader("mem://checkpoints", PRICES)
     with Journal.open(run / JOURNAL, read_only=True) as journal:
-        return [happening for entry in journal.read() for happening in reader.take(entry)]
+        return [happening for _, told in reader.new(journal) for happening in told]
 
 
 def test_each_thing_is_told_once_and_in_its_order(run: Path, happenings: list[Happening]) -> None:

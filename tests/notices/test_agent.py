@@ -109,6 +109,19 @@ def world() -> Iterator[World]:
     world.close()
 
 
+def test_a_node_whose_name_cannot_be_shown_is_sent_away(world: World) -> None:
+    for name in ("\x1b[2J", "n 1", "", "n1\nn2"):
+        with (
+            pytest.raises(OSError),
+            called((world.server.host, world.server.port), credential(), name, ERRAND),
+        ):
+            pass
+    with called((world.server.host, world.server.port), credential(), "n1", ERRAND) as session:
+        session.tell({"kind": "unfit", "why": "\x1b]52;c;AAAA\x07"})
+        session.hear(BOUND_S)
+    assert world.next() == Fact(name="vm_unfit", worker="n1", detail=r"\x1b]52;c;AAAA\x07")
+
+
 def notice(name: str = "E-1", lead_s: float | None = 30.0, *, certain: bool = True) -> Standing:
     return Standing(notice=name, lead_s=lead_s, certain=certain)
 

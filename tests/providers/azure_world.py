@@ -51,13 +51,14 @@ START = NodeStart(
 
 
 class Credential:
-    """Gives a token out whenever the SDK has none that it takes for valid."""
+    """Keeps its token for as long as it lives, as azure-identity's do."""
 
     def __init__(self, next_token: Callable[[], str] = lambda: "fake") -> None:
-        self._next_token = next_token
+        self._next_token, self._kept = next_token, ""
 
     def get_token(self, *_scopes: str, **_options: Any) -> AccessToken:
-        return AccessToken(self._next_token(), 2_000_000_000)
+        self._kept = self._kept or self._next_token()
+        return AccessToken(self._kept, 2_000_000_000)
 
 
 class Killed(Exception):
@@ -111,12 +112,14 @@ def client_of(
     spec: AzureSpec = SPEC,
     *,
     next_token: Callable[[], str] = lambda: "fake",
+    pause: Callable[[float], object] = lambda _s: None,
 ) -> Any:
     return azure_client(
         spec.subscription_id,
-        credential=Credential(next_token),
+        open_credential=lambda: Credential(next_token),
         base_url=arm.url,
         policies=[line or Line()],
+        pause=pause,
     )
 
 
@@ -129,10 +132,11 @@ def provider(
     run: str = "tiny-1",
     make_s: float = 30,
     next_token: Callable[[], str] = lambda: "fake",
+    pause: Callable[[float], object] = lambda _s: None,
     **options: Any,
 ) -> AzureProvider:
     return AzureProvider(
-        client_of(arm, line, spec, next_token=next_token),
+        client_of(arm, line, spec, next_token=next_token, pause=pause),
         spec,
         Identity(run=run, job="tiny"),
         Operations(directory / f"operations-{run}.json"),

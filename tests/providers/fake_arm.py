@@ -25,6 +25,11 @@ ROOT = re.compile(
     r"^/subscriptions/(?P<sub>[^/]+)/resourceGroups/(?P<group>[^/]+)/providers/Microsoft\.Compute/"
     r"(?P<kind>virtualMachines|virtualMachineScaleSets)(/(?P<name>[^/]+)(/(?P<verb>\w+))?)?$"
 )
+PARTS = re.compile(
+    r"^/subscriptions/[^/]+/resourceGroups/(?P<group>[^/]+)/providers/"
+    r"(?P<kind>Microsoft\.Network/networkInterfaces|Microsoft\.Compute/disks)(/(?P<name>[^/]+))?$"
+)
+INTERFACES, DISKS = "Microsoft.Network/networkInterfaces", "Microsoft.Compute/disks"
 Answer = tuple[int, Any, dict[str, str]]
 
 
@@ -70,7 +75,10 @@ class FakeArm:
     """State of one resource group, ``group``; "": whichever is named.
 
     ``shortages``: error code by (size, zone), told when the operation ends. ``locked``: what has a lock. ``stuck``: VMs
-    that are being made for ever. ``made_as``: states of VMs that are made. ``expired``: tokens that are refused.
+    that are being made for ever. ``made_as``: states of VMs that are made. ``evicted``: VMs that are taken as soon as
+    they are made. ``parts``: interfaces and disks by kind and name, each with the VM that it goes with; ``staying``:
+    names of those that stay when their VM goes. ``expired``: tokens that are refused. ``throttled``: whether a call of
+    this number is.
     """
 
     def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
@@ -82,6 +90,10 @@ class FakeArm:
         self.group = ""
         self.locked: set[str] = set()
         self.stuck: set[str] = set()
+        self.evicted: set[str] = set()
+        self.parts: dict[tuple[str, str], dict[str, Any]] = {}
+        self.staying: set[str] = set()
+        self.throttled: Callable[[int], bool] = lambda _number: False
         self.expired: set[str] = set()
         self.made_as: dict[str, str] = {}
         self.faults: list[Fault] = []
@@ -101,7 +113,7 @@ class FakeArm:
             def do_GET(self) -> None:
                 arm.serve(self)
 
-            do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815
+            do_PUT = do_POST = do_PATCH = do_DELETE = do_GET  # noqa: N815
 
             def date_time_string(self, timestamp: float | None = None) -> str:
                 return super().date_time_string((time.time() if timestamp is None else timestamp) + arm.ahead_s)
@@ -119,7 +131,9 @@ class FakeArm:
             self.urls.append(handler.path)
             self.calls.append(f"{handler.command} {path.rsplit('Microsoft.Compute/', 1)[-1]}")
             fault = self._fault(handler.command, path)
-            if fault is None or fault.carried_out:
+            if self.throttled(len(self.calls)):
+                status, body, headers = error(429, "TooManyRequests", "slowly")
+            elif fault is None or fault.carried_out:
                 status, body, headers = self.answer(handler, text)
             if fault is not None and fault.status:
                 status, body, headers = *error(fault.status, fault.code, fault.message)[:2], fault.headers
@@ -128,7 +142,7 @@ class FakeArm:
         if fault is not None and fault.drop:
             handler.close_connection = True
             return
-        data = b"" if body is None else json.dumps(body).encode()
+        data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         if fault is not None and fault.text is not None:
             data = fault.text.encode()
         handler.send_response(status)
@@ -148,12 +162,16 @@ class FakeArm:
 
     def answer(self, handler: BaseHTTPRequestHandler, text: bytes) -> Answer:
         path, query = urlsplit(handler.path).path, parse_qs(urlsplit(handler.path).query)
+        if path.startswith("/logs/"):
+            return 200, f"{'.' * 5000}\n{path[6:]}: no space left on device\n".encode(), {}
         if not handler.headers.get("Authorization", "").startswith("Bearer "):
             return error(401, "AuthenticationFailed", "no token")
         if handler.headers["Authorization"].removeprefix("Bearer ") in self.expired:
             return error(401, "ExpiredAuthenticationToken", "The access token has expired.")
         if path.startswith("/operations/"):
             return self.poll(path.rsplit("/", 1)[1])
+        if part := PARTS.match(path):
+            return self.part(path, part["kind"], part["name"], handler.command, text, bool(query.get("api-version")))
         found = ROOT.match(path)
         if found is None:
             return self.refuse(f"no such path: {path}", 404, "InvalidResourceType")
@@ -165,6 +183,8 @@ class FakeArm:
         name, verb, method = found["name"], found["verb"], handler.command
         if name is None:
             return self.page(path, query)
+        if verb == "retrieveBootDiagnosticsData" and method == "POST":
+            return 200, {"serialConsoleLogBlobUri": f"{self.url}/logs/{name}?sig=s3cret"}, {}
         if verb == "simulateEviction" and method == "POST":
             return self.evict(name)
         if method == "GET":
@@ -182,6 +202,37 @@ class FakeArm:
     def refuse(self, why: str, status: int = 400, code: str = "InvalidParameter") -> Answer:
         self.wrong.append(why)
         return error(status, code, why)
+
+    def part(self, path: str, kind: str, name: str | None, method: str, text: bytes, versioned: bool) -> Answer:
+        for key, body in list(self.parts.items()):
+            if body["vm"] and body["vm"] not in self.machines:
+                body["vm"] = ""
+                if key[1] not in self.staying:
+                    del self.parts[key]
+        if not versioned:
+            return self.refuse("no api-version", 400, "MissingApiVersionParameter")
+        if name is None and method == "GET":
+            return 200, {"value": [self._part(path, *key) for key in self.parts if key[0] == kind]}, {}
+        if (kind, str(name)) not in self.parts:
+            return error(404, "ResourceNotFound", f"{name} is not there")
+        if method == "PATCH":
+            self.parts[kind, str(name)]["tags"] = json.loads(text)["tags"]
+            return 200, None, {}
+        if method == "DELETE":
+            if self.parts[kind, str(name)]["vm"]:
+                return error(409, "OperationNotAllowed", f"{name} is attached")
+            del self.parts[kind, str(name)]
+            return 202, None, {}
+        return self.refuse(f"{method} {path}", 405, "MethodNotAllowed")
+
+    def _part(self, path: str, kind: str, name: str) -> dict[str, Any]:
+        body = self.parts[kind, name]
+        vm = path.partition("/providers/")[0] + f"/providers/Microsoft.Compute/virtualMachines/{body['vm']}"
+        told: dict[str, Any] = {"id": f"{path}/{name}", "name": name, "tags": body["tags"], "properties": {}}
+        if kind == DISKS:
+            told |= {"sku": {"name": "Premium_LRS"}, "properties": {"diskSizeGB": 128}}
+            return told | ({"managedBy": vm} if body["vm"] else {})
+        return told | ({"properties": {"virtualMachine": {"id": vm}}} if body["vm"] else {})
 
     def page(self, path: str, query: dict[str, list[str]]) -> Answer:
         for operation in list(self.operations.values()):  # time passes, whoever asks
@@ -225,11 +276,16 @@ class FakeArm:
         machine["properties"] = {**body["properties"], "provisioningState": "Creating", "timeCreated": created}
         machine["properties"]["osProfile"] = {**body["properties"]["osProfile"]}
         machine["properties"]["osProfile"].pop("customData")  # never told again
+        (interface,) = body["properties"]["networkProfile"]["networkInterfaceConfigurations"]
+        self.parts[INTERFACES, interface["name"]] = {"vm": name, "tags": interface.get("tags", {})}
+        self.parts[DISKS, f"{name}_OsDisk_1_5f2c"] = {"vm": name, "tags": {}}  # those of its VM may come, or not
         self.machines[name] = machine
 
         def finish() -> dict[str, str] | None:
             code = self.shortages.get((size, zone))
             machine["properties"]["provisioningState"] = "Failed" if code else self.made_as.get(name, "Succeeded")
+            if name in self.evicted:
+                self.machines.pop(name, None)
             return {"code": code, "message": f"no {size} in {zone}"} if code else None
 
         return 201, machine, self.begin(finish, lambda: name in self.stuck and self.machines.get(name) is machine)
@@ -350,6 +406,7 @@ def lacking(body: dict[str, Any], sets: dict[str, Any]) -> str:
         "subnet": bool(at(*interface, "properties", "ipConfigurations", 0, "properties", "subnet", "id")),
         "computerName": bool(at("osProfile", "computerName")),
         "adminUsername": bool(at("osProfile", "adminUsername")),
+        "bootDiagnostics": at("diagnosticsProfile", "bootDiagnostics", "enabled") is True,
         "ssh": bool(at("osProfile", "linuxConfiguration", "ssh", "publicKeys", 0, "keyData")),
         "customData": base64.b64decode(at("osProfile", "customData") or "").startswith(b"#cloud-config\n"),
         "tags": {"morph-run", "morph-job", "morph-request"} <= set(body.get("tags", {})),

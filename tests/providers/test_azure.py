@@ -167,8 +167,6 @@ def test_a_throttled_call_says_how_long_to_wait_and_is_not_repeated(arm: FakeArm
         Fault("PUT", "virtualMachines/", drop=True),
         Fault("PUT", "virtualMachines/", drop=True, carried_out=True),
         Fault("PUT", "virtualMachineScaleSets/", 500, carried_out=True),
-        Fault("GET", "/operations/", 500),
-        Fault("GET", "/operations/", drop=True),
         Fault("GET", "virtualMachines", 502),
         Fault("PUT", "virtualMachines/", slow_s=20, carried_out=True, status=0),
     ],
@@ -452,7 +450,7 @@ def test_the_longest_wait_that_azure_asks_for_applies(arm: FakeArm, tmp_path: Pa
     azure.request("a", 3)
     arm.faults = [
         Fault("DELETE", "virtualMachines/a-0", 429, "TooManyRequests", {"Retry-After": "600"}),
-        Fault("DELETE", "virtualMachines/a-1", 429, "TooManyRequests", {"Retry-After": "7"}),
+        Fault("DELETE", "virtualMachines/a-1", 429, "TooManyRequests", {"Retry-After": "17"}),
     ]
     with pytest.raises(Transient) as raised:
         azure.dismantle()
@@ -460,15 +458,109 @@ def test_the_longest_wait_that_azure_asks_for_applies(arm: FakeArm, tmp_path: Pa
     assert set(arm.machines) == {"a-0", "a-1"}
 
 
-def test_a_token_that_expired_is_followed_by_a_new_one(arm: FakeArm, tmp_path: Path) -> None:
-    tokens = iter(["old", "new"])
+def test_a_refused_token_is_dropped_and_the_same_call_made_with_a_new_one(arm: FakeArm, tmp_path: Path) -> None:
+    tokens = iter(["old", "new", "newer", "newest"])
     azure = provider(arm, tmp_path, Line(), next_token=lambda: next(tokens))
     azure.request("a", 1)
     arm.expired = {"old"}
-    with pytest.raises(Transient, match="ExpiredAuthenticationToken"):
-        azure.dismantle()
     azure.dismantle()
     assert arm.machines == {}
+    arm.expired |= {"new", "newer"}  # one new token is tried for each call
+    with pytest.raises(Transient, match="ExpiredAuthenticationToken"):
+        azure.list()
+    assert azure.list() == ()
+
+
+@pytest.mark.parametrize("num_good", [3, 0])
+def test_a_vm_taken_while_it_is_made_costs_none_of_the_others(arm: FakeArm, tmp_path: Path, num_good: int) -> None:
+    arm.evicted = {f"a-{index}" for index in range(4 - num_good)}
+    azure = provider(arm, tmp_path)
+    if num_good:
+        assert sorted(names(azure.request("a", 4))) == ["a-1", "a-2", "a-3"]
+    else:
+        with pytest.raises(Transient, match="its VMs were made and are gone"):
+            azure.request("a", 4)
+    assert len(arm.machines) == num_good
+    assert not any(call.startswith("DELETE") for call in arm.calls)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_what_must_be_mended_for_one_vm_leaves_the_others(arm: FakeArm, tmp_path: Path, begun: bool) -> None:
+    if begun:
+        arm.shortages = {("Standard_NC6", "2"): "RequestDisallowedByPolicy"}
+    else:
+        arm.faults = [Fault("PUT", "virtualMachines/a-1", 403, "RequestDisallowedByPolicy")]
+    vms = provider(arm, tmp_path).request("a", 3)
+    assert names(vms) == (["a-0", "a-2"] if begun else ["a-0"])  # the rest would be refused alike
+    arm.settle_all()
+    assert set(arm.machines) == set(names(vms))
+
+
+def test_the_end_of_a_vms_boot_log_is_known_where_azure_has_one(arm: FakeArm, tmp_path: Path) -> None:
+    azure = provider(arm, tmp_path)
+    azure.request("a", 1)
+    assert azure.boot_log("a-0").endswith("...\na-0: no space left on device\n")
+    assert len(azure.boot_log("a-0")) <= 2000
+    arm.faults = [Fault("POST", "retrieveBootDiagnosticsData", 404, "ResourceNotFound")]
+    assert azure.boot_log("a-0") == ""
+
+
+def test_what_vms_left_behind_is_ended_and_named_with_its_price(arm: FakeArm, tmp_path: Path) -> None:
+    arm.staying = {"a-0-nic", "a-1_OsDisk_1_5f2c", "b-0_OsDisk_1_5f2c"}
+    azure = provider(arm, tmp_path, find_disk_price=lambda sku, gib: {("Premium_LRS", 128): 0.027}.get((sku, gib)))
+    azure.request("a", 2)
+    provider(arm, tmp_path, run="another").request("b", 1)
+    provider(arm, tmp_path, run="another").delete(["b-0"])
+    azure.delete(["a-0"])
+    assert sorted(azure.dismantle()) == [
+        "disk a-1_OsDisk_1_5f2c (128 GiB, Premium_LRS), 0.0270 dollars an hour",
+        "network interface a-0-nic, 0.0000 dollars an hour",
+    ]
+    assert [name for _, name in arm.parts] == ["b-0_OsDisk_1_5f2c"]
+    assert azure.dismantle() == ()
+    assert provider(arm, tmp_path, run="another").dismantle() == (
+        "disk b-0_OsDisk_1_5f2c (128 GiB, Premium_LRS), its price is not known",
+    )
+
+
+@pytest.mark.parametrize("code", ["NicReservedForAnotherVm", "AuthorizationFailed"])
+def test_an_orphan_that_stays_is_named_and_keeps_nothing_else(arm: FakeArm, tmp_path: Path, code: str) -> None:
+    arm.staying = {"a-0-nic", "a-1-nic"}
+    azure = provider(arm, tmp_path)
+    azure.request("a", 2)
+    arm.faults = [Fault("DELETE", "networkInterfaces/a-0", 400, code)]
+    with pytest.raises(
+        Transient if code.startswith("Nic") else Misconfigured, match=f"network interface a-0-nic.* is left: {code}"
+    ):
+        azure.dismantle()
+    assert (arm.machines, arm.sets) == ({}, {})
+    assert [name for _, name in arm.parts] == ["a-0-nic"]
+    assert len(azure.dismantle()) == 1
+
+
+def test_every_second_call_may_be_throttled(arm: FakeArm, tmp_path: Path) -> None:
+    arm.throttled = lambda number: number % 2 == 0
+    azure = provider(arm, tmp_path)
+    assert names(azure.request("a", 2)) == ["a-0", "a-1"]
+    azure.dismantle()
+    assert (arm.machines, arm.sets) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("GET", "/operations/", 500),
+        Fault("GET", "/operations/", drop=True),
+        Fault("GET", "/operations/", 429, "TooManyRequests", {"Retry-After": "600"}, times=3),
+    ],
+    ids=["500", "no answer", "429"],
+)
+def test_a_failed_look_at_an_operation_is_repeated_alone(arm: FakeArm, tmp_path: Path, fault: Fault) -> None:
+    arm.faults, times, pauses = [fault], fault.times, list[float]()
+    assert names(provider(arm, tmp_path, pause=pauses.append).request("a", 2)) == ["a-0", "a-1"]
+    assert len(puts(arm)) == 2
+    assert len(pauses) == times
+    assert max(pauses) <= 60.0
 
 
 ZONES = len(SPEC.zones)
@@ -483,6 +575,7 @@ REFUSED: list[tuple[int, str, str, type[ProviderError], int]] = [
     (400, "AzureSpotIsNotSupportedForThisVMSize", "this size is not for spot", CapacityShort, SIZES),
     (403, "NotAvailableForSubscription", "this size is not for you", CapacityShort, SIZES),
     (409, "OperationNotAllowed", "exceeding approved LowPriorityCores Quota", QuotaExceeded, SIZES),
+    (409, "OperationNotAllowed", "Azure Spot is not supported for this offer type.", Misconfigured, 1),
     (403, "AzureSpotFeatureNotEnabledForSubscription", "not enabled", Misconfigured, 1),
     (409, "MissingSubscriptionRegistration", "register Microsoft.Compute", Misconfigured, 1),
     (409, "SubscriptionNotRegistered", "register Microsoft.Network", Misconfigured, 1),

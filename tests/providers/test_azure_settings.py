@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from manager.providers.azure.client import azure_client
 from manager.providers.azure.group import paid_since_s
-from manager.providers.azure.prices import RETRY_S, RetailPrices, retail_price
+from manager.providers.azure.prices import RETRY_S, RetailPrices, disk_price, retail_price
 from manager.providers.azure.spec import AzureSize, AzureSpec
 from manager.providers.interface.provider import Price
 from tests.notices.metadata_server import MetadataServer, Reply, json_reply, served
@@ -130,6 +130,20 @@ def test_the_spot_price_is_told_apart_from_others_over_all_pages(prices: Metadat
 def test_a_list_without_an_answer_is_no_price(prices: MetadataServer, reply: Reply) -> None:
     prices.script("GET", PATH, reply)
     assert retail_price("westus2", "Standard_NC6", spot=True, url=prices.url + PATH) is None
+
+
+def test_a_disk_costs_what_its_tier_does(prices: MetadataServer) -> None:
+    monthly = {"unitOfMeasure": "1/Month", "retailPrice": 21.9}
+    items = [
+        {**monthly, "meterName": "P10 LRS Disk"},
+        {**monthly, "meterName": "P10 LRS Disk Mount", "retailPrice": 99.0},
+    ]
+    prices.script("GET", PATH, json_reply({"Items": items, "NextPageLink": None}))
+    url = prices.url + PATH
+    assert disk_price("westus2", "Premium_LRS", 128, url) == pytest.approx(0.03)
+    assert "skuName eq 'P10 LRS'" in parse_qs(urlsplit(prices.asked[0].path).query)["$filter"][0]
+    assert disk_price("westus2", "Premium_LRS", 30, url) is None  # of another tier, which the list does not have
+    assert disk_price("westus2", "UltraSSD_LRS", 128, url) is None
 
 
 @pytest.mark.parametrize("reply", [Reply(status=429), json_reply({}), Reply(drop=True)], ids=["429", "{}", "dropped"])

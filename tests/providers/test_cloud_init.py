@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import base64
 import os
 import shlex
+import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -13,8 +16,10 @@ from manager.providers.boot.cloud_init import (
     BOOT_PATH,
     MAX_CUSTOM_DATA_BYTES,
     SECRET_PATH,
+    STAY_PATH,
     TLS_DIRECTORY,
     TOKEN_PATH,
+    NodeStart,
     cloud_init,
     custom_data,
     ray_command,
@@ -25,35 +30,78 @@ from manager.providers.hosts.static_node import secret_of, static_node
 from tests.providers.azure_world import NODE_SECRET, RAY_TOKEN, SPEC, START
 
 
-def written() -> dict[str, dict[str, str]]:
-    config = yaml.safe_load(cloud_init(START, "tiny-1-0", "azure"))
+def written(start: NodeStart = START) -> dict[str, dict[str, str]]:
+    config = yaml.safe_load(cloud_init(start, "tiny-1-0", "azure"))
     return {entry["path"]: entry for entry in config["write_files"]}
 
 
 def test_a_first_boot_runs_the_users_lines_then_morph_then_the_node() -> None:
     text = cloud_init(START, "tiny-1-0", "azure")
     assert text.startswith("#cloud-config\n")
-    setup, boot = yaml.safe_load(text)["runcmd"]
-    assert setup == ["sh", "-c", "mount /data"]
-    program, _, started = boot[2].partition(" && ")
-    assert started == "systemctl daemon-reload && systemctl start morph-agent.service morph-node.service"
-    assert program.startswith(f'p=/usr/bin/python3; [ -x "$p" ] || p=python3; "$p" -I {BOOT_PATH} ')
+    config = yaml.safe_load(text)
+    assert list(config) == ["bootcmd", "write_files", "runcmd"]
+    ((_, _, line),) = config["runcmd"]
+    setup, program, reload, started = line.split(" && ")
+    assert f"{setup} {program}".count(f'p=/usr/bin/python3; [ -x "$p" ] || p=python3; "$p" -I {BOOT_PATH} ') == 2
+    assert (reload, started) == (
+        "systemctl daemon-reload",
+        "systemctl enable --now morph-agent.service morph-node.service",
+    )
+    assert shlex.split(setup.removesuffix("; }"))[-2:] == ["--", "mount /data"]
+    assert "--only=setup" in setup
     assert {f"--sha256={'5c' * 32}", "--python-version=3.12.3", "--end=azure"} <= set(shlex.split(program))
-    assert shlex.split(program)[-3:] == ["--", "ray==2.60.0", "numpy>=1.26"]
-    (brought,) = [entry for path, entry in written().items() if path == BOOT_PATH]
-    assert (brought["content"], brought["encoding"], brought["permissions"]) == (packed(), "b64", "0644")
+    assert shlex.split(program.removesuffix("; }"))[-3:] == ["--", "ray==2.60.0", "numpy>=1.26"]
 
 
-def test_the_largest_cloud_config_is_half_of_what_azure_takes() -> None:
+def test_a_watchdog_comes_first_at_each_boot_and_needs_no_disk(tmp_path: Path) -> None:
+    """Its lines are those of cloud-init's ``bootcmd``: run here with another place for what lies in memory."""
+    (text,) = yaml.safe_load(cloud_init(START, "tiny-1-0", "azure"))["bootcmd"]
+    tool = tmp_path / "bin" / "systemctl"
+    tool.parent.mkdir()
+    tool.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/asked\n')
+    tool.chmod(0o755)
+    lines = tmp_path / "lines"
+    lines.write_text(text.replace("/run/", f"{tmp_path}/run/"))
+    path = f"{tool.parent}:{os.environ['PATH']}"
+    subprocess.run(["sh", lines], env={"PATH": path}, check=True, timeout=100)
+    brought = tmp_path / "run/morph"
+    assert (brought / "boot.pyz").read_bytes() == base64.b64decode(packed())
+    assert (brought / "node-secret").read_text().strip() == NODE_SECRET
+    assert {file.stat().st_mode & 0o777 for file in brought.iterdir()} == {0o600}
+    unit = (tmp_path / "run/systemd/system/morph-watchdog.service").read_text()
+    assert "DefaultDependencies=no\n" in unit
+    assert "--only=watch" in unit
+    assert (tmp_path / "asked").read_text().splitlines() == [
+        "daemon-reload",
+        "--no-block start morph-watchdog.service",
+    ]
+
+
+def test_units_come_again_after_a_reboot_and_close_the_metadata_first() -> None:
+    closed = written(START.model_copy(update={"uid": 1000, "metadata": False}))
+    for files in (written(), closed):
+        for name in ("node", "agent"):
+            assert (
+                "[Install]\nWantedBy=multi-user.target\n"
+                in files[f"/etc/systemd/system/morph-{name}.service"]["content"]
+            )
+    assert "ExecStartPre" not in written()["/etc/systemd/system/morph-node.service"]["content"]
+    unit = closed["/etc/systemd/system/morph-node.service"]["content"]
+    (line,) = [line for line in unit.splitlines() if line.startswith("ExecStartPre=")]
+    assert {"--only=close-metadata", "--uid=1000", "--close-metadata"} <= set(shlex.split(line))
+
+
+def test_the_largest_cloud_config_is_well_below_what_azure_takes() -> None:
     start = START.model_copy(update={"authority": PEM * 20, "requirements": requirements()})
-    assert len(custom_data(cloud_init(start, "tiny-1-0", "azure", 8))) < MAX_CUSTOM_DATA_BYTES / 2
+    assert len(custom_data(cloud_init(start, "tiny-1-0", "azure", 8))) < 0.6 * MAX_CUSTOM_DATA_BYTES
 
 
 def test_secrets_stand_in_files_for_root_alone_and_on_no_command_line() -> None:
     files = written()
-    for path, secret in ((TOKEN_PATH, RAY_TOKEN), (SECRET_PATH, NODE_SECRET)):
-        assert files[path]["content"] == secret
-        assert (files[path]["permissions"], files[path]["owner"]) == ("0600", "root:root")
+    assert files[TOKEN_PATH]["content"] == RAY_TOKEN
+    assert (files[TOKEN_PATH]["permissions"], files[TOKEN_PATH]["owner"]) == ("0600", "root:root")
+    config = yaml.safe_load(cloud_init(START, "tiny-1-0", "azure"))
+    assert NODE_SECRET not in str(config["write_files"]) + str(config["runcmd"])
     for path, entry in files.items():
         if path.endswith(".service"):
             assert RAY_TOKEN not in entry["content"]
@@ -82,7 +130,8 @@ def test_the_node_listens_where_a_firewall_lets_it() -> None:
 def test_the_agent_ends_a_vm_that_is_forgotten() -> None:
     unit = written()["/etc/systemd/system/morph-agent.service"]["content"]
     assert "--lonely-s=900 --source=azure --end=azure" in unit
-    assert "StartLimitAction=poweroff-force" in unit
+    assert f"--stay={STAY_PATH}" in unit
+    assert "poweroff" not in unit  # one that is only switched off is paid for
 
 
 PEM = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"

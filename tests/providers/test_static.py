@@ -23,7 +23,7 @@ from manager.host.processes import wait_gone
 from manager.journal.records import Fact
 from manager.providers.boot.cloud_init import NodeStart
 from manager.providers.hosts.ssh import SshHost, Unanswered, run_ssh, ssh_command
-from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
+from manager.providers.hosts.static import LOOK_AGAIN_S, Hosts, StaticProvider, StaticSpec
 from manager.providers.hosts.static_node import secret_of, static_node
 from manager.providers.interface.provider import CapacityShort, Misconfigured, Transient
 from morph.link.authority import authority_of
@@ -142,8 +142,28 @@ def test_a_host_that_is_not_reached_is_passed_over(world: Path) -> None:
     (vm,) = static.request("a", 2)
     assert node_pid(world, "h2", vm.name)
     assert list(json.loads((world / "leases/leases.json").read_text())) == ["h2:22"]
-    with pytest.raises(CapacityShort, match="h1 is not reached: connect to host h1: refused"):
+    with pytest.raises(CapacityShort, match="h1 is not reached: connect to host h1: refused") as raised:
         static.request("b", 1)
+    assert raised.value.retry_after_s == LOOK_AGAIN_S
+
+
+def test_a_host_where_the_start_fails_costs_none_of_the_others(tmp_path: Path) -> None:
+    def shell(host: SshHost, remote: str, secret: str = "") -> str:
+        if host.address in broken:
+            raise Misconfigured(f"{host.address}: the command failed with 1")
+        return "no space left\n" if remote.startswith("tail") else ""
+
+    hosts, broken = tuple(SshHost(address=f"h{index}") for index in range(4)), {"h1"}
+    static = StaticProvider(StaticSpec(hosts=hosts, command=("true",)), "tiny", tmp_path / "l.json", SECRET, shell)
+    vms = static.request("a", 4)
+    assert [vm.zone for vm in vms] == ["h0:22", "h2:22", "h3:22"]
+    assert set(static.list()) == set(vms)
+    assert static.boot_log(vms[0].name) == "no space left\n"
+    static.dismantle()
+    broken |= {"h0", "h2", "h3"}
+    with pytest.raises(Misconfigured, match="h0: the command failed"):
+        static.request("b", 1)
+    assert static.list() == ()
 
 
 def test_an_unreachable_host_stays_leased_until_its_node_ended(world: Path) -> None:
@@ -239,7 +259,7 @@ def test_a_node_that_ends_by_itself_leaves_its_log_alone(world: Path) -> None:
 def test_a_node_whose_ray_fails_is_lost_with_its_last_words(world: Path) -> None:
     python = world / "python"
     python.write_text(
-        f'#!/bin/sh\ncase "$*" in *--ended=*) exec {sys.executable} "$@";; '
+        f'#!/bin/sh\ncase "$*" in *--only=ended*) exec {sys.executable} "$@";; '
         "*on_ray.node*) echo Starting; echo; echo 'RuntimeError: no GCS is there'; exit 1;; esac\n"
     )
     python.chmod(0o755)

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from morph.runtime.state import fixed_point
+from morph.runtime.state import fixed_point, loops
 from morph.runtime.state.fixed_point import (
     MAX_EXPONENT,
     MIN_EXPONENT,
@@ -61,10 +62,12 @@ def back_from(total: torch.Tensor, exponent: int, divisor: int, dtype: torch.dty
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@pytest.fixture(params=["processor", "device", *["fused"] * INTERPRETED])
+@pytest.fixture(params=["processor", "no loops", "device", *["fused"] * INTERPRETED])
 def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled loops, the operations that a device runs instead, and its fused kernels, which Triton interprets."""
-    if request.param != "processor":
+    if request.param == "no loops":
+        monkeypatch.setattr(fixed_point, "_loops", lambda _dtype: None)
+    elif request.param != "processor":
         monkeypatch.setattr(fixed_point, "_on_processor", lambda _tensor: False)
     if request.param == "fused":
         fused = importlib.import_module("morph.runtime.state.fused_sums")
@@ -217,6 +220,25 @@ def test_one_number_that_is_not_finite_is_seen_wherever_it_stands(odd: float, pl
     add_fixed(total, torch.cat([values[:place], torch.tensor([odd], dtype=dtype), values[place + 1 :]]), 3, largest)
     add_fixed(total, values, 3, largest)  # and is not forgotten
     assert not math.isfinite(float(largest))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("%sum = add i64 %before", "%sum = sub i64 %before"), ("mul i64 %row", "add i64 %row"), ("ret void", "no code")],
+)
+def test_loops_that_find_other_bits_or_cannot_be_compiled_are_done_without(
+    right: str, wrong: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fixed_point, "_loops", cache(fixed_point._loops.__wrapped__))
+    assert right in loops._TEXT
+    monkeypatch.setattr(loops, "_TEXT", loops._TEXT.replace(right, wrong))
+    total = torch.zeros(2, dtype=torch.int64)
+    add_fixed(total, torch.tensor([1.5, -2], dtype=dtype), 1, nothing_yet())
+    assert total.tolist() == [3, -4]
+    assert back_from(torch.tensor([[3, -4], [1, 2]]), 1, 1, dtype).tolist() == [2, -1]
+    assert len(caplog.messages) == 1
+    assert "gradients are summed by several passes of torch, not one" in caplog.text
 
 
 @pytest.mark.usefixtures("anywhere")

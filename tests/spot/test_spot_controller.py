@@ -265,10 +265,10 @@ class Interrupting(LocalProvider):
 
     was_dismantled = False
 
-    def dismantle(self) -> None:
+    def dismantle(self) -> tuple[str, ...]:
         os.kill(os.getpid(), signal.SIGINT)
-        super().dismantle()
         self.was_dismantled = True
+        return super().dismantle()
 
 
 def test_ctrl_c_while_vms_are_ended_leaves_none_of_them(tmp_path: Path) -> None:

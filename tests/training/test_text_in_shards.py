@@ -73,7 +73,7 @@ def test_a_run_with_losses_has_a_plain_loops_curve_and_trackers_see_it_once(path
 
     reader = HappeningsReader(lost_url, Prices(paid_usd_per_h=0.0, for_all=True))
     with Journal.open(tmp_path / "lost" / JOURNAL, read_only=True) as journal:
-        told = [happening for entry in journal.read() for happening in reader.take(entry)]
+        told = [happening for _, found in reader.new(journal) for happening in found]
     numbers = {one.step: numbers_of(one) for one in told if isinstance(one, StepDone)}
     assert {step: values["train/loss"] for step, values in numbers.items()} == {
         step + 1: loss for step, loss in alone.losses.items()

@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter
 
 from manager.controller.state.profile_correction import Correction
 from manager.controller.state.saves import NextSave
-from morph.contract.base import Value
+from morph.contract.base import Shown, Value
 from morph.contract.checkpoint import Manifest
 from morph.contract.evaluation import Best
 from morph.contract.messages import (
@@ -82,7 +82,7 @@ class Reason(Value):
     """A code for programs and a sentence for people."""
 
     code: ReasonCode
-    sentence: str
+    sentence: Shown
 
 
 RequestId = str
@@ -252,8 +252,8 @@ class Finish(Value):
 
     kind: Literal["finish"] = "finish"
     outcome: Literal["finished", "stopped", "failed"]
-    sentence: str
-    traceback: str = ""
+    sentence: Shown
+    traceback: Shown = ""
     cause: FailureCause | None = None
     rests: bool = False
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field, TypeAdapter
 
 from manager.controller.state.actions import RequestId
-from morph.contract.base import Value
+from morph.contract.base import Shown, Value
 from morph.contract.checkpoint import Manifest
 from morph.contract.messages import Answer, PreCopyReport, UnitWritten, Version, WorkerId
 
@@ -66,7 +66,8 @@ class RequestRefused(Value):
     kind: Literal["request_refused"] = "request_refused"
     request: RequestId
     cause: Literal["quota", "capacity", "error", "limit"]
-    detail: str = ""
+    detail: Shown = ""
+    retry_s: float | None = Field(default=None, ge=0, description="the provider wants to be asked again after this")
 
 
 class NoticeGiven(Value):
@@ -75,7 +76,7 @@ class NoticeGiven(Value):
     kind: Literal["notice_given"] = "notice_given"
     worker: WorkerId
     lead_s: float = Field(ge=0)
-    notice: str = Field(default="", description="the provider's name for it; a notice that comes again has the same")
+    notice: Shown = Field(default="", description="the provider's name for it; a notice that comes again has the same")
 
 
 class NoticeWithdrawn(Value):
@@ -101,7 +102,7 @@ class WorkerLost(Value):
 
     kind: Literal["worker_lost"] = "worker_lost"
     worker: WorkerId
-    cause: str = Field(description="one sentence")
+    cause: Shown = Field(description="one sentence")
     beside: tuple[WorkerId, ...] = ()
     unfit: bool = False
 
@@ -175,7 +176,7 @@ class CheckpointFailed(Value):
 
     kind: Literal["checkpoint_failed"] = "checkpoint_failed"
     worker: WorkerId
-    error: str
+    error: Shown
     version: Version | None = Field(default=None, description="of the manifest; None: not told")
 
 
@@ -209,7 +210,7 @@ class CheckpointNotFound(Value):
     """
 
     kind: Literal["checkpoint_not_found"] = "checkpoint_not_found"
-    error: str
+    error: Shown
     damaged: bool
     none: bool = Field(default=False, exclude_if=lambda given: not given)
 
@@ -218,7 +219,7 @@ class StopRequested(Value):
     """The user wants the run to end at the next step boundary, resumable."""
 
     kind: Literal["stop_requested"] = "stop_requested"
-    reason: str
+    reason: Shown
 
 
 class Tick(Value):

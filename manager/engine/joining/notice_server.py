@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from manager.controller.state.events import NoticeGiven, NoticeWithdrawn, WorkerLost
@@ -28,6 +29,7 @@ class NoticeServer(VmServer):
         port: 0: any free one.
         desk: Signs for VMs that ask for a certificate, where Ray's traffic is encrypted; None: they are sent away.
         wheel: Morph's own, for VMs that boot.
+        lock: Makes what those of them are to install that lack something.
     """
 
     def __init__(
@@ -38,10 +40,11 @@ class NoticeServer(VmServer):
         port: int = 0,
         desk: EnrolmentDesk | None = None,
         wheel: bytes = b"",
+        lock: Callable[[], bytes] = lambda: b"",
     ) -> None:
         self._event_queue, self._desk = event_queue, desk
         self._unfit: set[tuple[str, str]] = set()
-        super().__init__(secret, host, port, {"wheel": wheel})
+        super().__init__(secret, host, port, {"wheel": wheel, "lock": lock})
 
     def left(self, worker: str, notice: str) -> bool:
         """Tell a worker's VM that nothing of value is left on it, so that it acknowledges; False: it is not there."""

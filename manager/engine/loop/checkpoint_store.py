@@ -15,6 +15,7 @@ from manager.controller.state.events import (
     ManifestWritten,
 )
 from manager.engine.loop.event_queue import EventQueue
+from manager.engine.loop.lease import Lease
 from manager.journal.records import Fact
 from morph.checkpoint.manifest import write_manifest
 from morph.checkpoint.newest import newest_whole
@@ -34,15 +35,22 @@ class CheckpointStore:
 
     So none is deleted while it is looked at. What came of each goes to ``event_queue``; ``rules`` say which checkpoints
     stay after a new one, and how long storage is waited for; the newest of those that ``back_steps`` divides stays too.
+    ``lease``: without it nothing is written; None: nobody else can write there.
     """
 
     def __init__(
-        self, checkpoint_url: str, rules: CheckpointRules, event_queue: EventQueue, back_steps: int | None = None
+        self,
+        checkpoint_url: str,
+        rules: CheckpointRules,
+        event_queue: EventQueue,
+        lease: Lease | None = None,
+        back_steps: int | None = None,
     ) -> None:
         self._checkpoint_url = checkpoint_url
         self._back_steps = back_steps
         self._rules = rules
         self._event_queue = event_queue
+        self._lease = lease
         self._wanted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -60,6 +68,15 @@ class CheckpointStore:
     def mark(self, best: Best) -> None:
         """Mark the best checkpoint, if it is there, in place of the one that was; returns at once."""
         self._do(partial(self._mark, best))
+
+    def check(self) -> None:
+        """See that the checkpoints are still this manager's, as far as is known.
+
+        Raises:
+            CheckpointsTaken: they are not.
+        """
+        if self._lease is not None:
+            self._lease.check()
 
     def close(self) -> None:
         """Wait until what was requested is done; gives up after ``CLOSE_TIMEOUT_S``. Safe to call twice."""
@@ -81,7 +98,7 @@ class CheckpointStore:
 
     def _write(self, manifest: Manifest) -> None:
         try:
-            bounded(partial(write_manifest, self._checkpoint_url, manifest), self._rules.file_limit_s(0), "storage")
+            bounded(partial(self._write_held, manifest), self._rules.file_limit_s(0), "storage")
         except Exception as error:  # each kind of storage has its own; the controller keeps the previous checkpoint
             told = f"{type(error).__name__}: {error}"
             self._event_queue.put(CheckpointFailed(worker=MANIFEST_WRITER, error=told, version=manifest.version))
@@ -96,6 +113,11 @@ class CheckpointStore:
         except Exception as error:  # old files stay a while longer: the next checkpoint tries again
             fact = Fact(name="old_checkpoints_kept", detail=f"{type(error).__name__}: {error}")
             self._event_queue.put(fact)
+
+    def _write_held(self, manifest: Manifest) -> None:
+        if self._lease is not None:
+            self._lease.hold()
+        write_manifest(self._checkpoint_url, manifest)
 
     def _mark(self, best: Best) -> None:
         try:

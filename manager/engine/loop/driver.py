@@ -33,6 +33,7 @@ from manager.controller.state.events import Event, StopRequested, Tick
 from manager.controller.state.state import ControllerState, Decision
 from manager.engine.loop.checkpoint_store import CheckpointStore
 from manager.engine.loop.event_queue import EventQueue, Stamped
+from manager.engine.loop.lease import Lease
 from manager.engine.loop.silence import watch_every_s
 from manager.journal.journal import Journal, patiently
 from manager.journal.records import Fact
@@ -119,6 +120,7 @@ class Driver:
         observers: Each called after each decision, in this thread.
         requests: Asks for VMs; None: nobody does, and that is written down.
         acknowledge: Tells a node that nothing of value is left on it, given the notice; None: nobody hears that.
+        lease: Of ``checkpoint_url``; None: nobody else can write there.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class Driver:
         observers: Sequence[Observer],
         requests: Requests | None = None,
         acknowledge: Callable[[str, str], object] | None = None,
+        lease: Lease | None = None,
     ) -> None:
         self.state = state
         self._event_queue = event_queue
@@ -138,7 +141,7 @@ class Driver:
         self._journal = journal
         rules = state.config.policy.rules
         back_steps = rules.losses.back_steps if rules.losses.when_bad == "go_back" else None
-        self._checkpoints = CheckpointStore(checkpoint_url, rules.checkpoints, event_queue, back_steps)
+        self._checkpoints = CheckpointStore(checkpoint_url, rules.checkpoints, event_queue, lease, back_steps)
         self._observers = observers
         self._requests = requests
         self._acknowledge = acknowledge or (lambda _node, _notice: None)
@@ -158,7 +161,11 @@ class Driver:
                 self._take(Stamped(self._event_queue.now_s(), item))
 
     def run(self) -> Finish:
-        """Block until the controller finishes the run."""
+        """Block until the controller finishes the run.
+
+        Raises:
+            CheckpointsTaken: another manager has taken over its checkpoints.
+        """
         try:
             return self._run()
         finally:
@@ -166,6 +173,7 @@ class Driver:
 
     def _run(self) -> Finish:
         while self._finish is None:
+            self._checkpoints.check()
             # what is there is taken before time-outs are judged, and by the time of now: more may come in a pause
             now_s = self._event_queue.now_s()
             for _ in range(len(self._event_queue)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from manager.controller.state.state import ControllerState
 from manager.engine.local_vms.host_line import HostLine
 from manager.host.folders import sweep
 from manager.journal.journal import Journal, patiently
-from manager.journal.records import TraceMoment
+from manager.journal.records import DIED_WITH_MANAGER, Fact, TraceMoment
 from manager.journal.replay import nodes_up, replay, trace_moment
 from manager.run_dir import ATTACHMENT, RunDir, write_in_run_dir
 from morph.contract.base import Value, read_json
@@ -98,6 +99,7 @@ def find_living(run_dir: RunDir, command: dict[str, str]) -> FoundRun | None:
         _check_private(attachment.control_socket)
         line, greeting = HostLine.attach(attachment.control_socket, run_dir.path)
     except (RunDirError, ClusterError) as error:
+        _note_last_sign_of_life(run_dir)
         forget_attachment(run_dir)
         raise TakeoverFailed(str(error)) from error
     differing = [name for name, value in attachment.command.items() if command.get(name) != value]
@@ -119,6 +121,22 @@ def find_living(run_dir: RunDir, command: dict[str, str]) -> FoundRun | None:
         forget_attachment(run_dir)
         raise TakeoverFailed(str(error)) from error
     return FoundRun(attachment, line, greeting, state, appeared, moment)
+
+
+def _note_last_sign_of_life(run_dir: RunDir) -> None:
+    """Write down until when VMs of this machine lived, if their host left a sign of it: they are paid for until then.
+
+    A host that ended in order, when its patience was over, has left none.
+    """
+    with suppress(RunDirError, OSError):
+        attachment = read_json(run_dir.path / ATTACHMENT, Attachment, RunDirError)
+        if attachment.kind == "provided":  # they do not end with a process of this machine
+            return
+        lived_s = attachment.control_socket.stat().st_mtime
+        with Journal.open(run_dir.journal_path) as journal:
+            last = journal.last_moment()
+            if last is not None:
+                journal.append_fact(max(last[1], lived_s), Fact(name=DIED_WITH_MANAGER))
 
 
 def _check_private(control_socket: Path) -> None:

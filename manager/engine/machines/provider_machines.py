@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -21,8 +22,9 @@ from manager.engine.machines.machines import Machines, Opening, OpenMachines, Pr
 from manager.engine.machines.ray_machines import OnRay
 from manager.engine.on_ray.ray_cluster import RayCluster
 from manager.host.ports import Ports
-from manager.providers.boot.cloud_init import NodeStart, node_start
-from manager.providers.boot.own_wheel import kept_wheel
+from manager.journal.records import Fact
+from manager.providers.boot.cloud_init import NodeStart, node_start, wanted_on
+from manager.providers.boot.own_wheel import Lock, kept_wheel
 from manager.providers.interface.provider import Provider
 from morph.contract.cluster import ProvidedVms
 from morph.contract.errors import ClusterError
@@ -30,6 +32,8 @@ from morph.link.proof import new_secret
 
 if TYPE_CHECKING:
     from manager.engine.joining.enrolment_desk import EnrolmentDesk
+
+log = logging.getLogger(__name__)
 
 MakeProvider = Callable[[NodeStart], Provider]
 """Opens the provider, whose VMs start like this."""
@@ -39,11 +43,13 @@ MakeProvider = Callable[[NodeStart], Provider]
 class Providing:
     """What a run on such VMs needs beside its cluster file.
 
-    ``management_url``: what a forgotten VM asks for its end; empty: what it asks anyway.
+    ``management_url``: what a forgotten VM asks for its end; empty: what it asks anyway. ``lock_path``: of what
+    VMs install.
     """
 
     make_provider: MakeProvider
     management_url: str = ""
+    lock_path: Path = Path("requirements.lock")
 
 
 def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> OpenMachines:
@@ -67,7 +73,9 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
         notice_port = found.attachment.notice_port if found else vms.notice_port or ports.notices
         desk, authority = _desk(directory.parent, opening.event_queue) if vms.tls else (None, "")
         try:
-            notices = NoticeServer(opening.event_queue, secret, vms.address, notice_port, desk, wheel)
+            notices = NoticeServer(
+                opening.event_queue, secret, vms.address, notice_port, desk, wheel, _lock(providing, vms, opening)
+            )
             ending.callback(notices.close)
         except OSError as error:
             raise ClusterError(f"cannot listen on {vms.address}: {error.strerror}") from error
@@ -146,6 +154,14 @@ def _desk(directory: Path, event_queue: EventQueue) -> tuple[EnrolmentDesk, str]
 
     authority = load_authority(directory)
     return EnrolmentDesk(event_queue, authority), authority.pem.decode()
+
+
+def _lock(providing: Providing, vms: ProvidedVms, opening: Opening) -> Lock:
+    def told(sentence: str) -> None:
+        opening.event_queue.put(Fact(name="packages_unhashed", detail=sentence))
+        log.warning("%s", sentence)
+
+    return Lock(providing.lock_path, wanted_on(vms), told)
 
 
 def _node_secret(path: Path, *, make: bool) -> str:

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from manager.engine.on_ray.driver_messages import MAX_LINE_BYTES, Hello, Kill, Nodes, Start, Told, read_order, write
 from manager.engine.on_ray.ray_environment import confine_to
 from manager.host.ports import VM_RESOURCE
-from morph.contract.vm_names import workers_of
+from morph.contract.vm_names import MAX_DEVICES, is_name, workers_of
 from morph.runtime.process.actor import WorkerActor
 
 NAMESPACE = "morph"
@@ -112,6 +112,8 @@ class Driver:
                         if node["Alive"]
                         for resource, num_devices in node["Resources"].items()
                         if resource.startswith(VM_RESOURCE)
+                        and is_name(resource.removeprefix(VM_RESOURCE))  # a node says itself what it is called
+                        and 1 <= num_devices <= MAX_DEVICES
                         for worker in workers_of(resource.removeprefix(VM_RESOURCE), int(num_devices))
                     }
                 )

@@ -109,15 +109,15 @@ class _LocalHead:
     It is not confined: nobody has its token but its user, as whom its workers run.
 
     Args:
-        sockets: An existing directory with a short path. Each node gets socket files of its own there. Ray would look
-            for names that are free, and two nodes that start together would find the same ones.
+        sockets: A directory with a short path, below one that its user alone may enter: Ray opens it to everybody. Each
+            node gets socket files of its own there. Ray would look for names that are free, and two nodes that start
+            together would find the same ones.
     """
 
     def __init__(self, sockets: Path) -> None:
         from ray.cluster_utils import Cluster
 
         self._sockets, self._numbers = sockets, itertools.count(1)
-
         self._cluster: Any = Cluster(
             shutdown_at_exit=False,  # which could start nodes in the main thread alone
             initialize_head=True,
@@ -337,7 +337,7 @@ def main() -> None:
         manager = control_socket.next()
         try:
             host, port, first_port = sys.argv[5], int(sys.argv[6]), int(sys.argv[7])
-            head = _ConfinedHead(directory, host, port, first_port) if host else _LocalHead(directory)
+            head = _ConfinedHead(directory, host, port, first_port) if host else _LocalHead(directory / "sockets")
         except Exception as error:  # Ray's own, which have no common class
             if manager is not None:
                 tell(manager, error=f"{type(error).__name__}: {error}")

@@ -7,13 +7,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Literal
 
 from manager.controller.state.actions import ReleaseNodes, RequestId, RequestNodes
 from manager.controller.state.events import NodeFacts, Paid, RequestRefused, WorkerLost
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.vms.budget import Spending
 from manager.engine.vms.vm_registry import End, VmRegistry, facts_of, paid
-from manager.host.serial_executor import SerialExecutor
+from manager.host.serial_executor import ParallelExecutor, SerialExecutor
 from manager.journal.records import VM_KILLED, Fact
 from manager.providers.interface.provider import (
     CapacityShort,
@@ -25,6 +27,7 @@ from manager.providers.interface.provider import (
     Vm,
     end_all,
 )
+from morph.contract.vm_names import vm_of
 from morph.contract.waits import Backoff
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,7 @@ RETRIES = Backoff(first_s=2.0, most_s=120.0)
 RETRY_AFTER_MAX_S = 3600.0
 """Of what a provider says itself: asked earlier, it only refuses for longer."""
 CLOSE_TIMEOUT_S = 10.0
+ROOM_LOOK_S = 15.0
 ROOM_PATIENCE_S = 900.0
 """How long a request that was refused waits for VMs that are being ended: longer than a provider takes for that."""
 
@@ -45,11 +49,12 @@ class Provisioning:
     is under way, or was answered, makes no further call: its answer is given again. A VM is ended once the controller
     gave up all of its workers.
 
-    Two threads call the provider, so that neither waits for the other: one asks, the other ends and looks. What a VM
-    that is being ended takes up is free for its replacement, as far as ``vms.limits`` go: it is gone in a minute, and
-    the dollars count until then. Where the provider has no room beside it, the request waits for its end. VMs of a
-    request under way that are given up are ended once it is answered: until then it might make them anew. A refusal
-    ends what had come of its request, but for VMs of which a worker joined already.
+    One thread asks the provider, another looks, and each end has one of its own: nothing waits for a VM that does not
+    end. What a VM that is being ended takes up is free for its replacement, as far as ``vms.limits`` go: it is gone in
+    a minute, and the dollars count until then. Where the provider has no room beside it, the request waits until one
+    of those that are being ended is gone. VMs of a request under way that are given up are ended once it is answered:
+    until then it might make them anew. A refusal ends what had come of its request, but for VMs of which a worker
+    joined already.
 
     Args:
         provider: ``request`` is called from one thread alone.
@@ -74,13 +79,13 @@ class Provisioning:
         nodes: Collection[str] = (),
         look_every_s: float | None = None,
         close_timeout_s: float = CLOSE_TIMEOUT_S,
-        end_all: Callable[..., None] = end_all,
+        end_all: Callable[..., Sequence[str]] = end_all,
         least_vms: int = 1,
     ) -> None:
         self._provider = provider
         self._event_queue = event_queue
         self._spending = spending
-        self._over = threading.Event()
+        self._over, self._hurry = threading.Event(), threading.Event()
         self._pause = pause or self._over.wait
         self._registry = VmRegistry()
         self._close_timeout_s = close_timeout_s
@@ -91,11 +96,13 @@ class Provisioning:
         self._inherited: tuple[frozenset[str], frozenset[RequestId]] | None = None
         self._has_begun = False
         self._nodes = frozenset(nodes)
+        self._joined = {vm_of(node) for node in nodes}
         self._counting, self._adopting = threading.Lock(), threading.Lock()
         self._asks = SerialExecutor("morph-vm-requests", self._failed)
-        self._ends = SerialExecutor("morph-vm-ends", self._failed, self._look, look_every_s)
+        self._looks = SerialExecutor("morph-vm-looks", self._failed, self._look, look_every_s)
+        self._ends = ParallelExecutor("morph-vm-ends", self._failed)
         if nodes:
-            self._ends.put(self._count)  # they cost from now on
+            self._looks.put(self._count)  # they cost from now on
 
     def request(self, action: RequestNodes) -> None:
         """Ask for VMs; returns at once."""
@@ -159,6 +166,7 @@ class Provisioning:
     def know(self, nodes: Collection[str]) -> None:
         """Take note of the nodes that the controller knows: whatever comes of their request, their VMs go on."""
         self._nodes = frozenset(nodes)
+        self._joined |= {vm_of(node) for node in nodes}
 
     def close(self) -> None:
         """Ask for nothing any more, and end every VM of the run; blocks for a bounded time: see ``end_all``.
@@ -168,20 +176,27 @@ class Provisioning:
         self._over.set()
         self._registry.close()
         self._provider.stop()
-        self._asks.stop()
-        self._ends.stop()
+        for executor in (self._asks, self._looks, self._ends):
+            executor.stop()
         until_s = time.monotonic() + self._close_timeout_s
         if not self._asks.join(until_s):
             sentence = f"a call to the provider did not end within {self._close_timeout_s:g} s, and may make VMs"
             self._warn("provider_busy", sentence + self._command())
-        self._ends.join(until_s)  # an end that is still under way does not keep the others from theirs
+        for executor in (self._looks, self._ends):
+            executor.join(until_s)  # an end that is still under way does not keep the others from theirs
         try:
-            self._end_all(self._provider, told=lambda sentence: self._warn("provider_retried", sentence))
+            told = partial(self._warn, "provider_retried")
+            for left in self._end_all(self._provider, told=told, hurry=self._hurry):
+                self._fact("orphan_ended", left)
         except Exception as error:  # whatever it is, the user must hear of it, and the rest be closed
             granted = self._registry.granted()
             named = any(vm in str(error) for vm in granted)  # else it is not known which of them are left
             perhaps = f"; {', '.join(granted)} may be there" if granted and not named else ""
             self._warn("vms_left", f"{error}{perhaps}{self._command()}")
+
+    def hurry(self) -> None:
+        """From now on ``close`` tries each end once more at most; returns at once."""
+        self._hurry.set()
 
     def _command(self) -> str:
         """What the user can do about VMs that are left."""
@@ -195,10 +210,10 @@ class Provisioning:
     def _failed(self, error: Exception) -> None:
         self._fact("provider_failed", f"{type(error).__name__}: {error}")  # a bug, or a provider's own error
 
-    def _end(self, end: End | None) -> None:
-        """Have VMs ended; returns at once."""
+    def _end(self, end: End | None, facts: Sequence[str] = ()) -> None:
+        """Have VMs ended; returns at once. ``facts``: told once they are, of those that nobody had asked to end."""
         if end is not None:
-            self._ends.put(lambda: self._delete(end))
+            self._ends.put(lambda: self._delete(end, facts))
 
     def _adopt(self) -> None:
         if not self._adopting.acquire(blocking=False):
@@ -216,11 +231,8 @@ class Provisioning:
         with self._told("provider_silent"):
             strays = self._registry.adopt(self._listed(), nodes, requests)
             self._inherited = None  # one that cannot be ended is nobody's from now on, and no reason not to look
-        if strays:
-            with self._told("vms_left"):
-                self._provider.delete([vm.name for vm in strays])
-                for vm in strays:
-                    self._fact("vm_reconciled", f"{vm.name} of {vm.request} was left by an earlier manager: ended")
+        facts = [f"{vm.name} of {vm.request} was left by an earlier manager: ended" for vm in strays]
+        self._end(self._registry.end([vm.name for vm in strays]), facts)
 
     def _look(self) -> None:
         """Tell of VMs that were taken, or ended, behind our back: those that two looks in a row did not find.
@@ -232,16 +244,12 @@ class Provisioning:
         if self._inherited is not None:  # the provider did not answer: until it does, nobody is known to be nobody's
             self._adopt()
             return
-        left: list[str] = []
         with self._told("provider_silent"):
             strays, lost = self._registry.compare(self._listed())
-            left = [vm.name for vm in strays]
             for node in lost:
                 self._event_queue.put(WorkerLost(worker=node, cause="the provider has its VM no more"))
-        if left:
-            with self._told("vms_left"):
-                self._provider.delete(left)
-                self._fact("vm_reconciled", f"{', '.join(left)}: of no run, ended")
+            left = [vm.name for vm in strays]
+            self._end(self._registry.end(left), [f"{', '.join(left)}: of no run, ended"])
 
     def _ask(self, action: RequestNodes) -> None:
         try:
@@ -256,10 +264,11 @@ class Provisioning:
 
     def _answer(self, action: RequestNodes) -> tuple[Vm, ...] | RequestRefused:
         name = action.request
-        waited = ""
-        for attempt in range(TRIES):
+        waited, attempt, until_s = "", 0, time.monotonic() + ROOM_PATIENCE_S
+        while True:
             try:
-                living, ends = self._registry.living(self._listed(), name)
+                listed = self._listed()
+                living, num_over = self._registry.living(listed, name)
                 price = self._provider.price()
                 allowed, why = self._spending.allowed(action.count, living, price)
                 if allowed < self._least_vms:
@@ -273,32 +282,52 @@ class Provisioning:
                 return vms
             except (QuotaExceeded, CapacityShort) as error:
                 waited = str(error)
-                if attempt + 1 < TRIES and self._wait_for_room(name, waited, ends):
+                if self._wait_for_room(name, waited, num_over, {vm.name for vm in listed}, until_s):
                     continue
                 is_quota = isinstance(error, QuotaExceeded)
-                return RequestRefused(request=name, cause="quota" if is_quota else "capacity", detail=waited)
+                cause: Literal["quota", "capacity"] = "quota" if is_quota else "capacity"
+                return RequestRefused(request=name, cause=cause, detail=waited, retry_s=error.retry_after_s)
             except (Throttled, Transient) as error:
                 waited = str(error)
                 own_s = RETRIES.pause_s(attempt)
                 wait_s = own_s if error.retry_after_s is None else min(error.retry_after_s, RETRY_AFTER_MAX_S)
-            if attempt + 1 < TRIES:
+            attempt += 1
+            if attempt < TRIES:
                 self._fact("provider_retried", f"{name}: {waited}; again in {wait_s:g} s")
-                if self._pause(wait_s):
-                    break
-        return RequestRefused(request=name, cause="error", detail=waited)
+            if attempt == TRIES or self._pause(wait_s):
+                return RequestRefused(request=name, cause="error", detail=waited)
 
-    def _wait_for_room(self, request: RequestId, why: str, ends: Collection[int]) -> bool:
-        """Wait for the end of VMs that took up room when it was requested; returns whether some have made room."""
-        if not ends:
-            return False
-        if names := self._registry.names(ends):
-            self._fact("provider_retried", f"{request}: {why}; again when {', '.join(names)} are ended")
-        return self._registry.wait_ended(ends, ROOM_PATIENCE_S)
+    def _wait_for_room(
+        self, request: RequestId, why: str, num_over: int, listed: Collection[str], until_s: float
+    ) -> bool:
+        """Wait for room that VMs took up when it was requested, where any are being ended; returns whether one is gone.
 
-    def _delete(self, end: End) -> None:
+        Args:
+            request: That was refused.
+            why: It was.
+            num_over: How many ends were over then.
+            listed: The VMs that were there then.
+            until_s: A second of the monotonic clock.
+        """
+        if names := [name for name in self._registry.ending() if name in listed]:
+            self._fact("provider_retried", f"{request}: {why}; again when one of {', '.join(names)} is ended")
+        while names and not self._over.is_set() and (left_s := until_s - time.monotonic()) > 0:
+            if self._registry.wait_ended(num_over, min(left_s, ROOM_LOOK_S)):
+                return True
+            with self._told("provider_silent"):  # of those that end together, one may be stuck
+                if set(listed) - {vm.name for vm in self._listed()}:
+                    return True
+        return self._registry.wait_ended(num_over, 0.0)
+
+    def _delete(self, end: End, facts: Sequence[str]) -> None:
         try:
+            for vm in set() if facts else set(end.vms) - self._joined:  # with the VM goes what it said of why
+                if log := self._provider.boot_log(vm):
+                    self._event_queue.put(Fact(name="vm_boot_log", worker=vm, detail=log))
             with self._told("vms_left"):
                 self._provider.delete(end.vms)
+                for fact in facts:
+                    self._fact("vm_reconciled", fact)
         finally:
             self._registry.ended(end)
         self._count()

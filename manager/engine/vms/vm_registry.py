@@ -74,7 +74,7 @@ class VmRegistry:
         self._wanted: dict[str, set[str]] = {}
         self._missed: frozenset[str] = frozenset()
         self._ends: dict[int, End] = {}
-        self._num_ends = 0
+        self._num_ends = self._num_over = 0
         self._ended_later: dict[RequestId, set[str]] = {}
         self._gone: set[str] = set()
         self._lock = threading.Condition()
@@ -218,27 +218,33 @@ class VmRegistry:
                 del self._granted[name]
             return self._nobodys(vms), sorted(node for name in gone for node in self._wanted.pop(name, ()))
 
-    def living(self, vms: Sequence[Vm], request: RequestId) -> tuple[list[Vm], frozenset[int]]:
-        """Return the VMs beside those of a request that are not being ended, and the ends that are under way."""
+    def living(self, vms: Sequence[Vm], request: RequestId) -> tuple[list[Vm], int]:
+        """Return the VMs beside those of a request that are not being ended, and how many ends are over by now."""
         with self._lock:
             living = [vm for vm in vms if vm.request != request and not self._is_ending(vm.name)]
-            return living, frozenset(self._ends)
+            return living, self._num_over
+
+    def end(self, vms: Collection[str]) -> End | None:
+        """Note that VMs of nobody are to be ended; None: there are none."""
+        with self._lock:
+            return self._end(vms)
 
     def ended(self, end: End) -> None:
         """Note that VMs are ended, or that it was tried."""
         with self._lock:
             del self._ends[end.number]
+            self._num_over += 1
             self._lock.notify_all()
 
-    def names(self, ends: Collection[int]) -> list[str]:
-        """Return the VMs of those ends that are still under way."""
+    def ending(self) -> list[str]:
+        """Return the VMs whose ends are under way."""
         with self._lock:
-            return sorted(vm for number in ends if number in self._ends for vm in self._ends[number].vms)
+            return sorted(vm for end in self._ends.values() for vm in end.vms)
 
-    def wait_ended(self, ends: Collection[int], patience_s: float) -> bool:
-        """Wait until none of these ends is under way; returns whether that came before the registry was closed."""
+    def wait_ended(self, num_over: int, patience_s: float) -> bool:
+        """Wait until more ends are over than these; returns whether that came before the registry was closed."""
         with self._lock:
-            there = self._lock.wait_for(lambda: self._over or self._ends.keys().isdisjoint(ends), patience_s)
+            there = self._lock.wait_for(lambda: self._over or self._num_over > num_over, patience_s)
             return there and not self._over
 
     def close(self) -> None:

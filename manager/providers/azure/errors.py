@@ -53,6 +53,8 @@ USERS = {
     "SubscriptionNotRegistered",
 }
 """The user must mend it, whatever the status: it is 409 for many of them."""
+SOON = {"NicReservedForAnotherVm"}
+"""For three minutes after its VM failed, whatever the status: it is 400."""
 GONE = {"ResourceNotFound", "NotFound"}
 """That what is named is not there; other codes with 404 say it of what it should be in."""
 MESSAGE_CHARACTERS = 300
@@ -87,7 +89,7 @@ def translated(error: AzureError, begin: str) -> ProviderError:
     if isinstance(error, ClientAuthenticationError) and error.response is None:  # whoever asks is not known
         return Misconfigured(text)
     status = int(error.status_code or 0)
-    after_s = _retry_after_s(error.response.headers) if error.response is not None else None
+    after_s = retry_after_s(error.response.headers) if error.response is not None else None
     if status == 429 or code in THROTTLED:
         return Throttled(text, after_s)
     not_allowed = text.lower() if code == "OperationNotAllowed" else ""
@@ -97,13 +99,19 @@ def translated(error: AzureError, begin: str) -> ProviderError:
         return SizeRefused(text)
     if code in CAPACITY:
         return CapacityShort(text)
-    # below 400: an operation that failed in the end; 401: the SDK asks for another token with the next call
-    if code not in USERS and (status < 400 or status in (401, 408, 409, 412) or status >= 500):
+    # below 400: an operation that failed in the end; 401: a new token may be taken by then
+    if code in SOON:
+        return Transient(text, after_s)
+    if (
+        code not in USERS
+        and "offer type" not in not_allowed
+        and (status < 400 or status in (401, 408, 409, 412) or status >= 500)
+    ):
         return Transient(text, after_s)
     return Misconfigured(text)
 
 
-def _retry_after_s(headers: Mapping[str, str]) -> float | None:
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
     """Return how long Azure asks to wait: seconds, or a date by its own clock, which its answer tells."""
     text = str(headers.get("Retry-After", ""))
     if text.isdigit():

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from azure.core.exceptions import DecodeError, ResourceNotFoundError
+from azure.core.exceptions import DecodeError, HttpResponseError, ResourceNotFoundError
+from azure.core.rest import HttpRequest
 
 from manager.providers.azure.errors import is_gone, translating
 from manager.providers.azure.spec import (
@@ -68,6 +69,29 @@ class Look:
     runs: tuple[str, ...]
 
 
+INTERFACE, DISK = "Microsoft.Network/networkInterfaces", "Microsoft.Compute/disks"
+PART_API_VERSIONS = {INTERFACE: "2022-07-01", DISK: "2023-04-02"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A network interface or a disk. ``vm``: with whose end it goes; empty: with nobody's."""
+
+    id: str
+    kind: str
+    tags: Mapping[str, str]
+    vm: str
+    sku: str = ""
+    gib: int = 0
+
+    @property
+    def shown(self) -> str:
+        """As a user knows it."""
+        word = "disk" if self.kind == DISK else "network interface"
+        size = f" ({self.gib} GiB, {self.sku})" if self.gib else ""
+        return f"{word} {self.id.rsplit('/', 1)[-1]}{size}"
+
+
 class Group:
     """Looks at the group, and ends what is the run's there.
 
@@ -77,6 +101,7 @@ class Group:
         identity: Whose VMs they are.
         bounds: How long to wait.
         usd_per_h: What a size costs; None: not known.
+        disk_usd_per_h: What a disk costs, by its kind and GiB; None: not known.
     """
 
     def __init__(
@@ -86,7 +111,9 @@ class Group:
         identity: Identity,
         bounds: Bounds,
         usd_per_h: Callable[[AzureSize], float | None],
+        disk_usd_per_h: Callable[[str, int], float | None] = lambda _sku, _gib: None,
     ) -> None:
+        self._client, self._disk_usd_per_h = client, disk_usd_per_h
         self._machines, self._sets = client.virtual_machines, client.virtual_machine_scale_sets
         self._spec, self._identity, self._bounds, self._usd_per_h = spec, identity, bounds, usd_per_h
         self.stopped = threading.Event()
@@ -182,18 +209,32 @@ class Group:
                 left[name] = error
         return pollers, left
 
-    def end_all(self, until_s: float) -> None:
-        """End every VM of the run, and its scale set, unless that holds others' VMs too.
+    def end_all(self, until_s: float) -> tuple[str, ...]:
+        """End every VM of the run, what they left behind, and its scale set, unless that holds others' VMs too.
+
+        Returns what VMs had left behind, in words, with its price.
 
         Raises:
             ProviderError: naming what is left.
         """
         self.end([vm.name for vm, _ in self.look().vms], until_s)
-        look, name = self.look(), f"scale set {self.set_name}"
+        look = self.look()
         if look.vms:
             raise not_ended({vm.name: Transient("it is still listed") for vm, _ in look.vms})
-        if not self.owns_set():
-            return
+        wrong: ProviderError | None = None
+        orphans: tuple[str, ...] = ()
+        try:
+            orphans = self._end_orphans(until_s)
+        except ProviderError as error:
+            wrong = error
+        if self.owns_set():
+            self._end_set(look, until_s)
+        if wrong is not None:
+            raise wrong
+        return orphans
+
+    def _end_set(self, look: Look, until_s: float) -> None:
+        name = f"scale set {self.set_name}"
         if look.guests:
             held = f"{name} is left: it holds {', '.join(look.guests)}, without the tags of this run"
             raise Misconfigured(held)
@@ -202,6 +243,79 @@ class Group:
                 self._spec.resource_group, self.set_name, polling_interval=self._bounds.poll_s
             )
         self.wait(poller, name, until_s, always=True)
+
+    def parts(self) -> list[Part]:
+        """Ask which network interfaces and disks the group holds, whoever's."""
+        return [part for kind in PART_API_VERSIONS for part in self._parts_of(kind)]
+
+    def tag_disks(self, vms: Collection[Vm]) -> None:
+        """Give the run's tags to the disks of VMs, as their network interfaces have them from the beginning."""
+        requests = {vm.name: vm.request for vm in vms}
+        for part in self._parts_of(DISK):
+            if part.vm in requests and not self._identity.owns(part.tags):
+                own = {RUN_TAG: self._identity.run, JOB_TAG: self._identity.job, REQUEST_TAG: requests[part.vm]}
+                self._send("PATCH", part, {"tags": {**part.tags, **own}})
+
+    def _parts_of(self, kind: str) -> Iterator[Part]:
+        group = f"/subscriptions/{self._spec.subscription_id}/resourceGroups/{self._spec.resource_group}"
+        url = f"{group}/providers/{kind}?api-version={PART_API_VERSIONS[kind]}"
+        with translating(f"the list of {kind.rsplit('/', 1)[-1]}"):
+            while url:
+                answer = self._client.send_request(HttpRequest("GET", url))
+                answer.raise_for_status()
+                document = answer.json()
+                try:
+                    for item in document["value"]:
+                        inside = item.get("properties") or {}
+                        vm = item.get("managedBy") or (inside.get("virtualMachine") or {}).get("id") or ""
+                        yield Part(
+                            id=item["id"],
+                            kind=kind,
+                            tags=item.get("tags") or {},
+                            vm=vm.rsplit("/", 1)[-1],
+                            sku=(item.get("sku") or {}).get("name", ""),
+                            gib=int(inside.get("diskSizeGB") or 0),
+                        )
+                    url = document.get("nextLink") or ""
+                except (ValueError, TypeError, KeyError, AttributeError) as error:
+                    raise Transient(f"the list of {kind}: the answer cannot be read: {error}") from error
+
+    def _send(self, method: str, part: Part, body: object = None) -> None:
+        url = f"{part.id}?api-version={PART_API_VERSIONS[part.kind]}"
+        with translating("" if method == "DELETE" else part.shown), _passing_over_gone():
+            self._client.send_request(HttpRequest(method, url, json=body)).raise_for_status()
+
+    def owns(self, part: Part) -> bool:
+        """Whether it is the run's."""
+        return self._identity.owns(part.tags)
+
+    def _orphans(self) -> list[Part]:
+        return [part for part in self.parts() if self.owns(part) and not part.vm]
+
+    def _end_orphans(self, until_s: float) -> tuple[str, ...]:
+        """End interfaces and disks of the run that went with no VM; returns what they are and cost."""
+        priced: dict[str, str] = {}
+        left = self._orphans()
+        while left:
+            errors: dict[str, ProviderError] = {}
+            for part in left:
+                priced[part.id] = priced.get(part.id) or self._priced(part)
+                try:
+                    self._send("DELETE", part)
+                except ProviderError as error:
+                    errors[priced[part.id]] = error
+            if errors:
+                raise not_ended(errors)
+            self.stopped.wait(0.0 if self.stopped.is_set() else self._bounds.poll_s)
+            left = self._orphans()
+            if left and time.monotonic() >= until_s:
+                raise not_ended({priced.get(part.id, part.shown): Transient("it is still listed") for part in left})
+        return tuple(priced.values())
+
+    def _priced(self, part: Part) -> str:
+        usd_per_h = self._disk_usd_per_h(part.sku, part.gib) if part.kind == DISK else 0.0
+        cost = "its price is not known" if usd_per_h is None else f"{usd_per_h:.4f} dollars an hour"
+        return f"{part.shown}, {cost}"
 
     def wait(self, poller: Any, what: str, until_s: float, *, always: bool = False) -> None:
         """Wait for an operation; unless ``always``, no longer than until the run is over.
@@ -257,8 +371,8 @@ def _passing_over_gone() -> Iterator[None]:
     """Go on where what is to end, or was made and taken, is not there."""
     try:
         yield
-    except ResourceNotFoundError as error:
-        if not is_gone(error):
+    except HttpResponseError as error:  # the SDK's last look at what an operation made raises no narrower one
+        if error.status_code != 404 or not is_gone(error):
             raise
 
 

@@ -57,6 +57,10 @@ class RetailPrices:
 def retail_price(location: str, size: str, *, spot: bool, url: str = PRICES_URL) -> float | None:
     """Return what one hour of a Linux VM costs in USD, at most; None when the list does not say or answer."""
     query = f"armRegionName eq '{location}' and armSkuName eq '{size}' and priceType eq 'Consumption'"
+    return _highest(query, lambda item: _fits(item, spot), url)
+
+
+def _highest(query: str, fits: Callable[[dict[str, object]], bool], url: str) -> float | None:
     page = f"{url}?{urlencode({'api-version': '2023-01-01-preview', '$filter': query})}"
     figures: list[float] = []
     for _ in range(MAX_PAGES):
@@ -65,13 +69,30 @@ def retail_price(location: str, size: str, *, spot: bool, url: str = PRICES_URL)
             if answer.status != 200:  # the highest price may stand on the page that is missing
                 return None
             document = json.loads(answer.body)
-            figures += [float(item["retailPrice"]) for item in document["Items"] if _fits(item, spot)]
+            figures += [float(item["retailPrice"]) for item in document["Items"] if fits(item)]
         except (HttpFailed, ValueError, TypeError, KeyError, AttributeError):
             return None
         page = document.get("NextPageLink") or ""
         if not page.startswith(url):
             break
     return max(figures, default=None)
+
+
+DISK_TIERS = {"Premium_LRS": "P", "StandardSSD_LRS": "E", "Standard_LRS": "S"}
+DISK_GIB = {4: 1, 8: 2, 16: 3, 32: 4, 64: 6, 128: 10, 256: 15, 512: 20, 1024: 30, 2048: 40, 4096: 50}
+"""Number of the tier by the GiB up to which it goes: https://azure.microsoft.com/pricing/details/managed-disks/."""
+HOURS_OF_A_MONTH = 730.0
+
+
+def disk_price(location: str, sku: str, gib: int, url: str = PRICES_URL) -> float | None:
+    """Return what one hour of a disk costs in USD; None when the list does not say or answer."""
+    number = next((number for most, number in DISK_GIB.items() if gib <= most), None)
+    if sku not in DISK_TIERS or number is None:
+        return None
+    tier = f"{DISK_TIERS[sku]}{number} LRS"
+    query = f"armRegionName eq '{location}' and skuName eq '{tier}' and priceType eq 'Consumption'"
+    monthly = _highest(query, lambda item: item.get("meterName") == f"{tier} Disk", url)
+    return None if monthly is None else monthly / HOURS_OF_A_MONTH
 
 
 def _fits(item: dict[str, object], spot: bool) -> bool:

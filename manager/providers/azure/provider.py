@@ -12,15 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from azure.core.exceptions import AzureError
+
+from manager.host.plain_http import HttpFailed, fetch
 from manager.providers.azure.errors import SizeRefused, translating
 from manager.providers.azure.group import Bounds, Group, Identity, NotInTime
 from manager.providers.azure.operations import Operations
 from manager.providers.azure.spec import AzureSize, AzureSpec, vm_body
 from manager.providers.interface.provider import (
+    BOOT_LOG_CHARACTERS,
     Capabilities,
     CapacityShort,
     Misconfigured,
     Price,
+    ProviderError,
     QuotaExceeded,
     Refused,
     Transient,
@@ -30,6 +35,7 @@ from manager.providers.interface.provider import (
 
 Offer = tuple[AzureSize, str | None]
 BEING_MADE = ("accepted", "creating")
+BOOT_LOG_TIMEOUT_S = 20.0
 LOST = ("failed", "canceled", "deleting")
 """Nothing comes of it. In any state besides a VM is there: Azure may be updating or moving it."""
 
@@ -42,7 +48,7 @@ class _Making:
     offers: list[Offer]
     num_devices: int
     poller: Any = None
-    error: Refused | None = None
+    error: Refused | Misconfigured | None = None
     offer: Offer | None = field(default=None)
 
 
@@ -56,6 +62,7 @@ class AzureProvider:
         operations: What is under way.
         custom_data: The encoded cloud-config for a VM of this name, with so many devices.
         find_price: The price of one hour of a size whose price the user does not give; None when it is not known.
+        find_disk_price: The same of a disk, by its kind and its GiB.
         bounds: How long to wait.
         ending: The command that ends what is left of the run.
     """
@@ -69,6 +76,7 @@ class AzureProvider:
         custom_data: Callable[[str, int], str],
         *,
         find_price: Callable[[AzureSize], float | None] = lambda _size: None,
+        find_disk_price: Callable[[str, int], float | None] = lambda _sku, _gib: None,
         bounds: Bounds | None = None,
         ending: str = "",
     ) -> None:
@@ -79,7 +87,7 @@ class AzureProvider:
         self._custom_data = custom_data
         self._find_price = find_price
         self._bounds = bounds or Bounds()
-        self.group = Group(client, spec, identity, self._bounds, self._usd_per_h)
+        self.group = Group(client, spec, identity, self._bounds, self._usd_per_h, find_disk_price)
         self._ending = ending
         self._has_set = False
         self._taken: frozenset[str] = frozenset()
@@ -88,7 +96,8 @@ class AzureProvider:
     def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
         """See ``Provider``. Offers that Azure refuses are followed by the next zone, and then by the next size.
 
-        Sizes with more devices are tried once those with fewer are refused, for what is then missing.
+        Sizes with more devices are tried once those with fewer are refused, for what is then missing. What the user
+        must mend for one VM ends the request, with those VMs that came.
         """
         answer = self._operations.answer(request)
         if answer is not None:
@@ -102,9 +111,9 @@ class AzureProvider:
         there = {vm.name: vm.num_devices for vm, state in found if state not in (*BEING_MADE, *LOST)}
         making = [_Making(vm.name, [], vm.num_devices) for vm, state in found if state in BEING_MADE]
         states = {vm.name: state for vm, state in found}
-        refused: list[Refused] = []
+        refused: list[Refused | Misconfigured] = []
         for num_devices in self._spec.turns(count, most):
-            if time.monotonic() >= until_s:
+            if time.monotonic() >= until_s or any(isinstance(error, Misconfigured) for error in refused):
                 break
             known = there | {one.name: one.num_devices for one in making}
             num_vms = max(0, min(-(-(count - sum(known.values())) // num_devices), most - len(known)))
@@ -122,7 +131,10 @@ class AzureProvider:
         self.group.begin_ends([vm.name for vm, _ in found if vm not in made])  # nobody waits for them any more
         if not made:
             evicted = Transient(f"{request}: its VMs were made and are gone")
-            raise next((error for error in refused if isinstance(error, QuotaExceeded)), [*refused, evicted][0])
+            first = {Misconfigured: 0, QuotaExceeded: 1}
+            raise min([*refused, evicted], key=lambda error: first.get(type(error), 2))
+        with contextlib.suppress(ProviderError):  # an account that may not: then its disks are not found later
+            self.group.tag_disks(made)
         self._operations.answered(request, tuple(vm.name for vm in made))
         return made
 
@@ -147,14 +159,23 @@ class AzureProvider:
             self._machines.simulate_eviction(self._spec.resource_group, name)
         return True
 
+    def boot_log(self, name: str) -> str:
+        """See ``Provider``: of the serial console, which Azure keeps in a blob."""
+        try:
+            found = self._machines.retrieve_boot_diagnostics_data(self._spec.resource_group, name)
+            log = fetch(str(found.serial_console_log_blob_uri), timeout_s=BOOT_LOG_TIMEOUT_S)
+        except (AzureError, HttpFailed, ValueError):
+            return ""
+        return log.text[-BOOT_LOG_CHARACTERS:] if log.status == 200 else ""
+
     def stop(self) -> None:
         """See ``Provider``: Azure goes on with what was begun, and the VM is listed."""
         self.group.stopped.set()
 
-    def dismantle(self) -> None:
+    def dismantle(self) -> tuple[str, ...]:
         """See ``Provider``: the scale set too; one that is not there is no error."""
         self._has_set = False
-        self.group.end_all(time.monotonic() + self._bounds.delete_s)
+        return self.group.end_all(time.monotonic() + self._bounds.delete_s)
 
     def price(self) -> Price | None:
         """See ``Provider``. A size without a price makes the whole unknown."""
@@ -181,8 +202,15 @@ class AzureProvider:
         """Make VMs at once, each by the first of its offers that is taken; returns those without a further one."""
         given_up: list[_Making] = []
         while making:
+            wrong: Misconfigured | None = None
             for one in making:
-                self._begin(one, request, states.pop(one.name, None), until_s)
+                if wrong is not None:
+                    one.error = wrong
+                    continue
+                try:
+                    self._begin(one, request, states.pop(one.name, None), until_s)
+                except Misconfigured as error:  # the others would be refused alike
+                    wrong = one.error = error
             making, without = self._round(making, until_s)
             given_up += without
         return given_up
@@ -236,13 +264,15 @@ class AzureProvider:
                 self.group.wait(one.poller, f"VM {one.name}", until_s)
             except NotInTime:
                 one.error, one.offers = CapacityShort(f"VM {one.name}: not made within {self._bounds.make_s:g} s"), []
-            except Refused as error:
+            except (Refused, Misconfigured) as error:
                 one.error = error
                 remains.append(one.name)
             self._operations.ended(one.name)
             why, one.poller, one.error = one.error, None, None
             if why is None:
                 continue
+            if isinstance(why, Misconfigured):
+                one.offers = []
             if isinstance(why, QuotaExceeded | SizeRefused) and one.offer is not None:  # it is the same in all zones
                 one.offers = [offer for offer in one.offers if offer[0] != one.offer[0]]
             if one.offers:
@@ -250,7 +280,13 @@ class AzureProvider:
             else:
                 one.error = why
                 given_up.append(one)
-        self.group.end(remains, until_s, always=False)
+        try:
+            self.group.end(remains, until_s, always=False)
+        except Misconfigured as error:  # what is left of them has their names
+            kept = [one for one in left if one.name in remains]
+            for one in kept:
+                one.error = error
+            return [one for one in left if one not in kept], [*given_up, *kept]
         return left, given_up
 
 

@@ -125,7 +125,7 @@ def scale_set_body(spec: AzureSpec, run: str, job: str) -> dict[str, Any]:
 
 
 def vm_body(
-    spec: AzureSpec, names: dict[str, str], name: str, offer: tuple[AzureSize, str | None], custom_data: str
+    spec: AzureSpec, names: dict[str, str], name: str, offer: tuple[AzureSize, str | None], custom_data: Any
 ) -> dict[str, Any]:
     """One VM whose disk and network interface go with it.
 
@@ -139,18 +139,14 @@ def vm_body(
     size, zone = offer
     body: dict[str, Any] = {
         "location": spec.location,
-        "tags": {
-            RUN_TAG: names["run"],
-            JOB_TAG: names["job"],
-            REQUEST_TAG: names["request"],
-            DEVICES_TAG: str(size.num_devices),
-        },
+        "tags": {**_tags(names), DEVICES_TAG: str(size.num_devices)},
         "properties": {
             "virtualMachineScaleSet": {"id": scale_set_id(spec, names["run"])},
             "hardwareProfile": {"vmSize": size.name},
             "storageProfile": {"imageReference": _image(spec.image), "osDisk": _disk(spec)},
             "osProfile": _os_profile(spec, name, custom_data),
-            "networkProfile": _network(spec, name),
+            "networkProfile": _network(spec, name, names),
+            "diagnosticsProfile": {"bootDiagnostics": {"enabled": True}},  # into storage of Azure's own
         },
     }
     if zone is not None:
@@ -166,15 +162,30 @@ def vm_body(
     return body
 
 
-def planned(spec: AzureSpec, run: str, job: str, request: str, count: int) -> list[dict[str, Any]]:
-    """Return what a request for ``count`` devices would create, in order, without the secrets; for the user."""
+def _tags(names: dict[str, str]) -> dict[str, str]:
+    return {RUN_TAG: names["run"], JOB_TAG: names["job"], REQUEST_TAG: names["request"]}
+
+
+def planned(
+    spec: AzureSpec,
+    run: str,
+    job: str,
+    request: str,
+    count: int,
+    cloud_config: Callable[[str, int], Any] = lambda _node, _num_devices: "(the cloud-config; it holds secrets)",
+) -> list[dict[str, Any]]:
+    """Return what a request for ``count`` devices would create, in order; for the user.
+
+    ``cloud_config``: what is shown of that of a VM of this name, with so many devices; it holds secrets.
+    """
     group = scale_set_id(spec, run).rsplit("/", 2)[0]
     calls = [{"put": scale_set_id(spec, run), "body": scale_set_body(spec, run, job)}]
     num_devices = spec.turns(count, count)[0]
     for index in range(-(-count // num_devices)):
         name = vm_name(request, index)
         names = {"run": run, "job": job, "request": request}
-        body = vm_body(spec, names, name, spec.offers_of(index, num_devices)[0], "(the cloud-config; it holds secrets)")
+        offer = spec.offers_of(index, num_devices)[0]
+        body = vm_body(spec, names, name, offer, cloud_config(name, num_devices))
         calls.append({"put": f"{group}/virtualMachines/{name}", "body": body})
     return calls
 
@@ -195,7 +206,7 @@ def _disk(spec: AzureSpec) -> dict[str, Any]:
     }
 
 
-def _os_profile(spec: AzureSpec, name: str, custom_data: str) -> dict[str, Any]:
+def _os_profile(spec: AzureSpec, name: str, custom_data: Any) -> dict[str, Any]:
     key = {"path": f"/home/{spec.admin_username}/.ssh/authorized_keys", "keyData": spec.ssh_public_key}
     return {
         "computerName": name,
@@ -205,7 +216,7 @@ def _os_profile(spec: AzureSpec, name: str, custom_data: str) -> dict[str, Any]:
     }
 
 
-def _network(spec: AzureSpec, name: str) -> dict[str, Any]:
+def _network(spec: AzureSpec, name: str, names: dict[str, str]) -> dict[str, Any]:
     interface: dict[str, Any] = {
         "primary": True,
         "deleteOption": "Delete",
@@ -215,5 +226,7 @@ def _network(spec: AzureSpec, name: str) -> dict[str, Any]:
         interface["networkSecurityGroup"] = {"id": spec.security_group_id}
     return {
         "networkApiVersion": NETWORK_API_VERSION,
-        "networkInterfaceConfigurations": [{"name": f"{name}-nic", "properties": interface}],
+        "networkInterfaceConfigurations": [
+            {"name": f"{name}-nic", "tags": _tags(names), "properties": interface},
+        ],
     }

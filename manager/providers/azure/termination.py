@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from manager.providers.azure.client import azure_client
 from manager.providers.azure.group import Bounds, Identity
 from manager.providers.azure.operations import Operations
+from manager.providers.azure.prices import disk_price
 from manager.providers.azure.provider import AzureProvider
 from manager.providers.azure.spec import AzureSpec
 from manager.providers.interface.provider import Misconfigured, Vm, end_all
@@ -45,19 +47,22 @@ def end_run(
             Identity(run=run, job=job),
             Operations(Path(directory) / "operations.json"),
             _none_is_made,
+            find_disk_price=partial(disk_price, spec.location),
             bounds=bounds,
         )
         look, owns_set = provider.group.look(), provider.group.owns_set()
+        is_left = any(provider.group.owns(part) for part in provider.group.parts())
         if owns_set is False:
             name = provider.group.set_name
             told(f"scale set {name} does not have the tags of this run: it is left alone, with what it holds")
-        if not look.vms and not owns_set:
+        if not look.vms and not owns_set and not is_left:
             runs = f"runs whose VMs are there: {', '.join(look.runs)}" if look.runs else "no run of Morph has VMs there"
             raise Misconfigured(
                 f"nothing in resource group {spec.resource_group} has the tags of run {run} of job {job}: it was ended "
                 f"before, or a name is misspelt; {runs}"
             )
-        end_all(provider, told=told)
+        for left in end_all(provider, told=told):
+            told(f"ended what a VM had left behind: {left}")
     return tuple(vm for vm, _ in look.vms)
 
 

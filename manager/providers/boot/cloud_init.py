@@ -1,6 +1,7 @@
 """What a cloud VM does at its first boot: get Morph from the manager, join the Ray cluster, watch for notices.
 
-And end itself when it is forgotten.
+And end itself when it is forgotten. The first thing that runs, at each boot, is a watchdog. It needs no disk, no
+network and nothing of what comes later, and ends the VM unless it is told again and again that the VM is to stay.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field, SecretStr
@@ -23,10 +25,13 @@ from morph.link.authority import authority_of
 
 DIRECTORY = "/etc/morph"
 TOKEN_PATH = f"{DIRECTORY}/ray-token"
-SECRET_PATH = f"{DIRECTORY}/node-secret"
+IN_MEMORY = "/run/morph"
+"""Made anew at each boot: nothing of it needs the disk."""
+SECRET_PATH = f"{IN_MEMORY}/node-secret"
+STAY_PATH = f"{IN_MEMORY}/stay"
 AUTHORITY_PATH = f"{DIRECTORY}/authority.pem"
 TLS_DIRECTORY = f"{DIRECTORY}/tls"
-BOOT_PATH = f"{DIRECTORY}/boot.pyz"
+BOOT_PATH = f"{IN_MEMORY}/boot.pyz"
 CODE_DIRECTORY = f"{DIRECTORY}/code"
 OBJECT_STORE_BYTES = 256 * 1024 * 1024
 """Ray would take 30 % of the memory; what goes through it is the job's files and orders."""
@@ -35,7 +40,7 @@ MAX_CUSTOM_DATA_BYTES = 65535
 
 
 class NodeStart(Value):
-    """How a node finds its cluster. The two secrets stand in files that root alone can read, and nowhere else."""
+    """How a node finds its cluster. The two secrets are in files that root alone can read, and nowhere else."""
 
     ray_address: str = Field(
         default="",
@@ -79,13 +84,18 @@ def node_start(vms: ProvidedVms, port: int, secret: str, wheel: bytes, managemen
         python=vms.environment.python,
         python_version=python_version(),
         wheel_sha256=hashlib.sha256(wheel).hexdigest(),
-        requirements=(*requirements(), *vms.environment.packages),
+        requirements=wanted_on(vms),
         uid=vms.uid if isinstance(vms, AzureVms) else 0,
         metadata=not isinstance(vms, AzureVms) or vms.metadata,
         lonely_s=vms.lonely_s,
         management_url=management_url,
         **of_ray,
     )
+
+
+def wanted_on(vms: ProvidedVms) -> tuple[str, ...]:
+    """Return the requirements of Morph and of the user on the VMs of a cluster file."""
+    return (*requirements(any_build=vms.device == "cuda"), *vms.environment.packages)
 
 
 def cloud_init(start: NodeStart, node: str, source: str, num_devices: int = 1) -> str:
@@ -102,30 +112,59 @@ def cloud_init(start: NodeStart, node: str, source: str, num_devices: int = 1) -
     """
     if not re.fullmatch(r"[a-z0-9-]+", node) or not re.fullmatch(r"[a-z]*", source):
         raise ValueError(f"{node!r} and {source!r} are not names of a node and a notice source")
-    boot = boot_line(start, boot_command(start, node, num_devices, source), BOOT_PATH)
+    options = [*boot_command(start, node, num_devices, source), f"--stay={STAY_PATH}"]
+    node_unit = _unit(
+        "morph-node",
+        node_command(start, node, num_devices),
+        RAY_SETTINGS | {"RAY_AUTH_TOKEN_PATH": TOKEN_PATH, "PYTHONPATH": CODE_DIRECTORY},
+        before=[start.python, "-I", BOOT_PATH, "--only=close-metadata", *options] if is_closed(start) else (),
+    )
+    agent = [*agent_command(start, node, source, num_devices), f"--stay={STAY_PATH}"]
+    setup = [boot_line(start, ["--only=setup", *options, "--", *start.setup], BOOT_PATH)] if start.setup else []
+    ready = boot_line(start, [*options, "--", *start.requirements], BOOT_PATH)
+    units = "systemctl daemon-reload && systemctl enable --now morph-agent.service morph-node.service"
     config = {
+        "bootcmd": [_watchdog(start, options)],
         "write_files": [
             _file(TOKEN_PATH, start.ray_token.get_secret_value(), "0600"),
-            _file(SECRET_PATH, start.node_secret.get_secret_value(), "0600"),
             *([_file(AUTHORITY_PATH, start.authority, "0644")] if start.authority else []),
-            _file(BOOT_PATH, packed(), "0644") | {"encoding": "b64"},
-            _unit(
-                "morph-node",
-                node_command(start, node, num_devices),
-                RAY_SETTINGS | {"RAY_AUTH_TOKEN_PATH": TOKEN_PATH, "PYTHONPATH": CODE_DIRECTORY},
-            ),
-            _unit("morph-agent", agent_command(start, node, source, num_devices), {"PYTHONPATH": CODE_DIRECTORY}),
+            node_unit,
+            _unit("morph-agent", agent, {"PYTHONPATH": CODE_DIRECTORY}),
         ],
-        "runcmd": [
-            *(["sh", "-c", line] for line in start.setup),
-            [
-                "sh",
-                "-c",
-                f"{boot} && systemctl daemon-reload && systemctl start morph-agent.service morph-node.service",
-            ],
-        ],
+        "runcmd": [["sh", "-c", " && ".join([*map(_grouped, setup), _grouped(ready), units])]],
     }
     return "#cloud-config\n" + json.dumps(config, indent=1) + "\n"  # JSON is YAML
+
+
+def _watchdog(start: NodeStart, options: list[str]) -> str:
+    """Write the shell lines that run first at each boot, of a shell's own words but for what makes folders and files.
+
+    As one text, which cloud-init puts into a file: so no secret is on a command line.
+    """
+    watch = boot_line(start, ["--only=watch", *options], BOOT_PATH)
+    unit = _unit("morph-watchdog", ["/bin/sh", "-c", watch], {}, early=True)
+    lines = [
+        f"umask 077; mkdir -p {IN_MEMORY} /run/systemd/system",
+        _here(SECRET_PATH, start.node_secret.get_secret_value()),
+        _here(f"{BOOT_PATH}.b64", packed()),
+        f"base64 -d {BOOT_PATH}.b64 >{BOOT_PATH}",
+        _here("/run/systemd/system/morph-watchdog.service", unit["content"]),
+        "systemctl daemon-reload; systemctl --no-block start morph-watchdog.service",
+    ]
+    return "\n".join(lines)
+
+
+def _here(path: str, content: str) -> str:
+    return f"cat >{path} <<'END-OF-FILE'\n{content.rstrip()}\nEND-OF-FILE"
+
+
+def _grouped(line: str) -> str:
+    return f"{{ {line}; }}"
+
+
+def is_closed(start: NodeStart) -> bool:
+    """Whether the job's code is kept from the metadata service."""
+    return bool(start.uid) and not start.metadata
 
 
 def custom_data(text: str) -> str:
@@ -148,7 +187,7 @@ def boot_command(
     secret_path: str = SECRET_PATH,
     code_directory: str = CODE_DIRECTORY,
 ) -> list[str]:
-    """Write the options of ``manager.providers.boot.first_boot``. ``end``: as of ``agent_command``."""
+    """Write the options of ``manager.providers.boot.first_boot``, ``end``: as of ``agent_command``."""
     options = [
         f"--manager={start.manager_address}", f"--node={node}", f"--devices={num_devices}",
         f"--secret-file={secret_path}", f"--folder={code_directory}", f"--python={start.python}",
@@ -157,8 +196,7 @@ def boot_command(
     ]  # fmt: skip
     options += [f"--management-url={start.management_url}"] if start.management_url else []
     options += [f"--uid={start.uid}"] if start.uid else []
-    options += ["--close-metadata"] if start.uid and not start.metadata else []
-    return [*options, "--", *start.requirements]
+    return [*options, "--close-metadata"] if is_closed(start) else options
 
 
 def boot_line(start: NodeStart, options: list[str], path: str) -> str:
@@ -236,13 +274,28 @@ def _file(path: str, content: str, permissions: str) -> dict[str, Any]:
     return {"path": path, "permissions": permissions, "owner": "root:root", "content": content}
 
 
-def _unit(name: str, command: list[str], environment: dict[str, str]) -> dict[str, Any]:
-    """A service that is started again when it ends, and that takes the VM with it when it cannot run at all."""
-    line = " ".join(shlex.quote(part).replace("%", "%%").replace("$", "$$") for part in command)
+def _unit(
+    name: str, command: list[str], environment: dict[str, str], *, before: Sequence[str] = (), early: bool = False
+) -> dict[str, Any]:
+    """A service that is started again whenever it ends.
+
+    ``before``: a command that must end well each time before it; ``early``: it waits for nothing else of the boot, and
+    takes the VM with it when it cannot run at all. The others leave that to the watchdog, which can do better than to
+    switch the VM off: it is paid for then, too.
+    """
     settings = "".join(f"Environment={key}={value}\n" for key, value in environment.items())
+    first = f"ExecStartPre={_line_of(before)}\n" if before else ""
+    order = "Wants=network-online.target\nAfter=network-online.target\nStartLimitIntervalSec=0\n"
+    if early:
+        limit = "StartLimitIntervalSec=900\nStartLimitBurst=20\nStartLimitAction=poweroff-force\n"
+        order = f"DefaultDependencies=no\n{limit}"
     text = (
-        "[Unit]\nWants=network-online.target\nAfter=network-online.target\n"
-        "StartLimitIntervalSec=900\nStartLimitBurst=20\nStartLimitAction=poweroff-force\n"
-        f"[Service]\nUMask=0077\n{settings}ExecStart={line}\nRestart=always\nRestartSec=10\n"
+        f"[Unit]\n{order}"
+        f"[Service]\nUMask=0077\n{settings}{first}ExecStart={_line_of(command)}\nRestart=always\nRestartSec=10\n"
+        + ("" if early else "[Install]\nWantedBy=multi-user.target\n")
     )
     return {"path": f"/etc/systemd/system/{name}.service", "permissions": "0644", "content": text}
+
+
+def _line_of(command: Sequence[str]) -> str:
+    return " ".join(shlex.quote(part).replace("%", "%%").replace("$", "$$") for part in command)

@@ -2,9 +2,17 @@
 
 ``python -I boot.pyz --manager HOST:PORT --node NAME --devices N --secret-file PATH --folder PATH --python PATH
 --python-version X.Y.Z --sha256 DIGEST --patience-s S --end azure|group| [--management-url URL] [--uid N
-[--close-metadata]] -- REQUIREMENT...``
+[--close-metadata]] [--stay PATH] [--only PART] -- REQUIREMENT...``
 
-With ``--ended LOG`` it makes nothing ready: the node ended by itself, and the manager is told what it said last.
+``--only`` does one part and makes nothing ready:
+
+* ``watch`` is the first thing on a cloud VM, and starts with it again. It ends the VM when nobody has written to PATH
+  for a while. That is done by what hears the manager: this program as it makes the VM ready, and then the agent.
+* ``setup`` runs the user's lines, which then stand in the place of requirements; one that hangs is ended.
+* ``close-metadata`` does that again after the VM was started again.
+* ``ended``: the node ended by itself, and the manager is told what stands at the end of its ``--log``.
+
+Whatever goes wrong, the manager is told, and the VM is ended.
 
 With a user's number that user is made if it is missing, and ``--close-metadata`` keeps it from the VM's identity.
 
@@ -26,14 +34,17 @@ import platform
 import pwd
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import zipfile
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Callable  # noqa: UP035 (a VM that boots may have Python 3.8)
 
 from manager.notices.call import ERRAND, called
 from manager.notices.end import MANAGEMENT_URL, end_vm
@@ -55,8 +66,18 @@ ANSWER_TIMEOUT_S = 120.0
 RETRY_S = 2.0
 TELL_EVERY_S = 10.0
 PIP_TIMEOUT_S = 3600.0
+LOCK_TIMEOUT_S = 900.0
+"""For what the manager gives: longer than it takes to make it."""
+SETUP_TIMEOUT_S = 1800.0
+STAY_EVERY_S = 20.0
+WATCH_EVERY_S = 5.0
+WATCH_GRACE_S = 60.0
+"""For so much longer than the manager is waited for: by then who waits for it has ended the VM itself."""
+RETRY_END_S = 60.0
 MAX_WHY_CHARACTERS = 600
 NUM_LAST_LINES = 3
+MAX_LOG_BYTES = 1 << 14
+BOOT_LOG = Path("/var/log/cloud-init-output.log")
 METADATA = "169.254.169.254"
 CLOSED = (
     [METADATA],
@@ -114,16 +135,22 @@ class Caller:
         host, _, port = manager.rpartition(":")
         self._manager, self._node, self._num_devices, self._secret = (host, int(port)), node, num_devices, secret
 
-    def file(self, name: str) -> bytes:
+    def file(self, name: str, timeout_s: float = ANSWER_TIMEOUT_S) -> bytes:
         """Return what the manager gives under this name."""
         with self._called() as session:
             session.tell({"kind": name})
-            return session.receive(ANSWER_TIMEOUT_S)
+            return session.receive(timeout_s)
 
     def tell_unfit(self, why: str) -> None:
         """Tell why this VM cannot be used."""
         with self._called() as session:
             session.tell({"kind": "unfit", "why": why[:MAX_WHY_CHARACTERS]})
+            session.hear(ANSWER_TIMEOUT_S)
+
+    def beat(self) -> None:
+        """See that the manager is there."""
+        with self._called() as session:
+            session.tell({"kind": "beat"})
             session.hear(ANSWER_TIMEOUT_S)
 
     def _called(self) -> AbstractContextManager[Session]:
@@ -196,8 +223,8 @@ def close_metadata(uid: int) -> None:
     """
     failed = "the metadata service cannot be closed to the job's code (vms.metadata: true leaves it open)"
     for where in CLOSED:
-        rule = ["ip", "rule", "add", "priority", "5", "to", *where, "uidrange", f"{uid}-{uid}", "prohibit"]
-        _run_tool(rule, failed)
+        rule = ["priority", "5", "to", *where, "uidrange", f"{uid}-{uid}", "prohibit"]
+        _run_tool(["ip", "rule", "add", *rule], failed, but="File exists")
     code = _run_as(uid, PROBE)
     if code != 3:
         raise Unfit(f"{failed}: it cannot be tried" if code else f"{failed}: it answers that user")
@@ -212,27 +239,30 @@ def _run_as(uid: int, program: str) -> int:
     return done.returncode
 
 
-def _run_tool(command: list[str], failed: str) -> None:
+def _run_tool(command: list[str], failed: str, but: str = "") -> None:
+    """Run a program. ``but``: what it says where nothing is left to do."""
     try:
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=TOOL_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unfit(f"{failed}: {error}") from error
-    if done.returncode:
+    if done.returncode and not (but and but in done.stderr):
         raise Unfit(f"{failed}: {' '.join(done.stderr.split()) or f'{command[0]} ended with {done.returncode}'}")
 
 
 def lacking(requirements: list[str]) -> list[str]:
-    """Return those that this interpreter's packages do not meet; of a build such as 2.9+cu128, 2.9 counts.
+    """Return those that this interpreter's packages do not meet; a build, as in 2.9+cu128, counts where one is named.
 
     Understands NAME, NAME==VERSION and NAME>=VERSION; of anything else it cannot say, and returns it.
     """
     missing = []
     for given in requirements:
-        read = re.fullmatch(r"([A-Za-z0-9._-]+)(?:(==|>=)([0-9.]+))?", given)
+        read = re.fullmatch(r"([A-Za-z0-9._-]+)(?:(==|>=)([0-9][0-9A-Za-z.+!_-]*))?", given)
         try:
-            found = metadata.version(read[1]).partition("+")[0] if read else ""
+            found = metadata.version(read[1]) if read else ""
         except metadata.PackageNotFoundError:
             found = ""
+        if read is not None and "+" not in (read[3] or ""):
+            found = found.partition("+")[0]
         fits = read is not None and (
             read[2] is None or (found == read[3] if read[2] == "==" else _numbers(found) >= _numbers(read[3]))
         )
@@ -241,20 +271,37 @@ def lacking(requirements: list[str]) -> list[str]:
     return missing
 
 
-def install(requirements: list[str]) -> None:
+def install(requirements: list[str], lock: Callable[[], str]) -> None:
     """Have pip bring what is missing; without anything missing neither pip nor a network is needed.
 
+    ``lock``: asks the manager what is installed on the VMs of the run: versions, and hashes if it knows them.
+
     Raises:
-        Unfit: pip fails.
+        Unfit: pip fails, or the manager does not say.
     """
     missing = lacking(requirements)
     if not missing:
         return
     print(f"missing: {', '.join(missing)}", flush=True)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--no-cache-dir"]
-    command += ["--disable-pip-version-check", *requirements]  # all: nothing may change what must not change
     try:
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=PIP_TIMEOUT_S, check=False)
+        locked = lock()
+    except (OSError, ValueError) as error:
+        raise Unfit(
+            f"the manager did not say in which versions {', '.join(missing)} are to be installed: {error}"
+        ) from error
+    hashed = ["--require-hashes", "--no-deps"] if "--hash=" in locked else []
+    try:
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+            file.write(locked)
+            file.flush()
+            command += [
+                "--disable-pip-version-check",
+                *hashed,
+                "-r",
+                file.name,
+            ]  # all: else pip may change what is there
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=PIP_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise Unfit(f"pip did not bring {', '.join(missing)} within {PIP_TIMEOUT_S:g} s") from error
     if done.returncode:
@@ -283,8 +330,88 @@ def ended(log: str) -> str:
     return f"its node ended by itself: {' | '.join(lines[-NUM_LAST_LINES:])[-MAX_WHY_CHARACTERS // 2 :]}"
 
 
+def last_words(path: Path) -> str:
+    """Return the end of a log; empty: there is none."""
+    try:
+        lines = path.read_bytes()[-MAX_LOG_BYTES:].decode("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    said = [line.strip() for line in lines if line.strip()]
+    return " | ".join(said[-NUM_LAST_LINES:])[-MAX_WHY_CHARACTERS // 2 :]
+
+
+def run_setup(lines: list[str], timeout_s: float = SETUP_TIMEOUT_S) -> None:
+    """Run the user's lines one after the other; one that fails is passed over, as a later step says what lacks.
+
+    Raises:
+        Unfit: a line does not end in time; it is ended, with all that it started.
+    """
+    for line in lines:
+        process = subprocess.Popen(["sh", "-c", line], stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise Unfit(f"vms.environment.setup: {line!r} did not end within {timeout_s:g} s") from error
+        if code:
+            print(f"vms.environment.setup: {line!r} ended with {code}", file=sys.stderr, flush=True)
+
+
+def stay(path: Path) -> None:
+    """Have the VM live on for a while."""
+    path.touch()
+
+
+def keep_staying(caller: Caller, path: Path) -> None:
+    """In a thread of its own: have the VM live on while the manager is there."""
+
+    def run() -> None:
+        while True:
+            try:
+                caller.beat()
+                stay(path)
+            except (OSError, ValueError):
+                pass  # the watchdog sees how long that lasts
+            time.sleep(STAY_EVERY_S)
+
+    threading.Thread(target=run, name="morph-stay", daemon=True).start()
+
+
+def watch(
+    path: Path,
+    patience_s: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], object] = time.sleep,
+) -> None:
+    """Block until nobody has written to ``path`` for ``patience_s``."""
+    seen, since_s = -1, clock()
+    while True:
+        try:
+            found = path.stat().st_mtime_ns
+        except OSError:
+            found = -1
+        if found != seen:
+            seen, since_s = found, clock()
+        elif clock() - since_s >= patience_s:
+            return
+        pause(min(WATCH_EVERY_S, patience_s))
+
+
+def _watch_for_ever(given: argparse.Namespace, caller: Caller) -> None:
+    patience_s = given.patience_s + min(WATCH_GRACE_S, given.patience_s)
+    while True:
+        watch(Path(given.stay), patience_s)
+        words = last_words(BOOT_LOG)
+        heard = f"nothing on this VM has heard the manager for {patience_s:g} s"
+        tell(caller, f"{heard}; its first boot said last: {words}" if words else heard, 0.0)
+        end_vm(given.end, given.node, given.management_url)
+        time.sleep(RETRY_END_S)
+
+
 def main() -> None:
-    """Make this VM ready, or tell why it cannot be, and end it."""
+    """Make this VM ready, or tell why it cannot be, and end it; or do another part, as the module says."""
     parser = argparse.ArgumentParser(prog="boot.pyz")
     for name in ("manager", "node", "secret-file", "folder", "python", "python-version", "sha256"):
         parser.add_argument(f"--{name}", required=True)
@@ -294,28 +421,46 @@ def main() -> None:
     parser.add_argument("--management-url", default=MANAGEMENT_URL)
     parser.add_argument("--uid", default=0, type=int)
     parser.add_argument("--close-metadata", action="store_true")
-    parser.add_argument("--ended", default="")
+    parser.add_argument("--stay", default="")
+    parser.add_argument("--only", default="", choices=["watch", "setup", "close-metadata", "ended", ""])
+    parser.add_argument("--log", default="")
     parser.add_argument("requirements", nargs="*")
     given = parser.parse_args()
-    secret = Path(given.secret_file).read_text(encoding="utf-8").strip()
-    caller = Caller(given.manager, given.node, given.devices, secret)
-    if given.ended:
-        tell(caller, ended(Path(given.ended).read_text(encoding="utf-8", errors="replace")), given.patience_s)
-        sys.exit(1)
     try:
-        check_python(given.python, given.python_version)
-        if given.uid:
-            make_user(given.uid)
-        if given.close_metadata:
-            close_metadata(given.uid)
-        bring(caller, given.sha256, Path(given.folder), given.patience_s)
-        install(given.requirements)
-    except Unfit as error:
+        secret = Path(given.secret_file).read_text(encoding="utf-8").strip()
+    except OSError as error:  # nobody is told, and the watchdog ends the VM all the same
         print(f"error: {error}", file=sys.stderr, flush=True)
-        tell(caller, str(error), 0.0 if isinstance(error, Unheard) else given.patience_s)
+        secret = ""
+    caller = Caller(given.manager, given.node, given.devices, secret)
+    if given.only == "watch":
+        _watch_for_ever(given, caller)
+    try:
+        if given.stay:
+            keep_staying(caller, Path(given.stay))
+        _do(given, caller)
+    except Exception as error:  # a full disk, a damaged file, whatever: nobody else would hear of it
+        why = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"
+        print(f"error: {why}", file=sys.stderr, flush=True)
+        tell(caller, why, 0.0 if isinstance(error, Unheard) else given.patience_s)
         if given.end != "group":  # on a host of the user's: its shell ends, and the group with it
             end_vm(given.end, given.node, given.management_url)
         sys.exit(1)
+
+
+def _do(given: argparse.Namespace, caller: Caller) -> None:
+    if given.only == "ended":
+        raise Unfit(ended(Path(given.log).read_text(encoding="utf-8", errors="replace")))
+    if given.only == "setup":
+        return run_setup(given.requirements)
+    if given.only == "close-metadata":
+        return close_metadata(given.uid)
+    check_python(given.python, given.python_version)
+    if given.uid:
+        make_user(given.uid)
+    if given.close_metadata:
+        close_metadata(given.uid)
+    bring(caller, given.sha256, Path(given.folder), given.patience_s)
+    return install(given.requirements, lambda: caller.file("lock", LOCK_TIMEOUT_S).decode())
 
 
 def _numbers(version: str) -> list[int]:

@@ -1,23 +1,31 @@
-"""Morph's own wheel, made of what runs here and given to each VM at its first boot: no package index is asked."""
+"""What a VM installs at its first boot: Morph's own wheel, made of what runs here, and the packages found here."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import platform
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from morph.contract.errors import ClusterError
 from morph.contract.files import PRIVATE, code_files, packed, write_whole
 
 DISTRIBUTION = "morph-train"
 PACKAGES = ("calibrate", "manager", "morph", "simulator")
-EXACT = ("ray", "torch")
-"""What workers must have of the manager's very version: Ray refuses any other, and weights depend on the other."""
+GPU_BUILDS = ("cu", "rocm", "xpu")
+TORCH_INDEX = "https://download.pytorch.org/whl/"
+"""Has torch's builds, each below its name."""
+LOCK_TIMEOUT_S = 600.0
 
 
 def make_wheel() -> bytes:
@@ -59,18 +67,103 @@ def kept_wheel(path: Path, *, make: bool) -> bytes:
         raise ClusterError("the run's wheel is gone") from error
 
 
-def requirements() -> tuple[str, ...]:
-    """Return what the wheel requires of other packages, as pip reads it: Ray and torch in the versions found here."""
-    found = []
-    for line in metadata.requires(DISTRIBUTION) or ():
-        requirement, _, marker = line.partition(";")
-        read = re.match(r"[A-Za-z0-9._-]+", requirement)
-        assert read is not None, line
-        if not marker:
-            name = read[0].lower()
-            version = metadata.version(name).partition("+")[0] if name in EXACT else ""
-            found.append(f"{name}=={version}" if version else requirement.strip())
-    return tuple(found)
+def requirements(*, any_build: bool = False) -> tuple[str, ...]:
+    """Return what the wheel requires of other packages, and these of others, in the versions found here.
+
+    Of torch its build too, as ``2.9.0+cu128``: weights depend on it. ``any_build``: the build that an index has for the
+    VMs, where the one found here computes on no GPU and theirs do.
+    """
+    found: dict[str, str] = {}
+    todo = [DISTRIBUTION]
+    while todo:
+        for line in metadata.requires(todo.pop()) or ():
+            requirement, _, marker = line.partition(";")
+            read = re.match(r"[A-Za-z0-9._-]+", requirement)
+            assert read is not None, line
+            name = re.sub(r"[-_.]+", "-", read[0]).lower()
+            if name in found or "extra" in marker:
+                continue
+            try:
+                version = metadata.version(name)
+            except metadata.PackageNotFoundError:  # not for this system
+                continue
+            public, _, build = version.partition("+")
+            found[name] = public if build and any_build and not build.startswith(GPU_BUILDS) else version
+            todo.append(name)
+    return tuple(f"{name}=={version}" for name, version in sorted(found.items()))
+
+
+def make_lock(wanted: Sequence[str], timeout_s: float = LOCK_TIMEOUT_S) -> str:
+    """Ask pip which files it would install for requirements on this kind of machine; installs and builds nothing.
+
+    Returns what ``pip install --require-hashes -r`` reads: each package with its version and its file's hash.
+
+    Raises:
+        ClusterError: pip cannot say.
+    """
+    builds = sorted({build for one in wanted if (build := one.partition("==")[2].partition("+")[2])})
+    indexes = [f"--extra-index-url={TORCH_INDEX}{build}" for build in builds]
+    with tempfile.TemporaryDirectory(prefix="morph-") as directory:
+        report = Path(directory) / "report.json"
+        options = ["--dry-run", "--ignore-installed", "--only-binary=:all:", f"--report={report}", *indexes]
+        quiet = ["--quiet", "--no-input", "--disable-pip-version-check", "--retries=1"]
+        command = [sys.executable, "-m", "pip", "install", *quiet, *options, *wanted]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ClusterError(f"pip cannot say what VMs are to install: {error}") from error
+        if done.returncode:
+            said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["it says nothing"]
+            raise ClusterError(f"pip cannot say what VMs are to install: {said[-1]}")
+        try:
+            lines = sorted(_locked(item) for item in json.loads(report.read_bytes())["install"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ClusterError(f"pip's report of what VMs are to install cannot be read: {error!r}") from error
+    return "\n".join([*indexes, *lines, ""])
+
+
+def _locked(item: dict[str, Any]) -> str:
+    known, digest = item["metadata"], item["download_info"]["archive_info"]["hashes"]["sha256"]
+    return f"{known['name']}=={known['version']} --hash=sha256:{digest}"
+
+
+class Lock:
+    """What the VMs of a run install, from the first one that lacks something on; kept for the run's later managers.
+
+    Args:
+        path: Where it is kept.
+        wanted: Requirements: one that was made for others is made anew.
+        told: Hears why there are no hashes.
+    """
+
+    def __init__(self, path: Path, wanted: Sequence[str], told: Callable[[str], object]) -> None:
+        self._path, self._wanted, self._told = path, tuple(wanted), told
+        self._made: bytes | None = None
+        self._mutex = threading.Lock()
+
+    def __call__(self) -> bytes:
+        """Return it, as pip reads it; may block for ``LOCK_TIMEOUT_S``. Thread-safe."""
+        with self._mutex:
+            if self._made is None:
+                self._made = self._kept() or self._new()
+            return self._made
+
+    @property
+    def _mark(self) -> str:
+        return f"# for {hashlib.sha256(repr(self._wanted).encode()).hexdigest()}\n"
+
+    def _kept(self) -> bytes:
+        found = self._path.read_bytes() if self._path.exists() else b""
+        return found if found.startswith(self._mark.encode()) else b""
+
+    def _new(self) -> bytes:
+        try:
+            made = (self._mark + make_lock(self._wanted)).encode()
+            write_whole(self._path, made, PRIVATE)
+        except (ClusterError, OSError) as error:  # the VMs may reach an index that this machine does not
+            self._told(f"{error}; VMs install the same versions, and their files' hashes are not checked")
+            made = "\n".join([*self._wanted, ""]).encode()
+        return made
 
 
 def python_version() -> str:

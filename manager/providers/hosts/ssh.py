@@ -50,6 +50,13 @@ class SshHost(Value):
     num_gpus: int = Field(default=1, ge=1, le=MAX_DEVICES, description="devices that Morph drives, a worker each")
 
     @property
+    def is_here(self) -> bool:
+        """Whether it is this machine, as far as its addresses tell."""
+        return "localhost" in (known := (self.address, self.node_address or "")) or any(
+            one.startswith("127.") or one == "::1" for one in known
+        )
+
+    @property
     def shown(self) -> str:
         """As a user would write it."""
         return f"{self.user}@{self.address}" if self.user else self.address
@@ -99,10 +106,17 @@ def end_script(node: str, directory: str = ".morph/nodes") -> str:
     )
 
 
+def log_script(node: str, directory: str = ".morph/nodes") -> str:
+    """Build the remote shell line that writes the end of a node's log."""
+    return f'tail -c 2000 "$HOME"/{shlex.quote(f"{directory}/{node}/log")}'
+
+
 def run_ssh(
     host: SshHost, remote: str, secret: str = "", program: Sequence[str] = ("ssh",), timeout_s: float = RUN_TIMEOUT_S
-) -> None:
-    """Run a remote line; blocks for at most ``timeout_s``. Ctrl-C does not reach the program: a node may be starting.
+) -> str:
+    """Run a remote line; returns what it writes; blocks for at most ``timeout_s``.
+
+    Ctrl-C does not reach the program: a node may be starting.
 
     Raises:
         Unanswered: the host did not answer in time, or the program was killed.
@@ -115,6 +129,7 @@ def run_ssh(
             input=secret,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=timeout_s,
             check=False,
             process_group=0,
@@ -130,3 +145,4 @@ def run_ssh(
         raise Transient(f"{host.shown} is not reached: {said}")
     if done.returncode:
         raise Misconfigured(f"{host.shown}: the command failed with {done.returncode}: {said}")
+    return done.stdout

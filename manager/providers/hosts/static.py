@@ -7,15 +7,16 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count as numbers
 from pathlib import Path
 from typing import Protocol, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from manager.providers.hosts.ssh import SshHost, Unanswered, end_script, run_ssh, start_script
+from manager.providers.hosts.ssh import SshHost, Unanswered, end_script, log_script, run_ssh, start_script
 from manager.providers.interface.provider import (
+    BOOT_LOG_CHARACTERS,
     Capabilities,
     CapacityShort,
     Misconfigured,
@@ -30,6 +31,8 @@ from morph.contract.base import Value
 from morph.contract.cluster import UsdPerHour
 from morph.contract.files import PRIVATE, write_whole
 
+LOOK_AGAIN_S = 30.0
+"""Looking at hosts costs nothing: one that is back need not wait until asking a cloud would make sense again."""
 MAX_AT_ONCE = 32
 """Hosts whose nodes are ended at the same time."""
 
@@ -82,9 +85,9 @@ class Lease(Value):
 
 
 class Shell(Protocol):
-    """Runs a line on a host, with a secret on its standard input."""
+    """Runs a line on a host, with a secret on its standard input; returns what it writes, if anything."""
 
-    def __call__(self, host: SshHost, remote: str, secret: str = "") -> None:
+    def __call__(self, host: SshHost, remote: str, secret: str = "") -> str | None:
         """See ``run_ssh``."""
 
 
@@ -136,7 +139,7 @@ class StaticProvider:
         for key, vm in leased.items():  # an earlier manager's; starting again changes nothing
             self._start(key, vm)
             granted.append(vm)
-        trouble = ""
+        trouble, wrong = "", None
         tried, tried_names = set[str](), set[str]()
         while len(granted) < most and not leased and not self._stopped.is_set():
             missing = count - sum(vm.num_devices for vm in granted)
@@ -156,12 +159,15 @@ class StaticProvider:
                         continue  # leased until it is ended, as one that nobody waits for
                 self._give_back(key, vm)
                 continue
-            except Misconfigured:
+            except Misconfigured as error:  # of this host: the others may be in order
+                wrong = wrong or error
                 self._give_back(key, vm)
-                raise
+                continue
             granted.append(vm)
+        if not granted and wrong is not None:
+            raise wrong
         if not granted:
-            raise CapacityShort(trouble or f"none of the {len(self._hosts)} hosts is free")
+            raise CapacityShort(trouble or f"none of the {len(self._hosts)} hosts is free", LOOK_AGAIN_S)
         return tuple(granted)
 
     def list(self) -> tuple[Vm, ...]:
@@ -187,13 +193,22 @@ class StaticProvider:
         """See ``Provider``."""
         return False
 
+    def boot_log(self, name: str) -> str:
+        """See ``Provider``."""
+        for key, vm in self._ours().items():
+            if vm.name == name and key in self._hosts:
+                with suppress(ProviderError):
+                    return (self._shell(self._hosts[key], log_script(name)) or "")[-BOOT_LOG_CHARACTERS:]
+        return ""
+
     def stop(self) -> None:
         """See ``Provider``: the host that is being started is the last one."""
         self._stopped.set()
 
-    def dismantle(self) -> None:
-        """See ``Provider``."""
+    def dismantle(self) -> tuple[str, ...]:
+        """See ``Provider``: nothing is made beside them."""
         self.delete([vm.name for vm in self.list()])
+        return ()
 
     def price(self) -> Price | None:
         """See ``Provider``."""

@@ -14,7 +14,7 @@ from manager.providers.boot.cloud_init import (
     ray_command,
     script_command,
 )
-from manager.providers.boot.first_boot import packed
+from manager.providers.boot.first_boot import SETUP_TIMEOUT_S, packed
 
 NODE = "{node}"
 DEVICES = "{devices}"
@@ -45,8 +45,9 @@ def static_node(start: NodeStart) -> tuple[str, ...]:
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in RAY_SETTINGS.items())
     agent = agent_command(start, NODE, "", DEVICES, "group", f"{FOLDER}node-secret")
     options = boot_command(start, NODE, DEVICES, "group", f"{FOLDER}node-secret", f"{FOLDER}code")
-    boot = boot_line(start, options, '"$d/boot.pyz"')
-    ended = boot_line(start, [f"--ended={FOLDER}log", *options], '"$d/boot.pyz"')
+    boot = boot_line(start, [*options, "--", *start.requirements], '"$d/boot.pyz"')
+    ended = boot_line(start, ["--only=ended", f"--log={FOLDER}log", *options], '"$d/boot.pyz"')
+    late = f"vms.environment.setup did not end within {SETUP_TIMEOUT_S:g} s"
     ray = shlex.join(ray_command(start, NODE, DEVICES)) + ' --temp-dir="$t"'
     if not start.ray_address:
         node = _in_folder(script_command(start, NODE, f"{FOLDER}node-secret"))
@@ -65,7 +66,7 @@ def static_node(start: NodeStart) -> tuple[str, ...]:
         'mkdir -p "$d/tmp"; t=$(mktemp -d /tmp/morph-XXXXXX); printf %s "$t" >"$d/elsewhere"',
         f'trap \'cd "$d" && rm -rf "$t" {" ".join(OWN_FILES)}\' EXIT; trap "exit 143" TERM',
         f'export {settings} RAY_AUTH_TOKEN_PATH="$d/ray-token" TMPDIR="$d/tmp"',
-        *start.setup,
+        *_bounded(start.setup, f"echo {late}; {_placed(ended)}"),
         f"{{ {_placed(boot)}; }} || exit 1",
         'export PYTHONPATH="$d/code${PYTHONPATH:+:$PYTHONPATH}"',
         f"{_in_folder(agent)} &",
@@ -75,6 +76,13 @@ def static_node(start: NodeStart) -> tuple[str, ...]:
         "kill -s TERM 0",
     ]
     return ("sh", "-c", "\n".join(lines))
+
+
+def _bounded(setup: tuple[str, ...], late: str) -> tuple[str, ...]:
+    """Lines that change this shell, as ``module load`` does, and what ends the node when they take for ever."""
+    if not setup:
+        return ()
+    return (f"(sleep {SETUP_TIMEOUT_S:g}; {late}; kill -s TERM 0) & w=$!", *setup, 'kill "$w"')
 
 
 def secret_of(start: NodeStart) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ from morph.contract.vm_names import MAX_DEVICES, workers_of
 from morph.contract.waits import Backoff
 
 NAME_CHARACTERS = 48
+BOOT_LOG_CHARACTERS = 2000
+"""Of the end of a VM's boot log, as a journal keeps it."""
 
 
 class ProviderError(MorphError):
@@ -163,11 +166,16 @@ class Provider(Protocol):
             ProviderError: it was not taken.
         """
 
+    def boot_log(self, name: str) -> str:
+        """Return the end of what a VM of this run said as it booted; empty where that is not known. Never fails."""
+
     def stop(self) -> None:
         """Have a request that is under way in another thread give up soon; what came of it is still listed."""
 
-    def dismantle(self) -> None:
+    def dismantle(self) -> Sequence[str]:
         """End every VM of this run, and whatever was made beside them; called twice it changes nothing.
+
+        Returns what VMs that are gone had left behind, in words, with its price.
 
         Raises:
             ProviderError: naming what is left; the rest is ended.
@@ -204,10 +212,13 @@ def end_all(
     *,
     told: Callable[[str], None] = lambda _sentence: None,
     patience_s: float = PATIENCE_S,
-    pause: Callable[[float], object] = time.sleep,
+    pause: Callable[[float], object] | None = None,
+    hurry: threading.Event | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> None:
+) -> Sequence[str]:
     """End every VM of a run and what was made beside them; blocks until they are gone, for about ``patience_s``.
+
+    Returns what VMs that are gone had left behind.
 
     What the same call may mend is tried again, after the pause that the provider asks for or one that grows; the last
     time when the patience is over.
@@ -217,23 +228,25 @@ def end_all(
         told: Hears what is left and when it is tried again.
         patience_s: In seconds.
         pause: Waits some seconds.
+        hurry: Once it is set, the next try is the last one.
         clock: Seconds, never going back.
 
     Raises:
         ProviderError: naming what is left.
     """
-    until_s = clock() + patience_s
+    until_s, hurry = clock() + patience_s, hurry or threading.Event()
+    pause = pause or hurry.wait
     for own_s in RETRIES.pauses():
         try:
-            provider.dismantle()
-            return
+            return provider.dismantle()
         except RETRYABLE as error:
             left_s = until_s - clock()
-            if left_s <= 0:
+            if left_s <= 0 or hurry.is_set():
                 raise
             next_s = min(own_s if error.retry_after_s is None else error.retry_after_s, left_s)
             told(f"{error}; again in {next_s:.3g} s")
         pause(next_s)
+    raise AssertionError("pauses have no end")
 
 
 # The name under which a run's VMs are known to their provider: new for each run directory, kept in it.

@@ -3,32 +3,179 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
 
 from manager.accounting.account import Part
-from manager.simulation.policies.membership import Books, end_of, intervals, nothing_paid
+from manager.simulation.policies.membership import Books, end_of, intervals, nothing_paid, twice_slower
 from manager.simulation.spot.job import SpotJob
 from manager.simulation.spot.outcome import Outcome
 from manager.simulation.spot.run_end import SpotPrices, Until
+from morph.contract.plan import Plan
 from morph.contract.trace import Trace
+
+_NEAR = 1e-12
+
+
+class Fastest(NamedTuple):
+    """Pipelines of any depths side by side, and the step that they make together."""
+
+    step_s: float
+    pipelines: tuple[int, ...]
+    """depths, growing"""
+    num_workers: int
+
+    @property
+    def shape(self) -> str:
+        """As that of a plan, for each depth: 8x2+11x1."""
+        return "+".join(f"{depth}x{number}" for depth, number in sorted(Counter(self.pipelines).items()))
+
+
+class _Kind(NamedTuple):
+    """Pipelines of one kind: how many workers one takes, and the seconds in which it is through with its share."""
+
+    workers: int
+    shares: tuple[float, ...]
+    times_s: tuple[float, ...]
+
+    def share(self, time_s: float) -> float:
+        """The micro-batches with which it is through in this time; 0 where that is not even one."""
+        place = bisect_left(self.times_s, time_s)
+        if place == len(self.times_s):
+            return self.shares[-1]
+        before = (0.0, 0.0) if place == 0 else (self.times_s[place - 1], self.shares[place - 1])
+        found = before[1] + (time_s - before[0]) / (self.times_s[place] - before[0]) * (self.shares[place] - before[1])
+        return found if found >= 1 - _NEAR else 0.0
+
+
+class Bound:
+    """The fastest step of any number of workers, by a relaxation: no set of pipelines makes a faster one.
+
+    The pipelines may differ in depth, and a share need not be a whole number of micro-batches. Each depth's time by its
+    share is made of all that is known of it (``SpotJob.pipelines`` and ``plans``), rounded down: linear between two
+    shares, proportional below the smallest, and for each micro-batch of a larger share never more, because each fills
+    the pipeline once. So a policy that gives up samples has no advantage either. Of a job that does not say which pipelines
+    fit, a worker may compute two stages, as in Bamboo.
+    """
+
+    def __init__(self, job: SpotJob) -> None:
+        plans = list(job.plans.values())
+        self._whole = max(plan.num_micro_batches for plan in plans)
+        known: dict[tuple[int, int], dict[float, float]] = {}
+        for depth, share, time_s in (*_of_pipelines(job), *_of_plans(plans)):
+            kinds = [((depth, depth), time_s)]
+            if not job.pipelines:
+                kinds.append(((math.ceil(depth / 2), depth), time_s * twice_slower(share, depth)))
+            for kind, kind_s in kinds:
+                times = known.setdefault(kind, {})
+                times[share] = min(times.get(share, math.inf), kind_s)
+        self._kinds = [_kind(workers, times, self._whole) for (workers, _), times in sorted(known.items())]
+        self._found: dict[int, Fastest | None] = {}
+
+    def fastest(self, num_workers: int) -> Fastest | None:
+        """The fastest step on this many workers; None: no pipeline fits."""
+        if num_workers not in self._found:
+            self._found[num_workers] = self._search(num_workers)
+        return self._found[num_workers]
+
+    def _search(self, num_workers: int) -> Fastest | None:
+        """Take the pipelines that do most in some time, then the time that these need, until that is the same."""
+        fitting = [kind for kind in self._kinds if kind.workers <= num_workers]
+        if not fitting:
+            return None
+        time_s = min(kind.times_s[-1] for kind in fitting)
+        while True:
+            chosen = self._most(fitting, num_workers, time_s)
+            needed_s = self._time_s(chosen, time_s)
+            if needed_s >= time_s * (1 - _NEAR):
+                depths = tuple(sorted(kind.workers for kind in chosen))
+                return Fastest(time_s, depths, sum(depths))
+            time_s = needed_s
+
+    def _most(self, kinds: list[_Kind], num_workers: int, time_s: float) -> list[_Kind]:
+        """Of sets of pipelines on so many workers the one through with most micro-batches in this time."""
+        sizes = np.array([kind.workers for kind in kinds])
+        shares = np.array([kind.share(time_s) for kind in kinds])
+        most, taken = np.zeros(num_workers + 1), np.full(num_workers + 1, -1)
+        for number in range(1, num_workers + 1):
+            most[number] = most[number - 1]
+            num_fitting = int(np.searchsorted(sizes, number, "right"))
+            if num_fitting:
+                sums = most[number - sizes[:num_fitting]] + shares[:num_fitting]
+                best = int(sums.argmax())
+                if sums[best] > most[number] * (1 + _NEAR):
+                    most[number], taken[number] = sums[best], best
+        chosen: list[_Kind] = []
+        left = num_workers
+        while left > 0:
+            if taken[left] >= 0:
+                chosen.append(kinds[taken[left]])
+                left -= chosen[-1].workers
+            else:
+                left -= 1
+        return chosen
+
+    def _time_s(self, chosen: list[_Kind], most_s: float) -> float:
+        """When these pipelines are through with a mini-batch; they are at ``most_s``."""
+        counted = Counter(chosen)
+        low_s, high_s = 0.0, most_s
+        while high_s - low_s > _NEAR * high_s:
+            middle_s = (low_s + high_s) / 2
+            if middle_s in (low_s, high_s):
+                break
+            done = sum(number * kind.share(middle_s) for kind, number in counted.items())
+            low_s, high_s = (low_s, middle_s) if done >= self._whole else (middle_s, high_s)
+        return high_s
+
+
+def _of_pipelines(job: SpotJob) -> Iterator[tuple[int, float, float]]:
+    for depth, times in job.pipelines.items():
+        yield from ((depth, share, time_s) for share, time_s in times)
+
+
+def _of_plans(plans: list[Plan]) -> Iterator[tuple[int, float, float]]:
+    """What the busiest replica has, and, as slow, less: what a policy counts that gives up samples."""
+    for plan in plans:
+        share = plan.num_micro_batches / plan.num_replicas
+        for counted in {share, float(max(plan.micro_batches_per_replica))}:
+            yield plan.pipeline_depth, counted, plan.expected.mini_batch_s
+
+
+def _kind(workers: int, times: dict[float, float], whole: float) -> _Kind:
+    """Make times by share such that more takes longer, and a micro-batch of more no longer."""
+    shares = sorted(times.keys() | {whole})
+    per_share, found = math.inf, []
+    for share in shares:
+        per_share = min(per_share, times.get(share, math.inf) / share)
+        found.append(per_share * share)
+    for place in range(len(found) - 2, -1, -1):
+        found[place] = min(found[place], found[place + 1] * (1 - _NEAR))
+    return _Kind(workers, tuple(map(float, shares)), tuple(found))
 
 
 def play_ideal(
     job: SpotJob, trace: Trace, *, until: Until, seed: int = 0, prices: SpotPrices | None = None, name: str = ""
 ) -> Outcome:
-    """Every change of shape is free and instant, newcomers are ready at once, and nothing is ever lost."""
-    books, steps, num_changes = Books(job, nothing_paid(trace, prices)), 0.0, 0
+    """Every change of shape is free and instant, newcomers are ready at once, nothing is ever lost, none is spare.
+
+    Pipelines are as ``Bound`` has them.
+    """
+    books, steps, num_changes, bound = Books(job, nothing_paid(trace, prices)), 0.0, 0, Bound(job)
     most = math.inf if until.num_steps is None else until.num_steps
     for change, until_s in intervals(trace, 0.0, end_of(until, trace), prices):
         books.spend(change.time_s, Part.WAITING, 0)
         books.take(change)
-        plan = job.best_plan(len(books.ready))
-        num_changes += not books.moments or books.moments[-1].shape != ("" if plan is None else plan.shape)
-        books.note(plan)
-        if plan is not None:
-            step_s = plan.expected.mini_batch_s
-            end_s = min(until_s, change.time_s + (most - steps) * step_s)
-            books.spend(end_s, Part.COMPUTE, plan.num_workers)
-            steps += (end_s - change.time_s) / step_s
+        best = bound.fastest(len(books.ready))
+        num_changes += not books.moments or books.moments[-1].shape != ("" if best is None else best.shape)
+        books.note_shape(*(("", 0.0) if best is None else (best.shape, job.batch_size / best.step_s)))
+        if best is not None:
+            end_s = min(until_s, change.time_s + (most - steps) * best.step_s)
+            books.spend(end_s, Part.COMPUTE, best.num_workers)
+            steps += (end_s - change.time_s) / best.step_s
         else:
             books.spend(until_s, Part.WAITING, 0)
         if steps >= most - 1e-9 or books.is_spent(until):

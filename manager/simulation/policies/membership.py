@@ -112,8 +112,11 @@ class Books:
 
     def note(self, plan: Plan | None) -> None:
         """From now on this shape trains."""
-        shape, speed = ("", 0.0) if plan is None else (plan.shape, plan.expected.examples_per_s)
-        moment = Moment(self.now_s, self.num_vms, shape, speed)
+        self.note_shape(*(("", 0.0) if plan is None else (plan.shape, plan.expected.examples_per_s)))
+
+    def note_shape(self, shape: str, examples_per_s: float) -> None:
+        """The same, of pipelines that are no plan."""
+        moment = Moment(self.now_s, self.num_vms, shape, examples_per_s)
         if not self.moments or self.moments[-1][1:] != moment[1:]:
             self.moments.append(moment)
 
@@ -142,6 +145,11 @@ class Books:
         )
 
 
+def twice_slower(micro_batches: float, depth: int) -> float:
+    """How much longer a pipeline takes of which a worker computes two stages: each micro-batch twice a stage's time."""
+    return (2 * micro_batches + depth - 1) / (micro_batches + depth - 1)
+
+
 def usd_of(event: TraceEvent, trace: Trace, prices: SpotPrices | None) -> float | None:
     """Dollars an hour of a VM that comes: what is given, else what the trace says; None: not known."""
     if event.source == ON_DEMAND:
@@ -166,4 +174,5 @@ def intervals(
 ) -> Iterator[tuple[Change, float]]:
     """Each change with the time of the next one, or the end."""
     changes = [change for change in changes_of(trace, setup_s, prices) if change.time_s < end_s]
-    yield from zip(changes, [*(change.time_s for change in changes[1:]), end_s], strict=True)
+    for number, change in enumerate(changes, 1):
+        yield change, changes[number].time_s if number < len(changes) else end_s

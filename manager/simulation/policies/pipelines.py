@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass, field
 
 from manager.accounting.account import Part
-from manager.simulation.policies.membership import Books, Change, end_of, intervals, nothing_paid
+from manager.simulation.policies.membership import Books, Change, end_of, intervals, nothing_paid, twice_slower
 from manager.simulation.spot.job import RedundantCost, SpotJob
 from manager.simulation.spot.outcome import Outcome
 from manager.simulation.spot.run_end import SpotPrices, Until
@@ -62,6 +62,8 @@ class _Run:
 
     def _works(self, pipeline: Pipeline) -> bool:
         if self.redundant:  # a stage's predecessor computes for it, the last stage for the first
+            if len(pipeline) - pipeline.count(None) < min(self.job.pipelines, default=1):
+                return False  # no cut into so few stages fits in memory
             return all(vm is not None or pipeline[stage - 1] is not None for stage, vm in enumerate(pipeline))
         return None not in pipeline
 
@@ -180,9 +182,7 @@ class _Run:
             gradient_bytes = self.job.state_bytes / self.job.state_copies / self.depth
             step_s = step_s * (1 + self.redundant.overhead) + gradient_bytes / self.job.durations.link_bytes_per_s
         if any(None in pipeline for pipeline in self.working):
-            # one VM runs two stages: twice the slowest one's time for each micro-batch
-            num = max(self.plan.micro_batches_per_replica)
-            step_s *= (2 * num + self.depth - 1) / (num + self.depth - 1)
+            step_s *= twice_slower(max(self.plan.micro_batches_per_replica), self.depth)
         return step_s
 
     def _every_s(self) -> float:

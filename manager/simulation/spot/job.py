@@ -10,10 +10,11 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from manager.controller.state.config import ExpectedLosses
 from morph.contract.base import Value
 from morph.contract.cluster import Policy
+from morph.contract.errors import PlanError
 from morph.contract.messages import UnitId
 from morph.contract.plan import Expectation, Plan, StagePlan
 from morph.contract.profile import Profile
-from simulator import PlanRequest, Simulation, plan_table, simulate_plan
+from simulator import PlanRequest, Simulation, pipeline_times, plan, plan_table, simulate_plan
 from simulator.inputs.conditions import RedundantName
 
 FINGERPRINT = "simulated"
@@ -66,7 +67,8 @@ class SpotJob(Value):
     """``plans[n]`` is the best plan of n workers, each on a VM of its own; a number that fits no plan is absent.
 
     ``unit_bytes``: parameters and optimizer state; ``section_compute_s``: forward and backward of one micro-batch.
-    ``redundant``: of a policy that computes redundantly, by "eflb" or "lflb".
+    ``redundant``: of a policy that computes redundantly, by "eflb" or "lflb". ``pipelines``: of each depth, how long a
+    mini-batch takes by the micro-batches of one replica, whatever the number of workers (``simulator.pipeline_times``).
     """
 
     name: str
@@ -80,6 +82,7 @@ class SpotJob(Value):
     policy: Policy = Policy()
     expected_losses: ExpectedLosses = ExpectedLosses()
     redundant: dict[str, RedundantCost] = PUBLISHED
+    pipelines: dict[int, tuple[tuple[int, float], ...]] = Field(default_factory=dict)
 
     @property
     def state_bytes(self) -> int:
@@ -110,12 +113,16 @@ def job_from_profile(
         PlanError: when no plan fits even so many.
     """
     plans = plan_table(profile, most_workers, request)
-    micro_batch_size = next(iter(plans.values())).micro_batch_size if plans else 1
+    if not plans:
+        plan(profile, request, num_gpus=most_workers)  # raises, and says what would do
+        raise PlanError("no plan fits", field="num_gpus", value=most_workers)
+    micro_batch_size = next(iter(plans.values())).micro_batch_size
     state_copies = 3 if any(section.optimizer_bytes for section in profile.sections) else 1
     return SpotJob(
         name=profile.job.name,
         batch_size=profile.job.batch_size,
         plans=plans,
+        pipelines=pipeline_times(profile, most_workers, micro_batch_size, request),
         units={unit.id: unit.sections for unit in profile.units},
         unit_bytes={unit.id: unit.parameter_bytes * state_copies for unit in profile.units},
         state_copies=state_copies,

@@ -28,15 +28,11 @@ def check_device(cluster: ClusterConfig, source: str) -> None:
         ConfigError: naming the cluster file.
     """
     from morph.contract.cluster import LocalVms
-    from morph.contract.errors import ConfigError
 
     if isinstance(cluster.vms, LocalVms) and cluster.vms.device == "cuda":
-        import torch
+        from morph.runtime.device.devices import usable_device
 
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                "this machine has no such device", source=source, field="vms.device", value="cuda", allowed="cpu"
-            )
+        usable_device("cuda", source=source)
 
 
 def check_job(job_path: str, profile: Profile) -> CheckedJob:

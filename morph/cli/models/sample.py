@@ -57,6 +57,9 @@ def sample_command(
     doing(f"loading PyTorch and the job of {source}")
     from morph.cli.models.export import loaded_job
 
+    from morph.runtime.device.devices import usable_device
+
+    usable_device(device, source="morph sample", field="--device", numbered=True)
     found = loaded_job(stored, job)
     if found.sample is None:
         missing = JobError("is not given", source="Job", field="sample", allowed="lambda model, step: text")

@@ -14,10 +14,10 @@ import typer
 
 from morph.cli.plans.plan_options import memory_bytes_of
 from morph.cli.plans.settings import ReplaySettings, with_settings
-from morph.cli.plans.trace_options import LikeOption, ModelOption, VmsOption, model_of, read_traces
+from morph.cli.plans.trace_options import MOST_VMS, LikeOption, ModelOption, VmsOption, model_of, read_traces
 from morph.cli.reading.options import JsonOption, PngOption, SettingsOption
 from morph.cli.reading.progress import COMPILED_ONCE, doing_if_long, progress
-from morph.contract.errors import ConfigError
+from morph.contract.errors import ConfigError, TraceError
 from morph.contract.files import check_output, write_output
 from morph.words import counted
 from morph.yaml_files import load_cluster, load_yaml, read_settings
@@ -129,6 +129,10 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
         drawn = model_of(vms, like, model, chosen)
         drawn_seeds = range(seed, seed + seeds)
         cases = tuple((f"drawn {number}", number, drawn.draw(number, hours * 3600)) for number in drawn_seeds)
+        for name, number, trace in cases:
+            if not trace.events:
+                message = f"no VM comes in {hours:g} h of the trace that is {name}"
+                raise TraceError(message, field="--seed", value=number, allowed="more --hours, or VMs from the start")
     if most_wanted is not None:
         cases = tuple((name, number, trace.at_most(most_wanted)) for name, number, trace in cases)
     priced = price is not None or all(trace.prices for _, _, trace in cases)
@@ -148,6 +152,9 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
         job = numbers
     else:
         most = max(trace.max_nodes for _, _, trace in cases)
+        if most > MOST_VMS:
+            allowed = f"1 to {MOST_VMS}; of more VMs, vms.keep in a --cluster file says how many to take"
+            raise TraceError("has too many VMs at once", field="--trace", value=most, allowed=allowed)
         request = PlanRequest(memory_bytes=memory_bytes, redundancy=decides.redundancy)
         with doing_if_long(f"planning for 1 to {most} VMs ({COMPILED_ONCE})"):
             job = job_from_profile(
@@ -197,4 +204,13 @@ def _recorded(files: list[Path]) -> Cases:
     """Read the traces; each begins with its first event."""
     from manager.run.preparation import from_its_first_event
 
-    return tuple((path.stem, 0, from_its_first_event(read_traces([path]))) for path in files)
+    found = tuple((path.stem, 0, from_its_first_event(read_traces([path]))) for path in files)
+    for path, (_, _, trace) in zip(files, found, strict=True):
+        if not trace.duration_s:
+            raise TraceError(
+                "ends with its first events, so nothing of it can be played",
+                source=str(path),
+                field="event",
+                allowed="a last line 86400,end, until when (seconds) the VMs were watched, or later events",
+            )
+    return found

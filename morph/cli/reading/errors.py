@@ -22,7 +22,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from morph.contract.errors import InputError, TrainingStopped
+from morph.contract.errors import InputError, TrainingStopped, printable
 from morph.contract.files import NO_ROOM
 
 EXIT_STOPPED = 1
@@ -34,7 +34,7 @@ EXIT_INTERRUPTED = 130
 
 def one_line(error: Exception) -> str:
     """Return ``error: ...`` without line breaks, so that it stays one line in a log."""
-    return "error: " + " ".join(str(error).split())
+    return "error: " + printable(" ".join(str(error).split()))
 
 
 @contextmanager

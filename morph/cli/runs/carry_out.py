@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -52,7 +53,9 @@ class Shown:
             yield observer
 
 
-def carry_out(request: RunRequest, run_dir: Path | None, shown: Shown, if_changed: IfChanged) -> None:
+def carry_out(
+    request: RunRequest, run_dir: Path | None, shown: Shown, if_changed: IfChanged, *, take_over: bool
+) -> None:
     """Do what ``morph run`` was asked to do; ``run_dir``: instead of the job's own. Ends in the command's exit code."""
     with doing_if_long("reading the job's files"):
         run = prepare(request, run_dir)
@@ -61,7 +64,8 @@ def carry_out(request: RunRequest, run_dir: Path | None, shown: Shown, if_change
     leave_word(run_dir=directory.resolve())
     try:
         with places(run.places):
-            finish, report = managed_run(run, _checked, lambda live: shown.view(live, directory), if_changed)
+            view = partial(shown.view, run_dir=directory)
+            finish, report = managed_run(run, _checked, view, if_changed, take_over=take_over)
     except KeyboardInterrupt:
         print(
             f"the same command goes on from the newest checkpoint, and so does morph resume {directory}",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,6 +32,9 @@ def dry_run_command(
     ] = 1,
     run: RunOption = "run",
     job: JobOption = "job",
+    cluster: Annotated[
+        Path | None, typer.Option(help="Cluster or job file: show the cloud-config of its VMs, without the secrets.")
+    ] = None,
 ) -> None:
     """Print, as JSON, what a request for VMs would create. No request is sent, nothing is created.
 
@@ -44,7 +48,35 @@ def dry_run_command(
     from morph.yaml_files import load_yaml
 
     spec = load_yaml(file, AzureSpec)
-    print(json.dumps(planned(spec, run, job, f"{job}-1", count), indent=1))
+    shown = [_cloud_config_of(cluster)] if cluster else []
+    print(json.dumps(planned(spec, run, job, f"{job}-1", count, *shown), indent=1))
+
+
+def _cloud_config_of(path: Path) -> Callable[[str, int], Any]:
+    """Return what is shown of the cloud-config of VMs that a cluster file describes."""
+    import json
+
+    from pydantic import SecretStr
+
+    from manager.providers.boot.cloud_init import cloud_init, node_start
+    from manager.providers.boot.first_boot import packed
+    from manager.providers.boot.own_wheel import make_wheel
+    from morph.contract.cluster import AzureVms
+    from morph.contract.errors import ConfigError
+    from morph.yaml_files import load_config
+
+    vms = load_config(path).vms
+    if not isinstance(vms, AzureVms):
+        raise ConfigError("no VM of these has one", source=str(path), field="vms.kind", value=vms.kind, allowed="azure")
+    ray = f"{vms.address}:{vms.ray_port}"
+    start = node_start(vms, vms.notice_port, "", make_wheel(), "", ray_address=ray, gpus=vms.device == "cuda")
+    start = start.model_copy(update={"ray_token": SecretStr("(secret)"), "node_secret": SecretStr("(secret)")})
+
+    def shown(node: str, num_devices: int) -> Any:
+        text = cloud_init(start, node, "azure", num_devices).replace(packed(), "(the program of the first boot)")
+        return json.loads(text.partition("\n")[2])
+
+    return shown
 
 
 @cloud_app.command("reconcile")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from morph.tables import table, wide_console
 
 if TYPE_CHECKING:
-    from manager.report.values import MorphRecord, RunReport, StepRecord
+    from manager.report.steps import StepRecord
+    from manager.report.values import MorphRecord, RunReport
     from morph.contract.plan import Plan
 
 WIDTH = 132

@@ -21,21 +21,26 @@ from manager.host.signals import STOPPED_BY_COMMAND
 from manager.run_dir import GOES_ON, GoesOn, write_in_run_dir
 from morph.cli.reading.errors import EXIT_GOES_ON, EXIT_INPUT, EXIT_INTERRUPTED
 from morph.contract.base import Value
-from morph.contract.errors import RunDirError
+from morph.contract.errors import CheckpointsTaken, RunDirError
 from morph.contract.waits import Backoff
 
 PAUSES = Backoff(first_s=1.0, most_s=3600.0)
 """Between managers that come to nothing; one that decided a step, or lived for the longest of these, begins anew."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_BY_USER = (STOPPED_BY_COMMAND, *(one.name for one in _FORWARDED))
 MOST_SAID = 2000
 _LIMIT = "vms.limits."
 """Every sentence about a limit of the user's names its setting."""
 
 
 class Ended(Value):
-    """What a manager leaves word of. ``outcome`` as of ``Finish``, or an error; ``began``: a session was begun."""
+    """What a manager leaves word of.
 
-    outcome: Literal["", "finished", "stopped", "failed", "error"] = ""
+    ``outcome``: as of ``Finish``, or an error, or another manager has taken the run's checkpoints over. ``began``: a
+    session was begun.
+    """
+
+    outcome: Literal["", "finished", "stopped", "failed", "error", "taken"] = ""
     sentence: str = ""
     run_dir: Path | None = None
     version: int | None = None
@@ -78,16 +83,20 @@ def kept_up(
         raise
     except Exception as error:
         if not _word.ended.outcome:
-            _word.leave(outcome="error", sentence=" ".join(f"{error}".split())[:MOST_SAID] or type(error).__name__)
+            outcome = "taken" if isinstance(error, CheckpointsTaken) else "error"
+            _word.leave(outcome=outcome, sentence=" ".join(f"{error}".split())[:MOST_SAID] or type(error).__name__)
         raise
 
 
 def ends(ended: Ended, code: int, *, asked: bool, has_begun: bool) -> bool:
-    """Whether a run does not go on: it is finished, its user stopped it, a limit was reached, or it never began."""
-    if asked or ended.outcome == "finished" or code == EXIT_GOES_ON or ended.sentence.startswith(STOPPED_BY_COMMAND):
+    """Whether a run does not go on.
+
+    It is finished, its user stopped it, a limit was reached, another manager has taken it, or it never began.
+    """
+    if asked or ended.outcome in ("finished", "taken") or code == EXIT_GOES_ON:
         return True
-    by_signal = ended.outcome == "stopped" and ended.sentence.startswith(tuple(one.name for one in _FORWARDED))
-    return by_signal or _LIMIT in ended.sentence or (code == EXIT_INPUT and not has_begun)
+    by_user = ended.outcome == "stopped" and ended.sentence.startswith(_BY_USER)
+    return by_user or _LIMIT in ended.sentence or (code == EXIT_INPUT and not has_begun)
 
 
 class _Keeper:

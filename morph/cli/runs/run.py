@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from manager.run.request import IfChanged, RunRequest, is_job_file, kept_request
-from manager.run_dir import read_facts
+from manager.run.request import IfChanged, RunRequest, is_job_file, kept_request, run_dir_of
+from manager.run_dir import check_unused, read_facts
 from morph.cli.reading.options import (
     AnyScheduleOption,
     FileSettingsOption,
@@ -43,6 +43,12 @@ IfChangedOption = Annotated[
     typer.Option(
         help="If the job's code was changed since the run began: refuse; keep the code that it began with; or accept "
         "changed code and data, from the newest checkpoint on."
+    ),
+]
+TakeOverOption = Annotated[
+    bool,
+    typer.Option(
+        "--take-over", help="Take the checkpoints over from another manager that uses the same --checkpoint-url."
     ),
 ]
 
@@ -114,6 +120,7 @@ def run_command(
     page: PageOption = True,
     if_changed: IfChangedOption = IfChanged.REFUSE,
     forever: ForeverOption = False,
+    take_over: TakeOverOption = False,
     price: PriceOption = None,
     on_demand_price: OnDemandOption = None,
     settings: FileSettingsOption = None,
@@ -148,10 +155,13 @@ def run_command(
     request = RunRequest.model_validate(
         {name: context.params[name] for name in RunRequest.model_fields} | {"settings": tuple(settings or ())}
     )
-    with kept_up(forever):
+    with kept_up(forever) as begun:
         with doing_if_long(f"reading {job} and what it is run with"):
+            if (own := run_dir_of(request, run_dir)) is not None:
+                check_unused(own)  # before what is imported, which takes longer
             from morph.cli.runs.carry_out import Shown, carry_out
-        carry_out(request, run_dir, Shown(plain, verbose, log_format is LogFormat.JSON, page), if_changed)
+        shown = Shown(plain, verbose, log_format is LogFormat.JSON, page)
+        carry_out(request, run_dir, shown, if_changed, take_over=take_over and begun is None)
 
 
 def resume_command(
@@ -177,6 +187,7 @@ def resume_command(
     page: PageOption = True,
     if_changed: IfChangedOption = IfChanged.REFUSE,
     forever: ForeverOption = False,
+    take_over: TakeOverOption = False,
 ) -> None:
     """Go on with a run as it was started: the same as giving its `morph run` command again.
 
@@ -195,15 +206,17 @@ def resume_command(
     with kept_up(forever) as begun:
         source = source if begun is None else str(begun)
         with doing_if_long(f"reading what was kept in {source}"):
+            if "://" not in source:
+                check_unused(Path(source))
             from manager.run.recovery import is_stored, recovered
             from morph.cli.runs.carry_out import Shown, carry_out
 
-        shown = Shown(plain, verbose, log_format is LogFormat.JSON, page)
+        shown, by_force = Shown(plain, verbose, log_format is LogFormat.JSON, page), take_over and begun is None
         if is_stored(source):
             with recovered(source, job, run_dir, cluster, if_changed) as (request, made):
-                carry_out(request, made, shown, if_changed)
+                carry_out(request, made, shown, if_changed, take_over=by_force)
         read_facts(Path(source))
         for option, given in (("--job", job), ("--run-dir", run_dir), ("--cluster", cluster)):
             if given is not None and begun is None:
                 raise ConfigError("is for a URL alone", field=option, allowed=f"without it, as {source} says")
-        carry_out(kept_request(Path(source)), Path(source), shown, if_changed)
+        carry_out(kept_request(Path(source)), Path(source), shown, if_changed, take_over=by_force)

@@ -83,8 +83,7 @@ def events_command(
         reader = EventReader()
 
         def new() -> list[Told]:
-            entries = reader.take(journal.read(after=reader.sequence))
-            return [told for told in entries if every or not (told.routine or (told.inner and not verbose))]
+            return [told for told in reader.new(journal) if every or not (told.routine or (told.inner and not verbose))]
 
         show(new()[-last if last else None :])
         managed = True

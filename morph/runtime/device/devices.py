@@ -18,19 +18,48 @@ from torch import Tensor
 from morph.contract.errors import ConfigError
 
 
-def check_kernels(device: torch.device) -> None:
-    """Refuse a CUDA device for which this torch has no kernels: the first one that is launched would fail.
+def usable_device(
+    name: str, *, source: str | None = None, field: str = "vms.device", numbered: bool = False
+) -> torch.device:
+    """Return the device of this name, if this process can compute on it.
+
+    Args:
+        name: ``cpu`` or ``cuda``.
+        source: Where it was asked for.
+        field: By this name.
+        numbered: Whether ``cuda:1`` is a name too.
+
+    Raises:
+        ConfigError: saying why it cannot be used, and what can.
+    """
+    cuda = torch.cuda.is_available()
+    found = ["cpu", *["cuda"] * cuda]
+    found += [f"cuda:{number}" for number in range(torch.cuda.device_count()) if cuda and numbered]
+    if name in found:
+        return torch.device(name)
+    why = ""
+    if name.partition(":")[0] == "cuda" and not cuda:
+        lacks = "finds none" if torch.backends.cuda.is_built() else "is built without CUDA"
+        why = f": torch {torch.__version__} {lacks}"
+    raise ConfigError(
+        f"this machine has no such device{why}", source=source, field=field, value=name, allowed=", ".join(found)
+    )
+
+
+def check_kernels(device: torch.device, field: str = "vms.device") -> None:
+    """Refuse a CUDA device that is not there, or for which this torch has no kernels: the first launch would fail.
 
     Raises:
         ConfigError: naming the device, its compute capability, and those that torch was built for.
     """
+    usable_device(str(device), field=field, numbered=True)
     if device.type != "cuda":
         return
     capability, built_for = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
     if not has_kernels(capability, built_for):
         raise ConfigError(
             f"torch {torch.__version__} has no kernels for this device, {torch.cuda.get_device_name(device)}",
-            field="vms.device",
+            field=field,
             value=f"cuda, compute capability {capability[0]}.{capability[1]}",
             allowed=f"those that torch was built for: {', '.join(built_for)}; docs/gpu.md says which build has others",
         )

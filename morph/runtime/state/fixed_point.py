@@ -11,12 +11,15 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from morph.runtime.state.loops import Loops
 
 log = logging.getLogger(__name__)
 
@@ -123,8 +126,11 @@ def _add_on_processor(one: FixedSum, gradient: Tensor, first: bool) -> None:
     if gradient.dtype not in _LOOPED or gradient.is_neg() or not gradient.is_contiguous():
         wide = gradient.dtype if gradient.dtype in _LOOPED else torch.float32
         gradient = gradient.detach().resolve_neg().to(wide).contiguous()
-    num, values = gradient.numel(), gradient.data_ptr()
-    _loops().adding(gradient.dtype)(total, values, values, num, 2.0**one.exponent, largest, first)
+    loops = _loops(gradient.dtype)
+    if loops is None:
+        _add_each_by_torch([one], [gradient.detach().reshape(-1)], [first])
+        return
+    loops.add(total, gradient.data_ptr(), gradient.numel(), 2.0**one.exponent, largest, first)
 
 
 def _add_by_torch(one: FixedSum, values: Tensor) -> None:
@@ -154,11 +160,9 @@ def from_fixed(totals: Sequence[Tensor], exponents: Sequence[int], divisor: int,
         if fused is not None:
             fused.mean(totals, exponents, divisor, into)
             return
-        if _on_processor(into[0]):
-            mean = _loops().averaging(into[0].dtype)
-            for rows, exponent, means in zip(totals, exponents, into, strict=True):
-                size = len(rows), rows.shape[1], rows.stride(0)
-                mean(rows.data_ptr(), *size, 2.0**-exponent / divisor, means.data_ptr())
+        loops = _loops(into[0].dtype) if _on_processor(into[0]) else None
+        if loops is not None:
+            _mean_each_by_loop(loops, totals, exponents, divisor, into)
             return
     _mean_each_by_torch(totals, exponents, divisor, into)
 
@@ -201,7 +205,7 @@ def _fused(device: torch.device) -> ModuleType | None:
     try:
         from morph.runtime.state import fused_sums  # Triton is there with torch's builds for GPUs alone
 
-        _compare(fused_sums, device)
+        _compare(fused_sums, device, torch.float32)
     except Exception as error:
         log.warning(
             "gradients are summed by several kernels on %s, not one: %s: %s", device, type(error).__name__, error
@@ -210,30 +214,49 @@ def _fused(device: torch.device) -> ModuleType | None:
     return fused_sums
 
 
-def _compare(fused: ModuleType, device: torch.device) -> None:
-    """Try the fused kernels.
+@cache
+def _loops(dtype: torch.dtype) -> Loops | None:
+    """One compiled loop for each pass over numbers of this type on the processor; None likewise."""
+    try:
+        from morph.runtime.state.loops import compile_loops  # a worker that sums nothing need not wait for llvmlite
+
+        loops = compile_loops(dtype)
+
+        def add(sums: Sequence[FixedSum], flat: Sequence[Tensor], is_first: Sequence[bool]) -> None:
+            for one, values, first in zip(sums, flat, is_first, strict=True):
+                addresses = one.total.data_ptr(), one.largest.data_ptr()
+                loops.add(addresses[0], values.data_ptr(), len(values), 2.0**one.exponent, addresses[1], first)
+
+        _compare(SimpleNamespace(add=add, mean=partial(_mean_each_by_loop, loops)), _HOST, dtype)
+    except Exception as error:
+        log.warning("gradients are summed by several passes of torch, not one: %s: %s", type(error).__name__, error)
+        return None
+    return loops
+
+
+def _compare(kernels: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Try kernels or loops for numbers of a type.
 
     Raises:
         ValueError: they find other bits than torch's kernels.
     """
-    values = (torch.arange(-4096, 4096, device=device) / 64).to(torch.float32).exp2_()
+    values = (torch.arange(-4096, 4096, device=device) / 64).to(dtype).exp2_()
     values[::3] *= -1
     sizes = [1, 5000, 3191]
     some = torch.split(values, sizes)
     found = []
-    both: tuple[Any, ...] = fused, SimpleNamespace(add=_add_each_by_torch, mean=_mean_each_by_torch)
-    for kernels in both:
+    for each in (kernels, SimpleNamespace(add=_add_each_by_torch, mean=_mean_each_by_torch)):
         total = torch.ones(len(values), dtype=torch.int64, device=device)
         largest, means = torch.zeros(len(some), dtype=torch.float64, device=device), torch.empty_like(values[:4096])
         for number, exponents in enumerate(((-40, 0, -3), (-3, -40, 0), (0, -3, -40))):
             places = zip(torch.split(total, sizes), torch.split(largest, 1), exponents, strict=True)
-            kernels.add([fixed_sum(*place) for place in places], some, [False, number == 1, False])
+            each.add([fixed_sum(*place) for place in places], some, [False, number == 1, False])
         rows = total.view(2, -1)
         halves = [rows[:, :1000], rows[:, 1000:]], [5, 7], 12, [means[:1000], means[1000:]]
-        kernels.mean(*halves)
+        each.mean(*halves)
         found.append((total.tolist(), largest.tolist(), means.tolist()))
     if found[0] != found[1]:
-        raise ValueError("the kernel finds other bits than torch's")
+        raise ValueError("it finds other bits than torch does")
 
 
 def _add_each_by_torch(sums: Sequence[FixedSum], flat: Sequence[Tensor], is_first: Sequence[bool]) -> None:
@@ -241,6 +264,14 @@ def _add_each_by_torch(sums: Sequence[FixedSum], flat: Sequence[Tensor], is_firs
         if first:
             one.total.zero_()
         _add_by_torch(one, values)
+
+
+def _mean_each_by_loop(
+    loops: Loops, totals: Sequence[Tensor], exponents: Sequence[int], divisor: int, into: Sequence[Tensor]
+) -> None:
+    for rows, exponent, means in zip(totals, exponents, into, strict=True):
+        size = len(rows), rows.shape[1], rows.stride(0)
+        loops.mean(rows.data_ptr(), *size, 2.0**-exponent / divisor, means.data_ptr())
 
 
 def _mean_each_by_torch(
@@ -255,14 +286,7 @@ def _on_processor(tensor: Tensor) -> bool:
 
 
 def prepare(device: torch.device = _HOST) -> None:
-    """Load and compile what adding float32 gradients there needs (half a second), so that no step has to."""
+    """Compile and prove what adding float32 gradients there needs, so that no step has to."""
     total, mean = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
     add_fixed([fixed_sum(total, torch.zeros(1, dtype=torch.float64, device=device), 0)], [mean], [True])
     from_fixed([total.view(1, 1)], [0], 1, [mean])
-
-
-@cache
-def _loops() -> ModuleType:
-    from morph.runtime.state import loops  # it loads numba, 0.2 s for which a worker that sums nothing need not wait
-
-    return loops

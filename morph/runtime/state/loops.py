@@ -1,116 +1,155 @@
-"""The two passes over fixed-point sums on a processor, compiled by numba: one pass each, where torch takes five.
+"""The two passes over fixed-point sums on a processor, compiled by LLVM: one pass each, where torch takes five.
 
-They are called by addresses, because numba's own call takes as long as adding 10,000 numbers.
+They are compiled in each process that sums, from the text below: it takes 0.1 s of processor time with the import of
+llvmlite, a third of what loading the same loops from numba's cache takes, and there is no file that could be damaged.
+They are called by addresses, because a call through numba takes as long as adding 10,000 numbers.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
+import threading
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
-from types import FunctionType
+from dataclasses import dataclass
 from typing import Any
 
-import numba
-import numpy as np
+import llvmlite.binding as llvm
 import torch
-from numba import carray, types  # type: ignore[attr-defined] # numba ships no types
-from numba.core.registry import cpu_target
-
-from morph.user_cache import cache_folder, keep_as_it_is
-
-# Where numba keeps what it compiles of Morph's loops: once for a user, wherever the code lies.
-#
-# Numba keeps it beside the file that has a function, and looks for it by that file's path. On each VM that file has
-# another one, which goes with the VM's node: every node on a host, and every start of it, compiled the same anew.
 
 
-_FOLDER = "loops"
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """Both loops for one type.
 
-
-def kept_for_user(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function as if its file lay in this user's cache; itself where nothing can be kept there.
-
-    The file is a copy by a name that stands for its content, numba's version and the processor: what was compiled of
-    other code, or for another processor on shared storage, is not found.
+    Attributes:
+        add: Takes the addresses of sums and of gradients, how many, the scale, the address of the largest magnitude,
+            and whether the sums begin here. Without its sign bit, a float's bits are ordered as its magnitude:
+            infinity, then NaN last.
+        mean: Takes the address of the first row of sums, how many rows and columns, how many sums lie between two
+            rows, the scale, and the address of the means.
     """
-    assert isinstance(loop, FunctionType)
-    try:
-        source = Path(loop.__code__.co_filename).read_bytes()
-    except OSError:  # it lies in an archive
-        return loop
-    about = f"{numba.__version__} {cpu_target.target_context.codegen().magic_tuple()}\n".encode()
-    name = f"loops_{hashlib.sha256(about + source).hexdigest()}.py"
-    copy = keep_as_it_is(cache_folder() / _FOLDER, name, source)
-    if copy is None:
-        return loop
-    return FunctionType(loop.__code__.replace(co_filename=str(copy)), loop.__globals__, loop.__name__)
+
+    add: Callable[..., None]
+    mean: Callable[..., None]
 
 
-def _add(total: Any, values: Any, bits: Any, num: Any, scale: Any, largest: Any, is_first: Any) -> None:
-    """Without its sign bit, a float's bits are ordered as its magnitude: infinity, then NaN last.
+_TEXT = """
+declare double @llvm.rint.f64(double)
+declare {bits} @llvm.umax.{bits}({bits}, {bits})
 
-    ``bits`` are those of ``values``.
-    """
-    sums, found, unsigned = carray(total, num), carray(values, num), carray(bits, num)
-    is_wide = unsigned.itemsize == 8
-    no_sign = unsigned.dtype.type(2**63 - 1 if is_wide else 2**31 - 1)
-    most = unsigned.dtype.type(0)
-    if is_first:
-        sums[:] = 0
-    for i in range(num):
-        sums[i] += np.int64(np.rint(np.float64(found[i]) * scale))
-        most = max(most, unsigned[i] & no_sign)
-    magnitude = np.uint64(most).view(np.float64) if is_wide else np.float64(np.uint32(most).view(np.float32))
-    if magnitude > largest[0] or np.isnan(magnitude):
-        largest[0] = magnitude
+define void @add(ptr noalias %sums, ptr noalias readonly %values, i64 %num, double %scale, ptr noalias %largest,
+                 i1 zeroext %is_first) {{
+begin:
+  %is_empty = icmp eq i64 %num, 0
+  br i1 %is_empty, label %end, label %each
+each:
+  %i = phi i64 [0, %begin], [%next, %each]
+  %most = phi {bits} [0, %begin], [%larger, %each]
+  %from = getelementptr {real}, ptr %values, i64 %i
+  %value = load {real}, ptr %from
+  {widen_value}
+  %scaled = fmul double %{wide_value}, %scale
+  %rounded = call double @llvm.rint.f64(double %scaled)
+  %whole = fptosi double %rounded to i64
+  %to = getelementptr i64, ptr %sums, i64 %i
+  %held = load i64, ptr %to
+  %before = select i1 %is_first, i64 0, i64 %held
+  %sum = add i64 %before, %whole
+  store i64 %sum, ptr %to
+  %as_bits = bitcast {real} %value to {bits}
+  %magnitude = and {bits} %as_bits, {no_sign}
+  %larger = call {bits} @llvm.umax.{bits}({bits} %most, {bits} %magnitude)
+  %next = add i64 %i, 1
+  %is_more = icmp ult i64 %next, %num
+  br i1 %is_more, label %each, label %end
+end:
+  %found_bits = phi {bits} [0, %begin], [%larger, %each]
+  %found = bitcast {bits} %found_bits to {real}
+  {widen_found}
+  %known = load double, ptr %largest
+  %is_larger = fcmp ogt double %{wide_found}, %known
+  %is_nan = fcmp uno double %{wide_found}, %{wide_found}
+  %is_new = or i1 %is_larger, %is_nan
+  %kept = select i1 %is_new, double %{wide_found}, double %known
+  store double %kept, ptr %largest
+  ret void
+}}
 
+define void @mean(ptr noalias readonly %sums, i64 %rows, i64 %num, i64 %stride, double %scale, ptr noalias %means) {{
+begin:
+  %is_empty = icmp eq i64 %num, 0
+  br i1 %is_empty, label %end, label %each
+each:
+  %i = phi i64 [0, %begin], [%next, %turned]
+  %first = getelementptr i64, ptr %sums, i64 %i
+  %own = load i64, ptr %first
+  %is_alone = icmp ult i64 %rows, 2
+  br i1 %is_alone, label %turned, label %down
+down:
+  %row = phi i64 [1, %each], [%next_row, %down]
+  %above = phi i64 [%own, %each], [%joined, %down]
+  %offset = mul i64 %row, %stride
+  %from = getelementptr i64, ptr %first, i64 %offset
+  %held = load i64, ptr %from
+  %joined = add i64 %above, %held
+  %next_row = add i64 %row, 1
+  %is_more_rows = icmp ult i64 %next_row, %rows
+  br i1 %is_more_rows, label %down, label %turned
+turned:
+  %total = phi i64 [%own, %each], [%joined, %down]
+  %wide = sitofp i64 %total to double
+  %scaled = fmul double %wide, %scale
+  {narrow}
+  %to = getelementptr {real}, ptr %means, i64 %i
+  store {real} %{mean}, ptr %to
+  %next = add i64 %i, 1
+  %is_more = icmp ult i64 %next, %num
+  br i1 %is_more, label %each, label %end
+end:
+  ret void
+}}
+"""
 
-def _mean(totals: Any, members: Any, num: Any, stride: Any, scale: Any, into: Any) -> None:
-    """Add up rows that lie ``stride`` numbers apart."""
-    means = carray(into, num)
-    for i in range(num):
-        total = totals[i]
-        for member in range(1, members):
-            total += totals[member * stride + i]
-        means[i] = np.float64(total) * scale
-
-
-_TYPES = {torch.float32: (types.float32, types.uint32), torch.float64: (types.float64, types.uint64)}
-
-
-def _pointer(to: Any) -> Any:
-    return types.CPointer(to)  # type: ignore[no-untyped-call] # numba ships no types
-
-
-_SUMS, _LARGEST = _pointer(types.int64), _pointer(types.float64)
+_WORDS = {
+    torch.float32: {
+        **{"real": "float", "bits": "i32", "no_sign": 2**31 - 1},
+        **{"widen_value": "%wide = fpext float %value to double", "wide_value": "wide"},
+        **{"widen_found": "%wide_found = fpext float %found to double", "wide_found": "wide_found"},
+        **{"narrow": "%narrow = fptrunc double %scaled to float", "mean": "narrow"},
+    },
+    torch.float64: {
+        **{"real": "double", "bits": "i64", "no_sign": 2**63 - 1},
+        **{"widen_value": "", "wide_value": "value", "widen_found": "", "wide_found": "found"},
+        **{"narrow": "", "mean": "scaled"},
+    },
+}
 _AT, _NUM = ctypes.c_void_p, ctypes.c_ssize_t
-
-
-@cache
-def adding(dtype: torch.dtype) -> Callable[..., None]:
-    """Return ``_add`` for gradients of this type, compiled once for each user; their address is given twice."""
-    values, bits = map(_pointer, _TYPES[dtype])
-    signature = types.void(_SUMS, values, bits, types.intp, types.float64, _LARGEST, types.boolean)
-    call = ctypes.CFUNCTYPE(None, _AT, _AT, _AT, _NUM, ctypes.c_double, _AT, ctypes.c_bool)
-    return _kept_call(_add, signature, call)
-
-
-@cache
-def averaging(dtype: torch.dtype) -> Callable[..., None]:
-    """Return ``_mean`` into this type, likewise."""
-    signature = types.void(_SUMS, *(types.intp,) * 3, types.float64, _pointer(_TYPES[dtype][0]))
-    return _kept_call(_mean, signature, ctypes.CFUNCTYPE(None, _AT, *(_NUM,) * 3, ctypes.c_double, _AT))
-
-
+_ADD = ctypes.CFUNCTYPE(None, _AT, _AT, _NUM, ctypes.c_double, _AT, ctypes.c_bool)
+_MEAN = ctypes.CFUNCTYPE(None, _AT, *(_NUM,) * 3, ctypes.c_double, _AT)
 _COMPILED: list[Any] = []
 """Their code lasts as long as these."""
+_LOCK = threading.Lock()
 
 
-def _kept_call(loop: Callable[..., None], signature: Any, call: Any) -> Callable[..., None]:
-    compiled = numba.cfunc(signature, cache=True)(kept_for_user(loop))
-    _COMPILED.append(compiled)
-    found: Callable[..., None] = call(compiled.address)
-    return found
+def compile_loops(dtype: torch.dtype) -> Loops:
+    """Compile both for gradients and means of this type, float32 or float64.
+
+    Raises:
+        RuntimeError: LLVM does not know this processor, or refuses the text.
+    """
+    with _LOCK:
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        target = llvm.Target.from_default_triple()
+        processor = {"cpu": llvm.get_host_cpu_name(), "features": llvm.get_host_cpu_features().flatten()}
+        machine = target.create_target_machine(opt=3, **processor)
+        module = llvm.parse_assembly(_TEXT.format(**_WORDS[dtype]), llvm.create_context())
+        module.triple, module.data_layout = target.triple, str(machine.target_data)
+        options = llvm.create_pipeline_tuning_options(speed_level=3)
+        options.loop_vectorization = True
+        passes = llvm.create_pass_builder(machine, options)
+        passes.getModulePassManager().run(module, passes)
+        engine = llvm.create_mcjit_compiler(module, machine)
+        engine.finalize_object()
+        _COMPILED.append(engine)
+        return Loops(_ADD(engine.get_function_address("add")), _MEAN(engine.get_function_address("mean")))

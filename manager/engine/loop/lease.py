@@ -1,0 +1,318 @@
+"""Who may write checkpoints at a URL: one manager at a time, by a lease that lies beside them and expires.
+
+``run/lease-00000003.json`` below the checkpoint URL names its holder; the highest number counts. The holder writes the
+file again and again. Whoever takes the lease over makes the next number, which storage lets only one do where it can
+make a file only if there is none (local disks, S3, Azure, Google Cloud, fsspec's memory); elsewhere the last one wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+import psutil
+from pydantic import Field, ValidationError
+
+from manager.run_dir import LEASE, holder_of, is_run, write_in_run_dir
+from morph.checkpoint.manifest import files_in, write_atomically
+from morph.checkpoint.storage import bounded, is_local, reading, writing
+from morph.contract.base import Value
+from morph.contract.errors import CheckpointError, CheckpointsTaken, RunDirError
+
+LEASE_S = 180.0
+"""A lease that was not renewed for so long is free. A third of it lies between two renewals."""
+CLOSE_TIMEOUT_S = 15.0
+_FOLDER, _NAME, _END = "run", "lease-", ".json"
+_MOST_TRIES = 8
+
+
+class Holder(Value):
+    """A manager.
+
+    ``run``: a name that its run directory keeps. ``processes``: among which ``pid`` means it; "": not known.
+    """
+
+    run: str
+    run_dir: str
+    host: str
+    pid: int
+    processes: str
+
+    def __str__(self) -> str:
+        return f"the run in {self.run_dir} (process {self.pid} on {self.host})"
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it is known to have ended: its process was on this machine, and is no more."""
+        if not self.processes or self.processes != _processes():
+            return False
+        try:
+            return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+
+def run_name(run_dir: Path) -> str:
+    """Return the name by which a run is known to others that want its checkpoints' place; made when it is first asked.
+
+    It stays in the run directory, so that a manager knows the lease of the one before, wherever that was.
+    """
+    path = run_dir / LEASE
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(path.read_text(encoding="utf-8"))["run"])
+    name = uuid.uuid4().hex
+    with contextlib.suppress(RunDirError):  # a full disk: without it one waits for the lease to expire
+        write_in_run_dir(path, json.dumps({"run": name}))
+    return name
+
+
+def this_process(run: str, run_dir: Path) -> Holder:
+    """Return this process as the manager of a run."""
+    return Holder(
+        run=run, run_dir=str(run_dir.resolve()), host=socket.gethostname(), pid=os.getpid(), processes=_processes()
+    )
+
+
+def _processes() -> str:
+    with contextlib.suppress(OSError):
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
+    return ""
+
+
+class _Written(Value):
+    """What lies in the file. ``id``: of this lease, also among several of one holder."""
+
+    schema_version: int = Field(default=1, ge=1, le=1)
+    id: str
+    holder: Holder
+    lease_s: float = Field(gt=0)
+    renewed_at_s: float = Field(description="by the holder's clock, since 1970")
+    released: bool = False
+
+
+class Lease:
+    """A manager's lease of a URL: taken, renewed by a thread until it is closed, and looked at before each write.
+
+    Args:
+        url: Where checkpoints are.
+        holder: This manager.
+        lease_s: See ``LEASE_S``.
+        now_s: Seconds since 1970.
+    """
+
+    def __init__(
+        self, url: str, holder: Holder, *, lease_s: float = LEASE_S, now_s: Callable[[], float] = time.time
+    ) -> None:
+        self._url, self._holder, self._lease_s, self._now_s = url.rstrip("/"), holder, lease_s, now_s
+        self._id = uuid.uuid4().hex
+        self._number: int | None = None
+        self._lock = threading.Lock()
+        self._lost: str | None = None
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def check_free(self) -> None:
+        """See that it could be taken; nothing is written.
+
+        Raises:
+            RunDirError: another manager holds it.
+            CheckpointError: storage does not answer.
+        """
+        self._check_run_dir()
+        with reading(self._url):
+            _, written = self._newest()
+        if written is not None and not self._is_free(written):
+            raise self._held(written)
+
+    def take(self, *, by_force: bool = False) -> Holder | None:
+        """Take it, and renew it from now on.
+
+        Args:
+            by_force: Also from a manager that may live: it stops when it next looks.
+
+        Returns:
+            From whom it was taken by force.
+
+        Raises:
+            RunDirError: another manager holds it.
+            CheckpointError: storage does not answer; ``hold`` tries again.
+        """
+        self._check_run_dir()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._renew_until_over, name="morph-lease", daemon=True)
+            self._thread.start()
+        with self._lock, writing(self._url):
+            return self._take(by_force=by_force)
+
+    def hold(self) -> None:
+        """See that it is still ours, before something is written, and renew it; take it if that was not possible yet.
+
+        Raises:
+            CheckpointsTaken: it is another's.
+            CheckpointError: storage does not answer.
+        """
+        self.check()
+        try:
+            with self._lock, writing(self._url):
+                if self._number is None:
+                    self._take()
+                number, written = self._newest()
+                if written is not None and written.id != self._id:
+                    raise CheckpointsTaken(
+                        f"{self._url}: its checkpoints were taken over by {written.holder}; this run stops, and writes "
+                        "nothing more there"
+                    )
+                self._write(self._number if number is None else number)
+        except RunDirError as error:
+            self._lost = str(error)
+            raise CheckpointsTaken(self._lost) from error
+        except CheckpointsTaken as error:
+            self._lost = str(error)
+            raise
+
+    def check(self) -> None:
+        """See that it was not lost, as far as is known. Looks at no storage.
+
+        Raises:
+            CheckpointsTaken: it was.
+        """
+        if self._lost is not None:
+            raise CheckpointsTaken(self._lost)
+
+    def close(self) -> None:
+        """Let it go, so that nobody has to wait for its end; gives up after ``CLOSE_TIMEOUT_S``."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)
+        if self._number is not None and self._lost is None:
+            with contextlib.suppress(Exception):  # each kind of storage has its own; it expires
+                bounded(self._release, CLOSE_TIMEOUT_S, "storage")
+
+    def _release(self) -> None:
+        number, written = self._newest()
+        if number is not None and written is not None and written.id == self._id:
+            self._write(number, released=True)
+
+    def _renew_until_over(self) -> None:
+        while not self._over.wait(self._lease_s / 3):
+            with contextlib.suppress(CheckpointError, CheckpointsTaken):  # told when the next checkpoint is written
+                self.hold()
+
+    def _take(self, *, by_force: bool = False) -> Holder | None:
+        for _ in range(_MOST_TRIES):
+            number, written = self._newest()
+            free = written is None or self._is_free(written)
+            if written is not None and not free and not by_force:
+                raise self._held(written)
+            next_number = 1 if number is None else number + 1
+            if self._make(next_number):
+                self._number = next_number
+                self._remove_before(next_number)
+                return None if free or written is None else written.holder
+        raise RunDirError("several managers want its checkpoints at the same time", source=self._url)
+
+    def _is_free(self, written: _Written) -> bool:
+        same_run = written.holder.run == self._holder.run  # whose lock is ours: its former manager is dead
+        expired = self._now_s() > written.renewed_at_s + written.lease_s
+        return same_run or written.released or expired or written.holder.is_dead
+
+    def _held(self, written: _Written) -> RunDirError:
+        ago_s = max(0.0, self._now_s() - written.renewed_at_s)
+        return RunDirError(
+            f"its checkpoints are in use by {written.holder}, which said so {ago_s:.0f} s ago",
+            source=self._url,
+            allowed=f"another place for checkpoints; or once that run has ended, or was silent for "
+            f"{written.lease_s:g} s; or with --take-over, which makes it stop",
+        )
+
+    def _check_run_dir(self) -> None:
+        """A run whose checkpoints are in its own directory has no lease: its directory is locked."""
+        folder = Path(self._url).parent
+        if "://" not in self._url and folder != Path(self._holder.run_dir) and is_run(folder):
+            pid = holder_of(folder)
+            if pid is not None:
+                raise RunDirError(
+                    f"its checkpoints are in use by the run in {folder} (process {pid})",
+                    source=self._url,
+                    allowed="another place for checkpoints; or once that run has ended",
+                )
+
+    # ---- files ----
+
+    def _newest(self) -> tuple[int | None, _Written | None]:
+        """The highest number, and what lies there; nothing where it is not what a manager writes."""
+        filesystem, folder = fsspec.core.url_to_fs(f"{self._url}/{_FOLDER}")
+        filesystem.invalidate_cache()
+        names = [name for name in files_in(filesystem, folder) if name.startswith(_NAME) and name.endswith(_END)]
+        numbers = [int(middle) for name in names if (middle := name[len(_NAME) : -len(_END)]).isdecimal()]
+        if not numbers:
+            return None, None
+        number = max(numbers)
+        try:
+            return number, _Written.model_validate_json(filesystem.cat_file(f"{folder}/{_name_of(number)}"))
+        except (ValidationError, FileNotFoundError):
+            return number, None
+
+    def _content(self, *, released: bool = False) -> bytes:
+        written = _Written(
+            id=self._id, holder=self._holder, lease_s=self._lease_s, renewed_at_s=self._now_s(), released=released
+        )
+        return written.model_dump_json(indent=1).encode()
+
+    def _write(self, number: int | None, *, released: bool = False) -> None:
+        assert number is not None
+        write_atomically(f"{self._url}/{_FOLDER}/{_name_of(number)}", self._content(released=released))
+
+    def _make(self, number: int) -> bool:
+        """Make the file of a number unless there is one; returns whether this lease is in it then."""
+        where = f"{self._url}/{_FOLDER}/{_name_of(number)}"
+        filesystem, path = fsspec.core.url_to_fs(where)
+        try:
+            if is_local(where):
+                _make_local(Path(path), self._content())
+            else:
+                filesystem.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+                filesystem.pipe_file(path, self._content(), mode="create")
+        except Exception as error:
+            newest, written = self._newest()
+            if newest is None or newest < number:
+                raise error  # it is not that there is one
+            return written is not None and written.id == self._id
+        newest, written = self._newest()
+        return newest == number and written is not None and written.id == self._id
+
+    def _remove_before(self, number: int) -> None:
+        filesystem, folder = fsspec.core.url_to_fs(f"{self._url}/{_FOLDER}")
+        for name in files_in(filesystem, folder):
+            if name.startswith(_NAME) and name < _name_of(number):
+                with contextlib.suppress(Exception):  # it counts no more
+                    filesystem.rm_file(f"{folder}/{name}")
+
+
+def _name_of(number: int) -> str:
+    return f"{_NAME}{number:08d}{_END}"
+
+
+def _make_local(path: Path, content: bytes) -> None:
+    """Make a file whole, unless there is one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_name(f".{uuid.uuid4().hex}.tmp")
+    try:
+        whole.write_bytes(content)
+        try:
+            os.link(whole, path)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without links
+            with path.open("xb") as file:
+                file.write(content)
+    finally:
+        whole.unlink(missing_ok=True)

@@ -1,0 +1,253 @@
+"""The decided steps of a run, as columns: two million of them are to be read in a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from pydantic import Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from manager.accounting.ledger import Ledger
+from manager.accounting.spent import NS_PER_S, SHARES, UNITS_PER_USD, Prices
+from manager.journal.condensed import SEQUENCE, WHOLE, Column, absent
+from manager.journal.journal import Journal
+from morph.contract.base import Value
+
+METRIC = "metric:"
+AT_ONCE = 16_384
+_PLAIN = ("step", "generation", "decided_at_s", "duration_s", "compute_s", "num_attempts", "skipped")
+_KNOWN_OR_NOT = ("loss", "weight", "gradient_norm", "loss_scale")
+_RATES = ("lowest_rate", "highest_rate")
+
+
+class StepRecord(Value):
+    """One decided step. ``redone_later``: its state was lost afterwards, and the step run again."""
+
+    step: int
+    generation: int
+    decided_at_s: float
+    duration_s: float = Field(description="order to decision, overflow attempts included")
+    compute_s: float = Field(description="longest step_s that a member reported")
+    loss: float | None = Field(description="mean over micro-batches, in their order; None: none that is a number")
+    metrics: dict[str, float] = Field(default_factory=dict, description="means likewise; those that are numbers")
+    weight: float | None = Field(default=None, description="of all its losses; None: they are means over samples")
+    learning_rates: tuple[float, float] | None = Field(default=None, description="lowest and highest; None: unknown")
+    gradient_norm: float | None = Field(default=None, description="before clipping; None: the job does not ask for it")
+    skipped: bool = Field(default=False, description="a gradient was not finite, or nothing counted: weights stayed")
+    loss_scale: float | None = Field(default=None, description="of this step; None: the job has none")
+    num_attempts: int
+    redone_later: bool = False
+
+
+class SetBack(Value):
+    """Behind so many decided steps, the run went back to this version."""
+
+    num_decided: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What all VMs of a run had cost when a step was decided.
+
+    ``vm_h``: hours of VMs; ``unpriced_h``: those of them whose price is not known; ``usd``: what the others cost;
+    ``dearest_usd_per_h``: of the dearest VM that was granted, no number where none had a price.
+    """
+
+    vm_h: float
+    unpriced_h: float
+    usd: float
+    dearest_usd_per_h: float
+
+    @classmethod
+    def of(cls, ledger: Ledger) -> Cost:
+        """Return what is booked now."""
+        total, share_h = ledger.total(), SHARES * NS_PER_S * 3600
+        dearest = np.nan if ledger.dearest is None else ledger.dearest / NS_PER_S
+        return cls(total.vm_ns / share_h, total.unpriced_ns / share_h, total.cost / UNITS_PER_USD, dearest)
+
+    def dollars(self, prices: Prices | None) -> float | None:
+        """What that is in dollars, as ``Account.bill`` has it; None where no price is known."""
+        given = None if prices is None else prices.paid_usd_per_h
+        if given is not None and prices is not None and prices.for_all:
+            return self.vm_h * given
+        price = self.dearest_usd_per_h if given is None else given
+        return None if np.isnan(price) else self.usd + self.unpriced_h * price
+
+
+_COSTS = tuple(Cost.__dataclass_fields__)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A decided step, by the line that decided it."""
+
+    sequence: int
+    record: StepRecord
+    cost: Cost
+
+
+def columns_of(steps: Sequence[Step]) -> dict[str, Column]:
+    """Return steps as columns."""
+    names = dict.fromkeys(name for step in steps for name in step.record.metrics)
+    records = [step.record for step in steps]
+    columns: dict[str, list[Any]] = {SEQUENCE: [step.sequence for step in steps]}
+    columns |= {name: [getattr(record, name) for record in records] for name in (*_PLAIN, *_KNOWN_OR_NOT)}
+    rates = [record.learning_rates or (None, None) for record in records]
+    columns |= {name: [both[place] for both in rates] for place, name in enumerate(_RATES)}
+    columns |= {METRIC + name: [record.metrics.get(name) for record in records] for name in names}
+    columns |= {name: [getattr(step.cost, name) for step in steps] for name in _COSTS}
+    return {
+        name: np.array(values, dtype=np.int64 if name in WHOLE else np.float64) for name, values in columns.items()
+    }
+
+
+def steps_of(columns: Mapping[str, Column]) -> Iterator[Step]:
+    """Return columns as steps."""
+    metrics = [name for name in columns if name.startswith(METRIC)]
+    num = len(columns[SEQUENCE])
+    lists = {name: column.tolist() for name, column in columns.items()}
+    lacking = [name for name in (*_KNOWN_OR_NOT, *_RATES, *_COSTS) if name not in lists]
+    lists |= {name: absent(name, num).tolist() for name in lacking}
+    for row in range(num):
+        fields: dict[str, Any] = {name: lists[name][row] for name in _PLAIN}
+        fields |= {name: _known(lists[name][row]) for name in _KNOWN_OR_NOT} | {"skipped": bool(fields["skipped"])}
+        low, high = (_known(lists[name][row]) for name in _RATES)
+        numbers = {name.removeprefix(METRIC): lists[name][row] for name in metrics}
+        record = StepRecord.model_construct(
+            **fields,
+            learning_rates=None if low is None or high is None else (low, high),
+            metrics={name: value for name, value in numbers.items() if value == value},
+        )
+        yield Step(lists[SEQUENCE][row], record, Cost(*(lists[name][row] for name in _COSTS)))
+
+
+def steps_in(journal: Journal, rows: range) -> Iterator[Step]:
+    """Read steps that are condensed, some at a time."""
+    names = journal.column_names() if rows else ()
+    for first in range(rows.start, rows.stop, AT_ONCE):
+        some = range(first, min(first + AT_ONCE, rows.stop))
+        yield from steps_of({name: journal.column(name, some) for name in names})
+
+
+def _known(value: float) -> float | None:
+    return value if value == value else None
+
+
+@dataclass(frozen=True)
+class Condensed:
+    """The steps of a journal that are condensed already: the first ``num`` of its rows, read column by column."""
+
+    path: Path | None = None
+    num: int = 0
+
+    def column(self, name: str) -> Column:
+        """One column."""
+        if self.path is None or not self.num:
+            return absent(name, 0)
+        with Journal.open(self.path, read_only=True) as journal:
+            return journal.column(name)[: self.num]
+
+    def names(self) -> list[str]:
+        """The columns that there are."""
+        if self.path is None or not self.num:
+            return []
+        with Journal.open(self.path, read_only=True) as journal:
+            return journal.column_names()
+
+
+class Steps(Sequence[StepRecord]):
+    """Every decided step, in the order decided; those that were run again later are among them, and marked.
+
+    Args:
+        condensed: Those that are condensed.
+        newer: Those decided since then.
+        set_backs: When the run went back to which version.
+    """
+
+    def __init__(
+        self, condensed: Condensed | None = None, newer: Sequence[Step] = (), set_backs: Sequence[SetBack] = ()
+    ) -> None:
+        self._condensed, self._set_backs = condensed or Condensed(), set_backs
+        self._newer, self._num_newer = columns_of(newer) if newer else {}, len(newer)
+
+    @property
+    def names(self) -> list[str]:
+        """Every column: the fields of ``StepRecord``, a metric's with ``metric:`` before its name."""
+        return list(dict.fromkeys((*self._condensed.names(), *self._newer)))
+
+    def column(self, name: str) -> Column:
+        """One number of every step; what a step does not have is no number."""
+        newer = self._newer.get(name)
+        newer = absent(name, self._num_newer) if newer is None else newer
+        older = self._condensed.column(name)
+        return np.concatenate((older, newer)) if len(older) else newer
+
+    @property
+    def redone(self) -> Column:
+        """Whether a step was lost and run again later."""
+        num = len(self)
+        if not self._set_backs:
+            return np.zeros(num, dtype=np.bool_)
+        lowest = np.full(num + 1, np.iinfo(np.int64).max)
+        for back in self._set_backs:
+            lowest[back.num_decided] = min(lowest[back.num_decided], back.version)
+        until = np.minimum.accumulate(lowest[::-1])[::-1]
+        return self.column("step") >= until[1:]
+
+    def rows(self, rows: Column) -> list[StepRecord]:
+        """The steps of these rows."""
+        columns = {name: self.column(name)[rows] for name in self.names}
+        if not columns:
+            return []
+        marks = self.redone[rows].tolist()
+        return [
+            step.record.model_copy(update={"redone_later": True}) if redone else step.record
+            for step, redone in zip(steps_of(columns), marks, strict=True)
+        ]
+
+    def thinned(self, most: int) -> list[StepRecord]:
+        """At most so many steps, evenly chosen, the first and the last among them."""
+        num = len(self)
+        return self.rows(np.unique(np.linspace(0, num - 1, min(num, most)).round().astype(np.int64)))
+
+    def decided_at_s(self, versions: Collection[int]) -> dict[int, float]:
+        """When each of these versions was decided, the last time."""
+        steps = self.column("step")
+        rows = np.flatnonzero(np.isin(steps, [version - 1 for version in versions]))
+        return dict(zip((steps[rows] + 1).tolist(), self.column("decided_at_s")[rows].tolist(), strict=True))
+
+    def __len__(self) -> int:
+        return self._condensed.num + self._num_newer
+
+    @overload
+    def __getitem__(self, index: int) -> StepRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[StepRecord]: ...
+    def __getitem__(self, index: int | slice) -> StepRecord | list[StepRecord]:
+        found = self.rows(np.atleast_1d(np.arange(len(self))[index]))
+        return found if isinstance(index, slice) else found[0]
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        return iter(self.rows(np.arange(len(self))))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def __hash__(self) -> int:
+        return hash(len(self))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        written: Callable[[Steps], list[StepRecord]] = list
+        return core_schema.is_instance_schema(
+            cls,
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                written, return_schema=handler.generate_schema(list[StepRecord])
+            ),
+        )
+
