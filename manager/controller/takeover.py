@@ -117,7 +117,7 @@ def _repeated_orders(state: ControllerState) -> tuple[Action, ...]:
     if saving.marked is not None:
         actions.append(MarkBest(best=saving.marked))
     if saving.doubt is not None and saving.doubt.status == "asked":
-        actions.append(FindCheckpoint(doubted=saving.doubt.version))
+        actions.append(FindCheckpoint(doubted=saving.doubt.version, at_most=saving.doubt.at_most))
     return tuple(actions)
 
 

@@ -253,6 +253,14 @@ class StepOrder(Value):
     earlier_checkpoints: tuple[Version, ...] = Field(default=(), exclude_if=lambda given: not given)
     record_timeline: bool = False
     evaluated: EvaluationTotals | None = Field(default=None, exclude_if=lambda given: given is None)
+    bears_non_finite: bool = Field(
+        default=False,
+        exclude_if=lambda given: not given,
+        description="a gradient that is not finite is reported, and fails nothing, as with a loss scale",
+    )
+    samples_of: int | None = Field(
+        default=None, exclude_if=lambda given: given is None, description="an earlier step, whose samples are named"
+    )
 
 
 class CommitOrder(Value):
@@ -360,6 +368,13 @@ class Evaluation(Value):
     finishes: bool = Field(default=False, exclude_if=lambda given: not given)
 
 
+class NamedSamples(Value):
+    """Which samples of the data set a step had, by their numbers, in its order."""
+
+    step: int
+    samples: tuple[int, ...]
+
+
 class Prepared(Value):
     """Every gradient of this worker's units is reduced and held; nothing is applied yet.
 
@@ -384,6 +399,7 @@ class Prepared(Value):
     learning_rates: tuple[float, float] | None = None
     evaluation: Evaluation | None = None
     finished: FinishedMetrics | None = Field(default=None, exclude_if=lambda given: given is None)
+    named: NamedSamples | None = Field(default=None, exclude_if=lambda given: given is None)
     times: ComputeTimes
     timeline: StepTimeline | None = None
 

@@ -133,6 +133,16 @@ class BreakingPoints(Points):
         return {**super().__getitem__(index), "flag": torch.tensor([flag])}
 
 
+class BrokenPoints(Points):
+    """One sample is not a number, and what is to be made of another one is far off."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return ``x`` and ``y``."""
+        sample = super().__getitem__(index)
+        return {"x": sample["x"] * (math.nan if index == 5 else 1), "y": sample["y"] * (100 if index == 28 else 1)}
+
+
+broken = replace(scheduled, dataset=BrokenPoints, clip_grad_norm=1.0)
 bf16 = replace(plain, precision="bf16", clip_grad_norm=0.5)
 fp16 = replace(plain, precision="fp16", loss_scaling=LossScaling(initial=2.0**30, growth_steps=2))
 scaled = replace(

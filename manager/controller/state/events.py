@@ -204,11 +204,15 @@ class CheckpointFound(Value):
 
 
 class CheckpointNotFound(Value):
-    """Storage did not tell which checkpoint is whole; or, if ``damaged``, none of them is."""
+    """Storage did not tell which checkpoint is whole; or, if ``damaged``, none of them is.
+
+    ``none``: there is none of a version that was asked for.
+    """
 
     kind: Literal["checkpoint_not_found"] = "checkpoint_not_found"
     error: Shown
     damaged: bool
+    none: bool = Field(default=False, exclude_if=lambda given: not given)
 
 
 class StopRequested(Value):

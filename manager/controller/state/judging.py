@@ -1,4 +1,4 @@
-"""What follows from an evaluation: which version is the best, and whether training ends early."""
+"""What follows from an evaluation: the best version, an early end of training. And from losses: which step is bad."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from manager.controller.state.evaluations import totals_of
 from manager.controller.state.saves import PendingCheckpoint
 from manager.controller.state.state import ControllerState
 from manager.controller.state.transition import Transition
+from morph.contract.decided import LossTrend
 from morph.contract.errors import TrainingStopped
 from morph.contract.evaluation import Best, BestRule, Judged
 from morph.contract.messages import WorkerId
@@ -49,13 +50,14 @@ def take_evaluation(transition: Transition) -> None:
 
 
 def set_back_judged(transition: Transition, version: int) -> None:
-    """Go back to what evaluations had said when the checkpoint of this version was made; 0: none."""
+    """Go back to what evaluations and losses had said when the checkpoint of this version was made; 0: none."""
     state = transition.state
     checkpoint, unfinished = state.saving.checkpoint, state.unfinished
     known = checkpoint is not None and checkpoint.version == version
     judged = checkpoint.judged if checkpoint is not None and known else Judged()
     kept = unfinished if unfinished is not None and judged.last_version < unfinished.version < version else None
-    transition.change(judged=judged, unfinished=kept)
+    losses = checkpoint.losses if checkpoint is not None and known else LossTrend()
+    transition.change(judged=judged, unfinished=kept, losses=losses)
     candidates = tuple(one for one in state.saving.candidates if one.version <= version)
     transition.change_saving(candidates=candidates)
 
@@ -145,3 +147,40 @@ def _value(values: dict[str, float | None], rule: BestRule) -> float | None:
         known = ", ".join(sorted(values))
         raise TrainingStopped(f"Job.best.metric is {rule.metric!r}, which no evaluation gives: there are {known}")
     return values[rule.metric]
+
+
+# Losses of steps.
+
+
+def judges_losses(state: ControllerState) -> bool:
+    """Whether the manager judges losses at all: else a gradient that is not finite ends the run, by its worker."""
+    rules = state.config.policy.rules.losses
+    return rules.when_bad != "stop" or rules.deviations is not None
+
+
+def why_bad(state: ControllerState) -> str:
+    """Say what is wrong with the step that every member has prepared; empty: nothing is."""
+    if not judges_losses(state):
+        return ""
+    why = state.losses.why_bad(*_losses(state), state.config.policy.rules.losses)
+    if not why and state.step.loss_scale is None and any(report.non_finite for report in state.step.reports.values()):
+        why = "a gradient is not finite"
+    return f"step {state.version} is bad: {why}" if why else ""
+
+
+def take_losses(transition: Transition, *, bad: bool) -> None:
+    """Take the prepared step's losses into what later ones are held against."""
+    state = transition.state
+    if judges_losses(state):
+        rules = state.config.policy.rules.losses
+        transition.change(losses=state.losses.after(state.version + 1, *_losses(state), rules, bad=bad))
+
+
+def _losses(state: ControllerState) -> tuple[dict[int, float], dict[int, float]]:
+    """Losses and weights of the prepared step, by micro-batch."""
+    losses: dict[int, float] = {}
+    weights: dict[int, float] = {}
+    for report in state.step.reports.values():
+        losses |= report.losses
+        weights |= report.weights
+    return losses, weights

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from morph.contract.base import Value
 from morph.contract.checkpoint import Manifest, SaveKind
+from morph.contract.decided import LossTrend
 from morph.contract.evaluation import Best, Judged
 from morph.contract.messages import UnitId, UnitWritten, Version, WorkerId
 
@@ -60,6 +61,7 @@ class Doubt(Value):
     num_tries: int = 0
     failed: frozenset[WorkerId] = frozenset()
     unable: frozenset[WorkerId] = frozenset()
+    at_most: Version | None = Field(default=None, description="the newest is needed up to this version; None: of all")
 
 
 class PendingCheckpoint(Value):
@@ -78,6 +80,7 @@ class PendingCheckpoint(Value):
     kind: SaveKind = "periodic"
     shape: str = Field(default="", description="PxD in which it was copied")
     judged: Judged = Field(default=Judged(), description="by then")
+    losses: LossTrend = Field(default=LossTrend(), description="by then")
     stale: bool = False
     refused: frozenset[WorkerId] = frozenset()
 

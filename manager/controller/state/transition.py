@@ -16,6 +16,7 @@ from manager.controller.state.state import (
     ControllerState,
     Decision,
     Failing,
+    Leap,
     Measured,
     OutstandingOrder,
     Pace,
@@ -27,7 +28,7 @@ from manager.controller.state.state import (
     Waits,
     WorkerState,
 )
-from morph.contract.decided import Decided
+from morph.contract.decided import Decided, LossTrend
 from morph.contract.evaluation import EvaluationSize, EvaluationTotals, Judged
 from morph.contract.messages import ReshapeOrder, UnitId, Version, WorkerId
 
@@ -53,6 +54,9 @@ class StateFields(TypedDict, total=False):
     unfinished: EvaluationTotals | None
     judged: Judged
     failing: Failing | None
+    losses: LossTrend
+    leaps: dict[Version, Leap]
+    unnamed: tuple[int, ...]
     stop_reason: str | None
     finish: Finish | None
     recent: tuple[str, ...]

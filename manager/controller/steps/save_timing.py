@@ -95,6 +95,9 @@ def is_due(state: ControllerState, now_s: float) -> tuple[SaveKind, str] | None:
     That of insurance is the one that was told last: with many workers it is not worked out at each step.
     """
     every, insurance = state.config.policy.checkpoint_every_steps, state.saving.save_times.insurance
+    losses = state.config.policy.rules.losses
+    if losses.when_bad == "go_back" and state.version % losses.back_steps == 0:
+        return "periodic", "a bad step goes back to it"
     if every is not None and state.version - state.saving.checkpoint_base >= every:
         return "periodic", _as_configured(every)
     if insurance is not None and now_s + step_seconds(state) / 2 >= insurance.due_s:  # the boundary that is nearest
@@ -180,6 +183,7 @@ def record_save_begun(transition: Transition, writers: dict[str, WorkerId], kind
         kind=kind,
         shape="" if state.plan is None else state.plan.shape,
         judged=state.judged,
+        losses=state.losses,
     )
     transition.change_saving(pending=pending, earlier=earlier)
     transition.change_save_times(since_s=now_s, retry_s=None, insurance=None)

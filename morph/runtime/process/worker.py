@@ -23,13 +23,21 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from morph.contract.decided import Decided
-from morph.contract.errors import ClusterError, GenerationAborted, JobError, PeerLost, WaitTimeout
+from morph.contract.errors import (
+    ClusterError,
+    GenerationAborted,
+    JobError,
+    NonFiniteGradient,
+    PeerLost,
+    WaitTimeout,
+)
 from morph.contract.messages import (
     Aborted,
     CommitOrder,
     Committed,
     Failed,
     Heartbeat,
+    NamedSamples,
     PreCopyOrder,
     Prepared,
     Probed,
@@ -62,6 +70,7 @@ from morph.runtime.state.unit_state import UnitState, apply_all, norms_sq
 from morph.runtime.step.generation import Generation
 from morph.runtime.step.pace import Pace, Prober
 from morph.runtime.workloads.workload import load_workload
+from morph.words import numbers_told
 
 _WAIT_S = 30.0
 _LOOK_S = 0.1
@@ -283,13 +292,16 @@ class Worker:
             self._reaper.reap(self._generation.groups)
             self._generation = None
         self._sums.keep(order.version)
-        self._held = {**self._followers.in_step(order.version), **self._held}
+        like = order.version if order.decided is None or order.decided.state_of is None else order.decided.state_of
+        self._held = {**self._followers.in_step(like), **self._held}
         self._followers.end()
         self._pre_copy.keep(order)
         self._writer.forget_after(order.version)
         self._roll_forward(self._held, order.version, order.decided)
         for state in self._held.values():
             state.drop_step()  # it was not decided
+            if state.version == like:
+                state.version = order.version
         interrupt = self._interrupt = Interrupt(order.generation, order.limit_s)
         if order.generation <= self._aborted_generation:
             interrupt.abort()  # the abort came between the check and the new interrupt
@@ -400,7 +412,11 @@ class Worker:
                 self._held[name].reduced = None  # of the attempt before, also where the next one's do not come
         finished = None if order.evaluated is None else self._workload.finish(order.evaluated)
         evaluation = self._workload.evaluate(current, order.step)
-        return self._run_step(current, order).model_copy(update={"evaluation": evaluation, "finished": finished})
+        beside: dict[str, object] = {"evaluation": evaluation, "finished": finished}
+        if order.samples_of is not None:
+            samples = self._workload.samples_of(order.samples_of)
+            beside["named"] = NamedSamples(step=order.samples_of, samples=samples)
+        return self._run_step(current, order).model_copy(update=beside)
 
     def _run_step(self, current: Generation, order: StepOrder) -> Prepared:
         assert current.slot is not None
@@ -412,7 +428,11 @@ class Worker:
         executor.run(sums, 1.0 if order.loss_scale is None else order.loss_scale.factor)
         self._workload.reduce(current, sums, executor)
         executor.finish()
-        for name, reduced in finish_all(sums.accumulators, current.plan.num_micro_batches, order.step).items():
+        try:
+            means = finish_all(sums.accumulators, current.plan.num_micro_batches, order.step)
+        except NonFiniteGradient as error:
+            raise NonFiniteGradient(f"{error}{_of_samples(self._workload.samples_of(order.step))}") from error
+        for name, reduced in means.items():
             units[name].reduced = reduced
         norms = norms_sq(units)
         rates = [rate for state in units.values() for rate in state.learning_rates]
@@ -466,6 +486,10 @@ class Worker:
     def _hand_over(self, units: dict[str, UnitState], names: tuple[str, ...], earlier: tuple[int, ...]) -> None:
         for name in names:
             self._writer.hand_over(units[name].version, name, units[name].copy_later(), earlier)
+
+
+def _of_samples(samples: Sequence[int]) -> str:
+    return f"; the samples of the step: {numbers_told(samples)}" if samples else ""
 
 
 def _failed(worker: str, generation: int, error: Exception, folders: tuple[str, str]) -> Failed:
