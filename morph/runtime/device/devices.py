@@ -39,8 +39,7 @@ def usable_device(
         return torch.device(name)
     why = ""
     if name.partition(":")[0] == "cuda" and not cuda:
-        is_built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call] # torch ships no types
-        lacks = "finds none" if is_built else "is built without CUDA"
+        lacks = "finds none" if torch.backends.cuda.is_built() else "is built without CUDA"  # type: ignore[no-untyped-call]
         why = f": torch {torch.__version__} {lacks}"
     raise ConfigError(
         f"this machine has no such device{why}", source=source, field=field, value=name, allowed=", ".join(found)
