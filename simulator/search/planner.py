@@ -58,7 +58,9 @@ def memory_sentence(sweep: Sweep, shapes: Sequence[Shape], best: Outcome, object
     needed = int(better.costs.memory_bytes.max()) / 2**30
     gain = f"with {needed:.3g} GiB per device {better.shape[0]} x {better.shape[1]}"
     limit = f"Memory limits it ({sweep.memory_bytes / 2**30:.3g} GiB per device): "
-    if better.shape[0] not in fitting:
+    if better.shape[0] in fitting and not sweep.fits(better.shape):
+        why = f"{counted(better.shape[1], 'replica')} of this depth do not fit"
+    elif better.shape[0] not in fitting:
         why = f"pipelines as shallow as {better.shape[0]} do not fit"
     elif better.shape == best.shape and best.costs.live.any():
         why = "activations of whole stages, or windows as steep as the links want, do not fit"
@@ -328,7 +330,7 @@ class _Table:
         self._searches: list[tuple[int, Sweep, list[Shape]]] = []
         for num_gpus in numbers:
             sweep = _on_nodes(sweep, request, num_gpus)
-            depths = sweep.depths(num_gpus, request.pipeline_depth)
+            depths = sweep.depths(num_gpus, request.pipeline_depth, most_replicas=self._most)
             if not depths:
                 continue
             shapes = [(depth, min(num_gpus // depth, self._most)) for depth in depths]

@@ -330,15 +330,15 @@ def _of(by_kind: ByKind, kind: type[Kind]) -> list[Kind]:
 def _record_of(decision: Decision, by_kind: ByKind) -> DecisionRecord:
     """What the ledger looks at, which is of the orders one that has a worker write its state."""
     reshapes, state = _of(by_kind, SendReshape), decision.state
-    orders = (*_of(by_kind, SendStep), *_of(by_kind, SendCommit))
-    saves = [action for action in orders if action.order.checkpoint_units][:1]
+    steps = [action for action in _of(by_kind, SendStep) if action.order.checkpoint_units][:1]
+    commits = [action for action in _of(by_kind, SendCommit) if action.order.checkpoint_units][:1]
     return DecisionRecord.model_construct(
         reason=decision.reason,
         phase=state.phase,
         generation=state.generation,
         version=state.version,
         wake_at_s=None,
-        actions=(*_of(by_kind, EndWorker), *_of(by_kind, ReleaseNodes), *_of(by_kind, Finish), *saves),
+        actions=(*_of(by_kind, EndWorker), *_of(by_kind, ReleaseNodes), *_of(by_kind, Finish), *steps, *commits),
         reshape=reshapes[0].order if reshapes else None,
         reshape_receivers=(),
     )
