@@ -78,7 +78,8 @@ def recovery_of(run: PreparedRun, facts: RunFacts, files: JobFiles) -> Recovery:
     """
     request, cluster = run.request, run.cluster
     given = cluster.model_dump(exclude={"job"}, exclude_unset=True)  # a job file has the job too
-    given.pop("callbacks", None)  # which program is run here is not taken from storage
+    for name in ("callbacks", "notify"):  # which program is run here is not taken from storage, nor secrets put there
+        given.pop(name, None)
     if isinstance(cluster.vms, ProvidedVms):
         written = {name: value for name, value in given["vms"].get("environment", {}).items() if name not in _FREE_TEXT}
         given["vms"]["environment"] = written
@@ -199,10 +200,8 @@ def recover(
 
 def _inputs(recovery: Recovery) -> dict[str, str]:
     """The files that the request will name; JSON is YAML."""
-    inputs = {
-        "profile.json": recovery.profile.model_dump_json(indent=1),
-        "cluster.yaml": recovery.cluster.model_dump_json(indent=2, exclude_unset=True, exclude={"callbacks"}) + "\n",
-    }
+    cluster = recovery.cluster.model_dump_json(indent=2, exclude_unset=True, exclude={"callbacks", "notify"})
+    inputs = {"profile.json": recovery.profile.model_dump_json(indent=1), "cluster.yaml": cluster + "\n"}
     return inputs if recovery.trace is None else {**inputs, "trace.csv": recovery.trace}
 
 

@@ -10,6 +10,7 @@ from manager.run.inputs import PreparedRun
 from manager.run.markets import market_of
 from manager.run.preparation import from_its_first_event
 from manager.run.request import RunRequest, absolute_url, folder_of, short_path
+from manager.trackers.alerts import check_notify
 from manager.trackers.sinks import check_trackers
 from morph.contract.cluster import ClusterConfig, JobFile, LocalVms
 from morph.contract.errors import ConfigError
@@ -113,6 +114,8 @@ def _with_cloud(
     assert request.cluster is not None
     source, url = str(request.cluster), request.checkpoint_url
     check_trackers(cluster.trackers, cluster.callbacks, source, request.cluster.resolve().parent)
+    if cluster.notify is not None:
+        check_notify(cluster.notify, source)
     if url is not None:
         check_url(url, source, url_field)
     cloud = load_cloud(cluster, request.cluster)

@@ -342,6 +342,34 @@ class Policy(Value):
         return "off" if redundancy is False else redundancy  # which YAML makes of the word
 
 
+class Notify(Value):
+    """Who is alerted of a run that needs somebody, and when."""
+
+    webhook: str | None = Field(
+        default=None,
+        min_length=1,
+        repr=False,
+        description="http or https URL, to which each alert is posted as JSON; or $NAME of an environment variable "
+        "that has it",
+    )
+    command: tuple[str, ...] = Field(
+        default=(), description="program and arguments, started for each alert, which it reads on standard input"
+    )
+    stopped_min: Annotated[float, Field(gt=0, le=10_000)] = Field(
+        default=15.0, description="no step was decided for so many minutes"
+    )
+    budget_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.8, description="so much of vms.limits.budget_usd is spent"
+    )
+    missed_saves: Count = Field(default=3, description="no checkpoint was completed for so many intervals")
+
+    @model_validator(mode="after")
+    def _somebody(self) -> Self:
+        if self.webhook is None and not self.command:
+            raise ValueError("says nobody to alert: webhook or command")
+        return self
+
+
 class ClusterConfig(Value):
     """Root of a cluster file."""
 
@@ -356,6 +384,7 @@ class ClusterConfig(Value):
     callbacks: tuple[str, ...] = Field(
         default=(), description="file.py:name each, relative to this file: objects that are called as the run goes on"
     )
+    notify: Notify | None = Field(default=None, description="alerts; absent: nobody is alerted")
 
 
 class JobPart(Value):
