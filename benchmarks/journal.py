@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from benchmarks.controller_scale import NUM_SECTIONS, TIMES, UNIT_BYTES, make_config, make_plan
 from benchmarks.harness import ROOT, head, machine, option, row
@@ -44,6 +44,7 @@ from manager.journal.condensed import SEQUENCE, Cut
 from manager.journal.journal import Journal
 from manager.journal.records import VM_KILLED, VM_UP, Fact
 from manager.report.condenser import Condenser
+from manager.report.journal_reader import read_report
 from manager.run_dir import JOURNAL
 from morph.contract.cluster import Policy
 from morph.contract.messages import Aborted, MicroBatchLoss, Prepared, Reshaped, UnitWritten, WorkerReady
@@ -172,7 +173,7 @@ def repeat(journal: Journal, keeper: Recorded, few: Writer, num_steps: int) -> N
         packs = other.execute("SELECT first, last, data, digest FROM kept").fetchall()
     rounds = max(0, num_steps - run.version) // run.version
     for number in range(1, rounds + 1):
-        moved = {"sequence": number * last.sequence, "step": number * run.version}
+        moved: dict[str, Any] = {"sequence": number * last.sequence, "step": number * run.version}
         moved |= {"decided_at_s": number * (few.now_s - first.time_s)}
         for cut in cuts:
             at, at_s = cut.sequence + moved["sequence"], cut.time_s + moved["decided_at_s"]
@@ -245,7 +246,7 @@ def reading(name: str, run_dir: Path) -> Callable[[], object]:
     from manager.history.lives import lives_in
     from manager.journal.replay import nodes_up, replay, trace_moment
     from manager.report.events import EventReader
-    from manager.report.journal_reader import read_ledger, read_report
+    from manager.report.journal_reader import read_ledger
     from manager.report.live import LiveRun
     from manager.report.page import report_page
     from manager.report.summary import summarise
@@ -298,7 +299,7 @@ def main(
     steps: int = 2_000_000,
     workers: int = 100,
     last: int = 2000,
-    few: int = 10_000,
+    few: int = 40_000,
     plain: bool = False,
     run_dir: Annotated[Path | None, option("made there, and kept; one that is there is only read")] = None,
 ) -> None:
@@ -308,7 +309,10 @@ def main(
         if not (directory / JOURNAL).is_file():
             directory.mkdir(parents=True, exist_ok=True)
             write(directory, steps, workers, min(last, steps // 2), few, plain=plain)
-        print(f"{_size(directory) / 1e6:.1f} MB, {_size(directory) / steps:.0f} bytes a step")
+        with Journal.open(directory / JOURNAL, read_only=True) as journal:
+            num_lines, num_steps = len(journal.tail().entries), len(read_report(directory).steps)
+        size = _size(directory)
+        print(f"{size / 1e6:.1f} MB, {size / num_steps:.0f} bytes a step; {num_lines} lines are not condensed yet")
         head("reading | CPU s | MB beyond imports")
         for reader in READERS:
             command = [sys.executable, "-c", _MEASURED, reader, str(directory)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from pydantic import Field, GetCoreSchemaHandler
@@ -16,6 +16,9 @@ from manager.accounting.spent import NS_PER_S, SHARES, UNITS_PER_USD, Prices
 from manager.journal.condensed import SEQUENCE, WHOLE, Column, absent
 from manager.journal.journal import Journal
 from morph.contract.base import Value
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 METRIC = "metric:"
 AT_ONCE = 16_384
@@ -101,9 +104,7 @@ def columns_of(steps: Sequence[Step]) -> dict[str, Column]:
     columns |= {name: [both[place] for both in rates] for place, name in enumerate(_RATES)}
     columns |= {METRIC + name: [record.metrics.get(name) for record in records] for name in names}
     columns |= {name: [getattr(step.cost, name) for step in steps] for name in _COSTS}
-    return {
-        name: np.array(values, dtype=np.int64 if name in WHOLE else np.float64) for name, values in columns.items()
-    }
+    return {name: np.array(values, dtype=np.int64 if name in WHOLE else np.float64) for name, values in columns.items()}
 
 
 def steps_of(columns: Mapping[str, Column]) -> Iterator[Step]:
@@ -145,12 +146,13 @@ class Condensed:
     path: Path | None = None
     num: int = 0
 
-    def column(self, name: str) -> Column:
-        """One column."""
-        if self.path is None or not self.num:
+    def column(self, name: str, rows: range) -> Column:
+        """One column, of some rows."""
+        rows = range(rows.start, min(rows.stop, self.num))
+        if self.path is None or not rows:
             return absent(name, 0)
         with Journal.open(self.path, read_only=True) as journal:
-            return journal.column(name)[: self.num]
+            return journal.column(name, rows)
 
     def names(self) -> list[str]:
         """The columns that there are."""
@@ -180,34 +182,40 @@ class Steps(Sequence[StepRecord]):
         """Every column: the fields of ``StepRecord``, a metric's with ``metric:`` before its name."""
         return list(dict.fromkeys((*self._condensed.names(), *self._newer)))
 
-    def column(self, name: str) -> Column:
-        """One number of every step; what a step does not have is no number."""
+    def column(self, name: str, rows: range | None = None) -> Column:
+        """One number of every step, or of those of some rows; what a step does not have is no number."""
+        rows, num = range(len(self)) if rows is None else rows, self._condensed.num
         newer = self._newer.get(name)
         newer = absent(name, self._num_newer) if newer is None else newer
-        older = self._condensed.column(name)
+        newer = newer[max(0, rows.start - num) : max(0, rows.stop - num)]
+        older = self._condensed.column(name, rows)
         return np.concatenate((older, newer)) if len(older) else newer
 
     @property
     def redone(self) -> Column:
         """Whether a step was lost and run again later."""
-        num = len(self)
+        return self._redone(range(len(self)))
+
+    def _redone(self, rows: range) -> Column:
         if not self._set_backs:
-            return np.zeros(num, dtype=np.bool_)
-        lowest = np.full(num + 1, np.iinfo(np.int64).max)
-        for back in self._set_backs:
-            lowest[back.num_decided] = min(lowest[back.num_decided], back.version)
-        until = np.minimum.accumulate(lowest[::-1])[::-1]
-        return self.column("step") >= until[1:]
+            return np.zeros(len(rows), dtype=np.bool_)
+        backs = sorted(self._set_backs, key=lambda back: back.num_decided)
+        after = np.searchsorted([back.num_decided for back in backs], np.arange(rows.start, rows.stop), side="right")
+        versions = [*(back.version for back in backs), np.iinfo(np.int64).max]
+        lowest = np.minimum.accumulate(np.array(versions)[::-1])[::-1]
+        redone: Column = self.column("step", rows) >= lowest[after]
+        return redone
 
     def rows(self, rows: Column) -> list[StepRecord]:
-        """The steps of these rows."""
-        columns = {name: self.column(name)[rows] for name in self.names}
-        if not columns:
+        """The steps of these rows, in ascending order."""
+        if not len(rows):
             return []
-        marks = self.redone[rows].tolist()
+        some = range(int(rows[0]), int(rows[-1]) + 1)
+        at = rows - some.start
+        columns = {name: self.column(name, some)[at] for name in self.names}
         return [
             step.record.model_copy(update={"redone_later": True}) if redone else step.record
-            for step, redone in zip(steps_of(columns), marks, strict=True)
+            for step, redone in zip(steps_of(columns), self._redone(some)[at].tolist(), strict=True)
         ]
 
     def thinned(self, most: int) -> list[StepRecord]:
@@ -220,6 +228,13 @@ class Steps(Sequence[StepRecord]):
         steps = self.column("step")
         rows = np.flatnonzero(np.isin(steps, [version - 1 for version in versions]))
         return dict(zip((steps[rows] + 1).tolist(), self.column("decided_at_s")[rows].tolist(), strict=True))
+
+    def frame(self) -> pd.DataFrame:
+        """Return all of them as a pandas table; metrics have their own names, ``redone`` marks what was run again."""
+        import pandas as pd
+
+        table = {name.removeprefix(METRIC): self.column(name) for name in self.names if name != SEQUENCE}
+        return pd.DataFrame({**table, "redone": self.redone})
 
     def __len__(self) -> int:
         return self._condensed.num + self._num_newer
@@ -250,4 +265,3 @@ class Steps(Sequence[StepRecord]):
                 written, return_schema=handler.generate_schema(list[StepRecord])
             ),
         )
-

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 from pathlib import Path
 
 import pytest
 from random_history import random_faults
-from simulated_cluster import Faults, JournalledCluster
+from simulated_cluster import Faults, JournalledCluster, SimulatedCluster
 from simulated_job import make_config
 
+from benchmarks.journal import Writer, one_worker
 from manager.accounting.spent import Prices
-from manager.controller.state.state import ControllerState, initial_state
+from manager.controller.state.events import Event
+from manager.controller.state.state import ControllerState, Decision
 from manager.history.lives import lives_in
-from manager.journal import condensed, journal as journal_module
+from manager.journal import journal as journal_module
+from manager.journal.condensed import Cut
 from manager.journal.journal import Journal
+from manager.journal.records import Fact
 from manager.journal.replay import replay
 from manager.report.condenser import Condenser
 from manager.report.events import EventReader
@@ -24,25 +29,49 @@ from manager.run_dir import JOURNAL
 from manager.trackers.reading import HappeningsReader
 from morph.contract.errors import RunDirError, RunDirStuck
 
+PRICES = Prices(paid_usd_per_h=3.6)
 LOSES_ALL = Faults(
     deaths_after_s=((8.0, 20), (30.0, 1)), joins_after_s=(9.0, 9.1, 9.2, 9.3), quiet_after_s=45.0, doubled=0.1
 )
 
 
 class Both(JournalledCluster):
-    """Writes each line into two journals, of which one is condensed every ``every`` decisions."""
+    """Writes each line into two journals, of which one is condensed, and opened anew every ``reopens`` lines."""
 
-    def __init__(self, seed: int, run_dir: Path, faults: Faults, **fields: object) -> None:
+    def __init__(self, seed: int, run_dir: Path, faults: Faults, reopens: int = 0, **fields: object) -> None:
         (run_dir / "plain").mkdir()
         super().__init__(seed, run_dir / "plain", faults, **fields)
-        self.short = Journal.open(run_dir / JOURNAL)
-        self.short.keeper = Condenser(self.short)
+        self.path, self.reopens, self.num_lines = run_dir / JOURNAL, reopens, 0
+        self.open_anew()
         self.short.append_config(self.now_s, make_config(**fields))
-        append_decision, append_fact = self.journal.append_decision, self.journal.append_fact
-        self.journal.append_decision = lambda *line: (append_decision(*line), self.short.append_decision(*line))[0]  # type: ignore[method-assign]
-        self.journal.append_fact = lambda *line: (append_fact(*line), self.short.append_fact(*line))[0]  # type: ignore[method-assign]
+        plain = self.journal
+        append_decision, append_fact = plain.append_decision, plain.append_fact
+
+        def both_decisions(time_s: float, event: Event, decision: Decision) -> None:
+            append_decision(time_s, event, decision)
+            self.next_line().append_decision(time_s, event, decision)
+
+        def both_facts(time_s: float, fact: Fact) -> None:
+            append_fact(time_s, fact)
+            self.next_line().append_fact(time_s, fact)
+
+        plain.append_decision = both_decisions  # type: ignore[method-assign]
+        plain.append_fact = both_facts  # type: ignore[method-assign]
+
+    def open_anew(self) -> None:
+        """As by another manager."""
+        self.short = Journal.open(self.path)
+        self.short.keeper = Condenser(self.short)
+
+    def next_line(self) -> Journal:
+        self.num_lines += 1
+        if self.reopens and self.num_lines % self.reopens == 0:
+            self.short.close()
+            self.open_anew()
+        return self.short
 
     def close(self) -> None:
+        """Write no more."""
         self.journal.close()
         self.short.close()
 
@@ -50,7 +79,7 @@ class Both(JournalledCluster):
 def told(path: Path) -> dict[str, object]:
     """What each reader of a journal finds in it."""
     with Journal.open(path / JOURNAL, read_only=True) as journal:
-        happenings = HappeningsReader("mem://checkpoints", Prices(paid_usd_per_h=3.6))
+        happenings = HappeningsReader("mem://checkpoints", PRICES)
         report = read_report(path)
         return {
             "report": report.model_dump(),
@@ -71,12 +100,17 @@ def check_alike(path: Path) -> None:
         assert short[name] == found, name
 
 
-@pytest.mark.parametrize("every", [3, 20, 90])
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "NUM_AT_LEVEL", (6, 18))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("every", [3, 40])
 def test_a_condensed_journal_tells_every_reader_the_same(
     every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", every)
-    monkeypatch.setattr(journal_module, "NUM_AT_LEVEL", (6, 18))
     cluster = Both(0, tmp_path, LOSES_ALL, expected_nodes=6, num_steps=60)
     cluster.run(6)
     cluster.close()
@@ -86,6 +120,156 @@ def test_a_condensed_journal_tells_every_reader_the_same(
     assert report.evaluations
     check_alike(tmp_path)
     with Journal.open(tmp_path / JOURNAL, read_only=True) as journal:
-        head = journal.head()
-        assert head is not None
-        assert len(journal.read()) < (0.5 if every < 90 else 0.9) * journal.last_moment()[0]  # type: ignore[index]
+        last = journal.last_moment()
+        assert journal.head() is not None
+        assert last is not None
+        assert len(journal.read()) < 0.6 * last[0]
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 60))])
+def test_any_life_is_told_alike_whoever_goes_on_with_its_journal(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another manager goes on with the journal now and then; its state is replayed from the last snapshot."""
+    monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 11 + seed)
+    faults, num_nodes, _ = random_faults(seed)
+    cluster = Both(seed, tmp_path, faults, reopens=17)
+    cluster.run(num_nodes)
+    assert replay(cluster.short) == cluster.state
+    cluster.close()
+    check_alike(tmp_path)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_who_follows_a_journal_misses_and_repeats_nothing_that_is_condensed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 10)
+    found: list[list[object]] = [[], []]
+    told_so_far = HappeningsReader("mem://checkpoints", PRICES), EventReader()
+
+    def follow(cluster: SimulatedCluster, *_: object) -> None:
+        assert isinstance(cluster, Both)
+        if cluster.num_lines % 7 == 0:
+            take(cluster.short)
+
+    def take(journal: Journal) -> None:
+        found[0] += [one for _, happenings in told_so_far[0].new(journal, 3) for one in happenings]
+        found[1] += [one for one in told_so_far[1].new(journal) if not one.routine]
+
+    cluster = Both(0, tmp_path, LOSES_ALL, expected_nodes=6, num_steps=40)
+    cluster.observers = (*cluster.observers, follow)
+    cluster.run(6)
+    take(cluster.short)
+    cluster.close()
+    plain = told(tmp_path / "plain")
+    assert found == [plain["happenings"], plain["events"]]
+
+
+def test_a_manager_killed_while_it_condenses_leaves_the_lines_or_what_they_come_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each statement of the transaction, and where the file is full there: what is read is the same as ever."""
+    cluster = Both(0, tmp_path, LOSES_ALL, expected_nodes=6, num_steps=20)
+    cluster.run(6)
+    expected, keeper, num = told(tmp_path / "plain"), Condenser(cluster.short), 0
+    monkeypatch.setattr(journal_module, "NUM_AT_LEVEL", (6, 18))
+    real, whole = cluster.short._connection, cluster.short.last_moment()
+
+    class Ends:
+        """A connection at whose statement number so and so the process ends, or the disk is full."""
+
+        def __init__(self, end: int, error: BaseException) -> None:
+            self.left, self.error = end, error
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(real, name)
+
+        def _counted(self, statement: str, *values: object) -> object:
+            self.left -= not statement.startswith(("SELECT", "ROLLBACK"))
+            if self.left < 0 and not statement.startswith("ROLLBACK"):
+                raise self.error
+            return real.execute(statement, *values)
+
+        execute = _counted
+
+    for num in itertools.count():
+        error = sqlite3.OperationalError("database or disk is full") if num % 2 else SystemExit("killed")
+        cluster.short._connection = Ends(num, error)  # type: ignore[assignment]
+        try:
+            cluster.short._condense(keeper.cut(), cluster.state)
+        except (SystemExit, RunDirStuck):
+            cluster.short._connection = real
+            assert told(tmp_path) == expected, f"after {num} statements"
+            assert cluster.short.head() is None
+        else:
+            break
+    cluster.short._connection = real
+    assert num > 10
+    assert cluster.short.last_moment() == whole
+    cluster.close()
+    check_alike(tmp_path)
+
+
+def test_a_full_disk_puts_condensing_off_and_never_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 10)
+    real, refused = Journal._condense, []
+
+    def full(journal: Journal, cut: Cut, state: ControllerState) -> None:
+        if len(refused) < 5:
+            refused.append(cut)
+            raise RunDirStuck("the journal cannot be written: database or disk is full")
+        real(journal, cut, state)
+
+    monkeypatch.setattr(Journal, "_condense", full)
+    cluster = Both(0, tmp_path, LOSES_ALL, expected_nodes=6, num_steps=20)
+    cluster.run(6)
+    cluster.close()
+    assert len(refused) == 5
+    check_alike(tmp_path)
+
+
+@pytest.mark.parametrize(("table", "column"), [("steps", "data"), ("kept", "data"), ("heads", "data")])
+def test_what_is_condensed_is_read_as_it_was_written_or_refused(
+    table: str, column: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 10)
+    cluster = Both(0, tmp_path, LOSES_ALL, expected_nodes=6, num_steps=20)
+    cluster.run(6)
+    cluster.close()
+    with sqlite3.connect(tmp_path / JOURNAL) as file:
+        (data,) = file.execute(f"SELECT {column} FROM {table} LIMIT 1").fetchone()
+        file.execute(f"UPDATE {table} SET {column} = ?", (bytes([data[0] ^ 1]) + data[1:],))
+    with pytest.raises(RunDirError, match=r"journal\.sqlite: is damaged"):
+        told(tmp_path)
+
+
+def test_a_journal_of_an_older_version_is_read_once_its_run_is_resumed(tmp_path: Path) -> None:
+    cluster = JournalledCluster(0, tmp_path, Faults())
+    cluster.run(3)
+    cluster.journal._connection.execute("PRAGMA user_version = 0")
+    cluster.journal.close()
+    with pytest.raises(RunDirError, match="was written by an older version of Morph"):
+        read_report(tmp_path)
+    Journal.open(tmp_path / JOURNAL).close()
+    assert read_report(tmp_path).outcome == "finished"
+
+
+def test_neither_readers_nor_blocks_grow_with_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 20)
+    monkeypatch.setattr(journal_module, "NUM_AT_LEVEL", (16, 64))
+    with Journal.open(tmp_path / JOURNAL) as journal:
+        journal.keeper = Condenser(journal)
+        writer, sizes = Writer(journal, one_worker(1000), itertools.count(), 0.0), []
+        for version in (200, 400, 600):
+            writer.until(version)
+            head = journal.head()
+            assert head is not None
+            (num_lines,) = journal._connection.execute("SELECT count(*) FROM entries").fetchone()
+            blocks = journal._connection.execute("SELECT count(*) FROM steps WHERE name = 'step'").fetchone()[0]
+            sizes.append((len(head.states["run"]), num_lines, blocks))
+        assert max(size for size, _, _ in sizes) < 1.2 * sizes[0][0]
+        assert max(num for _, num, _ in sizes) < 80
+        assert max(num for _, _, num in sizes) <= 600 // 64 + 4 + 16
+        assert len(journal.column("step")) > 500

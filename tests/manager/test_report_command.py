@@ -8,6 +8,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from simulated_cluster import Faults, JournalledCluster
 from typer.testing import CliRunner
@@ -16,8 +17,8 @@ from manager.accounting.account import Account, Part
 from manager.accounting.spent import NOTHING, Prices
 from manager.report.journal_reader import read_report
 from manager.report.page import report_page
-from manager.report.steps import Steps
 from manager.report.picture import training_figure
+from manager.report.steps import Steps
 from manager.report.summary import summarise
 from manager.run_dir import JOURNAL, RunFacts
 from morph.cli.main import app
@@ -190,3 +191,12 @@ def test_a_report_without_room_is_refused_and_leaves_nothing(
     assert result.exit_code == 2
     assert result.stderr == f"error: {tmp_path / 'report.html'}: cannot be written: No space left on device\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_decided_step_is_written_as_a_table(run_dir: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["status", str(run_dir), "--csv", str(tmp_path / "steps.csv")])
+    assert done.exit_code == 0, done.output
+    table, steps = pd.read_csv(tmp_path / "steps.csv"), read_report(run_dir).steps
+    assert table["step"].tolist() == [record.step for record in steps]
+    assert table["loss"].tolist() == [record.loss for record in steps]
+    assert not table["redone"].any()

@@ -27,27 +27,35 @@ def status_command(
     ] = False,
     as_json: JsonOption = False,
     png: PngOption = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="Write every decided step into this file, as a table.", show_default=False)
+    ] = None,
 ) -> None:
     """Show how a run is doing, or how it ended: steps, shapes, morphs, loss.
 
     \b
     Example:
       morph status runs/tiny
+      morph status runs/tiny --csv steps.csv
       morph status runs/tiny --json | jq .version
     """
     from manager.report.journal_reader import read_report
-    from manager.report.summary import summarise
-    from manager.run_dir import read_facts
+    from manager.report.summary import summarise, with_its_manager
+    from manager.run_dir import as_its_folder, read_facts
 
-    if png is not None:
-        check_output(png, RunDirError)
+    for output in (png, csv):
+        if output is not None:
+            check_output(output, RunDirError)
     read_facts(run_dir)
-    report = read_report(run_dir)
+    report = with_its_manager(read_report(run_dir), run_dir)
     print(report.model_dump_json(indent=2) if as_json else summarise(report, verbose=verbose))
     if png is not None:
         from manager.report.picture import draw_run
 
         draw_run(report, png)
+    if csv is not None:
+        with as_its_folder(csv):
+            write_whole(csv, report.steps.frame().to_csv(index=False))
 
 
 def events_command(
