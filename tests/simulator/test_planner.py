@@ -1,6 +1,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,8 +91,11 @@ def test_more_gpus_never_make_the_best_plan_slower(seed: int, limited: bool, num
     if seed % 2:
         slower = (Contention(num_busy=2, factor=1.2), Contention(num_busy=4, factor=1.6))
         profile = profile.model_copy(update={"contention": slower})
-    given = {"memory_bytes": memory_bytes if limited else None, "num_gpus_per_node": num_gpus_per_node}
-    rates = []
+    given: dict[str, Any] = {
+        "memory_bytes": memory_bytes if limited else None,
+        "num_gpus_per_node": num_gpus_per_node,
+    }
+    rates: list[float] = []
     for num_gpus in range(1, 10):
         try:
             best = plan(profile, num_gpus=num_gpus, num_runners_up=0, **given).best
@@ -268,13 +272,17 @@ def test_too_few_gpus_for_the_memory_are_told_how_many_would_do() -> None:
 @settings(max_examples=100 if IS_LONG else 20, deadline=None)
 def test_each_cure_that_a_refusal_names_does_and_a_byte_less_does_not(seed: int, device: float, host: float) -> None:
     profile, memory_bytes = _limited(seed)
-    fixed: dict[str, int] = [{}, {"pipeline_depth": 1}, {"num_replicas": 2}][seed % 3]
+    fixed: dict[str, Any] = [{}, {"pipeline_depth": 1}, {"num_replicas": 2}][seed % 3]
     environment = {"host_memory_bytes": 2**40}
     roomy = profile.model_copy(update={"environment": profile.environment.model_copy(update=environment)})
     whole = simulate(roomy, num_stages=1, micro_batch_size=1).expected.host_memory_bytes
-    asked = {"num_gpus": 2, "memory_bytes": int(device * memory_bytes), "host_memory_bytes": int(host * whole)}
+    asked: dict[str, Any] = {
+        "num_gpus": 2,
+        "memory_bytes": int(device * memory_bytes),
+        "host_memory_bytes": int(host * whole),
+    }
 
-    def planned(given: dict[str, int]) -> str:
+    def planned(given: dict[str, Any]) -> str:
         try:
             plan(roomy, num_runners_up=0, **given, **fixed)
         except PlanError as error:
