@@ -46,7 +46,7 @@ def plain_step(model: Published, m: int, latency_s: float) -> tuple[Profile, Sim
         profile = profile_of(model, m, flops_per_s, latency_s)
         costs = SectionCosts(profile, m, recompute=False, rules=REQUEST.memory_rules)
         table = frugal_table(costs, "1f1b", num_micro_batches=model.pipeline_batch // m, single=False)
-        plain = simulate(profile, REQUEST, micro_batch_size=m, boundaries=table.boundaries(STAGES))
+        plain = simulate(profile, REQUEST, micro_batch_size=m, boundaries=table.boundaries(STAGES), window_slope=1)
         factor = model.samples_per_s / plain.expected.examples_per_s
         if abs(factor - 1) < 1e-3:
             return profile, plain
@@ -57,7 +57,7 @@ def simulated(model: Published, m: int, latency_s: float) -> dict[str, Simulatio
     """Without redundancy ("off") and by mode."""
     profile, plain = plain_step(model, m, latency_s)
     cuts = [stage.first_section for stage in plain.plan.stages]
-    answer = partial(simulate, profile, REQUEST, micro_batch_size=m, boundaries=cuts)
+    answer = partial(simulate, profile, REQUEST, micro_batch_size=m, boundaries=cuts, window_slope=1)
     return {"off": plain} | {mode: answer(redundant_computation=mode) for mode in MODES}
 
 

@@ -73,7 +73,7 @@ def any_windows(seed: int) -> float:
 
 
 def slopes(schedule: str, count: int) -> Iterator[int | None]:
-    yield from range(1, max(2, count)) if schedule == "varuna" else (None,)
+    yield from range(1, max(2, count)) if schedule != "gpipe" else (None,)
 
 
 def everything(seed: int) -> float:
@@ -116,7 +116,7 @@ def latency(seed: int, forwards: float, *, gpipe_alone: bool = False) -> float:
     best = plan(profile, num_gpus=8, pipeline_depth=8, num_runners_up=0).best
     times = []
     for schedule in SCHEDULES[1:2] if gpipe_alone else SCHEDULES:
-        for slope in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63) if schedule == "varuna" else (None,):
+        for slope in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63) if schedule != "gpipe" else (None,):
             other = simulate(
                 profile,
                 boundaries=[stage.first_section for stage in best.stages],

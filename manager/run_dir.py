@@ -6,7 +6,10 @@ The names below are all that a run leaves in it by itself. All of it is its user
 from __future__ import annotations
 
 import fcntl
+import math
 import os
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -24,7 +27,9 @@ from morph.contract.job_facts import JobFacts
 RUN = "run.json"
 """What is run: ``RunFacts``. A directory that has it is a run's."""
 LOCK = "run.lock"
-"""Locked by the manager, whose process id is in it."""
+"""Locked by the manager, whose process id and host are in it. The manager touches it as a sign of life."""
+GOES_ON = "goes_on.json"
+"""While `morph run --forever` waits between two managers: why, and until when."""
 COMMAND = "command.json"
 """What was requested of the run, so that its directory alone is enough to resume it."""
 JOURNAL = "journal.sqlite"
@@ -46,6 +51,9 @@ RECOVERED = "recovered"
 WORKERS_LOG = "workers.log"
 """What workers that are processes of the manager's machine print."""
 _POLL_S = 0.1
+LIFE_EVERY_S = 10.0
+SILENT_S = 60.0
+"""Without a sign of life for so long a manager counts as silent; one on a host whose lock is not seen here, as gone."""
 
 
 class RunFacts(Value):
@@ -155,6 +163,7 @@ class RunDir:
         """The job that the run began with, if its file's name, or its name there, is not ours."""
         self._lock_file: IO[str] | None = None
         self._held = ExitStack()
+        self._over = threading.Event()
 
     @property
     def checkpoint_url(self) -> str:
@@ -210,7 +219,8 @@ class RunDir:
             fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             lock_file.seek(0)
-            holder = lock_file.read().strip() or "unknown"
+            holder = " on ".join(lock_file.read().split()) or "unknown"
+            holder = holder.removesuffix(f" on {socket.gethostname()}")
             lock_file.close()
             raise in_use_by(holder, self.path) from error
         except OSError as error:
@@ -218,10 +228,19 @@ class RunDir:
             raise RunDirError(f"cannot be locked: {error.strerror}", source=str(self.path)) from error
         with suppress(OSError):  # a full disk: it is locked all the same, and others are not told by whom
             lock_file.truncate(0)
-            os.write(lock_file.fileno(), str(os.getpid()).encode())
+            os.write(lock_file.fileno(), f"{os.getpid()}\n{socket.gethostname()}\n".encode())
         self._lock_file = lock_file
+        self._over.clear()
+        threading.Thread(target=self._live, name="morph-sign-of-life", daemon=True).start()
+
+    def _live(self) -> None:
+        """Give signs of life until the directory is closed. A disk that takes none is no reason to stop."""
+        while not self._over.wait(LIFE_EVERY_S):
+            with suppress(OSError):
+                os.utime(self.path / LOCK)
 
     def _unlock(self) -> None:
+        self._over.set()
         if self._lock_file is not None:
             with suppress(OSError):
                 self._lock_file.truncate(0)
@@ -283,9 +302,37 @@ def holder_of(run_dir: Path) -> int | None:
         try:
             fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            written = lock_file.read().strip()
-            return int(written) if written.isdecimal() else None
+            written = lock_file.read().split()
+            return int(written[0]) if written and written[0].isdecimal() else None
         return None
+
+
+class GoesOn(Value):
+    """What `morph run --forever` waits for. ``again_s``: seconds since 1970."""
+
+    sentence: str
+    again_s: float
+
+
+def of_manager(run_dir: Path, now_s: float) -> str:
+    """Say what is wrong with the manager of a run that has not ended, as far as it is seen from here; empty: nothing.
+
+    It holds the lock of its directory, by which it is known on its host; elsewhere its last sign of life tells.
+
+    Raises:
+        RunDirError: the lock cannot be read.
+    """
+    holder = holder_of(run_dir)
+    try:
+        pid, host = [*(run_dir / LOCK).read_text(encoding="utf-8").split(), "", ""][:2]
+        silent_s = max(0.0, now_s - (run_dir / LOCK).stat().st_mtime)
+    except OSError:
+        pid, host, silent_s = "", "", math.inf
+    ours = host in ("", socket.gethostname())
+    who = f"process {pid}" + ("" if ours else f" on {host}")
+    if holder is not None or (pid and not ours and silent_s <= SILENT_S):
+        return "" if silent_s <= SILENT_S else f"its manager, {who}, has given no sign of life for {silent_s:.0f} s"
+    return f"its manager, {who}, is gone" if pid else "no process manages it"
 
 
 def check_unused(run_dir: Path) -> None:

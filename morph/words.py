@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 
@@ -22,6 +23,12 @@ def moment_text(time_s: float) -> str:
 def counted(count: int, one: str, more: str = "") -> str:
     """Return ``1 worker``, ``2 workers``; with ``more`` where an s is not all that changes: ``1 worker is``."""
     return f"{count} {one if count == 1 else more or one + 's'}"
+
+
+def numbers_told(numbers: Sequence[int], most: int = 24) -> str:
+    """Return ``3, 5, 8``; of many the first ones, and how many more there are."""
+    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+    return ", ".join(map(str, numbers[:most])) + more
 
 
 def count_text(number: float) -> str:

@@ -98,6 +98,8 @@ def read_settings(settings: Sequence[str], value_type: type[ValueT]) -> ValueT:
 def _validated(data: Any, value_type: type[ValueT], source: str, settings: Sequence[str]) -> ValueT:
     from pydantic import ValidationError
 
+    from morph.contract.cluster import market_entry_points
+
     given = _assign(settings, data)
     try:
         # By way of JSON, so that strict types still take a mapping for a section.
@@ -112,7 +114,8 @@ def _validated(data: Any, value_type: type[ValueT], source: str, settings: Seque
         field, told = ".".join(_walk(parts, schema)[0]) or None, entry["msg"].removeprefix("Value error, ")
         if entry["type"] == "union_tag_invalid":  # pydantic names the section, and the kinds in its own words
             field, value = f"{field}.kind", entry["ctx"]["tag"]
-            allowed = " or ".join(tag.strip().strip("'") for tag in entry["ctx"]["expected_tags"].split(","))
+            tags = [tag.strip().strip("'") for tag in entry["ctx"]["expected_tags"].split(",")]
+            allowed = " or ".join([*(tag for tag in tags if " " not in tag), *market_entry_points()])
         raise ConfigError(
             "unknown key" if unknown else "no such kind" if "tag" in entry.get("ctx", {}) else told,
             source=None if field in given else source,

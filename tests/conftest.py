@@ -15,6 +15,10 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.training.shapes import ShapesCrew
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
@@ -54,6 +58,21 @@ def hear_signals() -> None:
             signal.signal(number, lambda _number, _frame: None)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def crew() -> Iterator[ShapesCrew]:
+    """Workers that train one job after another, for all tests of a process."""
+    import torch
+
+    from tests.training.shapes import ShapesCrew
+
+    torch.set_num_threads(1)
+    processes = ShapesCrew()
+    try:
+        yield processes
+    finally:
+        processes.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

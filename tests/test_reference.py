@@ -32,7 +32,7 @@ MODULES: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
     "morph.losses": (losses, ("cross_entropy",)),
     "morph.data": (morph.data, ("Packed", "document_mask")),
     "morph.data.order": (order, ("weighted", "stratified", "grouped", "sample_indices")),
-    "morph.data.streams": (streams, ("Stream", "Jsonl", "Tar", "Parquet", "Mds", "Rows", "Iterated")),
+    "morph.data.streams": (streams, ("Stream", "ShardedFiles", "Jsonl", "Tar", "Parquet", "Mds", "Rows", "Iterated")),
     "morph.hf": (hf, ("job", "num_steps")),
     "morph.lightning": (lightning, ("job",)),
     "morph.elastic": (morph.elastic, ("Optimizer", "batches")),

@@ -123,6 +123,7 @@ def as_published(
         num_replicas=num_replicas,
         micro_batch_size=MICRO_BATCH_SIZE,
         schedule=schedule,
+        window_slope=1 if schedule == "1f1b" else None,
         num_gpus_per_node=gpus_per_vm,
         share_links=share_links,
         all_reduce="late",

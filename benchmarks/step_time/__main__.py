@@ -56,7 +56,7 @@ class Contender:
 def make_plan(model: CutModel, total: int, stages: int, replicas: int, schedule: Schedule, recompute: bool) -> Plan:
     """Equal stages; backward taken as twice the forward, and messages as free."""
     count = total // replicas
-    windows = stage_windows(schedule, stages, count, SLOPE)
+    windows = stage_windows(schedule, stages, count, SLOPE if schedule == "varuna" else 1)
     again = [recompute and stage < stages - 1 for stage in range(stages)]
     if schedule == "varuna":
         unit = np.full(stages, 1_000_000, np.int64)

@@ -2,10 +2,10 @@
 
     python -m benchmarks step_time.one_worker --rounds 20 --steps 3
 
-Each contender has a process of its own, all on one core, where they train the same job from its first step. In every
-round each runs ``--steps`` more, one contender after the other in an order that is drawn anew, and says what its process
-took of the processor, all threads together. Prints medians with their range, the ratio to the loop in the same round,
-and the largest difference between their losses. ``--job`` names another job, whose sums are exact and whose m is given.
+Each contender has a process of its own, all on one core, and trains the same job from its first step. In each round
+every contender runs ``--steps`` more, in an order that is drawn anew, and says how much processor time its process
+took, all threads together. Prints medians with their range, ratios to the loop in the same round, and the largest
+difference between the losses.
 """
 
 from __future__ import annotations

@@ -63,7 +63,8 @@ def calibrate(
 
     Raises:
         JobError, ExportError: the job cannot be measured.
-        ConfigError: this machine has no such device, the checkpoint URL cannot be written, or the peer has another secret.
+        ConfigError: this machine has no such device, the checkpoint URL cannot be written, or the peer has another
+            secret.
         ClusterError, WaitTimeout: helper processes failed, or the peer.
     """
     progress = progress or silent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -14,9 +15,11 @@ from manager.controller.shape.pre_copy import measure_speed
 from manager.controller.shape.selection import hold_s
 from manager.controller.state.actions import EndWorker, ReasonCode
 from manager.controller.state.events import WorkerAnswered
+from manager.controller.state.judging import judges_losses, why_bad
 from manager.controller.state.nodes import NodeEvent
 from manager.controller.state.state import OutstandingOrder, Phase, StepReport, mean_of
 from manager.controller.state.transition import Transition
+from manager.controller.steps.bad_steps import gives_up, leap_if_due
 from manager.controller.steps.failures import dissolve, failed, settle
 from manager.controller.steps.training_loop import begin, decide_step, seal_if_complete
 from morph.contract.messages import (
@@ -119,7 +122,11 @@ def _note_reshaped(transition: Transition, answers: Mapping[WorkerId, Reshaped])
 
 
 def _note_prepared(transition: Transition, answers: Mapping[WorkerId, Prepared]) -> None:
-    reports = {key: _report_of(answer) for key, answer in _alike(answers).items()}
+    state, judged = transition.state, judges_losses(transition.state)
+    reports = {key: _report_of(answer, judged=judged) for key, answer in _alike(answers).items()}
+    named = {answer.named.step for answer in _alike(answers).values() if answer.named is not None}
+    if named:
+        transition.change(unnamed=tuple(step for step in state.unnamed if step not in named))
     told = zip(answers, [reports[key] for key in map(id, answers.values())], strict=True)
     transition.change_step(reports=transition.state.step.reports | dict(told))
     _note_evaluation(transition, _alike(answers).values())
@@ -158,13 +165,17 @@ _NOTES: Mapping[type, Callable[[Transition, Mapping[WorkerId, Any]], None]] = {
 }
 
 
-def _report_of(answer: Prepared) -> StepReport:
+def _report_of(answer: Prepared, *, judged: bool) -> StepReport:
+    losses = (
+        {one.micro_batch: one.loss if math.isfinite(one.loss) else math.inf for one in answer.losses} if judged else {}
+    )
     return StepReport(
         overflowed=answer.overflowed,
         unit_norms_sq=answer.unit_norms_sq,
         non_finite=answer.non_finite,
         followed=answer.followed,
         weights=weights_of(answer.losses),
+        losses=losses,
     )
 
 
@@ -216,6 +227,14 @@ def _fits(answer: Answer, order: OutstandingOrder) -> bool:
             return True
 
 
+def _all_answered(transition: Transition) -> None:
+    """Everybody is reshaped, or has prepared the step."""
+    if transition.state.phase is Phase.RESHAPING:
+        return None if leap_if_due(transition) else begin(transition)
+    bad = why_bad(transition.state)
+    return None if bad and gives_up(transition, bad) else decide_step(transition, bad=bool(bad))
+
+
 def _order_answered(transition: Transition, worker: WorkerId, answer: Answer) -> None:
     state = transition.state
     _note(transition, {worker: answer})
@@ -226,7 +245,7 @@ def _order_answered(transition: Transition, worker: WorkerId, answer: Answer) ->
         return dissolve(transition)
     num_left, trains = len(transition.state.step.awaited), state.phase in (Phase.RESHAPING, Phase.TRAINING)
     if trains and not num_left:
-        return begin(transition) if state.phase is Phase.RESHAPING else decide_step(transition)
+        return _all_answered(transition)
     transition.say(ReasonCode.AWAITING_ANSWERS, f"{worker} answered {answer.kind}")
     if trains:
         transition.add(f"{counted(num_left, 'worker is', 'workers are')} still at it")

@@ -96,12 +96,10 @@ def on_nobody_heard(transition: Transition, event: NobodyHeard) -> None:
         return None if since_s is None else min(since_s + event.lasted_s, transition.now_s)
 
     state = transition.state
-    order, pending = state.step.order, state.saving.pending
+    order = state.step.order
     if order is not None:
         update = {"sent_s": later(order.sent_s), "abort_sent_s": later(order.abort_sent_s)}
         order = order.model_copy(update=update)
-    if pending is not None:
-        pending = pending.model_copy(update={"started_s": later(pending.started_s)})
     workers = {
         worker: entry.model_copy(update={"appeared_s": later(entry.appeared_s)})
         if entry.node is NodeState.WARMING
@@ -110,7 +108,7 @@ def on_nobody_heard(transition: Transition, event: NobodyHeard) -> None:
     }
     transition.change(workers=workers)
     transition.change_step(order=order)
-    transition.change_saving(pending=pending)
+    transition.change_under_way(lambda one: one.model_copy(update={"started_s": later(one.started_s)}))
     transition.say(ReasonCode.OUTAGE_OVER, f"no worker was heard for {event.lasted_s:.1f} s: that time does not count")
 
 

@@ -89,6 +89,8 @@ def _begin_waits_anew(transition: Transition) -> None:
     }
     transition.change(workers=workers)
     transition.change_step(order=order if awaited else None, awaited=awaited)
+    earlier = tuple(one.model_copy(update={"started_s": now_s}) for one in state.saving.earlier)
+    transition.change_saving(earlier=earlier)
     transition.change_saving(pending=pending, sealing_since_s=None if state.saving.sealing_since_s is None else now_s)
     transition.change_measured(morph_began_s=None)
 
@@ -115,7 +117,7 @@ def _repeated_orders(state: ControllerState) -> tuple[Action, ...]:
     if saving.marked is not None:
         actions.append(MarkBest(best=saving.marked))
     if saving.doubt is not None and saving.doubt.status == "asked":
-        actions.append(FindCheckpoint(doubted=saving.doubt.version))
+        actions.append(FindCheckpoint(doubted=saving.doubt.version, at_most=saving.doubt.at_most))
     return tuple(actions)
 
 

@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -212,6 +213,11 @@ def _end(kind: str, node: str, management_url: str, folder: Path) -> None:
         end_vm(kind, node, management_url)
 
 
+def _stay(path: Path) -> None:
+    with contextlib.suppress(OSError):  # the watchdog then ends the VM
+        path.touch()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run until the VM ends."""
     parser = arguments_of_node("manager.notices.agent")
@@ -230,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lonely_s=given.lonely_s,
         end=lambda: _end(given.end, given.node, given.management_url, given.secret_file.parent),
         num_devices=given.devices,
-        stay=given.stay.touch if given.stay else lambda: None,
+        stay=partial(_stay, given.stay) if given.stay else lambda: None,
     )
     agent.run()
 

@@ -15,6 +15,7 @@ from manager.accounting.spent import NS_PER_S
 from manager.controller.state.actions import (
     EndWorker,
     Finish,
+    NoteBadStep,
     NoteCorrection,
     NoteNextSave,
     ReasonCode,
@@ -67,6 +68,7 @@ from manager.run_dir import JOURNAL
 from morph.contract.decided import Decided as Decision
 from morph.contract.decided import LossScale
 from morph.contract.errors import RunDirError
+from morph.contract.happenings import Trouble
 from morph.contract.messages import Committed, Prepared, WorkerReady
 from morph.contract.timeline import StepTimeline
 
@@ -107,7 +109,18 @@ def timelines_of(entries: Sequence[Entry]) -> dict[int, tuple[StepTimeline, ...]
     return found
 
 
-Record = SessionBegun | ShapeSpan | ShapeLeft | MorphRecord | EvaluationRecord | VmCount | SetBack | Saved | RunOver
+Record = (
+    SessionBegun
+    | ShapeSpan
+    | ShapeLeft
+    | MorphRecord
+    | EvaluationRecord
+    | VmCount
+    | SetBack
+    | Saved
+    | Trouble
+    | RunOver
+)
 Told = tuple[int, float, Record | Step]
 """By which line something was told, when, and what."""
 RECORDS: dict[str, type[Record]] = {
@@ -119,6 +132,7 @@ RECORDS: dict[str, type[Record]] = {
     "vms": VmCount,
     "set_back": SetBack,
     "saved": Saved,
+    "trouble": Trouble,
     "over": RunOver,
 }
 """What the lines of a journal come to beside decided steps, by the name under which it is kept."""
@@ -430,8 +444,11 @@ class RunReader:
     def _note_trouble(self, event: Event, record: DecisionRecord) -> None:
         if record.reason.code is ReasonCode.SETUP_FAILED:
             self.trouble = record.reason.sentence
+            self._tell(Trouble(step=record.version, time_s=self._time_s, kind="setup_failed", sentence=self.trouble))
         elif isinstance(event, WorkerAnswered) and isinstance(event.answer, WorkerReady):
             self.trouble = ""
+        for note in (action for action in record.actions if isinstance(action, NoteBadStep)):
+            self._tell(Trouble(step=record.version, time_s=self._time_s, kind="bad_step", sentence=note.sentence))
 
     def _orders(self, config: ControllerConfig, record: DecisionRecord, time_s: float) -> None:
         order = record.reshape

@@ -129,8 +129,8 @@ class LiveRun:
             answer = event.answer
             attempts = self._answers.setdefault((answer.generation, answer.step, answer.attempt), {})
             attempts.setdefault(event.worker, answer)  # what an earlier attempt is late with is not this one's
-        if state.version > self.version:
-            answers = self._decisive(event)
+        answers = self._decisive(event) if state.version > self.version else ()
+        if answers:
             self.ledger.take(event, record, answers)
             self._decided(answers, time_s)
         else:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from manager.controller.state.actions import Finish, ReasonCode, RequestNodes
+from manager.controller.state.actions import Finish, NoteBadStep, ReasonCode, RequestNodes
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import CheckpointFound, Event, WorkerAnswered
 from manager.controller.state.state import ControllerState, Phase
@@ -16,9 +16,10 @@ from manager.report.morphs import MorphReader, lost_by
 from manager.report.values import MorphRecord
 from morph.contract.messages import Committed, Prepared
 from morph.contract.vm_names import vm_of
-from morph.words import counted
+from morph.words import counted, numbers_told
 
 MOST_NAMES = 4
+MOST_SAMPLES = 4096
 AS_SAID = frozenset(
     {
         ReasonCode.REQUEST_REFUSED,
@@ -76,8 +77,10 @@ class Milestones:
         for morph in reader.over:
             told.append(Milestone("morph", morph_line(morph)))
         gone = lost_by(event, record)
-        if gone and (reader.open is None or not set(gone) <= set(reader.open.lost_workers)):
-            goes_on = f"; {reader.shape} goes on" if reader.shape is not None and reader.open is None else ""
+        is_told = record.reason.code is ReasonCode.SETUP_FAILED  # of a worker that had no part in training yet
+        if gone and not is_told and (reader.open is None or not set(gone) <= set(reader.open.lost_workers)):
+            trains = reader.shape is not None and reader.open is None and record.phase is not Phase.ENDED
+            goes_on = f"; {reader.shape} goes on" if trains else ""
             told.append(Milestone("lost", f"{_named(gone)} lost{_injected(gone, reader.injected)}{goes_on}"))
         if shape is None and record.reshape is not None:
             workers = counted(len(record.reshape.slots), "worker")
@@ -92,9 +95,15 @@ class Milestones:
             sentences = event.passed_over or ((without,) if lost > 0 else ())
             told += [Milestone("passed_over", sentence + cost) for sentence in sentences]
         for action in record.actions:
-            if isinstance(action, RequestNodes):
+            if isinstance(action, NoteBadStep):
+                told.append(Milestone("bad_step", action.sentence))
+            elif isinstance(action, RequestNodes):
                 told.append(Milestone("requested", f"{action.count} more requested from the provider"))
         told += self._evaluation(event)
+        named = event.answer.named if isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared) else None
+        if named is not None:
+            numbers = numbers_told(named.samples, MOST_SAMPLES)
+            told.append(Milestone("samples", f"the samples of step {named.step}: {numbers}"))
         code = record.reason.code
         saved_again = code is ReasonCode.CHECKPOINT_COMPLETE and self._storage_refused
         if code in AS_SAID or saved_again:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
+from pathlib import Path
 
 from manager.accounting.account import Account, Part
 from manager.report.milestones import morph_line
 from manager.report.values import RunReport, numbers_text, rates_text
+from manager.run_dir import GOES_ON, SILENT_S, GoesOn, holder_of, of_manager
+from morph.contract.base import read_json
+from morph.contract.errors import RunDirError
+from morph.words import moment_text
 
 CAME_FROM = {
     "keep": "kept",
@@ -16,6 +22,27 @@ CAME_FROM = {
     "checkpoint": "from the checkpoint",
     "initial": "as at the start",
 }
+
+
+def with_its_manager(report: RunReport, run_dir: Path) -> RunReport:
+    """Return what a journal says together with what is seen of the run's manager, which may be gone or waiting.
+
+    Raises:
+        RunDirError: the run's lock cannot be read.
+    """
+    now_s = time.time()
+    waits = read_json(run_dir / GOES_ON, GoesOn, RunDirError) if (run_dir / GOES_ON).is_file() else None
+    if waits is not None and waits.again_s + SILENT_S >= now_s and holder_of(run_dir) is None:
+        sentence = f"{waits.sentence}; it goes on at {moment_text(waits.again_s)} UTC (--forever)"
+        return report.model_copy(update={"outcome": "unmanaged", "sentence": sentence})
+    if report.outcome != "running":
+        return report
+    wrong = of_manager(run_dir, now_s)
+    if not wrong:
+        return report
+    last = f"the last entry of its journal is of {moment_text(report.end_s)} UTC"
+    then = "" if holder_of(run_dir) is not None else f"; to go on: morph resume {run_dir}"
+    return report.model_copy(update={"outcome": "unmanaged", "sentence": f"{wrong}; {last}{then}"})
 
 
 def summarise(report: RunReport, *, verbose: bool = False) -> str:

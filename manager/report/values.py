@@ -160,7 +160,7 @@ class RunReport(Value):
     end_s: float
     version: int = Field(description="decided last")
     checkpoint_version: int | None
-    outcome: Literal["finished", "stopped", "failed", "running"]
+    outcome: Literal["finished", "stopped", "failed", "running", "unmanaged"]
     sentence: str
     num_sessions: int
     shapes: tuple[ShapeSpan, ...]

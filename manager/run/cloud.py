@@ -12,66 +12,45 @@ import fsspec
 
 from manager.controller.state.events import NodeFacts
 from manager.engine.machines.provider_machines import Providing
-from manager.providers.azure.prices import RetailPrices
-from manager.providers.azure.spec import PUBLIC_AZURE, AzureSpec
-from manager.providers.factory import azure_spec, open_azure, open_static
-from manager.providers.hosts.static import Hosts
 from manager.providers.interface.provider import Price, RunName
+from manager.run.markets import Market, market_of
+from morph.contract.base import Value
 from morph.contract.cluster import AzureVms, ProvidedVms
 from morph.contract.errors import ConfigError
-
-LOCK_NAME = "requirements.lock"
 
 
 @dataclass(frozen=True)
 class Cloud:
-    """A cluster file's VMs with the file that says what and where they are. ``described``: of Azure, or hosts."""
+    """A cluster file's VMs with the file that says what and where they are, as their market reads it."""
 
     vms: ProvidedVms
     path: Path
-    described: AzureSpec | Hosts
+    described: Value
+
+    @property
+    def market(self) -> Market:
+        """Where they come from."""
+        return market_of(self.vms.market)
 
     @property
     def most_devices(self) -> int:
         """Of one VM."""
-        if isinstance(self.described, AzureSpec):
-            return max(size.num_devices for size in self.described.sizes)
-        return max(host.num_gpus for host in self.described.hosts)
+        return self.market.most_devices(self.described)
 
     @property
     def vm_kind(self) -> NodeFacts:
         """What all VMs of a run will be."""
-        spec = self.described
-        if not isinstance(spec, AzureSpec):
-            return NodeFacts(provider="static")
-        (size, *more_sizes), zones = spec.sizes, spec.zones
-        return NodeFacts(
-            provider=spec.provider,
-            size="" if more_sizes else size.name,
-            region=spec.location,
-            zone=zones[0] if len(zones) == 1 else "",
-        )
+        return self.market.vm_kind(self.described)
 
     def price(self) -> Price | None:
         """What one VM costs; may ask the provider's price list."""
         if self.vms.usd_per_h is not None:
             return Price(usd_per_h=self.vms.usd_per_h, source="the cluster file")
-        if isinstance(self.described, AzureSpec):
-            return self.described.price(RetailPrices(self.described))
-        known = self.described.dearest_usd_per_h
-        return None if known is None else Price(usd_per_h=known, source=str(self.path))
+        return self.market.price(self.described, self.path)
 
     def providing(self, name: RunName, run_dir: Path) -> Providing:
         """Say how the provider of a run is opened."""
-        described, vms = self.described, self.vms
-        if isinstance(described, AzureSpec):
-            spec = azure_spec(described, vms.environment.image, vms.usd_per_h)
-            elsewhere = "" if spec.resource_manager == PUBLIC_AZURE else spec.resource_manager
-            return Providing(
-                lambda start: open_azure(spec, self.path, name, run_dir, start), elsewhere, run_dir / LOCK_NAME
-            )
-        hosts = described if vms.usd_per_h is None else described.at(vms.usd_per_h)
-        return Providing(lambda start: open_static(hosts, self.path, name, start), lock_path=run_dir / LOCK_NAME)
+        return self.market.providing(self.described, self.vms, self.path, name, run_dir)
 
 
 def check_address(cloud: Cloud, source: str) -> None:
@@ -80,17 +59,15 @@ def check_address(cloud: Cloud, source: str) -> None:
     Raises:
         ConfigError: naming the cluster file.
     """
-    vms, described = cloud.vms, cloud.described
-    if ipaddress.IPv4Address(vms.address).is_loopback and isinstance(described, Hosts):
-        elsewhere = [host for host in described.hosts if not host.is_here]
-        if elsewhere:
-            raise ConfigError(
-                f"is a loopback address, which {elsewhere[0].shown} of {cloud.path} cannot reach",
-                source=source,
-                field="vms.address",
-                value=vms.address,
-                allowed="an address of this machine that the hosts reach",
-            )
+    vms = cloud.vms
+    if ipaddress.IPv4Address(vms.address).is_loopback and (elsewhere := cloud.market.elsewhere(cloud.described)):
+        raise ConfigError(
+            f"is a loopback address, which {elsewhere} of {cloud.path} cannot reach",
+            source=source,
+            field="vms.address",
+            value=vms.address,
+            allowed="an address of this machine that the hosts reach",
+        )
     try:
         socket.create_server((vms.address, 0)).close()
     except OSError as error:

@@ -32,6 +32,7 @@ from manager.run.recovery import recovery_of, write_recovery
 from manager.run.request import IfChanged, keep_request
 from manager.run.restarts import Restarts, run_until_it_ends
 from manager.run_dir import RunDir, check_free, is_run
+from manager.trackers.alerts import webhook_variables
 from manager.trackers.process import Watching
 from manager.trackers.supervisor import LIMIT_OF_A_CALL_S, Watchers
 from morph.checkpoint.newest import find_whole, newest_whole
@@ -185,6 +186,10 @@ class ManagedRun:
         kinds: list[dict[str, object]] = [{"kind": tracker} for tracker in run.cluster.trackers]
         if run.cluster.samples:  # it reads checkpoints, as workers do
             kinds.append({"kind": "samples", "variables": variables(run.cluster.vms.pass_variables)})
+        if run.cluster.notify is not None:
+            known = webhook_variables(run.cluster.notify)
+            budget_usd = run.cluster.vms.limits.budget_usd
+            kinds.append({"kind": "notify", "notify": run.cluster.notify, "budget_usd": budget_usd, "variables": known})
         targets: list[dict[str, object]] = [
             {"kind": "callback", "target": str(folder / target), "number": number}
             for number, target in enumerate(run.cluster.callbacks)

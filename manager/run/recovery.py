@@ -16,12 +16,11 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import fsspec
 from pydantic import Field, ValidationError, field_validator
 
-from manager.providers.azure.spec import AzureSpec
-from manager.providers.hosts.static import Hosts
 from manager.run.checkpoint_location import no_checkpoint, stored_at
 from manager.run.code import keep
 from manager.run.inputs import PreparedRun
@@ -58,7 +57,7 @@ class Recovery(Value):
     code: dict[str, str]
     profile: Profile
     cluster: ClusterConfig
-    cloud: AzureSpec | Hosts | None = None
+    cloud: dict[str, Any] | None = Field(default=None, description="what vms.cloud named")
     trace: str | None = Field(default=None, description="text of the file")
 
     @field_validator("code")
@@ -79,7 +78,8 @@ def recovery_of(run: PreparedRun, facts: RunFacts, files: JobFiles) -> Recovery:
     """
     request, cluster = run.request, run.cluster
     given = cluster.model_dump(exclude={"job"}, exclude_unset=True)  # a job file has the job too
-    given.pop("callbacks", None)  # which program is run here is not taken from storage
+    for name in ("callbacks", "notify"):  # which program is run here is not taken from storage, nor secrets put there
+        given.pop(name, None)
     if isinstance(cluster.vms, ProvidedVms):
         written = {name: value for name, value in given["vms"].get("environment", {}).items() if name not in _FREE_TEXT}
         given["vms"]["environment"] = written
@@ -93,7 +93,7 @@ def recovery_of(run: PreparedRun, facts: RunFacts, files: JobFiles) -> Recovery:
         code=digests(files.files),
         profile=run.profile,
         cluster=ClusterConfig.model_validate(given),
-        cloud=None if run.cloud is None else run.cloud.described,
+        cloud=None if run.cloud is None else run.cloud.described.model_dump(mode="json"),
         trace=None if request.trace is None else request.trace.read_text(encoding="utf-8"),
     )
 
@@ -200,10 +200,8 @@ def recover(
 
 def _inputs(recovery: Recovery) -> dict[str, str]:
     """The files that the request will name; JSON is YAML."""
-    inputs = {
-        "profile.json": recovery.profile.model_dump_json(indent=1),
-        "cluster.yaml": recovery.cluster.model_dump_json(indent=2, exclude_unset=True, exclude={"callbacks"}) + "\n",
-    }
+    cluster = recovery.cluster.model_dump_json(indent=2, exclude_unset=True, exclude={"callbacks", "notify"})
+    inputs = {"profile.json": recovery.profile.model_dump_json(indent=1), "cluster.yaml": cluster + "\n"}
     return inputs if recovery.trace is None else {**inputs, "trace.csv": recovery.trace}
 
 

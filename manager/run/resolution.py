@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from manager.providers.azure.spec import AzureSpec
-from manager.providers.hosts.static import Hosts
 from manager.run.cloud import Cloud, check_address, check_storage, check_url
 from manager.run.inputs import PreparedRun
+from manager.run.markets import market_of
 from manager.run.preparation import from_its_first_event
 from manager.run.request import RunRequest, absolute_url, folder_of, short_path
+from manager.trackers.alerts import check_notify
 from manager.trackers.sinks import check_trackers
-from morph.contract.cluster import AzureVms, ClusterConfig, JobFile, LocalVms
+from morph.contract.cluster import ClusterConfig, JobFile, LocalVms
 from morph.contract.errors import ConfigError
 from morph.contract.profile import Profile, load_profile
 from morph.contract.trace import load_trace
@@ -114,6 +114,8 @@ def _with_cloud(
     assert request.cluster is not None
     source, url = str(request.cluster), request.checkpoint_url
     check_trackers(cluster.trackers, cluster.callbacks, source, request.cluster.resolve().parent)
+    if cluster.notify is not None:
+        check_notify(cluster.notify, source)
     if url is not None:
         check_url(url, source, url_field)
     cloud = load_cloud(cluster, request.cluster)
@@ -130,15 +132,6 @@ def load_cloud(cluster: ClusterConfig, source: Path) -> Cloud | None:
     if isinstance(vms, LocalVms):
         return None
     path = source.resolve().parent / vms.cloud
-    if not isinstance(vms, AzureVms):
-        return Cloud(vms, path, load_yaml(path, Hosts))
-    try:
-        import manager.providers.azure.client  # noqa: F401 (with what it needs, before anything starts)
-    except ImportError as error:
-        raise ConfigError(
-            "needs more packages: pip install -e '.[azure]' in the clone of Morph",
-            source=str(source),
-            field="vms.kind",
-            value="azure",
-        ) from error
-    return Cloud(vms, path, load_yaml(path, AzureSpec))
+    market = market_of(vms.market)
+    market.check(str(source))  # before anything starts
+    return Cloud(vms, path, load_yaml(path, market.described))

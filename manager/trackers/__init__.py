@@ -1,1 +1,1 @@
-"""Trackers and callbacks: processes beside the manager that read its journal and tell others what happens."""
+"""Trackers, callbacks and alerts: processes beside the manager that read its journal and tell others what happens."""

@@ -21,9 +21,11 @@ from pydantic import Field
 
 from manager.accounting.spent import Prices
 from manager.journal.journal import Journal
+from manager.trackers.alerts import Alerts
 from manager.trackers.reading import HappeningsReader
 from manager.trackers.sinks import Callback, CallbackFailed, MlFlow, Sink, TensorBoard, WeightsAndBiases
 from morph.contract.base import Value
+from morph.contract.cluster import Notify
 from morph.contract.errors import RunDirError
 
 POLL_S = 0.5
@@ -40,12 +42,12 @@ TRACKERS: Mapping[str, Callable[[Path, str], Sink]] = {
 
 
 class Watching(Value):
-    """What one process is to do. ``target``: the callback, file.py:name; ``limit_s``: of one call.
+    """What one process is to do. ``target``: the callback, file.py:name; ``limit_s``: of one call; ``notify``: alerts.
 
     ``variables``: of the environment, beside what it gets anyhow; only for the process that reads checkpoints.
     """
 
-    kind: Literal["tensorboard", "wandb", "mlflow", "callback", "samples"]
+    kind: Literal["tensorboard", "wandb", "mlflow", "callback", "notify", "samples"]
     target: str = ""
     number: int = 0
     run_dir: Path
@@ -54,6 +56,8 @@ class Watching(Value):
     job: str
     prices: Prices | None = None
     limit_s: float
+    notify: Notify | None = None
+    budget_usd: float | None = None
     variables: dict[str, str] = Field(default={}, repr=False, exclude=True)
 
 
@@ -88,6 +92,9 @@ def sink_of(watching: Watching) -> Sink:
     """Make what is to be told."""
     if watching.kind == "callback":
         return Callback(watching.run_dir, watching.target, watching.number)
+    if watching.kind == "notify":
+        assert watching.notify is not None
+        return Alerts(watching.run_dir, watching.job, watching.notify, watching.budget_usd, say)
     return TRACKERS[watching.kind](watching.run_dir, watching.job)
 
 
@@ -103,7 +110,7 @@ def follow(watching: Watching, sink: Sink) -> None:
         while True:
             journal = journal or _opened(watching.journal)
             for sequence, happenings in () if journal is None else reader.new(journal, LINES_AT_ONCE):
-                if happenings and isinstance(sink, Callback) and not sink.begin(sequence):
+                if happenings and isinstance(sink, Callback | Alerts) and not sink.begin(sequence):
                     continue
                 for happening in happenings:
                     if not told.has(happening):
@@ -120,6 +127,8 @@ def follow(watching: Watching, sink: Sink) -> None:
                 break
             is_over = bool(select.select([sys.stdin], [], [], POLL_S)[0])  # it ends; nothing else comes
         watchdog.begin("its end")
+        if isinstance(sink, Alerts) and not sys.stdin.readline():
+            sink.manager_gone()
         sink.close()
         watchdog.end()
     finally:

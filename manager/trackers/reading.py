@@ -27,9 +27,12 @@ from morph.contract.happenings import (
     RunEnded,
     ShapeChanged,
     StepDone,
+    Trouble,
 )
 
-_KINDS = ("session", "shape", "morph", "evaluation", "saved", "over")
+_KINDS = ("session", "shape", "morph", "evaluation", "saved", "trouble", "over")
+_SHORTEST_S = 60.0
+"""A shorter interval between checkpoints counts as this: a save that is a little late is not missed."""
 
 
 class HappeningsReader:
@@ -38,10 +41,12 @@ class HappeningsReader:
     Args:
         checkpoint_url: Where the run's checkpoints are.
         prices: That count for its VMs.
+        missed_saves: Without a checkpoint for so many intervals it is said that none is completed.
     """
 
-    def __init__(self, checkpoint_url: str, prices: Prices | None = None) -> None:
-        self._checkpoint_url, self._prices = checkpoint_url, prices
+    def __init__(self, checkpoint_url: str, prices: Prices | None = None, missed_saves: int = 3) -> None:
+        self._checkpoint_url, self._prices, self._missed_saves = checkpoint_url, prices, missed_saves
+        self._unsaved_s, self._is_missed = 0.0, False
         self._reader = RunReader()
         self._after = self._version = self._step = self._evaluated = self._saved = 0
         self._span: ShapeSpan | None = None
@@ -88,17 +93,13 @@ class HappeningsReader:
                 self._begun = self._over = False
                 self._version, self._saved = one.version, max(self._saved, one.saved or 0)
             elif isinstance(one, Step):
-                self._version = one.record.step + 1
-                if one.record.step >= self._step:
-                    self._step = one.record.step + 1
-                    pause_s, self._pause_s = self._pause_s, 0.0
-                    yield self._step_done(one, pause_s)
+                yield from self._decided(one)
         for _, time_s, one in told:
             if isinstance(one, EvaluationRecord) and one.version > self._evaluated:
                 self._evaluated = one.version
                 yield EvaluationDone(step=one.version, time_s=time_s, loss=one.loss, metrics=one.metrics)
             elif isinstance(one, Saved) and one.version > self._saved:
-                self._saved = one.version
+                self._saved, self._unsaved_s, self._is_missed = one.version, 0.0, False
                 url = f"{self._checkpoint_url}/v{one.version:08d}"
                 yield CheckpointDone(step=one.version, time_s=time_s, url=url)
         for _, time_s, one in told:
@@ -110,9 +111,33 @@ class HappeningsReader:
                     yield self._changed(one, one.first_version, time_s, None, sentence)
             elif isinstance(one, MorphRecord) and one.pause_ms is not None and self._span is not None:
                 yield self._changed(self._span, self._version, time_s, one.pause_ms / 1e3, morph_line(one))
+            elif isinstance(one, Trouble):
+                yield one
             elif isinstance(one, RunOver) and not self._over:
                 self._over = True
                 yield RunEnded(step=one.version, time_s=time_s, outcome=one.outcome, sentence=one.sentence)
+        if told:
+            yield from self._missed(told[-1][1])
+
+    def _decided(self, step: Step) -> Iterator[StepDone]:
+        self._version = step.record.step + 1
+        self._unsaved_s += step.record.duration_s
+        if step.record.step >= self._step:
+            self._step = step.record.step + 1
+            pause_s, self._pause_s = self._pause_s, 0.0
+            yield self._step_done(step, pause_s)
+
+    def _missed(self, time_s: float) -> Iterator[Trouble]:
+        due, unsaved_s = self._reader.next_save, self._unsaved_s
+        if due is None or self._is_missed or unsaved_s <= self._missed_saves * max(due.interval_s, _SHORTEST_S):
+            return
+        self._is_missed = True  # said once, until there is one
+        saved = "there is none" if not self._saved else f"version {self._saved} is the last"
+        sentence = (
+            f"no checkpoint was completed in {unsaved_s:.0f} s of training ({saved}), where one is due every "
+            f"{due.interval_s:.3g} s"
+        )
+        yield Trouble(step=self._version, time_s=time_s, kind="not_saved", sentence=sentence)
 
     def _changed(self, span: ShapeSpan, step: int, time_s: float, pause_s: float | None, sentence: str) -> ShapeChanged:
         return ShapeChanged(

@@ -26,6 +26,7 @@ from morph.contract.happenings import (
     RunEnded,
     ShapeChanged,
     StepDone,
+    Trouble,
 )
 
 LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
@@ -34,6 +35,7 @@ METHODS: Mapping[type[Value], str] = {
     EvaluationDone: "on_evaluation",
     CheckpointDone: "on_checkpoint",
     ShapeChanged: "on_change",
+    Trouble: "on_trouble",
     RunEnded: "on_end",
 }
 
@@ -144,7 +146,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class _Noted:
+class Noted:
     """A file that says under which id a run is tracked, and up to which step."""
 
     def __init__(self, run_dir: Path, name: str) -> None:
@@ -163,7 +165,7 @@ class WeightsAndBiases:
     """A run of W&B, the same one after a resume; ``WANDB_*`` in the environment say where, and under which name."""
 
     def __init__(self, run_dir: Path, job: str) -> None:
-        self._run_dir, self._job, self._noted = run_dir, job, _Noted(run_dir, "wandb")
+        self._run_dir, self._job, self._noted = run_dir, job, Noted(run_dir, "wandb")
         self._told = Told()
 
     def open(self) -> Told:
@@ -213,7 +215,7 @@ class MlFlow:
     """A run of MLflow, the same one after a resume, where ``MLFLOW_*`` say, or else in the run directory."""
 
     def __init__(self, run_dir: Path, job: str) -> None:
-        self._run_dir, self._job, self._noted = run_dir, job, _Noted(run_dir, "mlflow")
+        self._run_dir, self._job, self._noted = run_dir, job, Noted(run_dir, "mlflow")
         self._waiting: list[Any] = []
 
     def open(self) -> Told:
@@ -273,7 +275,7 @@ class Callback:
     """
 
     def __init__(self, run_dir: Path, target: str, number: int) -> None:
-        self._target, self._noted = target, _Noted(run_dir, f"callback-{number}")
+        self._target, self._noted = target, Noted(run_dir, f"callback-{number}")
         self._failed: set[str] = set()
 
     def open(self) -> Told:

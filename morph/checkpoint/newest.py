@@ -28,7 +28,7 @@ LimitOf = Callable[[int], float]
 
 
 def newest_whole(
-    url: str, *, every_byte: bool = False, limit_s: LimitOf | None = None
+    url: str, *, every_byte: bool = False, limit_s: LimitOf | None = None, at_most: int | None = None
 ) -> tuple[Manifest | None, tuple[str, ...]]:
     """Return the newest whole checkpoint, None where there is none at all; and a sentence for each that is damaged.
 
@@ -40,19 +40,20 @@ def newest_whole(
         every_byte: Read all of each; else that every file is there with its size is enough, and a worker that loads one
             finds the rest.
         limit_s: Within what a file of so many bytes is read (seconds), a listing of 0; None: storage is waited for.
+        at_most: Newer versions do not count.
 
     Raises:
         CheckpointDamaged: there are checkpoints, and all of them are damaged.
         CheckpointError: storage does not answer, or what is damaged cannot be set aside. Nothing is known then.
     """
-    manifest, damaged = find_whole(url, every_byte=every_byte, limit_s=limit_s)
+    manifest, damaged = find_whole(url, every_byte=every_byte, limit_s=limit_s, at_most=at_most)
     for version in damaged:
         _within_limit(url, limit_s, partial(_set_aside, url, version))
     return manifest, told_of(manifest, damaged)
 
 
 def find_whole(
-    url: str, *, every_byte: bool = False, limit_s: LimitOf | None = None
+    url: str, *, every_byte: bool = False, limit_s: LimitOf | None = None, at_most: int | None = None
 ) -> tuple[Manifest | None, Mapping[int, CheckpointDamaged]]:
     """Return the newest whole checkpoint as ``newest_whole`` does, and what is wrong with each newer one.
 
@@ -60,6 +61,8 @@ def find_whole(
     """
     damaged: dict[int, CheckpointDamaged] = {}
     for version in reversed(_within_limit(url, limit_s, partial(complete_versions, url))):
+        if at_most is not None and version > at_most:
+            continue
         try:
             manifest = _within_limit(url, limit_s, partial(read_manifest, url, version))
             check_files(url, manifest, every_byte=every_byte, limit_s=limit_s)

@@ -102,12 +102,15 @@ def refusal(
     return None if force else (what, "older ones; or --force")
 
 
-def superfluous(versions: Iterable[StoredVersion], rules: CheckpointRules) -> tuple[int, ...]:
+def superfluous(
+    versions: Iterable[StoredVersion], rules: CheckpointRules, back_steps: int | None = None
+) -> tuple[int, ...]:
     """Return the versions that go, ascending. Nothing goes before ``keep_newest`` newer ones are complete.
 
     Versions that a user keeps stay, complete or not, and do not count among the newest: keeping one costs no other its
-    place. The best one stays, and so does the first complete version of each span of ``keep_every_steps`` steps. What
-    is not complete, or was set aside, goes with what is older than the newest; what is newer may still be on its way.
+    place. The best one stays, and so do the first complete version of each span of ``keep_every_steps`` steps, and the
+    newest that ``back_steps`` divides, to which a bad step goes back. What is not complete, or was set aside, goes with
+    what is older than the newest; what is newer may still be on its way.
     """
     found = sorted(versions, key=lambda stored: stored.version)
     complete = [stored.version for stored in found if stored.complete]
@@ -118,16 +121,18 @@ def superfluous(versions: Iterable[StoredVersion], rules: CheckpointRules) -> tu
     if rules.keep_every_steps is not None:
         for version in complete:
             first_of_span.setdefault(version // rules.keep_every_steps, version)
+    back = [version for version in complete if back_steps is not None and version % back_steps == 0]
     stay = {stored.version for stored in found if stored.kept or stored.best} | set(first_of_span.values())
+    stay.update(back[-1:])
     return tuple(stored.version for stored in found if stored.version < newest[0] and stored.version not in stay)
 
 
-def delete_superfluous(url: str, rules: CheckpointRules) -> None:
+def delete_superfluous(url: str, rules: CheckpointRules, back_steps: int | None = None) -> None:
     """Delete what goes, the oldest first.
 
     Raises:
         CheckpointError: the storage cannot be read.
         Exception: it does not delete, of whatever kind this storage's errors are.
     """
-    for version in superfluous(stored_versions(url), rules):
+    for version in superfluous(stored_versions(url), rules, back_steps):
         delete_version(url, version)

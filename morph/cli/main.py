@@ -33,6 +33,7 @@ from morph.cli.runs.demo import demo_command
 from morph.cli.runs.elastic import elastic_command
 from morph.cli.runs.inject import inject_command
 from morph.cli.runs.run import resume_command, run_command
+from morph.cli.runs.service import service_command
 from morph.cli.runs.spot_run import spot_run_command
 from morph.cli.views.commands import events_command, page_command, report_command, status_command, stop_command
 from morph.cli.views.history import history_command
@@ -108,6 +109,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "run": run_command,
         "resume": resume_command,
         "stop": stop_command,
+        "service": service_command,
         "config": config_app,
         "elastic": elastic_command,
         "spot-run": spot_run_command,

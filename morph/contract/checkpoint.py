@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from morph.contract.base import Value
+from morph.contract.decided import LossTrend
 from morph.contract.evaluation import Best, Judged
 
 
@@ -45,6 +46,11 @@ class Manifest(Value):
         default=Judged(),
         exclude_if=lambda given: given == Judged(),
         description="what evaluations before it said: where a run goes on from it, it goes on from that too",
+    )
+    losses: LossTrend = Field(
+        default=LossTrend(),
+        exclude_if=lambda given: given == LossTrend(),
+        description="what the losses of its steps were like, against which the next one is held",
     )
     marked: Best | None = Field(
         default=None, exclude_if=lambda given: given is None, description="the best checkpoint when it was written"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
@@ -186,6 +187,11 @@ class ProvidedVms(Value):
     )
     limits: Limits = Limits()
 
+    @property
+    def market(self) -> str:
+        """The kind, by which the market is found."""
+        return str(getattr(self, "kind"))  # noqa: B009 (each subclass has one of its own type)
+
     @field_validator("address")
     @classmethod
     def _is_address(cls, address: str) -> str:
@@ -249,12 +255,31 @@ class StaticVms(ProvidedVms):
         return environment
 
 
+class OtherVms(ProvidedVms):
+    """VMs of a market that another package registers: see ``manager/run/markets.py``."""
+
+    kind: str = Field(description="name of the entry point, in the group morph.markets")
+
+
+OTHER = "a kind of another package"
+BUILT_IN = ("local", "azure", "static")
+
+
+def market_entry_points() -> dict[str, EntryPoint]:
+    """Return what other packages register, by kind."""
+    return {found.name: found for found in entry_points(group="morph.markets") if found.name not in BUILT_IN}
+
+
 def _kind(vms: Any) -> str:
-    return str(vms.get("kind", "local") if isinstance(vms, dict) else getattr(vms, "kind", "local"))
+    kind = str(vms.get("kind", "local") if isinstance(vms, dict) else getattr(vms, "kind", "local"))
+    return kind if kind in BUILT_IN or kind not in market_entry_points() else OTHER
 
 
 Vms = Annotated[
-    Annotated[LocalVms, Tag("local")] | Annotated[AzureVms, Tag("azure")] | Annotated[StaticVms, Tag("static")],
+    Annotated[LocalVms, Tag("local")]
+    | Annotated[AzureVms, Tag("azure")]
+    | Annotated[StaticVms, Tag("static")]
+    | Annotated[OtherVms, Tag(OTHER)],
     Discriminator(_kind),
 ]
 
@@ -317,6 +342,34 @@ class Policy(Value):
         return "off" if redundancy is False else redundancy  # which YAML makes of the word
 
 
+class Notify(Value):
+    """Who is alerted of a run that needs somebody, and when."""
+
+    webhook: str | None = Field(
+        default=None,
+        min_length=1,
+        repr=False,
+        description="http or https URL, to which each alert is posted as JSON; or $NAME of an environment variable "
+        "that has it",
+    )
+    command: tuple[str, ...] = Field(
+        default=(), description="program and arguments, started for each alert, which it reads on standard input"
+    )
+    stopped_min: Annotated[float, Field(gt=0, le=10_000)] = Field(
+        default=15.0, description="no step was decided for so many minutes"
+    )
+    budget_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.8, description="so much of vms.limits.budget_usd is spent"
+    )
+    missed_saves: Count = Field(default=3, description="no checkpoint was completed for so many intervals")
+
+    @model_validator(mode="after")
+    def _somebody(self) -> Self:
+        if self.webhook is None and not self.command:
+            raise ValueError("says nobody to alert: webhook or command")
+        return self
+
+
 class ClusterConfig(Value):
     """Root of a cluster file."""
 
@@ -331,6 +384,7 @@ class ClusterConfig(Value):
     callbacks: tuple[str, ...] = Field(
         default=(), description="file.py:name each, relative to this file: objects that are called as the run goes on"
     )
+    notify: Notify | None = Field(default=None, description="alerts; absent: nobody is alerted")
 
 
 class JobPart(Value):

@@ -1,5 +1,7 @@
 """What is decided about a step over all units, and no worker can know alone: norm, weights, skipping, loss scale.
 
+Also what its loss is held against.
+
 Workers report facts of their units with ``Prepared``; the manager combines them when it decides the next version,
 and the next order carries the result. So a value over the whole model needs no collective of its own, does not
 depend on the shape, and is the same for workers that roll forward after a loss.
@@ -14,6 +16,7 @@ from pydantic import Field
 
 from morph.contract.base import Value
 from morph.contract.errors import TrainingStopped
+from morph.contract.rules import LossRules
 
 MIN_LOSS_SCALE_EXPONENT = -20
 """Gradients that are not finite even at this loss scale are not a matter of scale."""
@@ -66,6 +69,15 @@ class Decided(Value):
         default=False,
         description="a gradient was not finite, or nothing had a weight: the version grows, the weights stay",
     )
+    bad_loss: bool = Field(
+        default=False, exclude_if=lambda given: not given, description="skipped for its loss, whatever its scale"
+    )
+    state_of: int | None = Field(
+        default=None,
+        ge=0,
+        exclude_if=lambda given: given is None,
+        description="the version whose state this one has, unchanged: the steps between led to a bad one",
+    )
 
     def next_scale(self, scale: LossScale | None) -> LossScale | None:
         """Return the loss scale of the next step; one in which nothing had a weight tells nothing about it.
@@ -73,7 +85,63 @@ class Decided(Value):
         Raises:
             TrainingStopped: there is no smaller scale to try.
         """
-        return scale if scale is None or self.gradient_factor == 0 else scale.after(skipped=self.skipped)
+        if scale is None or self.gradient_factor == 0 or self.bad_loss:
+            return scale
+        return scale.after(skipped=self.skipped)
+
+
+_MOST = 1e100
+"""A larger loss counts as this in means: so that their squares are numbers."""
+
+
+class LossTrend(Value):
+    """What losses were up to a version: it follows from those of its steps alone, in any shape and history.
+
+    ``mean`` and ``variance`` forget: a loss counts for ``1/window``, the first ones for more. ``num_bad``: bad steps
+    since a version that ``LossRules.back_steps`` divides.
+    """
+
+    num: int = Field(default=0, ge=0)
+    mean: float = 0.0
+    variance: float = Field(default=0.0, ge=0)
+    num_bad: int = Field(default=0, ge=0)
+
+    def why_bad(self, losses: Mapping[int, float], weights: Mapping[int, float], rules: LossRules) -> str:
+        """Say what is wrong with a step of these losses by micro-batch; empty: nothing is."""
+        broken = sorted(number for number, loss in losses.items() if not math.isfinite(loss))
+        if broken:
+            return (
+                f"the loss of micro-batch {', '.join(map(str, broken[:4]))}{', ...' * (len(broken) > 4)} is not finite"
+            )
+        loss, most = _mean_of(losses, weights), rules.deviations
+        if loss is None or most is None or self.num < rules.window:
+            return ""
+        deviation = math.sqrt(self.variance)
+        if loss <= self.mean + most * deviation:
+            return ""
+        return (
+            f"its loss, {loss:.6g}, is more than {most:g} deviations ({deviation:.3g}) above the mean, {self.mean:.6g}"
+        )
+
+    def after(
+        self, version: int, losses: Mapping[int, float], weights: Mapping[int, float], rules: LossRules, *, bad: bool
+    ) -> LossTrend:
+        """Return that of ``version``, which the step of these losses leads to."""
+        num_bad = 0 if version % rules.back_steps == 0 else self.num_bad + bad
+        loss = None if bad or rules.deviations is None else _mean_of(losses, weights)
+        if loss is None:
+            return self.model_copy(update={"num_bad": num_bad}) if num_bad != self.num_bad else self
+        share = 1.0 / min(self.num + 1, rules.window)
+        off = min(max(loss, -_MOST), _MOST) - self.mean
+        variance = (1.0 - share) * (self.variance + share * off * off)
+        num = min(self.num + 1, rules.window)
+        return LossTrend(num=num, mean=self.mean + share * off, variance=variance, num_bad=num_bad)
+
+
+def _mean_of(losses: Mapping[int, float], weights: Mapping[int, float]) -> float | None:
+    """Return the mean over micro-batches, or total over weight: exactly summed; None: nothing counts."""
+    weight = math.fsum(weights.values()) if weights else float(len(losses))
+    return math.fsum(losses.values()) / weight if weight else None
 
 
 def decided_step(

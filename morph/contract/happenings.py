@@ -60,6 +60,19 @@ class ShapeChanged(Value):
     sentence: str
 
 
+class Trouble(Value):
+    """Something needs a look.
+
+    ``setup_failed``: a worker could not be set up; ``bad_step``: a loss or a gradient is not finite, or a loss leapt
+    up; ``not_saved``: no checkpoint was completed for several intervals, which are told with its first one.
+    """
+
+    step: int = Field(ge=0)
+    time_s: float
+    kind: Literal["setup_failed", "bad_step", "not_saved"]
+    sentence: str
+
+
 class RunEnded(Value):
     """A session of the run is over."""
 
@@ -69,4 +82,4 @@ class RunEnded(Value):
     sentence: str
 
 
-Happening = StepDone | EvaluationDone | CheckpointDone | ShapeChanged | RunEnded
+Happening = StepDone | EvaluationDone | CheckpointDone | ShapeChanged | Trouble | RunEnded

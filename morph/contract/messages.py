@@ -236,7 +236,8 @@ class PreCopyReport(Value):
 class StepOrder(Value):
     """Apply ``step`` as committed version first (if not yet applied), then run step ``step``.
 
-    ``checkpoint_units``: units that this worker copies at version ``step`` and writes in the background.
+    ``checkpoint_units``: units that this worker copies at version ``step`` and writes in the background, when it has
+    written what it has left to write of the versions ``earlier_checkpoints``; others it leaves.
     ``attempt`` grows when the same step is run again in the same generation after an overflow.
     ``decided`` is what was decided of step ``step - 1``, ``loss_scale`` the scale of this step.
     ``record_timeline``: the answer carries a timeline of the step. ``evaluated``: an evaluation of which this worker
@@ -249,8 +250,17 @@ class StepOrder(Value):
     decided: Decided | None = None
     loss_scale: LossScale | None = None
     checkpoint_units: tuple[UnitId, ...] = ()
+    earlier_checkpoints: tuple[Version, ...] = Field(default=(), exclude_if=lambda given: not given)
     record_timeline: bool = False
     evaluated: EvaluationTotals | None = Field(default=None, exclude_if=lambda given: given is None)
+    bears_non_finite: bool = Field(
+        default=False,
+        exclude_if=lambda given: not given,
+        description="a gradient that is not finite is reported, and fails nothing, as with a loss scale",
+    )
+    samples_of: int | None = Field(
+        default=None, exclude_if=lambda given: given is None, description="an earlier step, whose samples are named"
+    )
 
 
 class CommitOrder(Value):
@@ -264,6 +274,7 @@ class CommitOrder(Value):
     version: Version
     decided: Decided | None = None
     checkpoint_units: tuple[UnitId, ...] = ()
+    earlier_checkpoints: tuple[Version, ...] = Field(default=(), exclude_if=lambda given: not given)
     held: bool = False
     evaluated: EvaluationTotals | None = Field(default=None, exclude_if=lambda given: given is None)
 
@@ -357,6 +368,13 @@ class Evaluation(Value):
     finishes: bool = Field(default=False, exclude_if=lambda given: not given)
 
 
+class NamedSamples(Value):
+    """Which samples of the data set a step had, by their numbers, in its order."""
+
+    step: int
+    samples: tuple[int, ...]
+
+
 class Prepared(Value):
     """Every gradient of this worker's units is reduced and held; nothing is applied yet.
 
@@ -381,6 +399,7 @@ class Prepared(Value):
     learning_rates: tuple[float, float] | None = None
     evaluation: Evaluation | None = None
     finished: FinishedMetrics | None = Field(default=None, exclude_if=lambda given: given is None)
+    named: NamedSamples | None = Field(default=None, exclude_if=lambda given: given is None)
     times: ComputeTimes
     timeline: StepTimeline | None = None
 
@@ -468,6 +487,7 @@ class Heartbeat(Value):
     times: MicroBatchTimes | None = None
     written: tuple[UnitWritten, ...] = ()
     checkpoint_error: Shown | None = None
+    error_version: Version | None = Field(default=None, description="of the checkpoint")
     ahead: PreCopyReport | None = None
     notes: tuple[Shown, ...] = Field(default=(), description="about its data workers, for the user")
 

@@ -140,6 +140,31 @@ class CheckpointRules(Value):
         return max(FILE_FLOOR_S, num_bytes / SLOWEST_BYTES_PER_S)
 
 
+class LossRules(Value):
+    """What is done with a step whose loss, or one of whose gradients, is not finite, or whose loss leaps up."""
+
+    when_bad: Literal["stop", "skip", "go_back"] = Field(
+        default="stop",
+        description="stop: the version before it is saved, and the run ends; skip: the weights stay as they are; "
+        "go_back: they go back to those of the last version that back_steps divides. Then training continues with the "
+        "samples of the step after it",
+    )
+    deviations: Annotated[float, ranges.DEVIATIONS.field] | None = Field(
+        default=None,
+        description="a loss that is so many deviations above the mean of those before is bad too; absent: only what is "
+        "not finite",
+    )
+    window: Annotated[int, Field(ge=2, le=100_000)] = Field(
+        default=100, description="steps that this mean reaches back, and before which no loss is held against it"
+    )
+    back_steps: Count = Field(
+        default=100, description="with go_back: a checkpoint so often, one of which stays, to go back to"
+    )
+    most: Count = Field(
+        default=10, description="bad steps between two versions that back_steps divides: a further one ends the run"
+    )
+
+
 class Rules(Value):
     """All of them."""
 
@@ -150,3 +175,4 @@ class Rules(Value):
     requests: RequestRules = RequestRules()
     setups: SetupRules = SetupRules()
     stutter: StutterRules = StutterRules()
+    losses: LossRules = LossRules()

@@ -137,6 +137,10 @@ class MicroBatchLoader:
         """Return the bucket of a micro-batch, which every stage knows without being told; None: lengths do not vary."""
         return None if self._lengths is None else self._micro_batch(step, micro_batch).length
 
+    def samples_of(self, step: int) -> tuple[int, ...]:
+        """Return the numbers of a step's samples in the data set, in their order."""
+        return tuple(int(index) for _, index in self._order.mini_batch(step))
+
     def typical(self) -> int:
         """Return a micro-batch of step 0 of middling length."""
         numbers = sorted(range(len(self._divided(0))), key=lambda number: self.length(0, number) or 0)

@@ -12,6 +12,7 @@ import json
 import logging
 import mmap
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -82,14 +83,14 @@ class Mapped:
         return memoryview(self._memory)[self._shift :]
 
 
-class ShardedFiles:
-    """What the kinds of files have in common; a source of ``Stream``.
+class ShardedFiles(ABC):
+    """What ``Jsonl``, ``Tar``, ``Parquet`` and ``Mds`` have in common: a source of ``Stream``, in files.
 
     Args:
         urls: Folder, file or pattern (``s3://bucket/c4/*.jsonl.gz``), or several of them, in any file system of
             fsspec. Files are taken in the order of their names.
         index: Where to keep the index, for all processes and machines: a URL that they can read, and the first of them
-            write. None: each machine makes its own, which reads all files once.
+            write. None: each machine makes its own, for which it reads all files once.
         options: Of the file system, as fsspec takes them.
         cache: Folder for copies of shards. None: in the user's cache.
         cache_bytes: Of all copies together.
@@ -123,25 +124,21 @@ class ShardedFiles:
         self.shards = self._shards(files, index)
         self.sizes = [shard.num_samples for shard in self.shards]
 
-    def scan(self, file: File) -> Iterator[tuple[int, int, int]]:
-        """Read a file through; yields start, stop and number of samples of each shard."""
-        raise NotImplementedError
-
-    def read(self, shard: Shard, file: IO[bytes], start: int) -> Sequence[Any]:
+    @abstractmethod
+    def _read(self, shard: Shard, file: IO[bytes], start: int) -> Sequence[Any]:
         """Return the samples of a shard, which begins at ``start`` of a file at hand."""
-        raise NotImplementedError
 
-    def fetch(self, shard: Shard, into: BinaryIO) -> None:
+    def _fetch(self, shard: Shard, into: BinaryIO) -> None:
         """Copy a shard, unpacked."""
         if shard.file.compression is None:
             for begin in range(shard.start, shard.stop, _COPIED_AT_ONCE):
                 into.write(self.fs.cat_file(shard.file.name, begin, min(begin + _COPIED_AT_ONCE, shard.stop)))
             return
-        with self.opened(shard.file) as file:
+        with self._opened(shard.file) as file:
             while content := file.read(_COPIED_AT_ONCE):
                 into.write(content)
 
-    def copies(self, shard: Shard) -> bool:
+    def _copies(self, shard: Shard) -> bool:
         """Whether a shard is read from a copy."""
         return not self._is_local or shard.file.compression is not None
 
@@ -152,12 +149,12 @@ class ShardedFiles:
             JobError: there is no room for a copy, or it is not what the index says.
         """
         given = self.shards[shard]
-        if self.copies(given):
+        if self._copies(given):
             with self._copy(given) as file:
-                found = self.read(given, file, 0)
+                found = self._read(given, file, 0)
         else:
             with Path(given.file.name).open("rb") as file:
-                found = self.read(given, file, given.start)
+                found = self._read(given, file, given.start)
         if len(found) != given.num_samples:
             field, allowed = "index", f"{given.num_samples}, as when the index was made: remove the index"
             raise self._wrong("has another number of samples", field, len(found), allowed, given.file.name)
@@ -166,10 +163,10 @@ class ShardedFiles:
     def prepare(self, shard: int) -> None:
         """Have a copy of a shard at hand, where one is needed. Any thread may call this."""
         given = self.shards[shard]
-        if self.copies(given):
+        if self._copies(given):
             self._copy(given).close()
 
-    def opened(self, file: File) -> Any:
+    def _opened(self, file: File) -> Any:
         """Open a file, unpacked, for reading.
 
         Raises:
@@ -185,7 +182,7 @@ class ShardedFiles:
         told = [self.kind, str(self.fs.protocol), *map(str, (shard, sorted(self._options))), *self._told()]
         name = hashlib.sha256(json.dumps(told).encode()).hexdigest()
         try:
-            return open_kept(self._cache, name, lambda file: self.fetch(shard, file), self._cache_bytes)
+            return open_kept(self._cache, name, lambda file: self._fetch(shard, file), self._cache_bytes)
         except OSError as error:
             problem = f"cannot be copied: {type(error).__name__}: {error}"
             allowed = "a folder of this user with room for the shards of a window"
@@ -227,6 +224,23 @@ class ShardedFiles:
         plain = PurePosixPath(name)
         return not plain.name.startswith((".", "_")) and bool({*plain.suffixes} & {*self.suffixes})
 
+    @abstractmethod
+    def _shards(self, files: Sequence[File], index: str | None) -> list[Shard]:
+        """The shards of these files, in their order."""
+
+    def _wrong(
+        self, message: str, field: str, value: object, allowed: str | None, source: str | None = None
+    ) -> JobError:
+        return JobError(message, source=source or type(self).__name__, field=field, value=value, allowed=allowed)
+
+
+class ScannedFiles(ShardedFiles):
+    """Files whose shards are found by reading them through, once: an index is kept of that."""
+
+    @abstractmethod
+    def _scan(self, file: File) -> Iterator[tuple[int, int, int]]:
+        """Read a file through; yields start, stop and number of samples of each shard."""
+
     def _shards(self, files: Sequence[File], index: str | None) -> list[Shard]:
         """What the index says of the files, which is made and kept where there is none."""
         common = os.path.commonpath([str(PurePosixPath(file.name).parent) for file in files])
@@ -243,7 +257,7 @@ class ShardedFiles:
                 "the number of samples in %d %s files is not known here: they are read once", len(files), self.kind
             )
         with ThreadPoolExecutor(min(_SCANS_AT_ONCE, len(files))) as pool:
-            found = list(pool.map(lambda file: list(self.scan(file)), files))
+            found = list(pool.map(lambda file: list(self._scan(file)), files))
         shards = [[number, *place] for number, places in enumerate(found) for place in places]
         content = json.dumps(head | {"shards": shards}).encode()
         if index is not None:
@@ -270,11 +284,6 @@ class ShardedFiles:
                 Path(partial).replace(path)
         except OSError as error:
             log.warning("the index of samples cannot be kept at %s: %s", url, error)
-
-    def _wrong(
-        self, message: str, field: str, value: object, allowed: str | None, source: str | None = None
-    ) -> JobError:
-        return JobError(message, source=source or type(self).__name__, field=field, value=value, allowed=allowed)
 
 
 def _parsed(content: bytes, head: Mapping[str, Any]) -> list[list[int]] | None:

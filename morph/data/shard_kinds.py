@@ -13,20 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from morph.contract.errors import JobError
-from morph.data.shard_files import CACHE_BYTES, File, Mapped, Shard, ShardedFiles, cut_into_shards
+from morph.data.shard_files import CACHE_BYTES, File, Mapped, ScannedFiles, Shard, ShardedFiles, cut_into_shards
 
 _BLOCK = tarfile.BLOCKSIZE
 _NEW_LINE, _RETURN = 10, 13
 
 
-class Jsonl(ShardedFiles):
-    """Files of one JSON value a line; a sample is what ``json.loads`` makes of it. Empty lines are passed over."""
+class Jsonl(ScannedFiles):
+    """Files of one JSON value a line; a sample is what ``json.loads`` makes of it. Empty lines are skipped.
+
+    Arguments are those of ``ShardedFiles``.
+    """
 
     kind = "jsonl"
     suffixes = (".jsonl", ".ndjson")
 
-    def scan(self, file: File) -> Iterator[tuple[int, int, int]]:
-        """See ``ShardedFiles.scan``."""
+    def _scan(self, file: File) -> Iterator[tuple[int, int, int]]:
         if file.compression is None:
             yield from self._stretches(file)
             return
@@ -34,7 +36,7 @@ class Jsonl(ShardedFiles):
         yield 0, found[-1][1] if found else 0, sum(num for _, _, num in found)
 
     def _stretches(self, file: File) -> Iterator[tuple[int, int, int]]:
-        with self.opened(file) as opened:
+        with self._opened(file) as opened:
             start, rest = 0, b""
             while content := opened.read(self._shard_bytes):
                 whole, new_line, after = content.rpartition(b"\n")
@@ -47,8 +49,7 @@ class Jsonl(ShardedFiles):
             if rest:
                 yield start, start + len(rest), len(_lines(rest)[0])
 
-    def read(self, shard: Shard, file: IO[bytes], start: int) -> Sequence[Any]:
-        """See ``ShardedFiles.read``."""
+    def _read(self, shard: Shard, file: IO[bytes], start: int) -> Sequence[Any]:
         return _JsonLines(shard, Mapped(file, start, start + shard.stop - shard.start)) if shard.stop else ()
 
 
@@ -81,18 +82,18 @@ class _JsonLines(Sequence[Any]):
             raise JobError(f"is not JSON: {error}", source=self._shard.file.name, field=field) from error
 
 
-class Tar(ShardedFiles):
+class Tar(ScannedFiles):
     """Tar archives as WebDataset's: neighbouring files whose names are equal up to the first dot are one sample.
 
     A sample is a dict from suffix (``jpg``, ``cls``, ``seg.png``) to bytes, and ``__key__`` to the name before it.
+    Arguments are those of ``ShardedFiles``.
     """
 
     kind = "tar"
     suffixes = (".tar", ".tgz")
 
-    def scan(self, file: File) -> Iterator[tuple[int, int, int]]:
-        """See ``ShardedFiles.scan``."""
-        with self.opened(file) as opened:
+    def _scan(self, file: File) -> Iterator[tuple[int, int, int]]:
+        with self._opened(file) as opened:
             size = file.size if file.compression is None else None
             entries = ((start, stop) for start, stop, _ in _tar_samples(opened, file.name, size))
             if file.compression is None:
@@ -101,8 +102,7 @@ class Tar(ShardedFiles):
             found = list(entries)
             yield 0, found[-1][1] if found else 0, len(found)
 
-    def read(self, shard: Shard, file: IO[bytes], start: int) -> Sequence[Any]:
-        """See ``ShardedFiles.read``."""
+    def _read(self, shard: Shard, file: IO[bytes], start: int) -> Sequence[Any]:
         stop = start + shard.stop - shard.start
         size = file.seek(0, 2)
         file.seek(start)
@@ -166,13 +166,13 @@ class _TarSamples(Sequence[Any]):
         }
 
 
-class Parquet(ShardedFiles):
+class Parquet(ScannedFiles):
     """Parquet files; a sample is a row, as a dict from column to what pyarrow makes of it. Needs pyarrow.
 
     Args:
-        urls: See ``ShardedFiles``.
+        urls: As for ``ShardedFiles``.
         columns: The columns to read; None: all.
-        options: See ``ShardedFiles``, as everything else.
+        options: The other arguments of ``ShardedFiles``.
     """
 
     kind = "parquet"
@@ -189,8 +189,8 @@ class Parquet(ShardedFiles):
         self._arrow, self._columns = pyarrow, None if columns is None else list(columns)
         super().__init__(urls, **options)
 
-    def scan(self, file: File) -> Iterator[tuple[int, int, int]]:
-        """See ``ShardedFiles.scan``. Start and stop are numbers of row groups; what is read is the end of the file."""
+    def _scan(self, file: File) -> Iterator[tuple[int, int, int]]:
+        """Start and stop are numbers of row groups; what is read is the end of the file."""
         with self._parquet(file) as found:
             groups = [found.metadata.row_group(number) for number in range(found.metadata.num_row_groups)]
         size = np.concatenate([[0], np.cumsum([group.total_byte_size for group in groups])])
@@ -199,12 +199,11 @@ class Parquet(ShardedFiles):
         for start, stop, _ in cut_into_shards(entries, self._shard_bytes, lambda a, b: int(size[b] - size[a])):
             yield start, stop, int(rows[stop] - rows[start])
 
-    def copies(self, shard: Shard) -> bool:  # noqa: ARG002
+    def _copies(self, shard: Shard) -> bool:  # noqa: ARG002
         """Rows are unpacked once, into what can be looked at row by row."""
         return True
 
-    def fetch(self, shard: Shard, into: BinaryIO) -> None:
-        """See ``ShardedFiles.fetch``."""
+    def _fetch(self, shard: Shard, into: BinaryIO) -> None:
         with self._parquet(shard.file) as found:
             names = found.schema_arrow.names
             if missing := sorted({*(self._columns or ())} - {*names}):
@@ -213,8 +212,7 @@ class Parquet(ShardedFiles):
         with self._arrow.ipc.new_file(into, table.schema) as writer:
             writer.write_table(table)
 
-    def read(self, shard: Shard, file: IO[bytes], start: int) -> Sequence[Any]:  # noqa: ARG002
-        """See ``ShardedFiles.read``."""
+    def _read(self, shard: Shard, file: IO[bytes], start: int) -> Sequence[Any]:  # noqa: ARG002
         size = file.seek(0, 2)
         return _TableRows(self._arrow.ipc.open_file(self._arrow.py_buffer(Mapped(file, 0, size).whole)).read_all())
 
@@ -282,8 +280,7 @@ class Mds(ShardedFiles):
             raise ValueError(f"{held['basename']!r} of format {entry['format']!r}, packed by {entry['compression']!r}")
         return Shard(file, 0, entry["raw_data"]["bytes"], entry["samples"])
 
-    def read(self, shard: Shard, file: IO[bytes], start: int) -> Sequence[Any]:
-        """See ``ShardedFiles.read``."""
+    def _read(self, shard: Shard, file: IO[bytes], start: int) -> Sequence[Any]:
         return _MdsSamples(Mapped(file, start, start + shard.stop), self._columns[shard])
 
 

@@ -20,10 +20,11 @@ import torch
 from morph.contract.errors import JobError
 from morph.data.order import AGAIN
 from morph.data.seeding import own_generators, seed_of
+from morph.data.shard_files import ShardedFiles
 from morph.data.shard_kinds import Jsonl, Mds, Parquet, Tar
 from morph.data.shard_order import ShardedEpoch, ShardOrder
 
-__all__ = ["Iterated", "Jsonl", "Mds", "Parquet", "Rows", "Source", "Stream", "Tar", "reading_warning"]
+__all__ = ["Iterated", "Jsonl", "Mds", "Parquet", "Rows", "ShardedFiles", "Source", "Stream", "Tar", "reading_warning"]
 
 log = logging.getLogger(__name__)
 

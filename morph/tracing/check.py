@@ -144,7 +144,7 @@ def _dry_run(
     optimized = [replace(unit, buffers=()) for unit in model.units if unit.parameters]
     _judge(run_trials(parameters, optimized, job.optimizer, step), job, recorder)
     return (
-        ("too large to run with values: checked by tensor shapes, its optimizer on smaller parameters",)
+        ("the model is too large to run with values: dependencies are checked by shapes, the optimizer on a part",)
         if large
         else ()
     )

@@ -80,7 +80,7 @@ def _play_one(
     """One replica: last backward ends, order strings, starts."""
     fixed = _NO_ORDERS
     if schedule != "varuna":
-        fixed = fixed_orders(schedule, (count,), times.recompute.tolist(), int(times.window[0]))[:, 0]
+        fixed = fixed_orders(schedule, (count,), times.recompute.tolist(), times.window.tolist())[:, 0]
     skip = skip_periods and not keep_times
     finished, ended_ns, letters, lengths, starts, jump = play(times.packed, count, fixed, skip, keep_orders, keep_times)
     if not finished:

@@ -469,7 +469,7 @@ def run_pipeline(times: StageTimes, counts: tuple[int, ...], *, schedule: Schedu
     num_stages, rules = times.num_stages, VARUNA if schedule == "varuna" else STRICT
 
     def order(stage: int, count: int) -> str:
-        again, window = bool(times.recompute[stage]), int(times.window[0])
+        again, window = bool(times.recompute[stage]), int(times.window[0 if schedule == "gpipe" else stage])
         return "" if schedule == "varuna" else fixed_order(schedule, stage, num_stages, count, again, window)
 
     orders = [[order(stage, count) for stage in range(num_stages)] for count in counts]

@@ -3,12 +3,14 @@
 GPipe (Huang et al., as in Varuna's figure 4): all forwards, then recompute and backward of each micro-batch
 in turn. Varuna's figure spares GPipe's last stage the recompute of its last micro-batch; here every
 micro-batch of every GPipe stage is recomputed, since a stage either recomputes or does not.
-1F1B (PipeDream-flush): P - s - 1 forwards to warm up, then one forward, one backward in turn. Its last stage
-never recomputes, as in Varuna.
+1F1B (PipeDream-flush): P - s - 1 forwards to warm up, then one forward, one backward in turn. Where the windows are
+wider it warms up with as many forwards as they have room for (eager 1F1B: Zhuang et al., "On Optimizing the
+Communication of Model Parallelism", 2023). Its last stage never recomputes, as in Varuna.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -22,13 +24,11 @@ def stage_windows(schedule: Schedule, num_stages: int, num_micro_batches: int, s
     """How many micro-batches each stage may have in flight.
 
     Varuna: slope * (P - 1 - s) + 1, capped at the replica's ``num_micro_batches`` (notes: the slope, not a
-    constant extra, is what bears latency). 1F1B: slope 1. GPipe: all of them; where that is too much for the memory
-    they go in ``slope`` rounds, each flushed before the next.
+    constant extra, is what bears latency). 1F1B: the same; plain with slope 1. GPipe: all of them; where that is too
+    much for the memory they go in ``slope`` rounds, each flushed before the next.
     """
     if schedule == "gpipe":
         return (-(-num_micro_batches // slope),) * num_stages
-    if schedule == "1f1b":
-        slope = 1
     return tuple(min(num_micro_batches, slope * (num_stages - 1 - stage) + 1) for stage in range(num_stages))
 
 
@@ -38,14 +38,14 @@ def recomputes(schedule: Schedule, num_stages: int, wanted: bool = True) -> tupl
 
 
 def fixed_orders(
-    schedule: Schedule, counts: tuple[int, ...], recompute: list[bool], window: int | None = None
+    schedule: Schedule, counts: tuple[int, ...], recompute: list[bool], windows: Sequence[int]
 ) -> npt.NDArray[np.uint8]:
-    """ASCII letters of shape [P, D, longest order], padded with 0; ``window``: of GPipe."""
+    """ASCII letters of shape [P, D, longest order], padded with 0; ``windows``: of each stage, alike under GPipe."""
     num_stages = len(recompute)
     orders = np.zeros((num_stages, len(counts), 3 * max(counts)), np.uint8)
     for stage, again in enumerate(recompute):
         for replica, count in enumerate(counts):
-            text = fixed_order(schedule, stage, num_stages, count, again, window)
+            text = fixed_order(schedule, stage, num_stages, count, again, windows[0 if schedule == "gpipe" else stage])
             orders[stage, replica, : len(text)] = np.frombuffer(text.encode("ascii"), np.uint8)
     return orders
 
@@ -56,11 +56,11 @@ def fixed_order(
 ) -> str:
     """The order string of one stage that runs ``count`` micro-batches under "gpipe" or "1f1b".
 
-    ``window``: how many of them a round of GPipe has; None: all.
+    ``window``: how many of them a round of GPipe has, None: all; or how many may be in flight, None: as plain 1F1B has.
     """
     back = "RB" if recompute else "B"
     if schedule == "gpipe":
         rounds, rest = divmod(count, window or count)
         return ("F" * (window or count) + back * (window or count)) * rounds + "F" * rest + back * rest
-    warm_up = min(num_stages - stage - 1, count)
+    warm_up = min(num_stages - stage if window is None else window, count) - 1
     return "F" * warm_up + ("F" + back) * (count - warm_up) + back * warm_up

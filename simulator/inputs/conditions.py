@@ -105,7 +105,8 @@ class Conditions:
         This is the case if cores or the links of several GPUs are shared, a worker is slow, times vary, or redundant
         tasks are run.
         """
-        crowded = self.share_links and max(self.node_sizes or (1,)) > 1
+        sizes = self.node_sizes or (1,)
+        crowded = self.share_links and max(sizes) > 1 and len(sizes) > 1  # nothing leaves a lone node
         return (
             crowded or self.eager or self.compute_slots is not None or bool(self.slow) or self.jitter_seed is not None
         )

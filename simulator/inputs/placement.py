@@ -12,15 +12,18 @@ Either way a replica's larger pieces come first, so that the same stages of all 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
 from morph.contract import ranges
 from morph.contract.errors import PlanError
+
+_FEW_SPARE, _MOST_PLACED = 16, 20_000
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Placement:
     @property
     def num_pieces(self) -> int:
         """Runs of neighbouring stages on one node, over all replicas."""
-        return sum(1 + sum(a != b for a, b in pairwise(row)) for row in self.nodes)
+        nodes = self.array()
+        return len(self.nodes) + int((nodes[1:] != nodes[:-1]).sum())
 
     def array(self) -> npt.NDArray[np.int64]:
         """int64[P, D]."""
@@ -42,23 +46,15 @@ class Placement:
     @property
     def used(self) -> dict[int, int]:
         """GPUs in use by node, of the nodes that are in use."""
-        counts: dict[int, int] = {}
-        for row in self.nodes:
-            for node in row:
-                counts[node] = counts.get(node, 0) + 1
-        return dict(sorted(counts.items()))
+        return dict(sorted(Counter(chain.from_iterable(self.nodes)).items()))
 
     @property
     def rings_at_once(self) -> int:
         """Most all-reduces that share one node's link: stages on it with replicas on other nodes too."""
-        homes: dict[int, set[int]] = {}
-        held: dict[int, set[int]] = {}
-        for row in self.nodes:
-            for stage, node in enumerate(row):
-                homes.setdefault(stage, set()).add(node)
-                held.setdefault(node, set()).add(stage)
-        leaving = [sum(len(homes[stage]) > 1 for stage in stages) for stages in held.values()]
-        return max(1, *leaving)
+        nodes = self.array()
+        leaving = np.flatnonzero((nodes != nodes[:, :1]).any(axis=1))
+        held = np.unique(nodes[leaving] * len(nodes) + leaving[:, None]) // len(nodes)
+        return max(1, int(np.bincount(held, minlength=1).max()))
 
 
 def node_sizes(num_gpus: int, num_gpus_per_node: int | Sequence[int]) -> tuple[int, ...]:
@@ -97,7 +93,8 @@ def place(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> Placement
             allowed=f"{num_stages * num_replicas} or more ({num_stages} x {num_replicas})",
         )
     most, alike = max(sizes), len(set(sizes)) == 1
-    if most == 1 or num_stages == 1 or (alike and (num_stages % most == 0 or most % num_stages == 0)):
+    whole = alike and (num_stages % most == 0 or most % num_stages == 0)
+    if whole or 1 in (most, num_stages, len(sizes)):
         order = sorted(range(len(sizes)), key=lambda node: (-sizes[node], node))
         slots = [node for node in order for _ in range(sizes[node])]
         rows = tuple(tuple(slots[d * num_stages : (d + 1) * num_stages]) for d in range(num_replicas))
@@ -110,12 +107,15 @@ def placements(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> list
     """Where P x D workers may go on these nodes: as :func:`place` puts them on all of them, and on the first few alone.
 
     So a shape has every place that it has where nodes at the end, or some GPUs of the last one, are missing: what is
-    added makes no plan slower. Beyond ``max(sizes) - 1`` spare GPUs for each replica nothing new comes.
+    added makes no plan slower. Beyond ``max(sizes) - 1`` spare GPUs for each replica nothing new comes, nor where one
+    node holds all workers; of a thousand replicas not that many are tried.
     """
     num_workers = num_stages * num_replicas
     found = [place(num_stages, num_replicas, sizes)]
-    most = min(sum(sizes) - 1, num_workers + num_replicas * (max(sizes) - 1))
-    for num_gpus in range(num_workers, most + 1):
+    spare = min(num_replicas * (max(sizes) - 1), max(_FEW_SPARE, _MOST_PLACED // num_replicas))
+    for num_gpus in range(num_workers, min(sum(sizes) - 1, num_workers + spare) + 1):
+        if num_workers < num_gpus <= sizes[0]:
+            continue
         few = place(num_stages, num_replicas, _first_gpus(sizes, num_gpus))
         if all(few.nodes != other.nodes for other in found):
             found.append(Placement(tuple(sizes), few.nodes))

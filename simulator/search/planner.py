@@ -58,7 +58,9 @@ def memory_sentence(sweep: Sweep, shapes: Sequence[Shape], best: Outcome, object
     needed = int(better.costs.memory_bytes.max()) / 2**30
     gain = f"with {needed:.3g} GiB per device {better.shape[0]} x {better.shape[1]}"
     limit = f"Memory limits it ({sweep.memory_bytes / 2**30:.3g} GiB per device): "
-    if better.shape[0] not in fitting:
+    if better.shape[0] in fitting and not sweep.fits(better.shape):
+        why = f"{counted(better.shape[1], 'replica')} of this depth do not fit"
+    elif better.shape[0] not in fitting:
         why = f"pipelines as shallow as {better.shape[0]} do not fit"
     elif better.shape == best.shape and best.costs.live.any():
         why = "activations of whole stages, or windows as steep as the links want, do not fit"
@@ -286,24 +288,36 @@ def plan_table(
 
 
 def pipeline_times(
-    profile: Profile, max_gpus: int, micro_batch_size: int, request: PlanRequest = PlanRequest()  # noqa: B008 (frozen)
+    profile: Profile,
+    max_gpus: int,
+    micro_batch_size: int,
+    request: PlanRequest = PlanRequest(),  # noqa: B008 (frozen)
 ) -> dict[int, tuple[tuple[int, float], ...]]:
     """How long a mini-batch takes on pipelines of each depth that fits: (micro-batches of one replica, seconds).
 
     The numbers of replicas are 1, 2, 3, 4, 6, 8, ... and one more than there are GPUs for. Between two of them the time
     grows less and less, but for what reducing takes, so that a line from one to the next is nowhere above it.
     """
-    sweep = Sweep(profile, replace(request, micro_batch_size=micro_batch_size), request.conditions(None))
+    on_one = replace(request, micro_batch_size=micro_batch_size, num_gpus_per_node=None)
+    sweep = Sweep(profile, on_one, on_one.conditions(None))
     found: dict[int, tuple[tuple[int, float], ...]] = {}
     for depth in sweep.depths(max_gpus, request.pipeline_depth):
         most = min(max_gpus // depth + 1, sweep.total)
         outcomes = [
-            (-(-sweep.total // replicas), sweep.best([(depth, replicas)], 1))
+            (-(-sweep.total // replicas), _on_nodes(sweep, request, depth * replicas).best([(depth, replicas)], 1))
             for replicas in sorted({1, most, *(each for k in range(1, 24) for each in (2**k, 3 * 2 ** (k - 1)))})
             if replicas <= most and sweep.fits((depth, replicas))
         ]
         found[depth] = tuple((share, best[0].mini_batch_ns / 1e9) for share, best in outcomes if best)
     return found
+
+
+def _on_nodes(sweep: Sweep, request: PlanRequest, num_gpus: int) -> Sweep:
+    """The same sweep on as few nodes as have so many GPUs, where the request says how many each has."""
+    if request.num_gpus_per_node is None:
+        return sweep
+    sizes = node_sizes(num_gpus, request.num_gpus_per_node)
+    return sweep.under(replace(sweep.shape_simulator.conditions, node_sizes=sizes))
 
 
 class _Table:
@@ -315,10 +329,8 @@ class _Table:
         self._alone = request.num_gpus_per_node is not None  # the same shape lies elsewhere on other nodes
         self._searches: list[tuple[int, Sweep, list[Shape]]] = []
         for num_gpus in numbers:
-            if request.num_gpus_per_node is not None:
-                sizes = node_sizes(num_gpus, request.num_gpus_per_node)
-                sweep = sweep.under(replace(sweep.shape_simulator.conditions, node_sizes=sizes))
-            depths = sweep.depths(num_gpus, request.pipeline_depth)
+            sweep = _on_nodes(sweep, request, num_gpus)
+            depths = sweep.depths(num_gpus, request.pipeline_depth, most_replicas=self._most)
             if not depths:
                 continue
             shapes = [(depth, min(num_gpus // depth, self._most)) for depth in depths]

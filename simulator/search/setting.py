@@ -122,6 +122,11 @@ class Setting:
         """The least host memory for each device that P stages need."""
         return int(least_host_bytes(self.sections, single=self.single(most))[depth])
 
+    def host_sizes(self, most: int) -> Ints:
+        """Host memory for each device, of every run of sections that a stage may have."""
+        begin, end = np.triu_indices(self.sections.num_sections)
+        return self.sections.memory(single=self.single(most)).host_bytes(begin, end + 1)
+
     def fullest(self, depth: int, most: int) -> str:
         """What takes most, and when, on the fullest device of the P stages that need least: in words."""
         rule = min(self._frugal(most), key=lambda rule: self._least(rule, depth, most))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from itertools import islice
+from dataclasses import replace
+from itertools import chain, islice, product
 from typing import NamedTuple
+
+import numpy as np
 
 from morph.contract import ranges
 from morph.contract.errors import PlanError
@@ -56,7 +60,7 @@ class Sweep:
                 value=request.redundant_computation,
                 allowed="off here; simulate() takes the others",
             )
-        profile, memory_bytes = request.on_its_host(profile), request.memory_bytes
+        self._request, profile, memory_bytes = request, request.on_its_host(profile), request.memory_bytes
         if memory_bytes is None:
             memory_bytes = profile.environment.device_memory_bytes
         else:
@@ -157,15 +161,37 @@ class Sweep:
                 left = _fewest_as_busy(total, left) - 1
         return sorted(found)
 
-    def depths(self, num_gpus: int, wanted: int | None = None, num_replicas: int | None = None) -> tuple[int, ...]:
-        """Every P that fits on this many GPUs, with as many replicas as possible or a given number."""
+    def depths(
+        self,
+        num_gpus: int,
+        wanted: int | None = None,
+        num_replicas: int | None = None,
+        most_replicas: int | None = None,
+    ) -> tuple[int, ...]:
+        """Every P that fits on this many GPUs, with a given D or with any up to ``most_replicas``."""
         largest = min(self.num_sections, num_gpus // (num_replicas or 1))
         if self.memory_bytes is None:
             return tuple(range(1, largest + 1)) if wanted is None else (wanted,) * (wanted <= largest)
+        most = most_replicas or self.total
         return tuple(
             depth
             for depth in range(1, largest + 1)
-            if wanted in (None, depth) and self.fits((depth, num_replicas or min(num_gpus // depth, self.total)))
+            if wanted in (None, depth)
+            if (
+                self.fits((depth, num_replicas))
+                if num_replicas
+                else self._fits_any(depth, min(num_gpus // depth, most))
+            )
+        )
+
+    def _fits_any(self, depth: int, most: int) -> bool:
+        """Whether P stages fit with some D up to ``most``.
+
+        More replicas have fewer micro-batches each and never take more memory; but one alone reduces nothing.
+        """
+        return any(
+            self._fits(number, (depth, min(most, setting.num_micro_batches))) or self._fits(number, (depth, 1))
+            for number, setting in enumerate(self.settings)
         )
 
     def checked_depths(self, num_gpus: int, wanted: int | None, num_replicas: int | None) -> tuple[int, ...]:
@@ -181,7 +207,7 @@ class Sweep:
             raise PlanError("is not possible", field="pipeline_depth", value=wanted, allowed=allowed)
         depths = self.depths(num_gpus, wanted, num_replicas)
         if not depths:
-            raise self._too_little_memory(num_gpus, largest if wanted is None else wanted, num_replicas)
+            raise self._too_little_memory(num_gpus, wanted, num_replicas)
         return depths
 
     def fastest(
@@ -266,7 +292,7 @@ class Sweep:
                 if fewer and (next_shape := self._with_fewer(shape, setting)) is not None:
                     push_shape(next_shape, case.setting)
                 least = self._even_ns(setting, shape) + setting.first_reduce_ns(*shape)
-                beside = (there for there in (case, *self._beside(case)) if self._fits(there.setting, shape))
+                beside = (there for there in chain((case,), self._beside(case)) if self._fits(there.setting, shape))
                 for there in islice(beside, 1):
                     push(there, least, _REDUCED)
             elif known == _REDUCED:
@@ -349,37 +375,93 @@ class Sweep:
             return self._bound_ns(case)
         return max(self._bound_ns(case), _SLACK * self._trial(case).likely_ns())
 
-    def _too_little_memory(self, num_gpus: int, largest: int, num_replicas: int | None) -> PlanError:
-        """Say what would do, and what takes most in the shape that needs least."""
-        possible = [
-            (setting, depth, -(-setting.num_micro_batches // replicas))
-            for setting in self.settings
-            for depth in range(1, largest + 1)
-            if (replicas := num_replicas or min(num_gpus // depth, setting.num_micro_batches))
-            <= setting.num_micro_batches
-        ]
-        deeper = range(largest + 1, self.num_sections + 1)
-        enough = next((depth for depth in deeper if self.fits((depth, num_replicas or 1))), None)
-        others = "" if enough is None else f", or at least {enough * (num_replicas or 1)} GPUs"
-        needed = {each: each[0].least_bytes(*each[1:]) for each in possible}
-        setting, depth, most = min(possible, key=needed.__getitem__)
-        least, field, value = needed[setting, depth, most], "memory_bytes", self.memory_bytes
-        if least < NEVER:
-            why, how = setting.fullest(depth, most), f"at least {least} bytes per device"
-            lacking = f"each device lacks {(least - (value or 0)) / 2**30:.3g} GiB"
-        else:
-            field, value = "host_memory_bytes", self.profile.environment.host_memory_bytes
-            setting, depth, most = min(possible, key=lambda each: each[0].least_host_bytes(*each[1:]))
-            why = setting.fullest_host(depth, most)
-            least = setting.least_host_bytes(depth, most)
-            how = f"at least {least} bytes of host memory for each device"
-            lacking = f"each device lacks {(least - (value or 0)) / 2**30:.3g} GiB of host memory"
+    def _too_little_memory(self, num_gpus: int, wanted: int | None, num_replicas: int | None) -> PlanError:
+        """Say what takes most in the shape that needs least, and which memory, or how many GPUs, would do."""
+        every = range(1, self.num_sections + 1) if wanted is None else range(wanted, wanted + 1)
+        depths = every[: num_gpus // (num_replicas or 1)]
+        has, field, ways = f"{_gib(self.memory_bytes or 0)} each", "memory_bytes", list[str]()
+        found = self._least_memory(num_gpus, depths, num_replicas)
+        if found is not None:
+            least, why = found
+            ways.append(f"at least {_at_least(least)} per device")
+        else:  # host memory alone forbids every cut
+            host = self.profile.environment.host_memory_bytes or 0
+            has, field = f"{has}, and {_gib(host)} of host memory for each", "host_memory_bytes"
+            free = self._with_memory(self.memory_bytes, int(ranges.MEMORY_BYTES.high))
+            found = free._least_memory(num_gpus, depths, num_replicas)
+            assert found is not None, "host memory without end does not do"
+            least = max(found[0], self.memory_bytes or 0)
+            needed, why = self._least_host(least, num_gpus, depths, num_replicas)
+            ways.append(f"at least {_at_least(needed)} of host memory for each device")
+            if least != self.memory_bytes:
+                ways[0] += f" together with at least {_at_least(least)} per device"
+        enough = self._fewest_gpus(every, num_replicas)
+        ways += [] if enough is None else [f"at least {enough} GPUs"]
         return PlanError(
-            f"the job does not fit in the memory of {num_gpus} devices: {why}; {lacking}",
+            f"the job does not fit in the memory of {num_gpus} devices ({has}): {why}",
             field=field,
-            value=value,
-            allowed=how + others,
+            allowed=", or ".join(ways),
         )
+
+    def _possible(self, num_gpus: int, depths: range, num_replicas: int | None) -> Iterator[tuple[Setting, int, int]]:
+        """Each setting with a P and the micro-batches of its busiest replica, of the D that may need least memory."""
+        for setting, depth in product(self.settings, depths):
+            most = num_replicas or min(num_gpus // depth, setting.num_micro_batches)
+            for replicas in {num_replicas or 1, most}:
+                if replicas <= setting.num_micro_batches:
+                    yield setting, depth, -(-setting.num_micro_batches // replicas)
+
+    def _least_memory(self, num_gpus: int, depths: range, num_replicas: int | None) -> tuple[int, str] | None:
+        """The least memory of a device that would do, and what takes most of it; None where none would."""
+        needed = {each: each[0].least_bytes(*each[1:]) for each in self._possible(num_gpus, depths, num_replicas)}
+        setting, depth, most = min(needed, key=needed.__getitem__)
+        least = needed[setting, depth, most]
+        return (least, setting.fullest(depth, most)) if least < NEVER else None
+
+    def _least_host(self, memory_bytes: int, num_gpus: int, depths: range, num_replicas: int | None) -> tuple[int, str]:
+        """The least host memory for each device that would do with so much of its own, and what takes most of it."""
+        possible = list(self._possible(num_gpus, depths, num_replicas))
+        sizes = np.unique(np.concatenate([np.unique(each.host_sizes(most)) for each, _, most in possible]))
+        low, high = 0, len(sizes) - 1
+        while low < high:
+            middle = (low + high) // 2
+            other = self._with_memory(memory_bytes, max(1, int(sizes[middle])))
+            fits = any(each.fits(depth, most) for each, depth, most in other._possible(num_gpus, depths, num_replicas))
+            low, high = (low, middle) if fits else (middle + 1, high)
+        setting, depth, most = min(possible, key=lambda each: each[0].least_host_bytes(*each[1:]))
+        return int(sizes[low]), setting.fullest_host(depth, most)
+
+    def _fewest_gpus(self, depths: range, num_replicas: int | None) -> int | None:
+        """The least number of GPUs with which some P of these fits; None where none does."""
+        fewest: int | None = None
+        for depth in depths:
+            most = self.total if fewest is None else min(self.total, (fewest - 1) // depth)
+
+            def fits(replicas: int, depth: int = depth) -> bool:
+                return self.fits((depth, replicas)) if num_replicas else self._fits_any(depth, replicas)
+
+            counts = range(num_replicas or 1, min(num_replicas or most, most) + 1)
+            if counts and fits(counts[-1]):
+                fewest = depth * counts[bisect_left(counts, True, key=fits)]
+        return fewest
+
+    def _with_memory(self, memory_bytes: int | None, host_memory_bytes: int) -> Sweep:
+        """The same sweep on other devices and hosts."""
+        request = replace(self._request, memory_bytes=memory_bytes, host_memory_bytes=host_memory_bytes)
+        return Sweep(self.profile, request, self.shape_simulator.conditions)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.4g} GiB"
+
+
+def _at_least(size: int) -> str:
+    """So many bytes in GiB, rounded up to what an option in GiB may be given."""
+    unit = 10.0 ** (math.floor(math.log10(max(1, size) / 2**30)) - 3)
+    text = next(
+        text for more in range(3) if int(float(text := f"{(size / 2**30 // unit + more) * unit:.4g}") * 2**30) >= size
+    )
+    return f"{text} GiB ({size} bytes)"
 
 
 def _fewest_as_busy(total: int, replicas: int) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 from morph.contract.plan import Schedule
 from simulator.costs.answer import bound_ns
 from simulator.costs.finish import Finish
+from simulator.costs.memory import spans
 from simulator.costs.outcome import Outcome, ShapeSimulator
 from simulator.costs.stage_costs import StageCosts
 from simulator.engine.times import Ints, StageTimes
@@ -25,8 +26,9 @@ from simulator.search.moves import moved_bounds_ns, neighbours
 from simulator.search.setting import Rule, Setting
 
 _TOLERATED = 101
-_FEW = 32
-_FILL = 8
+_FEW = 8
+_NEAREST, _HOPEFUL = 2, 103
+_FILL, _MANY = 8, 32
 _SHALLOW = 12
 _MORE_THAN_NEEDED = 4
 Judge = Callable[[StageCosts], int]
@@ -73,6 +75,11 @@ class Trial:
         """Whether there are so few micro-batches that filling and draining the pipeline takes much of the time."""
         return self.most <= _FILL * self.depth
 
+    @property
+    def _eager(self) -> bool:
+        """Whether 1F1B may warm up with more forwards: of many micro-batches that is not worth a search."""
+        return self.most <= _MANY * self.depth or self.setting.schedules == ("1f1b",)
+
     def best(self) -> Outcome:
         """The smallest windows whose mini-batch is within 1 % of the fastest, of the most even cut and the best one."""
         outcomes = [self._best_windows(self.boundaries)]
@@ -105,7 +112,8 @@ class Trial:
         if self.setting.grouped or self._windowed(costs.schedule, windows, costs.boundaries) is not None:
             stages, least = [costs], self._least_ns(None)
         else:
-            rules = [rule for schedule in self.setting.schedules for rule in self._rules(schedule, None)]
+            schedules = dict.fromkeys("varuna" if each == "1f1b" else each for each in self.setting.schedules)
+            rules = [rule for schedule in schedules for rule in self._rules(schedule, None)]
             fitting = [found for rule in rules if (found := self._stages(rule, None)) is not None]
             widest = {  # of those alike but for their windows: one is wider than another at every stage
                 (found.schedule == "gpipe", found.boundaries): found
@@ -130,12 +138,13 @@ class Trial:
         """The first rule within 1 % of the fastest, and the time of the fastest.
 
         ``between``: slopes between those that are always tried are tried too, halfway to the fastest again and again.
+        Of few micro-batches they always are.
         """
         tried: list[tuple[int, StageCosts]] = []
         for schedule in self.setting.schedules:
             first, times_ns = len(tried), dict[int, int]()
             rules = self._rules(schedule, boundaries)
-            if between and schedule == "varuna":
+            if schedule != "gpipe" and (self._few or between):
                 rules = chain(rules, (Rule(schedule, slope) for slope in _halfway(times_ns)))
             for rule in rules:
                 costs = self._stages(rule, boundaries)
@@ -164,7 +173,7 @@ class Trial:
         slopes: Iterable[int] = (self.slope or 1,)
         if self.slope is None and schedule == "gpipe":
             slopes = _fewest_rounds(fits, self.most)
-        elif self.slope is None and schedule == "varuna" and self.depth > 1:
+        elif self.slope is None and self.depth > 1 and (schedule == "varuna" or self._eager):
             slopes = _growing(fits, _slopes(self._needed_slope, self.most))
         return (Rule(schedule, slope) for slope in slopes if fits(slope))
 
@@ -204,7 +213,7 @@ class Trial:
     def roomy(self) -> bool:
         """Whether memory leaves the most even cut all windows from which anything is to be gained."""
         schedule, slope = self.setting.schedules[0], 1
-        if schedule == "varuna":
+        if schedule != "gpipe":
             slope = self.most if self._few else _MORE_THAN_NEEDED * self._needed_slope
         return self.setting.holds_even(Rule(schedule, slope), self.depth, self.most)
 
@@ -240,24 +249,40 @@ class Trial:
     def _best_move(self, costs: StageCosts, fastest_ns: int, judge: Judge) -> tuple[StageCosts, int] | None:
         """The best of the cuts next to this one where it is 1 % faster.
 
-        Each is judged under the windows that suit it; of many micro-batches, for which these matter less, under the
-        windows here, and only the best under those that suit it.
+        Each is judged under the windows here, and, of few micro-batches, for which these matter more, under the widest
+        that fit; then those that come nearest, under the windows that suit them.
         """
         cuts, bounds = self._moved_bounds_ns(costs)
         enough, best = fastest_ns * 100 // _TOLERATED, None
+        nearest: list[tuple[int, tuple[int, ...]]] = []
         for place in np.argsort(bounds, kind="stable").tolist():
-            if bounds[place] >= enough:
+            if bounds[place] >= min([enough, *(time_ns for time_ns, _ in nearest)]):
                 break
             moved = tuple(cuts[place].tolist())
-            there: tuple[StageCosts, int] | None = None
-            if not self._few:
-                same = self._windowed(costs.schedule, tuple(costs.times.window.tolist()), moved)
-                there = None if same is None else (same, judge(same))
-            elif any(next(self._rules(schedule, moved), None) for schedule in self.setting.schedules):
-                there = self._chosen(judge, moved)
-            if there is not None and there[1] < enough:
-                enough, best = there[1], there
-        return best if best is None or self._few else self._chosen(judge, best[0].boundaries)
+            there = [each for each in self._glimpsed(costs, moved) if each is not None]
+            nearest += [(min(map(judge, there)), moved)] if there else []
+        hopeful = enough * _HOPEFUL // 100 if self._few else enough
+        for time_ns, moved in sorted(nearest)[: _NEAREST if self._few else 1]:
+            if time_ns < hopeful:
+                found = self._chosen(judge, moved)
+                if found[1] < enough:
+                    enough, best = found[1], found
+        return best
+
+    def _glimpsed(self, costs: StageCosts, moved: tuple[int, ...]) -> Iterator[StageCosts | None]:
+        """A moved cut under the windows here, and of few micro-batches under the widest that fit."""
+        yield self._windowed(costs.schedule, tuple(costs.times.window.tolist()), moved)
+        if self._few:
+            windows = np.full(self.depth, self.most)
+            if self.setting.memory_bytes is not None:
+                sections, single = self.setting.sections, len(self.counts) == 1
+                memory, again = sections.memory(single=single), costs.times.recompute
+                usable = memory.usable_bytes(self.setting.memory_bytes)
+                rooms = memory.most_windows(*spans(moved, sections.num_sections), again, usable)
+                windows = np.minimum.accumulate(np.minimum(windows, rooms))
+            if windows[-1] >= 1:
+                widest = windows if costs.schedule != "gpipe" else np.full(self.depth, windows[-1])
+                yield self._windowed(costs.schedule, tuple(widest.tolist()), moved)
 
     def _moved_bounds_ns(self, costs: StageCosts) -> tuple[Ints, Ints]:
         """The cuts next to this one, and what none of them can be faster than."""

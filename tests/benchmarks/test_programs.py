@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from benchmarks.device_speed import training
 from benchmarks.device_speed.__main__ import TINY, communicators, copies, kernels, main, steps
 from benchmarks.harness import in_turns, numbers, quartiles, ratio, spread, words, worst_cases
 from benchmarks.remote import InThisProcess
-from morph.runtime.step.kernels import kernels_now, set_kernels
+from morph.runtime.step.kernels import CUBLAS_VARIABLE, CUBLAS_WORKSPACES, kernels_now, set_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = re.compile(r"python -m benchmarks ([\w.]+)((?: +(?!#)[^`\n]+)?)")
@@ -145,6 +146,19 @@ def test_a_worker_is_timed_beside_a_plain_loop(capsys: pytest.CaptureFixture[str
     plain, morph = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"tiny_gpt, plain loop: \d+\.\d{3} s a step", plain)
     assert re.fullmatch(r"tiny_gpt, Morph 1x1: \d+\.\d{3} s a step, \d+\.\d\d of the plain loop", morph)
+
+
+def test_a_plain_loop_prepares_cublas_for_the_kernels_of_exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CUBLAS_VARIABLE, "")
+    monkeypatch.delenv(CUBLAS_VARIABLE)
+    num_threads, kernels_before = torch.get_num_threads(), kernels_now()
+    try:
+        training.PlainLoop(*TINY.values(), "cpu")
+        assert kernels_now().determinism == 2
+    finally:
+        torch.set_num_threads(num_threads)
+        set_kernels(kernels_before)
+    assert os.environ[CUBLAS_VARIABLE] in CUBLAS_WORKSPACES
 
 
 def test_two_workers_run_one_forward_and_one_backward_by_turns() -> None:

@@ -12,6 +12,7 @@ from benchmarks.bamboo_redundancy import inferred_latency_s, overhead, simulated
 from benchmarks.bamboo_tables import ROWS
 from benchmarks.bamboo_tables import job as bert
 from benchmarks.bamboo_tables import play as play_row
+from benchmarks.printed import pages, stale
 from benchmarks.published import questions as published_questions
 from benchmarks.published.bamboo import MODELS_OF_TABLE_4, STAGES, Published, bert_layers, resnet_layers
 from benchmarks.published.questions import (
@@ -28,8 +29,35 @@ from benchmarks.published.questions import (
 )
 from benchmarks.soak.thinning import describe, first_hours, thinned
 from benchmarks.spotify_tables import HEAVY, LIGHT, MTTP_S, STEPS, Inferred, play
-from morph.contract.trace import Trace, TraceEvent
+from morph.contract.trace import Trace, TraceEvent, write_trace
 from simulator import spot_model
+from tests.grids import IS_LONG
+
+
+def test_a_block_is_stale_if_its_command_prints_something_else(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    begin, end = "<!-- printed: {} -->", "<!-- end -->"
+    trace, other, absent = (tmp_path / f"{name}.csv" for name in ("trace", "other", "absent"))
+    for seed, path in enumerate((trace, other)):
+        write_trace(spot_model(4 + seed, losses_per_vm_h=2 + seed).draw(seed, 20_000), path)
+    command = f"trace_statistics {trace} {other}"
+    kept = f"{begin.format(f'trace_statistics {absent}')}\nas it was\n{end}\n"
+    page.write_text(f"Before\n{begin.format(command)}\n{end}\nbetween\n{kept}", encoding="utf-8")
+    assert stale(page) == [command]
+    assert "VM" not in page.read_text(encoding="utf-8")
+    assert stale(page, write=True) == [command]
+    written = page.read_text(encoding="utf-8")
+    assert written.startswith("Before\n<!-- printed")
+    assert "VM" in written
+    assert written.endswith(f"{end}\nbetween\n{kept}")
+    assert stale(page) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_LONG, reason="of make test-long")
+def test_no_page_has_a_stale_block() -> None:
+    assert [command for page in pages() for command in stale(page)] == []
+
 
 BERT, RESNET = MODELS_OF_TABLE_4
 

@@ -19,7 +19,7 @@ from calibrate.timing.clocks import CpuClock, clock_of, devices_of
 from calibrate.timing.samples import NUM_QUANTILES, Sampling, is_stable, sum_of, timing
 from calibrate.timing.two_clocks import Exchange, compare, on_one_clock
 from calibrate.writing import measure
-from morph.contract.errors import ConfigError
+from morph.contract.errors import ConfigError, JobError
 from morph.contract.profile import LinkProfile, SendTime, Timing
 
 

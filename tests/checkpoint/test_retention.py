@@ -57,6 +57,11 @@ def test_the_first_version_of_a_span_stays_however_old() -> None:
     assert left == [3, 14, 22, 37, 39, 41]
 
 
+def test_the_newest_to_which_a_bad_step_goes_back_stays() -> None:
+    assert superfluous(whole(5, 10, 12, 13, 14), CheckpointRules(keep_newest=2), back_steps=5) == (5, 12)
+    assert superfluous(whole(5, 10, 12), CheckpointRules(keep_newest=1), back_steps=3) == (5, 10)
+
+
 def test_one_that_a_user_keeps_stays_and_costs_no_other_its_place() -> None:
     versions = [*whole(10, 20), stored(30, MANIFEST, KEPT), *whole(40), stored(50, MANIFEST, KEPT)]
     assert goes(versions, 2) == (10,)

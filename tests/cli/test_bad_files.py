@@ -262,7 +262,7 @@ def test_keys_left_out_keep_their_defaults(tmp_path: Path) -> None:
             6,
             "the keys " + ", ".join(LocalVms.model_fields),
         ),
-        ("vmz: 6", "vmz", 6, "the keys vms, policy, samples, trackers, callbacks"),
+        ("vmz: 6", "vmz", 6, "the keys vms, policy, samples, trackers, callbacks, notify"),
         (
             "policy: {heartbeat_timeout_s: 0}",
             "policy.heartbeat_timeout_s",
@@ -282,7 +282,7 @@ def test_keys_left_out_keep_their_defaults(tmp_path: Path) -> None:
             "2026-01-01",
             "a number above 0 and at most 1000000000",
         ),
-        ("- vms", None, None, "the keys vms, policy, samples, trackers, callbacks"),
+        ("- vms", None, None, "the keys vms, policy, samples, trackers, callbacks, notify"),
     ],
 )
 def test_a_wrong_entry_is_named_with_its_value_and_what_is_allowed(

@@ -195,7 +195,7 @@ def test_a_file_that_is_no_profile_is_refused(given: Given, name: str, problem: 
         (("plan", "--gpus", 2, "--m", 5), "--m: was not measured (got 5); allowed: 1, 2"),
         (
             ("plan", "--gpus", 2, "--memory-gib", 1e-9),
-            "--memory-gib, in bytes: the job does not fit in the memory of 2",
+            "--memory-gib: the job does not fit in the memory of 2",
         ),
         (("simulate", "-P", 3), "-P: the model cannot be cut so (got 3); allowed: 1 to 2 (its sections)"),
         (("simulate", "-P", 0), "-P: the model cannot be cut so (got 0); allowed: 1 to 2 (its sections)"),
@@ -234,11 +234,12 @@ def test_a_memory_size_that_is_none_is_refused(given: Given, value: str) -> None
 def test_a_job_that_does_not_fit_is_told_the_least_memory(given: Given) -> None:
     path = given.file("cluster.yaml", "vms: {num_vms: 2, memory_bytes: 100}\n")
     line = given.run_refused()
-    start = f"{path}: vms.memory_bytes: the job does not fit in the memory of 2 devices: while the shape changes, "
+    start = f"{path}: vms.memory_bytes: the job does not fit in the memory of 2 devices ("
     assert line.startswith(start)
-    least = int(line.removesuffix(" bytes per device").rpartition(" (got 100); allowed: at least ")[2])
+    assert "e-08 GiB each): while the shape changes, " in line
+    least = int(line.removesuffix(" bytes) per device").rpartition(" GiB (")[2])
     given.file("cluster.yaml", f"vms: {{num_vms: 2, memory_bytes: {least - 1}}}\n")
-    assert f"allowed: at least {least} bytes" in given.run_refused()
+    assert f" GiB ({least} bytes) per device" in given.run_refused()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +12,23 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+from manager.controller.state.events import NodeFacts
+from manager.engine.machines.provider_machines import Providing
+from manager.providers.interface.provider import Price, RunName, Vm
+from manager.providers.local import LocalProvider
 from manager.run.cloud import Cloud, check_storage
 from manager.run.inputs import PreparedRun
+from manager.run.markets import Market
 from manager.run.request import RunRequest
 from manager.run.resolution import resolve
 from morph.cli.main import app
-from morph.contract.cluster import JOB_UID, AzureVms, Environment, StaticVms
+from morph.contract.base import Value
+from morph.contract.cluster import JOB_UID, AzureVms, Environment, ProvidedVms, StaticVms
 from morph.contract.errors import ConfigError
 from morph.yaml_files import load_job_file, load_yaml
 from simulator import synthetic_profile
 from tests.cli.given import without_phases
+from tests.providers.azure_world import START
 
 ROOT = Path(__file__).parents[2]
 CODE = ROOT / "configs/jobs/tiny_gpt.py"
@@ -137,6 +146,61 @@ def test_a_cloud_file_of_the_wrong_kind_is_named(tmp_path: Path, described: Desc
     told = refused(tmp_path, described)
     assert "cloud.yaml" in told
     assert "Field required" in told or "unknown key" in told
+
+
+class Craters(Value):
+    """What a file of a market of another package says."""
+
+    num_craters: int
+
+
+class MoonMarket(Market):
+    """A market of another package."""
+
+    described = Craters
+
+    def most_devices(self, described: Craters) -> int:
+        return described.num_craters
+
+    def vm_kind(self, described: Craters) -> NodeFacts:
+        return NodeFacts(provider="moon")
+
+    def price(self, described: Craters, path: Path) -> Price | None:
+        return Price(usd_per_h=3.0, source=str(path))
+
+    def elsewhere(self, described: Craters) -> str:
+        return ""
+
+    def providing(self, described: Craters, vms: ProvidedVms, path: Path, name: RunName, run_dir: Path) -> Providing:
+        return Providing(lambda _start: LocalProvider(None, described.num_craters))  # type: ignore[arg-type]
+
+    def end_run(
+        self, described: Craters, path: Path, run: str, job: str, told: Callable[[str], None]
+    ) -> tuple[Vm, ...]:
+        return (Vm(name=f"{run}-0", request=job),)
+
+
+def test_another_package_brings_a_market_of_its_own(
+    tmp_path: Path, described: Described, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = EntryPoint("moon", f"{__name__}:MoonMarket", "morph.markets")
+    monkeypatch.setattr("morph.contract.cluster.entry_points", lambda group: [found])
+    (tmp_path / "cloud.yaml").write_text("num_craters: 7", encoding="utf-8")
+    described["vms"]["kind"] = "moon"
+    run = resolved(tmp_path, described)
+    assert run.cloud is not None
+    assert (run.cloud.vms.market, run.cloud.most_devices, run.vm_kind.provider) == ("moon", 7, "moon")
+    assert run.cloud.price() == Price(usd_per_h=3.0, source=str(tmp_path / "cloud.yaml"))
+    provider = run.cloud.providing(RunName(run="r", job="j"), tmp_path).make_provider(START)
+    assert provider.capabilities().max_vms == 7
+    ended = CliRunner().invoke(
+        app, ["cloud", "reconcile", str(tmp_path / "cloud.yaml"), "--run", "r", "--job", "j", "--kind", "moon"]
+    )
+    assert (ended.exit_code, "ended r-0" in ended.output) == (0, True), ended.output
+    told = CliRunner().invoke(
+        app, ["cloud", "reconcile", str(tmp_path / "cloud.yaml"), "--run", "r", "--job", "j", "--kind", "sun"]
+    )
+    assert (told.exit_code, "no such kind" in told.output) == (2, True), told.output
 
 
 def test_a_trace_beside_kept_vms_is_refused(tmp_path: Path, described: Described) -> None:

@@ -25,6 +25,7 @@ from morph.checkpoint.versions import RECOVERY
 from morph.cli.main import app
 from morph.cli.models.checks import check_job
 from morph.cli.views.run_view import run_view
+from morph.contract.cluster import Notify
 from morph.contract.errors import CheckpointsTaken, ConfigError, InputError, RunDirError
 from morph.contract.profile import load_profile
 from morph.yaml_files import load_cluster
@@ -232,7 +233,7 @@ def test_a_provider_is_not_taken_from_storage(lost: Given) -> None:
 
 
 def test_neither_the_users_free_text_nor_local_paths_are_stored(given: Given) -> None:
-    given.file("cloud.yaml", "hosts: [{address: h1, user: me}]\n")
+    given.file("cloud.yaml", "hosts: [{address: h1, node_address: 127.0.0.11, user: me}]\n")
     environment = {
         "setup": ["export TOKEN=SECRET1"],
         "packages": ["mine @ https://u:SECRET2@host/x.whl"],
@@ -259,17 +260,20 @@ def test_neither_the_users_free_text_nor_local_paths_are_stored(given: Given) ->
 
 def test_a_job_file_leaves_the_same_as_its_options(given: Given) -> None:
     job = {"code": "jobs.py:good", "profile": "profile.json", "steps": 9, "pipeline_depth": 1}
-    path = given.file("run.yaml", json.dumps({"job": job, "vms": {"num_vms": 2}, "callbacks": ["jobs.py:good"]}))
+    beside = {"callbacks": ["jobs.py:good"], "notify": {"command": ["true"], "webhook": "https://example.com/secret"}}
+    path = given.file("run.yaml", json.dumps({"job": job, "vms": {"num_vms": 2}, **beside}))
     by_file = prepare(RunRequest(job=str(path), steps=1), given.run_dir)
     by_options = prepare(asked(given, trace=None, trace_speed=1.0, checkpoint_url=None), given.run_dir)
     first, second = (recovery_of(run, run.facts(run.config()), run.job_files) for run in (by_file, by_options))
     assert first == second
     assert first.command.job == "jobs.py:good"
-    cluster = first.cluster.model_copy(update={"callbacks": ("jobs.py:bad",)})
+    assert "secret" not in first.model_dump_json()
+    cluster = first.cluster.model_copy(update={"callbacks": ("jobs.py:bad",), "notify": Notify(command=("false",))})
     stranger = first.model_copy(update={"cluster": cluster})
     made = recover(stranger, str(given.folder / "ckpt"), given.job, given.run_dir, None, IfChanged.REFUSE)
     assert made.cluster is not None
-    assert load_cluster(made.cluster).callbacks == (), "which program runs is not taken from storage"
+    loaded = load_cluster(made.cluster)
+    assert (loaded.callbacks, loaded.notify) == ((), None), "which program runs is not taken from storage"
 
 
 def test_storage_that_takes_it_not_is_told_once_and_the_run_begins(

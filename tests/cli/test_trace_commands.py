@@ -242,7 +242,7 @@ def test_a_recorded_trace_has_no_more_vms_than_a_cluster_file_keeps(files: tuple
         (["--trace", "endless.csv", "--until", "10"], "endless.csv: event: ends with its first events"),
         (["--trace", "endless.csv"], "allowed: a last line 86400,end, until when (seconds) the VMs were watched"),
         (["--trace", "few.csv"], "the job does not fit in the memory of 1 devices"),
-        (["--trace", "many.csv"], "--trace: has too many VMs at once (got 2001); allowed: 1 to 2000"),
+        (["--trace", "many.csv"], "--trace: has too many GPUs at once (got 2001); allowed: 1 to 2000 GPUs"),
         (["--trace", "absent.csv"], "absent.csv: cannot be read"),
         (["--vms", "4", "--csv", "/nowhere/out.csv"], "/nowhere"),
     ],

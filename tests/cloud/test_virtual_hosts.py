@@ -191,7 +191,7 @@ def test_a_vm_whose_first_boot_dies_is_ended_by_its_watchdog(tmp_path: Path) -> 
         start = START.model_copy(update={"python": sys.executable, "setup": ("kill -s KILL $PPID",), "lonely_s": 3.0})
         azure.region.put_by_hand(machine_of("tiny-1-0"), cloud_init(start, "tiny-1-0", "azure"))
         until(lambda: "tiny-1-0" in azure.logs and azure.region.bill[0].until_s, "the VM to delete itself")
-        assert azure.region.calls == ["DELETE virtualMachines/tiny-1-0"]
+        assert set(azure.region.calls) == {"DELETE virtualMachines/tiny-1-0"}  # by its watchdog too, where it is late
         assert "Killed" in azure.logs["tiny-1-0"]
 
 
@@ -208,7 +208,7 @@ def test_a_lonely_vm_deletes_itself_by_its_identity(tmp_path: Path, booted: bool
             until(lambda: agents_of(azure.hosts.living.get("tiny-1-0")), "the agent")
             manager.close()
         until(lambda: "tiny-1-0" in azure.logs and azure.region.bill[0].until_s, "the VM to delete itself")
-        assert azure.region.calls == ["DELETE virtualMachines/tiny-1-0"]
+        assert set(azure.region.calls) == {"DELETE virtualMachines/tiny-1-0"}  # by its watchdog too, where it is late
         assert azure.region.left()["VMs"] == []
         assert set(azure.region.tokens.values()) == {"node"}
         assert azure.region.troubles == []

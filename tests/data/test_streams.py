@@ -258,8 +258,8 @@ def test_what_comes_next_is_fetched_beside_what_is_computed() -> None:
 def test_an_index_is_made_once_and_anew_when_files_change(monkeypatch: pytest.MonkeyPatch) -> None:
     write_lines("memory://data/lines")
     scanned = []
-    scan = Jsonl.scan
-    monkeypatch.setattr(Jsonl, "scan", lambda self, file: scanned.append(file.name) or scan(self, file))
+    scan = Jsonl._scan
+    monkeypatch.setattr(Jsonl, "_scan", lambda self, file: scanned.append(file.name) or scan(self, file))
 
     def sizes() -> list[int]:
         return Jsonl("memory://data/lines", index="memory://data/index.json").sizes
@@ -275,7 +275,7 @@ def test_an_index_is_made_once_and_anew_when_files_change(monkeypatch: pytest.Mo
 def test_without_a_place_for_it_the_index_is_kept_for_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     write_lines(f"{tmp_path}/data")
     first = Jsonl(f"{tmp_path}/data").sizes
-    monkeypatch.setattr(Jsonl, "scan", lambda self, file: pytest.fail("read again"))
+    monkeypatch.setattr(Jsonl, "_scan", lambda self, file: pytest.fail("read again"))
     assert Jsonl(f"{tmp_path}/data").sizes == first
 
 
@@ -284,8 +284,8 @@ def test_copies_are_shared_and_bounded(own_cache: Path) -> None:
     one, other = (Stream(Jsonl("memory://data", cache_bytes=1500)) for _ in range(2))
     fetched = []
     for stream in (one, other):
-        fetch = stream.source.fetch
-        stream.source.fetch = lambda shard, into, fetch=fetch: fetched.append(shard) or fetch(shard, into)
+        fetch = stream.source._fetch
+        stream.source._fetch = lambda shard, into, fetch=fetch: fetched.append(shard) or fetch(shard, into)
     assert one[0] == other[0]
     assert len(fetched) == 1
     assert [one[index]["id"] for index in (15, 45, 0)] == [15, 45, 0], "what is open stays so when its copy is removed"

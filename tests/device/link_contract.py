@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -21,6 +22,7 @@ from morph.runtime.device.staging import Staging
 from morph.runtime.groups.channels import Channel, GroupSet, GroupSpec, Ring, Transfer, connect_store
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.store import StoreHost
+from morph.runtime.pre_copy.wire import acknowledge, receive_frame
 from morph.runtime.state import reduction as reducing
 from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator, Reduced
 from morph.runtime.state.parts import Memory
@@ -51,6 +53,22 @@ class Spec:
 def spec_of(tensor: Tensor) -> TensorSpec:
     """What a receiver is told of a tensor."""
     return Spec(tuple(tensor.shape), tensor.dtype)
+
+
+def arrived(send: Callable[[socket.socket], None]) -> dict[str, Tensor]:
+    """The tensors of the frame that is sent to a connection's other end."""
+    ours, theirs = socket.socketpair()
+
+    def receive() -> dict[str, Tensor]:
+        received = receive_frame(theirs)
+        assert received is not None
+        acknowledge(theirs)
+        return dict(received[0].tensors)
+
+    with ours, theirs, ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(receive)
+        send(ours)
+        return receiving.result(BOUND_S)
 
 
 class Pair:

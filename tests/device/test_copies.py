@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +15,7 @@ from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.runtime.device import staging
 from morph.runtime.device.staging import fill, moved, staging_of, to_host
 from morph.runtime.pre_copy.stream import receive_tensors, send_tensors
-from morph.runtime.pre_copy.wire import Frame, acknowledge, receive_frame, send_frame
+from morph.runtime.pre_copy.wire import Frame, send_frame
 from morph.runtime.state import reduction as reducing
 from morph.runtime.state.accumulators import ExactAccumulator
 from morph.runtime.state.parts import Memory
@@ -24,7 +23,7 @@ from morph.runtime.state.reduction import Reduction
 from morph.runtime.state.unit_state import UnitState
 from tests.device.device_tensors import ALIGNMENT, PageableCopy, placed, read
 from tests.device.fake_device import FakeDevice, only_device
-from tests.device.link_contract import BOUND_S, Pair
+from tests.device.link_contract import BOUND_S, Pair, arrived
 
 PIECE_BYTES = 1 << 10
 SIZES = {"even": (64, 48), "of 64 bytes": (16, 9), "odd": (37, 41), "small": (3,)}
@@ -131,18 +130,8 @@ def test_a_state_that_nobody_wants_is_not_copied_before_the_next_step(device: Fa
 def test_a_frame_of_a_devices_tensors_arrives_bit_for_bit(device: FakeDevice) -> None:
     tensors = {"sums": torch.arange(3000), "largest": torch.ones(3, dtype=torch.float64), "told": torch.arange(5)}
     mixed = {name: tensor if name == "told" else placed(tensor) for name, tensor in tensors.items()}
-    ours, theirs = socket.socketpair()
-
-    def receive() -> dict[str, Tensor]:
-        received = receive_frame(theirs)
-        assert received is not None
-        acknowledge(theirs)
-        return dict(received[0].tensors)
-
-    with ours, theirs, ThreadPoolExecutor(1) as pool:
-        receiving = pool.submit(receive)
-        send_frame(ours, Frame({"kind": "sums"}, mixed))
-        assert same(receiving.result(BOUND_S), tensors)
+    frame = Frame({"kind": "sums"}, mixed)
+    assert same(arrived(lambda connection: send_frame(connection, frame)), tensors)
     assert device.most_pinned_bytes <= PIECE_BYTES
 
 

@@ -68,7 +68,7 @@ from morph.runtime.state.unit_state import squared_norms
 
 vectors, wide = [(1024,)] * 6, 4 * 1024
 block = [(1024, 3072), (3072,), (1024, 1024), *vectors, (1024, wide), (wide,), (wide, 1024)]
-gpt2_355m = {"embedding": [(50257, 1024), (1024, 1024)], **{str(number): block for number in range(24)}, "end": vectors[:2]}
+gpt2_355m = {"first": [(50257, 1024), (1024, 1024)], **{str(index): block for index in range(24)}, "last": vectors[:2]}
 for shapes in ({"": [(1 << 20,)]}, gpt2_355m):
     counting = Counting(device.kind, device.pinned_tensors)
     with FakeTensorMode(), Numbers(counting):

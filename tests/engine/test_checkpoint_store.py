@@ -14,11 +14,11 @@ from morph.contract.rules import CheckpointRules
 from tests.checkpoint.test_manifest import _flipped, save
 
 
-def found(url: str) -> Event:
+def found(url: str, at_most: int | None = None) -> Event:
     """What a store tells when it was asked once."""
     events = EventQueue()
     store = CheckpointStore(url, CheckpointRules(), events)
-    store.find()
+    store.find(at_most)
     stamped = events.get(100.0)
     store.close()
     assert stamped is not None
@@ -35,6 +35,17 @@ def test_a_flipped_bit_is_passed_over_and_set_aside(tmp_path: Path) -> None:
     (told,) = event.passed_over
     assert "differs from its manifest" in told
     assert complete_versions(str(tmp_path)) == (2,)
+
+
+def test_newer_versions_than_a_bad_step_goes_back_to_are_left_alone(tmp_path: Path) -> None:
+    save(str(tmp_path), 2, 4, 6)
+    event = found(str(tmp_path), at_most=5)
+    assert isinstance(event, CheckpointFound)
+    assert (event.manifest.version, event.passed_over) == (4, ())
+    event = found(str(tmp_path), at_most=1)
+    assert isinstance(event, CheckpointNotFound)
+    assert (event.none, event.damaged) == (True, False)
+    assert complete_versions(str(tmp_path)) == (2, 4, 6)
 
 
 def test_where_none_is_whole_it_is_told_as_damage(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ def test_a_new_directory_is_made_and_claimed(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "run"
     with RunDir(path, FACTS) as opened:
         assert opened.path == path
-        assert (path / "run.lock").read_text() == str(os.getpid())
+        assert (path / "run.lock").read_text().split() == [str(os.getpid()), socket.gethostname()]
         assert opened.checkpoint_url == str(path / "checkpoints")
     assert read_facts(path) == FACTS
     assert (path / "run.lock").read_text() == ""

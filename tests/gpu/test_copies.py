@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
+from socket import socket
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from torch import Tensor
 from morph.checkpoint.manifest import DEVICE_ALIGNMENT
 from morph.runtime.device.devices import device_for
 from morph.runtime.device.staging import PIECE_BYTES, Ready, moved, to_host
-from morph.runtime.pre_copy.wire import Frame, acknowledge, receive_frame, send_frame
+from morph.runtime.pre_copy.wire import Frame, send_frame
+from tests.device.link_contract import BOUND_S, arrived
 
-BOUND_S = 60.0
 CUDA = torch.device("cuda", 0)
 SLEEP_CYCLES = 1 << 32
 """Two seconds or so of a kernel."""
@@ -55,21 +55,14 @@ def test_a_frame_of_the_devices_tensors_is_sent_while_that_computes() -> None:
     tensors = state()
     there = {name: moved(tensor, CUDA) for name, tensor in tensors.items()}
     to_host(there)
-    ours, theirs = socket.socketpair()
 
-    def receive() -> dict[str, Tensor]:
-        received = receive_frame(theirs)
-        assert received is not None
-        acknowledge(theirs)
-        return dict(received[0].tensors)
-
-    with ours, theirs, ThreadPoolExecutor(1) as pool:
-        receiving = pool.submit(receive)
+    def send(connection: socket) -> None:
         frame = Frame({"kind": "state"}, there)
         torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-        send_frame(ours, frame)
+        send_frame(connection, frame)
         assert is_computing()
-        assert same(receiving.result(BOUND_S), tensors)
+
+    assert same(arrived(send), tensors)
     torch.cuda.synchronize()
 
 

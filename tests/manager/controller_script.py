@@ -151,10 +151,9 @@ class Script:
         return actions
 
     def written(self, version: int, units: Sequence[str] = tuple(UNITS)) -> tuple[Action, ...]:
-        """Units of the pending checkpoint are on storage: each writer tells of its own."""
-        assert self.state.saving.pending is not None
+        """Units of a checkpoint under way are on storage: each writer tells of its own."""
         actions: tuple[Action, ...] = ()
-        writers = self.state.saving.pending.writers
+        writers = next(one.writers for one in self.state.saving.under_way if one.version == version)
         for writer in dict.fromkeys(writers[unit] for unit in units):
             entries = tuple(unit_written(writer, version, unit) for unit in units if writers[unit] == writer)
             actions = self.tell(UnitsWritten(worker=writer, written=entries))

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
+from cluster_invariants import INVARIANTS
 from controller_script import Script, changed
+from simulated_cluster import SimulatedCluster
 from simulated_job import SIZES, UNITS, make_config, make_plan
+from simulated_workers import Faults
 
+from manager.controller.shape import followers
 from manager.controller.shape.followers import choose_followers, redundancy_of
 from manager.controller.shape.placement import place
 from manager.controller.shape.risk import holders_of, mean_s_to_fatal_loss
 from manager.controller.shape.salvage import losses_of
-from manager.controller.state.config import units_by_stage
+from manager.controller.state.config import ControllerConfig, ExpectedLosses, units_by_stage
 from manager.controller.state.events import ManifestWritten, WorkerAnswered, WorkerLost
-from manager.controller.state.state import ControllerState, initial_state
+from manager.controller.state.state import ControllerState, Decision, Phase, initial_state
 from morph.contract.cluster import Policy
 from morph.contract.messages import Slot
 from morph.contract.plan import Plan
@@ -269,3 +274,59 @@ def test_auto_follows_only_while_that_pays() -> None:
     script.state = changed(script.state, save_times=saves)
     train_through_a_save(durable_s=60.0)
     assert not followed()
+
+
+def small_job(**fields: object) -> ControllerConfig:
+    """One replica at most, steps in which a follower's gradients take 0.6 ms, and losses that are next to unknown."""
+    per_unit = 3 * 10_000
+    return make_config(
+        plans={2: make_plan(2, 1), 3: make_plan(3, 1)},
+        expected_nodes=3,
+        unit_bytes=dict.fromkeys(UNITS, per_unit),
+        state_copies=3,
+        link_bytes_per_s=5e7,
+        expected_losses=ExpectedLosses(per_vm_h=1e-4, weight_vm_h=1e6),
+        policy=make_config().policy.model_copy(update={"redundancy": "auto", "checkpoint_every_steps": 5}),
+        **fields,
+    )
+
+
+@pytest.mark.parametrize(
+    ("larger", "shorter", "kept"),
+    [(1, 1, True), (4, 1, False), (1, 200, False)],
+    ids=["small", "gradients of 2 ms", "a tenth of a step"],
+)
+def test_followers_of_a_small_state_cost_nothing_and_are_always_kept(larger: int, shorter: int, kept: bool) -> None:
+    plan, config = make_plan(3, 1), small_job()
+    expected = plan.expected.model_copy(update={"mini_batch_s": plan.expected.mini_batch_s / shorter})
+    sizes = {unit: size * larger for unit, size in config.unit_bytes.items()}
+    state = initial_state(config.model_copy(update={"unit_bytes": sizes}))
+    slots, _ = shape(3, 1, VMS[:3])
+    found = redundancy_of(state, plan.model_copy(update={"expected": expected}), slots, {}, 0.0)
+    assert any(follow.units for follow in found.follows) == kept
+    assert (found.worth < 0) == (not kept), "no shape is formed anew for what costs and saves next to nothing"
+
+
+@pytest.mark.parametrize("always_kept", [True, False])
+def test_a_small_job_of_one_replica_goes_back_to_no_checkpoint(
+    always_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five VMs are lost one after the other, once the new shape's followers are in step. State is small: what its moves
+    take says nothing of the link.
+    """
+    monkeypatch.setattr(followers, "FREE_S", followers.FREE_S if always_kept else -1.0)
+    versions, lost = [0], list[str]()
+
+    def lose(cluster: SimulatedCluster, _before: ControllerState, _event: object, decision: Decision) -> None:
+        state = decision.state
+        versions.append(state.version)
+        holders = [sum(unit in worker.holds for worker in state.workers.values()) for unit in UNITS]
+        is_next = len(lost) < 5 and state.version >= 4 * len(lost) + 3
+        if state.phase is Phase.TRAINING and is_next and (min(holders) > 1 or not always_kept):
+            lost.append(state.slots[0].worker)
+            cluster.at(0.1, partial(cluster.kill, lost[-1]))
+
+    cluster = SimulatedCluster(0, small_job(num_steps=40), Faults(comeback=1.0), observers=(lose, *INVARIANTS))
+    assert cluster.run(3, limit_events=20_000).outcome == "finished"
+    assert len(lost) == 5
+    assert (versions == sorted(versions)) == always_kept

@@ -26,8 +26,10 @@ from manager.report.live import Happened, LiveRun
 from manager.report.means import MOST_POINTS, Series
 from manager.report.summary import summarise
 from manager.run_dir import JOURNAL, RunFacts
+from manager.trackers.reading import HappeningsReader
 from morph.cli.main import app
 from morph.cli.views.run_view import run_view
+from morph.contract.happenings import Trouble
 from morph.contract.messages import Failed, WorkerReady
 
 
@@ -242,6 +244,11 @@ def test_setups_that_fail_are_the_first_line_wherever_a_run_is_shown(
     assert [one.sentence for one in happened if not one.inner and one.code == "setup_failed"] != []
     assert summarise(read_report(tmp_path)).startswith(f"job: running ({sentence}")
     assert any(told.code == "setup_failed" and not told.inner for told in EventReader().take(journal.read()))
+    told_of = HappeningsReader("mem://checkpoints")
+    (trouble,) = [one for entry in journal.read() for one in told_of.take(entry) if isinstance(one, Trouble)]
+    assert trouble.kind == "setup_failed"
+    assert trouble.sentence.startswith(sentence)
+    assert not any(one.code == "lost" for one in happened), "it had no part in training"
     tell(NodeAppeared(node="n2", request="job-1"))
     tell(WorkerAnswered(worker="n2", answer=WorkerReady(worker="n2", pid=1, setup_s=1)))
     assert sentence not in run.headline

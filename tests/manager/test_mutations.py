@@ -72,12 +72,12 @@ def _an_aborted_step_counts(transition: Transition) -> None:
     settle(transition)
 
 
-def _overflow_is_overlooked(transition: Transition) -> None:
+def _overflow_is_overlooked(transition: Transition, *, bad: bool) -> None:
     reports = transition.state.step.reports.items()
     transition.change_step(
         reports={worker: entry.model_copy(update={"overflowed": False}) for worker, entry in reports}
     )
-    decide_step(transition)
+    decide_step(transition, bad=bad)
 
 
 def _a_reshape_counts(transition: Transition) -> None:

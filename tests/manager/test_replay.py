@@ -310,22 +310,23 @@ UNSURPASSED = [name for name in POLICIES if name not in ("ideal", "on-demand", "
 QUICK = [name for name in UNSURPASSED if not by_controller(name)]
 
 
-def limited(num_sections: int, batch_size: int, memory_bytes: float, most: int) -> SpotJob:
-    """A job of sections of 100 MB on devices with so much memory, planned for this many workers at most."""
+def limited(num_sections: int, batch_size: int, memory_bytes: float, gpus_per_vm: int = 1, *, num_vms: int) -> SpotJob:
+    """A job of sections of 100 MB on devices with so much memory, planned for this many VMs at most."""
     profile = synthetic_profile(
         num_sections=num_sections, forward_s=0.05, batch_size=batch_size, micro_batch_size=1, parameter_bytes=10**8
     )
-    request = PlanRequest(memory_bytes=int(memory_bytes))
+    nodes, most = (gpus_per_vm if gpus_per_vm > 1 else None), gpus_per_vm * num_vms
+    request = PlanRequest(memory_bytes=int(memory_bytes), num_gpus_per_node=nodes)
     return with_redundant_costs(job_from_profile(profile, most, request), profile, most)
 
 
 @pytest.mark.parametrize(
     ("given", "num_vms"),
-    [(JOB, 6), (REPLICAS, 4), ((12, 24, 6e9), 11), ((5, 7, 5e9), 9)],
-    ids=["by hand", "replicas only", "deep pipelines", "few micro-batches"],
+    [(JOB, 6), (REPLICAS, 4), ((12, 24, 6e9), 11), ((5, 7, 5e9), 9), ((6, 16, 6e9, 4), 3)],
+    ids=["by hand", "replicas only", "deep pipelines", "few micro-batches", "VMs of four GPUs"],
 )
 def test_no_policy_surpasses_the_bound(given: SpotJob | tuple[int, int, float], num_vms: int) -> None:
-    job = given if isinstance(given, SpotJob) else limited(*given, num_vms)
+    job = given if isinstance(given, SpotJob) else limited(*given, num_vms=num_vms)
     for seed in range(200 if IS_LONG else 18):
         rate, pause_s = [0.3, 3, 12][seed % 3], [400, 3600][seed % 2]
         model = spot_model(num_vms, losses_per_vm_h=rate, bulk_share=0.4, replacement_s=pause_s)
@@ -370,8 +371,28 @@ def test_the_bound_is_the_best_of_unequal_pipelines() -> None:
     assert Bound(deep).fastest(4) is None
 
 
+def test_all_gpus_of_a_vm_come_and_go_together() -> None:
+    """Two VMs of two: without one of them one pipeline of two is left, and times and losses are told by VM."""
+    job = JOB.model_copy(update={"gpus_per_vm": 2})
+    trace = trace_of((0.0, "+a"), (0.0, "+b"), (100.0, "-b"), (300.0, "-a"))
+    alike = trace_of(*FOUR, (100.0, "-a"), (100.0, "-b"), (300.0, "-c"))
+    for policy, play in ((name, play_of(name)) for name in UNSURPASSED):
+        one = play(job, trace, until=FIVE_MINUTES, seed=0, prices=PRICES, name="")
+        other = play(JOB, alike, until=FIVE_MINUTES, seed=0, prices=PRICES, name="")
+        assert sum(one.parts_s.values()) == pytest.approx(one.vm_s)
+        assert one.usd == pytest.approx(one.vm_s / 3600, rel=1e-3), policy
+        assert max((moment.num_vms for moment in one.moments), default=0) == 2
+        if not by_controller(policy):  # which has no follower on the same VM
+            assert one.steps == other.steps, policy
+            assert one.vm_s == pytest.approx(other.vm_s / 2)
+    outcome = play_morph(job, trace, until=FIVE_MINUTES, prices=PRICES)
+    assert outcome.num_losses == 2  # the other one at the end
+    shapes = list(dict.fromkeys(moment.shape for moment in outcome.moments if moment.shape))
+    assert shapes == ["2x2", "2x1"]
+
+
 def test_the_bound_is_met_where_equal_pipelines_are_the_best() -> None:
-    job = limited(12, 96, 6e9, 12)
+    job = limited(12, 96, 6e9, num_vms=12)
     plan = job.best_plan(12)
     assert plan is not None
     best = Bound(job).fastest(12)

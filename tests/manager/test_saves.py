@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 from controller_script import Script, changed
 from simulated_job import PLANS, UNITS, make_config
 
 from manager.controller.shape.risk import losses_per_vm_s, mean_s_to_fatal_loss
-from manager.controller.state.actions import NoteNextSave, SendCommit, SendReshape, SendStep
+from manager.controller.state.actions import Action, MarkBest, NoteNextSave, SendCommit, SendReshape, SendStep
 from manager.controller.state.config import ExpectedLosses
 from manager.controller.state.events import (
     CheckpointFailed,
@@ -25,7 +26,8 @@ from manager.controller.state.events import (
 )
 from manager.controller.state.state import ControllerState, Phase
 from manager.controller.steps.save_timing import cheapest_interval, insurance_save, next_save
-from morph.contract.messages import UnitWritten
+from morph.contract.evaluation import BestRule, EvaluationSize
+from morph.contract.messages import Evaluation, MicroBatchLoss, UnitWritten
 
 H = 3600.0
 LOSSES = ExpectedLosses(
@@ -58,6 +60,55 @@ def step_to(script: Script, time_s: float) -> list[SendStep]:
         script.now_s += 1 - 0.1 * len(script.state.member_units)
         actions = [action for action in script.prepared() if isinstance(action, SendStep)]
     return actions
+
+
+@pytest.mark.parametrize("num_steps_a_save", [1, 2, 5])
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [9, 8, 7, 6, 5, 4, 3, 2, 1],  # each is better than the one before
+        [5, 6, 7, 8, 9, 10, 11, 12, 13],
+        [5, 3, 4, 6, 2, 7, 8, 9, 9],
+        [5, 4, 6, 1, 2, 3, 4, 5, 6],
+    ],
+)
+def test_the_best_version_is_saved_however_slow_storage_is(losses: list[int], num_steps_a_save: int) -> None:
+    script = Script(num_steps=len(losses) + 1)
+    script.ready("n1", "n2", "n3", "n4")
+    size = EvaluationSize(every_steps=1, num_micro_batches=1, best=BestRule())
+    script.state = changed(script.state, evaluation=size)
+    queue: list[int] = []
+    marked = [0]
+
+    def act(actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, MarkBest):
+                marked.append(action.best.version)
+            if isinstance(action, SendStep | SendCommit) and action.order.checkpoint_units:
+                kept = [version for version in queue if version in action.order.earlier_checkpoints]
+                queue[:] = [*kept, script.state.version]
+
+    def write() -> None:
+        version = queue.pop(0)
+        act(script.written(version))
+        act(script.tell(ManifestWritten(version=version)))
+
+    script.reshaped()
+    while script.state.phase is Phase.TRAINING:
+        version = script.state.version
+        evaluation = None
+        if version:
+            loss = MicroBatchLoss(micro_batch=0, loss=losses[version - 1])
+            evaluation = Evaluation(version=version, num_micro_batches=1, losses=(loss,))
+        act([action for worker in script.busy for action in script.prepared_with(worker, evaluation=evaluation)])
+        assert len(queue) <= 4
+        if queue and version % num_steps_a_save == 0 and script.state.phase is Phase.TRAINING:
+            write()
+    act(script.committed())
+    while script.state.phase is not Phase.ENDED:
+        write()
+    assert marked[-1] == 1 + losses.index(min(losses))
+    assert script.state.saving.earlier == ()
 
 
 def test_the_expected_loss_rate_holds_until_the_run_has_its_own() -> None:

@@ -17,7 +17,7 @@ from manager.accounting.spent import Prices
 from manager.journal.journal import Journal
 from manager.report.journal_reader import read_report
 from manager.run_dir import JOURNAL
-from manager.trackers import sinks
+from manager.trackers import reading, sinks
 from manager.trackers.process import Watching
 from manager.trackers.reading import HappeningsReader
 from manager.trackers.sinks import check_trackers, numbers_of
@@ -30,6 +30,7 @@ from morph.contract.happenings import (
     RunEnded,
     ShapeChanged,
     StepDone,
+    Trouble,
 )
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
@@ -75,6 +76,18 @@ def test_each_thing_is_told_once_and_in_its_order(run: Path, happenings: list[Ha
     assert None not in dollars
     assert dollars == sorted(dollars, key=float)  # type: ignore[arg-type]
     assert steps[0].examples_per_s == pytest.approx(report.shapes[0].batch_size / steps[0].seconds)
+
+
+def test_checkpoints_that_are_not_completed_are_told_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_SHORTEST_S", 0.0)
+    with Journal.open(run / JOURNAL, read_only=True) as journal:
+        entries = journal.read()
+    for saved in (True, False):
+        reader = HappeningsReader("mem://checkpoints", missed_saves=4)
+        left = [entry for entry in entries if saved or '"kind":"manifest_written"' not in entry.payload_json]
+        told = [one for entry in left for one in reader.take(entry) if isinstance(one, Trouble)]
+        assert [one.kind for one in told] == ([] if saved else ["not_saved"])
+    assert "(there is none), where one is due every" in told[0].sentence
 
 
 def watching(kind: str, run_dir: Path, **fields: object) -> Watching:

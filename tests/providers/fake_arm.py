@@ -93,6 +93,7 @@ class FakeArm:
         self.evicted: set[str] = set()
         self.parts: dict[tuple[str, str], dict[str, Any]] = {}
         self.staying: set[str] = set()
+        self.boot_logs: dict[str, str] = {}
         self.throttled: Callable[[int], bool] = lambda _number: False
         self.expired: set[str] = set()
         self.made_as: dict[str, str] = {}
@@ -163,7 +164,7 @@ class FakeArm:
     def answer(self, handler: BaseHTTPRequestHandler, text: bytes) -> Answer:
         path, query = urlsplit(handler.path).path, parse_qs(urlsplit(handler.path).query)
         if path.startswith("/logs/"):
-            return 200, f"{'.' * 5000}\n{path[6:]}: no space left on device\n".encode(), {}
+            return 200, self.boot_logs[path[6:]].encode(), {}
         if not handler.headers.get("Authorization", "").startswith("Bearer "):
             return error(401, "AuthenticationFailed", "no token")
         if handler.headers["Authorization"].removeprefix("Bearer ") in self.expired:
@@ -184,6 +185,8 @@ class FakeArm:
         if name is None:
             return self.page(path, query)
         if verb == "retrieveBootDiagnosticsData" and method == "POST":
+            if name not in self.machines or name not in self.boot_logs:
+                return error(404, "ResourceNotFound", f"{name} is not there, or said nothing")
             return 200, {"serialConsoleLogBlobUri": f"{self.url}/logs/{name}?sig=s3cret"}, {}
         if verb == "simulateEviction" and method == "POST":
             return self.evict(name)

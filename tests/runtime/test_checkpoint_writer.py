@@ -174,6 +174,18 @@ def test_what_was_written_before_the_job_went_back_is_of_another_history(
     assert all(writer.has(40, unit) for unit in names)
 
 
+def test_what_may_be_the_best_is_written_before_a_newer_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = held_back(monkeypatch)
+    writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
+    for version, earlier in ((1, ()), (2, (1,)), (3, (1, 2)), (4, (1, 3))):
+        writer.hand_over(version, "s0", StateCopy({"x": torch.full((1,), float(version))}), earlier)
+    assert begun.wait(WAIT_S)
+    go_on.set()
+    assert [entry.version for entry in collect(writer, 3)] == [1, 3, 4]
+
+
 def test_one_version_waits_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = held_back(monkeypatch)
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))

@@ -123,11 +123,13 @@ def run_with_everything_there(follower: ScheduleCursor) -> str:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@given(stage=st.integers(0, 4), count=st.integers(1, 12), seed=st.integers(0, 2**32))
+@given(
+    stage=st.integers(0, 4), count=st.integers(1, 12), window=st.integers(1, 12) | st.none(), seed=st.integers(0, 2**32)
+)
 def test_a_fixed_schedule_is_kept_to_the_letter_whatever_arrives_when(
-    schedule: Schedule, stage: int, count: int, seed: int
+    schedule: Schedule, stage: int, count: int, window: int | None, seed: int
 ) -> None:
-    order = fixed_order(schedule, stage, 5, count, stage < 4)
+    order = fixed_order(schedule, stage, 5, count, stage < 4, window)
     follower, chance = ScheduleCursor(order, count, opportunistic=False), random.Random(seed)
     activations = gradients = 0
     ran = ""

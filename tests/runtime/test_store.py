@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import psutil
 import pytest
@@ -14,9 +16,11 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistStoreError
 
 from morph.contract.errors import GenerationAborted, PeerLost
-from morph.runtime.groups.channels import GroupSet, GroupSpec, connect_store
+from morph.runtime.groups import channels
+from morph.runtime.groups.channels import GroupSet, GroupSpec, KeptConnections, connect_store
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.store import StoreHost
+from tests.waiting import poll_until
 
 
 def test_the_store_serves_on_its_own_address_and_on_no_other() -> None:
@@ -73,3 +77,83 @@ def test_an_older_generations_worker_is_in_no_newer_group() -> None:
         pending.wait("the sum", 60.0)
     assert {int(value) for value in sums.values()} == {3}
     assert wandering.is_alive()  # it met nobody
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Every connection that is opened; for each of them torch may ask a name server."""
+    made: list[object] = []
+
+    def connect(*arguments: Any, **options: Any) -> TCPStore:
+        made.append(TCPStore(*arguments, **options))
+        return made[-1]  # type: ignore[return-value]
+
+    monkeypatch.setattr(channels, "TCPStore", connect)
+    return made
+
+
+def test_one_generation_after_the_other_meets_over_the_same_connections(opened: list[object]) -> None:
+    host, workers = StoreHost("127.0.0.1"), ("a", "b", "c")
+    kept = {worker: KeptConnections("127.0.0.1", host.port(), "of our run") for worker in workers}
+    for generation in range(1, 5):
+        groups = {worker: GroupSet(Interrupt(generation)) for worker in workers}
+        lent = {worker: kept[worker].lend(60.0 + generation) for worker in workers}
+        spec = GroupSpec(f"g{generation}/ring", workers)
+        with ThreadPoolExecutor(3) as threads:
+            forming = [threads.submit(groups[me].form, [spec], me, "127.0.0.1", lent[me].open) for me in workers]
+            for done in forming:
+                done.result(timeout=60)
+        for each in lent.values():
+            each.give_back()
+    assert len(opened) == len(workers)
+    assert {store.timeout.total_seconds() for store in opened} == {64.0}  # type: ignore[attr-defined]
+
+
+def test_a_connection_that_is_opened_beforehand_is_the_first_one_used(opened: list[object]) -> None:
+    host = StoreHost("127.0.0.1")
+    kept = KeptConnections("127.0.0.1", host.port())
+    kept.prepare()
+    poll_until(lambda: not kept._idle.empty(), "a connection")
+    kept.lend(60.0).open().set("key", b"value")
+    assert len(opened) == 1
+
+
+def test_a_connection_of_an_aborted_generation_is_left_behind(opened: list[object]) -> None:
+    """Its thread may be blocked in a call on it, and whoever used it too would wait for that one."""
+    host = StoreHost("127.0.0.1")
+    kept = KeptConnections("127.0.0.1", host.port())
+    aborted, next_one = kept.lend(60.0), kept.lend(60.0)
+    blocked = threading.Thread(target=lambda: aborted.open().get("never written"), daemon=True)
+    blocked.start()
+    poll_until(lambda: len(opened) == 1, "the connection")
+    next_one.open().set("key", b"value")
+    next_one.give_back()
+    kept.lend(60.0).open()
+    assert len(opened) == 2
+    kept.lend(60.0).open().set("never written", b"now")
+    blocked.join(60)
+
+
+class Odd:
+    """A connection whose store was started again, or whose path was closed by a firewall."""
+
+    def __init__(self, check: Callable[[list[str]], object]) -> None:
+        self.check = check
+
+
+def broken(_: list[str]) -> object:
+    raise dist.DistNetworkError("Broken pipe")
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_connection_that_does_not_answer_any_more_is_replaced(
+    is_silent: bool, opened: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "CHECK_S", 0.01 if is_silent else 60.0)
+    over = threading.Event()
+    host = StoreHost("127.0.0.1")
+    kept = KeptConnections("127.0.0.1", host.port())
+    kept.give_back([Odd((lambda _: over.wait(60)) if is_silent else broken)])  # type: ignore[list-item]
+    kept.lend(60.0).open().set("key", b"value")
+    over.set()
+    assert len(opened) == 1

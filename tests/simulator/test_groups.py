@@ -241,7 +241,7 @@ def test_a_job_that_fits_in_no_groups_is_refused_with_what_would_do() -> None:
     profile = tight_profile()
     with pytest.raises(PlanError) as caught:
         plan(profile, memory_bytes=1_000_000, **given)
-    least = int(str(caught.value).split("at least ")[1].split()[0])
+    least = int(str(caught.value).split(" bytes)")[0].split("(")[-1])
     assert plan(profile, memory_bytes=least, **given).best.expected.peak_memory_bytes <= least
     with pytest.raises(PlanError, match="memory_bytes"):
         plan(profile, memory_bytes=least - 1, **given)
@@ -265,8 +265,7 @@ def test_no_groups_make_the_stages_of_a_plan_more_than_1_percent_faster(seed: in
     shape: dict[str, Any] = {"boundaries": cuts, "num_replicas": best.num_replicas}
     shape["micro_batch_size"] = best.micro_batch_size
     slopes = range(1, best.micro_batches_per_replica[0] + 1)
-    rules = [("varuna", slope) for slope in slopes] + [("gpipe", slope) for slope in slopes] + [("1f1b", None)]
-    for schedule, slope in rules:
+    for schedule, slope in product(("varuna", "gpipe", "1f1b"), slopes):
         one = simulate(profile, **shape, schedule=schedule, window_slope=slope).plan
         for sizes in product(*((None, *range(1, length)) for length in lengths)):
             other = simulate_plan(profile, in_groups(one, sizes)).expected

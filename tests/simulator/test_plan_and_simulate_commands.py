@@ -206,7 +206,7 @@ def test_simulate_says_what_redundant_computation_pauses_for(tmp_path: Path) -> 
         (("simulate", "-P", 2, "--jitter-seed", 1), "--jitter-seed: the profile has no quantiles"),
         (("simulate", "-P", 2, "--set", "num_draws=3"), "--set num_draws: means nothing without --jitter-seed"),
         (
-            ("simulate", "-P", 2, "--schedule", "1f1b", "--set", "window_slope=2"),
+            ("simulate", "-P", 2, "--schedule", "gpipe", "--set", "window_slope=2"),
             "window_slope: cannot be combined with",
         ),
         (
@@ -233,7 +233,7 @@ def test_options_that_cannot_be_or_contradict_each_other_are_one_clear_error(
 def test_too_few_gpus_for_the_memory_are_told_the_least_number_that_would_do(profile: Path) -> None:
     enough = simulate(synthetic_profile(tied=True), num_stages=4, window_slope=1, micro_batch_size=1)
     gib = enough.expected.peak_memory_bytes / 2**30
-    with pytest.raises(PlanError, match=r"--memory-gib, in bytes: the job does not fit .* at least 4 GPUs"):
+    with pytest.raises(PlanError, match=r"--memory-gib: the job does not fit .* at least 4 GPUs"):
         _run("plan", profile, "--gpus", 3, "--memory-gib", gib, "--m", 1)
 
 

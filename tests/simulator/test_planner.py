@@ -1,5 +1,7 @@
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan, load_plan
-from morph.contract.profile import Contention
+from morph.contract.profile import Contention, Profile
 from simulator import plan, plan_table, simulate, synthetic_profile
 from simulator.costs.stage_costs import SectionCosts
 from simulator.search.partition import least_bytes
@@ -52,21 +54,58 @@ def test_a_gpu_that_only_makes_the_reduction_longer_is_left_idle() -> None:
     assert plan_table(profile, 5, micro_batch_size=1)[5].shape == "1x3"
 
 
-@pytest.mark.slow
-@given(st.integers(0, 10_000))
-@settings(max_examples=25 if IS_LONG else 10, deadline=None)
-def test_more_gpus_never_make_the_best_plan_slower(seed: int) -> None:
+def test_a_job_that_fits_on_one_gpu_is_planned_where_replicas_do_not_fit() -> None:
+    profile = _profile(num_sections=1, activation_bytes_per_sample=50_000_000, parameter_bytes=4_000_000)
+    given: dict[str, object] = {"micro_batch_size": 1, "memory_bytes": 102_000_000}
+    choice = plan(profile, num_gpus=2, **given)  # type: ignore[arg-type]
+    assert (choice.best.shape, choice.num_idle) == ("1x1", 1)
+    assert "2 replicas of this depth do not fit" in choice.best_simulation.explanation
+    assert {each.shape for each in plan_table(profile, 3, **given).values()} == {"1x1"}  # type: ignore[arg-type]
+
+
+def _limited(seed: int, **changes: object) -> tuple[Profile, int]:
+    """A random job, and a memory of a device that just suffices for some shape of it."""
     rng = np.random.default_rng(seed)
-    num_sections = int(rng.integers(1, 9))
-    profile = _profile(
-        num_sections=num_sections,
-        forward_s=[float(value) for value in rng.uniform(0.0005, 0.01, num_sections)],
-        batch_size=int(rng.integers(2, 13)) * 4,
-        latency_s=float(rng.uniform(0.0, 0.01)),
-    )
-    table = plan_table(profile, 14)
-    rates = [table[num_gpus].expected.examples_per_s for num_gpus in range(1, 15)]
+    num_sections = int(rng.integers(1, 7))
+    given: dict[str, object] = {
+        "num_sections": num_sections,
+        "forward_s": [float(value) for value in rng.uniform(0.0005, 0.01, num_sections)],
+        "batch_size": int(rng.integers(1, 6)) * 4,
+        "micro_batch_sizes": (1, 2, 4),
+        "latency_s": float(rng.uniform(0.0, 0.01)),
+        "bandwidth_bytes_per_s": float(rng.choice([1e7, 1e9])),
+        "parameter_bytes": int(rng.choice([1000, 1_000_000, 8_000_000])),
+        "activation_bytes_per_sample": int(rng.choice([1_000_000, 50_000_000])),
+    }
+    profile = _profile(**(given | changes))
+    shape = {"num_stages": int(rng.integers(1, num_sections + 1)), "num_replicas": int(rng.integers(1, 3))}
+    somehow = simulate(profile, micro_batch_size=1, recompute=bool(rng.integers(2)), **shape)  # type: ignore[arg-type]
+    return profile, somehow.expected.peak_memory_bytes
+
+
+@pytest.mark.slow
+@given(st.integers(0, 10_000), st.booleans(), st.sampled_from([None, 2, 3, 5]))
+@settings(max_examples=25 if IS_LONG else 10, deadline=None)
+def test_more_gpus_never_make_the_best_plan_slower(seed: int, limited: bool, num_gpus_per_node: int | None) -> None:
+    profile, memory_bytes = _limited(seed)
+    if seed % 2:
+        slower = (Contention(num_busy=2, factor=1.2), Contention(num_busy=4, factor=1.6))
+        profile = profile.model_copy(update={"contention": slower})
+    given: dict[str, Any] = {
+        "memory_bytes": memory_bytes if limited else None,
+        "num_gpus_per_node": num_gpus_per_node,
+    }
+    rates: list[float] = []
+    for num_gpus in range(1, 10):
+        try:
+            best = plan(profile, num_gpus=num_gpus, num_runners_up=0, **given).best
+        except PlanError:
+            assert not rates, f"{num_gpus - 1} GPUs were enough"
+        else:
+            rates.append(best.expected.examples_per_s)
     assert rates == sorted(rates)
+    table = [each.expected.examples_per_s for each in plan_table(profile, 9, **given).values()]
+    assert (len(table), table) == (len(rates), sorted(table))
 
 
 @pytest.mark.slow
@@ -192,7 +231,7 @@ def test_less_memory_makes_the_micro_batch_smaller() -> None:
         ({"num_gpus": 4, "num_replicas": "2"}, "num_replicas", "1 to 4"),
         ({"num_gpus": 4, "num_replicas": 5}, "num_replicas", "1 to 4"),
         ({"num_gpus": 4, "micro_batch_size": 5}, "micro_batch_size", "1, 2, 4, 8, 16"),
-        ({"num_gpus": 4, "memory_bytes": 1000}, "memory_bytes", "bytes per device"),
+        ({"num_gpus": 4, "memory_bytes": 1000}, "memory_bytes", "bytes) per device"),
         ({"num_gpus": 4, "micro_batch_size": True}, "micro_batch_size", "a whole number"),
         ({"num_gpus": 4, "num_runners_up": -1}, "num_runners_up", "from 0"),
         ({"num_gpus": 4, "memory_bytes": 0}, "memory_bytes", "from 1 to 1125899906842624"),
@@ -227,6 +266,42 @@ def test_too_few_gpus_for_the_memory_are_told_how_many_would_do() -> None:
     with pytest.raises(PlanError, match="at least 3 GPUs"):
         plan(_profile(), num_gpus=2, memory_bytes=limit, **given)  # type: ignore[arg-type]
     assert plan(_profile(), num_gpus=3, memory_bytes=limit, **given).best.pipeline_depth == 3  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 10_000), st.sampled_from([0.1, 0.3, 0.7, 2.0]), st.sampled_from([0.1, 0.3, 0.7, 2.0]))
+@settings(max_examples=100 if IS_LONG else 20, deadline=None)
+def test_each_cure_that_a_refusal_names_does_and_a_byte_less_does_not(seed: int, device: float, host: float) -> None:
+    profile, memory_bytes = _limited(seed)
+    fixed: dict[str, Any] = [{}, {"pipeline_depth": 1}, {"num_replicas": 2}][seed % 3]
+    environment = {"host_memory_bytes": 2**40}
+    roomy = profile.model_copy(update={"environment": profile.environment.model_copy(update=environment)})
+    whole = simulate(roomy, num_stages=1, micro_batch_size=1).expected.host_memory_bytes
+    asked: dict[str, Any] = {
+        "num_gpus": 2,
+        "memory_bytes": int(device * memory_bytes),
+        "host_memory_bytes": int(host * whole),
+    }
+
+    def planned(given: dict[str, Any]) -> str:
+        try:
+            plan(roomy, num_runners_up=0, **given, **fixed)
+        except PlanError as error:
+            return str(error)
+        return ""
+
+    for way in filter(None, planned(asked).rpartition("allowed: ")[2].split(", or ")):
+        found = {
+            "num_gpus": re.search(r"at least (\d+) GPUs", way),
+            "memory_bytes": re.search(r"\((\d+) bytes\) per device", way),
+            "host_memory_bytes": re.search(r"\((\d+) bytes\) of host memory", way),
+        }
+        cure = {name: int(match[1]) for name, match in found.items() if match}
+        assert cure
+        assert not planned(asked | cure), way
+        for name, value in cure.items():
+            assert planned(asked | cure | {name: value - 1}), (way, name)
+        in_gib = re.findall(r"at least (\S+) GiB \((\d+) bytes\)", way)
+        assert all(int(size) <= int(float(gib) * 2**30) <= int(size) * 1.01 + 1 for gib, size in in_gib)
 
 
 @pytest.mark.parametrize("nodes", [4, (4, 4, 1, 1, 1), (3, 3, 3)])

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import runpy
+import shutil
+import sys
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,7 +24,8 @@ from manager.report.values import RunReport
 from manager.run_dir import JOURNAL
 from morph.contract.plan import Plan, load_plan
 from morph.contract.profile import load_profile
-from tests.system.commands import RunningMorph, morph
+from tests.system.commands import ROOT, RunningMorph, morph
+from tests.system.harness import JOB
 from tests.system.held import HeldJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -101,3 +109,60 @@ def _run_along_the_trace(profile: Path, folder: Path, run_dir: Path) -> None:
         command.wait_for_line(": finished")
         assert command.wait_for_end() == 0, command.output
     assert f"to draw this run: morph status {run_dir} --png {run_dir / 'run.png'}" in command.output
+
+
+class StandIn:
+    """What the recipe uses of Ray Tune, which is installed in an environment of its own: one trial after the other."""
+
+    grid_search = list
+    TuneConfig = SimpleNamespace
+
+    def __init__(self) -> None:
+        self.told: dict[str, float] = {}
+        self.config: dict[str, Any] = {}
+
+    def get_context(self) -> SimpleNamespace:
+        return SimpleNamespace(get_trial_name=lambda: f"trial_{len(self.told)}")
+
+    def with_resources(self, trial: Any, resources: dict[str, float]) -> Any:
+        assert resources == {"cpu": 2}
+        return trial
+
+    def report(self, metrics: dict[str, float]) -> None:
+        self.told[repr(self.config)] = metrics["loss"]
+
+    def Tuner(self, trial: Any, *, param_space: dict[str, list[Any]], tune_config: SimpleNamespace) -> Any:  # noqa: N802
+        assert (tune_config.metric, tune_config.mode) == ("loss", "min")
+
+        def fit() -> SimpleNamespace:
+            best: list[tuple[float, dict[str, Any]]] = []
+            for values in product(*param_space.values()):
+                self.config = dict(zip(param_space, values, strict=True))
+                trial(self.config)
+                best.append((self.told[repr(self.config)], self.config))
+            return SimpleNamespace(get_best_result=lambda: SimpleNamespace(config=min(best, key=lambda b: b[0])[1]))
+
+        return SimpleNamespace(fit=fit)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_the_recipe_for_ray_tune_finds_the_rate_that_learns(
+    calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = (ROOT / "docs" / "training.md").read_text().split("## Sweeps")[1].split("```python\n")[1].split("```")[0]
+    (tmp_path / "sweep.py").write_text(recipe.replace('"200"', '"6"').replace("1e-4, 1e-3", "1e-9, 1e-2"))
+    shutil.copy(JOB.split(":")[0], tmp_path / "neighbour.py")
+    (tmp_path / "mine.py").write_text(
+        "import neighbour, torch\nfrom dataclasses import replace\n"
+        "def job(lr):\n"
+        "    return replace(neighbour.job, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=lr))\n"
+    )
+    shutil.copy(calibrated, tmp_path / "profile.json")
+    (tmp_path / "cluster.yaml").write_text("vms: {num_vms: 1}\n")
+    tune = StandIn()
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(tune=tune))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    runpy.run_path(str(tmp_path / "sweep.py"))
+    assert capsys.readouterr().out.splitlines()[-1] == "{'lr': 0.01}"
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"trial_0", "trial_1"}

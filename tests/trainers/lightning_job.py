@@ -14,6 +14,7 @@ import morph
 
 BATCH_SIZE = 4
 CLIP = 0.2
+PADDING = 20
 
 
 class Classifier(LightningModule):
@@ -39,6 +40,18 @@ class Classifier(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class TextClassifier(Classifier):
+    """Classifies texts by the mean of their tokens: padding counts for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(21, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        counts = (x != PADDING).unsqueeze(-1).float()
+        return self.layers((self.embedding(x) * counts).sum(1) / counts.sum(1))
+
+
 class Settings:
     """Of a Trainer, what a job is made from."""
 
@@ -48,9 +61,9 @@ class Settings:
     precision = "32-true"
 
 
-def module() -> Classifier:
+def module(kind: type[Classifier] = Classifier) -> Classifier:
     torch.manual_seed(3)
-    return Classifier()
+    return kind()
 
 
 def points() -> Dataset[Any]:
@@ -64,3 +77,17 @@ def job() -> morph.Job:
     return morph.lightning.job(
         module(), loader, DataLoader(points()), trainer=Settings(), eval_every_steps=2, cut_points=["layers.2"]
     )
+
+
+def padded(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    rows = nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True, padding_value=PADDING)
+    return rows, torch.tensor([y for _, y in samples])
+
+
+def text_loader() -> DataLoader[Any]:
+    texts: Any = [(torch.arange(1 + index * 3 % 20), index % 3) for index in range(64)]
+    return DataLoader(texts, batch_size=BATCH_SIZE, collate_fn=padded)
+
+
+def text_job() -> morph.Job:
+    return morph.lightning.job(module(TextClassifier), text_loader(), trainer=Settings(), cut_points=["layers.2"])

@@ -13,18 +13,28 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import morph
 from morph.contract.errors import JobError
-from morph.runtime.process.single import run_single
-from tests.training.test_weighted_losses import parameters_of
+from tests.training.shapes import trained_alone
 
 lightning = pytest.importorskip("pytorch_lightning")
 
 from tests.trainers import lightning_job  # noqa: E402 (it needs Lightning)
-from tests.trainers.lightning_job import BATCH_SIZE, CLIP, Classifier, Settings, points  # noqa: E402
+from tests.trainers.lightning_job import (  # noqa: E402
+    BATCH_SIZE,
+    CLIP,
+    PADDING,
+    Classifier,
+    Settings,
+    TextClassifier,
+    points,
+    text_loader,
+)
 
 NUM_STEPS = 6
 
 
-def trained_by_lightning(tmp_path: Path) -> tuple[list[float], dict[str, Tensor]]:
+def trained_by_lightning(
+    tmp_path: Path, module: nn.Module, loader: DataLoader[Any]
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of Lightning's own loop."""
     losses: list[float] = []
 
@@ -32,7 +42,6 @@ def trained_by_lightning(tmp_path: Path) -> tuple[list[float], dict[str, Tensor]
         def on_train_batch_end(self, _trainer: Any, _module: Any, outputs: Any, *_: Any) -> None:
             losses.append(float(outputs["loss"].detach()) * 2)
 
-    module = lightning_job.module()
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_steps=NUM_STEPS,
@@ -45,26 +54,24 @@ def trained_by_lightning(tmp_path: Path) -> tuple[list[float], dict[str, Tensor]
         enable_model_summary=False,
         default_root_dir=tmp_path,
     )
-    trainer.fit(module, DataLoader(points(), batch_size=BATCH_SIZE))
+    trainer.fit(module, loader)
     steps = [sum(losses[at : at + 2]) / 2 for at in range(0, len(losses), 2)]
     return steps, {name: value.detach() for name, value in module.named_parameters()}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec:FutureWarning")
-def test_losses_and_weights_are_those_of_lightning(tmp_path: Path) -> None:
-    losses, weights = trained_by_lightning(tmp_path / "lightning")
+@pytest.mark.parametrize("texts", [False, True])
+def test_losses_and_weights_are_those_of_lightning(tmp_path: Path, texts: bool) -> None:
+    """Points, or texts of varying length, which are padded to each batch's longest there, and to a bucket here."""
+    module = lightning_job.module(TextClassifier if texts else Classifier)
+    loader = text_loader() if texts else DataLoader(points(), batch_size=BATCH_SIZE)
+    losses, weights = trained_by_lightning(tmp_path / "lightning", module, loader)
     found: list[float] = []
-    manifest = run_single(
-        f"{lightning_job.__file__}:job",
-        steps=NUM_STEPS,
-        num_sections=2,
-        micro_batch_size=2,
-        checkpoint_url=str(tmp_path / "morph"),
-        on_step=lambda _, loss: found.append(loss),
-    )
+    job = f"{lightning_job.__file__}:{'text_job' if texts else 'job'}"
+    parameters = trained_alone(job, NUM_STEPS, tmp_path / "morph", found.append, num_sections=2, micro_batch_size=2)
     assert found == pytest.approx(losses, abs=1e-6)
-    for name, value in parameters_of(manifest, tmp_path / "morph").items():
+    for name, value in parameters.items():
         assert torch.allclose(value, weights[name], rtol=1e-5, atol=1e-6), name
 
 
@@ -76,17 +83,11 @@ def test_what_a_step_logs_are_metrics() -> None:
     assert (job.batch_size, job.clip_grad_norm, job.eval_every_steps) == (2 * BATCH_SIZE, CLIP, 2)
 
 
-def padded(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
-    rows = torch.nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True, padding_value=7)
-    return rows, torch.tensor([y for _, y in samples])
-
-
 def test_lengths_follow_from_a_collate_fn_that_pads() -> None:
-    data: Any = [(torch.arange(1 + index * 3 % 20), index % 3) for index in range(20)]
-    job = morph.lightning.job(lightning_job.module(), DataLoader(data, batch_size=4, collate_fn=padded))
-    assert (job.buckets, dict(job.padding)) == ((8, 16, 20), {"0": 7})
+    job, data = lightning_job.text_job(), text_loader().dataset
+    assert (job.buckets, dict(job.padding)) == ((8, 16, 20), {"0": PADDING})
     assert job.lengths is not None
-    assert job.lengths(data).tolist() == [len(x) for x, _ in data]
+    assert job.lengths(data).tolist() == [len(x) for x, _ in data]  # type: ignore[attr-defined]
     with pytest.raises(JobError, match=r"loader\.collate_fn.*default_collate.*pads samples"):
         morph.lightning.job(lightning_job.module(), DataLoader(data, batch_size=4))
 

@@ -30,8 +30,7 @@ from morph.runtime.workloads.job_workload import settings
 from morph.trainers.arguments import ARGUMENTS, table
 from tests.crew import ManagedCrew
 from tests.system.harness import cut_for_workers, load_tiny_job
-from tests.training.shapes import ShapesCrew, Trained
-from tests.training.test_weighted_losses import parameters_of
+from tests.training.shapes import ShapesCrew, Trained, parameters_of
 
 transformers = pytest.importorskip("transformers")
 

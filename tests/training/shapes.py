@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from manager.report.means import EvaluationReader, extreme_rates
 from morph.checkpoint.manifest import write_manifest
@@ -17,6 +20,7 @@ from morph.contract.checkpoint import Manifest
 from morph.contract.decided import Decided, LossScale
 from morph.contract.messages import Committed, HandedCut, PreCopyMove, PreCopyOrder, Prepared
 from morph.contract.plan import Plan
+from morph.runtime.process.single import run_single
 from tests.crew import SETUP_S, Crew
 from tests.system.harness import TinyJob, load_tiny_job
 from tests.training.training_jobs import BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SECTIONS
@@ -90,6 +94,30 @@ class Trained:
         path = self.directory / f"v{self.manifest.version:08d}" / entry.file
         found: dict[str, Any] = json.loads(bytes(from_payload(path.read_bytes())["numbers"].tolist()))
         return found
+
+
+def parameters_of(manifest: Manifest, directory: Path) -> dict[str, Tensor]:
+    """The parameters of a checkpoint, by name."""
+    folder = directory / f"v{manifest.version:08d}"
+    states = [from_payload((folder / entry.file).read_bytes()) for entry in manifest.units]
+    tensors = {name: value for state in states for name, value in state.items()}
+    return {name.removeprefix("param/"): value for name, value in tensors.items() if name.startswith("param/")}
+
+
+def trained_alone(
+    name: str, num_steps: int, directory: Path, on_loss: Callable[[float], object] = lambda _: None, **fields: int
+) -> dict[str, Tensor]:
+    """The weights after some steps of one worker in this process."""
+    given = {"num_sections": NUM_SECTIONS, "micro_batch_size": MICRO_BATCH_SIZE} | fields
+    with torch.random.fork_rng():
+        manifest = run_single(
+            spec_of(name),
+            steps=num_steps,
+            checkpoint_url=str(directory),
+            on_step=lambda _, loss: on_loss(loss),
+            **given,
+        )
+    return parameters_of(manifest, directory)
 
 
 class ShapesCrew:

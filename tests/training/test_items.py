@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,8 @@ from morph.data.loader import order_of, recipe_of
 from morph.data.packing import packs
 from morph.jobs.job import load_job
 from morph.preflight.data_check import check_data
-from morph.runtime.process.single import run_single
 from morph.runtime.workloads.evaluation import Evaluator
-from tests.training.shapes import ShapesCrew, spec_of
-from tests.training.test_weighted_losses import parameters_of
+from tests.training.shapes import ShapesCrew, parameters_of, spec_of, trained_alone
 from tests.training.training_jobs import (
     MICRO_BATCH_SIZE,
     NUM_SECTIONS,
@@ -57,7 +56,7 @@ def test_what_an_evaluation_returns_for_each_sample_is_in_the_order_of_the_data(
 
 @pytest.mark.slow
 def test_nested_items_train_as_a_plain_loop_over_whole_mini_batches(tmp_path: Path) -> None:
-    weights = trained("nested", tmp_path)
+    weights = trained_alone("nested", NUM_STEPS, tmp_path)
     job = load_job(spec_of("nested"))
     order, recipe, data = order_of(job), recipe_of(job), job.dataset()
     for name, value in plain_loop(job, lambda step: batch_of(recipe, data, order.mini_batch(step))).items():
@@ -66,19 +65,40 @@ def test_nested_items_train_as_a_plain_loop_over_whole_mini_batches(tmp_path: Pa
 
 @pytest.mark.slow
 def test_texts_of_varying_length_train_as_a_plain_loop_over_whole_mini_batches(tmp_path: Path) -> None:
-    by_hand = trained("varying_by_hand", tmp_path / "by_hand")
-    weights = trained("varying", tmp_path / "varying")
+    by_hand = trained_alone("varying_by_hand", NUM_STEPS, tmp_path / "by_hand")
+    weights = trained_alone("varying", NUM_STEPS, tmp_path / "varying")
     assert all(torch.equal(value, by_hand[name]) for name, value in weights.items())
-    job, order = load_job(spec_of("varying")), order_of(load_job(spec_of("varying")))
-    texts = job.dataset()
+    check_varying(weights, "varying")
+
+
+@pytest.mark.slow
+def test_texts_of_varying_length_in_shards_train_alike_in_every_shape(crew: ShapesCrew, tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    texts = [Texts()[index]["tokens"].tolist() for index in range(len(Texts()))]
+    for begin in range(0, len(texts), 6):
+        lines = "".join(f"{json.dumps(tokens)}\n" for tokens in texts[begin : begin + 6])
+        (folder / f"{begin:03d}.jsonl").write_text(lines)
+    job = spec_of(f"texts_in_shards(folder='{folder}')")
+    alone = crew.train(job, [("1x1", NUM_STEPS)], tmp_path / "alone")
+    shapes = crew.train(job, [("2x2", 2), ("1x3", 4), ("2x1", NUM_STEPS)], tmp_path / "shapes", lose=True)
+    assert shapes.digests == alone.digests
+    assert shapes.losses == alone.losses
+    check_varying(parameters_of(alone.manifest, tmp_path / "alone"), job)
+
+
+def check_varying(weights: dict[str, torch.Tensor], name: str) -> None:
+    """Check that weights are those of a plain loop over whole mini-batches, padded by hand."""
+    job = load_job(spec_of(name))
+    order, texts = order_of(job), job.dataset()
     plain = plain_loop(job, lambda step: padded_by_hand([texts[index] for _, index in order.mini_batch(step)]))
-    for name, value in plain.items():
-        assert torch.allclose(weights[name], value, rtol=1e-6, atol=1e-6), name
+    for parameter, value in plain.items():
+        assert torch.allclose(weights[parameter], value, rtol=1e-6, atol=1e-6), parameter
 
 
 @pytest.mark.slow
 def test_packed_texts_train_as_a_plain_loop_over_texts_by_themselves(tmp_path: Path) -> None:
-    weights = trained("packed", tmp_path)
+    weights = trained_alone("packed", NUM_STEPS, tmp_path)
     job, order = load_job(spec_of("packed")), order_of(load_job(spec_of("packed")))
     texts, packs_of = Texts(), packs(lengths(Texts()), 16)
 
@@ -97,19 +117,6 @@ def loss_of_texts(model: torch.nn.Module, batch: list[dict[str, torch.Tensor]]) 
 
 def batch_of(recipe: Any, data: Any, places: Any) -> Any:
     return recipe.nest(recipe.read(data, places), places, "dataset()")
-
-
-def trained(name: str, directory: Path) -> dict[str, torch.Tensor]:
-    """The weights after some steps of one worker."""
-    with torch.random.fork_rng():
-        manifest = run_single(
-            spec_of(name),
-            steps=NUM_STEPS,
-            num_sections=NUM_SECTIONS,
-            micro_batch_size=MICRO_BATCH_SIZE,
-            checkpoint_url=str(directory),
-        )
-    return parameters_of(manifest, directory)
 
 
 def plain_loop(job: Any, batch: Any, as_trained: Any = None) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from morph.data import MicroBatchLoader
 from morph.jobs.job import load_job
 from tests.crew import ManagedCrew
 from tests.system.harness import cut_for_workers, load_tiny_job
-from tests.training.test_weighted_losses import parameters_of
+from tests.training.shapes import parameters_of
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(600)]
 EXAMPLE = Path(__file__).resolve().parents[2] / "configs" / "jobs" / "gpt2_shards.py"

@@ -13,25 +13,22 @@ from torch.nn import functional
 
 import morph
 from manager.controller.state.evaluations import mean_loss, mean_metrics
-from morph.checkpoint.unit_files import from_payload
-from morph.contract.checkpoint import Manifest
 from morph.contract.decided import Decided, LossScale, decided_step
 from morph.contract.errors import JobError, TrainingStopped
 from morph.contract.messages import WEIGHT, MicroBatchLoss
 from morph.cutting import export_job
 from morph.data import MicroBatchLoader
 from morph.losses import Loss, cross_entropy
-from morph.runtime.process.single import run_single
 from tests.training import training_jobs
-from tests.training.shapes import ShapesCrew, spec_of
-from tests.training.training_jobs import BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SECTIONS, WIDTH, plain
+from tests.training.shapes import ShapesCrew, parameters_of, trained_alone
+from tests.training.training_jobs import BATCH_SIZE, MICRO_BATCH_SIZE, WIDTH, plain
 
 NUM_STEPS = 5
 NUM_MICRO_BATCHES = BATCH_SIZE // MICRO_BATCH_SIZE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["by_token_scaled", "by_class"])
+@pytest.mark.parametrize("name", ["by_token_scaled", "by_class", "mixed"])
 def test_every_shape_and_history_gives_the_same_bits(crew: ShapesCrew, tmp_path: Path, name: str) -> None:
     alone = crew.train(name, [("1x1", NUM_STEPS)], tmp_path / "alone")
     shapes = crew.train(name, [("2x2", 2), ("1x3", 4), ("2x1", NUM_STEPS)], tmp_path / "shapes", lose=True)
@@ -44,31 +41,15 @@ def test_every_shape_and_history_gives_the_same_bits(crew: ShapesCrew, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["by_token_still", "by_class_still", "by_token_fast", "by_count"])
+@pytest.mark.parametrize("name", ["by_token_still", "by_class_still", "by_token_fast", "by_count", "mixed"])
 def test_the_weights_are_those_of_a_plain_loop_over_whole_mini_batches(name: str, tmp_path: Path) -> None:
     losses: list[float] = []
-    with torch.random.fork_rng():
-        manifest = run_single(
-            spec_of(name),
-            steps=NUM_STEPS,
-            num_sections=NUM_SECTIONS,
-            micro_batch_size=MICRO_BATCH_SIZE,
-            checkpoint_url=str(tmp_path),
-            on_step=lambda _, loss: losses.append(loss),
-        )
+    found = trained_alone(name, NUM_STEPS, tmp_path, losses.append)
     expected, weights = plain_loop(getattr(training_jobs, name))
     assert losses == pytest.approx(expected, rel=1e-6)
-    found = parameters_of(manifest, tmp_path)
     assert found.keys() == weights.keys()
     for parameter, value in found.items():
         assert torch.allclose(value, weights[parameter], rtol=1e-6, atol=1e-6), parameter
-
-
-def parameters_of(manifest: Manifest, directory: Path) -> dict[str, Tensor]:
-    folder = directory / f"v{manifest.version:08d}"
-    states = [from_payload((folder / entry.file).read_bytes()) for entry in manifest.units]
-    tensors = {name: value for state in states for name, value in state.items()}
-    return {name.removeprefix("param/"): value for name, value in tensors.items() if name.startswith("param/")}
 
 
 def plain_loop(job: Any) -> tuple[list[float], dict[str, Tensor]]:
@@ -80,10 +61,14 @@ def plain_loop(job: Any) -> tuple[list[float], dict[str, Tensor]]:
     for step in range(NUM_STEPS):
         parts = [loader.load(step, number, ("x", "labels")) for number in range(NUM_MICRO_BATCHES)]
         batch = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-        loss = of_torch(job, model, batch)
-        result = job.loss(model, batch)
-        mean = (result[0] if isinstance(result, tuple) else result).mean()
-        assert mean.item() == pytest.approx(loss.item(), rel=1e-6)
+        if job.loss is training_jobs.mixed_loss:  # it depends on the micro-batches
+            results = [job.loss(model, part) for part in parts]
+            loss = sum(result.total for result in results) / sum(result.weight for result in results)
+        else:
+            loss = of_torch(job, model, batch)
+            result = job.loss(model, batch)
+            mean = (result[0] if isinstance(result, tuple) else result).mean()
+            assert mean.item() == pytest.approx(loss.item(), rel=1e-6)
         optimizer.zero_grad()
         loss.backward()
         if job.clip_grad_norm is not None:

@@ -133,6 +133,16 @@ class BreakingPoints(Points):
         return {**super().__getitem__(index), "flag": torch.tensor([flag])}
 
 
+class BrokenPoints(Points):
+    """One sample is not a number, and what is to be made of another one is far off."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return ``x`` and ``y``."""
+        sample = super().__getitem__(index)
+        return {"x": sample["x"] * (math.nan if index == 5 else 1), "y": sample["y"] * (100 if index == 28 else 1)}
+
+
+broken = replace(scheduled, dataset=BrokenPoints, clip_grad_norm=1.0)
 bf16 = replace(plain, precision="bf16", clip_grad_norm=0.5)
 fp16 = replace(plain, precision="fp16", loss_scaling=LossScaling(initial=2.0**30, growth_steps=2))
 scaled = replace(
@@ -687,6 +697,13 @@ def counted_loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
     return Loss(model(x).square().mean((1, 2)).sum(), x.shape[0])
 
 
+def mixed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+    """A mean over tokens, and one over the samples of a micro-batch, as a loss that balances experts is."""
+    logits = model(batch["x"])
+    loss = cross_entropy(logits, batch["labels"])
+    return Loss(loss.total + 0.1 * logits.square().mean() * loss.weight, loss.weight)
+
+
 by_token = replace(plain, loss=token_loss, dataset=Sentences, eval_data=lambda: Sentences(1000, 8), eval_every_steps=3)
 by_class = replace(by_token, loss=class_loss, optimizer=sgd, clip_grad_norm=0.1, eval_data=None, eval_every_steps=None)
 by_token_scaled = replace(by_token, loss_scaling=LossScaling(initial=16.0, growth_steps=2))
@@ -703,6 +720,7 @@ by_token_still = replace(by_token, model=still_net)
 by_class_still = replace(by_class, model=still_net)
 by_token_fast = replace(by_class_still, loss=token_loss, accumulation="fast")
 by_count = replace(by_token_still, loss=counted_loss, eval_data=None, eval_every_steps=None)
+mixed = replace(by_token_still, loss=mixed_loss, eval_data=None, eval_every_steps=None)
 none_counts = replace(
     by_token_scaled, loss=lambda model, batch: cross_entropy(model(batch["x"]), torch.full_like(batch["labels"], -100))
 )
@@ -834,6 +852,17 @@ varying = replace(
     eval_data=lambda: Texts(5, 9),
     eval_every_steps=2,
 )
+
+
+def texts_in_shards(folder: str) -> Job:
+    """The same, out of lines of JSON, a few in each shard."""
+
+    def sample(tokens: list[int]) -> dict[str, Tensor]:
+        return {"tokens": torch.tensor(tokens), "labels": torch.tensor(tokens)}
+
+    return replace(varying, dataset=lambda: Stream(Jsonl(folder, shard_bytes=100), sample, window=1), data_workers=1)
+
+
 varying_with_dropout = replace(varying, model=lambda: Reader(0.2), data_workers=1, sampler=grouped(lengths, BATCH_SIZE))
 
 

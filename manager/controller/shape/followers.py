@@ -10,7 +10,7 @@ from typing import NamedTuple
 from manager.controller.shape.placement import Holdings
 from manager.controller.shape.risk import holders_of, losses_per_vm_s, mean_s_to_fatal_loss, vms_of
 from manager.controller.shape.selection import cost_of_morph_s
-from manager.controller.state.bounds import SAVE_COPY_BYTES_PER_S, STORAGE_BYTES_PER_S, SUM_BYTES, link_bytes_per_s
+from manager.controller.state.bounds import LINK_BYTES_PER_S, SAVE_COPY_BYTES_PER_S, STORAGE_BYTES_PER_S, SUM_BYTES
 from manager.controller.state.state import ControllerState
 from manager.controller.state.transition import Transition
 from morph.contract.messages import Slot, UnitId, WorkerId
@@ -23,6 +23,14 @@ from morph.words import counted
 COPY_BYTES_PER_S = 2.0e9
 """At which a worker copies its sums in memory, while it trains nothing."""
 
+FREE_S, FREE_SHARE = 0.001, 0.01
+"""Followers of a small state that add less than this to a step, in seconds and as a share of it, are always kept.
+
+Steps differ by more than that. How often VMs are lost is a guess until several were, and each loss that goes back to a
+checkpoint trains steps anew that a follower has.
+"""
+MEASURED_FROM_BYTES = 1 << 24
+"""How fast a smaller state was moved tells of threads and messages, and not of the link."""
 PAYS_WITHIN_S = 3600.0
 """A shape is formed anew for its followers alone if within this time that saves more than it costs."""
 
@@ -90,7 +98,9 @@ def redundancy_of(
     needed = state.config.units_of(plan)
     parameters = {unit: size / state.config.state_copies for unit, size in state.config.unit_bytes.items()}
     sole = _sole_units(slots, needed)
-    speed = state.measured.state_bytes_per_s or state.config.link_bytes_per_s or link_bytes_per_s(state)
+    is_telling = state.config.stage_bytes(plan) >= MEASURED_FROM_BYTES
+    measured = state.measured.state_bytes_per_s if is_telling else None
+    speed = measured or state.config.link_bytes_per_s or LINK_BYTES_PER_S
     step_s = plan.expected.mini_batch_s
     every = 0
     if policy != "state":
@@ -108,7 +118,10 @@ def redundancy_of(
         gain = _gain(state, plan, slots, links, now_s)
         fits = in_host or _fits_device(state, plan)
         worth = gain - cost
-        keeps = worth > 0 and fits
+        is_free = exposed_s <= FREE_S and cost <= FREE_SHARE
+        if is_free:
+            worth = max(worth, 0.0)  # no shape is formed anew for them alone
+        keeps = (worth > 0 or is_free) and fits
         saved = f" and save {gain:.2%}" if gain < 1 else "; without them losses undo all progress"
         why = f"followers cost {cost:.2%} of the time{saved}"
         if not fits:

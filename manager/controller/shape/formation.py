@@ -276,7 +276,7 @@ def _set_back(transition: Transition) -> str:
     times = {"saved_s": transition.now_s, "since_s": transition.now_s, "ordered_s": None, "insurance": None}
     saves = state.saving.save_times.model_copy(update=times)
     transition.change(version=version, decided=None, workers=workers)
-    transition.change_saving(pending=None, checkpoint_base=version, save_times=saves)
+    transition.change_saving(pending=None, earlier=(), checkpoint_base=version, save_times=saves)
     transition.change_step(kept={})
     set_back_judged(transition, version)
     return sentence

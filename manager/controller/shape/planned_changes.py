@@ -205,7 +205,7 @@ def worth_giving_up(transition: Transition) -> str | None:
     order, formed = state.step.order, state.reshape
     if choice is None or formed is None or order is None or state.phase is not Phase.TRAINING or order.kind != "step":
         return None
-    if not formed.keep_sums or state.step.attempt or state.saving.pending or state.stop_reason or state.failing:
+    if not formed.keep_sums or state.step.attempt or state.saving.under_way or state.stop_reason or state.failing:
         return None
     plan, gain = formed.plan, gain_of(state, choice)
     step_s, num = plan.expected.mini_batch_s, plan.num_micro_batches

@@ -204,11 +204,12 @@ class MarkBest(Value):
 class FindCheckpoint(Value):
     """Find the newest checkpoint that is whole, every byte of it read, for a worker could not load this version.
 
-    ``CheckpointFound`` or ``CheckpointNotFound`` follows.
+    ``CheckpointFound`` or ``CheckpointNotFound`` follows. ``at_most``: newer ones do not count.
     """
 
     kind: Literal["find_checkpoint"] = "find_checkpoint"
     doubted: Version
+    at_most: Version | None = Field(default=None, exclude_if=lambda given: given is None)
 
 
 class EndWorker(Value):
@@ -230,6 +231,14 @@ class NoteNextSave(Value):
 
     kind: Literal["note_next_save"] = "note_next_save"
     next_save: NextSave
+
+
+class NoteBadStep(Value):
+    """Nothing is to be done: that a step is bad, and what follows, is to be in the journal."""
+
+    kind: Literal["note_bad_step"] = "note_bad_step"
+    step: int
+    sentence: str
 
 
 class Finish(Value):
@@ -266,6 +275,7 @@ Action = (
     | EndWorker
     | NoteCorrection
     | NoteNextSave
+    | NoteBadStep
     | Finish
 )
 ACTION: TypeAdapter[Action] = TypeAdapter(Annotated[Action, Field(discriminator="kind")])

@@ -172,12 +172,12 @@ class UnitsWritten(Value):
 
 
 class CheckpointFailed(Value):
-    """A worker's background writer gave up, or (``worker`` is ``MANIFEST_WRITER``) the writer of the manifest."""
+    """A worker's background writer gave a file up, or (``worker`` is ``MANIFEST_WRITER``) that of the manifest."""
 
     kind: Literal["checkpoint_failed"] = "checkpoint_failed"
     worker: WorkerId
     error: Shown
-    version: Version | None = Field(default=None, description="of the manifest; None: not told")
+    version: Version | None = Field(default=None, description="None: not told")
 
 
 class PreCopyReported(Value):
@@ -204,11 +204,15 @@ class CheckpointFound(Value):
 
 
 class CheckpointNotFound(Value):
-    """Storage did not tell which checkpoint is whole; or, if ``damaged``, none of them is."""
+    """Storage did not tell which checkpoint is whole; or, if ``damaged``, none of them is.
+
+    ``none``: there is none of a version that was asked for.
+    """
 
     kind: Literal["checkpoint_not_found"] = "checkpoint_not_found"
     error: Shown
     damaged: bool
+    none: bool = Field(default=False, exclude_if=lambda given: not given)
 
 
 class StopRequested(Value):

@@ -1,11 +1,15 @@
-"""What follows from an evaluation: which version is the best, and whether training ends early."""
+"""What follows from an evaluation: the best version, an early end of training. And from losses: which step is bad."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from manager.controller.state.actions import MarkBest
 from manager.controller.state.evaluations import totals_of
+from manager.controller.state.saves import PendingCheckpoint
 from manager.controller.state.state import ControllerState
 from manager.controller.state.transition import Transition
+from morph.contract.decided import LossTrend
 from morph.contract.errors import TrainingStopped
 from morph.contract.evaluation import Best, BestRule, Judged
 from morph.contract.messages import WorkerId
@@ -46,13 +50,14 @@ def take_evaluation(transition: Transition) -> None:
 
 
 def set_back_judged(transition: Transition, version: int) -> None:
-    """Go back to what evaluations had said when the checkpoint of this version was made; 0: none."""
+    """Go back to what evaluations and losses had said when the checkpoint of this version was made; 0: none."""
     state = transition.state
     checkpoint, unfinished = state.saving.checkpoint, state.unfinished
     known = checkpoint is not None and checkpoint.version == version
     judged = checkpoint.judged if checkpoint is not None and known else Judged()
     kept = unfinished if unfinished is not None and judged.last_version < unfinished.version < version else None
-    transition.change(judged=judged, unfinished=kept)
+    losses = checkpoint.losses if checkpoint is not None and known else LossTrend()
+    transition.change(judged=judged, unfinished=kept, losses=losses)
     candidates = tuple(one for one in state.saving.candidates if one.version <= version)
     transition.change_saving(candidates=candidates)
 
@@ -77,7 +82,7 @@ def marked_with(state: ControllerState, *complete: int) -> Best | None:
 def _mark(transition: Transition) -> None:
     """Mark a complete checkpoint that is better than the one that is marked; forget what will not be complete.
 
-    An evaluated version without a checkpoint, because another one was still under way, is never marked.
+    An evaluated version whose checkpoint came to nothing is never marked.
     """
     state, saving = transition.state, transition.state.saving
     marked = marked_with(state, *saving.newest)
@@ -91,6 +96,21 @@ def _mark(transition: Transition) -> None:
 def awaits_metrics(state: ControllerState, version: int) -> bool:
     """Whether an evaluation before this version is still to be judged, which its checkpoint is to say."""
     return state.unfinished is not None and state.unfinished.version < version
+
+
+def may_be_best(state: ControllerState, under_way: Sequence[PendingCheckpoint]) -> tuple[PendingCheckpoint, ...]:
+    """Return those of the checkpoints under way that a newer one must not replace.
+
+    These are the first, so that one is complete now and then, those that are not judged yet, and the best of the others
+    if it is better than every complete one.
+    """
+    values = {candidate.version: candidate for candidate in state.saving.candidates}
+    best = marked_with(state, *(one.version for one in under_way if one.version in values))
+    return tuple(
+        one
+        for one in under_way
+        if one is under_way[0] or one.version > state.judged.last_version or (best and best.version == one.version)
+    )
 
 
 def early_end(state: ControllerState) -> str:
@@ -112,9 +132,7 @@ def _judge(transition: Transition, version: int, values: dict[str, float | None]
     value = _value(values, rule)
     judged = state.judged.after(rule, version, value)
     transition.change(judged=judged)
-    pending = state.saving.pending
-    if pending is not None and pending.version >= version:
-        transition.change_saving(pending=pending.model_copy(update={"judged": judged}))
+    transition.change_under_way(lambda one: one if one.version < version else one.model_copy(update={"judged": judged}))
     best = judged.best
     if best is not None and best.version == version:
         transition.add(f"version {version} is the best so far: {rule.metric} {best.value:.6g}")
@@ -129,3 +147,40 @@ def _value(values: dict[str, float | None], rule: BestRule) -> float | None:
         known = ", ".join(sorted(values))
         raise TrainingStopped(f"Job.best.metric is {rule.metric!r}, which no evaluation gives: there are {known}")
     return values[rule.metric]
+
+
+# Losses of steps.
+
+
+def judges_losses(state: ControllerState) -> bool:
+    """Whether the manager judges losses at all: else a gradient that is not finite ends the run, by its worker."""
+    rules = state.config.policy.rules.losses
+    return rules.when_bad != "stop" or rules.deviations is not None
+
+
+def why_bad(state: ControllerState) -> str:
+    """Say what is wrong with the step that every member has prepared; empty: nothing is."""
+    if not judges_losses(state):
+        return ""
+    why = state.losses.why_bad(*_losses(state), state.config.policy.rules.losses)
+    if not why and state.step.loss_scale is None and any(report.non_finite for report in state.step.reports.values()):
+        why = "a gradient is not finite"
+    return f"step {state.version} is bad: {why}" if why else ""
+
+
+def take_losses(transition: Transition, *, bad: bool) -> None:
+    """Take the prepared step's losses into what later ones are held against."""
+    state = transition.state
+    if judges_losses(state):
+        rules = state.config.policy.rules.losses
+        transition.change(losses=state.losses.after(state.version + 1, *_losses(state), rules, bad=bad))
+
+
+def _losses(state: ControllerState) -> tuple[dict[int, float], dict[int, float]]:
+    """Losses and weights of the prepared step, by micro-batch."""
+    losses: dict[int, float] = {}
+    weights: dict[int, float] = {}
+    for report in state.step.reports.values():
+        losses |= report.losses
+        weights |= report.weights
+    return losses, weights

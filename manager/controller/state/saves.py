@@ -8,6 +8,7 @@ from pydantic import Field
 
 from morph.contract.base import Value
 from morph.contract.checkpoint import Manifest, SaveKind
+from morph.contract.decided import LossTrend
 from morph.contract.evaluation import Best, Judged
 from morph.contract.messages import UnitId, UnitWritten, Version, WorkerId
 
@@ -60,6 +61,7 @@ class Doubt(Value):
     num_tries: int = 0
     failed: frozenset[WorkerId] = frozenset()
     unable: frozenset[WorkerId] = frozenset()
+    at_most: Version | None = Field(default=None, description="the newest is needed up to this version; None: of all")
 
 
 class PendingCheckpoint(Value):
@@ -78,6 +80,7 @@ class PendingCheckpoint(Value):
     kind: SaveKind = "periodic"
     shape: str = Field(default="", description="PxD in which it was copied")
     judged: Judged = Field(default=Judged(), description="by then")
+    losses: LossTrend = Field(default=LossTrend(), description="by then")
     stale: bool = False
     refused: frozenset[WorkerId] = frozenset()
 
@@ -98,7 +101,10 @@ class Saving(Value):
     checkpoint: Manifest | None = Field(default=None, description="newest complete checkpoint")
     checkpoint_base: Version = Field(default=0, description="the next checkpoint is counted from this version")
     doubt: Doubt | None = Field(default=None, description="that the newest checkpoint can be loaded")
-    pending: PendingCheckpoint | None = None
+    pending: PendingCheckpoint | None = Field(default=None, description="the newest that is under way")
+    earlier: tuple[PendingCheckpoint, ...] = Field(
+        default=(), description="evaluated versions that may be the best, written before the pending one; ascending"
+    )
     sealing: tuple[Manifest, ...] = Field(default=(), description="manifests being written")
     sealing_since_s: float | None = None
     unsaved_since_s: float | None = Field(default=None, description="since when storage refuses what the end waits for")
@@ -107,3 +113,8 @@ class Saving(Value):
     newest: tuple[Version, ...] = Field(default=(), description="the last complete checkpoints, ascending")
     candidates: tuple[Best, ...] = Field(default=(), description="evaluated versions that are not complete yet")
     marked: Best | None = Field(default=None, description="the best of all complete checkpoints")
+
+    @property
+    def under_way(self) -> tuple[PendingCheckpoint, ...]:
+        """All that workers write, in their order."""
+        return self.earlier if self.pending is None else (*self.earlier, self.pending)

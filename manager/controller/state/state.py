@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from manager.controller.state.actions import Action, Finish, Reason, RequestId
 from manager.controller.state.config import ControllerConfig
@@ -14,7 +14,7 @@ from manager.controller.state.nodes import NodeState
 from manager.controller.state.profile_correction import Correction, StageRatios
 from manager.controller.state.saves import Saving
 from morph.contract.base import Value
-from morph.contract.decided import Decided, LossScale
+from morph.contract.decided import Decided, LossScale, LossTrend
 from morph.contract.evaluation import EvaluationSize, EvaluationTotals, FinishedMetrics, Judged
 from morph.contract.messages import (
     Evaluation,
@@ -49,12 +49,17 @@ class OutstandingOrder(Value):
 class StepReport(Value):
     """What one member reported of the present attempt of the present step."""
 
+    model_config = ConfigDict(allow_inf_nan=True)
+
     overflowed: bool
     unit_norms_sq: dict[UnitId, float]
     non_finite: bool
     followed: bool = False
     weights: dict[int, float] = Field(
         default_factory=dict, description="of losses, by micro-batch; empty: none has one"
+    )
+    losses: dict[int, float] = Field(
+        default_factory=dict, description="by micro-batch; infinite: not finite. Empty where none are judged"
     )
 
 
@@ -223,6 +228,16 @@ class Failing(Value):
     final: bool = False
 
 
+class Leap(Value):
+    """A bad step was given up with those before it: version ``to`` has the state of an earlier one.
+
+    ``num_bad``: bad steps since that one.
+    """
+
+    to: Version
+    num_bad: int
+
+
 class Phase(StrEnum):
     """Phases of a job, each with what always holds in it.
 
@@ -354,6 +369,9 @@ class ControllerState(Value):
     )
     judged: Judged = Field(default=Judged(), description="what evaluations have said so far")
     failing: Failing | None = Field(default=None, description="the last error inside a worker")
+    losses: LossTrend = Field(default=LossTrend(), description="what those of the steps to this version were like")
+    leaps: dict[Version, Leap] = Field(default_factory=dict, description="by the version whose state is taken again")
+    unnamed: tuple[int, ...] = Field(default=(), description="bad steps whose samples no worker has named yet")
     stop_reason: str | None = None
     finish: Finish | None = None
     recent: tuple[str, ...] = Field(default=(), description="the last events, for the error of an impossible one")
@@ -391,7 +409,8 @@ def initial_state(config: ControllerConfig) -> ControllerState:
     known = {} if checkpoint is None else {"newest": (checkpoint.version,), "marked": checkpoint.marked}
     saving = Saving.model_validate({"checkpoint": checkpoint, "checkpoint_base": config.initial_version, **known})
     judged = Judged() if checkpoint is None else checkpoint.judged
-    return ControllerState(config=config, version=config.initial_version, saving=saving, judged=judged)
+    losses = LossTrend() if checkpoint is None else checkpoint.losses
+    return ControllerState(config=config, version=config.initial_version, saving=saving, judged=judged, losses=losses)
 
 
 def mean_of(before: float | None, sample_s: float) -> float | None:

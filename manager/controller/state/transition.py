@@ -11,11 +11,12 @@ from manager.controller.state.actions import Abort, Action, Finish, Reason, Reas
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import NodeFacts
 from manager.controller.state.nodes import NodeEvent
-from manager.controller.state.saves import SaveTimes, Saving
+from manager.controller.state.saves import PendingCheckpoint, SaveTimes, Saving
 from manager.controller.state.state import (
     ControllerState,
     Decision,
     Failing,
+    Leap,
     Measured,
     OutstandingOrder,
     Pace,
@@ -27,7 +28,7 @@ from manager.controller.state.state import (
     Waits,
     WorkerState,
 )
-from morph.contract.decided import Decided
+from morph.contract.decided import Decided, LossTrend
 from morph.contract.evaluation import EvaluationSize, EvaluationTotals, Judged
 from morph.contract.messages import ReshapeOrder, UnitId, Version, WorkerId
 
@@ -53,6 +54,9 @@ class StateFields(TypedDict, total=False):
     unfinished: EvaluationTotals | None
     judged: Judged
     failing: Failing | None
+    losses: LossTrend
+    leaps: dict[Version, Leap]
+    unnamed: tuple[int, ...]
     stop_reason: str | None
     finish: Finish | None
     recent: tuple[str, ...]
@@ -166,6 +170,11 @@ class Transition:
         entry = self.state.workers[worker]
         node = nodes.after(entry.node, event)
         self.change(workers={**self.state.workers, worker: entry.model_copy(update={**fields, "node": node})})
+
+    def change_under_way(self, change: Callable[[PendingCheckpoint], PendingCheckpoint]) -> None:
+        """Change each checkpoint that workers write."""
+        pending, earlier = self.state.saving.pending, self.state.saving.earlier
+        self.change_saving(pending=None if pending is None else change(pending), earlier=tuple(map(change, earlier)))
 
     def order(self, order: OutstandingOrder, receivers: Iterable[WorkerId]) -> None:
         """Make this order outstanding; there was none before."""

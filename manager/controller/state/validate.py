@@ -81,12 +81,13 @@ def _members_hold(state: ControllerState) -> bool:
 
 
 def _pending(state: ControllerState) -> bool:
-    pending = state.saving.pending
-    return pending is None or (
-        pending.version <= state.version
-        and set(pending.writers) == set(state.config.units)
-        and pending.written.keys() <= pending.writers.keys()
-        and pending.refused <= set(pending.writers.values())
+    versions = [one.version for one in state.saving.under_way]
+    return versions == sorted(set(versions)) and all(
+        one.version <= state.version
+        and set(one.writers) == set(state.config.units)
+        and one.written.keys() <= one.writers.keys()
+        and one.refused <= set(one.writers.values())
+        for one in state.saving.under_way
     )
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from manager.controller.state.actions import ReasonCode, WriteManifest
 from manager.controller.state.events import MANIFEST_WRITER, CheckpointFailed, ManifestWritten, UnitsWritten
 from manager.controller.state.judging import awaits_metrics, note_complete
+from manager.controller.state.saves import PendingCheckpoint
 from manager.controller.state.state import ControllerState, Phase
 from manager.controller.state.transition import Transition
 from manager.controller.steps.recovery import is_saved
 from manager.controller.steps.save_timing import record_save_complete, record_save_refused, tell_next
 from manager.controller.steps.training_loop import commit_orders, end_if_saved, seal, seal_if_complete
+from morph.contract.messages import UnitId, UnitWritten
 
 SAVING = (Phase.COMMITTING, Phase.SEALING)
 FIRST_PAUSE_S = 1.0
@@ -23,27 +25,46 @@ def on_units_written(transition: Transition, event: UnitsWritten) -> None:
     Only who was told to write a unit is believed: what a worker of an earlier history wrote of the same version may be
     another state, unless accumulation is exact.
     """
-    pending = transition.state.saving.pending
-    if pending is None:
+    saving = transition.state.saving
+    if not saving.under_way:
         return transition.say(ReasonCode.IGNORED, "no checkpoint is being written")
-    new = {
+    new = {one.version: entries for one in saving.under_way if (entries := _awaited(one, event))}
+    if not new:
+        versions = ", ".join(str(one.version) for one in saving.under_way)
+        return transition.say(ReasonCode.IGNORED, f"nothing of these is awaited for version {versions}")
+    first = min(new)
+
+    def note(one: PendingCheckpoint) -> PendingCheckpoint:
+        if one.version < first:
+            return one
+        written = {**one.written, **new.get(one.version, {})}
+        return one.model_copy(update={"written": written, "started_s": transition.now_s})
+
+    transition.change_under_way(note)
+    noted = transition.state.saving.under_way
+    counts = (
+        f"{len(one.written)} of {len(one.writers)} units of version {one.version}"
+        for one in noted
+        if one.version in new
+    )
+    transition.say(ReasonCode.UNITS_NOTED, f"{' and '.join(counts)} are written")
+    if transition.state.phase is Phase.COMMITTING:
+        return seal_if_complete(transition)
+    trains = transition.state.phase is Phase.TRAINING
+    for one in noted:
+        if one.complete and not (trains and awaits_metrics(transition.state, one.version)):
+            seal(transition, one)
+    return None
+
+
+def _awaited(pending: PendingCheckpoint, event: UnitsWritten) -> dict[UnitId, UnitWritten]:
+    return {
         entry.unit: entry
         for entry in event.written
         if entry.version == pending.version
         and pending.writers.get(entry.unit) == entry.worker == event.worker
         and entry.unit not in pending.written
     }
-    if not new:
-        return transition.say(ReasonCode.IGNORED, f"nothing of these is awaited for version {pending.version}")
-    pending = pending.model_copy(update={"written": {**pending.written, **new}, "started_s": transition.now_s})
-    transition.change_saving(pending=pending)
-    sentence = f"{len(pending.written)} of {len(pending.writers)} units of version {pending.version} are written"
-    transition.say(ReasonCode.UNITS_NOTED, sentence)
-    if transition.state.phase is Phase.COMMITTING:
-        return seal_if_complete(transition)
-    trains = transition.state.phase is Phase.TRAINING
-    awaits = trains and awaits_metrics(transition.state, pending.version)
-    return seal(transition, pending) if pending.complete and not awaits else None
 
 
 def on_checkpoint_failed(transition: Transition, event: CheckpointFailed) -> None:
@@ -62,7 +83,16 @@ def on_checkpoint_failed(transition: Transition, event: CheckpointFailed) -> Non
         since_s = saving.sealing_since_s if left else None
         transition.change_saving(sealing=left, sealing_since_s=since_s, checkpoint_base=_last_try(state))
         return _abandon(transition, f"the manifest cannot be written: {event.error}")
-    if saving.pending is None or event.worker not in saving.pending.debtors:
+    lasting = tuple(one for one in saving.earlier if one.version != event.version or event.worker not in one.debtors)
+    if lasting != saving.earlier:
+        transition.change_saving(earlier=lasting)  # what was written before a checkpoint has delayed it
+        transition.change_under_way(lambda one: one.model_copy(update={"started_s": transition.now_s}))
+        return _abandon(transition, sentence)
+    if (
+        saving.pending is None
+        or event.worker not in saving.pending.debtors
+        or event.version not in (None, saving.pending.version)
+    ):
         return transition.say(ReasonCode.IGNORED, f"{event.worker} had nothing to write: {event.error}")
     if state.phase is Phase.COMMITTING:
         pending = saving.pending.model_copy(update={"refused": saving.pending.refused | {event.worker}})

@@ -216,7 +216,8 @@ def on_checkpoint_found(transition: Transition, event: CheckpointFound) -> None:
         sentence = f"every byte of version {found.version} is right: it is loaded again{_read_for_others(transition)}"
     else:
         _change(transition, failed=frozenset(), unable=frozenset())
-        told = event.passed_over or (f"version {saving.doubt.version} is gone",)
+        gone = f"version {saving.doubt.version} is gone" if saving.doubt.at_most is None else saving.doubt.sentence
+        told = event.passed_over or (gone,)
         sentence = f"{'; '.join(told)}; version {found.version} is loaded"
     transition.say(ReasonCode.RESTING, sentence)
     if state.waits.num_fruitless >= state.config.policy.max_fruitless_generations:
@@ -241,6 +242,12 @@ def on_checkpoint_not_found(transition: Transition, event: CheckpointNotFound) -
     saving = state.saving
     if saving.doubt is None or saving.doubt.status != "asked":
         return transition.say(ReasonCode.IGNORED, f"nobody waits for a checkpoint to be found: {event.error}")
+    if event.none and saving.doubt.at_most is not None and state.phase is Phase.RESTING:
+        _change(transition, status="answered")
+        transition.change_saving(checkpoint=None)
+        transition.change_waits(rest_until_s=None)
+        transition.say(ReasonCode.RESTING, event.error)
+        return form_or_hold(transition)
     if event.damaged and state.phase is Phase.RESTING:
         return transition.end("failed", event.error)
     sentence = f"{event.error}: whether version {saving.doubt.version} is whole is not known"
@@ -256,7 +263,9 @@ def _ask(transition: Transition) -> None:
     _change(transition, status="asked", num_tries=doubt.num_tries + 1)
     transition.change_waits(rest_until_s=transition.now_s + PAUSES.most_s)
     sentence = f"version {doubt.version} could not be loaded: the newest checkpoint that is whole is looked for"
-    transition.say(ReasonCode.RESTING, sentence, FindCheckpoint(doubted=doubt.version))
+    if doubt.at_most is not None:
+        sentence = f"{doubt.sentence}: the newest whole checkpoint up to version {doubt.at_most} is looked for"
+    transition.say(ReasonCode.RESTING, sentence, FindCheckpoint(doubted=doubt.version, at_most=doubt.at_most))
 
 
 def _change(transition: Transition, **fields: Any) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from manager.controller.shape.risk import mean_s_to_fatal_loss
 from manager.controller.shape.selection import chosen, cost_of_morph_s, draining_members
 from manager.controller.state.actions import NoteNextSave
-from manager.controller.state.bounds import SAVE_COPY_BYTES_PER_S, STORAGE_BYTES_PER_S
+from manager.controller.state.bounds import SAVE_COPY_BYTES_PER_S, STORAGE_BYTES_PER_S, save_bound_s
 from manager.controller.state.events import NodeAppeared
+from manager.controller.state.judging import may_be_best
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.saves import NextSave, PendingCheckpoint
 from manager.controller.state.state import ControllerState, Phase, WorkerState, mean_of
@@ -94,6 +95,9 @@ def is_due(state: ControllerState, now_s: float) -> tuple[SaveKind, str] | None:
     That of insurance is the one that was told last: with many workers it is not worked out at each step.
     """
     every, insurance = state.config.policy.checkpoint_every_steps, state.saving.save_times.insurance
+    losses = state.config.policy.rules.losses
+    if losses.when_bad == "go_back" and state.version % losses.back_steps == 0:
+        return "periodic", "a bad step goes back to it"
     if every is not None and state.version - state.saving.checkpoint_base >= every:
         return "periodic", _as_configured(every)
     if insurance is not None and now_s + step_seconds(state) / 2 >= insurance.due_s:  # the boundary that is nearest
@@ -160,8 +164,17 @@ def record_shape_left(transition: Transition) -> None:
 
 
 def record_save_begun(transition: Transition, writers: dict[str, WorkerId], kind: SaveKind) -> PendingCheckpoint:
-    """The decided version's state is copied now, and written by these."""
+    """The decided version's state is copied now, and written by these, after evaluated ones that may be the best."""
     state, now_s = transition.state, transition.now_s
+    evaluated = [
+        one
+        for one in state.saving.under_way
+        if one.version < state.version
+        and one.kind == "evaluated"
+        and one.debtors <= state.workers.keys()
+        and now_s < one.started_s + save_bound_s(state)
+    ]
+    earlier = may_be_best(state, evaluated)
     pending = PendingCheckpoint(
         version=state.version,
         writers=writers,
@@ -170,8 +183,9 @@ def record_save_begun(transition: Transition, writers: dict[str, WorkerId], kind
         kind=kind,
         shape="" if state.plan is None else state.plan.shape,
         judged=state.judged,
+        losses=state.losses,
     )
-    transition.change_saving(pending=pending)
+    transition.change_saving(pending=pending, earlier=earlier)
     transition.change_save_times(since_s=now_s, retry_s=None, insurance=None)
     return pending
 

@@ -11,7 +11,15 @@ from manager.controller.shape.planned_changes import change_due, drain_due, star
 from manager.controller.shape.pre_copy import drop_if_stale
 from manager.controller.state.actions import ReasonCode, SendCommit, SendStep, WriteManifest
 from manager.controller.state.bounds import commit_bound_s, save_bound_s, step_bound_s
-from manager.controller.state.judging import awaits_metrics, early_end, finisher, marked_with, take_evaluation
+from manager.controller.state.judging import (
+    awaits_metrics,
+    early_end,
+    finisher,
+    judges_losses,
+    marked_with,
+    take_evaluation,
+    take_losses,
+)
 from manager.controller.state.saves import PendingCheckpoint
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, WorkerState, mean_of
 from manager.controller.state.transition import Transition
@@ -25,9 +33,9 @@ from manager.controller.steps.save_timing import (
     tell_next,
 )
 from morph.contract.checkpoint import Manifest, SaveKind, UnitFile
-from morph.contract.decided import decided_step
+from morph.contract.decided import Decided, decided_step
 from morph.contract.errors import TrainingStopped
-from morph.contract.messages import CommitOrder, StepOrder, UnitId, WorkerId
+from morph.contract.messages import CommitOrder, StepOrder, UnitId, Version, WorkerId
 from morph.words import counted
 
 MAX_ATTEMPTS = 8
@@ -52,17 +60,18 @@ def begin(transition: Transition) -> None:
     return tell_next(transition)
 
 
-def decide_step(transition: Transition) -> None:
+def decide_step(transition: Transition, *, bad: bool = False) -> None:
     """Every member prepared the step: run it again if a gradient overflowed, else decide the next version.
 
-    A gradient that is not finite fits no scale: then the step is decided as skipped, whatever overflowed.
+    A gradient that is not finite fits no scale: then the step is decided as skipped, whatever overflowed; and so is a
+    ``bad`` one.
     """
     state = transition.state
     overflowed = [worker for worker in state.member_units if state.step.reports[worker].overflowed]
-    if overflowed and not any(report.non_finite for report in state.step.reports.values()):
+    if overflowed and not bad and not any(report.non_finite for report in state.step.reports.values()):
         return _retry(transition, overflowed)
     try:
-        _decide_facts(transition)
+        _decide_facts(transition, bad=bad)
         take_evaluation(transition)
     except TrainingStopped as error:
         return transition.end("failed", str(error))
@@ -79,12 +88,15 @@ def decide_step(transition: Transition) -> None:
     sentence = f"every worker prepared step {step}: version {step + 1} is decided"
     if state.decided is not None and state.decided.skipped:
         cause = "nothing in it counts" if state.decided.gradient_factor == 0 else "a gradient is not finite"
+        cause = "it is bad" if bad else cause
         sentence += f", its weights unchanged, for {cause}"
     transition.say(ReasonCode.STEP_DECIDED, sentence)
     seal_if_awaited(transition)
     state = transition.state
     if state.is_last:
         return _commit(transition)
+    if state.version in state.leaps:
+        return form(transition, planned=True)
     why = change_due(transition)
     if why is None:
         drop_if_stale(transition)
@@ -104,8 +116,9 @@ def seal_if_complete(transition: Transition) -> None:
         take_evaluation(transition)
     except TrainingStopped as error:
         return transition.end("failed", str(error))
-    state, saving = transition.state, transition.state.saving
     transition.change_step(shares=(), finished=None)  # taken in, and answers of other kinds follow
+    _seal_earlier(transition)
+    state, saving = transition.state, transition.state.saving
     if state.unfinished is not None and (worker := finisher(state)) is not None:
         return _finish_evaluation(transition, worker)
     if saving.pending is None:
@@ -119,11 +132,18 @@ def seal_if_complete(transition: Transition) -> None:
 
 
 def seal_if_awaited(transition: Transition) -> None:
-    """Write the manifest of a checkpoint that only waited for what an evaluation before it says."""
+    """Write the manifests of checkpoints that only waited for what an evaluation before them says."""
+    _seal_earlier(transition)
     state = transition.state
     pending = state.saving.pending
     if pending is not None and pending.complete and not awaits_metrics(state, pending.version):
         seal(transition, pending)
+
+
+def _seal_earlier(transition: Transition) -> None:
+    for one in transition.state.saving.earlier:
+        if one.complete and not awaits_metrics(transition.state, one.version):
+            seal(transition, one)
 
 
 def seal(transition: Transition, pending: PendingCheckpoint) -> None:
@@ -138,13 +158,17 @@ def seal(transition: Transition, pending: PendingCheckpoint) -> None:
         shape=pending.shape,
         saved_s=pending.started_s if pending.copied_s is None else pending.copied_s,
         judged=pending.judged,
-        marked=marked_with(state, pending.version),
+        losses=pending.losses,
+        marked=marked_with(state, pending.version, *(before.version for before in state.saving.sealing)),
         units=tuple(
             UnitFile.model_construct(**{key: getattr(file, key) for key in UnitFile.model_fields}) for file in files
         ),
     )
-    transition.change_saving(pending=None, sealing=(*state.saving.sealing, manifest), sealing_since_s=transition.now_s)
-    transition.change_saving(unsaved_since_s=None, save_retry_s=None)
+    transition.change_saving(sealing=(*state.saving.sealing, manifest), sealing_since_s=transition.now_s)
+    if state.saving.pending is not None and state.saving.pending.version == pending.version:
+        transition.change_saving(pending=None, unsaved_since_s=None, save_retry_s=None)
+    else:
+        transition.change_saving(earlier=tuple(one for one in state.saving.earlier if one.version != pending.version))
     sentence = f"every unit of version {pending.version} is written: its manifest follows"
     transition.say(ReasonCode.CHECKPOINT_SEALED, sentence, WriteManifest(manifest=manifest))
 
@@ -178,6 +202,7 @@ def commit_orders(
         generation=state.generation,
         version=state.version,
         decided=state.decided,
+        earlier_checkpoints=_earlier(state),
         held=state.phase is Phase.RESTING,
     )
     finishes = _finishes(state)
@@ -190,18 +215,23 @@ def commit_orders(
     )
 
 
-def _decide_facts(transition: Transition) -> None:
+def _decide_facts(transition: Transition, *, bad: bool) -> None:
     """Note what is decided of the step that is prepared, and the loss scale of the next one."""
     state = transition.state
     step = state.step
     reports = [step.reports[slot.worker] for slot in state.slots]
-    decided = decided_step(
-        state.version + 1,
-        [report.unit_norms_sq for report in reports],
-        [report.non_finite for report in reports],
-        state.config.units,
-        [report.weights for report in reports],
-    )
+    if bad:  # its norms may not be known, for a gradient did not fit
+        bad_loss = not any(report.non_finite for report in reports)
+        decided = Decided(version=state.version + 1, skipped=True, bad_loss=bad_loss)
+    else:
+        decided = decided_step(
+            state.version + 1,
+            [report.unit_norms_sq for report in reports],
+            [report.non_finite for report in reports],
+            state.config.units,
+            [report.weights for report in reports],
+        )
+    take_losses(transition, bad=bad)
     scale = decided.next_scale(step.loss_scale)
     transition.change(decided=decided)
     transition.change_step(loss_scale=scale)
@@ -290,13 +320,16 @@ def _step_orders(
         attempt=state.step.attempt,
         decided=state.decided,
         loss_scale=state.step.loss_scale,
+        earlier_checkpoints=_earlier(state),
         record_timeline=state.version == state.config.timeline_step,
+        bears_non_finite=judges_losses(state),
     )
     units = _units_of(share)
     orders = SendStep.each("worker", receivers, order=plain)
     own = {worker: {"checkpoint_units": units[worker]} for worker in units}
-    for worker, finished in _finishes(state).items():
-        own[worker] = own.get(worker, {}) | finished
+    for beside in (_finishes(state), _names(state)):
+        for worker, more in beside.items():
+            own[worker] = own.get(worker, {}) | more
     if not own:
         return tuple(orders)
     return tuple(
@@ -305,10 +338,22 @@ def _step_orders(
     )
 
 
+def _earlier(state: ControllerState) -> tuple[Version, ...]:
+    return tuple(one.version for one in state.saving.earlier)
+
+
 def _finishes(state: ControllerState) -> dict[WorkerId, dict[str, Any]]:
     """What the order of the worker has besides that computes the metrics of an evaluation."""
+    found: dict[WorkerId, dict[str, Any]] = {}
     worker = finisher(state) if state.unfinished is not None else None
-    return {} if worker is None else {worker: {"evaluated": state.unfinished}}
+    if worker is not None:
+        found[worker] = {"evaluated": state.unfinished}
+    return found
+
+
+def _names(state: ControllerState) -> dict[WorkerId, dict[str, Any]]:
+    """What the order of the worker has besides that names the samples of a bad step."""
+    return {state.slots[0].worker: {"samples_of": state.unnamed[0]}} if state.unnamed else {}
 
 
 def _finish_evaluation(transition: Transition, worker: WorkerId) -> None:
@@ -332,9 +377,11 @@ def _commit(transition: Transition) -> None:
     saved = state.saving.checkpoint is not None and state.saving.checkpoint.version == state.version
     share = {} if saved else _shares(state)
     transition.change(phase=Phase.COMMITTING)
-    transition.change_saving(unsaved_since_s=None, save_retry_s=None, pending=None)
+    transition.change_saving(unsaved_since_s=None, save_retry_s=None)
     transition.change_step(kept={})
-    if not saved:
+    if saved:
+        transition.change_saving(pending=None)
+    else:
         record_save_begun(transition, share, "final")
     limit_s = commit_bound_s(state)
     order = OutstandingOrder(
@@ -363,7 +410,7 @@ def _shares(state: ControllerState) -> dict[UnitId, WorkerId]:
 def _may_be_best(state: ControllerState) -> bool:
     """Whether the decided version is evaluated with the next step, to find the best one.
 
-    Its checkpoint takes the place of any other that is still under way, but for one of another evaluation.
+    Its checkpoint takes the place of any other that is still under way, but for those that may be the best.
     """
     size = state.evaluation
     is_due = size is not None and size.best is not None and size.is_due(state.version)
@@ -379,7 +426,7 @@ def _begin_checkpoint_if_due(transition: Transition) -> tuple[dict[UnitId, Worke
     kind: SaveKind
     if state.version == saving.checkpoint_base:
         return {}, ""
-    if _may_be_best(state) and not (under_way and pending is not None and pending.kind == "evaluated"):
+    if _may_be_best(state) and not (under_way and pending is not None and pending.version == state.version):
         share = _shares(state)
         record_save_begun(transition, share, "evaluated")
         return share, "it is evaluated, and may be the best"

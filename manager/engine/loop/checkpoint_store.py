@@ -34,14 +34,20 @@ class CheckpointStore:
     """Writes manifests, deletes old checkpoints and finds whole ones, one after the other in a thread of its own.
 
     So none is deleted while it is looked at. What came of each goes to ``event_queue``; ``rules`` say which checkpoints
-    stay after a new one, and how long storage is waited for. ``lease``: without it nothing is written; None: nobody
-    else can write there.
+    stay after a new one, and how long storage is waited for; the newest of those that ``back_steps`` divides stays too.
+    ``lease``: without it nothing is written; None: nobody else can write there.
     """
 
     def __init__(
-        self, checkpoint_url: str, rules: CheckpointRules, event_queue: EventQueue, lease: Lease | None = None
+        self,
+        checkpoint_url: str,
+        rules: CheckpointRules,
+        event_queue: EventQueue,
+        lease: Lease | None = None,
+        back_steps: int | None = None,
     ) -> None:
         self._checkpoint_url = checkpoint_url
+        self._back_steps = back_steps
         self._rules = rules
         self._event_queue = event_queue
         self._lease = lease
@@ -52,12 +58,12 @@ class CheckpointStore:
         """Write a manifest; ``ManifestWritten`` or ``CheckpointFailed`` follows. Returns at once."""
         self._do(partial(self._write, manifest))
 
-    def find(self) -> None:
-        """Find the newest checkpoint of which every byte is right.
+    def find(self, at_most: int | None = None) -> None:
+        """Find the newest checkpoint of which every byte is right; ``at_most``: up to this version.
 
         ``CheckpointFound`` or ``CheckpointNotFound`` follows. Returns at once.
         """
-        self._do(self._find)
+        self._do(partial(self._find, at_most))
 
     def mark(self, best: Best) -> None:
         """Mark the best checkpoint, if it is there, in place of the one that was; returns at once."""
@@ -99,7 +105,11 @@ class CheckpointStore:
             return
         self._event_queue.put(ManifestWritten(version=manifest.version))
         try:
-            bounded(partial(delete_superfluous, self._checkpoint_url, self._rules), DELETE_TIMEOUT_S, "storage")
+            bounded(
+                partial(delete_superfluous, self._checkpoint_url, self._rules, self._back_steps),
+                DELETE_TIMEOUT_S,
+                "storage",
+            )
         except Exception as error:  # old files stay a while longer: the next checkpoint tries again
             fact = Fact(name="old_checkpoints_kept", detail=f"{type(error).__name__}: {error}")
             self._event_queue.put(fact)
@@ -115,15 +125,17 @@ class CheckpointStore:
         except Exception as error:  # each kind of storage has its own; the next one that is best is marked
             self._event_queue.put(Fact(name="best_not_marked", detail=f"{type(error).__name__}: {error}"))
 
-    def _find(self) -> None:
+    def _find(self, at_most: int | None) -> None:
+        limit_s = self._rules.file_limit_s
         try:
-            found, passed_over = newest_whole(self._checkpoint_url, every_byte=True, limit_s=self._rules.file_limit_s)
+            found, passed_over = newest_whole(self._checkpoint_url, every_byte=True, limit_s=limit_s, at_most=at_most)
         except Exception as error:  # each kind of storage has its own
             damaged = isinstance(error, CheckpointDamaged)
             self._event_queue.put(CheckpointNotFound(error=str(error), damaged=damaged))
             return
         if found is None:  # as a file system looks that is not mounted: nothing is known of what was there
-            gone = f"{self._checkpoint_url}: there is no checkpoint any more"
-            self._event_queue.put(CheckpointNotFound(error=gone, damaged=False))
+            which = "any more" if at_most is None else f"up to version {at_most}"
+            gone = f"{self._checkpoint_url}: there is no checkpoint {which}"
+            self._event_queue.put(CheckpointNotFound(error=gone, damaged=False, none=at_most is not None))
             return
         self._event_queue.put(CheckpointFound(manifest=found, passed_over=passed_over))

@@ -16,6 +16,7 @@ from manager.controller.state.actions import (
     FindCheckpoint,
     Finish,
     MarkBest,
+    NoteBadStep,
     NoteCorrection,
     NoteNextSave,
     ProbeWorker,
@@ -138,8 +139,9 @@ class Driver:
         self._event_queue = event_queue
         self._pool = pool
         self._journal = journal
-        rules = state.config.policy.rules.checkpoints
-        self._checkpoints = CheckpointStore(checkpoint_url, rules, event_queue, lease)
+        rules = state.config.policy.rules
+        back_steps = rules.losses.back_steps if rules.losses.when_bad == "go_back" else None
+        self._checkpoints = CheckpointStore(checkpoint_url, rules.checkpoints, event_queue, lease, back_steps)
         self._observers = observers
         self._requests = requests
         self._acknowledge = acknowledge or (lambda _node, _notice: None)
@@ -249,7 +251,7 @@ class Driver:
             case MarkBest(best=best):
                 self._checkpoints.mark(best)
             case FindCheckpoint():
-                self._checkpoints.find()
+                self._checkpoints.find(action.at_most)
             case ProbeWorker(worker=worker):
                 self._pool.probe(worker, action.order())
             case RequestNodes() if self._requests is not None:
@@ -260,7 +262,7 @@ class Driver:
                 self._event_queue.put(Fact(name="not_carried_out", detail=action.model_dump_json()))
             case AcknowledgeNotice(worker=worker, notice=notice):
                 self._acknowledge(worker, notice)
-            case NoteCorrection() | NoteNextSave():  # it is in the journal
+            case NoteCorrection() | NoteNextSave() | NoteBadStep():  # it is in the journal
                 pass
             case Finish():
                 self._finish = action

@@ -108,7 +108,7 @@ class EventQueue:
         if beat.written:
             self.put(UnitsWritten(worker=worker, written=beat.written))
         if beat.checkpoint_error:
-            self.put(CheckpointFailed(worker=worker, error=beat.checkpoint_error))
+            self.put(CheckpointFailed(worker=worker, error=beat.checkpoint_error, version=beat.error_version))
         for note in beat.notes:
             self.put(Fact(name="data_workers", worker=worker, detail=note))
         if beat.ahead is not None:

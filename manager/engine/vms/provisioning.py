@@ -114,7 +114,7 @@ class Provisioning:
 
     def release(self, action: ReleaseNodes) -> None:
         """End the VMs of which all workers are given up by now; returns at once."""
-        self._end(self._registry.give_up(action.nodes, self._nodes))
+        self._end(self._registry.give_up(action.nodes, self._nodes), keep_logs=True)
 
     def begin(self, nodes: Collection[str], requests: Collection[RequestId]) -> None:
         """Before anything else: go on with the VMs of these nodes and requests, end any other; returns at once.
@@ -210,10 +210,17 @@ class Provisioning:
     def _failed(self, error: Exception) -> None:
         self._fact("provider_failed", f"{type(error).__name__}: {error}")  # a bug, or a provider's own error
 
-    def _end(self, end: End | None, facts: Sequence[str] = ()) -> None:
-        """Have VMs ended; returns at once. ``facts``: told once they are, of those that nobody had asked to end."""
+    def _end(self, end: End | None, facts: Sequence[str] = (), *, keep_logs: bool = False) -> None:
+        """Have VMs ended; returns at once.
+
+        Args:
+            end: Which.
+            facts: Told once they are ended, of those that nobody had asked to end.
+            keep_logs: Of those that never joined, for with the VM goes what it said of why.
+        """
         if end is not None:
-            self._ends.put(lambda: self._delete(end, facts))
+            silent = [vm for vm in end.vms if vm not in self._joined] if keep_logs else []
+            self._ends.put(lambda: self._delete(end, facts, silent))
 
     def _adopt(self) -> None:
         if not self._adopting.acquire(blocking=False):
@@ -319,9 +326,9 @@ class Provisioning:
                     return True
         return self._registry.wait_ended(num_over, 0.0)
 
-    def _delete(self, end: End, facts: Sequence[str]) -> None:
+    def _delete(self, end: End, facts: Sequence[str], silent: Sequence[str]) -> None:
         try:
-            for vm in set() if facts else set(end.vms) - self._joined:  # with the VM goes what it said of why
+            for vm in silent:
                 if log := self._provider.boot_log(vm):
                     self._event_queue.put(Fact(name="vm_boot_log", worker=vm, detail=log))
             with self._told("vms_left"):

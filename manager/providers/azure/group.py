@@ -306,10 +306,11 @@ class Group:
                     errors[priced[part.id]] = error
             if errors:
                 raise not_ended(errors)
-            self.stopped.wait(0.0 if self.stopped.is_set() else self._bounds.poll_s)
             left = self._orphans()
             if left and time.monotonic() >= until_s:
                 raise not_ended({priced.get(part.id, part.shown): Transient("it is still listed") for part in left})
+            if left:
+                time.sleep(self._bounds.poll_s)
         return tuple(priced.values())
 
     def _priced(self, part: Part) -> str:

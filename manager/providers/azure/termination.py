@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from manager.providers.azure.operations import Operations
 from manager.providers.azure.prices import disk_price
 from manager.providers.azure.provider import AzureProvider
 from manager.providers.azure.spec import AzureSpec
-from manager.providers.interface.provider import Misconfigured, Vm, end_all
+from manager.providers.interface.provider import Misconfigured, ProviderError, Vm, end_all
 
 
 def end_run(
@@ -51,7 +52,9 @@ def end_run(
             bounds=bounds,
         )
         look, owns_set = provider.group.look(), provider.group.owns_set()
-        is_left = any(provider.group.owns(part) for part in provider.group.parts())
+        is_left = False
+        with suppress(ProviderError):  # an account that may not look at them: that is told once the VMs are ended
+            is_left = any(provider.group.owns(part) for part in provider.group.parts())
         if owns_set is False:
             name = provider.group.set_name
             told(f"scale set {name} does not have the tags of this run: it is left alone, with what it holds")

@@ -101,8 +101,7 @@ def make_lock(wanted: Sequence[str], timeout_s: float = LOCK_TIMEOUT_S) -> str:
     Raises:
         ClusterError: pip cannot say.
     """
-    builds = sorted({build for one in wanted if (build := one.partition("==")[2].partition("+")[2])})
-    indexes = [f"--extra-index-url={TORCH_INDEX}{build}" for build in builds]
+    indexes = _indexes(wanted)
     with tempfile.TemporaryDirectory(prefix="morph-") as directory:
         report = Path(directory) / "report.json"
         options = ["--dry-run", "--ignore-installed", "--only-binary=:all:", f"--report={report}", *indexes]
@@ -120,6 +119,12 @@ def make_lock(wanted: Sequence[str], timeout_s: float = LOCK_TIMEOUT_S) -> str:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ClusterError(f"pip's report of what VMs are to install cannot be read: {error!r}") from error
     return "\n".join([*indexes, *lines, ""])
+
+
+def _indexes(wanted: Sequence[str]) -> list[str]:
+    """Options of pip for where builds are: no general index has them."""
+    builds = {build for one in wanted if (build := one.partition("==")[2].partition("+")[2])}
+    return [f"--extra-index-url={TORCH_INDEX}{build}" for build in sorted(builds)]
 
 
 def _locked(item: dict[str, Any]) -> str:
@@ -162,7 +167,7 @@ class Lock:
             write_whole(self._path, made, PRIVATE)
         except (ClusterError, OSError) as error:  # the VMs may reach an index that this machine does not
             self._told(f"{error}; VMs install the same versions, and their files' hashes are not checked")
-            made = "\n".join([*self._wanted, ""]).encode()
+            made = "\n".join([*_indexes(self._wanted), *self._wanted, ""]).encode()
         return made
 
 

@@ -136,10 +136,15 @@ class StaticProvider:
         most = count if max_vms is None else max_vms
         leased = {key: vm for key, vm in self._ours().items() if vm.request == request}
         granted: list[Vm] = []
+        trouble = ""
+        wrong: Transient | Misconfigured | None = None
         for key, vm in leased.items():  # an earlier manager's; starting again changes nothing
-            self._start(key, vm)
+            try:
+                self._start(key, vm)
+            except (Transient, Misconfigured) as error:  # leased until it is ended, as one that nobody waits for
+                wrong = error
+                continue
             granted.append(vm)
-        trouble, wrong = "", None
         tried, tried_names = set[str](), set[str]()
         while len(granted) < most and not leased and not self._stopped.is_set():
             missing = count - sum(vm.num_devices for vm in granted)

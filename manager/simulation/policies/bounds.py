@@ -58,7 +58,7 @@ class Bound:
     The pipelines may differ in depth, and a share need not be a whole number of micro-batches. Each depth's time by its
     share is made of all that is known of it (``SpotJob.pipelines`` and ``plans``), rounded down: linear between two
     shares, proportional below the smallest, and for each micro-batch of a larger share never more, because each fills
-    the pipeline once. So a policy that gives up samples has no advantage either. Of a job that does not say which pipelines
+    the pipeline once. So a policy that gives up samples has no advantage either. If a job does not say which pipelines
     fit, a worker may compute two stages, as in Bamboo.
     """
 
@@ -166,7 +166,7 @@ def play_ideal(
     """
     books, steps, num_changes, bound = Books(job, nothing_paid(trace, prices)), 0.0, 0, Bound(job)
     most = math.inf if until.num_steps is None else until.num_steps
-    for change, until_s in intervals(trace, 0.0, end_of(until, trace), prices):
+    for change, until_s in intervals(trace, 0.0, end_of(until, trace), prices, job.gpus_per_vm):
         books.spend(change.time_s, Part.WAITING, 0)
         books.take(change)
         best = bound.fastest(len(books.ready))
@@ -191,16 +191,17 @@ def play_on_demand(
     price = None if prices is None else prices.on_demand_usd_per_h
     books = Books(job, None if price is None else 0.0)
     mean_vms = play_ideal(job, trace, until=Until(kind="hours", amount=trace.duration_s / 3600)).vm_s / trace.duration_s
-    plan = job.best_plan(max(min(job.plans), round(mean_vms)))
+    plan = job.best_plan(max(min(job.plans), job.gpus_per_vm * round(mean_vms)))
     assert plan is not None, "some number of workers fits a plan"
-    step_s, books.num_vms = plan.expected.mini_batch_s, plan.num_workers
-    books.ready = dict.fromkeys(map(str, range(plan.num_workers)))
-    books.usd_per_h = plan.num_workers * (price or 0.0)
+    num_vms = -(-plan.num_workers // job.gpus_per_vm)
+    step_s, books.num_vms = plan.expected.mini_batch_s, num_vms * job.gpus_per_vm
+    books.ready = dict.fromkeys(map(str, range(books.num_vms)))
+    books.usd_per_h = num_vms * (price or 0.0)
     books.note(plan)
     if until.num_steps is not None:
         end_s = until.num_steps * step_s
     elif until.kind == "usd":
-        end_s = end_of(until, trace) if not price else until.amount / price / plan.num_workers * 3600
+        end_s = end_of(until, trace) if not price else until.amount / price / num_vms * 3600
     else:
         end_s = until.end_s or trace.duration_s
     books.spend(end_s, Part.COMPUTE, plan.num_workers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -13,6 +13,7 @@ from manager.simulation.spot.run_end import SpotPrices, Until
 from morph.contract.lives import recorded
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace, TraceEvent
+from morph.contract.vm_names import vm_of, workers_of
 
 ON_DEMAND = "on-demand"
 """The source of VMs that are not spot VMs."""
@@ -33,8 +34,15 @@ class Change:
     usd_per_h: float = 0.0
 
 
-def changes_of(trace: Trace, setup_s: float, prices: SpotPrices | None = None) -> list[Change]:
-    """When VMs come, when they are ready ``setup_s`` later unless they are lost by then, and when they are lost."""
+def changes_of(trace: Trace, setup_s: float, prices: SpotPrices | None = None, gpus_per_vm: int = 1) -> list[Change]:
+    """When VMs come, when they are ready ``setup_s`` later unless they are lost by then, and when they are lost.
+
+    A VM is as many as it has GPUs, which come and go together.
+    """
+
+    def workers(kind: str, entries: Iterable[tuple[float, str, str]]) -> tuple[str, ...]:
+        return tuple(worker for _, this, vm in entries if this == kind for worker in workers_of(vm, gpus_per_vm))
+
     all_entries: list[tuple[float, str, str]] = []
     living: dict[str, str] = {}
     usd: dict[str, float] = {}
@@ -56,10 +64,10 @@ def changes_of(trace: Trace, setup_s: float, prices: SpotPrices | None = None) -
         found.append(
             Change(
                 time_s,
-                sum(kind == "came" for _, kind, _ in entries),
-                tuple(vm for _, kind, vm in entries if kind == "ready"),
-                tuple((vm, leads[vm]) for _, kind, vm in entries if kind == "warned"),
-                tuple(vm for _, kind, vm in entries if kind == "taken"),
+                gpus_per_vm * sum(kind == "came" for _, kind, _ in entries),
+                workers("ready", entries),
+                tuple((worker, leads[vm_of(worker)]) for worker in workers("warned", entries)),
+                workers("taken", entries),
                 sum(usd[vm] * {"came": 1, "taken": -1}.get(kind, 0) for _, kind, vm in entries),
             )
         )
@@ -68,7 +76,7 @@ def changes_of(trace: Trace, setup_s: float, prices: SpotPrices | None = None) -
 
 @dataclass
 class Books:
-    """Where the time of all VMs goes: booked until ``now_s``. ``ready``: for work, in order of appearance.
+    """Where the time of all VMs goes, by GPU: booked until ``now_s``. ``ready``: for work, in order of appearance.
 
     ``usd``: paid so far; None: nobody knows what VMs cost. ``usd_per_h``: of all that are there.
     """
@@ -116,7 +124,7 @@ class Books:
 
     def note_shape(self, shape: str, examples_per_s: float) -> None:
         """The same, of pipelines that are no plan."""
-        moment = Moment(self.now_s, self.num_vms, shape, examples_per_s)
+        moment = Moment(self.now_s, self.num_vms // self.job.gpus_per_vm, shape, examples_per_s)
         if not self.moments or self.moments[-1][1:] != moment[1:]:
             self.moments.append(moment)
 
@@ -125,7 +133,8 @@ class Books:
         return until.kind == "usd" and self.usd is not None and self.usd >= until.amount
 
     def outcome(self, policy: str, trace: str, seed: int, steps: int, **more: int) -> Outcome:
-        """Sum up."""
+        """Sum up, by VM."""
+        num = self.job.gpus_per_vm
         return Outcome(
             policy=policy,
             trace=trace,
@@ -134,11 +143,11 @@ class Books:
             steps=steps,
             examples=steps * self.job.batch_size,
             lost_steps=more.get("lost_steps", 0),
-            num_losses=self.num_losses,
+            num_losses=self.num_losses // num,
             num_fatal=more.get("num_fatal", 0),
             num_changes=more.get("num_changes", 0),
-            vm_s=self.vm_s,
-            parts_s=self.parts_s,
+            vm_s=self.vm_s / num,
+            parts_s={part: spent_s / num for part, spent_s in self.parts_s.items()},
             usd=self.usd,
             finished=bool(more.get("finished", 0)),
             moments=tuple(self.moments),
@@ -170,9 +179,9 @@ def end_of(until: Until, trace: Trace) -> float:
 
 
 def intervals(
-    trace: Trace, setup_s: float, end_s: float, prices: SpotPrices | None = None
+    trace: Trace, setup_s: float, end_s: float, prices: SpotPrices | None = None, gpus_per_vm: int = 1
 ) -> Iterator[tuple[Change, float]]:
     """Each change with the time of the next one, or the end."""
-    changes = [change for change in changes_of(trace, setup_s, prices) if change.time_s < end_s]
+    changes = [change for change in changes_of(trace, setup_s, prices, gpus_per_vm) if change.time_s < end_s]
     for number, change in enumerate(changes, 1):
         yield change, changes[number].time_s if number < len(changes) else end_s

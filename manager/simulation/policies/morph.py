@@ -48,7 +48,7 @@ def play_morph(
         job,
         num_steps=until.num_steps or MANY_STEPS,
         seed=seed,
-        num_expected=sum(event.time_s == first_s for event in trace.events),
+        num_expected=job.gpus_per_vm * sum(event.time_s == first_s for event in trace.events),
     )
 
     def live(changes: list[tuple[Recorded, simpy.Timeout]]) -> Acting:
@@ -93,11 +93,11 @@ def play_morph(
         steps=cluster.state.version,
         examples=cluster.state.version * job.batch_size,
         lost_steps=cluster.lost_steps,
-        num_losses=cluster.num_lost,
+        num_losses=cluster.num_lost // job.gpus_per_vm,
         num_fatal=cluster.num_fatal,
         num_changes=changes,
-        vm_s=account.total_s,
-        parts_s={part: account.part_s(part) for part in Part},
+        vm_s=account.total_s / job.gpus_per_vm,
+        parts_s={part: account.part_s(part) / job.gpus_per_vm for part in Part},
         usd=None if nothing_paid(trace, prices) is None else _usd(cluster),
         finished=cluster.finish is not None and cluster.finish.outcome == "finished",
         moments=tuple(cluster.moments),

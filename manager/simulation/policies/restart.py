@@ -184,7 +184,7 @@ def play_restart(
     books = Books(job, nothing_paid(trace, prices))
     run = _Run(job, books, every_steps, most)
     leads = [event.notice_s for event in trace.events if event.event == "remove"]
-    for change, until_s in intervals(trace, job.durations.setup_s, end_of(until, trace), prices):
+    for change, until_s in intervals(trace, job.durations.setup_s, end_of(until, trace), prices, job.gpus_per_vm):
         books.spend(change.time_s, Part.WAITING, 0)
         books.take(change)
         better = job.best_plan(len(books.ready))

@@ -49,6 +49,7 @@ from manager.simulation.spot.job import FINGERPRINT, SpotJob
 from manager.simulation.spot.outcome import Moment
 from manager.simulation.spot.vms import Acting, Told, Workers
 from morph.contract.messages import Prepared
+from morph.contract.vm_names import workers_of
 
 Kind = TypeVar("Kind", bound=Action)
 ByKind = Mapping[type, list[Action]]
@@ -97,25 +98,32 @@ class SpotCluster:
     # --- VMs -------------------------------------------------------------------------------------------------
 
     def vm_came(self, facts: NodeFacts | None = None, usd_per_h: float | None = None) -> str:
-        """A VM is up; returns its name, which is new."""
-        name = f"n{next(self._names)}"
-        self.workers.alive.add(name)
-        paid = None if usd_per_h is None else Paid(usd_per_h=usd_per_h)
-        self.after(0.0, partial(self.tell, [NodeAppeared(node=name, facts=facts, paid=paid)]))
+        """A VM is up, with all its workers; returns its name, which is new."""
+        name, num = f"n{next(self._names)}", self.job.gpus_per_vm
+        workers = workers_of(name, num)
+        self.workers.alive.update(workers)
+        paid = None if usd_per_h is None else Paid(usd_per_h=usd_per_h, num_nodes=num)
+        self.after(0.0, partial(self.tell, [NodeAppeared(node=worker, facts=facts, paid=paid) for worker in workers]))
         return name
 
     def vm_noticed(self, name: str, lead_s: float) -> None:
         """A VM is said to be taken after so long."""
-        if name in self.workers.alive:
-            self.after(0.0, partial(self.tell, [NoticeGiven(worker=name, lead_s=lead_s, notice=name)]))
+        workers = self._alive_of(name)
+        if workers:
+            given = [NoticeGiven(worker=worker, lead_s=lead_s, notice=name) for worker in workers]
+            self.after(0.0, partial(self.tell, given))
 
     def vm_taken(self, name: str) -> None:
         """A VM is gone; the manager hears of it a little later."""
-        if name in self.workers.alive:
-            self.workers.alive.discard(name)
-            self.num_lost += 1
-            lost = WorkerLost(worker=name, cause="its VM was taken")
-            self.after(self.job.durations.noticed_s, partial(self.tell, [lost]))
+        workers = self._alive_of(name)
+        if workers:
+            self.workers.alive.difference_update(workers)
+            self.num_lost += len(workers)
+            lost = [WorkerLost(worker=worker, cause="its VM was taken") for worker in workers]
+            self.after(self.job.durations.noticed_s, partial(self.tell, lost))
+
+    def _alive_of(self, name: str) -> list[str]:
+        return [worker for worker in workers_of(name, self.job.gpus_per_vm) if worker in self.workers.alive]
 
     # --- time ------------------------------------------------------------------------------------------------
 
@@ -273,7 +281,7 @@ class SpotCluster:
     def _note_moment(self) -> None:
         plan = self.state.plan if self.state.phase is Phase.TRAINING else None
         shape, speed = ("", 0.0) if plan is None else (plan.shape, plan.expected.examples_per_s)
-        num_vms = len(self.workers.alive)
+        num_vms = -(-len(self.workers.alive) // self.job.gpus_per_vm)
         last = self.moments[-1] if self.moments else None
         if last is None or (last.num_vms, last.shape) != (num_vms, shape):
             self.moments.append(Moment(self.now_s, num_vms, shape, speed))

@@ -14,6 +14,7 @@ from morph.contract.errors import PlanError
 from morph.contract.messages import UnitId
 from morph.contract.plan import Expectation, Plan, StagePlan
 from morph.contract.profile import Profile
+from morph.contract.vm_names import MAX_DEVICES
 from simulator import PlanRequest, Simulation, pipeline_times, plan, plan_table, simulate_plan
 from simulator.inputs.conditions import RedundantName
 
@@ -64,7 +65,7 @@ PUBLISHED = {"lflb": RedundantCost(overhead=0.0701, pause=1 / 2), "eflb": Redund
 
 
 class SpotJob(Value):
-    """``plans[n]`` is the best plan of n workers, each on a VM of its own; a number that fits no plan is absent.
+    """``plans[n]`` is the best plan of n workers; a number that fits no plan is absent. Each VM has ``gpus_per_vm``.
 
     ``unit_bytes``: parameters and optimizer state; ``section_compute_s``: forward and backward of one micro-batch.
     ``redundant``: of a policy that computes redundantly, by "eflb" or "lflb". ``pipelines``: of each depth, how long a
@@ -73,6 +74,7 @@ class SpotJob(Value):
 
     name: str
     batch_size: int = Field(ge=1)
+    gpus_per_vm: int = Field(default=1, ge=1, le=MAX_DEVICES)
     plans: dict[int, Plan] = Field(min_length=1)
     units: dict[UnitId, tuple[int, ...]]
     unit_bytes: dict[UnitId, int]
@@ -107,7 +109,7 @@ def job_from_profile(
     durations: Durations = Durations(),  # noqa: B008 (frozen)
     policy: Policy = Policy(),  # noqa: B008 (frozen)
 ) -> SpotJob:
-    """Plan for every number of workers up to this, as a run would.
+    """Plan for every number of workers up to this, as a run would. The request says how many of them a VM has.
 
     Raises:
         PlanError: when no plan fits even so many.
@@ -117,10 +119,12 @@ def job_from_profile(
         plan(profile, request, num_gpus=most_workers)  # raises, and says what would do
         raise PlanError("no plan fits", field="num_gpus", value=most_workers)
     micro_batch_size = next(iter(plans.values())).micro_batch_size
+    assert request.num_gpus_per_node is None or isinstance(request.num_gpus_per_node, int), "VMs are alike"
     state_copies = 3 if any(section.optimizer_bytes for section in profile.sections) else 1
     return SpotJob(
         name=profile.job.name,
         batch_size=profile.job.batch_size,
+        gpus_per_vm=request.num_gpus_per_node or 1,
         plans=plans,
         pipelines=pipeline_times(profile, most_workers, micro_batch_size, request),
         units={unit.id: unit.sections for unit in profile.units},

@@ -72,8 +72,8 @@ class SpotPrices(Value):
     on_demand_usd_per_h: float | None = Field(default=None, ge=0)
 
 
-def most_vms(vms: LocalVms | ProvidedVms, usd_per_h: float | None, source: str) -> int | None:
-    """How many VMs of one worker a cluster file wants at once: what it keeps, within its limits. None: it does not say.
+def most_vms(vms: LocalVms | ProvidedVms, usd_per_h: float | None, source: str, gpus_per_vm: int = 1) -> int | None:
+    """How many VMs a cluster file wants at once: for the workers it keeps, within its limits. None: it does not say.
 
     ``source`` names the file in errors.
 
@@ -86,4 +86,5 @@ def most_vms(vms: LocalVms | ProvidedVms, usd_per_h: float | None, source: str) 
         allowed = f"at least what one VM costs, {usd_per_h:g}"
         field, value = "vms.limits.usd_per_h", limits.usd_per_h
         raise InputError("allows no VM", source=source, field=field, value=value, allowed=allowed)
-    return min((bound for bound in (vms.keep, limits.max_vms, affordable) if bound is not None), default=None)
+    keep = None if vms.keep is None else -(-vms.keep // gpus_per_vm)
+    return min((bound for bound in (keep, limits.max_vms, affordable) if bound is not None), default=None)

@@ -52,8 +52,8 @@ def from_options(context: typer.Context, profile: Path, settings: Conditions) ->
     links = "inter_node, intra_node or all_reduce"
     names = {parameter.name: parameter.opts[0] for parameter in context.command.params}
     names |= {name: f"{SET} {name}" for name in type(settings).model_fields}
-    names |= {"num_gpus": "--gpus", "max_gpus": "--gpus", "memory_bytes": "--memory-gib, in bytes"}
-    names |= {"host_memory_bytes": f"{SET} host_memory_gib, in bytes"}
+    names |= {"num_gpus": "--gpus", "max_gpus": "--gpus", "memory_bytes": "--memory-gib"}
+    names |= {"host_memory_bytes": f"{SET} host_memory_gib"}
     names |= {"batch_size": "job.batch_size", links: links}
     if context.params["micro_batch_size"] is None:
         names["micro_batch_size"] = "job.micro_batch_size"

@@ -19,6 +19,7 @@ from morph.cli.reading.options import JsonOption, PngOption, SettingsOption
 from morph.cli.reading.progress import COMPILED_ONCE, doing_if_long, progress
 from morph.contract.errors import ConfigError, TraceError
 from morph.contract.files import check_output, write_output
+from morph.contract.vm_names import MAX_DEVICES
 from morph.words import counted
 from morph.yaml_files import load_cluster, load_yaml, read_settings
 
@@ -76,6 +77,9 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
     on_demand_price: Annotated[
         float | None, typer.Option("--on-demand-price", min=0, help="Dollars of the same VM on demand.")
     ] = None,
+    gpus_per_vm: Annotated[
+        int, typer.Option("--gpus-per-vm", min=1, max=MAX_DEVICES, help="Of every VM; a worker drives each.")
+    ] = 1,
     memory_gib: Annotated[float | None, typer.Option("--memory-gib", help="Memory of one GPU in GiB.")] = None,
     jobs: Annotated[int, typer.Option("--jobs", min=1, max=_MOST_PROCESSES, help="Processes that simulate.")] = 1,
     as_json: JsonOption = False,
@@ -115,7 +119,7 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
     decides, limits = wanted.policy, wanted.vms.limits
     price = wanted.vms.usd_per_h if price is None else price
     on_demand_price = wanted.vms.on_demand_usd_per_h if on_demand_price is None else on_demand_price
-    most_wanted = None if cluster is None else most_vms(wanted.vms, price, str(cluster))
+    most_wanted = None if cluster is None else most_vms(wanted.vms, price, str(cluster), gpus_per_vm)
     memory_bytes = wanted.vms.memory_bytes if memory_gib is None else memory_bytes_of(memory_gib)
     if bound is None and limits.budget_usd is not None:
         bound = Until(kind="usd", amount=limits.budget_usd)
@@ -146,17 +150,20 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
             value=until or f"{bound.amount:g}usd",
             allowed="with --price, and --on-demand-price for on-demand",
         )
+    if numbers is not None and gpus_per_vm > 1:
+        raise ConfigError("a job on one VM has one worker", field="--gpus-per-vm", value=gpus_per_vm, allowed="1")
     job: SpotJob | OneVmJob
     if measured is None:
         assert numbers is not None
         job = numbers
     else:
-        most = max(trace.max_nodes for _, _, trace in cases)
+        most = gpus_per_vm * max(trace.max_nodes for _, _, trace in cases)
         if most > MOST_VMS:
-            allowed = f"1 to {MOST_VMS}; of more VMs, vms.keep in a --cluster file says how many to take"
-            raise TraceError("has too many VMs at once", field="--trace", value=most, allowed=allowed)
-        request = PlanRequest(memory_bytes=memory_bytes, redundancy=decides.redundancy)
-        with doing_if_long(f"planning for 1 to {most} VMs ({COMPILED_ONCE})"):
+            allowed = f"1 to {MOST_VMS} GPUs; of more VMs, vms.keep in a --cluster file says how many to take"
+            raise TraceError("has too many GPUs at once", field="--trace", value=most, allowed=allowed)
+        nodes = None if gpus_per_vm == 1 else gpus_per_vm
+        request = PlanRequest(memory_bytes=memory_bytes, redundancy=decides.redundancy, num_gpus_per_node=nodes)
+        with doing_if_long(f"planning for 1 to {most} {'VMs' if nodes is None else 'GPUs'} ({COMPILED_ONCE})"):
             job = job_from_profile(
                 measured,
                 most,

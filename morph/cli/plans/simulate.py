@@ -81,7 +81,7 @@ def simulate_command(
         check_output(png, PlanError)
     chosen = read_settings(settings or (), SimulateSettings)
     given = given_options(context, chosen)
-    if schedule is ScheduleName.VARUNA:
+    if schedule is not ScheduleName.GPIPE:
         given.pop("--schedule", None)
     refuse_together(given, "--set compute_slots", ["--gpus-per-node"], "it puts all workers on one machine's cores")
     refuse_together(given, "--set window_slope", ["--schedule"], f"the windows of {schedule} are fixed")

@@ -27,6 +27,7 @@ from manager.run_dir import as_its_folder
 from morph.cli.models.checks import check_device, check_job
 from morph.cli.reading.errors import EXIT_GOES_ON, EXIT_INTERRUPTED, places
 from morph.cli.reading.progress import doing, doing_if_long
+from morph.cli.runs.forever import MOST_SAID, leave_word
 from morph.cli.views.run_view import run_view
 from morph.contract.errors import TrainingStopped
 from morph.contract.profile import Profile
@@ -46,6 +47,7 @@ class Shown:
     def view(self, live: LiveRun, run_dir: Path) -> Iterator[Observer]:
         """Show it while the block runs; yields the driver's observer."""
         doing("taking over the run's workers" if live.takes_over else "starting workers")
+        leave_word(began=True)
         page = serving(live, run_dir) if self.page else nullcontext()
         with page, run_view(live, plain=self.plain, as_json=self.as_json, verbose=self.verbose) as observer:
             yield observer
@@ -59,6 +61,7 @@ def carry_out(
         run = prepare(request, run_dir)
         check_device(run.cluster, str(run.request.cluster))
     directory = run.run_dir
+    leave_word(run_dir=directory.resolve())
     try:
         with places(run.places):
             view = partial(shown.view, run_dir=directory)
@@ -69,6 +72,7 @@ def carry_out(
             file=sys.stderr,
         )
         raise
+    leave_word(outcome=finish.outcome, sentence=finish.sentence[:MOST_SAID], version=report.version)
     with redirect_stdout(sys.stderr if shown.as_json else sys.stdout):
         _conclude(finish, report, directory)
         if request.timeline_step is not None:

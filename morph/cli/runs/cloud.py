@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from morph.words import counted
-
-if TYPE_CHECKING:
-    from manager.providers.interface.provider import Vm
 
 cloud_app = typer.Typer(
     help="Look at what a cloud file would create, and end what a run left.",
@@ -80,7 +77,14 @@ def _cloud_config_of(path: Path) -> Callable[[str, int], Any]:
 
 
 @cloud_app.command("reconcile")
-def reconcile_command(file: CloudFile, run: RunOption, job: JobOption) -> None:
+def reconcile_command(
+    file: CloudFile,
+    run: RunOption,
+    job: JobOption,
+    kind: Annotated[
+        str | None, typer.Option(help="As vms.kind; absent: azure, or static for a file of hosts.", show_default=False)
+    ] = None,
+) -> None:
     """End every VM that a run left on a cloud, and its scale set, or on hosts; nothing else, whatever its name.
 
     RUN_DIR/vms.json holds both names. Where nothing of that run is there, a name may be misspelt: exit status 1.
@@ -90,16 +94,13 @@ def reconcile_command(file: CloudFile, run: RunOption, job: JobOption) -> None:
       morph cloud reconcile configs/clouds/azure.yaml --run my-run --job my-job
     """
     from manager.providers.interface.provider import RETRYABLE, ProviderError
+    from manager.run.markets import market_of_file
     from morph.contract.errors import ClusterError
-    from morph.yaml_files import read_yaml
+    from morph.yaml_files import load_yaml, read_yaml
 
-    data = read_yaml(file)
+    market = market_of_file(read_yaml(file), kind)
     try:
-        ended = (
-            _end_on_hosts(file, run, job)
-            if isinstance(data, dict) and "hosts" in data
-            else _end_on_azure(file, run, job)
-        )
+        ended = market.end_run(load_yaml(file, market.described), file, run, job, _told)
     except ProviderError as error:
         raise ClusterError(
             f"{error}; the same command goes on" if isinstance(error, RETRYABLE) else str(error)
@@ -107,36 +108,6 @@ def reconcile_command(file: CloudFile, run: RunOption, job: JobOption) -> None:
     for vm in ended:
         print(f"ended {vm.name} ({vm.request}, {vm.size}, zone {vm.zone})")
     print(f"{counted(len(ended), 'VM')} of {run} {'was' if len(ended) == 1 else 'were'} there; none is left")
-
-
-def _end_on_azure(file: Path, run: str, job: str) -> tuple[Vm, ...]:
-    from manager.providers.azure.spec import AzureSpec
-    from morph.contract.errors import ConfigError
-    from morph.yaml_files import load_yaml
-
-    spec = load_yaml(file, AzureSpec)
-    try:
-        from manager.providers.azure.termination import end_run
-    except ImportError as error:
-        raise ConfigError(
-            "needs more packages: pip install -e '.[azure]' in the clone of Morph", source=str(file)
-        ) from error
-    return end_run(spec, run, job, told=_told)
-
-
-def _end_on_hosts(file: Path, run: str, job: str) -> tuple[Vm, ...]:
-    from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
-    from manager.providers.interface.provider import Misconfigured, end_all
-    from morph.yaml_files import load_yaml
-
-    spec = StaticSpec(command=("false",), **dict(load_yaml(file, Hosts)))  # nothing is started
-    leases = file.resolve().parent / spec.leases
-    provider = StaticProvider(spec, run, leases, job=job)
-    leased = provider.list()
-    if not leased:
-        raise Misconfigured(f"{leases}: run {run} of job {job} has no host: it was ended before, or a name is misspelt")
-    end_all(provider, told=_told)
-    return leased
 
 
 def _told(sentence: str) -> None:

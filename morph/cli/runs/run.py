@@ -19,6 +19,7 @@ from morph.cli.reading.options import (
     RecomputeOption,
 )
 from morph.cli.reading.progress import doing_if_long
+from morph.cli.runs.forever import kept_up
 from morph.contract import ranges
 from morph.contract.errors import ConfigError
 
@@ -48,6 +49,13 @@ TakeOverOption = Annotated[
     bool,
     typer.Option(
         "--take-over", help="Take the checkpoints over from another manager that uses the same --checkpoint-url."
+    ),
+]
+
+ForeverOption = Annotated[
+    bool,
+    typer.Option(
+        "--forever", help="Go on after whatever ends the run but its user or a limit, with growing pauses, and say why."
     ),
 ]
 
@@ -111,6 +119,7 @@ def run_command(
     log_format: LogFormatOption = LogFormat.TEXT,
     page: PageOption = True,
     if_changed: IfChangedOption = IfChanged.REFUSE,
+    forever: ForeverOption = False,
     take_over: TakeOverOption = False,
     price: PriceOption = None,
     on_demand_price: OnDemandOption = None,
@@ -146,12 +155,13 @@ def run_command(
     request = RunRequest.model_validate(
         {name: context.params[name] for name in RunRequest.model_fields} | {"settings": tuple(settings or ())}
     )
-    with doing_if_long(f"reading {job} and what it is run with"):
-        if (own := run_dir_of(request, run_dir)) is not None:
-            check_unused(own)  # before what is imported, which takes longer
-        from morph.cli.runs.carry_out import Shown, carry_out
-    shown = Shown(plain, verbose, log_format is LogFormat.JSON, page)
-    carry_out(request, run_dir, shown, if_changed, take_over=take_over)
+    with kept_up(forever) as begun:
+        with doing_if_long(f"reading {job} and what it is run with"):
+            if (own := run_dir_of(request, run_dir)) is not None:
+                check_unused(own)  # before what is imported, which takes longer
+            from morph.cli.runs.carry_out import Shown, carry_out
+        shown = Shown(plain, verbose, log_format is LogFormat.JSON, page)
+        carry_out(request, run_dir, shown, if_changed, take_over=take_over and begun is None)
 
 
 def resume_command(
@@ -176,6 +186,7 @@ def resume_command(
     log_format: LogFormatOption = LogFormat.TEXT,
     page: PageOption = True,
     if_changed: IfChangedOption = IfChanged.REFUSE,
+    forever: ForeverOption = False,
     take_over: TakeOverOption = False,
 ) -> None:
     """Go on with a run as it was started: the same as giving its `morph run` command again.
@@ -192,18 +203,20 @@ def resume_command(
       morph resume runs/tiny
       morph resume az://container/tiny --job my_job.py:job --run-dir runs/tiny
     """
-    with doing_if_long(f"reading what was kept in {source}"):
-        if "://" not in source:
-            check_unused(Path(source))
-        from manager.run.recovery import is_stored, recovered
-        from morph.cli.runs.carry_out import Shown, carry_out
+    with kept_up(forever) as begun:
+        source = source if begun is None else str(begun)
+        with doing_if_long(f"reading what was kept in {source}"):
+            if "://" not in source:
+                check_unused(Path(source))
+            from manager.run.recovery import is_stored, recovered
+            from morph.cli.runs.carry_out import Shown, carry_out
 
-    shown = Shown(plain, verbose, log_format is LogFormat.JSON, page)
-    if is_stored(source):
-        with recovered(source, job, run_dir, cluster, if_changed) as (request, made):
-            carry_out(request, made, shown, if_changed, take_over=take_over)
-    read_facts(Path(source))
-    for option, given in (("--job", job), ("--run-dir", run_dir), ("--cluster", cluster)):
-        if given is not None:
-            raise ConfigError("is for a URL alone", field=option, allowed=f"without it, as {source} says")
-    carry_out(kept_request(Path(source)), Path(source), shown, if_changed, take_over=take_over)
+        shown, by_force = Shown(plain, verbose, log_format is LogFormat.JSON, page), take_over and begun is None
+        if is_stored(source):
+            with recovered(source, job, run_dir, cluster, if_changed) as (request, made):
+                carry_out(request, made, shown, if_changed, take_over=by_force)
+        read_facts(Path(source))
+        for option, given in (("--job", job), ("--run-dir", run_dir), ("--cluster", cluster)):
+            if given is not None and begun is None:
+                raise ConfigError("is for a URL alone", field=option, allowed=f"without it, as {source} says")
+        carry_out(kept_request(Path(source)), Path(source), shown, if_changed, take_over=by_force)

@@ -40,14 +40,14 @@ def status_command(
       morph status runs/tiny --json | jq .version
     """
     from manager.report.journal_reader import read_report
-    from manager.report.summary import summarise
+    from manager.report.summary import summarise, with_its_manager
     from manager.run_dir import as_its_folder, read_facts
 
     for output in (png, csv):
         if output is not None:
             check_output(output, RunDirError)
     read_facts(run_dir)
-    report = read_report(run_dir)
+    report = with_its_manager(read_report(run_dir), run_dir)
     print(report.model_dump_json(indent=2) if as_json else summarise(report, verbose=verbose))
     if png is not None:
         from manager.report.picture import draw_run

@@ -39,7 +39,7 @@ def usable_device(
         return torch.device(name)
     why = ""
     if name.partition(":")[0] == "cuda" and not cuda:
-        lacks = "finds none" if torch.backends.cuda.is_built() else "is built without CUDA"
+        lacks = "finds none" if torch.backends.cuda.is_built() else "is built without CUDA"  # type: ignore[no-untyped-call]
         why = f": torch {torch.__version__} {lacks}"
     raise ConfigError(
         f"this machine has no such device{why}", source=source, field=field, value=name, allowed=", ".join(found)

@@ -167,6 +167,10 @@ class EmulatedWorkload:
         """See ``Workload.finish``."""
         return None
 
+    def samples_of(self, step: int) -> tuple[int, ...]:  # noqa: ARG002
+        """See ``Workload.samples_of``."""
+        return ()
+
     def _border(self, section: int) -> BoundaryTensor:
         return border(self._device.sections[section].real_message_bytes)
 

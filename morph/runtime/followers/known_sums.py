@@ -55,6 +55,8 @@ class KnownSums:
             keep=keep,
             counted=counted,
         )
+        for accumulator in running.accumulators.values():
+            accumulator.bears_non_finite |= order.bears_non_finite
         self._step, self._running, self.parts = order.step, running, []
         return running
 

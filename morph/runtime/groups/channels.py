@@ -7,10 +7,14 @@ the generation is aborted (docs/decisions/0002).
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +26,8 @@ from morph.contract.messages import DEFAULT_LIMIT_S
 from morph.link.proof import proof
 from morph.runtime.groups.interrupt import Interrupt
 
+CHECK_S = 1.0
+"""A connection that was idle and does not answer for so long is given up for a new one."""
 Group = Any
 """A ``ProcessGroupGloo``; torch ships no types for its collectives."""
 
@@ -45,8 +51,100 @@ def connect_store(host: str, port: int, secret: str = "", limit_s: float = DEFAU
     The store asks nobody who he is. With the run's secret its keys stand under a name that nobody else can make, so
     that a worker of another run, which came to this port by mistake, meets nobody.
     """
-    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
+    return _of_run(_connection(host, port, limit_s), secret)
+
+
+def _connection(host: str, port: int, limit_s: float) -> TCPStore:
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
+
+
+def _of_run(store: TCPStore, secret: str) -> Store:
     return PrefixStore(proof(secret, "store"), store) if secret else store
+
+
+class KeptConnections:
+    """One worker's connections to the rendezvous store, of which one generation after the other uses the same.
+
+    To open one, torch asks name servers for the name of its address, also of 127.0.0.1, and a question that is lost
+    costs 5 s. So one is opened beforehand, and used again where everything that was called on it has returned.
+
+    Args:
+        host: Where the store listens.
+        port: Likewise.
+        secret: See ``connect_store``.
+    """
+
+    def __init__(self, host: str, port: int, secret: str = "") -> None:
+        self._connect = partial(_connection, host, port)
+        self._secret = secret
+        self._idle: queue.SimpleQueue[TCPStore] = queue.SimpleQueue()
+
+    def prepare(self) -> None:
+        """Open one, in a thread of its own; returns at once."""
+
+        def open_one() -> None:
+            with suppress(RuntimeError):  # whoever needs one tries again, and tells
+                self._idle.put(self._connect(DEFAULT_LIMIT_S))
+
+        threading.Thread(target=open_one, name="morph-store-connection", daemon=True).start()
+
+    def lend(self, limit_s: float) -> LentConnections:
+        """Return what opens connections for one generation. ``limit_s``: of each call on one."""
+        return LentConnections(self, limit_s)
+
+    def take(self, limit_s: float) -> TCPStore:
+        """Return one that answers."""
+        while True:
+            try:
+                kept = self._idle.get_nowait()
+            except queue.Empty:
+                return self._connect(limit_s)
+            if _answers(kept):
+                kept.set_timeout(timedelta(seconds=limit_s))
+                return kept
+
+    def give_back(self, stores: Sequence[TCPStore]) -> None:
+        """Let others use these."""
+        for store in stores:
+            self._idle.put(store)
+
+    def named(self, store: TCPStore) -> Store:
+        """The store as this run's."""
+        return _of_run(store, self._secret)
+
+
+class LentConnections:
+    """See ``KeptConnections.lend``. What is never given back, because a call on it may be blocked, is left behind."""
+
+    def __init__(self, kept: KeptConnections, limit_s: float) -> None:
+        self._kept, self._limit_s = kept, limit_s
+        self._lent: list[TCPStore] = []
+
+    def open(self) -> Store:
+        """A connection that nobody else uses."""
+        store = self._kept.take(self._limit_s)
+        self._lent.append(store)
+        return self._kept.named(store)
+
+    def give_back(self) -> None:
+        """Everything that was called on them has returned."""
+        self._kept.give_back(self._lent)
+        self._lent = []
+
+
+def _answers(store: TCPStore) -> bool:
+    """Whether the store is still there, as a connection that was idle finds out."""
+    answered = threading.Event()
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            store.check(["anything"])
+            answered.set()
+
+    asking = threading.Thread(target=ask, name="morph-store-check", daemon=True)
+    asking.start()
+    asking.join(CHECK_S)
+    return answered.is_set()
 
 
 def open_device(listen_host: str) -> Device:

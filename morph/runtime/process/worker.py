@@ -23,13 +23,21 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from morph.contract.decided import Decided
-from morph.contract.errors import ClusterError, GenerationAborted, JobError, PeerLost, WaitTimeout
+from morph.contract.errors import (
+    ClusterError,
+    GenerationAborted,
+    JobError,
+    NonFiniteGradient,
+    PeerLost,
+    WaitTimeout,
+)
 from morph.contract.messages import (
     Aborted,
     CommitOrder,
     Committed,
     Failed,
     Heartbeat,
+    NamedSamples,
     PreCopyOrder,
     Prepared,
     Probed,
@@ -47,7 +55,7 @@ from morph.runtime.device.link_choice import form_on_devices
 from morph.runtime.device.staging import staging_for
 from morph.runtime.followers.known_sums import KnownSums
 from morph.runtime.followers.lane import FollowerLane
-from morph.runtime.groups.channels import Carrier, GroupSet, connect_store
+from morph.runtime.groups.channels import Carrier, GroupSet, KeptConnections, connect_store
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.reaper import Reaper
@@ -62,6 +70,7 @@ from morph.runtime.state.unit_state import UnitState, apply_all, norms_sq
 from morph.runtime.step.generation import Generation
 from morph.runtime.step.pace import Pace, Prober
 from morph.runtime.workloads.workload import load_workload
+from morph.words import numbers_told
 
 _WAIT_S = 30.0
 _LOOK_S = 0.1
@@ -154,6 +163,8 @@ class Worker:
         self._writer = CheckpointWriter(
             setup.worker, setup.checkpoint_url, self._faults, setup.checkpoints, on_processor=setup.device == "cpu"
         )
+        self._connections = KeptConnections(setup.store_host, setup.store_port, setup.secret)
+        self._connections.prepare()
         self._followers = FollowerLane(setup, self._workload, self._faults, self._open_store)
         self._sums = KnownSums(setup.worker, self._followers, self._faults)
         self._pre_copy = PreCopyLane(setup, self._workload, self._faults, self._open_store, self._writer.wake)
@@ -172,15 +183,15 @@ class Worker:
 
     def reshape(self, order: ReshapeOrder) -> Reshaped | Aborted | Failed:
         """Join a new generation: form its groups and bring the slot's units to its version."""
-        return self._once(order, (), lambda: self._reshape(order))
+        return self._once(order, lambda: self._reshape(order))
 
     def step(self, order: StepOrder) -> Prepared | Aborted | Failed:
         """Apply what was decided, then run one step up to its reduced gradients."""
-        return self._once(order, order.checkpoint_units, lambda: self._step(order))
+        return self._once(order, lambda: self._step(order))
 
     def commit(self, order: CommitOrder) -> Committed | Aborted | Failed:
         """Apply what was decided and hand the wanted units to the checkpoint writer."""
-        return self._once(order, order.checkpoint_units, lambda: self._commit(order))
+        return self._once(order, lambda: self._commit(order))
 
     def probe(self, order: ProbeOrder) -> Probed:
         """Time some work on sections that the worker need not hold; it changes nothing that the worker holds."""
@@ -232,7 +243,7 @@ class Worker:
         return connect_store(setup.store_host, setup.store_port, setup.secret, self._interrupt.limit_s)
 
     def _once(
-        self, order: ReshapeOrder | StepOrder | CommitOrder, written: tuple[str, ...], work: Callable[[], AnswerT]
+        self, order: ReshapeOrder | StepOrder | CommitOrder, work: Callable[[], AnswerT]
     ) -> AnswerT | Aborted | Failed:
         """Carry out an order; one that comes again is answered again, and its units are written if they were not."""
         key = order_key(order)
@@ -240,10 +251,11 @@ class Worker:
             detail = "a later order came before this one"
             return self._aborted(order.generation, detail, peer_lost=False)
         current = self._generation
-        if self._orders.is_known(key) and current is not None and current.order.generation == key.generation:
-            at_version = (unit for unit in written if current.units[unit].version == key.version)
+        is_known = self._orders.is_known(key) and current is not None and current.order.generation == key.generation
+        if is_known and current is not None and not isinstance(order, ReshapeOrder):
+            at_version = (unit for unit in order.checkpoint_units if current.units[unit].version == key.version)
             missing = tuple(unit for unit in at_version if not self._writer.has(key.version, unit))
-            self._hand_over(current.units, missing)
+            self._hand_over(current.units, missing, order.earlier_checkpoints)
         return self._orders.carried_out(key, lambda: self._carry_out(order.generation, work))
 
     def _carry_out(self, generation: int, work: Callable[[], AnswerT]) -> AnswerT | Aborted | Failed:
@@ -280,13 +292,16 @@ class Worker:
             self._reaper.reap(self._generation.groups)
             self._generation = None
         self._sums.keep(order.version)
-        self._held = {**self._followers.in_step(order.version), **self._held}
+        like = order.version if order.decided is None or order.decided.state_of is None else order.decided.state_of
+        self._held = {**self._followers.in_step(like), **self._held}
         self._followers.end()
         self._pre_copy.keep(order)
         self._writer.forget_after(order.version)
         self._roll_forward(self._held, order.version, order.decided)
         for state in self._held.values():
             state.drop_step()  # it was not decided
+            if state.version == like:
+                state.version = order.version
         interrupt = self._interrupt = Interrupt(order.generation, order.limit_s)
         if order.generation <= self._aborted_generation:
             interrupt.abort()  # the abort came between the check and the new interrupt
@@ -304,7 +319,9 @@ class Worker:
 
     def _join(self, order: ReshapeOrder, layout: Topology, groups: GroupSet, start_s: float) -> Reshaped:
         setup, interrupt = self._setup, self._interrupt
-        groups.form(layout.groups, setup.worker, setup.listen_host, self._open_store)
+        connections = self._connections.lend(interrupt.limit_s)
+        groups.form(layout.groups, setup.worker, setup.listen_host, connections.open)
+        connections.give_back()
         links = form_on_devices(setup, layout, groups, interrupt, self._open_store)
         formed_s = time.perf_counter()
         self._faults.reach("transfer")
@@ -383,7 +400,7 @@ class Worker:
         self._faults.reach("after_commit")
         current = self._enter(order.generation, order.step, order.decided)
         self._faults.reach("applied")
-        self._hand_over(current.units, order.checkpoint_units)
+        self._hand_over(current.units, order.checkpoint_units, order.earlier_checkpoints)
         self._pre_copy.begin_step(self._held)
         self._followers.begin_step(current.units)
         for state in current.units.values():
@@ -395,7 +412,11 @@ class Worker:
                 self._held[name].reduced = None  # of the attempt before, also where the next one's do not come
         finished = None if order.evaluated is None else self._workload.finish(order.evaluated)
         evaluation = self._workload.evaluate(current, order.step)
-        return self._run_step(current, order).model_copy(update={"evaluation": evaluation, "finished": finished})
+        beside: dict[str, object] = {"evaluation": evaluation, "finished": finished}
+        if order.samples_of is not None:
+            samples = self._workload.samples_of(order.samples_of)
+            beside["named"] = NamedSamples(step=order.samples_of, samples=samples)
+        return self._run_step(current, order).model_copy(update=beside)
 
     def _run_step(self, current: Generation, order: StepOrder) -> Prepared:
         assert current.slot is not None
@@ -407,7 +428,11 @@ class Worker:
         executor.run(sums, 1.0 if order.loss_scale is None else order.loss_scale.factor)
         self._workload.reduce(current, sums, executor)
         executor.finish()
-        for name, reduced in finish_all(sums.accumulators, current.plan.num_micro_batches, order.step).items():
+        try:
+            means = finish_all(sums.accumulators, current.plan.num_micro_batches, order.step)
+        except NonFiniteGradient as error:
+            raise NonFiniteGradient(f"{error}{_of_samples(self._workload.samples_of(order.step))}") from error
+        for name, reduced in means.items():
             units[name].reduced = reduced
         norms = norms_sq(units)
         rates = [rate for state in units.values() for rate in state.learning_rates]
@@ -435,7 +460,7 @@ class Worker:
         if order.held:
             return self._commit_held(order)
         current = self._enter(order.generation, order.version, order.decided)
-        self._hand_over(current.units, order.checkpoint_units)
+        self._hand_over(current.units, order.checkpoint_units, order.earlier_checkpoints)
         evaluated = order.evaluated
         again = evaluated is not None and evaluated.version == order.version
         return Committed(
@@ -455,12 +480,16 @@ class Worker:
             state.drop_step()  # it was not decided
         for name in order.checkpoint_units:
             assert self._held[name].version == order.version, f"unit {name} is at version {self._held[name].version}"
-        self._hand_over(self._held, order.checkpoint_units)
+        self._hand_over(self._held, order.checkpoint_units, order.earlier_checkpoints)
         return Committed(worker=self._setup.worker, generation=order.generation, version=order.version)
 
-    def _hand_over(self, units: dict[str, UnitState], names: tuple[str, ...]) -> None:
+    def _hand_over(self, units: dict[str, UnitState], names: tuple[str, ...], earlier: tuple[int, ...]) -> None:
         for name in names:
-            self._writer.hand_over(units[name].version, name, units[name].copy_later())
+            self._writer.hand_over(units[name].version, name, units[name].copy_later(), earlier)
+
+
+def _of_samples(samples: Sequence[int]) -> str:
+    return f"; the samples of the step: {numbers_told(samples)}" if samples else ""
 
 
 def _failed(worker: str, generation: int, error: Exception, folders: tuple[str, str]) -> Failed:

@@ -59,6 +59,8 @@ class Accumulator(ABC):
             was added.
     """
 
+    bears_non_finite: bool
+    """Whether a gradient that is not finite is no error: the step may be skipped."""
     marks_non_finite = False
     """Whether ``mean`` makes the first mean of a tensor's range NaN where any mean of that range is not finite."""
 
@@ -73,6 +75,7 @@ class Accumulator(ABC):
         self.device = memory.device
         self._like = like
         self._loss_scale = loss_scale
+        self.bears_non_finite = loss_scale is not None
         self._changes = changes
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, tensor in like.items():
@@ -165,7 +168,7 @@ class Accumulator(ABC):
         """Hand out mean gradients: those that a ring has made of all members' sums, else those of this worker's own.
 
         Raises:
-            NonFiniteGradient: naming step and parameter; only without a loss scale.
+            NonFiniteGradient: naming step and parameter; not where ``bears_non_finite``.
         """
         return finish_all({"": self}, num_micro_batches, step)[""]
 
@@ -201,8 +204,8 @@ class Accumulator(ABC):
         """Judge them, by what else was asked for."""
 
     def _broken(self, name: str, step: int, exponents: Mapping[str, int]) -> Reduced:
-        """What becomes of a step in which a gradient is not finite: skipped with a loss scale, else the end."""
-        if self._loss_scale is None:
+        """What becomes of a step in which a gradient is not finite: it may be skipped, or it is an error."""
+        if not self.bears_non_finite:
             what = f"change of buffer {name}" if name in self._changes else f"gradient of {name}"
             raise NonFiniteGradient(f"step {step}: the {what} is NaN or infinite")
         return Reduced(gradients={}, exponents=dict(exponents), overflowed=False, non_finite=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -105,8 +105,8 @@ class Handed:
 class CheckpointWriter:
     """One background thread copies what is handed over, another one writes it, both in order.
 
-    A file that storage does not take within ``rules.file_limit_s``, all tries together, is given up. One version
-    waits at most: what is left of an older one is dropped when a newer is handed over, for nobody waits for it then.
+    A file that storage does not take within ``rules.file_limit_s``, all tries together, is given up. What is left of
+    older versions is dropped when a newer one is handed over, unless that names them.
 
     Args:
         worker: Its name.
@@ -135,7 +135,7 @@ class CheckpointWriter:
         self._returns: list[int] = []
         self._condition = threading.Condition()
         self._written: list[UnitWritten] = []
-        self._error: str | None = None
+        self._error: tuple[int, str] | None = None
         self._woken = False
         self._waiting: set[tuple[int, str]] = set()
         self._recent: dict[tuple[int, str], UnitWritten] = {}
@@ -143,10 +143,11 @@ class CheckpointWriter:
         threading.Thread(target=self._copy_all, name="morph-copies", daemon=True).start()
         threading.Thread(target=self._write_all, name="morph-checkpoint", daemon=True).start()
 
-    def hand_over(self, version: int, unit: str, copy: StateCopy) -> None:
-        """Queue one unit for copying and writing; drop what waits of older versions."""
+    def hand_over(self, version: int, unit: str, copy: StateCopy, earlier: Collection[int] = ()) -> None:
+        """Queue one unit for copying and writing; drop what waits of older versions than it, but for ``earlier``."""
         with self._condition:
-            self._waiting = {key for key in self._waiting if key[0] >= version} | {(version, unit)}
+            wanted = {key for key in self._waiting if key[0] >= version or key[0] in earlier}
+            self._waiting = wanted | {(version, unit)}
             self._to_copy.put(Handed(version, unit, copy, len(self._returns)))
 
     def wake(self) -> None:
@@ -188,7 +189,10 @@ class CheckpointWriter:
         with self._condition:
             self._condition.wait_for(lambda: bool(self._written or self._error or self._woken), wait_s)
             self._woken = False
-            beat = Heartbeat(worker=self._worker, written=tuple(self._written), checkpoint_error=self._error)
+            version, error = self._error or (None, None)
+            beat = Heartbeat(
+                worker=self._worker, written=tuple(self._written), checkpoint_error=error, error_version=version
+            )
             self._written.clear()
             self._error = None
             return beat
@@ -228,7 +232,8 @@ class CheckpointWriter:
                 self._remember(result, copied)
                 self._tell_again([result])
             else:  # reported to the manager, which keeps the previous checkpoint
-                self._error = f"unit {handed.unit}, version {handed.version}: {type(result).__name__}: {result}"
+                error = f"unit {handed.unit}, version {handed.version}: {type(result).__name__}: {result}"
+                self._error = handed.version, error
                 self._condition.notify_all()
 
     def _write(

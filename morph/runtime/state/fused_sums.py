@@ -38,68 +38,70 @@ class Sums(Protocol):
 
 
 @triton.jit
+def _place(nums, size: tl.constexpr):
+    """Which tensor this program works on, and which of its elements. All programs of one tensor follow each other."""
+    program = tl.program_id(0)
+    which = program * 0
+    begin = program * 0
+    end = begin + tl.cdiv(nums[0], size)
+    for index in tl.static_range(1, len(nums)):
+        is_behind = program >= end
+        which = tl.where(is_behind, index, which)
+        begin = tl.where(is_behind, end, begin)
+        end += tl.cdiv(nums[index], size)
+    return which, (program - begin).to(tl.int64) * size + tl.arange(0, size)
+
+
+@triton.jit
+def _of(which, each):
+    """What there is for this tensor."""
+    found = each[0]
+    for index in tl.static_range(1, len(each)):
+        found = tl.where(which == index, each[index], found)
+    return found
+
+
+@triton.jit
 def _add(sums, values, largest, scales, scales_too, nums, is_first, size: tl.constexpr):
     """Add the values of several tensors times both scales, rounded to even, and keep the largest magnitudes' bits.
 
     Both scales are powers of two. Floats that are not negative are ordered as their bits, NaN after infinity. What is
     below the power of two from which on floats are whole is rounded, to even, by adding that and taking it off again.
     """
-    program = tl.program_id(0)
-    begin = program * 0
-    end = begin + tl.cdiv(nums[0], size)
-    total, value, top, scale, scale_too, num = sums[0], values[0], largest[0], scales[0], scales_too[0], nums[0]
-    for index in tl.static_range(1, len(nums)):
-        is_behind = program >= end
-        total = tl.where(is_behind, sums[index], total)
-        value = tl.where(is_behind, values[index], value)
-        top = tl.where(is_behind, largest[index], top)
-        scale = tl.where(is_behind, scales[index], scale)
-        scale_too = tl.where(is_behind, scales_too[index], scale_too)
-        num = tl.where(is_behind, nums[index], num)
-        begin = tl.where(is_behind, end, begin)
-        end += tl.cdiv(nums[index], size)
-    places = (program - begin).to(tl.int64) * size + tl.arange(0, size)
-    there = places < num
-    found = tl.load(value + places, mask=there, other=0.0)
+    which, places = _place(nums, size)
+    total = _of(which, sums)
+    there = places < _of(which, nums)
+    found = tl.load(_of(which, values) + places, mask=there, other=0.0)
     whole = 4503599627370496.0 if found.dtype == tl.float64 else 8388608.0
     if found.dtype != tl.float64:
         found = found.to(tl.float32)
-    scaled = found * scale * scale_too
+    scaled = found * _of(which, scales) * _of(which, scales_too)
     size_of = tl.abs(scaled)
     rounded = tl.where(size_of < whole, (size_of + whole) - whole, size_of)
     rounded = tl.where(scaled < 0, -rounded, rounded)
-    before = tl.load(total + places, mask=there & (is_first == 0), other=0)
+    is_added_to = there & (tl.zeros_like(places) == is_first)
+    before = tl.load(total + places, mask=is_added_to, other=0)
     tl.store(total + places, before + rounded.to(tl.int64), mask=there)
     bits = tl.abs(found).to(tl.float64).to(tl.int64, bitcast=True)
-    tl.atomic_max(top, tl.max(bits, 0))
+    tl.atomic_max(_of(which, largest), tl.max(bits, 0))
 
 
 @triton.jit
 def _mean(sums, means, scales, nums, divisor, stride, members, size: tl.constexpr):
     """Add up the rows of several tensors' sums, and multiply by a power of two over a whole number, both as float64."""
-    program = tl.program_id(0)
-    begin = program * 0
-    end = begin + tl.cdiv(nums[0], size)
-    row, into, scale, num = sums[0], means[0], scales[0], nums[0]
-    for index in tl.static_range(1, len(nums)):
-        is_behind = program >= end
-        row = tl.where(is_behind, sums[index], row)
-        into = tl.where(is_behind, means[index], into)
-        scale = tl.where(is_behind, scales[index], scale)
-        num = tl.where(is_behind, nums[index], num)
-        begin = tl.where(is_behind, end, begin)
-        end += tl.cdiv(nums[index], size)
-    places = (program - begin).to(tl.int64) * size + tl.arange(0, size)
-    there = places < num
+    which, places = _place(nums, size)
+    row = _of(which, sums)
+    there = places < _of(which, nums)
     total = tl.load(row + places, mask=there, other=0)
-    member = begin * 0 + 1  # no range: Triton's interpreter cannot take one that a tensor bounds
+    member = which * 0 + 1  # no range: Triton's interpreter cannot take one that a tensor bounds
     own = places
     while member < members:
         own += stride
         total += tl.load(row + own, mask=there, other=0)
         member += 1
-    factor = tl.full([1], 1.0, tl.float64) * scale / tl.full([1], divisor, tl.float64)
+    factor = tl.full([1], 1.0, tl.float64) * _of(which, scales) / tl.full([1], divisor, tl.float64)
     mean = total.to(tl.float64) * factor
+    into = _of(which, means)
     tl.store(into + places, mean.to(into.dtype.element_ty), mask=there)
 
 

@@ -356,6 +356,10 @@ class JobWorkload:
         finishes = self._evaluator is not None and self._job.eval_metrics is not None
         return self._evaluator.finish(totals) if finishes and self._evaluator is not None else None
 
+    def samples_of(self, step: int) -> tuple[int, ...]:
+        """See ``Workload.samples_of``."""
+        return self._loader.samples_of(step)
+
     def _start_data_workers(self, setup: WorkerSetup) -> DataWorkers:
         """Start them as soon as the job is known: what they import and build takes as long as the rest of a setup."""
         pinned = self._device.type != "cpu"

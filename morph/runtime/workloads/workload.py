@@ -61,6 +61,9 @@ class Workload(Protocol):
     def evaluate(self, current: Generation, version: int) -> Evaluation | None:
         """Evaluate a version that every unit is at; None when none is due, or not on a last stage."""
 
+    def samples_of(self, step: int) -> tuple[int, ...]:
+        """Name the samples of a step by their numbers in the data set, in its order; empty: there is none."""
+
     def collect_notes(self) -> tuple[str, ...]:
         """What the user should know of its data workers since the last call; from any thread, and never blocks."""
 

@@ -1,0 +1,196 @@
+"""Where VMs come from: one ``Market`` for each kind that a cluster file can name, in one registry.
+
+Another package adds its own as an entry point of the group ``morph.markets``, whose name is the kind::
+
+    [project.entry-points."morph.markets"]
+    moon = "morph_moon.market:MoonMarket"
+
+A cluster file's ``vms`` of such a kind has what all VMs of a provider have; what the market alone needs is in the file
+that ``vms.cloud`` names, as ``described`` reads it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from manager.controller.state.events import NodeFacts
+from manager.engine.machines.provider_machines import Providing
+from manager.providers.azure.prices import RetailPrices
+from manager.providers.azure.spec import PUBLIC_AZURE, AzureSpec
+from manager.providers.factory import azure_spec, open_azure, open_static
+from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
+from manager.providers.interface.provider import Misconfigured, Price, RunName, Vm, end_all
+from morph.contract.base import Value
+from morph.contract.cluster import ProvidedVms, market_entry_points
+from morph.contract.errors import ConfigError
+
+LOCK_NAME = "requirements.lock"
+
+
+class Market(ABC):
+    """One kind of VMs. ``described`` is of its own type in every call, and was checked."""
+
+    described: type[Value]
+    """What the file says that ``vms.cloud`` names."""
+
+    needs: tuple[str, ...] = ()
+    extra: str = ""
+    """Modules that it imports, and the extra that brings them."""
+
+    def check(self, source: str) -> None:
+        """See that what it needs is installed.
+
+        Raises:
+            ConfigError: naming the cluster file, or the cloud file, and what to install.
+        """
+        try:
+            missing = any(find_spec(module) is None for module in self.needs)
+        except ModuleNotFoundError:  # of the package that it is in
+            missing = True
+        if missing:
+            raise ConfigError(
+                f"needs more packages: pip install -e '.[{self.extra}]' in the clone of Morph",
+                source=source,
+                field="vms.kind",
+                value=self.extra,
+            )
+
+    @abstractmethod
+    def most_devices(self, described: Any) -> int:
+        """Return how many devices a VM has at most."""
+
+    @abstractmethod
+    def vm_kind(self, described: Any) -> NodeFacts:
+        """Return what all VMs of a run will be."""
+
+    @abstractmethod
+    def price(self, described: Any, path: Path) -> Price | None:
+        """Return what one VM costs, where the cluster file does not say it; may ask a price list."""
+
+    def elsewhere(self, _described: Any) -> str:
+        """Name a machine of it that does not reach a loopback address; empty: there is none."""
+        return "every VM"
+
+    @abstractmethod
+    def providing(self, described: Any, vms: ProvidedVms, path: Path, name: RunName, run_dir: Path) -> Providing:
+        """Say how the provider of a run is opened. ``path``: of what is described."""
+
+    @abstractmethod
+    def end_run(self, described: Any, path: Path, run: str, job: str, told: Callable[[str], None]) -> tuple[Vm, ...]:
+        """End what a run left, known by its name and its job's alone; returns the VMs that were there.
+
+        Raises:
+            ProviderError: nothing of it is there, or something is left: which.
+        """
+
+
+class AzureMarket(Market):
+    """Spot VMs on Azure."""
+
+    described = AzureSpec
+    needs, extra = ("azure.core", "azure.identity", "azure.mgmt.compute"), "azure"
+
+    def most_devices(self, described: AzureSpec) -> int:
+        """See ``Market``."""
+        return max(size.num_devices for size in described.sizes)
+
+    def vm_kind(self, described: AzureSpec) -> NodeFacts:
+        """See ``Market``."""
+        (size, *more_sizes), zones = described.sizes, described.zones
+        return NodeFacts(
+            provider=described.provider,
+            size="" if more_sizes else size.name,
+            region=described.location,
+            zone=zones[0] if len(zones) == 1 else "",
+        )
+
+    def price(self, described: AzureSpec, _path: Path) -> Price | None:
+        """See ``Market``."""
+        return described.price(RetailPrices(described))
+
+    def providing(self, described: AzureSpec, vms: ProvidedVms, path: Path, name: RunName, run_dir: Path) -> Providing:
+        """See ``Market``."""
+        spec = azure_spec(described, vms.environment.image, vms.usd_per_h)
+        elsewhere = "" if spec.resource_manager == PUBLIC_AZURE else spec.resource_manager
+        return Providing(partial(open_azure, spec, path, name, run_dir), elsewhere, run_dir / LOCK_NAME)
+
+    def end_run(
+        self, described: AzureSpec, path: Path, run: str, job: str, told: Callable[[str], None]
+    ) -> tuple[Vm, ...]:
+        """See ``Market``."""
+        self.check(str(path))
+        from manager.providers.azure.termination import end_run
+
+        return end_run(described, run, job, told=told)
+
+
+class StaticMarket(Market):
+    """Hosts that the user has."""
+
+    described = Hosts
+
+    def most_devices(self, described: Hosts) -> int:
+        """See ``Market``."""
+        return max(host.num_gpus for host in described.hosts)
+
+    def vm_kind(self, _described: Hosts) -> NodeFacts:
+        """See ``Market``."""
+        return NodeFacts(provider="static")
+
+    def price(self, described: Hosts, path: Path) -> Price | None:
+        """See ``Market``."""
+        known = described.dearest_usd_per_h
+        return None if known is None else Price(usd_per_h=known, source=str(path))
+
+    def elsewhere(self, described: Hosts) -> str:
+        """See ``Market``."""
+        return next((host.shown for host in described.hosts if not host.is_here), "")
+
+    def providing(self, described: Hosts, vms: ProvidedVms, path: Path, name: RunName, run_dir: Path) -> Providing:
+        """See ``Market``."""
+        hosts = described if vms.usd_per_h is None else described.at(vms.usd_per_h)
+        return Providing(partial(open_static, hosts, path, name), lock_path=run_dir / LOCK_NAME)
+
+    def end_run(self, described: Hosts, path: Path, run: str, job: str, told: Callable[[str], None]) -> tuple[Vm, ...]:
+        """See ``Market``."""
+        spec = StaticSpec(command=("false",), **dict(described))  # nothing is started
+        leases = path.resolve().parent / spec.leases
+        provider = StaticProvider(spec, run, leases, job=job)
+        leased = provider.list()
+        if not leased:
+            missing = f"run {run} of job {job} has no host: it was ended before, or a name is misspelt"
+            raise Misconfigured(f"{leases}: {missing}")
+        end_all(provider, told=told)
+        return leased
+
+
+_BUILT_IN: dict[str, type[Market]] = {"azure": AzureMarket, "static": StaticMarket}
+
+
+def market_of(kind: str) -> Market:
+    """Return the market of a kind.
+
+    Raises:
+        ConfigError: there is no such kind, or what another package registered cannot be loaded.
+    """
+    if kind in _BUILT_IN:
+        return _BUILT_IN[kind]()
+    if kind not in market_entry_points():
+        allowed = " or ".join([*_BUILT_IN, *market_entry_points()])
+        raise ConfigError("no such kind", field="--kind", value=kind, allowed=allowed)
+    try:
+        found = market_entry_points()[kind].load()()
+    except Exception as error:  # another package's code
+        raise ConfigError(f"cannot be loaded: {error}", field="vms.kind", value=kind) from error
+    assert isinstance(found, Market), f"{kind} is no Market"
+    return found
+
+
+def market_of_file(data: Any, kind: str | None) -> Market:
+    """Return the market that a cloud file is of. ``kind``: as the user says; None: Azure's, or hosts."""
+    return market_of(kind or ("static" if isinstance(data, dict) and "hosts" in data else "azure"))

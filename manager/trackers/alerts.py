@@ -1,0 +1,226 @@
+"""Alerts of a run that needs somebody: ``notify`` of the run file, by a webhook, a command, or both.
+
+One alert at a time, from a process of its own that reads the journal: nothing piles up, and training waits for none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from manager.host.plain_http import HttpFailed, fetch
+from manager.trackers.sinks import Noted, Told
+from morph.contract.cluster import Notify
+from morph.contract.errors import ConfigError
+from morph.contract.happenings import Happening, RunEnded, StepDone, Trouble
+
+AlertKind = Literal[
+    "training_stopped",
+    "training_goes_on",
+    "ended",
+    "manager_gone",
+    "budget",
+    "setup_failed",
+    "bad_step",
+    "not_saved",
+]
+HTTP_S, COMMAND_S = 5.0, 15.0
+TRY_AFTER_S = (0.0, 1.0, 2.0)
+AGAIN_S = 3600.0
+"""The same kind of trouble is told again after this; what is older when it is read is not told at all."""
+AT_MOST = 20
+"""Alerts in ``AGAIN_S``."""
+
+
+class Alerts:
+    """A ``Sink`` that tells of trouble; it keeps in ``RUN_DIR/trackers/notify.json`` what was told.
+
+    Args:
+        run_dir: The run's directory.
+        job: The job's name.
+        notify: Who is told, and when.
+        budget_usd: What the run may cost; None: no limit.
+        say: Tells the manager what is wrong with an alert, without what is secret.
+        clock: Seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        job: str,
+        notify: Notify,
+        budget_usd: float | None,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._run_dir, self._job, self._notify, self._budget_usd = run_dir, job, notify, budget_usd
+        self._say, self._clock = say, clock
+        self._noted = Noted(run_dir, "notify")
+        self._sequence = self._step = 0
+        self._opened_s = self._trained_s = clock()
+        self._stopped = self._over = False
+
+    def open(self) -> Told:
+        """See ``Sink.open``."""
+        self._stopped = bool(self._noted.known.get("stopped"))
+        return Told()
+
+    def begin(self, sequence: int) -> bool:
+        """Whether nothing was told yet of what this line of the journal says."""
+        self._sequence = sequence
+        return sequence > int(self._noted.known.get("sequence", 0))
+
+    def tell(self, happening: Happening) -> None:
+        """See ``Sink.tell``."""
+        is_new = happening.time_s > self._opened_s - AGAIN_S
+        self._step = happening.step
+        if isinstance(happening, StepDone):
+            self._over, self._trained_s = False, max(self._trained_s, happening.time_s)
+            if self._stopped and is_new:
+                self._alert("training_goes_on", f"step {happening.step} is done: training goes on", stopped=False)
+            self._stopped = False
+            self._look_at_budget(happening)
+        elif isinstance(happening, Trouble) and is_new:
+            self._alert(happening.kind, happening.sentence)
+        elif isinstance(happening, RunEnded):
+            self._over = True
+            if is_new:
+                self._alert("ended", f"the run has {happening.outcome}: {happening.sentence}", stopped=False)
+
+    def flush(self) -> None:
+        """See ``Sink.flush``: also what does not happen is told."""
+        passed_min = (self._clock() - self._trained_s) / 60
+        if not self._over and not self._stopped and passed_min >= self._notify.stopped_min:
+            self._stopped = True
+            self._alert("training_stopped", f"no step was decided for {passed_min:.0f} minutes", stopped=True)
+
+    def manager_gone(self) -> None:
+        """The manager ended without a word."""
+        if not self._over:
+            self._alert("manager_gone", f"the run's manager is gone; to go on: morph resume {self._run_dir}")
+
+    def close(self) -> None:
+        """See ``Sink.close``."""
+
+    def _look_at_budget(self, step: StepDone) -> None:
+        most, share = self._budget_usd, self._notify.budget_share
+        if most is None or step.dollars is None or step.dollars < share * most or "budget" in self._noted.known:
+            return
+        self._alert("budget", f"{step.dollars:.2f} of {most:g} dollars are spent (vms.limits.budget_usd)", budget=True)
+
+    def _alert(self, kind: AlertKind, sentence: str, **noted: object) -> None:
+        """Tell of it, unless the same was told lately or too much was; note that first, so that it is told once."""
+        now_s = self._clock()
+        told = [(name, at_s) for name, at_s in self._noted.known.get("told", []) if now_s - at_s < AGAIN_S]
+        repeats = any(name == kind for name, _ in told) and kind in ("setup_failed", "bad_step", "not_saved")
+        quiet = repeats or len(told) >= AT_MOST
+        if not quiet:
+            told.append((kind, now_s))
+        self._noted.note(sequence=self._sequence, told=told, **noted)
+        if not quiet:
+            self._deliver(self.payload(kind, sentence, now_s))
+
+    def payload(self, kind: AlertKind, sentence: str, now_s: float) -> dict[str, object]:
+        """What is posted, and read by the command. ``text``: all of it in one sentence, as chat services show it."""
+        return {
+            "schema_version": 1,
+            "kind": kind,
+            "job": self._job,
+            "run_dir": str(self._run_dir),
+            "host": socket.gethostname(),
+            "step": self._step,
+            "time": datetime.fromtimestamp(now_s, UTC).isoformat(timespec="seconds"),
+            "sentence": sentence,
+            "text": f"{self._job} ({self._run_dir}): {sentence}",
+        }
+
+    def _deliver(self, payload: Mapping[str, object]) -> None:
+        content = json.dumps(payload).encode()
+        if self._notify.webhook is not None:
+            wrong = _post(_url_of(self._notify.webhook, os.environ), content)
+            if wrong:
+                self._say(f"an alert ({payload['kind']}) did not reach the webhook: {wrong}")
+        if self._notify.command:
+            wrong = _run(self._notify.command, content)
+            if wrong:
+                self._say(f"an alert ({payload['kind']}): {self._notify.command[0]} {wrong}")
+
+
+def _post(url: str, content: bytes) -> str:
+    """Post it, again where that may help; return what is wrong, without the URL, which is a secret."""
+    wrong = ""
+    for pause_s in TRY_AFTER_S:
+        time.sleep(pause_s)
+        try:
+            headers = {"Content-Type": "application/json"}
+            status = fetch(url, timeout_s=HTTP_S, method="POST", headers=headers, body=content).status
+        except HttpFailed as error:
+            cause = error.__cause__
+            wrong = f"no answer within {HTTP_S:g} s" if isinstance(cause, TimeoutError) else type(cause).__name__
+            continue
+        if status < 300:
+            return ""
+        wrong = f"its answer is {status}"
+        if status < 500 and status != 429:
+            break
+    return wrong
+
+
+def _run(command: tuple[str, ...], content: bytes) -> str:
+    """Start the command and wait for its end; return what is wrong. It is ended with all that it has started."""
+    try:
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=sys.stderr, stderr=sys.stderr, start_new_session=True
+        ) as process:
+            try:
+                process.communicate(content, timeout=COMMAND_S)
+            except subprocess.TimeoutExpired:
+                return f"took more than {COMMAND_S:g} s"
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+    except OSError as error:
+        return f"cannot be started: {error.strerror}"
+    return "" if process.returncode == 0 else f"ended with code {process.returncode}"
+
+
+def webhook_variables(notify: Notify) -> dict[str, str]:
+    """Return what the process gets of the environment for the webhook."""
+    name = (notify.webhook or "").removeprefix("$")
+    return {name: os.environ[name]} if (notify.webhook or "").startswith("$") else {}
+
+
+def _url_of(webhook: str, environment: Mapping[str, str]) -> str:
+    return environment.get(webhook[1:], "") if webhook.startswith("$") else webhook
+
+
+def check_notify(notify: Notify, source: str) -> None:
+    """See that alerts can be sent.
+
+    Raises:
+        ConfigError: the webhook is no URL, which is not told, or its variable is not set; or there is no such program.
+    """
+    if notify.webhook is not None:
+        if notify.webhook.startswith("$") and notify.webhook[1:] not in os.environ:
+            raise ConfigError(
+                "is not set in this environment", source=source, field="notify.webhook", value=notify.webhook
+            )
+        parts = urlsplit(_url_of(notify.webhook, os.environ))
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError("is not a URL", source=source, field="notify.webhook", allowed="https://... or $NAME")
+    if notify.command and shutil.which(notify.command[0]) is None:
+        raise ConfigError(
+            "there is no such program", source=source, field="notify.command", value=notify.command[0], allowed="a path"
+        )

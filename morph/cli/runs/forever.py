@@ -1,0 +1,170 @@
+"""``--forever``: a run's manager in one process after the other, until its user stops it or a limit is reached.
+
+This process only waits: it loads nothing heavy, so that what ends a manager (memory that runs out, a crash) leaves it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+import typer
+
+from manager.host.signals import STOPPED_BY_COMMAND
+from manager.run_dir import GOES_ON, GoesOn, write_in_run_dir
+from morph.cli.reading.errors import EXIT_GOES_ON, EXIT_INPUT, EXIT_INTERRUPTED
+from morph.contract.base import Value
+from morph.contract.errors import CheckpointsTaken, RunDirError
+from morph.contract.waits import Backoff
+
+PAUSES = Backoff(first_s=1.0, most_s=3600.0)
+"""Between managers that come to nothing; one that decided a step, or lived for the longest of these, begins anew."""
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_BY_USER = (STOPPED_BY_COMMAND, *(one.name for one in _FORWARDED))
+MOST_SAID = 2000
+_LIMIT = "vms.limits."
+"""Every sentence about a limit of the user's names its setting."""
+
+
+class Ended(Value):
+    """What a manager leaves word of.
+
+    ``outcome``: as of ``Finish``, or an error, or another manager has taken the run's checkpoints over. ``began``: a
+    session was begun.
+    """
+
+    outcome: Literal["", "finished", "stopped", "failed", "error", "taken"] = ""
+    sentence: str = ""
+    run_dir: Path | None = None
+    version: int | None = None
+    began: bool = False
+
+
+class _Word:
+    """What this process, if it is one that ``kept_up`` made, leaves word of."""
+
+    def __init__(self) -> None:
+        self.pipe: int | None = None
+        self.ended = Ended()
+
+    def leave(self, **known: object) -> None:
+        if self.pipe is None:
+            return
+        self.ended = self.ended.model_copy(update=known)
+        with suppress(OSError):  # nobody reads it any more
+            os.write(self.pipe, self.ended.model_dump_json().encode() + b"\n")
+
+
+_word = _Word()
+leave_word = _word.leave
+"""Say what is known so far: ``run_dir``, ``began``, and at the end ``outcome``, ``sentence`` and ``version``."""
+
+
+@contextmanager
+def kept_up(
+    wanted: bool, pauses: Backoff = PAUSES, sleep: Callable[[float], None] = time.sleep
+) -> Iterator[Path | None]:
+    """Run the block; if ``wanted``, in a process of its own, and again in another one where it should go on.
+
+    Only those processes enter the block, with the run's directory if one before them has begun the run. Their parent
+    stays in here, forwards signals, and exits with the code of the last one.
+    """
+    known = _Keeper(pauses, sleep).keep() if wanted else None
+    try:
+        yield known
+    except (KeyboardInterrupt, typer.Exit):
+        raise
+    except Exception as error:
+        if not _word.ended.outcome:
+            outcome = "taken" if isinstance(error, CheckpointsTaken) else "error"
+            _word.leave(outcome=outcome, sentence=" ".join(f"{error}".split())[:MOST_SAID] or type(error).__name__)
+        raise
+
+
+def ends(ended: Ended, code: int, *, asked: bool, has_begun: bool) -> bool:
+    """Whether a run does not go on.
+
+    It is finished, its user stopped it, a limit was reached, another manager has taken it, or it never began.
+    """
+    if asked or ended.outcome in ("finished", "taken") or code == EXIT_GOES_ON:
+        return True
+    by_user = ended.outcome == "stopped" and ended.sentence.startswith(_BY_USER)
+    return by_user or _LIMIT in ended.sentence or (code == EXIT_INPUT and not has_begun)
+
+
+class _Keeper:
+    def __init__(self, pauses: Backoff, sleep: Callable[[float], None]) -> None:
+        self._pauses, self._sleep = pauses, sleep
+        self._child = 0
+        self._asked: list[int] = []
+        self._run_dir: Path | None = None
+        self._version: int | None = None
+
+    def keep(self) -> Path | None:
+        """Return in each child, with the directory of the run if it has begun; in the parent never."""
+        num_in_vain, has_begun = 0, False
+        before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        while True:
+            began_s = time.monotonic()
+            reading, writing = os.pipe()
+            self._child = os.fork()
+            if not self._child:
+                os.close(reading)
+                os.setpgid(0, 0)  # a Ctrl-C comes through the parent, and once
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+                _word.pipe = writing
+                return self._run_dir if has_begun else None
+            os.close(writing)
+            ended, code = self._ended(reading)
+            has_begun |= ended.began
+            if ends(ended, code, asked=bool(self._asked), has_begun=has_begun):
+                raise typer.Exit(code)
+            moved = ended.version is not None and self._version is not None and ended.version > self._version
+            self._version = ended.version if ended.version is not None else self._version
+            in_vain = not moved and time.monotonic() - began_s < self._pauses.most_s
+            num_in_vain = num_in_vain + 1 if in_vain else 1
+            self._pause(ended, code, self._pauses.pause_s(num_in_vain - 1))
+            if self._asked:
+                raise typer.Exit(EXIT_INTERRUPTED)
+
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
+        self._asked.append(number)
+        with suppress(ProcessLookupError):
+            if self._child:
+                os.kill(self._child, number)
+
+    def _ended(self, reading: int) -> tuple[Ended, int]:
+        """Wait for the child's end; return what it left word of, and its exit code as a shell counts it."""
+        _, status = os.waitpid(self._child, 0)
+        self._child, ended = 0, Ended()
+        os.set_blocking(reading, False)  # a process that the child left may have the pipe still
+        with os.fdopen(reading, "rb") as pipe, suppress(BlockingIOError):
+            said = (pipe.read() or b"").splitlines()
+            ended = Ended.model_validate_json(said[-1]) if said else ended
+        self._run_dir = ended.run_dir or self._run_dir
+        if os.WIFSIGNALED(status):
+            name = signal.Signals(os.WTERMSIG(status)).name
+            return ended.model_copy(update={"sentence": f"its manager was killed by {name}"}), 128 + os.WTERMSIG(status)
+        return ended, os.WEXITSTATUS(status)
+
+    def _pause(self, ended: Ended, code: int, pause_s: float) -> None:
+        why = ended.sentence or f"its manager ended with code {code}"
+        print(f"{why}; the run goes on in {pause_s:g} s (--forever)", file=sys.stderr, flush=True)
+        path = None if self._run_dir is None else self._run_dir / GOES_ON
+        with suppress(RunDirError):
+            if path is not None and path.parent.is_dir():
+                write_in_run_dir(path, GoesOn(sentence=why, again_s=time.time() + pause_s).model_dump_json())
+        until_s = time.monotonic() + pause_s
+        while not self._asked and (left_s := until_s - time.monotonic()) > 0:
+            self._sleep(min(left_s, 1.0))
+        with suppress(OSError):
+            if path is not None:
+                path.unlink(missing_ok=True)

@@ -1,0 +1,124 @@
+"""``morph service``: what starts a run's manager again on this machine, or in a cluster of Slurm."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+STOP_S = 900
+"""A manager that is asked to stop saves first, which may take as long as storage does."""
+
+UNIT = """\
+# systemctl --user: ~/.config/systemd/user/{name}.service, then
+#   systemctl --user daemon-reload && systemctl --user enable --now {name} && loginctl enable-linger
+[Unit]
+Description=Morph: {what}
+Wants=network-online.target
+After=network-online.target
+StartLimitIntervalSec=0
+
+[Service]
+Type=exec
+WorkingDirectory={folder}
+# what vms.pass_variables and notify name, and credentials of storage and cloud: lines of NAME=value, mode 0600
+EnvironmentFile=-{environment}
+ExecStart={command}
+Restart=on-failure
+RestartSec=30
+# morph stop, and systemctl stop
+SuccessExitStatus=75 130
+# VMs outlive a manager that dies, so that the next one takes them over; one that is stopped ends them itself
+KillMode=process
+OOMPolicy=continue
+TimeoutStopSec={stop_s}
+
+[Install]
+WantedBy=default.target
+"""
+
+SLURM = """\
+#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --output={log}
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR2@{stop_s}
+#SBATCH --cpus-per-task=4
+#SBATCH --time=24:00:00
+# The manager of a run of Morph: {what}. Before the time limit it stops, saved, and the job is queued again.
+cd {folder} || exit 2
+again=
+{command} &
+pid=$!
+trap 'again=1; kill -TERM "$pid"' USR2
+trap 'kill -TERM "$pid"' TERM INT
+wait "$pid"; code=$?
+while kill -0 "$pid" 2>/dev/null; do wait "$pid"; code=$?; done
+# 0: finished, 75: morph stop, 130: stopped, by scancel or for the time limit
+case "$code" in 0|75|130) ;; *) again=1 ;; esac
+if [ -n "$again" ] && [ "$code" -ne 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$code"
+"""
+
+
+class Kind(StrEnum):
+    """What is printed."""
+
+    SYSTEMD = "systemd"
+    SLURM = "slurm"
+
+
+def service_command(
+    run: Annotated[str, typer.Argument(metavar="RUN_DIR_OR_JOB_FILE", help="A run's directory, or a job file (YAML).")],
+    kind: Annotated[Kind, typer.Option("--for", help="A unit of systemd, or a job script of Slurm.")] = Kind.SYSTEMD,
+) -> None:
+    """Print what keeps a run going over crashes and restarts of its machine: a systemd unit, or a Slurm job script.
+
+    Each start goes on with the run, as `morph resume` does, and takes over VMs that live.
+
+    \b
+    Example:
+      morph service runs/tiny > ~/.config/systemd/user/morph-tiny.service
+      morph service runs/tiny --for slurm > tiny.sbatch
+    """
+    from manager.run.request import is_job_file
+    from manager.run_dir import read_facts
+    from morph.contract.errors import ConfigError
+
+    path = Path(run).resolve()
+    if is_job_file(run):
+        if not path.is_file():
+            raise ConfigError("there is no such file", field="RUN_DIR_OR_JOB_FILE", value=run)
+        verb, named = "run", path.stem
+    else:
+        read_facts(path)
+        verb, named = "resume", path.name
+    script = Path(sys.executable).with_name("morph")
+    morph = [str(script)] if script.exists() else [sys.executable, "-m", "morph.cli.main"]
+    command = [*morph, verb, str(path), "--plain", "--forever"]
+    print(service_text(kind, named, path, command), end="")
+
+
+def service_text(kind: Kind, named: str, path: Path, command: Sequence[str]) -> str:
+    """Return the unit, or the script, that runs a command in this process's working directory."""
+    known = {"what": str(path), "name": f"morph-{named}", "folder": str(Path.cwd()), "stop_s": str(STOP_S)}
+    beside = path if path.is_dir() else path.parent
+    if kind is Kind.SLURM:
+        log = str(Path.cwd() / f"{known['name']}-%j.log")
+        known = {name: shlex.quote(value) if name == "folder" else value for name, value in known.items()}
+        return SLURM.format(**known, log=log, command=shlex.join(command))
+    known = {name: value.replace("%", "%%") for name, value in known.items()}
+    environment = str(beside / "service.env").replace("%", "%%")
+    return UNIT.format(**known, environment=environment, command=" ".join(map(_of_systemd, command)))
+
+
+def _of_systemd(word: str) -> str:
+    """Quote a word of a command line for systemd."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return f'"{escaped}"' if any(sign in escaped for sign in " \t\"';\\") else escaped

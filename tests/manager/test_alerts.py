@@ -1,0 +1,225 @@
+"""Alerts: each trouble is told once, by webhook and command, and what goes wrong with one costs no more than itself."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from simulated_cluster import Faults, JournalledCluster
+
+from manager.run_dir import JOURNAL
+from manager.trackers import alerts
+from manager.trackers.alerts import Alerts, check_notify, webhook_variables
+from manager.trackers.process import Watching
+from manager.trackers.supervisor import Watchers
+from morph.contract.cluster import ClusterConfig, Notify
+from morph.contract.errors import ConfigError
+from morph.contract.happenings import Happening, RunEnded, StepDone, Trouble
+from tests.notices.metadata_server import Reply, served
+
+END_S = 120.0
+BEGAN_S = 1_800_000_000.0
+
+
+class Desk:
+    """Alerts of a run, by a command that writes down what it reads, on a clock that is set."""
+
+    def __init__(self, folder: Path, budget_usd: float | None = None, **notify: object) -> None:
+        self.folder, self.now_s, self.said = folder, BEGAN_S, list[str]()
+        (folder / "trackers").mkdir(exist_ok=True)
+        notify.setdefault("command", writes_down(folder))
+        self.notify = Notify.model_validate(notify)
+        self.alerts = Alerts(folder, "tiny", self.notify, budget_usd, self.said.append, lambda: self.now_s)
+        self.alerts.open()
+        noted = folder / "trackers" / "notify.json"
+        self._sequence = int(json.loads(noted.read_text())["sequence"]) if noted.exists() else 0
+
+    def tell(self, happening: Happening) -> None:
+        self._sequence += 1
+        assert self.alerts.begin(self._sequence)
+        self.alerts.tell(happening)
+
+    def step(self, step: int, dollars: float | None = None) -> None:
+        self.tell(
+            StepDone(
+                step=step,
+                time_s=self.now_s,
+                loss=1.0,
+                metrics={},
+                gradient_norm=None,
+                learning_rates=None,
+                skipped=False,
+                seconds=1.0,
+                pause_s=0.0,
+                examples_per_s=None,
+                tokens_per_s=None,
+                shape="1x1",
+                num_workers=1,
+                dollars=dollars,
+            )
+        )
+
+    def trouble(self, kind: str, sentence: str = "vm3 could not be set up") -> None:
+        self.tell(Trouble.model_validate({"step": 4, "time_s": self.now_s, "kind": kind, "sentence": sentence}))
+
+    def told(self) -> list[str]:
+        return told(self.folder)
+
+
+def writes_down(folder: Path) -> tuple[str, ...]:
+    return ("sh", "-c", f"cat >> {folder}/told.jsonl; echo >> {folder}/told.jsonl")
+
+
+def told(folder: Path) -> list[str]:
+    path = folder / "told.jsonl"
+    return [json.loads(line)["kind"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_training_that_stands_is_told_once_and_that_it_goes_on(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, stopped_min=10)
+    desk.step(1)
+    for passed_s in (300, 290, 20, 60):
+        desk.now_s += passed_s
+        desk.alerts.flush()
+    assert desk.told() == ["training_stopped"]
+    again = Desk(tmp_path, stopped_min=10)  # another process, later
+    again.now_s = desk.now_s
+    again.step(2)
+    again.alerts.flush()
+    assert desk.told() == ["training_stopped", "training_goes_on"]
+    payload = json.loads((tmp_path / "told.jsonl").read_text().splitlines()[0])
+    assert payload.pop("host")
+    assert payload == {
+        "schema_version": 1,
+        "kind": "training_stopped",
+        "job": "tiny",
+        "run_dir": str(tmp_path),
+        "step": 1,
+        "time": "2027-01-15T08:10:10+00:00",
+        "sentence": "no step was decided for 10 minutes",
+        "text": f"tiny ({tmp_path}): no step was decided for 10 minutes",
+    }
+
+
+def test_the_same_trouble_is_told_once_an_hour_and_no_flood_of_any(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, budget_usd=10.0)
+    for kind in ("setup_failed", "bad_step", "setup_failed", "not_saved"):
+        desk.trouble(kind)
+    assert desk.told() == ["setup_failed", "bad_step", "not_saved"]
+    desk.now_s += alerts.AGAIN_S
+    desk.trouble("setup_failed")
+    desk.step(5, dollars=7.9)
+    desk.step(6, dollars=8.1)
+    desk.step(7, dollars=8.2)
+    assert desk.told()[3:] == ["setup_failed", "budget"]
+    for _ in range(30):
+        desk.tell(RunEnded(step=7, time_s=desk.now_s, outcome="failed", sentence="no"))
+    assert desk.told()[5:] == ["ended"] * (alerts.AT_MOST - 2)
+    assert Desk(tmp_path, budget_usd=10.0).told() == desk.told()
+    assert not desk.alerts.begin(3), "what was told is not told again"
+
+
+def test_what_happened_long_before_is_not_told(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.now_s = BEGAN_S - 2 * alerts.AGAIN_S
+    desk.trouble("bad_step")
+    desk.tell(RunEnded(step=7, time_s=desk.now_s, outcome="stopped", sentence="yesterday"))
+    assert desk.told() == []
+
+
+def test_a_webhook_that_fails_is_asked_again_and_its_url_is_told_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alerts, "TRY_AFTER_S", (0.0, 0.0, 0.0))
+    with served() as server:
+        monkeypatch.setenv("HOOK", f"{server.url}/secret-way?key=secret")
+        server.script("POST", "/secret-way", Reply(status=503), Reply(drop=True), Reply(status=200))
+        desk = Desk(tmp_path, webhook="$HOOK", command=())
+        desk.trouble("bad_step", "step 4 is bad")
+        assert desk.said == []
+        assert [one.method for one in server.asked] == ["POST"] * 3
+        assert json.loads(server.asked[-1].body)["sentence"] == "step 4 is bad"
+        assert server.asked[-1].headers["content-type"] == "application/json"
+        for reply, wrong, num_asked in (
+            (Reply(status=403), "its answer is 403", 1),
+            (Reply(status=500), "its answer is 500", 3),
+        ):
+            server.script("POST", "/secret-way", reply)
+            server.asked.clear()
+            desk.now_s += alerts.AGAIN_S
+            desk.trouble("bad_step")
+            assert desk.said.pop() == f"an alert (bad_step) did not reach the webhook: {wrong}"
+            assert len(server.asked) == num_asked
+    desk.now_s += alerts.AGAIN_S
+    desk.trouble("bad_step")
+    assert desk.said == ["an alert (bad_step) did not reach the webhook: ConnectionRefusedError"]
+    literal = Notify(webhook="https://hooks.example.com/secret")
+    assert "secret" not in repr(ClusterConfig(notify=literal))
+    assert webhook_variables(literal) == {}
+    assert webhook_variables(desk.notify) == {"HOOK": f"{server.url}/secret-way?key=secret"}
+
+
+def test_a_command_that_fails_or_hangs_is_ended_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alerts, "COMMAND_S", 0.2)
+    for command, wrong in (
+        (("sh", "-c", "exit 3"), "sh ended with code 3"),
+        (("sleep", "1000"), "sleep took more than 0.2 s"),
+        (("./no-such",), "./no-such cannot be started: No such file or directory"),
+    ):
+        desk = Desk(tmp_path, command=command)
+        desk.now_s += 2 * alerts.AGAIN_S
+        desk.tell(RunEnded(step=7, time_s=desk.now_s, outcome="failed", sentence="no"))
+        assert desk.said == [f"an alert (ended): {wrong}"]
+
+
+def test_whom_nobody_can_reach_is_refused_without_its_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOOK", raising=False)
+    for notify, message in (
+        ({"webhook": "ftp://secret"}, "run.yaml: notify.webhook: is not a URL; allowed: https://... or $NAME"),
+        ({"webhook": "$HOOK"}, "run.yaml: notify.webhook: is not set in this environment (got '$HOOK')"),
+        (
+            {"command": ["no-such"]},
+            "run.yaml: notify.command: there is no such program (got 'no-such'); allowed: a path",
+        ),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_notify(Notify.model_validate(notify), "run.yaml")
+        assert str(caught.value) == message
+
+
+@pytest.mark.system
+def test_a_process_beside_the_manager_tells_how_it_ended_or_that_it_is_gone(tmp_path: Path) -> None:
+    cluster = JournalledCluster(0, tmp_path, Faults(), expected_nodes=2)
+    assert cluster.run(2).outcome == "finished"
+    cluster.journal.close()
+    with sqlite3.connect(tmp_path / JOURNAL) as journal:
+        journal.execute("UPDATE entries SET time_s = time_s + ?", (time.time(),))
+    journal.close()
+    watching = Watching(
+        kind="notify",
+        run_dir=tmp_path,
+        journal=tmp_path / JOURNAL,
+        checkpoint_url="mem://checkpoints",
+        job="tiny",
+        limit_s=60.0,
+        notify=Notify(command=writes_down(tmp_path)),
+    )
+    said: list[str] = []
+    with Watchers((watching,), said.append, END_S):
+        pass
+    assert (said, told(tmp_path)) == ([], ["ended"])
+    with sqlite3.connect(tmp_path / JOURNAL) as journal:
+        journal.execute("DELETE FROM entries WHERE sequence > 20")
+    journal.close()
+    (tmp_path / "trackers" / "notify.json").unlink()
+    command = [sys.executable, "-m", "manager.trackers.process"]
+    left = subprocess.run(
+        command, input=watching.model_dump_json() + "\n", text=True, capture_output=True, timeout=END_S
+    )
+    assert left.returncode == 0, left.stderr
+    assert told(tmp_path) == ["ended", "manager_gone"]
