@@ -27,7 +27,7 @@ from manager.engine.machines.machines import Processes
 from manager.journal.journal import Journal
 from manager.journal.records import VM_KILLED, DecisionRecord, Fact
 from manager.rehearsal.device import EmulationOptions, emulated_device
-from manager.report.journal_reader import report_of
+from manager.report.journal_reader import report_in
 from manager.report.values import RunReport
 from manager.simulation.spot.cluster import SpotCluster
 from manager.simulation.spot.job import Durations, SpotJob
@@ -134,7 +134,7 @@ def read(kept: Path, num_expected: int) -> Happened:
     killed_s = {str(one.worker): time_s for time_s, one in told if isinstance(one, Fact) and one.name == VM_KILLED}
     noticed = tuple((time_s, one.worker, one.lead_s) for time_s, one in told if isinstance(one, NoticeGiven))
     over_s = max(*appeared_s.values(), *killed_s.values())
-    return Happened(report_of(entries), tuple(told), appeared_s, killed_s, noticed, over_s, num_expected)
+    return Happened(report_in(kept, str(kept)), tuple(told), appeared_s, killed_s, noticed, over_s, num_expected)
 
 
 def measured(happened: Happened) -> Durations:

@@ -415,9 +415,14 @@ class Journal:
             counts = dict(self._connection.execute(query, (level,)).fetchall())
             if counts.get(SEQUENCE, 0) < num_steps:
                 return
-            columns = {name: self.column(name, level=level) for name in counts}
-            self._connection.execute("DELETE FROM steps WHERE level = ?", (level,))
-            self._put_block(level + 1, columns)
+            try:
+                columns = {name: self.column(name, level=level) for name in counts}
+            except RunDirError as error:  # who reads them is told; the run goes on, and they stay as they are
+                log.warning("decided steps in the journal stay in small blocks: %s", error)
+                self._connection.execute("UPDATE steps SET level = ? WHERE level = ?", (level + 1, level))
+            else:
+                self._connection.execute("DELETE FROM steps WHERE level = ?", (level,))
+                self._put_block(level + 1, columns)
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

@@ -148,16 +148,22 @@ def read_report(run_dir: Path) -> RunReport:
     Raises:
         RunDirError: the directory holds no journal, or an empty one.
     """
-    with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
+    return report_in(run_dir / JOURNAL, source=str(run_dir))
+
+
+def report_in(path: Path, source: str) -> RunReport:
+    """Read a journal, which is there for as long as the report's steps are read.
+
+    Raises:
+        RunDirError: there is none, or an empty one.
+    """
+    with Journal.open(path, read_only=True) as journal:
         tail = journal.tail(0, _OF_REPORT)
         reader = RunReader.at(journal, tail.head)
-        past = Past(
-            tuple(record for _, _, record in told_in(tail.records)),
-            Condensed(run_dir / JOURNAL, reader.num_decided),
-        )
+        past = Past(tuple(record for _, _, record in told_in(tail.records)), Condensed(path, reader.num_decided))
     for entry in tail.entries:
         reader.take(entry)
-    return reader.report(str(run_dir), past)
+    return reader.report(source, past)
 
 
 def read_ledger(run_dir: Path) -> Ledger:
@@ -196,7 +202,7 @@ def ledger_now(run_dir: Path, now_s: float, *, lives_on: bool) -> Ledger:
 
 
 def report_of(entries: Iterable[Entry], source: str = "journal") -> RunReport:
-    """Build the report from a journal's lines.
+    """Build the report from all lines of a journal, of which none is condensed.
 
     Raises:
         RunDirError: there is no configuration among them.

@@ -245,6 +245,22 @@ def test_what_is_condensed_is_read_as_it_was_written_or_refused(
         told(tmp_path)
 
 
+def test_damaged_steps_never_end_the_run_that_goes_on_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 20)
+    monkeypatch.setattr(journal_module, "NUM_AT_LEVEL", (60, 600))
+    with Journal.open(tmp_path / JOURNAL) as journal:
+        journal.keeper = Condenser(journal)
+        writer = Writer(journal, one_worker(1000), itertools.count(), 0.0)
+        writer.until(50)
+        journal._connection.execute("UPDATE steps SET digest = x'00' WHERE name = 'loss'")
+        writer.until(200)
+        assert journal.column("step").tolist() == list(range(len(journal.column("step"))))
+        with pytest.raises(RunDirError, match="is damaged"):
+            journal.column("loss")
+
+
 def test_a_journal_of_an_older_version_is_read_once_its_run_is_resumed(tmp_path: Path) -> None:
     cluster = JournalledCluster(0, tmp_path, Faults())
     cluster.run(3)

@@ -100,7 +100,7 @@ def test_the_page_shows_metrics_learning_rate_and_evaluations(run_dir: Path, tmp
     bare = report.model_copy(
         update={
             "evaluations": (),
-            "steps": tuple(one.model_copy(update={"metrics": {}, "learning_rates": None}) for one in report.steps),
+            "steps": Steps(),
         }
     )
     assert training_figure(bare) is None

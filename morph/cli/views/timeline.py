@@ -89,14 +89,14 @@ def _show_morph(run_dir: Path, number: int, path: Path | None) -> None:
     import json
 
     from manager.journal.journal import Journal
-    from manager.report.journal_reader import report_of
+    from manager.report.journal_reader import read_report
     from manager.report.morph_trace import chrome_trace, morph_trace
     from manager.run_dir import JOURNAL
     from morph.tables import table, wide_console
 
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         entries = journal.read()
-    morphs = report_of(entries, source=str(run_dir)).morphs
+    morphs = read_report(run_dir).morphs
     if number > len(morphs):
         allowed = f"1 to {len(morphs)}" if morphs else "none: the shape never changed"
         raise RunDirError("has no such change", source=str(run_dir), field="--morph", value=number, allowed=allowed)
