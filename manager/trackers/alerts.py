@@ -206,6 +206,14 @@ def _url_of(webhook: str, environment: Mapping[str, str]) -> str:
     return environment.get(webhook[1:], "") if webhook.startswith("$") else webhook
 
 
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of its port, or of brackets
+        return False
+
+
 def check_notify(notify: Notify, source: str) -> None:
     """See that alerts can be sent.
 
@@ -217,8 +225,7 @@ def check_notify(notify: Notify, source: str) -> None:
             raise ConfigError(
                 "is not set in this environment", source=source, field="notify.webhook", value=notify.webhook
             )
-        parts = urlsplit(_url_of(notify.webhook, os.environ))
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not _is_url(_url_of(notify.webhook, os.environ)):
             raise ConfigError("is not a URL", source=source, field="notify.webhook", allowed="https://... or $NAME")
     if notify.command and shutil.which(notify.command[0]) is None:
         raise ConfigError(

@@ -98,10 +98,16 @@ def sink_of(watching: Watching) -> Sink:
     return TRACKERS[watching.kind](watching.run_dir, watching.job)
 
 
+def reader_of(watching: Watching) -> HappeningsReader:
+    """Make what reads the journal for it."""
+    own = {} if watching.notify is None else {"missed_saves": watching.notify.missed_saves}
+    return HappeningsReader(watching.checkpoint_url, watching.prices, **own)
+
+
 def follow(watching: Watching, sink: Sink) -> None:
     """Tell what the journal says, until standard input ends."""
     watchdog, is_over = _Watchdog(watching.limit_s), False
-    reader = HappeningsReader(watching.checkpoint_url, watching.prices)
+    reader = reader_of(watching)
     watchdog.begin("its start")
     told = sink.open()
     watchdog.end()

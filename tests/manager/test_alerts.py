@@ -180,6 +180,8 @@ def test_a_command_that_fails_or_hangs_is_ended_and_said(tmp_path: Path, monkeyp
 def test_whom_nobody_can_reach_is_refused_without_its_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOOK", raising=False)
     for notify, message in (
+        ({"webhook": "https://[secret"}, "run.yaml: notify.webhook: is not a URL; allowed: https://... or $NAME"),
+        ({"webhook": "https://secret:port/"}, "run.yaml: notify.webhook: is not a URL; allowed: https://... or $NAME"),
         ({"webhook": "ftp://secret"}, "run.yaml: notify.webhook: is not a URL; allowed: https://... or $NAME"),
         ({"webhook": "$HOOK"}, "run.yaml: notify.webhook: is not set in this environment (got '$HOOK')"),
         (

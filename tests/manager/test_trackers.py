@@ -18,10 +18,11 @@ from manager.journal.journal import Journal
 from manager.report.journal_reader import read_report
 from manager.run_dir import JOURNAL
 from manager.trackers import reading, sinks
-from manager.trackers.process import Watching
+from manager.trackers.process import Watching, reader_of
 from manager.trackers.reading import HappeningsReader
 from manager.trackers.sinks import check_trackers, numbers_of
 from manager.trackers.supervisor import Watchers, environment_of
+from morph.contract.cluster import Notify
 from morph.contract.errors import ConfigError
 from morph.contract.happenings import (
     CheckpointDone,
@@ -82,12 +83,13 @@ def test_checkpoints_that_are_not_completed_are_told_once(run: Path, monkeypatch
     monkeypatch.setattr(reading, "_SHORTEST_S", 0.0)
     with Journal.open(run / JOURNAL, read_only=True) as journal:
         entries = journal.read()
-    for saved in (True, False):
-        reader = HappeningsReader("mem://checkpoints", missed_saves=4)
+    for saved, missed_saves in ((True, 4), (False, 4), (False, 10_000)):
+        notify = Notify(command=("true",), missed_saves=missed_saves)
+        reader = reader_of(watching("notify", run, notify=notify))
         left = [entry for entry in entries if saved or '"kind":"manifest_written"' not in entry.payload_json]
         told = [one for entry in left for one in reader.take(entry) if isinstance(one, Trouble)]
-        assert [one.kind for one in told] == ([] if saved else ["not_saved"])
-    assert "(there is none), where one is due every" in told[0].sentence
+        assert [one.kind for one in told] == ([] if saved or missed_saves > 4 else ["not_saved"])
+        assert all("(there is none), where one is due every" in one.sentence for one in told)
 
 
 def watching(kind: str, run_dir: Path, **fields: object) -> Watching:
