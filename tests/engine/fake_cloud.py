@@ -60,6 +60,7 @@ class FakeCloud:
         self.requests, self.ends = Gate(), Gate()
         self.requested: list[tuple[str, int]] = []
         self.ended: list[str] = []
+        self.log_error: Exception | None = None
         self.calls: list[str] = []
         self.orphans: list[str] = []
         self.lock = threading.Lock()
@@ -109,6 +110,8 @@ class FakeCloud:
             self.calls.append(f"end {', '.join(found)}")
 
     def boot_log(self, name: str) -> str:
+        if self.log_error is not None:
+            raise self.log_error
         return f"{name}: no space left on device"
 
     def stop(self) -> None:

@@ -159,6 +159,16 @@ def test_the_boot_log_of_a_vm_that_never_joined_is_kept(world: World) -> None:
     assert logs == [("job-2-0", "job-2-0: no space left on device")]
 
 
+def test_a_boot_log_that_cannot_be_had_keeps_no_vm_alive(world: World) -> None:
+    world.have("job-1", 1)
+    world.ask("job-2", 1)
+    world.answer()
+    world.cloud.log_error = AssertionError("no host in None")
+    world.shell.release(ReleaseNodes(nodes=("job-2-0",)))
+    world.settle()
+    assert world.cloud.ended == ["job-2-0"]
+
+
 def test_a_refusal_with_nothing_being_ended_or_an_end_that_fails_is_an_answer(world: World) -> None:
     world.cloud.room = 1
     (lost,) = world.have("job-1")

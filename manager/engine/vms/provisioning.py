@@ -329,8 +329,7 @@ class Provisioning:
     def _delete(self, end: End, facts: Sequence[str], silent: Sequence[str]) -> None:
         try:
             for vm in silent:
-                if log := self._provider.boot_log(vm):
-                    self._event_queue.put(Fact(name="vm_boot_log", worker=vm, detail=log))
+                self._keep_log(vm)
             with self._told("vms_left"):
                 self._provider.delete(end.vms)
                 for fact in facts:
@@ -338,6 +337,15 @@ class Provisioning:
         finally:
             self._registry.ended(end)
         self._count()
+
+    def _keep_log(self, vm: str) -> None:
+        try:
+            log = self._provider.boot_log(vm)
+        except Exception as error:  # another package's provider: whatever it is, the VM costs until it is ended
+            self._failed(error)
+        else:
+            if log:
+                self._event_queue.put(Fact(name="vm_boot_log", worker=vm, detail=log))
 
     def _count(self) -> None:
         with self._told("vms_not_counted"):

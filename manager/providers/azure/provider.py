@@ -163,7 +163,10 @@ class AzureProvider:
         """See ``Provider``: of the serial console, which Azure keeps in a blob."""
         try:
             found = self._machines.retrieve_boot_diagnostics_data(self._spec.resource_group, name)
-            log = fetch(str(found.serial_console_log_blob_uri), timeout_s=BOOT_LOG_TIMEOUT_S)
+            where = found.serial_console_log_blob_uri
+            if not where:  # nothing is written yet
+                return ""
+            log = fetch(str(where), timeout_s=BOOT_LOG_TIMEOUT_S)
         except (AzureError, HttpFailed, ValueError):
             return ""
         return log.text[-BOOT_LOG_CHARACTERS:] if log.status == 200 else ""
