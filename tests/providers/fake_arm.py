@@ -187,7 +187,8 @@ class FakeArm:
         if verb == "retrieveBootDiagnosticsData" and method == "POST":
             if name not in self.machines or name not in self.boot_logs:
                 return error(404, "ResourceNotFound", f"{name} is not there, or said nothing")
-            return 200, {"serialConsoleLogBlobUri": f"{self.url}/logs/{name}?sig=s3cret"}, {}
+            where = f"{self.url}/logs/{name}?sig=s3cret" if self.boot_logs[name] else None
+            return 200, {"serialConsoleLogBlobUri": where}, {}
         if verb == "simulateEviction" and method == "POST":
             return self.evict(name)
         if method == "GET":
@@ -233,7 +234,8 @@ class FakeArm:
         vm = path.partition("/providers/")[0] + f"/providers/Microsoft.Compute/virtualMachines/{body['vm']}"
         told: dict[str, Any] = {"id": f"{path}/{name}", "name": name, "tags": body["tags"], "properties": {}}
         if kind == DISKS:
-            told |= {"sku": {"name": "Premium_LRS"}, "properties": {"diskSizeGB": 128}}
+            of_system = {"osType": "Linux"} if "_OsDisk_" in name else {}
+            told |= {"sku": {"name": "Premium_LRS"}, "properties": {"diskSizeGB": 128, **of_system}}
             return told | ({"managedBy": vm} if body["vm"] else {})
         return told | ({"properties": {"virtualMachine": {"id": vm}}} if body["vm"] else {})
 

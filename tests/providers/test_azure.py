@@ -24,7 +24,7 @@ from manager.providers.interface.provider import (
     Transient,
 )
 from tests.providers.azure_world import NODE_SECRET, RAY_TOKEN, SPEC, Hasty, Killed, Line, provider
-from tests.providers.fake_arm import FakeArm, Fault
+from tests.providers.fake_arm import DISKS, FakeArm, Fault
 
 pytestmark = pytest.mark.slow
 
@@ -503,10 +503,13 @@ def test_the_end_of_a_vms_boot_log_is_known_where_azure_has_one(arm: FakeArm, tm
     assert azure.boot_log("a-0").endswith("...\na-0: no space left on device\n")
     assert len(azure.boot_log("a-0")) <= 2000
     assert azure.boot_log("a-1") == ""
+    arm.boot_logs["a-0"] = ""  # it has said nothing yet
+    assert azure.boot_log("a-0") == ""
 
 
 def test_what_vms_left_behind_is_ended_and_named_with_its_price(arm: FakeArm, tmp_path: Path) -> None:
-    arm.staying = {"a-0-nic", "a-1_OsDisk_1_5f2c", "b-0_OsDisk_1_5f2c"}
+    arm.staying = {"a-0-nic", "a-1_OsDisk_1_5f2c", "b-0_OsDisk_1_5f2c", "users-own"}
+    arm.parts[DISKS, "users-own"] = {"vm": "a-0", "tags": {}}
     azure = provider(arm, tmp_path, find_disk_price=lambda sku, gib: {("Premium_LRS", 128): 0.027}.get((sku, gib)))
     azure.request("a", 2)
     provider(arm, tmp_path, run="another").request("b", 1)
@@ -516,7 +519,7 @@ def test_what_vms_left_behind_is_ended_and_named_with_its_price(arm: FakeArm, tm
         "disk a-1_OsDisk_1_5f2c (128 GiB, Premium_LRS), 0.0270 dollars an hour",
         "network interface a-0-nic, 0.0000 dollars an hour",
     ]
-    assert [name for _, name in arm.parts] == ["b-0_OsDisk_1_5f2c"]
+    assert [name for _, name in arm.parts] == ["users-own", "b-0_OsDisk_1_5f2c"]
     assert azure.dismantle() == ()
     assert provider(arm, tmp_path, run="another").dismantle() == (
         "disk b-0_OsDisk_1_5f2c (128 GiB, Premium_LRS), its price is not known",

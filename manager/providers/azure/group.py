@@ -75,7 +75,7 @@ PART_API_VERSIONS = {INTERFACE: "2022-07-01", DISK: "2023-04-02"}
 
 @dataclass(frozen=True)
 class Part:
-    """A network interface or a disk. ``vm``: with whose end it goes; empty: with nobody's."""
+    """A network interface or a disk. ``vm``: to which it is attached; empty: to none. ``boots``: a VM boots from it."""
 
     id: str
     kind: str
@@ -83,6 +83,7 @@ class Part:
     vm: str
     sku: str = ""
     gib: int = 0
+    boots: bool = False
 
     @property
     def shown(self) -> str:
@@ -249,10 +250,13 @@ class Group:
         return [part for kind in PART_API_VERSIONS for part in self._parts_of(kind)]
 
     def tag_disks(self, vms: Collection[Vm]) -> None:
-        """Give the run's tags to the disks of VMs, as their network interfaces have them from the beginning."""
+        """Give the run's tags to the disks that VMs boot from; their network interfaces have them from the beginning.
+
+        A disk that somebody else has attached to one of them is not the run's to end.
+        """
         requests = {vm.name: vm.request for vm in vms}
         for part in self._parts_of(DISK):
-            if part.vm in requests and not self._identity.owns(part.tags):
+            if part.boots and part.vm in requests and not self._identity.owns(part.tags):
                 own = {RUN_TAG: self._identity.run, JOB_TAG: self._identity.job, REQUEST_TAG: requests[part.vm]}
                 self._send("PATCH", part, {"tags": {**part.tags, **own}})
 
@@ -275,6 +279,7 @@ class Group:
                             vm=vm.rsplit("/", 1)[-1],
                             sku=(item.get("sku") or {}).get("name", ""),
                             gib=int(inside.get("diskSizeGB") or 0),
+                            boots=bool(inside.get("osType")),
                         )
                     url = document.get("nextLink") or ""
                 except (ValueError, TypeError, KeyError, AttributeError) as error:
