@@ -8,9 +8,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from manager.host.plain_http import HttpFailed, fetch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 METADATA_URL = "http://169.254.169.254"
 MANAGEMENT_URL = "https://management.azure.com"
@@ -19,14 +24,23 @@ COMPUTE_PATH = "/metadata/instance/compute?api-version=2021-02-01&format=json"
 TAGS = ("morph-run", "morph-job", "morph-request")
 TOKEN_PATH = "/metadata/identity/oauth2/token?api-version=2018-02-01&resource="
 TIMEOUT_S = 30.0
+NUM_AGAIN, AGAIN_S = 4, 30.0
 
 
-def end_vm(cloud: str, node: str, management_url: str = MANAGEMENT_URL) -> None:
+def end_vm(
+    cloud: str, node: str, management_url: str = MANAGEMENT_URL, pause: Callable[[float], object] = time.sleep
+) -> None:
     """End this VM as its cloud wants it, or switch it off, which some clouds go on billing.
 
-    On Azure one that is not ``node``, or not Morph's, goes on.
+    On Azure one that is not ``node``, or not Morph's, goes on; and Azure is asked again a few times before the VM is
+    switched off, after which nobody asks any more. ``pause``: waits some seconds.
     """
     taken = end_on_azure(node, management_url=management_url) if cloud == "azure" else False
+    for _ in range(NUM_AGAIN if cloud == "azure" else 0):
+        if taken is not False:
+            break
+        pause(AGAIN_S)
+        taken = end_on_azure(node, management_url=management_url)
     if taken is None:
         print(f"this VM is not {node} of Morph: it goes on", file=sys.stderr, flush=True)
     elif not taken:

@@ -22,9 +22,10 @@ from manager.engine.joining.notice_server import NoticeServer
 from manager.engine.loop.event_queue import EventQueue
 from manager.host.processes import wait_gone
 from manager.journal.records import Fact
+from manager.notices import end as end_module
 from manager.notices.agent import Agent
 from manager.notices.call import AGENT, ERRAND, called
-from manager.notices.end import end_on_azure
+from manager.notices.end import end_on_azure, end_vm
 from manager.notices.source import NoticeUnavailable, Standing
 from morph.link.authority import authority_of
 from morph.link.session import Session
@@ -408,6 +409,22 @@ def test_a_vm_of_which_azure_says_nothing_is_not_deleted(metadata: MetadataServe
     metadata.script("GET", "/metadata/instance/compute", reply)
     assert end_on_azure("tiny-1-0", metadata.url, metadata.url) is False
     assert not [asked for asked in metadata.asked if asked.method == "DELETE"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "num_pauses", "is_switched_off"),
+    [([False, False, True], 2, False), ([False, None], 1, False), ([False] * 5, 4, True)],
+    ids=["taken in the end", "a copy of its disk", "never"],
+)
+def test_azure_is_asked_again_before_a_vm_is_switched_off(
+    answers: list[bool | None], num_pauses: int, is_switched_off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses, ran = list[float](), list[list[str]]()
+    monkeypatch.setattr(end_module, "end_on_azure", lambda *_, **__: answers.pop(0))
+    monkeypatch.setattr(end_module.subprocess, "run", lambda command, **_: ran.append(command))
+    end_vm("azure", "tiny-1-0", pause=pauses.append)
+    assert (answers, len(pauses)) == ([], num_pauses)
+    assert ran == [["systemctl", "poweroff"]] * is_switched_off
 
 
 @pytest.mark.parametrize("token", [Reply(status=400), Reply(body="{}"), Reply(body="no"), Reply(drop=True)])

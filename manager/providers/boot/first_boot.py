@@ -363,7 +363,7 @@ def stay(path: Path) -> None:
     path.touch()
 
 
-def keep_staying(caller: Caller, path: Path) -> None:
+def keep_staying(caller: Caller, path: Path, patience_s: float) -> None:
     """In a thread of its own: have the VM live on while the manager is there."""
 
     def run() -> None:
@@ -373,7 +373,7 @@ def keep_staying(caller: Caller, path: Path) -> None:
                 stay(path)
             except (OSError, ValueError):
                 pass  # the watchdog sees how long that lasts
-            time.sleep(STAY_EVERY_S)
+            time.sleep(min(STAY_EVERY_S, patience_s / 4))
 
     threading.Thread(target=run, name="morph-stay", daemon=True).start()
 
@@ -405,7 +405,10 @@ def _watch_for_ever(given: argparse.Namespace, caller: Caller) -> None:
         watch(Path(given.stay), patience_s)
         words = last_words(BOOT_LOG)
         heard = f"nothing on this VM has heard the manager for {patience_s:g} s"
-        tell(caller, f"{heard}; its first boot said last: {words}" if words else heard, 0.0)
+        try:
+            tell(caller, f"{heard}; its first boot said last: {words}" if words else heard, 0.0)
+        except Exception as error:  # whatever it is: the VM is ended all the same, and not waited for anew
+            print(f"the manager is not told: {error}", file=sys.stderr, flush=True)
         end_vm(given.end, given.node, given.management_url)
         time.sleep(RETRY_END_S)
 
@@ -436,7 +439,7 @@ def main() -> None:
         _watch_for_ever(given, caller)
     try:
         if given.stay:
-            keep_staying(caller, Path(given.stay))
+            keep_staying(caller, Path(given.stay), given.patience_s)
         _do(given, caller)
     except Exception as error:  # a full disk, a damaged file, whatever: nobody else would hear of it
         why = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"
