@@ -55,12 +55,13 @@ try:
         if number == 1:
             raise TrainingStopped("the share is not mounted")
         if number == 2:
-            leave_word(outcome="stopped", sentence="there were never 2 ready workers within 5 s", version=4)
+            leave_word(moved=True)
+            leave_word(outcome="stopped", sentence="there were never 2 ready workers within 5 s")
             raise typer.Exit(130)
         if number == 3 and sys.argv[2] == "waits":
             print("waits", flush=True)
             signal.pause()
-        leave_word(outcome="finished", sentence="all 9 steps are committed", version=9)
+        leave_word(outcome="finished", sentence="all 9 steps are committed")
 except typer.Exit as end:
     sys.exit(end.exit_code)
 except TrainingStopped:
@@ -80,7 +81,7 @@ def test_a_run_goes_on_forever_and_says_each_time_why(tmp_path: Path) -> None:
     assert told.splitlines() == [
         "its manager was killed by SIGKILL; the run goes on in 0.01 s (--forever)",
         "the share is not mounted; the run goes on in 0.02 s (--forever)",
-        "there were never 2 ready workers within 5 s; the run goes on in 0.04 s (--forever)",
+        "there were never 2 ready workers within 5 s; the run goes on in 0.01 s (--forever)",
     ]
     known = [(tmp_path / f"life{number}").read_text() for number in range(4)]
     assert known == ["None", str(tmp_path), str(tmp_path), str(tmp_path)]

@@ -13,7 +13,7 @@ import typer
 
 from manager.controller.state.actions import Finish
 from manager.dashboard.server import serving
-from manager.engine.loop.driver import Observer
+from manager.engine.loop.driver import Observed, Observer
 from manager.host.signals import STOPPED_BY_COMMAND
 from manager.report.journal_reader import read_timelines
 from manager.report.live import LiveRun
@@ -50,7 +50,24 @@ class Shown:
         leave_word(began=True)
         page = serving(live, run_dir) if self.page else nullcontext()
         with page, run_view(live, plain=self.plain, as_json=self.as_json, verbose=self.verbose) as observer:
-            yield observer
+            yield _noting_steps(observer)
+
+
+def _noting_steps(observer: Observer) -> Observer:
+    """Leave word, once, that a step was decided."""
+    first: int | None = None
+    moved = False
+
+    def observe(observed: Observed) -> None:
+        nonlocal first, moved
+        version = observed.decision.state.version
+        first = version if first is None else first
+        if version > first and not moved:
+            moved = True
+            leave_word(moved=True)
+        observer(observed)
+
+    return observe
 
 
 def carry_out(
@@ -72,7 +89,7 @@ def carry_out(
             file=sys.stderr,
         )
         raise
-    leave_word(outcome=finish.outcome, sentence=finish.sentence[:MOST_SAID], version=report.version)
+    leave_word(outcome=finish.outcome, sentence=finish.sentence[:MOST_SAID])
     with redirect_stdout(sys.stderr if shown.as_json else sys.stdout):
         _conclude(finish, report, directory)
         if request.timeline_step is not None:

@@ -37,14 +37,14 @@ class Ended(Value):
     """What a manager leaves word of.
 
     ``outcome``: as of ``Finish``, or an error, or another manager has taken the run's checkpoints over. ``began``: a
-    session was begun.
+    session was begun. ``moved``: a step was decided.
     """
 
     outcome: Literal["", "finished", "stopped", "failed", "error", "taken"] = ""
     sentence: str = ""
     run_dir: Path | None = None
-    version: int | None = None
     began: bool = False
+    moved: bool = False
 
 
 class _Word:
@@ -64,7 +64,7 @@ class _Word:
 
 _word = _Word()
 leave_word = _word.leave
-"""Say what is known so far: ``run_dir``, ``began``, and at the end ``outcome``, ``sentence`` and ``version``."""
+"""Say what is known so far: ``run_dir``, ``began``, ``moved``, and at the end ``outcome`` and ``sentence``."""
 
 
 @contextmanager
@@ -105,7 +105,6 @@ class _Keeper:
         self._child = 0
         self._asked: list[int] = []
         self._run_dir: Path | None = None
-        self._version: int | None = None
 
     def keep(self) -> Path | None:
         """Return in each child, with the directory of the run if it has begun; in the parent never."""
@@ -114,22 +113,26 @@ class _Keeper:
         while True:
             began_s = time.monotonic()
             reading, writing = os.pipe()
-            self._child = os.fork()
+            # a signal that comes now waits: in the parent until it knows whom to forward it to
+            unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+            self._child = 0 if self._asked else os.fork()
+            if self._asked:
+                raise typer.Exit(EXIT_INTERRUPTED)
             if not self._child:
                 os.close(reading)
                 os.setpgid(0, 0)  # a Ctrl-C comes through the parent, and once
                 for number, handler in before.items():
                     signal.signal(number, handler)
+                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
                 _word.pipe = writing
                 return self._run_dir if has_begun else None
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
             os.close(writing)
             ended, code = self._ended(reading)
             has_begun |= ended.began
             if ends(ended, code, asked=bool(self._asked), has_begun=has_begun):
                 raise typer.Exit(code)
-            moved = ended.version is not None and self._version is not None and ended.version > self._version
-            self._version = ended.version if ended.version is not None else self._version
-            in_vain = not moved and time.monotonic() - began_s < self._pauses.most_s
+            in_vain = not ended.moved and time.monotonic() - began_s < self._pauses.most_s
             num_in_vain = num_in_vain + 1 if in_vain else 1
             self._pause(ended, code, self._pauses.pause_s(num_in_vain - 1))
             if self._asked:
@@ -147,8 +150,9 @@ class _Keeper:
         self._child, ended = 0, Ended()
         os.set_blocking(reading, False)  # a process that the child left may have the pipe still
         with os.fdopen(reading, "rb") as pipe, suppress(BlockingIOError):
-            said = (pipe.read() or b"").splitlines()
-            ended = Ended.model_validate_json(said[-1]) if said else ended
+            for line in (pipe.read() or b"").splitlines():
+                with suppress(ValueError):  # it was killed as it wrote the last one
+                    ended = Ended.model_validate_json(line)
         self._run_dir = ended.run_dir or self._run_dir
         if os.WIFSIGNALED(status):
             name = signal.Signals(os.WTERMSIG(status)).name
