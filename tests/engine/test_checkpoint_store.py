@@ -9,7 +9,12 @@ import pytest
 from manager.controller.state.events import CheckpointFound, CheckpointNotFound, Event
 from manager.engine.loop.checkpoint_store import CheckpointStore
 from manager.engine.loop.event_queue import EventQueue
+from manager.engine.loop.lease import Lease, this_process
+from manager.journal.records import Fact
 from morph.checkpoint.manifest import complete_versions
+from morph.checkpoint.retention import best_version
+from morph.contract.errors import CheckpointsTaken
+from morph.contract.evaluation import Best
 from morph.contract.rules import CheckpointRules
 from tests.checkpoint.test_manifest import _flipped, save
 
@@ -35,6 +40,26 @@ def test_a_flipped_bit_is_passed_over_and_set_aside(tmp_path: Path) -> None:
     (told,) = event.passed_over
     assert "differs from its manifest" in told
     assert complete_versions(str(tmp_path)) == (2,)
+
+
+def test_a_place_that_another_manager_has_taken_is_left_as_it_is(tmp_path: Path) -> None:
+    url, events = str(tmp_path), EventQueue()
+    save(url, 2)
+    ours, other = (Lease(url, this_process(run, tmp_path / run)) for run in ("one", "two"))
+    ours.take()
+    other.take(by_force=True)
+    store = CheckpointStore(url, CheckpointRules(), events, ours)
+    store.mark(Best(version=2, metric="loss", value=1.0))
+    stamped = events.get(100.0)
+    store.close()
+    assert stamped is not None
+    assert isinstance(stamped.item, Fact)
+    assert "were taken over by the run in" in stamped.item.detail
+    assert best_version(url) is None
+    with pytest.raises(CheckpointsTaken):
+        store.check()
+    ours.close()
+    other.close()
 
 
 def test_newer_versions_than_a_bad_step_goes_back_to_are_left_alone(tmp_path: Path) -> None:

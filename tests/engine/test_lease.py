@@ -176,6 +176,21 @@ def test_storage_without_an_answer_is_asked_again_before_something_is_written(
         make(str(tmp_path / "checkpoints"), "two").take()
 
 
+def test_storage_that_hangs_keeps_no_run_from_going_on(
+    make: Callable[..., Lease], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, lease = threading.Event(), make(str(tmp_path), "one")
+    newest = lease._newest
+    monkeypatch.setattr(lease_module, "TAKE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(lease, "_newest", lambda: (answers.wait(BOUND_S), newest())[1])
+    with pytest.raises(CheckpointError, match=r"cannot be written: storage took longer than 0\.05 s"):
+        lease.take()
+    answers.set()
+    lease.hold()
+    with pytest.raises(RunDirError):
+        make(str(tmp_path), "two").take()
+
+
 def test_checkpoints_in_the_directory_of_a_living_run_are_in_use(make: Callable[..., Lease], tmp_path: Path) -> None:
     facts = RunFacts(job="a.py:job", fingerprint="x", micro_batch_size=1, batch_size=1, num_sections=1)
     with RunDir(tmp_path / "run", facts), pytest.raises(RunDirError, match=f"process {os.getpid()}"):

@@ -119,9 +119,14 @@ class CheckpointStore:
             self._lease.hold()
         write_manifest(self._checkpoint_url, manifest)
 
+    def _mark_held(self, best: Best) -> None:
+        if self._lease is not None:
+            self._lease.hold()
+        mark_best(self._checkpoint_url, best)
+
     def _mark(self, best: Best) -> None:
         try:
-            bounded(partial(mark_best, self._checkpoint_url, best), self._rules.file_limit_s(0), "storage")
+            bounded(partial(self._mark_held, best), self._rules.file_limit_s(0), "storage")
         except Exception as error:  # each kind of storage has its own; the next one that is best is marked
             self._event_queue.put(Fact(name="best_not_marked", detail=f"{type(error).__name__}: {error}"))
 

@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -30,6 +31,7 @@ from morph.contract.errors import CheckpointError, CheckpointsTaken, RunDirError
 LEASE_S = 180.0
 """A lease that was not renewed for so long is free. A third of it lies between two renewals."""
 CLOSE_TIMEOUT_S = 15.0
+TAKE_TIMEOUT_S = 120.0
 _FOLDER, _NAME, _END = "run", "lease-", ".json"
 _MOST_TRIES = 8
 
@@ -149,6 +151,12 @@ class Lease:
         if self._thread is None:
             self._thread = threading.Thread(target=self._renew_until_over, name="morph-lease", daemon=True)
             self._thread.start()
+        try:
+            return bounded(partial(self._take_now, by_force=by_force), TAKE_TIMEOUT_S, "storage")
+        except TimeoutError as error:
+            raise CheckpointError(f"{self._url}: cannot be written: {error}") from error
+
+    def _take_now(self, *, by_force: bool) -> Holder | None:
         with self._lock, writing(self._url):
             return self._take(by_force=by_force)
 
