@@ -200,13 +200,33 @@ class Journal:
                     self._condense(self.keeper.cut(), decision.state)
                 except RunDirStuck as error:  # nothing was changed: after one of the next decisions then
                     log.info("older lines of the journal are condensed later: %s", error)
+                except Exception as error:
+                    self._leave_out(error)
                 else:
                     self.keeper.forget()
                     self._num_unsaved = 0
 
     def _tell(self, line: Line) -> None:
         if self.keeper is not None:
-            self.keeper.take(line)
+            try:
+                self.keeper.take(line)
+            except Exception as error:
+                self._leave_out(error)
+
+    def _leave_out(self, error: Exception) -> None:
+        """Go on without a keeper that fails, whatever it is: lines are only more than they could be, and none is lost.
+
+        The run could not be resumed either if it ended here, for the next manager would read the same lines.
+        """
+        log.warning("the run's journal is condensed no more, and grows: %s: %s", type(error).__name__, error)
+        self.keeper = None
+
+    def condense(self, keeper: Callable[[Journal], Keeper]) -> None:
+        """Condense lines from now on; ``keeper``: made of this journal."""
+        try:
+            self.keeper = keeper(self)
+        except Exception as error:
+            self._leave_out(error)
 
     def read(self, after: int = 0) -> tuple[Entry, ...]:
         """Return every line behind this sequence number that is there, in the order written.

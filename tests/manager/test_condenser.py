@@ -72,6 +72,7 @@ class Both(JournalledCluster):
 
     def close(self) -> None:
         """Write no more."""
+        assert self.short.keeper is not None, "it failed, and was left out"
         self.journal.close()
         self.short.close()
 
@@ -259,6 +260,22 @@ def test_damaged_steps_never_end_the_run_that_goes_on_with_them(
         assert journal.column("step").tolist() == list(range(len(journal.column("step"))))
         with pytest.raises(RunDirError, match="is damaged"):
             journal.column("loss")
+
+
+def test_a_keeper_that_fails_is_left_out_and_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Cut:
+        raise ValueError("a line of another version")
+
+    monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 20)
+    monkeypatch.setattr(Condenser, "cut", fail)
+    with Journal.open(tmp_path / JOURNAL) as journal:
+        journal.condense(Condenser)
+        Writer(journal, one_worker(1000), itertools.count(), 0.0).until(50)
+        assert (journal.keeper, journal.head()) == (None, None)
+        monkeypatch.setattr(Condenser, "__init__", fail)
+        journal.condense(Condenser)
+        assert journal.keeper is None
+    assert len(read_report(tmp_path).steps) >= 49
 
 
 def test_a_journal_of_an_older_version_is_read_once_its_run_is_resumed(tmp_path: Path) -> None:
