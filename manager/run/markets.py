@@ -187,7 +187,10 @@ def market_of(kind: str) -> Market:
         found = market_entry_points()[kind].load()()
     except Exception as error:  # another package's code
         raise ConfigError(f"cannot be loaded: {error}", field="vms.kind", value=kind) from error
-    assert isinstance(found, Market), f"{kind} is no Market"
+    if not isinstance(found, Market):
+        raise ConfigError(
+            "cannot be used: what is registered under this name is no Market", field="vms.kind", value=kind
+        )
     return found
 
 

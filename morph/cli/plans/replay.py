@@ -133,9 +133,9 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
         drawn = model_of(vms, like, model, chosen)
         drawn_seeds = range(seed, seed + seeds)
         cases = tuple((f"drawn {number}", number, drawn.draw(number, hours * 3600)) for number in drawn_seeds)
-        for name, number, trace in cases:
+        for _, number, trace in cases:
             if not trace.events:
-                message = f"no VM comes in {hours:g} h of the trace that is {name}"
+                message = f"no VM comes in the {hours:g} h of a drawn trace"
                 raise TraceError(message, field="--seed", value=number, allowed="more --hours, or VMs from the start")
     if most_wanted is not None:
         cases = tuple((name, number, trace.at_most(most_wanted)) for name, number, trace in cases)
