@@ -201,6 +201,9 @@ def test_another_package_brings_a_market_of_its_own(
         app, ["cloud", "reconcile", str(tmp_path / "cloud.yaml"), "--run", "r", "--job", "j", "--kind", "sun"]
     )
     assert (told.exit_code, "no such kind" in told.output) == (2, True), told.output
+    found = EntryPoint("moon", "builtins:object", "morph.markets")
+    with pytest.raises(ConfigError, match=r"vms\.kind: cannot be used: .* is no Market"):
+        resolved(tmp_path, described)
 
 
 def test_a_trace_beside_kept_vms_is_refused(tmp_path: Path, described: Described) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import base64
 import os
 import shlex
@@ -75,6 +76,26 @@ def test_a_watchdog_comes_first_at_each_boot_and_needs_no_disk(tmp_path: Path) -
         "daemon-reload",
         "--no-block start morph-watchdog.service",
     ]
+
+
+def test_a_forgotten_vm_is_ended_whatever_becomes_of_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ended(Exception):
+        pass
+
+    def refuse(*_: object) -> None:
+        raise KeyError("kind")
+
+    def end(*asked: object) -> None:
+        raise Ended(asked)
+
+    monkeypatch.setattr(first_boot, "tell", refuse)
+    monkeypatch.setattr(first_boot, "end_vm", end)
+    stay = str(tmp_path / "stay")
+    given = argparse.Namespace(patience_s=0.0, stay=stay, end="azure", node="a-0", management_url="https://arm")
+    with pytest.raises(Ended, match="a-0"):
+        first_boot._watch_for_ever(given, first_boot.Caller("127.0.0.1:1", "a-0", 1, "secret"))
 
 
 def test_units_come_again_after_a_reboot_and_close_the_metadata_first() -> None:
