@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -259,9 +260,23 @@ class Steps(Sequence[StepRecord]):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         written: Callable[[Steps], list[StepRecord]] = list
-        return core_schema.is_instance_schema(
-            cls,
-            serialization=core_schema.plain_serializer_function_ser_schema(
-                written, return_schema=handler.generate_schema(list[StepRecord])
-            ),
+        records = handler.generate_schema(list[StepRecord])
+        return core_schema.json_or_python_schema(
+            json_schema=core_schema.no_info_after_validator_function(cls.of_records, records),
+            python_schema=core_schema.is_instance_schema(cls),
+            serialization=core_schema.plain_serializer_function_ser_schema(written, return_schema=records),
         )
+
+    @classmethod
+    def of_records(cls, records: Sequence[StepRecord]) -> Steps:
+        """Return the steps of a report that was written as JSON, which does not say what each had cost."""
+        backs = [
+            SetBack(num_decided=place, version=record.step)
+            for place, (before, record) in enumerate(pairwise(records), start=1)
+            if record.step <= before.step
+        ]
+        lost = [record.step for record in records[backs[-1].num_decided if backs else 0 :] if record.redone_later]
+        if lost:  # and not run again yet
+            backs.append(SetBack(num_decided=len(records), version=min(lost)))
+        unknown = Cost(np.nan, np.nan, np.nan, np.nan)
+        return cls(newer=[Step(0, record, unknown) for record in records], set_backs=backs)

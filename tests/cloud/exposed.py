@@ -19,8 +19,8 @@ Socket = tuple[str, str, str]
 FROM_VERSION = 3
 LOGIN = "AZURE_CLIENT_SECRET"
 """Alone it logs nobody in: the SDK then goes on to the managed identity."""
-SEARCHED = ("etc/morph", "tmp", "log")
-NODE_FILES = {"etc/morph/ray-token", "etc/morph/node-secret"}
+SEARCHED = ("etc/morph", "run", "tmp", "log")
+NODE_FILES = {"etc/morph/ray-token", "run/morph/node-secret"}
 RUN_FILES = {"attach.json", "page.json"}
 OF_MANAGER: set[Socket] = {
     ("gcs_server", "all", "head"),
@@ -111,7 +111,7 @@ class Watch:
         self._search(f"{host.name} in the end", host.directory, SEARCHED)
 
     def _search(self, name: str, directory: Path, below: Iterable[str]) -> None:
-        credential = directory / "etc/morph/node-secret"
+        credential = directory / "run/morph/node-secret"
         if credential.is_file():
             self._credentials.add(credential.read_text(encoding="ascii").strip())
         self.found[name] = files_with(self._files(directory, below), self.secrets)

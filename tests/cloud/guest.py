@@ -1,6 +1,6 @@
 """Process 1 of a virtual host: ``python -m tests.cloud.guest SPEC.json``; see ``GuestSpec``.
 
-The host has its own processes, mounts, name and network. ``/etc`` is a copy of this machine's, ``/tmp`` and
+The host has its own processes, mounts, name and network. ``/etc`` is a copy of this machine's, ``/run``, ``/tmp`` and
 ``/dev/shm`` are its own: what runs in it writes nothing to this machine but to the folders that are shared. Process 1
 carries out the cloud-config, as cloud-init does, and stands in for systemd. When it ends, everything in the host ends
 with it; it ends with the thread that started it.
@@ -145,7 +145,7 @@ def _mount(spec: GuestSpec) -> None:
     _run("mount", "-t", "proc", "proc", "/proc")
     _run("mount", "-t", "tmpfs", "shm", "/dev/shm")
     _run("mount", "-t", "tmpfs", "-o", "mode=0755", "none", "/home")
-    _run("mount", "-t", "tmpfs", "-o", "mode=0755", "none", "/run")
+    _run("mount", "--bind", str(root / "run"), "/run")
     _run("mount", "--rbind", str(root / "tmp"), "/tmp")
 
 

@@ -201,7 +201,7 @@ class Hosts:
         self, name: str, namespace: str, address: str, environment: Mapping[str, str], cloud_config: str
     ) -> GuestSpec:
         directory = self.directory / f"{name}-{self._next}"
-        for part in ("etc", "tmp", "log"):
+        for part in ("etc", "run", "tmp", "log"):
             (directory / part).mkdir(parents=True)
         (directory / "tmp").chmod(0o1777)
         shutil.copytree("/etc", directory / "etc", symlinks=True, dirs_exist_ok=True)

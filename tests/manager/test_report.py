@@ -20,6 +20,7 @@ from manager.journal.records import PREEMPTION_INJECTED, Fact
 from manager.report.journal_reader import read_report, report_of
 from manager.report.morph_trace import MANAGER, chrome_trace, morph_trace
 from manager.report.page import report_page
+from manager.report.steps import Steps
 from manager.report.summary import summarise
 from manager.report.values import RunReport
 from manager.run_dir import JOURNAL, RunFacts
@@ -133,6 +134,10 @@ def test_steps_are_counted_as_redone_when_their_state_is_lost(tmp_path: Path) ->
     assert set(morph.sources) <= {"checkpoint", "initial"}
     assert len(morph.lost_workers) == 5
     assert morph.killed_at_s == min(cluster.killed_s.values())
+    read = RunReport.model_validate_json(report.model_dump_json())
+    assert (read, read.losses, read.steps_redone) == (report, report.losses, report.steps_redone)
+    for num in range(len(report.steps)):  # also before the steps that were lost are run again
+        assert list(Steps.of_records(report.steps[:num])) == report.steps[:num]
 
 
 def test_a_morph_that_is_hit_again_is_one_morph(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_an_order_that_comes_again_is_answered_again_and_not_carried_out_twice(w
     order = StepOrder(generation=2, step=5)
 
     def once(order: StepOrder | CommitOrder, name: str) -> object:
-        return worker._once(order, (), lambda: carried_out.append(name) or name)
+        return worker._once(order, lambda: carried_out.append(name) or name)
 
     assert once(order, "step") == once(order.model_copy(), "the same again") == "step"
     assert once(order.model_copy(update={"attempt": 1}), "attempt") == "attempt"
@@ -174,9 +174,9 @@ def test_an_order_that_comes_again_is_answered_again_and_not_carried_out_twice(w
 
 
 def test_an_order_that_a_later_one_overtook_is_not_carried_out(worker: Worker) -> None:
-    worker._once(StepOrder(generation=2, step=5), (), lambda: "done")
+    worker._once(StepOrder(generation=2, step=5), lambda: "done")
     for late in (StepOrder(generation=2, step=4), StepOrder(generation=1, step=9)):
-        answer = worker._once(late, (), lambda: pytest.fail("was begun"))  # type: ignore[var-annotated]
+        answer = worker._once(late, lambda: pytest.fail("was begun"))  # type: ignore[var-annotated]
         assert isinstance(answer, Aborted)
         assert not answer.peer_lost
         assert "a later order" in answer.detail
@@ -185,8 +185,8 @@ def test_an_order_that_a_later_one_overtook_is_not_carried_out(worker: Worker) -
 def test_an_order_that_was_given_up_is_given_up_when_it_comes_again(worker: Worker) -> None:
     worker.abort(2)
     order = StepOrder(generation=2, step=5)
-    assert worker._once(order, (), lambda: "done") == worker._once(order, (), lambda: "done")
-    assert isinstance(worker._once(order, (), lambda: "done"), Aborted)
+    assert worker._once(order, lambda: "done") == worker._once(order, lambda: "done")
+    assert isinstance(worker._once(order, lambda: "done"), Aborted)
 
 
 def test_a_worker_that_is_set_up_again_is_ready_as_before(worker: Worker, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_without_recompute_a_stage_holds_the_activations_of_its_whole_window() -
     section = PROFILE.sections[0].model_copy(update={**held, "input_bytes_per_sample": 10})
     sections = tuple(section.model_copy(update={"index": index}) for index in range(8))
     profile = PROFILE.model_copy(update={"sections": sections, "units": ()})
-    shape = {"num_stages": 4, "micro_batch_size": 2, "schedule": "1f1b"}
+    shape = {"num_stages": 4, "micro_batch_size": 2, "schedule": "1f1b", "window_slope": 1}
     with_it = simulate(profile, **shape).costs.memory_bytes  # type: ignore[arg-type]
     without = simulate(profile, **shape, recompute=False).costs.memory_bytes  # type: ignore[arg-type]
     windows = (4, 3, 2, 1)

@@ -52,9 +52,9 @@ def check_kernels(device: torch.device, field: str = "vms.device") -> None:
     Raises:
         ConfigError: naming the device, its compute capability, and those that torch was built for.
     """
-    usable_device(str(device), field=field, numbered=True)
     if device.type != "cuda":
         return
+    usable_device(str(device), field=field, numbered=True)
     capability, built_for = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
     if not has_kernels(capability, built_for):
         raise ConfigError(
