@@ -599,7 +599,8 @@ def test_a_violation_refuses_the_job_in_one_sentence(tools: Any) -> None:
 
 def test_a_large_model_is_run_without_numbers(tools: Any) -> None:
     report = tools.trace(tools.make_job(optimizer=tools.optimizer_of(Clipped)), max_real_elements=40)
-    assert (the_violation(report).operator, report.notes[0][:11]) == ("stack", "too large t")
+    assert the_violation(report).operator == "stack"
+    assert "too large to run with values" in report.notes[0]
     assert tools.trace(tools.make_job(), max_real_elements=40).violations == ()
 
 
