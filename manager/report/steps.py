@@ -234,7 +234,9 @@ class Steps(Sequence[StepRecord]):
         """Return all of them as a pandas table; metrics have their own names, ``redone`` marks what was run again."""
         import pandas as pd
 
-        table = {name.removeprefix(METRIC): self.column(name) for name in self.names if name != SEQUENCE}
+        first = ("step", "loss", *_PLAIN, *_KNOWN_OR_NOT, *_RATES)
+        names = dict.fromkeys((*(name for name in first if name in self.names), *self.names))
+        table = {name.removeprefix(METRIC): self.column(name) for name in names if name != SEQUENCE}
         return pd.DataFrame({**table, "redone": self.redone})
 
     def __len__(self) -> int:

@@ -79,7 +79,9 @@ SettingsOption = Annotated[
 ]
 FileSettingsOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A key of the YAML file, as policy.redundancy=off. Repeatable."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Set a key of the YAML file, such as policy.redundancy=off. Repeatable."
+    ),
 ]
 
 PriceOption = Annotated[
@@ -87,7 +89,7 @@ PriceOption = Annotated[
     typer.Option(
         "--price",
         min=0,
-        help="Dollars per VM and hour that are paid, for all VMs; else what is known of each.",
+        help="Price of every VM, in dollars per hour; default: each VM's known price.",
         show_default=False,
     ),
 ]

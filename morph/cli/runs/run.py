@@ -31,9 +31,11 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
-VerboseOption = Annotated[bool, typer.Option("--verbose", help="Plain lines, also of how the manager works.")]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", help="Plain lines, with each decision of the manager and its reason.")
+]
 LogFormatOption = Annotated[
-    LogFormat, typer.Option("--log-format", help="text, or one JSON object a line on standard output.")
+    LogFormat, typer.Option("--log-format", help="Plain text, or one JSON object per line on standard output.")
 ]
 PageOption = Annotated[
     bool, typer.Option("--page/--no-page", help="Serve the run's page on loopback; `morph page` gives its address.")
@@ -41,21 +43,22 @@ PageOption = Annotated[
 IfChangedOption = Annotated[
     IfChanged,
     typer.Option(
-        help="If the job's code was changed since the run began: refuse; keep the code that it began with; or accept "
-        "changed code and data, from the newest checkpoint on."
+        help="If the job's code was changed since the run began: refuse to continue; keep the code that it began with; "
+        "or accept changed code and data, from the newest checkpoint on."
     ),
 ]
 TakeOverOption = Annotated[
     bool,
     typer.Option(
-        "--take-over", help="Take the checkpoints over from another manager that uses the same --checkpoint-url."
+        "--take-over", help="If another manager uses the same --checkpoint-url, stop it and take over its checkpoints."
     ),
 ]
 
 ForeverOption = Annotated[
     bool,
     typer.Option(
-        "--forever", help="Go on after whatever ends the run but its user or a limit, with growing pauses, and say why."
+        "--forever",
+        help="Restart the run whatever ends it, after growing pauses, unless you stop it or a limit is reached.",
     ),
 ]
 
@@ -76,13 +79,13 @@ _IN_A_JOB_FILE = (
 def run_command(
     context: typer.Context,
     job: Annotated[
-        str, typer.Argument(metavar="JOB", help="path/to/file.py:name, or a job file (YAML) that has it all.")
+        str, typer.Argument(metavar="JOB", help="path/to/file.py:name, or a job file (YAML) with all settings.")
     ],
     profile: Annotated[
-        Path | None, typer.Option(help="What `morph calibrate` wrote for this job.", show_default=False)
+        Path | None, typer.Option(help="The profile that `morph calibrate` wrote for this job.", show_default=False)
     ] = None,
     cluster: Annotated[Path | None, typer.Option(help="Cluster file (YAML).", show_default=False)] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the whole run.")] = 100,
+    steps: Annotated[int, typer.Option(min=1, help="Length of the whole run in optimizer steps.")] = 100,
     epochs: Annotated[
         int | None,
         typer.Option(min=1, help="Length of the whole run in epochs, in place of --steps.", show_default=False),
@@ -94,7 +97,9 @@ def run_command(
         str | None,
         typer.Option(help="Checkpoints go to this fsspec URL; default: the run directory.", show_default=False),
     ] = None,
-    trace: Annotated[Path | None, typer.Option(help="Spot trace (CSV): local VMs come and go as in it.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Spot trace (CSV): local VMs come and go as recorded in it.")
+    ] = None,
     trace_speed: Annotated[
         float, typer.Option(min=0.001, help="Replay the trace this many times faster than it was recorded.")
     ] = 1.0,
@@ -106,13 +111,13 @@ def run_command(
     recompute: RecomputeOption = None,
     pipeline_depth: Annotated[
         int | None,
-        typer.Option("-P", min=1, help="Stages of every shape: with fewer workers the run waits.", show_default=False),
+        typer.Option(
+            "-P", min=1, help="Number of stages in every shape; with fewer workers the run waits.", show_default=False
+        ),
     ] = None,
     num_replicas: Annotated[
         int | None,
-        typer.Option(
-            "-D", min=1, help="Replicas at most: fewer while workers are missing, others stand by.", show_default=False
-        ),
+        typer.Option("-D", min=1, help="Largest number of replicas; workers beyond that stand by.", show_default=False),
     ] = None,
     plain: PlainOption = False,
     verbose: VerboseOption = False,
@@ -127,8 +132,9 @@ def run_command(
 ) -> None:
     """Train a job on VMs that come and go, re-shaping it as they do.
 
-    A first Ctrl-C stops at the next step and saves; the same command then goes on from there. It also takes over from a
-    run whose process was killed, while its VMs live (takeover_patience_s in the cluster file).
+    The first Ctrl-C stops the run at the next step and saves it; the same command then continues it from there. If the
+    process of this command is killed, the same command takes the run over, while its VMs are still alive
+    (takeover_patience_s in the cluster file).
 
     \b
     Example:
@@ -168,12 +174,14 @@ def resume_command(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="RUN_DIR_OR_URL", help="The run's directory; or, on another machine, where its checkpoints are."
+            metavar="RUN_DIR_OR_URL", help="The run's directory or, on another machine, the URL of its checkpoints."
         ),
     ],
     job: Annotated[
         str | None,
-        typer.Option(metavar="JOB", help="With a URL: the run's job here, path/to/file.py:name.", show_default=False),
+        typer.Option(
+            metavar="JOB", help="With a URL: the job on this machine, path/to/file.py:name.", show_default=False
+        ),
     ] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="With a URL: a new run directory; default: runs/NAME of the job.")
@@ -189,14 +197,15 @@ def resume_command(
     forever: ForeverOption = False,
     take_over: TakeOverOption = False,
 ) -> None:
-    """Go on with a run as it was started: the same as giving its `morph run` command again.
+    """Continue a run with the options of its `morph run` command.
 
-    It takes over from a run whose process was killed, while its VMs live, and goes on from the newest checkpoint
-    otherwise. It refuses when the job's code (but see --if-changed), the profile, the cluster file or the trace were
-    changed or are gone.
+    If the process of the run was killed and its VMs are still alive, they are taken over; otherwise the run continues
+    from the newest checkpoint. The command refuses to continue if the job's code (but see --if-changed), the profile,
+    the cluster file or the trace was changed or is gone.
 
-    With the URL of its checkpoints it goes on with a run whose machine is gone, from the newest checkpoint that is
-    whole, in a new run directory. Only the job must be here, as it was: no code is read from storage.
+    If the machine of the run is gone, give the URL of its checkpoints: the run continues in a new run directory, from
+    the newest checkpoint that is whole. The job's code must be on this machine, unchanged, because no code is read from
+    storage.
 
     \b
     Example:

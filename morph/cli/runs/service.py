@@ -26,14 +26,14 @@ StartLimitIntervalSec=0
 [Service]
 Type=exec
 WorkingDirectory={folder}
-# what vms.pass_variables and notify name, and credentials of storage and cloud: lines of NAME=value, mode 0600
+# variables that vms.pass_variables and notify name, and credentials of storage and cloud: NAME=value lines, mode 0600
 EnvironmentFile=-{environment}
 ExecStart={command}
 Restart=on-failure
 RestartSec=30
-# morph stop, and systemctl stop
+# exit codes after morph stop (75) and systemctl stop (130)
 SuccessExitStatus=75 130
-# VMs outlive a manager that dies, so that the next one takes them over; one that is stopped ends them itself
+# VMs outlive a manager that dies, so that the next one can take them over; a manager that is stopped ends them itself
 KillMode=process
 OOMPolicy=continue
 TimeoutStopSec={stop_s}
@@ -51,7 +51,7 @@ SLURM = """\
 #SBATCH --signal=B:USR2@{stop_s}
 #SBATCH --cpus-per-task=4
 #SBATCH --time=24:00:00
-# The manager of a run of Morph: {what}. Before the time limit it stops, saved, and the job is queued again.
+# The manager of a run of Morph: {what}. Before the time limit it saves and stops, and the job is queued again.
 cd {folder} || exit 2
 again=
 {command} &
@@ -75,12 +75,16 @@ class Kind(StrEnum):
 
 
 def service_command(
-    run: Annotated[str, typer.Argument(metavar="RUN_DIR_OR_JOB_FILE", help="A run's directory, or a job file (YAML).")],
-    kind: Annotated[Kind, typer.Option("--for", help="A unit of systemd, or a job script of Slurm.")] = Kind.SYSTEMD,
+    run: Annotated[
+        str, typer.Argument(metavar="RUN_DIR_OR_JOB_FILE", help="The run's directory, or a job file (YAML).")
+    ],
+    kind: Annotated[
+        Kind, typer.Option("--for", help="What to print: a systemd unit, or a Slurm job script.")
+    ] = Kind.SYSTEMD,
 ) -> None:
-    """Print what keeps a run going over crashes and restarts of its machine: a systemd unit, or a Slurm job script.
+    """Print a systemd unit, or a Slurm job script, that starts a run again after crashes and restarts of its machine.
 
-    Each start goes on with the run, as `morph resume` does, and takes over VMs that live.
+    Each start continues the run, as `morph resume --forever` does, and takes over VMs that are still alive.
 
     \b
     Example:

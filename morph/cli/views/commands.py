@@ -23,15 +23,16 @@ POLL_S = 0.5
 def status_command(
     run_dir: RunDirArgument,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Also the cause of each morph, and where its state came from.")
+        bool,
+        typer.Option("--verbose", help="Also the cause of each morph (change of shape), and the source of its state."),
     ] = False,
     as_json: JsonOption = False,
     png: PngOption = None,
     csv: Annotated[
-        Path | None, typer.Option(help="Write every decided step into this file, as a table.", show_default=False)
+        Path | None, typer.Option(help="Write a table of all decided steps into this file (CSV).", show_default=False)
     ] = None,
 ) -> None:
-    """Show how a run is doing, or how it ended: steps, shapes, morphs, loss.
+    """Show how a run is doing, or how it ended: steps, shapes and their changes, loss.
 
     \b
     Example:
@@ -161,7 +162,7 @@ def stop_command(
 ) -> None:
     """Ask a run to end at its next step boundary, with a checkpoint, and wait until it has.
 
-    Its `morph run` ends with code 75 then, if a step is left: the same command goes on with it.
+    If steps are left, its `morph run` ends with exit code 75, and the same `morph run` command continues the run.
 
     \b
     Example:
