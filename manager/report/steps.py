@@ -231,12 +231,17 @@ class Steps(Sequence[StepRecord]):
         return dict(zip((steps[rows] + 1).tolist(), self.column("decided_at_s")[rows].tolist(), strict=True))
 
     def frame(self) -> pd.DataFrame:
-        """Return all of them as a pandas table; metrics have their own names, ``redone`` marks what was run again."""
+        """Return all of them as a pandas table; ``redone`` marks what was run again.
+
+        Metrics have their own names, but for ``metric:`` before one that is another column's, as ``loss``.
+        """
         import pandas as pd
 
         first = ("step", "loss", *_PLAIN, *_KNOWN_OR_NOT, *_RATES)
         names = dict.fromkeys((*(name for name in first if name in self.names), *self.names))
-        table = {name.removeprefix(METRIC): self.column(name) for name in names if name != SEQUENCE}
+        own = {"redone", *(name for name in names if not name.startswith(METRIC))}
+        shown = {name: plain if (plain := name.removeprefix(METRIC)) not in own else name for name in names}
+        table = {shown[name]: self.column(name) for name in names if name != SEQUENCE}
         return pd.DataFrame({**table, "redone": self.redone})
 
     def __len__(self) -> int:

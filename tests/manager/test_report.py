@@ -20,7 +20,7 @@ from manager.journal.records import PREEMPTION_INJECTED, Fact
 from manager.report.journal_reader import read_report, report_of
 from manager.report.morph_trace import MANAGER, chrome_trace, morph_trace
 from manager.report.page import report_page
-from manager.report.steps import Steps
+from manager.report.steps import Cost, Step, StepRecord, Steps
 from manager.report.summary import summarise
 from manager.report.values import RunReport
 from manager.run_dir import JOURNAL, RunFacts
@@ -319,3 +319,12 @@ def test_a_change_that_there_is_not_is_refused(run_dir: Path, options: tuple[str
     done = CliRunner().invoke(app, ["timeline", str(run_dir), *options])
     assert done.exit_code == 2
     assert told in done.output
+
+
+def test_a_metric_by_the_name_of_a_column_takes_no_columns_place() -> None:
+    metrics = {"loss": 9.0, "top": 5.0}
+    record = StepRecord(
+        step=0, generation=1, decided_at_s=1.0, duration_s=1.0, compute_s=1.0, loss=2.0, metrics=metrics, num_attempts=1
+    )
+    frame = Steps(newer=[Step(3, record, Cost(0.0, 0.0, 0.0, 0.0))]).frame()
+    assert frame[["loss", "metric:loss", "top", "redone"]].to_numpy().tolist() == [[2.0, 9.0, 5.0, False]]
