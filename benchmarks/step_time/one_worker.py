@@ -22,6 +22,7 @@ from benchmarks.harness import Seed, cpu_s, head, in_turns, load, machine, optio
 from benchmarks.remote import InThisProcess, Remote, call, end_all
 from benchmarks.step_time.__main__ import JOB, LOSS_TOLERANCE
 from benchmarks.workers import Crew, cut_job
+from morph.cutting.exporting.export import export_job
 from morph.jobs.job import load_job
 from morph.runtime.process.single import single_plan
 
@@ -47,6 +48,14 @@ class Contender:
     def losses(self) -> list[float]:
         """Of all steps so far."""
         return self._losses
+
+
+def loop_of(job_path: str) -> PlainLoop:
+    """A plain loop that begins with the weights that Morph draws for the job."""
+    loop = PlainLoop(job_path, "cpu")
+    initial = export_job(loop.job).initial_parameters
+    loop.model.load_state_dict({name: initial[name] for name in initial})
+    return loop
 
 
 def worker_on(job_path: str, folder: str) -> Crew:
@@ -79,7 +88,7 @@ def main(
     print(machine())
     with tempfile.TemporaryDirectory() as folder:
         makes: dict[str, Callable[[], PlainLoop | Crew]] = {
-            LOOP: partial(PlainLoop, f"{JOB}:fast", "cpu"),
+            LOOP: partial(loop_of, f"{JOB}:fast"),
             "Morph, fast": partial(worker_on, f"{JOB}:fast", folder),
             "Morph, exact": partial(worker_on, f"{JOB}:exact", folder),
         }
