@@ -10,7 +10,8 @@
 #   make bench-gpu   what a CUDA device takes: sums, copies, NCCL's forming and abort, whole steps beside a plain loop
 #   make gpu-kit     dist/gpu-kit.tar: this tree and wheels, for tests and times on a GPU machine without a package registry
 #   make test-trackers  TensorBoard, Weights & Biases and MLflow, installed for it: read back with their own readers
-#   make soak        runs under faults from outside, for SOAK_MINUTES (60), drawn from SEED
+#   make soak        runs under faults from outside, for SOAK_MINUTES (60), drawn from SEED;
+#                    SOAK_STEPS=1000000: one run of so many cheap steps, with faults far apart
 #   make check       lint, format, types, layers: what CI runs first
 #
 # TEST_WORKERS is how many tests run at once; 0: one after the other in one process, as plain `pytest` does.
@@ -124,7 +125,7 @@ gpu-kit:
 	PYTHON="$(PYTHON)" bash benchmarks/gpu_kit/prepare.sh
 
 soak: $(READY)
-	$(TEST_ENV) $(BIN)/python -m tests.chaos --minutes $(SOAK_MINUTES) $(if $(SEED),--seed $(SEED))
+	$(TEST_ENV) $(BIN)/python -m tests.chaos $(if $(SOAK_STEPS),--long $(SOAK_STEPS),--minutes $(SOAK_MINUTES)) $(if $(SEED),--seed $(SEED))
 
 check: lint types layers
 

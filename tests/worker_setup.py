@@ -12,6 +12,6 @@ SETUP = WorkerSetup(
     micro_batch_size=1,
     checkpoint_url="none",
     store_host="127.0.0.1",
-    store_port=1,
+    store_port=0,
     listen_host="127.0.0.1",
 )

@@ -113,7 +113,7 @@ class WorkerSetup(Value):
     micro_batch_size: int = Field(ge=1)
     checkpoint_url: str = Field(description="fsspec URL or path of the run's checkpoint directory")
     store_host: str
-    store_port: int = Field(ge=1, le=65535)
+    store_port: int = Field(ge=0, le=65535, description="0: there is no store; the worker trains alone")
     listen_host: str = Field(description="address on which this worker accepts its peers")
     secret: str = Field(default="", repr=False, description="of the run; empty where a worker has no peers")
     device: Literal["cpu", "cuda"] = "cpu"

@@ -1,6 +1,10 @@
 """Soak: run after run under faults drawn from a seed, for as long as is asked; stops at the first that does not hold.
 
 python -m tests.chaos --minutes 60 --seed 1
+python -m tests.chaos --long 1000000 --seed 1
+
+The second is one run of so many cheap steps, with a fault every 500 to 5,000; it prints how the manager's memory,
+handles and threads and the run directory grew, and what ``morph status`` takes in the end.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import time
 from pathlib import Path
 
 from morph.contract.profile import load_profile
+from morph.runtime.process.single import run_single
 from tests.chaos.faults import FAULTS, HARD
 from tests.chaos.playing import Bounds, Played, play
 from tests.chaos.world import JOB, Setting
@@ -20,6 +25,8 @@ from tests.system.commands import morph
 from tests.system.harness import uninterrupted
 
 BOUNDS = Bounds(faults_s=300.0, stuck_s=400.0)
+LONG = Bounds(faults_s=0.0, stuck_s=400.0, apart_steps=(500, 5000))
+CHEAP = Path(__file__).with_name("cheap_job.py")
 
 
 def main() -> int:
@@ -28,9 +35,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000)
     parser.add_argument("--steps", type=int, default=1500, help="of each run")
+    parser.add_argument("--long", type=int, default=0, metavar="STEPS", help="one run of so many cheap steps instead")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="morph-soak-"))
     print(f"seed {options.seed}; {folder}", flush=True)
+    if options.long:
+        return _long(options.long, options.seed, folder)
     profile = folder / "profile.json"
     morph("calibrate", f"{JOB}:job", "-o", profile, "--samples", 5, "-m", 2)
     setting = Setting(profile, options.steps)
@@ -48,6 +58,32 @@ def main() -> int:
             return 1
         total.add(played)
     print(f"{total.num_runs} runs, each as if undisturbed: {total.told()}")
+    shutil.rmtree(folder)
+    return 0
+
+
+def _long(steps: int, seed: int, folder: Path) -> int:
+    """One run with faults far apart; return 1 where it did not hold."""
+    profile = folder / "profile.json"
+    morph("calibrate", f"{CHEAP}:job", "-o", profile, "--samples", 5, "-m", 2)
+    sections = load_profile(profile).num_sections
+    setting = Setting(profile, steps, "processes", checkpoint_every=500, job=CHEAP)
+    alone = run_single(
+        f"{CHEAP}:job", steps=steps, num_sections=sections, micro_batch_size=2, checkpoint_url=str(folder / "alone")
+    )
+    (folder / "run").mkdir()
+    played = play(seed, setting, {unit.unit: unit.sha256 for unit in alone.units}, folder / "run", LONG, FAULTS)
+    print("\n".join([f"seed {seed}: {played.told()}", *played.lines]))
+    for size in played.sizes[:: max(1, len(played.sizes) // 20)]:
+        print(
+            f"step {size.version:>8}: manager {size.rss_mib:.0f} MiB, {size.num_handles} handles, "
+            f"{size.num_threads} threads; run directory {size.disk_mib:.1f} MiB"
+        )
+    print(f"morph status in the end: {played.status_cpu_s:.2f} s of processor time, imports included")
+    if played.failures:
+        print(f"did not hold: {'; '.join(played.failures)}; kept: {folder}")
+        return 1
+    print(f"as if undisturbed, to the bit, after {steps} steps")
     shutil.rmtree(folder)
     return 0
 

@@ -7,13 +7,14 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from tests.chaos.faults import FAULTS, Fault
-from tests.chaos.world import Setting, World
+from tests.chaos.world import Setting, Size, World
 
 POLL_S = 0.2
 LAST_SHARE = 0.9
@@ -27,12 +28,16 @@ RECOVERS = 0.7
 class Bounds:
     """Seconds: how long faults are inflicted once it trains, after how long without a new step the run is stuck, and
     how long it is left alone after a fault; after most until it trained a few steps again, but ``patience_s`` at most.
+
+    ``apart_steps``: instead, so many steps are decided between two faults, drawn from this range, and the run's size is
+    looked at before each.
     """
 
     faults_s: float
     stuck_s: float
     calm_s: tuple[float, float] = (1.0, 5.0)
     patience_s: float = 20.0
+    apart_steps: tuple[int, int] | None = None
 
 
 @dataclass
@@ -46,6 +51,8 @@ class Played:
     steps: int = 0
     redone: int = 0
     pauses_s: list[float] = field(default_factory=list)
+    sizes: list[Size] = field(default_factory=list)
+    status_cpu_s: float = 0.0
     num_runs: int = 0
 
     def add(self, other: Played) -> None:
@@ -88,6 +95,7 @@ def play(
         else:
             if world.digests() != reference:
                 played.failures.append("the final weights differ from those of the undisturbed run")
+            played.status_cpu_s = world.status_cpu_s()
             played.failures += [f"left behind: {what}" for what in world.left()]
             report = world.report()
             played.steps, played.redone = len(report.steps), report.steps_redone
@@ -112,6 +120,14 @@ def _disturbed(world: World, played: Played, draw: random.Random, faults: list[F
             return None
         if trains_s is None or next_s is None:
             trains_s = next_s = now_s if version > 0 else None
+        elif bounds.apart_steps is not None:
+            if goal <= version < LAST_SHARE * world.steps:
+                with suppress(psutil.Error, OSError):  # the manager or a file of it may just be gone
+                    played.sizes.append(world.size())
+                if goal:
+                    deck = deck or draw.sample(faults, len(faults))
+                    _inflict(world, played, draw, deck.pop(), began_s)
+                goal = world.version() + draw.randint(*bounds.apart_steps)
         elif now_s >= next_s and version < goal and now_s < next_s + bounds.patience_s:
             pass
         elif next_s <= now_s < trains_s + bounds.faults_s and version < LAST_SHARE * world.steps:

@@ -35,14 +35,15 @@ READING = '        """Return ``tokens`` and ``targets``, each [length]."""\n'
 OWNERS = ("manager.engine.on_ray.vm_host", "manager.engine.on_processes.process_host")
 END_S = 150.0
 DISK = "256m"
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Setting:
     """What is run: the job's profile and its steps.
 
-    ``launcher``: what its local VMs are. ``read_s``: by how much longer a sample takes to be read, so that few steps
-    last for many faults.
+    ``launcher``: what its local VMs are. ``read_s``: by how much longer a sample of ``JOB`` takes to be read, so that
+    few steps last for many faults. ``job``: the file of the job.
     """
 
     profile: Path
@@ -50,6 +51,18 @@ class Setting:
     launcher: Literal["ray", "processes"] = "ray"
     read_s: float = 0.0
     checkpoint_every: int = 15
+    job: Path = JOB
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a run has grown to: its manager's memory, handles and threads, and the run directory on disk."""
+
+    version: int
+    rss_mib: float
+    num_handles: int
+    num_threads: int
+    disk_mib: float
 
 
 class World:
@@ -65,15 +78,18 @@ class World:
         self.family = Family(mark := own_mark())
         self.steps, self._on_ray = setting.steps, setting.launcher == "ray"
         self._process: subprocess.Popen[bytes] | None = None
+        self._version, self._ready = 0, set[int]()
         self._temporary = Path(tempfile.mkdtemp(prefix="c"))  # short: Ray puts sockets below it
         self._clock = folder / "clock"
         self._clock.write_bytes(struct.pack("q", 0))
         self.job = folder / "job" / "job.py"
         self.job.parent.mkdir()
-        text = JOB.read_text(encoding="utf-8")
-        assert READING in text
-        text = text.replace(READING, f"{READING}        time.sleep({setting.read_s})\n")
-        self.job.write_text(text.replace("import torch\n", "import time\n\nimport torch\n", 1), encoding="utf-8")
+        text = setting.job.read_text(encoding="utf-8")
+        if setting.read_s:
+            assert READING in text
+            text = text.replace(READING, f"{READING}        time.sleep({setting.read_s})\n")
+            text = text.replace("import torch\n", "import time\n\nimport torch\n", 1)
+        self.job.write_text(text, encoding="utf-8")
         (folder / "cluster.yaml").write_text(CLUSTER.format(setting), encoding="utf-8")
         self._arguments = (
             *("run", f"{self.job}:job", "--profile", setting.profile, "--cluster", folder / "cluster.yaml"),
@@ -114,9 +130,15 @@ class World:
 
     def workers(self) -> list[psutil.Process]:
         """Those of Ray once they begin, plain processes once they are set up, when the journal has their number."""
+        self._note_ready()
+        return [found for found in self.family.look() if found.pid in self._ready or "ray::Worker" in line_of(found)]
+
+    def _note_ready(self) -> None:
+        """Remember which processes are workers: the journal says so in a line that is condensed later."""
         query = "SELECT json_extract(payload_json, '$.answer.pid') FROM entries WHERE kind = 'event'"
-        ready = {pid for (pid,) in self._journal(f"{query} AND json_extract(payload_json, '$.answer.kind') = 'ready'")}
-        return [found for found in self.family.look() if found.pid in ready or "ray::Worker" in line_of(found)]
+        self._ready |= {
+            pid for (pid,) in self._journal(f"{query} AND json_extract(payload_json, '$.answer.kind') = 'ready'")
+        }
 
     def vms(self) -> list[psutil.Process]:
         """The first process of each VM: a raylet of Ray, or the worker."""
@@ -144,10 +166,32 @@ class World:
             clock.write(struct.pack("q", moved_s))
 
     def version(self) -> int:
-        """The newest decided version, as the journal says; 0 where it says nothing."""
+        """The newest decided version, as the journal says, or as it last said: its lines may just be condensed."""
         query = "SELECT json_extract(payload_json, '$.version') FROM entries WHERE kind = 'decision'"
         rows = self._journal(f"{query} ORDER BY sequence DESC LIMIT 1")
-        return int(rows[0][0]) if rows else 0
+        self._version = int(rows[0][0]) if rows else self._version
+        self._note_ready()
+        return self._version
+
+    def size(self) -> Size:
+        """What the run has grown to. Raises psutil.Error where the manager just ended."""
+        manager = self.manager
+        files = [path.stat().st_size for path in self.run_dir.rglob("*") if path.is_file()]
+        with manager.oneshot():
+            rss_mib = manager.memory_info().rss / MIB
+            return Size(self.version(), rss_mib, manager.num_fds(), manager.num_threads(), sum(files) / MIB)
+
+    def status_cpu_s(self) -> float:
+        """How much processor time ``morph status`` takes."""
+        before = os.times()
+        self._status()
+        after = os.times()
+        return after.children_user - before.children_user + after.children_system - before.children_system
+
+    def _status(self) -> None:
+        subprocess.run(
+            [*COMMAND, "status", str(self.run_dir)], cwd=ROOT, env=self._environment, capture_output=True, timeout=END_S
+        )
 
     def checkpoints(self) -> Path:
         return self.run_dir / "checkpoints"
@@ -175,9 +219,7 @@ class World:
 
     def left(self) -> list[str]:
         """What outlives the run and the next command, after a moment: processes, and folders of the run's."""
-        subprocess.run(
-            [*COMMAND, "status", str(self.run_dir)], cwd=ROOT, env=self._environment, capture_output=True, timeout=END_S
-        )
+        self._status()
         until_s = time.monotonic() + END_S
         while found := self._left():
             if time.monotonic() > until_s:

@@ -376,7 +376,7 @@ class ShapeJob:
             micro_batch_size=shape.micro_batch_size,
             checkpoint_url="nowhere",
             store_host="127.0.0.1",
-            store_port=1,
+            store_port=0,
             listen_host="127.0.0.1",
             device="cuda",
         )

@@ -41,7 +41,7 @@ def setup_of(worker: str, links: Setting = "auto") -> WorkerSetup:
         micro_batch_size=1,
         checkpoint_url="",
         store_host=LOOPBACK,
-        store_port=1,
+        store_port=0,
         listen_host=LOOPBACK,
         links=links,
     )

@@ -22,7 +22,7 @@ def workload(tiny: CutJob) -> JobWorkload:
         micro_batch_size=MICRO_BATCH_SIZE,
         checkpoint_url="unused",
         store_host="127.0.0.1",
-        store_port=1,
+        store_port=0,
         listen_host="127.0.0.1",
     )
     return JobWorkload(setup)

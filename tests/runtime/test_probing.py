@@ -100,7 +100,7 @@ class Alone:
             micro_batch_size=MICRO_BATCH_SIZE,
             checkpoint_url=str(directory),
             store_host="127.0.0.1",
-            store_port=1,
+            store_port=0,
             listen_host="127.0.0.1",
             slow_spells=spells,
         )

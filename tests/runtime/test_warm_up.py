@@ -43,7 +43,7 @@ def test_a_worker_that_is_handed_its_cut_loads_no_exporter_and_nothing_for_its_f
         micro_batch_size=MICRO_BATCH_SIZE,
         checkpoint_url="",
         store_host="",
-        store_port=1,
+        store_port=0,
         listen_host="",
         cut=cut_for_workers(JOB),
     )

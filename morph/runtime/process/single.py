@@ -109,7 +109,7 @@ def _run_single(
         micro_batch_size=micro_batch_size,
         checkpoint_url=checkpoint_url,
         store_host="127.0.0.1",
-        store_port=1,
+        store_port=0,
         listen_host="127.0.0.1",
         cut=cut,
     )

@@ -164,7 +164,8 @@ class Worker:
             setup.worker, setup.checkpoint_url, self._faults, setup.checkpoints, on_processor=setup.device == "cpu"
         )
         self._connections = KeptConnections(setup.store_host, setup.store_port, setup.secret)
-        self._connections.prepare()
+        if setup.store_port:
+            self._connections.prepare()
         self._followers = FollowerLane(setup, self._workload, self._faults, self._open_store)
         self._sums = KnownSums(setup.worker, self._followers, self._faults)
         self._pre_copy = PreCopyLane(setup, self._workload, self._faults, self._open_store, self._writer.wake)
