@@ -39,7 +39,7 @@ def test_a_workers_setup_shows_no_secret_even_in_errors() -> None:
     }
     assert "s3cret" not in repr(Home.model_validate(home))
     assert "s3cret" not in repr(WorkerSetup.model_validate(given))
-    for wrong in ({**given, "job_path": None}, {**given, "store_port": 0}, [given]):
+    for wrong in ({**given, "job_path": None}, {**given, "store_port": -1}, [given]):
         with pytest.raises(ValidationError) as caught:
             WorkerSetup.model_validate(wrong)
         assert "s3cret" not in str(caught.value)
