@@ -48,7 +48,7 @@ class KnownSums:
             current.plan.stages[current.slot.stage].sections,
             micro_batches,
             current.plan.num_micro_batches,
-            current.plan.stages[-1].end_section - 1,
+            current.plan.num_sections - 1,
             Rings(current.topology.unit_rings, current.ring_of, current.interrupt, self._faults),
             salvage=salvage,
             held=[held_sum(entry.sum, self.parts) for entry in mine],

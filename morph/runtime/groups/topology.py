@@ -77,7 +77,7 @@ def topology(order: ReshapeOrder, units: Sequence[ParameterUnit]) -> Topology:
     groups = [GroupSpec(move_name(generation, *pair), pair) for pair in moves_of(order.sources, order.salvage)]
     edges = []
     for replica in range(plan.num_replicas):
-        for boundary in range(plan.pipeline_depth - 1):
+        for boundary in plan.stages_of(replica)[:-1]:
             pair = (worker_at(slots, boundary, replica), worker_at(slots, boundary + 1, replica))
             forth, back = (edge_name(generation, replica, boundary, kind) for kind in ("act", "grad"))
             groups += [GroupSpec(forth, pair), GroupSpec(back, pair)]
@@ -85,8 +85,8 @@ def topology(order: ReshapeOrder, units: Sequence[ParameterUnit]) -> Topology:
     rings: dict[str, GroupSpec] = {}
     unit_rings: dict[str, str] = {}
     for unit in units:
-        stages = [s for s in range(plan.pipeline_depth) if unit in units_of_stage(plan, s, units)]
-        members = tuple(worker_at(slots, stage, replica) for stage in stages for replica in range(plan.num_replicas))
+        stages = [s for s in range(len(plan.stages)) if unit in units_of_stage(plan, s, units)]
+        members = tuple(worker_at(slots, stage, replica) for stage in stages for replica in plan.replicas_of(stage))
         name = f"g{generation}/ring/{'+'.join(map(str, stages))}"
         rings.setdefault(name, GroupSpec(name, members))
         unit_rings[unit.id] = name
