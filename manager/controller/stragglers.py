@@ -84,9 +84,9 @@ def judge(
     rules: StutterRules,
     errors_s: Mapping[WorkerId, float] = MappingProxyType({}),
 ) -> dict[WorkerId, Judgement]:
-    """Judge the workers of one stage by the median compute time (seconds) of each over a window of micro-batches.
+    """Judge workers that do the same work by the median compute time (seconds) of each over a window of micro-batches.
 
-    Replicas of a stage do the same work. Three or more are held against their median, and must also lie some
+    Three or more are held against their median, and must also lie some
     robust deviations (median absolute deviation) above it. Of two the faster one is the measure, for nothing makes
     a device faster than it is. One alone is held against ``expected``, and must also lie some of its deviations
     above it; without that it is not judged. Always, the excess must also be some standard errors of the two medians
@@ -311,11 +311,18 @@ def _take_judgement(transition: Transition, worker: WorkerId, judgement: Judgeme
 
 
 def members_by_stage(state: ControllerState) -> dict[int, list[WorkerId]]:
-    """Return the members that are still there, by the stage that they hold."""
+    """Return the members that are still there, by the stage that they hold.
+
+    Stages of unequal pipelines that have the same sections, on the same type of GPU, do the same work: they count as
+    the first of them.
+    """
     stages: dict[int, list[WorkerId]] = {}
+    alike: dict[tuple[int, int, str], int] = {}
     for slot in state.slots:
-        if slot.worker in state.workers:
-            stages.setdefault(slot.stage, []).append(slot.worker)
+        if slot.worker in state.workers and state.plan is not None:
+            stage = state.plan.stages[slot.stage]
+            work = stage.first_section, stage.end_section, stage.node_type
+            stages.setdefault(alike.setdefault(work, slot.stage), []).append(slot.worker)
     return stages
 
 

@@ -220,5 +220,6 @@ class LiveRun:
         if len(state.workers) != len(self.nodes):
             self.counts.add(self.time_s, len(state.workers))
         self.shape = shape
-        self.places = {slot.worker: (slot.stage, slot.replica) for slot in state.slots}
+        plan = state.plan
+        self.places = {} if plan is None else {s.worker: (plan.position(s.stage), s.replica) for s in state.slots}
         self.nodes = {name: worker.node.value for name, worker in state.workers.items()}

@@ -210,12 +210,12 @@ def redundancy_line(
         device_memory_bytes=memory_bytes,
         host_memory_bytes=host_memory_bytes,
     )
-    places = [(stage, replica) for stage in range(best.pipeline_depth) for replica in range(best.num_replicas)]
-    nodes = [best.placement[replica][stage] if best.placement else i for i, (stage, replica) in enumerate(places)]
+    planned = (best.node_at(stage, replica) for stage, replica in best.places)
+    nodes = [number if node is None else node for number, node in enumerate(planned)]
     names = {node: iter(workers_of(f"vm{node}", nodes.count(node))) for node in nodes}
     slots = [
         Slot(worker=next(names[node]), stage=stage, replica=replica)
-        for node, (stage, replica) in zip(nodes, places, strict=True)
+        for node, (stage, replica) in zip(nodes, best.places, strict=True)
     ]
     found = redundancy_of(initial_state(config), best, slots, {}, 0.0)
     return f"second holders, {redundancy}: {found.told or 'replicas are enough'}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -87,6 +88,11 @@ class PipelineKind(Value):
     def num_replicas(self) -> int:
         """How many pipelines of this kind there are."""
         return len(self.micro_batches)
+
+    @property
+    def longest_share(self) -> int:
+        """The micro-batches of the one that has most."""
+        return max(self.micro_batches)
 
 
 class Plan(Value):
@@ -227,6 +233,23 @@ class Plan(Value):
         """The pipelines that have this stage."""
         return self._replicas_of_kinds[self._kind_of_stage[stage]]
 
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Every (stage, replica) that has a worker, in order."""
+        return tuple((stage, replica) for stage in range(len(self.stages)) for replica in self.replicas_of(stage))
+
+    def kind_of(self, replica: int) -> PipelineKind:
+        """The kind of one pipeline."""
+        return self.pipeline_kinds[self._kind_of_replica[replica]]
+
+    def position(self, stage: int) -> int:
+        """How many stages of its pipelines come before a stage."""
+        return stage - self._stages_of_kinds[self._kind_of_stage[stage]].start
+
+    def node_at(self, stage: int, replica: int) -> int | None:
+        """The number of the node on which a place was planned; None: anywhere."""
+        return self.placement[replica][self.position(stage)] if self.placement else None
+
     def is_first(self, stage: int) -> bool:
         """Whether a pipeline begins with this stage."""
         return self.stages[stage].first_section == 0
@@ -274,6 +297,11 @@ class Plan(Value):
                 kept.append(task)
             seen[task] += 1
         return "".join(kept)
+
+
+def kinds_in(shape: str) -> tuple[tuple[int, int], ...]:
+    """Read a shape as ``Plan.shape`` writes it: (stages, replicas) of each kind of pipeline."""
+    return tuple((int(stages), int(replicas)) for stages, replicas in re.findall(r"(\d+)x(\d+)", shape))
 
 
 def shares(num_micro_batches: int, num_replicas: int) -> list[range]:

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from morph.contract.errors import InputError, PlanError, ProfileError
 from morph.contract.files import PRIVATE, write_whole
-from morph.contract.plan import Expectation, PipelineKind, Plan, StagePlan, load_plan
+from morph.contract.plan import Expectation, PipelineKind, Plan, StagePlan, kinds_in, load_plan
 from morph.contract.pool import Pool
 from morph.contract.profile import Profile, load_profile
 from simulator import plan, synthetic_profile
@@ -186,6 +186,12 @@ def test_pipelines_of_a_plan_may_be_unequal() -> None:
     assert [list(planned.replicas_of(stage)) for stage in range(5)] == [[0, 1], [0, 1], [2], [2], [2]]
     assert [stage for stage in range(5) if planned.is_last(stage)] == [1, 4]
     assert [list(planned.micro_batches_of(replica)) for replica in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
+    assert [planned.position(stage) for stage in range(5)] == [0, 1, 0, 1, 2]
+    assert planned.places == ((0, 0), (0, 1), (1, 0), (1, 1), (2, 2), (3, 2), (4, 2))
+    assert kinds_in(planned.shape) == ((2, 2), (3, 1))
+    placed = uneven(placement=((0, 1), (2, 3), (4, 5, 6)), node_sizes=(1,) * 7)
+    assert [placed.node_at(stage, replica) for stage, replica in placed.places] == [0, 2, 1, 3, 4, 5, 6]
+    assert planned.node_at(0, 0) is None
     left = [3, 5, 6, 9]
     assert [one for replica in range(3) for one in planned.share_of(replica, left)] == left
     assert [planned.order_of(stage, 1) for stage in (0, 4)] == ["FB", "FB"]

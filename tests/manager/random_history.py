@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster_invariants import INVARIANTS
 from simulated_cluster import BrokenHistoryError, Faults, SimulatedCluster
-from simulated_job import make_config
+from simulated_job import PLANS, UNEQUAL, make_config
 
 from manager.controller.state.actions import ReasonCode
 from manager.controller.state.state import Phase
@@ -103,7 +103,8 @@ def play(seed: int, num_steps: int = 8, evaluation: EvaluationSize | None = None
         BrokenHistoryError: with the history, when an invariant does not hold or the run does not end as it should.
     """
     faults, num_nodes, target = random_faults(seed)
-    config = make_config(num_steps=num_steps, target_nodes=target, section_compute_s=(1.0,) * 6)
+    plans = UNEQUAL if seed // 2 % 2 else PLANS
+    config = make_config(plans=plans, num_steps=num_steps, target_nodes=target, section_compute_s=(1.0,) * 6)
     rules = config.policy.rules
     stutter = rules.stutter.model_copy(update={"windows": 1 + seed % 2})
     wait = rules.wait.model_copy(update={"morph_s": float(seed % 2)})  # 0: steps are given up for newcomers

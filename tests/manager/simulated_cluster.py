@@ -405,7 +405,9 @@ class SimulatedCluster(World):
                 worker.slow = False
             elif self.random.random() < self.faults.slow / 10:
                 worker.slow = not worker.slow
-            took_s = (SLOW if worker.slow else 1.0) * len(self.state.config.units)
+            assert self.state.plan is not None
+            sections = self.state.plan.stages[slot.stage].sections
+            took_s = (SLOW if worker.slow else 1.0) * len(sections)
             samples_s = tuple(took_s * self.between(0.97, 1.03) for _ in range(4))
             times.append(WorkerTimes(worker=slot.worker, generation=self.state.generation, compute_s=samples_s))
         if times:

@@ -803,7 +803,7 @@ class SimulatedWorkers:
         shape = worker.shape
         assert shape is not None
         mine = next((slot for slot in shape.slots if self.all[slot.worker] is worker), None)
-        is_last = mine is not None and mine.stage == shape.plan.pipeline_depth - 1
+        is_last = mine is not None and shape.plan.is_last(mine.stage)
         return evaluation_of(version, sums=True) if is_last and size.is_due(version) else None
 
     def finished(self, order: Any) -> FinishedMetrics | None:

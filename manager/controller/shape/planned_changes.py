@@ -212,8 +212,8 @@ def worth_giving_up(transition: Transition) -> str | None:
     if formed.salvage is not None and formed.version == state.version:
         num = sum(end - first for first, end in formed.salvage.remaining)
     left_s = order.sent_s + step_s * num / plan.num_micro_batches - now_s
-    depth = plan.pipeline_depth
-    cost_s = cost_of_morph_s(state) + 2 * (depth - 1) * step_s / (plan.micro_batches_per_replica[0] + depth - 1)
+    filling = max((kind.num_stages - 1) / (kind.longest_share + kind.num_stages - 1) for kind in plan.pipeline_kinds)
+    cost_s = cost_of_morph_s(state) + 2 * filling * step_s
     if gain < state.config.policy.min_join_gain or left_s * gain <= MARGIN * cost_s * (1 + gain):
         return None
     patience_s = min(cost_of_morph_s(state) / gain, state.config.policy.rules.wait.join_patience_s)

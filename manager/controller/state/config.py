@@ -138,13 +138,17 @@ class ControllerConfig(Value):
         return ControllerConfig.model_construct(**fields | {"factors": factors})
 
     def _corrected(self, plan: Plan) -> Plan:
-        """The plan, slower by as much as its slowest stage is."""
+        """The plan, slower by as much as the stage that takes longest for its micro-batches of a step."""
         if not self.factors:
             return plan
-        as_profiled_s = max(self.expected_compute_s(stage) or 1.0 for stage in plan.stages)
+        shares = [kind.longest_share for kind in plan.pipeline_kinds for _ in range(kind.num_stages)]
+        weights = [share / max(shares) for share in shares]
+        as_profiled_s = max(
+            weight * (self.expected_compute_s(stage) or 1.0) for weight, stage in zip(weights, plan.stages, strict=True)
+        )
         now_s = max(
-            sum(self.section_compute_s[section] * self.factors[section] for section in stage.sections)
-            for stage in plan.stages
+            weight * sum(self.section_compute_s[section] * self.factors[section] for section in stage.sections)
+            for weight, stage in zip(weights, plan.stages, strict=True)
         )
         ratio, expected = now_s / as_profiled_s, plan.expected
         update = {"mini_batch_s": expected.mini_batch_s * ratio, "examples_per_s": expected.examples_per_s / ratio}
@@ -180,6 +184,22 @@ class ControllerConfig(Value):
     def stage_bytes(self, plan: Plan) -> int:
         """Return the bytes of the units of the stage that has most."""
         return self._stages_of(plan)[1]
+
+    def written_bytes(self, plan: Plan) -> int:
+        """Return how much of a checkpoint the worker writes that writes most; see ``placement.share_units``."""
+        key = plan.shape, tuple(stage.end_section for stage in plan.stages)
+        if key not in self._written:
+            loads = dict.fromkeys(plan.places, 0)
+            of_stage = [frozenset(units) for units in self.units_of(plan)]
+            for unit in sorted(self.unit_bytes, key=lambda unit: -self.unit_bytes[unit]):
+                writer = min((place for place in loads if unit in of_stage[place[0]]), key=loads.__getitem__)
+                loads[writer] += self.unit_bytes[unit]
+            self._written[key] = max(loads.values())
+        return self._written[key]
+
+    @cached_property
+    def _written(self) -> dict[tuple[str, tuple[int, ...]], int]:
+        return {}
 
     @property
     def fewest_workers(self) -> int:

@@ -138,11 +138,11 @@ def _of_pipelines(job: SpotJob) -> Iterator[tuple[int, float, float]]:
 
 
 def _of_plans(plans: list[Plan]) -> Iterator[tuple[int, float, float]]:
-    """What the busiest replica has, and, as slow, less: what a policy counts that gives up samples."""
+    """What the busiest replica of a kind has, and, as slow, less: what a policy counts that gives up samples."""
     for plan in plans:
-        share = plan.num_micro_batches / plan.num_replicas
-        for counted in {share, float(max(plan.micro_batches_per_replica))}:
-            yield plan.pipeline_depth, counted, plan.expected.mini_batch_s
+        for kind in plan.pipeline_kinds:
+            for counted in {sum(kind.micro_batches) / kind.num_replicas, float(kind.longest_share)}:
+                yield kind.num_stages, counted, plan.expected.mini_batch_s
 
 
 def _kind(workers: int, times: dict[float, float], whole: float) -> _Kind:

@@ -95,9 +95,9 @@ class SpotJob(Value):
         """Bytes of one sum of a unit's gradients: 8 for each parameter."""
         return 2 * self.unit_bytes[unit] // self.state_copies if unit in self.unit_bytes else 0
 
-    def best_plan(self, num_workers: int) -> Plan | None:
-        """The fastest plan that this many workers can run; None: none fits."""
-        fitting = [plan for count, plan in self.plans.items() if count <= num_workers]
+    def best_plan(self, num_workers: int, *, equal: bool = False) -> Plan | None:
+        """The fastest plan that this many workers can run, of ``equal`` pipelines if that is asked; None: none fits."""
+        fitting = [plan for count, plan in self.plans.items() if count <= num_workers and not (equal and plan.kinds)]
         return max(fitting, key=lambda plan: (plan.expected.examples_per_s, -plan.num_workers), default=None)
 
 
@@ -144,7 +144,7 @@ def with_redundant_costs(job: SpotJob, profile: Profile, num_workers: int) -> Sp
 
     Of one stage, which has no neighbour to compute for it, nothing is changed.
     """
-    plan = job.best_plan(num_workers)
+    plan = job.best_plan(num_workers, equal=True)
     if plan is None or plan.pipeline_depth == 1:
         return job
 
