@@ -18,6 +18,7 @@ from manager.controller.state.state import ControllerState, Pace, WorkerState, Y
 from manager.controller.state.transition import Transition
 from manager.controller.steps.failures import lose
 from morph.contract.messages import WorkerId
+from morph.contract.plan import StagePlan
 from morph.contract.rules import StutterRules
 from morph.contract.waits import Backoff
 from morph.words import counted
@@ -136,8 +137,8 @@ def learn(transition: Transition, event: ComputeTimesSeen) -> None:
     """Take compute times of members that are well; tell what is known of the profile's when that changed materially."""
     state, profiled_s = transition.state, transition.state.config.section_compute_s
     measured = state.measured
-    if state.plan is None or not all(profiled_s) or not profiled_s:
-        return
+    if state.plan is None or not all(profiled_s) or not profiled_s or state.config.type_compute_s:
+        return  # factors are of one type of GPU
     stage_of = {slot.worker: slot.stage for slot in state.slots}
     samples_s: dict[int, list[float]] = {}
     for times in event.times:
@@ -189,6 +190,7 @@ def on_compute_times(transition: Transition, event: ComputeTimesSeen) -> None:
         yardstick = Yardstick(
             first_section=stage.first_section,
             end_section=stage.end_section,
+            node_type=stage.node_type,
             healthy_s=judgement.healthy_s,
             usual=usual.ratio if usual is not None else None,
             by_sums=judgement.by_sums,
@@ -320,10 +322,13 @@ def members_by_stage(state: ControllerState) -> dict[int, list[WorkerId]]:
     alike: dict[tuple[int, int, str], int] = {}
     for slot in state.slots:
         if slot.worker in state.workers and state.plan is not None:
-            stage = state.plan.stages[slot.stage]
-            work = stage.first_section, stage.end_section, stage.node_type
+            work = _work(state.plan.stages[slot.stage])
             stages.setdefault(alike.setdefault(work, slot.stage), []).append(slot.worker)
     return stages
+
+
+def _work(stage: StagePlan) -> tuple[int, int, str]:
+    return stage.first_section, stage.end_section, stage.node_type
 
 
 def _last_median_s(pace: Pace) -> float | None:
@@ -358,12 +363,11 @@ def healthy_now_s(state: ControllerState, yardstick: Yardstick) -> float:
     healthy_s, now = yardstick.healthy_s, usual_now(state)
     if now is not None and yardstick.usual is not None:
         healthy_s *= now.ratio / yardstick.usual
-    sections = (yardstick.first_section, yardstick.end_section)
+    work = (yardstick.first_section, yardstick.end_section, yardstick.node_type)
     taken_s = [
         median_s
         for stage, members in members_by_stage(state).items()
-        if state.plan is not None
-        and (state.plan.stages[stage].first_section, state.plan.stages[stage].end_section) == sections
+        if state.plan is not None and _work(state.plan.stages[stage]) == work
         for worker in members
         if (median_s := state.workers[worker].pace.median_s) is not None
         and state.workers[worker].node is not NodeState.SUSPECT

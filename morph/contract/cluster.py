@@ -329,6 +329,11 @@ class Policy(Value):
         default=60.0,
         description="how long VMs and workers outlive a manager that is killed, for the next one; 0: not at all",
     )
+    objective: Literal["throughput", "dollars"] = Field(
+        default="throughput",
+        description="which of several types of GPU is asked for: the one that adds most examples per second; or "
+        "dollars: most of them for a dollar, where every price is known",
+    )
     rules: Rules = Rules()
 
     @property

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from morph.contract import ranges
 from morph.contract.base import Value, read_json
 from morph.contract.errors import PlanError
+from morph.contract.pool import Pool
 
 Schedule = Literal["varuna", "gpipe", "1f1b"]
 Count = Annotated[int, ranges.COUNT.field]
@@ -194,6 +195,11 @@ class Plan(Value):
         """P * D, summed over the kinds of pipelines."""
         return sum(kind.num_stages * kind.num_replicas for kind in self.pipeline_kinds)
 
+    @cached_property
+    def pool(self) -> Pool:
+        """The GPUs that it needs, by type."""
+        return Pool.counting(self.stages[stage].node_type for stage, _ in self.places)
+
     @property
     def shape(self) -> str:
         """``"PxD"``, or one for each kind of pipeline: ``"8x2 + 11x1"``."""
@@ -297,6 +303,28 @@ class Plan(Value):
                 kept.append(task)
             seen[task] += 1
         return "".join(kept)
+
+
+def _key_of(given: object) -> int | Pool:
+    """Read a key of a table of plans: a number of GPUs, or a pool."""
+    if isinstance(given, int) or (isinstance(given, str) and given.isdigit()):
+        return int(given)
+    return given if isinstance(given, Pool) else Pool.parse(str(given), "plans")
+
+
+def _key_text(key: int | Pool) -> int | str:
+    return key if isinstance(key, int) else str(key)
+
+
+PlanKey = Annotated[Any, BeforeValidator(_key_of), PlainSerializer(_key_text)]
+PlanTable = Annotated[dict[PlanKey, Plan], Field(min_length=1)]
+"""The best plan of each number of GPUs, or of each pool where there are several types."""
+
+
+def by_pool(plans: Mapping[int, Plan] | Mapping[Pool, Plan]) -> list[tuple[Pool, Plan]]:
+    """Return a table's plans with their pools, those of fewest GPUs first."""
+    found = [(Pool.of(key) if isinstance(key, int) else key, plan) for key, plan in plans.items()]
+    return sorted(found, key=lambda entry: (entry[0].num_gpus, entry[0]))
 
 
 def kinds_in(shape: str) -> tuple[tuple[int, int], ...]:

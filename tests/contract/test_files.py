@@ -230,7 +230,10 @@ def test_pools_are_added_and_fit_in_one_another_type_by_type() -> None:
     assert not large.fits_in(small)
     assert Pool().fits_in(small)
     assert not Pool.parse("t4=5").fits_in(large)
-    assert not Pool.of(1).fits_in(large)
+    assert Pool.of(16).fits_in(large)
+    assert not Pool.of(17).fits_in(large)
+    assert Pool.parse("4,v100=12").fits_in(large)
+    assert not Pool.parse("t4=1").fits_in(Pool.of(3))
     assert small + large == Pool.parse("t4=6,v100=20")
     assert large - small == Pool.parse("t4=2,v100=4")
     assert small - large == Pool()
@@ -256,7 +259,7 @@ def test_a_pool_is_a_key_in_json_and_a_number_is_read_as_one() -> None:
         ("t4=1.5", "is not a pool"),
         ("t4=4,", "is not a pool"),
         ("t4=4,t4=2", "names t4 twice"),
-        ("8,8", "names the type without a name twice"),
+        ("8,8", "names GPUs without a type twice"),
         ("0", "is out of range"),
         ("t4=60000,v100=60000", "is out of range"),
     ],

@@ -13,6 +13,7 @@ from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.cluster import Policy
 from morph.contract.decided import Decided, LossScale
 from morph.contract.plan import Expectation, PipelineKind, Plan, StagePlan
+from morph.contract.pool import Pool
 from morph.contract.rules import CheckpointRules, FlapRules, RequestRules, Rules, StutterRules, WaitRules
 
 
@@ -61,6 +62,7 @@ def make_unequal(*kinds: tuple[int, int, str], num_sections: int = 6, num_micro_
 
 SPEEDS = {"": 1.0, "fast": 1.0, "slow": 0.4}
 """Of a GPU, by its type."""
+TYPES = ("fast", "slow")
 PLANS = {2: make_plan(2, 1), 3: make_plan(3, 1), 4: make_plan(2, 2), 5: make_plan(2, 2), 6: make_plan(3, 2)}
 UNEQUAL = {
     2: make_plan(1, 2),
@@ -71,6 +73,16 @@ UNEQUAL = {
     7: make_unequal((3, 1, ""), (2, 2, "")),
 }
 """Of each number of workers, pipelines that are not alike."""
+OF_TYPE = {1: ((1, 1),), 2: ((2, 1),), 3: ((2, 1), (1, 1)), 4: ((2, 2),)}
+"""Stages and replicas on so many GPUs of one type."""
+MIXED = {
+    Pool.of({"fast": fast, "slow": slow}): make_unequal(
+        *((*kind, "fast") for kind in OF_TYPE.get(fast, ())), *((*kind, "slow") for kind in OF_TYPE.get(slow, ()))
+    )
+    for fast, slow in itertools.product(range(5), range(5))
+    if fast + slow > 1
+}
+"""Of each pool of GPUs of two types."""
 RULES = Rules(
     checkpoints=CheckpointRules(file_timeout_s=5.0),
     wait=WaitRules(vms_patience_s=500.0, setup_s=1.0),

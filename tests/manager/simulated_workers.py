@@ -57,6 +57,8 @@ class Faults:
 
     num_devices: int = 1
     """of each VM, whose notice or loss is that of all of its workers"""
+    node_types: tuple[str, ...] = ()
+    """of which VMs come in turns; none: all are alike"""
     death_per_order: float = 0.0
     deaths_after_s: tuple[tuple[float, int], ...] = ()
     deaths_in: tuple[tuple[Phase, int, int], ...] = ()

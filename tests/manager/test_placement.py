@@ -59,6 +59,24 @@ def test_placement_moves_the_fewest_bytes_there_are(seed: int) -> None:
     assert kept(tuple(slot.worker for slot in slots)) == best
 
 
+@each_seed(40)
+def test_workers_drive_stages_of_their_type_with_the_fewest_bytes_moved(seed: int) -> None:
+    draw = random.Random(seed)
+    plan = make_unequal((2, 1, "fast"), (1, 1, "slow"), (1, 1, ""))
+    needed = units_by_stage(plan, UNITS)
+    types = {"a": "fast", "b": "fast", "c": "slow", "d": "slow", "e": "fast"}
+    held = {worker: frozenset(draw.sample(sorted(UNITS), draw.randrange(7))) for worker in types}
+    slots = place(plan, list(types), held, needed, SIZES, types=types)
+    stages = [slot.stage for slot in slots]
+    wanted = [plan.stages[stage].node_type for stage in stages]
+    kept = {
+        chosen: sum(SIZES[u] for worker, s in zip(chosen, stages, strict=True) for u in needed[s] if u in held[worker])
+        for chosen in itertools.permutations(types, len(stages))
+        if all(of in ("", types[worker]) for worker, of in zip(chosen, wanted, strict=True))
+    }
+    assert kept[tuple(slot.worker for slot in slots)] == max(kept.values())
+
+
 def test_sources_keep_what_is_held_and_spread_the_rest_over_the_holders() -> None:
     plan = make_plan(2, 2)
     needed = units_by_stage(plan, UNITS)

@@ -298,23 +298,34 @@ def place(
     needed: Sequence[Sequence[UnitId]],
     sizes: Mapping[UnitId, int],
     zones: Mapping[WorkerId, str] = MappingProxyType({}),
+    types: Mapping[WorkerId, str] = MappingProxyType({}),
 ) -> tuple[Slot, ...]:
     """Assign workers to slots so that the fewest bytes have to move; ordered by (stage, replica).
 
-    Exact: the assignment has the largest overlap (bytes a worker holds of what its stage needs). Workers that hold
-    the same are interchangeable, so kinds of workers are dealt to stages, and the cost hardly grows with their
-    number. There must be enough workers; some may be left over, later ones first where it makes no difference. Among
-    workers that hold the same, replicas of a stage go to different VMs, or zones; see ``spreading``.
+    Exact: the assignment has the largest overlap (bytes a worker holds of what its stage needs). Workers of a type that
+    hold the same are interchangeable, so kinds of workers are dealt to stages, and the cost hardly grows with their
+    number. There must be enough workers of the type that each stage is for; some may be left over, later ones first
+    where it makes no difference. Among workers of a kind, replicas of a stage go to different VMs, or zones; see
+    ``spread``.
     """
-    kinds: dict[frozenset[UnitId], list[int]] = {}
+    kinds: dict[tuple[frozenset[UnitId], str], list[int]] = {}
     for index, worker in enumerate(workers):
-        kinds.setdefault(frozenset(held.get(worker, ())), []).append(index)
-    overlap = [[sum(sizes[unit] for unit in units if unit in kind) for kind in kinds] for units in needed]
+        kinds.setdefault((frozenset(held.get(worker, ())), types.get(worker, "")), []).append(index)
+    never = -(1 + len(workers) * sum(sizes.values()))  # more than all others together could make good
+    overlap = [
+        [
+            never if stage.node_type not in ("", of) else sum(sizes[unit] for unit in units if unit in holds)
+            for holds, of in kinds
+        ]
+        for stage, units in zip(plan.stages, needed, strict=True)
+    ]
     dealt = largest_overlap(
         overlap,
         [len(plan.replicas_of(stage)) for stage in range(len(needed))],
         [len(queue) for queue in kinds.values()],
     )
+    fits = all(gain >= 0 or not num for row in zip(overlap, dealt, strict=True) for gain, num in zip(*row, strict=True))
+    assert fits, f"no workers of the types that {plan.shape} needs: {plan.pool}"
     firsts = frozenset(stage for stage in range(len(needed)) if plan.is_first(stage))
     sections = [stage.sections for stage in plan.stages]
     return tuple(

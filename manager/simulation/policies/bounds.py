@@ -191,7 +191,7 @@ def play_on_demand(
     price = None if prices is None else prices.on_demand_usd_per_h
     books = Books(job, None if price is None else 0.0)
     mean_vms = play_ideal(job, trace, until=Until(kind="hours", amount=trace.duration_s / 3600)).vm_s / trace.duration_s
-    plan = job.best_plan(max(min(job.plans), job.gpus_per_vm * round(mean_vms)))
+    plan = job.best_plan(max(job.fewest_workers, job.gpus_per_vm * round(mean_vms)))
     assert plan is not None, "some number of workers fits a plan"
     num_vms = -(-plan.num_workers // job.gpus_per_vm)
     step_s, books.num_vms = plan.expected.mini_batch_s, num_vms * job.gpus_per_vm
