@@ -460,6 +460,7 @@ class RunReader:
                     generation=order.generation,
                     shape=plan.shape,
                     num_workers=plan.num_workers,
+                    pool=plan.pool if any(plan.pool.types) else None,
                     batch_size=plan.num_micro_batches * plan.micro_batch_size,
                     start_s=time_s,
                     end_s=None,

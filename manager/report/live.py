@@ -93,6 +93,7 @@ class LiveRun:
     learning_rates: tuple[float, float] | None = None
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
     nodes: dict[str, str] = field(default_factory=dict)
+    types: dict[str, str] = field(default_factory=dict)
     decided_s: deque[float] = field(default_factory=lambda: deque(maxlen=SPEED_WINDOW + 1))
     recent: deque[Happened] = field(default_factory=lambda: deque(maxlen=RECENT))
     shapes: deque[tuple[float, str | None]] = field(default_factory=lambda: deque(maxlen=MOST_SHAPES))
@@ -193,8 +194,10 @@ class LiveRun:
         """What a node does, in words."""
         if node in self.places:
             stage, replica = self.places[node]
-            return f"stage {stage}, replica {replica}"
-        return "warming up" if self.nodes[node] == "warming" else "spare"
+            role = f"stage {stage}, replica {replica}"
+        else:
+            role = "warming up" if self.nodes[node] == "warming" else "spare"
+        return f"{role}, {self.types[node]}" if node in self.types else role
 
     def _decided(self, answers: tuple[Prepared, ...], time_s: float) -> None:
         self.decided_s.append(time_s)
@@ -220,6 +223,7 @@ class LiveRun:
         if len(state.workers) != len(self.nodes):
             self.counts.add(self.time_s, len(state.workers))
         self.shape = shape
+        self.types = {name: of for name, worker in state.workers.items() if (of := worker.facts.node_type)}
         plan = state.plan
         self.places = {} if plan is None else {s.worker: (plan.position(s.stage), s.replica) for s in state.slots}
         self.nodes = {name: worker.node.value for name, worker in state.workers.items()}

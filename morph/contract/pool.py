@@ -116,3 +116,12 @@ class Pool:
             return cls.parse(str(given))
         except PlanError as error:
             raise ValueError(str(error)) from error
+
+
+def several_types(types: Iterable[str]) -> str:
+    """Say what follows for a run from GPUs of several types."""
+    names = sorted(types)
+    return (
+        f"GPUs of {len(names)} types ({', '.join(names)}) round differently: weights are equal to the bit only where "
+        "one type does all the work"
+    )
