@@ -65,7 +65,7 @@ class Watch:
         return [*recorded(self._life.secrets_path), *self._credentials, *self._azure.region.tokens, self._login]
 
     def check(self) -> None:
-        """See that nothing listens, and no secret is, but as docs/how-it-works/safety.md and docs/guides/azure.md say."""
+        """See that nothing listens, and no secret is kept, but as safety.md and azure.md in docs say."""
         assert len(self.shown) == 1 + self._life.keep, "it was not looked in time"
         known = self.secrets
         for name, shown in self.shown.items():
