@@ -106,7 +106,7 @@ def test_fewer_nodes_and_more_losses_slow_bamboo_down_as_published() -> None:
     assert tenth / first == pytest.approx(ROWS[2].throughput / ROWS[0].throughput, rel=0.06)
 
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "published-profiles.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/reference/published-profiles.md"
 
 
 @pytest.fixture(scope="module")
