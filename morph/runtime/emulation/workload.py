@@ -52,7 +52,6 @@ class EmulatedWorkload:
 
     @property
     def units(self) -> tuple[ParameterUnit, ...]:
-        """See ``Workload.units``."""
         return tuple(parameter_unit(unit) for unit in self._device.units)
 
     @property
@@ -64,7 +63,6 @@ class EmulatedWorkload:
         return make_unit(self._device, self._units[unit], self._clock, num_micro_batches)
 
     def incoming_state(self, channel: Channel, interrupt: Interrupt) -> Carrier:
-        """See ``Workload.incoming_state``."""
         return IncomingState(channel, self._clock, self._alarm, interrupt, self._device.state_s_per_byte)
 
     def make_shadow(self, unit: str, num_micro_batches: int) -> UnitState:
@@ -80,7 +78,6 @@ class EmulatedWorkload:
         time.sleep(max(0.0, due_s - now_s))
 
     def adopt(self, shadow: UnitState) -> UnitState:
-        """See ``Workload.adopt``."""
         assert isinstance(shadow, EmulatedUnitState)
         shadow.clock = self._clock
         return shadow
@@ -89,7 +86,6 @@ class EmulatedWorkload:
         """See ``Workload.take_place``: there is nothing else."""
 
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
-        """See ``Workload.executor``."""
         assert current.slot is not None
         self._clock.slowness = slowness(self._device, current.plan, current.slot) * faults.slowness
         plan = current.plan.stages[current.slot.stage]
@@ -120,7 +116,6 @@ class EmulatedWorkload:
         return executor
 
     def reduce(self, current: Generation, sums: StepSums, executor: Executor) -> None:
-        """See ``Workload.reduce``."""
         free_s = self._clock.free_s
         stopwatch = executor.stopwatch
         finish_reduction(sums, stopwatch)
@@ -155,7 +150,6 @@ class EmulatedWorkload:
         return run
 
     def evaluate(self, current: Generation, version: int) -> Evaluation | None:  # noqa: ARG002
-        """See ``Workload.evaluate``."""
         return None
 
     def collect_notes(self) -> tuple[str, ...]:
@@ -163,11 +157,9 @@ class EmulatedWorkload:
         return ()
 
     def finish(self, totals: EvaluationTotals) -> FinishedMetrics | None:  # noqa: ARG002
-        """See ``Workload.finish``."""
         return None
 
     def samples_of(self, step: int) -> tuple[int, ...]:  # noqa: ARG002
-        """See ``Workload.samples_of``."""
         return ()
 
     def _border(self, section: int) -> BoundaryTensor:
