@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -39,6 +40,25 @@ def of_node_type(profile: Profile, name: str | None) -> Profile:
             "contention": found.contention,
         }
     )
+
+
+def of_pool_type(profile: Profile, name: str) -> Profile:
+    """The profile as it is on GPUs that a pool or a plan names so.
+
+    The type that the profile was measured on has no name. It may be called what its environment says of the device:
+    "v100" or "V100" is the profile's own type where that is a "Tesla V100 16 GB".
+
+    Raises:
+        PlanError: it is none of the profile's types; names those that there are.
+    """
+    if any(entry.name == name for entry in profile.node_types):
+        return of_node_type(profile, name)
+    device = profile.environment.device
+    words = re.findall(r"[a-z0-9]+", device.casefold())
+    if all(word in words for word in re.findall(r"[a-z0-9]+", name.casefold())):
+        return profile
+    known = [f"a word of {device!r} (the profile's own)", *(entry.name for entry in profile.node_types)]
+    raise PlanError("is not a type of this profile", field="pool", value=name, allowed=", ".join(known))
 
 
 AllReduceStart = Literal["overlapped", "late"]
