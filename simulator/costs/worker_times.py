@@ -63,8 +63,8 @@ def _handled_ns(totals: Mapping[str, Ints], conditions: Conditions) -> dict[str,
     """
     if conditions.compute_slots is None and conditions.overlaps:
         return {}
-    share = 1.0 if conditions.compute_slots is None else 0.5
-    taken = {kind: times * share for kind, times in totals.items()}
+    num_parts = 1 if conditions.compute_slots is None else 2
+    taken = {kind: times / num_parts for kind, times in totals.items()}
     behind = {kind: np.zeros_like(times) for kind, times in taken.items()}
     for kind, times in taken.items():
         times[-1] = 0  # the last stage has no next one
