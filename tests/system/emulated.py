@@ -20,7 +20,7 @@ from morph.contract.messages import SlowSpell
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from simulator import plan
-from tests.system.harness import constant_vms
+from tests.system.harness import constant_vms, facts_of
 
 M = 2
 
@@ -55,14 +55,7 @@ def emulated_run(
         micro_batch_size=m,
         emulation=emulated_device(profile, m, range(2, 9), options),
     )
-    facts = RunFacts(
-        job="emulated",
-        fingerprint=profile.job.fingerprint,
-        micro_batch_size=m,
-        batch_size=profile.job.batch_size,
-        num_sections=profile.num_sections,
-    )
-    return spec, facts
+    return spec, facts_of(spec, profile.job.batch_size)
 
 
 @dataclass
