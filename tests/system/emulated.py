@@ -70,14 +70,13 @@ class Emulated:
     observers: Sequence[Observer] = ()
     attend: Callable[[VmFleet], Observer] | None = None
     spells: tuple[SlowSpell, ...] = ()
-    jitter_seed: int | None = None
     machines: OpenMachines | None = None
     under_ray: bool = False
     lines: list[str] = field(default_factory=list)
 
     def run(self, directory: Path) -> tuple[dict[str, str], int]:
         """Run it to its end; returns sha256 of every unit's final state, and its version."""
-        options = EmulationOptions(jitter_seed=self.jitter_seed)
+        options = EmulationOptions()
         spec, facts = emulated_run(
             self.profile, {best.num_workers: best for best in self.plans}, self.num_vms, self.num_steps, options
         )
