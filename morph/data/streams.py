@@ -158,7 +158,6 @@ class Rows:
         self.sizes = _even(len(dataset), shard_size, "Rows", "shard_size")
 
     def open(self, shard: int) -> Samples:
-        """See ``Source``."""
         return _View(self._dataset, shard * self._shard_size, self.sizes[shard])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from morph.contract.errors import InputError, PlanError, ProfileError
 from morph.contract.files import PRIVATE, write_whole
-from morph.contract.plan import Plan, load_plan
+from morph.contract.plan import Expectation, PipelineKind, Plan, StagePlan, load_plan
 from morph.contract.profile import Profile, load_profile
 from simulator import plan, synthetic_profile
 
@@ -149,3 +150,56 @@ def test_every_micro_batch_is_dealt_to_exactly_one_replica(planned: Plan) -> Non
     assert dealt == list(range(7))
     assert planned.shape == "2x3"
     assert planned.num_workers == 6
+
+
+def uneven(**changes: object) -> Plan:
+    """Two pipelines of two stages and one of three, for five sections and seven micro-batches."""
+    cuts = ((0, 3), (3, 5), (0, 2), (2, 4), (4, 5))
+    given: dict[str, object] = {
+        "fingerprint": "f",
+        "schedule": "varuna",
+        "micro_batch_size": 1,
+        "num_micro_batches": 7,
+        "num_replicas": 3,
+        "stages": tuple(
+            StagePlan(first_section=first, end_section=end, window=2, recompute=False) for first, end in cuts
+        ),
+        "kinds": (
+            PipelineKind(num_stages=2, micro_batches=(2, 2)),
+            PipelineKind(num_stages=3, micro_batches=(3,)),
+        ),
+        "orders": {2: ("FBFB", "FBFB", "", "", ""), 3: ("", "", *["FBFBFB"] * 3)},
+        "expected": Expectation(
+            mini_batch_s=1.0, examples_per_s=7.0, lower_bound_s=1.0, peak_memory_bytes=0, parts_s={}
+        ),
+    }
+    return Plan.model_validate(given | changes)
+
+
+def test_pipelines_of_a_plan_may_be_unequal() -> None:
+    """Stages are numbered over all kinds of pipelines, replicas too, and each micro-batch is dealt once."""
+    planned = uneven()
+    assert (planned.shape, planned.num_workers, planned.pipeline_depth) == ("2x2 + 3x1", 7, 3)
+    assert [list(planned.stages_of(replica)) for replica in range(3)] == [[0, 1], [0, 1], [2, 3, 4]]
+    assert [list(planned.replicas_of(stage)) for stage in range(5)] == [[0, 1], [0, 1], [2], [2], [2]]
+    assert [stage for stage in range(5) if planned.is_last(stage)] == [1, 4]
+    assert [list(planned.micro_batches_of(replica)) for replica in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
+    left = [3, 5, 6, 9]
+    assert [one for replica in range(3) for one in planned.share_of(replica, left)] == left
+    assert [planned.order_of(stage, 1) for stage in (0, 4)] == ["FB", "FB"]
+    assert Plan.model_validate_json(planned.model_dump_json()) == planned
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_replicas": 4}, "kinds have 3 replicas in all, the plan has 4"),
+        ({"num_micro_batches": 8}, "kinds have 7 micro-batches in all, the plan has 8"),
+        ({"orders": {2: ("FBFB", "FBFB", "", "", "")}}, "orders lack 3 micro-batches"),
+        ({"orders": {2: ("", "FBFB", "", "", ""), 3: ("", "", *["FBFBFB"] * 3)}}, "orders[2][0] does not hold"),
+        ({"placement": ((0, 0), (0, 0), (0, 0)), "node_sizes": (9,)}, "2 replicas of 2 and 1 replicas of 3 stages"),
+    ],
+)
+def test_unequal_pipelines_that_do_not_fit_together_are_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        uneven(**changes)

@@ -53,7 +53,6 @@ class Nccl:
         self.facts = DeviceFacts(uuid=str(uuid), nccl=".".join(map(str, version)))
 
     def form(self, store: Store, rank: int, size: int, limit_s: float) -> Communicator:
-        """See ``Library.form``."""
         os.environ.update(_WATCHDOG)
         group: Any = dist.ProcessGroupNCCL  # torch ships no types for what follows
         options = group.Options()
@@ -64,7 +63,6 @@ class Nccl:
         return made
 
     def abort(self, communicators: Sequence[Communicator]) -> None:
-        """See ``Library.abort``."""
         if communicators:
             with ThreadPoolExecutor(len(communicators), "morph-abort") as pool:
                 list(pool.map(lambda made: made.abort(), communicators))

@@ -238,7 +238,6 @@ class ExactAccumulator(Accumulator):
         return torch.int64
 
     def add_all(self, gradients: Sequence[tuple[str, Tensor]]) -> None:
-        """See ``Accumulator.add_all``."""
         sums, values, is_first = [], [], []
         for name, gradient in gradients:
             into, first = self._part_of[name].sum_of(name)
@@ -254,7 +253,6 @@ class ExactAccumulator(Accumulator):
         add_fixed(sums, values, is_first)
 
     def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
-        """See ``Accumulator.mean``."""
         names, rows, means = [], [], []
         for name, begin, end in part.tensors_between(first, first + sums.shape[1]):
             own = slice(begin - first, end - first)
@@ -276,7 +274,6 @@ class ExactAccumulator(Accumulator):
         return all(fits(self._exponents[name], size, self._num_contributions) for name, size in sizes.items())
 
     def merge(self, partial: Mapping[str, Tensor]) -> None:
-        """See ``Accumulator.merge``."""
         assert partial["exponents"].tolist() == list(self._exponents.values()), "summed at other scales"
         super().merge(partial)
 
@@ -324,7 +321,6 @@ class FastAccumulator(Accumulator):
         return torch.float64 if mean_dtype == torch.float64 else torch.float32
 
     def add_all(self, gradients: Sequence[tuple[str, Tensor]]) -> None:
-        """See ``Accumulator.add_all``."""
         first: tuple[list[Tensor], list[Tensor]] = [], []
         later: tuple[list[Tensor], list[Tensor]] = [], []
         for name, gradient in gradients:
