@@ -31,15 +31,16 @@ LINK = re.compile(r"\]\(([^)\s#:]*)(?:#([^)\s]*))?\)")
 
 
 def pages() -> list[Path]:
-    """Every page of the documentation, and those at the root."""
-    return [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")]
+    """Every page that tells of the present: the documentation, and what is at the root but the changelog."""
+    root = [page for page in REPOSITORY.glob("*.md") if page.name != "CHANGELOG.md"]
+    return [*root, *REPOSITORY.glob("docs/**/*.md")]
 
 
 def blocks(*kinds: str) -> Iterator[tuple[str, str]]:
     """Page and text of each block of code of these kinds."""
     for page in pages():
         for kind, text in FENCE.findall(page.read_text(encoding="utf-8")):
-            if kind in kinds and page.name != "CHANGELOG.md":
+            if kind in kinds:
                 yield page.name, text
 
 
@@ -90,7 +91,7 @@ def _anchors(page: Path) -> set[str]:
 def test_every_link_of_the_pages_at_the_root_leads_somewhere() -> None:
     """Those below docs are checked by ``make docs``, which generates some of the pages."""
     generated = {"command-line.md", "job-file.md"}
-    for page in set(REPOSITORY.glob("*.md")) - {REPOSITORY / "CHANGELOG.md"}:
+    for page in [page for page in pages() if page.parent == REPOSITORY]:
         for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
             found = page.parent / target if target else page
             assert found.exists() or found.name in generated, (page.name, target)
