@@ -98,6 +98,7 @@ class Vm(Value):
     node_type: str = Field(
         default="", description="of its GPUs; empty: all are alike", exclude_if=lambda given: not given
     )
+    waits: bool = Field(default=False, description="in its market's queue; it costs nothing until it begins")
 
     @property
     def workers(self) -> tuple[str, ...]:
