@@ -159,6 +159,9 @@ class StageMemory:
         self, begin: Ints, end: Ints, window: Ints, recompute: npt.NDArray[np.bool_], live: Ints | int = 0
     ) -> Ints:
         """What stages take at their fullest moment, before allocator and context."""
+        if "tables" not in vars(self) and not np.any(live):  # a search has worked them out; one shape needs few runs
+            moments = self.moments(begin, end, window, recompute)
+            return np.maximum.reduce([_total(parts) for parts in moments.values()])
         more: Ints = self.base(begin, end, recompute) + window * self.each(begin, end, recompute)
         for size in set(np.atleast_1d(live).tolist()) - {0} if np.any(live) else ():
             taken, stored = self.group_tables(size)
@@ -432,9 +435,11 @@ class StageMemory:
         """The largest of some sections' values."""
         key = id(values)
         if key not in self._largest:
-            table = np.zeros((self._num_sections, self._num_sections + 1), np.int64)
-            for first in range(self._num_sections):
-                table[first, first + 1 :] = np.maximum.accumulate(values[first:])
+            size = self._num_sections
+            held = np.tri(size, dtype=np.bool_).T  # by first section and last one
+            least = int(values.min())
+            table = np.zeros((size, size + 1), np.int64)
+            table[:, 1:] = np.maximum.accumulate(np.where(held, values, least), axis=1) * held
             self._largest[key] = table
         found: Ints = self._largest[key][begin, end]
         return found
