@@ -148,9 +148,11 @@ class StageMemory:
         self._sums: Ints = np.array(gradients, np.int64)
         self._finish: Ints = np.array([section.finish_bytes for section in sections], np.int64)
         self._step: Ints = np.array([section.step_bytes for section in sections], np.int64)
-        sizes = np.geomspace(1, max(1, len(sections) - 1), _MOST_GROUP_SIZES).round().astype(int)
-        self.group_sizes: tuple[int, ...] = tuple(np.unique(sizes)[::-1].tolist()) if grouped else ()
+        self.group_sizes: tuple[int, ...] = ()
         """Of groups, those that are tried, largest first: all up to about ten."""
+        if grouped:
+            sizes = np.geomspace(1, max(1, len(sections) - 1), _MOST_GROUP_SIZES).round().astype(int)
+            self.group_sizes = tuple(np.unique(sizes)[::-1].tolist())
         self._groups: dict[int, Ints] = {}
 
     # ---- of stages ----
@@ -161,7 +163,8 @@ class StageMemory:
         """What stages take at their fullest moment, before allocator and context."""
         if "tables" not in vars(self) and not np.any(live):  # a search has worked them out; one shape needs few runs
             moments = self.moments(begin, end, window, recompute)
-            return np.maximum.reduce([_total(parts) for parts in moments.values()])
+            fullest: Ints = np.maximum.reduce([_total(parts) for parts in moments.values()])
+            return fullest
         more: Ints = self.base(begin, end, recompute) + window * self.each(begin, end, recompute)
         for size in set(np.atleast_1d(live).tolist()) - {0} if np.any(live) else ():
             taken, stored = self.group_tables(size)
