@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from manager.controller.state.config import ControllerConfig
@@ -17,7 +18,7 @@ from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import ClusterConfig, LocalVms, Policy
 from morph.contract.messages import Fault, HandedCut, SlowSpell, WorkerSetup
-from morph.contract.plan import Plan, Schedule
+from morph.contract.plan import PipelineKind, Plan, Schedule
 from morph.contract.profile import Profile
 from morph.contract.rules import Rules, StutterRules
 from morph.contract.trace import Trace, TraceEvent
@@ -49,6 +50,34 @@ def plan_of(
     ).best
 
 
+def together(plans: Sequence[Plan]) -> Plan:
+    """The pipelines of several plans as those of one: the deeper ones get more of its micro-batches."""
+    num_micro_batches, depths = plans[0].num_micro_batches, [plan.pipeline_depth for plan in plans]
+    replicas = [kind for kind, plan in enumerate(plans) for _ in range(plan.num_replicas)]
+    weights = list(accumulate((depths[kind] for kind in replicas), initial=0))
+    ends = [num_micro_batches * weight // weights[-1] for weight in weights]
+    counts = [after - before for before, after in pairwise(ends)]
+    kinds = tuple(
+        PipelineKind(
+            num_stages=plan.pipeline_depth,
+            micro_batches=tuple(count for of, count in zip(replicas, counts, strict=True) if of == kind),
+        )
+        for kind, plan in enumerate(plans)
+    )
+    orders = {
+        count: tuple(plan.order_of(stage, count) for plan in plans for stage in range(len(plan.stages)))
+        for count in set(counts)
+    }
+    return plans[0].model_copy(
+        update={
+            "num_replicas": len(replicas),
+            "stages": tuple(stage for plan in plans for stage in plan.stages),
+            "kinds": kinds,
+            "orders": orders,
+        }
+    )
+
+
 @dataclass(frozen=True)
 class TinyJob:
     """What the controller must know of the tiny job."""
@@ -60,7 +89,10 @@ class TinyJob:
     micro_batch_size: int = MICRO_BATCH_SIZE
 
     def plan(self, shape: str, schedule: Schedule = "varuna", *, recompute: bool = True) -> Plan:
-        """A plan of this job for ``"PxD"``."""
+        """A plan of this job for ``"PxD"``, or ``"PxD+PxD"`` of unequal pipelines."""
+        if "+" in shape:
+            kinds = [self.plan(one, schedule, recompute=recompute) for one in shape.split("+")]
+            return together(kinds)
         profile = synthetic_profile(
             num_sections=self.num_sections, batch_size=self.batch_size, micro_batch_sizes=(1, MICRO_BATCH_SIZE)
         )

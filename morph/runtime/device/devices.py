@@ -61,7 +61,7 @@ def check_kernels(device: torch.device, field: str = "vms.device") -> None:
             f"torch {torch.__version__} has no kernels for this device, {torch.cuda.get_device_name(device)}",
             field=field,
             value=f"cuda, compute capability {capability[0]}.{capability[1]}",
-            allowed=f"those that torch was built for: {', '.join(built_for)}; docs/gpu.md says which build has others",
+            allowed=f"those that torch was built for: {', '.join(built_for)}; see docs/how-it-works/gpu.md",
         )
 
 

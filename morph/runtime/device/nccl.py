@@ -1,4 +1,4 @@
-"""Communicators of NCCL, by torch's ``ProcessGroupNCCL``. Nothing of it has run on a device yet (docs/gpu.md).
+"""Communicators of NCCL, by torch's ``ProcessGroupNCCL``. It has not run on a device yet (docs/how-it-works/gpu.md).
 
 Facts that it goes by, of torch's source: an operation without ``asyncOp`` is enqueued on the current stream; the
 watchdog ends the process when an operation fails or takes long, unless told not to; ``abort`` works in a thread of

@@ -19,7 +19,7 @@ from morph.runtime.device.links import HostLink
 from morph.runtime.emulation.clock import NEVER_S, Alarm, DeviceClock, JitterDraw
 from morph.runtime.emulation.links import IncomingLink, IncomingState, OutgoingLink
 from morph.runtime.emulation.message import border
-from morph.runtime.emulation.reduction import rings_of
+from morph.runtime.emulation.reduction import rings_of, run_rings
 from morph.runtime.emulation.stage import EmulatedStage, SectionUnits, TaskTimes
 from morph.runtime.emulation.unit import DeviceMemory, EmulatedUnitState, gradient_patterns, make_unit, parameter_unit
 from morph.runtime.groups.channels import Carrier, Channel
@@ -41,7 +41,8 @@ class EmulatedWorkload:
     def __init__(self, setup: WorkerSetup) -> None:
         assert setup.emulation is not None
         prepare()
-        self._device: EmulatedDevice = setup.emulation
+        self._emulated: EmulatedDevice = setup.emulation
+        self._device = self._emulated
         self._units = {unit.id: unit for unit in self._device.units}
         self._patterns = gradient_patterns(self._device)
         self._clock = DeviceClock(self._device.forgiven_s)
@@ -83,7 +84,14 @@ class EmulatedWorkload:
         return shadow
 
     def take_place(self, current: Generation) -> None:
-        """See ``Workload.take_place``: there is nothing else."""
+        """See ``Workload.take_place``: from now on times are those of the stage's type of node."""
+        if current.slot is None:
+            return
+        self._device = self._emulated.of_type(current.plan.stages[current.slot.stage].node_type)
+        self._units = {unit.id: unit for unit in self._device.units}
+        for unit, state in current.units.items():
+            assert isinstance(state, EmulatedUnitState)
+            state.optimizer_s = self._units[unit].optimizer_s
 
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
         assert current.slot is not None
@@ -92,7 +100,7 @@ class EmulatedWorkload:
         jitter = JitterDraw(
             self._device.jitter_seed, order.step, len(self._device.sections), current.plan.num_micro_batches
         )
-        inputs = (self._border(plan.first_section - 1),) if current.slot.stage else ()
+        inputs = (self._border(plan.first_section - 1),) if plan.first_section else ()
         is_last = plan.end_section == len(self._device.sections)
         outputs = (_LOSS,) if is_last else (self._border(plan.end_section - 1),)
         work = current.work_between(current.micro_batches_in(order), inputs, outputs)
@@ -120,8 +128,7 @@ class EmulatedWorkload:
         stopwatch = executor.stopwatch
         finish_reduction(sums, stopwatch)
         start = stopwatch.mark()
-        for ring in rings_of(current, self._device):
-            free_s = ring.run(free_s, self._ends_s)
+        free_s = run_rings(rings_of(current, self._device), free_s, self._ends_s)
         self._clock.wait_until(free_s)
         stopwatch.stood("reduce", start)
         stopwatch.late_s = max(self._clock.late_s, 0.0)

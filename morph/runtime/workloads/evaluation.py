@@ -30,7 +30,6 @@ from morph.contract.evaluation import (
     FinishedMetrics,
 )
 from morph.contract.messages import SAMPLES, Evaluation, MicroBatchLoss
-from morph.contract.plan import shares
 from morph.cutting import CutModel, Section
 from morph.cutting.exporting.functional import WRITTEN
 from morph.cutting.marked.marked_run import MarkedCode
@@ -286,7 +285,7 @@ class Evaluator:
         if current.slot is None or not self.size.is_due(version):
             return None
         total = self._loader.num_micro_batches
-        share = shares(total, current.plan.num_replicas)[current.slot.replica]
+        share = current.plan.share_of(current.slot.replica, range(total))
         work = current.stage_work(model, share, self._loader.length)
         indices = current.plan.stages[current.slot.stage].sections
         stage = EvaluationStage(
@@ -301,8 +300,7 @@ class Evaluator:
             work.micro_batches, batch_keys(model.sections[index] for index in indices), lambda: current.interrupt.over
         )
         losses = run_evaluation(stage, work, current.neighbours(self._device), current.interrupt)
-        is_last = current.slot.stage == current.plan.pipeline_depth - 1
-        if not is_last:
+        if not current.plan.is_last(current.slot.stage):
             return None
         self._check_size(losses, total)
         finishes = self._job.eval_metrics is not None
