@@ -1,4 +1,4 @@
-"""Profiles, plans and other files: what is wrong names file, field and value."""
+"""Profiles, plans, pools and other files: what is wrong names file, field and value."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from morph.contract.errors import InputError, PlanError, ProfileError
 from morph.contract.files import PRIVATE, write_whole
 from morph.contract.plan import Expectation, PipelineKind, Plan, StagePlan, load_plan
+from morph.contract.pool import Pool
 from morph.contract.profile import Profile, load_profile
 from simulator import plan, synthetic_profile
 
@@ -203,3 +205,59 @@ def test_pipelines_of_a_plan_may_be_unequal() -> None:
 def test_unequal_pipelines_that_do_not_fit_together_are_refused(changes: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         uneven(**changes)
+
+
+def test_a_pool_is_its_text_whatever_the_order_of_its_types() -> None:
+    pool = Pool.parse("v100=12, t4=4")
+    assert (str(pool), pool.num_gpus, pool.types, pool["t4"], pool["k80"]) == ("t4=4,v100=12", 16, ("t4", "v100"), 4, 0)
+    assert Pool.counting(["v100"] * 12 + ["t4"] * 4) == pool == Pool.of({"t4": 4, "v100": 12, "k80": 0})
+    assert str(Pool.parse("8,t4=4")) == "8,t4=4"
+    assert Pool.parse("8") == Pool.of(8) == Pool.of({"": 8})
+    assert hash(Pool.parse("t4=4,v100=12")) == hash(pool)
+    assert not Pool()
+    assert str(Pool()) == "0"
+
+
+def test_pools_are_added_and_fit_in_one_another_type_by_type() -> None:
+    small, large = Pool.parse("t4=2,v100=8"), Pool.parse("t4=4,v100=12")
+    assert small.fits_in(large)
+    assert not large.fits_in(small)
+    assert Pool().fits_in(small)
+    assert not Pool.parse("t4=5").fits_in(large)
+    assert not Pool.of(1).fits_in(large)
+    assert small + large == Pool.parse("t4=6,v100=20")
+    assert large - small == Pool.parse("t4=2,v100=4")
+    assert small - large == Pool()
+    assert small + Pool.of(3) == Pool.parse("3,t4=2,v100=8")
+
+
+def test_a_pool_is_a_key_in_json_and_a_number_is_read_as_one() -> None:
+    table = TypeAdapter(dict[Pool, int])
+    pools = {Pool.of(8): 1, Pool.parse("t4=4,v100=12"): 2}
+    assert table.dump_json(pools) == b'{"8":1,"t4=4,v100=12":2}'
+    assert table.validate_json(table.dump_json(pools)) == pools
+    assert table.validate_python({8: 1, "t4=4,v100=12": 2}) == pools
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "is not a pool"),
+        ("eight", "is not a pool"),
+        ("t4=", "is not a pool"),
+        ("=4", "is not a pool"),
+        ("t4=-1", "is not a pool"),
+        ("t4=1.5", "is not a pool"),
+        ("t4=4,", "is not a pool"),
+        ("t4=4,t4=2", "names t4 twice"),
+        ("8,8", "names the type without a name twice"),
+        ("0", "is out of range"),
+        ("t4=60000,v100=60000", "is out of range"),
+    ],
+)
+def test_text_that_is_no_pool_is_refused_in_one_sentence(text: str, problem: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        Pool.parse(text, "--pool")
+    assert str(raised.value).startswith(f"--pool: {problem} (got {text!r}); allowed: ")
+    with pytest.raises(ValidationError, match=problem):
+        TypeAdapter(Pool).validate_python(text)

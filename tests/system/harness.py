@@ -140,6 +140,17 @@ def constant_vms(count: int) -> Trace:
     return Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(count)))
 
 
+def facts_of(spec: RunSpec, batch_size: int) -> RunFacts:
+    """What a run's directory says of its job."""
+    return RunFacts(
+        job=spec.job_path,
+        fingerprint=spec.config.fingerprint,
+        micro_batch_size=spec.micro_batch_size,
+        batch_size=batch_size,
+        num_sections=spec.num_sections,
+    )
+
+
 def managed(
     job: TinyJob,
     run_dir: Path,
@@ -192,14 +203,7 @@ def managed(
         if observe is not None:
             observe(observed)
 
-    facts = RunFacts(
-        job=job_path,
-        fingerprint=job.fingerprint,
-        micro_batch_size=MICRO_BATCH_SIZE,
-        batch_size=job.batch_size,
-        num_sections=NUM_SECTIONS,
-    )
-    with RunDir(run_dir, facts) as opened:
+    with RunDir(run_dir, facts_of(spec, job.batch_size)) as opened:
         finish = run_session(spec, opened, remember, attend)
         print("\n".join(history))  # shown by pytest when the test fails
         newest = complete_versions(opened.checkpoint_url)[-1]
