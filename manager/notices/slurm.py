@@ -2,7 +2,7 @@
 
 Slurm sends SIGTERM to the steps of a job that is preempted, ``GraceTime`` of its partition before it kills them, or
 USR2 where the user asked for that (``signal_s``). The shell (``manager/providers/slurm/spec.py``) notes the moment in
-``notice`` in the node's folder; ``limits`` beside it says what else is known.
+``notice`` in the node's folder; ``limits`` beside it says what else is known. It ends the node once there is ``left``.
 """
 
 from __future__ import annotations
@@ -60,4 +60,5 @@ class SlurmNotices:
         return tuple(found)
 
     def acknowledge(self, notice: str) -> None:
-        """Nothing: the manager ends the job."""
+        """Have the shell end the job, whose place somebody else waits for."""
+        (self._folder / "left").touch()
