@@ -59,6 +59,6 @@ class SlurmNotices:
             found.append(Standing(notice=TIME_LIMIT, lead_s=max(0.0, limits.ends_s - now_s)))
         return tuple(found)
 
-    def acknowledge(self, notice: str) -> None:
+    def acknowledge(self, _notice: str) -> None:
         """Have the shell end the job, whose place somebody else waits for."""
         (self._folder / "left").touch()

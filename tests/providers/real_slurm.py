@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from manager.host.processes import wait_gone
-from tests.waiting import poll_until
+from tests.cloud.waiting import until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol")
 NODE = socket.gethostname().partition(".")[0]
@@ -92,7 +92,13 @@ class RealSlurm:
         self.call("munged", "--force", *munge)
         self.start_controller()
         self.call("slurmd", "-N", NODE)
-        poll_until(lambda: "idle" in self.call("sinfo", "--noheader", "--format=%T"), "an idle node of Slurm")
+        until(self._is_idle, f"an idle node of the Slurm in {self.folder}")
+
+    def _is_idle(self) -> bool:
+        try:
+            return "idle" in self.call("sinfo", "--noheader", "--format=%T")
+        except AssertionError:  # it does not listen yet
+            return False
 
     def start_controller(self) -> None:
         self.call("slurmctld")
@@ -123,7 +129,7 @@ class RealSlurm:
     def clear(self) -> None:
         """Cancel every job, and wait until none is left."""
         self.call("scancel", "--user=root")
-        poll_until(lambda: not self.states(), "an empty queue")
+        until(lambda: not self.states(), "an empty queue")
 
     def close(self) -> None:
         with suppress(Exception):

@@ -15,11 +15,11 @@ from manager.providers.hosts.static import StaticProvider, StaticSpec
 from manager.providers.interface.provider import RETRYABLE, Provider, ProviderError, Refused, RunName, Vm, vm_name
 from manager.providers.local import LocalProvider
 from manager.providers.slurm.provider import SlurmProvider
+from tests.cloud.waiting import until
 from tests.providers import fake_slurm
 from tests.providers.azure_world import SPEC, provider
 from tests.providers.fake_arm import FakeArm, Fault
 from tests.providers.real_slurm import NODE, RealSlurm, why_none
-from tests.waiting import poll_until
 
 ROOM = 4
 LARGE = 4
@@ -128,7 +128,7 @@ class Settled(SlurmProvider):
 
     def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
         names = [vm.name for vm in super().request(request, count, max_vms)]
-        poll_until(lambda: not any(vm.waits for vm in self.list()), "jobs that run")
+        until(lambda: not any(vm.waits for vm in self.list()), "jobs that run")
         return tuple(next(vm for vm in self.list() if vm.name == name) for name in names)
 
 
