@@ -16,7 +16,7 @@ import pytest
 
 from manager.report.journal_reader import read_report
 from morph.checkpoint.manifest import complete_versions
-from morph.cli.reading.errors import EXIT_STOPPED
+from morph.cli.reading.errors import EXIT_GOES_ON
 from tests.cloud.waiting import until
 from tests.providers.real_slurm import CPUS, GRACE_S, RealSlurm, why_none
 from tests.system.commands import RunningMorph, morph
@@ -104,7 +104,7 @@ def test_owners_who_preempt_half_of_the_nodes_twice_change_no_bit(
             cluster.call("scancel", owner)
             run.wait_for_line(f"on {KEPT} of {KEPT} ready workers")
         morph("stop", run_dir)
-        assert run.wait_for_end() == EXIT_STOPPED, run.output
+        assert run.wait_for_end() == EXIT_GOES_ON, run.output
     version = complete_versions(str(run_dir / "checkpoints"))[-1]
     assert "wait in the queue" in run.output
     report = read_report(run_dir)
