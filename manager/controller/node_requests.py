@@ -202,7 +202,7 @@ def why_requests_ended(state: ControllerState) -> str:
     return (
         f"{state.provisioning.num_absent} times in a row VMs were granted and none of them joined: "
         "no further one is requested; look at the log of such a VM's first boot, at what vms.environment installs, "
-        "and at whether it reaches the manager's ports (docs/azure.md)"
+        "and at whether it reaches the manager's ports (docs/guides/azure.md)"
     )
 
 

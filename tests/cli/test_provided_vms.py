@@ -279,6 +279,33 @@ def test_vms_without_credentials_for_storage_are_refused_before_any_is_requested
     assert vms(shared_storage=True, job_uid=1000).uid == 1000
 
 
+def test_the_example_for_slurm_is_one_and_its_check_asks_slurm_nothing(
+    tmp_path: Path, described: Described, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = yaml.safe_load((ROOT / "configs/runs/slurm.yaml").read_text(encoding="utf-8"))
+    spec = load_yaml(ROOT / "configs/clouds/slurm.yaml", SlurmSpec)
+    assert (spec.partition, spec.gres, spec.size) == ("preempt", "gpu:1", "preempt/gpu:1")
+    (tmp_path / "cloud.yaml").write_text((ROOT / "configs/clouds/slurm.yaml").read_text(encoding="utf-8"))
+    vms = {**run["vms"], "cloud": "cloud.yaml"}
+    described |= {"vms": vms}
+    monkeypatch.setattr("manager.run.cloud.socket.create_server", lambda _address: socket.socket())
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert "vms.kind: needs Slurm's programs, and sbatch is not on the PATH" in refused(tmp_path, described)
+    (tmp_path / "bin").mkdir()
+    for program in ("sbatch", "squeue", "scancel"):
+        (tmp_path / "bin" / program).write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n", encoding="utf-8")
+        (tmp_path / "bin" / program).chmod(0o755)
+    found = resolved(tmp_path, described)
+    assert isinstance(found.cluster.vms, SlurmVms)
+    assert found.cloud is not None
+    assert (found.cloud.most_devices, found.cloud.price()) == (1, None)
+    assert not (tmp_path / "asked").exists()
+    described["vms"] = {**vms, "address": "127.0.0.2"}
+    assert "is a loopback address, which a node of partition preempt" in refused(tmp_path, described)
+    described["vms"] = {**vms, "environment": {"image": "a:b:c:d"}}
+    assert "vms.environment: image: container_image in the cloud file" in refused(tmp_path, described)
+
+
 def test_the_example_of_hosts_is_one() -> None:
     from manager.providers.hosts.static import Hosts
 

@@ -149,7 +149,6 @@ class Provisioning:
         return self._registry.is_settled(vm)
 
     def evict(self, vm: str) -> bool:
-        """See ``Provider.evict``."""
         return self._provider.evict(vm)
 
     def take(self, vms: Mapping[str, Collection[str]]) -> None:
