@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
@@ -16,6 +18,7 @@ from manager.controller.state.events import NodeFacts
 from manager.engine.machines.provider_machines import Providing
 from manager.providers.interface.provider import Price, RunName, Vm
 from manager.providers.local import LocalProvider
+from manager.providers.slurm.spec import SlurmSpec
 from manager.run.cloud import Cloud, check_storage
 from manager.run.inputs import PreparedRun
 from manager.run.markets import Market
@@ -23,7 +26,7 @@ from manager.run.request import RunRequest
 from manager.run.resolution import resolve
 from morph.cli.main import app
 from morph.contract.base import Value
-from morph.contract.cluster import JOB_UID, AzureVms, Environment, ProvidedVms, StaticVms
+from morph.contract.cluster import JOB_UID, AzureVms, Environment, ProvidedVms, SlurmVms, StaticVms
 from morph.contract.errors import ConfigError
 from morph.yaml_files import load_job_file, load_yaml
 from simulator import synthetic_profile
@@ -86,7 +89,7 @@ def set_in(described: Described, dotted: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("dotted", "value", "told"),
     [
-        ("vms.kind", "moon", "vms.kind: no such kind (got 'moon'); allowed: local or azure or static"),
+        ("vms.kind", "moon", "vms.kind: no such kind (got 'moon'); allowed: local or azure or slurm or static"),
         ("vms.keep", 0, "vms.keep"),
         ("vms.num_vms", 3, "vms.num_vms: unknown key"),
         ("vms.address", "gpu1", "vms.address: is not an IPv4 address (got 'gpu1')"),
