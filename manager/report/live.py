@@ -15,7 +15,7 @@ from manager.controller.state.saves import NextSave
 from manager.controller.state.state import ControllerState, Decision
 from manager.journal.records import DecisionRecord
 from manager.report.means import Series, extreme_rates
-from manager.report.milestones import AS_SAID, Milestones
+from manager.report.milestones import Milestones
 from morph.contract.messages import Prepared
 
 RECENT = 40
@@ -26,33 +26,20 @@ TOLD = frozenset(
         ReasonCode.NODE_REGISTERED,
         ReasonCode.WORKER_READY,
         ReasonCode.NODES_REQUESTED,
-        ReasonCode.REQUEST_REFUSED,
-        ReasonCode.SETUP_FAILED,
         ReasonCode.NODE_ABSENT,
         ReasonCode.NOTICE_KEPT,
-        ReasonCode.NOTICE_TAKEN,
         ReasonCode.NOTICE_ACKNOWLEDGED,
-        ReasonCode.NODE_SPARED,
-        ReasonCode.WORKER_SLOW,
-        ReasonCode.WORKER_WELL,
-        ReasonCode.MANAGER_RESUMED,
         ReasonCode.HOLDING,
-        ReasonCode.RESTING,
         ReasonCode.FORMED,
         ReasonCode.SET_BACK,
         ReasonCode.TOO_FEW_WORKERS,
         ReasonCode.ABORTING,
         ReasonCode.WORKER_REMOVED,
         ReasonCode.OVERFLOW_RETRY,
-        ReasonCode.CHECKPOINT_ABANDONED,
         ReasonCode.CHECKPOINT_COMPLETE,
-        ReasonCode.STOP_NOTED,
-        ReasonCode.FINISHED,
-        ReasonCode.STOPPED,
-        ReasonCode.FAILED,
     }
 )
-"""Decisions worth a line to who watches the manager."""
+"""Decisions worth a line to those who watch the manager, beside those that a user reads as they are."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +132,7 @@ class LiveRun:
         told = [Happened(time_s, *milestone) for milestone in self.milestones.take(state.config, event, record, time_s)]
         self.recent.extend(told)
         reason = decision.reason
-        if reason.code in TOLD - AS_SAID:
+        if reason.code in TOLD:
             told.insert(0, Happened(time_s, reason.code.value, reason.sentence, inner=True))
         return tuple(told)
 
