@@ -20,9 +20,9 @@ from manager.controller.state.events import (
 )
 from manager.controller.state.state import Phase
 from manager.history.lives import OF_LIVES, LivesReader
-from manager.journal.condensed import Cut, Kept
+from manager.journal.condensed import ACCOUNT, Cut, Kept
 from manager.journal.journal import Journal
-from manager.journal.records import VM_KILLED, Decided, DecisionRecord, Fact, Line, lines
+from manager.journal.records import VM_KILLED, Decided, DecisionRecord, Fact, Line
 from manager.report.events import OF_EVENTS, ROUTINE, EventReader, Told
 from manager.report.journal_reader import NAMES, OF_RUN, RunReader
 from manager.report.steps import Step, columns_of
@@ -36,13 +36,12 @@ class Condenser:
     """The keeper of a journal: its readers, and what they tell until it is written.
 
     Args:
-        journal: What is condensed of it is read back, and its lines since then.
+        journal: What is condensed of it is read back. The lines since then are to be taken in.
     """
 
     def __init__(self, journal: Journal) -> None:
-        tail = journal.tail()
-        head = tail.head
-        self.run, self.lives = RunReader.at(journal, head), LivesReader.at(head)
+        head = journal.head()
+        self.run, self.lives = RunReader.at(journal, head), LivesReader.at(journal, head)
         self.events = EventReader() if head is None else EventReader.at(journal, head)
         self.num_taken = 0
         self._told: list[Told] = []
@@ -50,8 +49,6 @@ class Condenser:
         self._kept: set[int] = set()
         self._last = (0, 0.0) if head is None else (head.sequence, head.time_s)
         self._trains, self._killed = True, False
-        for line in lines(tail.entries):
-            self.take(line)
 
     @property
     def may_cut(self) -> bool:
@@ -97,6 +94,7 @@ class Condenser:
                 OF_RUN: self.run.state_json,
                 OF_LIVES: self.lives.state_json,
                 OF_EVENTS: self.events.state_json,
+                ACCOUNT: self.run.ledger.account().model_dump_json(),
             },
             columns=columns_of(self.run.steps),
             records=records,
