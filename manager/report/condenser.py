@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 from manager.controller.state.actions import (
     NoteCorrection,
     NoteNextSave,
@@ -28,6 +31,8 @@ from manager.report.journal_reader import NAMES, OF_RUN, RunReader
 from manager.report.steps import Step, columns_of
 from morph.contract.messages import Committed, Prepared
 
+LONG = 100_000
+"""With more lines than this it is said how far a journal is condensed."""
 _SAVES = frozenset({ReasonCode.COMMIT_STARTED, ReasonCode.CHECKPOINT_SEALED, ReasonCode.CHECKPOINT_COMPLETE})
 _OF_STEPS = (SendStep, SendCommit, NoteNextSave, NoteCorrection, WriteManifest)
 
@@ -107,6 +112,24 @@ class Condenser:
             told.clear()
         self._kept.clear()
         self.num_taken = 0
+
+
+def condense_all(path: Path, tell: Callable[[str], None]) -> None:
+    """Condense a journal before a run is resumed with it, and say so where that takes a while.
+
+    Raises:
+        RunDirError: it cannot be opened, or written now.
+    """
+    tenths = 0
+
+    def told(line: int, last: int) -> None:
+        nonlocal tenths
+        if line < last and last > LONG and line * 10 // last > tenths:
+            tenths = line * 10 // last
+            tell(f"the run's journal is being condensed, once: {line} of {last} lines are done")
+
+    with Journal.open(path) as journal:
+        journal.condense(Condenser, tell=told)
 
 
 def is_kept(event: Event, record: DecisionRecord, *, changes: bool) -> bool:

@@ -21,6 +21,7 @@ from manager.history.run_history import RunHistory
 from manager.host.environment import variables
 from manager.journal.journal import LIMIT_S, patiently
 from manager.providers.interface.provider import name_of, write_name
+from manager.report.condenser import condense_all
 from manager.report.journal_reader import read_ledger, read_report
 from manager.report.live import LiveRun
 from manager.report.values import RunReport
@@ -223,6 +224,8 @@ class ManagedRun:
     def _begin(self, opened: RunDir, number: int) -> Finish:
         """Begin a session from the newest checkpoint, or from the beginning."""
         run = self._run
+        if not number and not self._is_new:
+            self._wait(partial(condense_all, opened.journal_path, _tell))
         self._history.take_in(opened.path)
         checkpoint = self._newest_checkpoint(opened)
         version = checkpoint.version if checkpoint else 0

@@ -29,7 +29,8 @@ from manager.journal.condensed import VERSION, Cut, digest_of
 from manager.journal.journal import Journal
 from manager.journal.records import Fact
 from manager.journal.replay import replay
-from manager.report.condenser import Condenser
+from manager.report import condenser as condenser_module
+from manager.report.condenser import Condenser, condense_all
 from manager.report.events import EventReader
 from manager.report.journal_reader import RunReader, read_ledger, read_report
 from manager.report.morph_trace import morph_trace
@@ -365,7 +366,7 @@ def test_what_another_version_condensed_is_folded_anew(
     cluster.close()
     forget_states(tmp_path / JOURNAL, version)
     short, plain = told(tmp_path), told(tmp_path / "plain")
-    for name in ("lives", "state", "moment", "events", "morphs"):
+    for name in ("lives", "state", "moment", "events"):
         assert short[name] == plain[name], name
     assert settled_of(short["report"]) == settled_of(plain["report"])
     accounts = [cast(Ledger, one["ledger"]).account() for one in (short, plain)]
@@ -412,6 +413,16 @@ def fields_of() -> dict[str, list[str]]:
             found[kind.__name__] = [f"{name}: {types[name]}" for name in sorted(names)]
             left += [types[name] for name in names]
     return dict(sorted(found.items()))
+
+
+def test_it_is_said_how_far_a_long_journal_is_condensed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "AT_ONCE", 7)
+    monkeypatch.setattr(condenser_module, "LONG", 20)
+    JournalledCluster(0, tmp_path, Faults()).run(3)
+    said: list[str] = []
+    condense_all(tmp_path / JOURNAL, said.append)
+    assert 1 < len(said) < 10
+    assert said[0].startswith("the run's journal is being condensed, once: ")
 
 
 def test_lines_of_another_version_are_refused_in_a_sentence(tmp_path: Path) -> None:
