@@ -499,7 +499,8 @@ class RunReader:
         self._orders(config, record, time_s)
         self._note_trouble(event, record)
         for end in (action for action in record.actions if isinstance(action, Finish)):
-            self._tell(RunOver(version=self.version, outcome=end.outcome, sentence=end.sentence))
+            over = end.model_dump(include={"outcome", "sentence", "rests", "at_limit"})
+            self._tell(RunOver(version=self.version, **over))
 
     def _evaluated(self, record: EvaluationRecord | None) -> None:
         if record is not None:

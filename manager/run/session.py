@@ -276,6 +276,7 @@ class Session:
             num_sections=spec.num_sections,
             micro_batch_size=spec.micro_batch_size,
             checkpoint_url=self._run_dir.checkpoint_url,
+            lease=spec.lease.run if spec.lease else "",
             store_host=attachment.store_host,
             store_port=attachment.store_port,
             listen_host=self.machines.address_of(worker),

@@ -116,7 +116,7 @@ class HappeningsReader:
                 yield one
             elif isinstance(one, RunOver) and not self._over:
                 self._over = True
-                yield RunEnded(step=one.version, time_s=time_s, outcome=one.outcome, sentence=one.sentence)
+                yield RunEnded(step=one.version, time_s=time_s, **one.model_dump(exclude={"version"}))
         if told:
             yield from self._missed(told[-1][1])
 

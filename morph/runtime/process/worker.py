@@ -163,6 +163,7 @@ class Worker:
         self._writer = CheckpointWriter(
             setup.worker, setup.checkpoint_url, self._faults, setup.checkpoints, on_processor=setup.device == "cpu"
         )
+        self._writer.lease = setup.lease
         self._connections = KeptConnections(setup.store_host, setup.store_port, setup.secret)
         if setup.store_port:
             self._connections.prepare()
@@ -180,6 +181,7 @@ class Worker:
         if setup.code is not None and (self._setup.code is None or setup.code.sha256 != self._setup.code.sha256):
             error = JobError("is not the code that this worker was set up with", source=setup.code.job_path)
             return self._failed(0, error)
+        self._writer.lease = setup.lease
         return self.ready
 
     def reshape(self, order: ReshapeOrder) -> Reshaped | Aborted | Failed:
