@@ -257,8 +257,9 @@ class Journal:
             raise
         except Exception as error:
             self._leave_out(error)
-        with self._transaction() as connection:
-            connection.execute(f"PRAGMA user_version = {LAYOUT}")
+        if self._select("PRAGMA user_version") != [(LAYOUT,)]:
+            with self._transaction() as connection:
+                connection.execute(f"PRAGMA user_version = {LAYOUT}")
 
     def _catch_up(self, keeper: Keeper, state: ControllerState | None, tell: Callable[[int, int], None]) -> None:
         head, last = self.head(), (self.last_moment() or (0, 0.0))[0]
