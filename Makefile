@@ -150,7 +150,7 @@ layers: $(READY)
 
 # A warning, as of a link to a page or a heading that is not there, is an error. `.venv/bin/mkdocs serve` shows changes at once.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
