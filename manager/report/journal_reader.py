@@ -70,6 +70,7 @@ from morph.contract.decided import LossScale
 from morph.contract.errors import RunDirError
 from morph.contract.happenings import Trouble
 from morph.contract.messages import Committed, Prepared, WorkerReady
+from morph.contract.plan import kinds_in
 from morph.contract.timeline import StepTimeline
 
 # The timelines that the workers of a run recorded, from its journal.
@@ -103,8 +104,7 @@ def timelines_of(entries: Sequence[Entry]) -> dict[int, tuple[StepTimeline, ...]
         answer, timeline = event.answer, event.answer.timeline
         together = gathered.setdefault((answer.generation, answer.step, answer.attempt), {})
         together[timeline.replica, timeline.stage] = timeline
-        depth, replicas = map(int, timeline.shape.split("x"))
-        if len(together) == depth * replicas:
+        if len(together) == sum(stages * replicas for stages, replicas in kinds_in(timeline.shape)):
             found[answer.step] = tuple(together[place] for place in sorted(together))
     return found
 
@@ -460,6 +460,7 @@ class RunReader:
                     generation=order.generation,
                     shape=plan.shape,
                     num_workers=plan.num_workers,
+                    pool=plan.pool if any(plan.pool.types) else None,
                     batch_size=plan.num_micro_batches * plan.micro_batch_size,
                     start_s=time_s,
                     end_s=None,

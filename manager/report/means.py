@@ -29,7 +29,6 @@ class EvaluationReader:
     _shares: dict[int, list[Evaluation]] = field(default_factory=dict)
     _unfinished: dict[int, EvaluationRecord] = field(default_factory=dict)
     _complete: dict[int, EvaluationRecord] = field(default_factory=dict)
-    newest: EvaluationRecord | None = None
 
     def take(self, answer: Prepared | Committed) -> EvaluationRecord | None:
         """Take one worker's answer; returns the evaluation that it completes, with the job's own metrics."""
@@ -57,7 +56,7 @@ class EvaluationReader:
         return self._told(record)
 
     def _told(self, record: EvaluationRecord) -> EvaluationRecord:
-        self._complete[record.version] = self.newest = record
+        self._complete[record.version] = record
         if len(self._complete) > MOST_EVALUATIONS:
             del self._complete[min(self._complete)]
         return record

@@ -41,6 +41,7 @@ from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import LocalVms
 from morph.contract.errors import CheckpointDamaged, CheckpointError, ClusterLost, RunDirError
 from morph.contract.messages import JobCode
+from morph.contract.pool import several_types
 from morph.contract.profile import other_links
 from morph.words import counted
 
@@ -135,7 +136,8 @@ class ManagedRun:
             vms = run.cluster.vms
             for sentence in other_links(run.profile, vms.links, vms.rings) if vms.device == "cuda" else ():
                 _tell(f"warning: {sentence}")
-            self._planned()
+            if types := [*self._planned().type_compute_s]:
+                _tell(f"warning: {several_types(types)}")
         self._facts = run.facts(self._planned)
 
     def carry_out(self) -> tuple[Finish, RunReport]:

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from manager.controller.state.config import Offer
 from manager.controller.state.events import NodeFacts
 from manager.engine.machines.provider_machines import Providing
 from manager.providers.azure.prices import RetailPrices
 from manager.providers.azure.spec import PUBLIC_AZURE, AzureSpec
 from manager.providers.factory import azure_spec, open_azure, open_slurm, open_static
+from manager.providers.hosts.ssh import SshHost
 from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
 from manager.providers.interface.provider import Misconfigured, Price, RunName, Vm, end_all
 from manager.providers.slurm.provider import PROGRAMS, SlurmProvider
@@ -71,6 +73,10 @@ class Market(ABC):
     def vm_kind(self, described: Any) -> NodeFacts:
         """Return what all VMs of a run will be."""
 
+    def offers(self, _described: Any, _vms: ProvidedVms) -> tuple[Offer, ...]:
+        """Return what GPUs may come where the file names their types; none: they are alike. May ask a price list."""
+        return ()
+
     @abstractmethod
     def price(self, described: Any, path: Path) -> Price | None:
         """Return what one VM costs, where the cluster file does not say it; may ask a price list."""
@@ -112,6 +118,18 @@ class AzureMarket(Market):
             zone=zones[0] if len(zones) == 1 else "",
         )
 
+    def offers(self, described: AzureSpec, vms: ProvidedVms) -> tuple[Offer, ...]:
+        """See ``Market``."""
+        spec = azure_spec(described, None, vms.usd_per_h)
+        by_type: dict[str, list[float | None]] = {}
+        prices = RetailPrices(spec)
+        for size in spec.sizes:
+            if size.node_type is not None:
+                usd_per_h = prices(size) if size.usd_per_h is None else size.usd_per_h
+                each = None if usd_per_h is None else usd_per_h / size.num_devices
+                by_type.setdefault(size.node_type, []).append(each)
+        return tuple(Offer(node_type=name, usd_per_h=_dearest(each)) for name, each in by_type.items())
+
     def price(self, described: AzureSpec, _path: Path) -> Price | None:
         """See ``Market``."""
         return described.price(RetailPrices(described))
@@ -145,6 +163,22 @@ class StaticMarket(Market):
         """See ``Market``."""
         return NodeFacts(provider="static")
 
+    def offers(self, described: Hosts, vms: ProvidedVms) -> tuple[Offer, ...]:
+        """See ``Market``."""
+        hosts = described if vms.usd_per_h is None else described.at(vms.usd_per_h)
+        by_type: dict[str, list[SshHost]] = {}
+        for host in hosts.hosts:
+            if host.node_type is not None:
+                by_type.setdefault(host.node_type, []).append(host)
+        return tuple(
+            Offer(
+                node_type=name,
+                usd_per_h=_dearest([hosts.usd_per_gpu_h(host) for host in of_type]),
+                most=sum(host.num_gpus for host in of_type),
+            )
+            for name, of_type in by_type.items()
+        )
+
     def price(self, described: Hosts, path: Path) -> Price | None:
         """See ``Market``."""
         known = described.dearest_usd_per_h
@@ -170,6 +204,12 @@ class StaticMarket(Market):
             raise Misconfigured(f"{leases}: {missing}")
         end_all(provider, told=told)
         return leased
+
+
+def _dearest(prices: Sequence[float | None]) -> float | None:
+    """Any of them may come; None where one is not known."""
+    known = [price for price in prices if price is not None]
+    return max(known) if len(known) == len(prices) else None
 
 
 class SlurmMarket(Market):

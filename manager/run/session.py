@@ -169,7 +169,8 @@ class Session:
         self._slots = _device_slots(spec, run_dir)
         self.machines = self._open(open_machines)
         moment = found.moment if found else spec.played
-        self.replayer = TraceReplayer(self.machines.vms, spec.trace, self._event_queue, moment)
+        types = spec.cluster.vms.node_types if isinstance(spec.cluster.vms, LocalVms) else ()
+        self.replayer = TraceReplayer(self.machines.vms, spec.trace, self._event_queue, moment, types)
         ending.callback(self.replayer.close)
         self._provisioning = self._open_provisioning() if spec.config.target_nodes else None
         self.observers: list[Observer] = [self._run_clock, observer, self._stop_when_hopeless]

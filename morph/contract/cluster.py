@@ -26,6 +26,8 @@ VariableNames = Annotated[
     tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...],
     Field(description="variables of the manager's environment that workers get, by name; no other secret is handed on"),
 ]
+NodeType = Annotated[str, Field(pattern=r"^[^\s,=]+$")]
+"""A type of GPU, by the name that a profile, or a pool, has for it."""
 RingSetting = Literal["auto", "gloo", "nccl"]
 Rings = Annotated[
     RingSetting,
@@ -92,6 +94,11 @@ class LocalVms(Value):
     num_vms: Annotated[int, Field(ge=1, le=64)] = Field(
         default=6, description="VMs at the start when no trace is given"
     )
+    node_types: dict[NodeType, Annotated[int, Field(ge=1, le=64)]] = Field(
+        default={},
+        description="VMs of each type of GPU, by its name in the profile, in place of num_vms, to try a mixed pool on "
+        "this machine; VMs of a trace are of the types here that are their instance types",
+    )
     memory_bytes: Memory | None = Field(
         default=None,
         description="memory of one VM's device as the planner sees it; absent: this machine's memory / num_vms, or its "
@@ -110,6 +117,17 @@ class LocalVms(Value):
         default=None, description="what the same VM costs on demand, to compare with"
     )
     limits: Limits = Limits()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_up(cls, given: Any) -> Any:
+        """As many VMs as there are of all types."""
+        if not isinstance(given, dict) or not isinstance(types := given.get("node_types"), dict) or not types:
+            return given
+        total = sum(count for count in types.values() if isinstance(count, int))
+        if given.get("num_vms", total) != total:
+            raise ValueError(f"num_vms: is {given['num_vms']}, and node_types has {total} VMs; leave one of them out")
+        return {**given, "num_vms": total}
 
     @property
     def under_ray(self) -> bool:
@@ -345,6 +363,11 @@ class Policy(Value):
     takeover_patience_s: Annotated[float, ranges.PATIENCE_S.field] = Field(
         default=60.0,
         description="how long VMs and workers outlive a manager that is killed, for the next one; 0: not at all",
+    )
+    objective: Literal["throughput", "dollars"] = Field(
+        default="throughput",
+        description="which of several types of GPU is asked for: the one that adds most examples per second; or "
+        "dollars: most of them for a dollar, where every price is known",
     )
     rules: Rules = Rules()
 

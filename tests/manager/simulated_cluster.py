@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from simulated_job import FILES, make_config
+from simulated_job import FILES, SPEEDS, make_config
 from simulated_workers import TIMES, BrokenHistoryError, Faults, SimulatedWorker, SimulatedWorkers, World
 
 from manager.accounting.spent import Prices
@@ -45,6 +45,7 @@ from manager.controller.state.events import (
     ManifestWritten,
     NobodyHeard,
     NodeAppeared,
+    NodeFacts,
     NodesGranted,
     NoticeGiven,
     NoticeWithdrawn,
@@ -65,7 +66,7 @@ from manager.run_dir import JOURNAL
 from morph.contract.checkpoint import Manifest
 from morph.contract.evaluation import Judged
 from morph.contract.messages import Failed
-from morph.contract.vm_names import beside, workers_of
+from morph.contract.vm_names import beside, vm_of, workers_of
 
 
 def priced(number: int) -> Paid:
@@ -81,6 +82,7 @@ class SimulatedProvider:
         self.world, self.tell, self.workers = world, tell, workers
         self.num_nodes = 0
         self.num_notices = 0
+        self.types: dict[str, str] = {}
         self.answers: dict[str, Event] = {}
 
     def add_node(self, host: str | None = None, request: str | None = None) -> str:
@@ -90,19 +92,24 @@ class SimulatedProvider:
         self.up(vm, host, request)
         return vm
 
+    def facts(self, vm: str) -> NodeFacts | None:
+        """What kind of VM it is; None: all are alike."""
+        types = self.world.faults.node_types
+        return NodeFacts(node_type=self.types.get(vm, types[int(vm[1:]) % len(types)])) if types else None
+
     def up(self, vm: str, host: str | None, request: str | None) -> None:
         """A VM is up, with all of its workers."""
         names = workers_of(vm, self.world.faults.num_devices)
         for name in names:
             self.workers.all[name] = SimulatedWorker(host=host or name)
         for name in names:
-            self.tell(NodeAppeared(node=name, host=host, request=request))
+            self.tell(NodeAppeared(node=name, host=host, request=request, facts=self.facts(vm)))
 
     def tell_all(self) -> None:
         """Tell of every VM that is up, as a manager that takes over finds them."""
         for name, worker in self.workers.all.items():
             if worker.alive:
-                self.tell(NodeAppeared(node=name, host=worker.host))
+                self.tell(NodeAppeared(node=name, host=worker.host, facts=self.facts(vm_of(name))))
 
     def come_back(self, host: str) -> None:
         """A machine comes back with another id, after a while."""
@@ -132,6 +139,7 @@ class SimulatedProvider:
         for _ in range(-(-count // each)):
             self.num_nodes += 1
             vms.append(f"n{self.num_nodes}")
+            self.types[vms[-1]] = action.node_type
         for vm in vms:
             if not world.chance(world.faults.refused / 4):
                 world.at(world.between(0.2, 4), lambda vm=vm: self.up(vm, None, action.request))
@@ -405,7 +413,9 @@ class SimulatedCluster(World):
                 worker.slow = False
             elif self.random.random() < self.faults.slow / 10:
                 worker.slow = not worker.slow
-            took_s = (SLOW if worker.slow else 1.0) * len(self.state.config.units)
+            assert self.state.plan is not None
+            stage = self.state.plan.stages[slot.stage]
+            took_s = (SLOW if worker.slow else 1.0) * len(stage.sections) / SPEEDS[stage.node_type]
             samples_s = tuple(took_s * self.between(0.97, 1.03) for _ in range(4))
             times.append(WorkerTimes(worker=slot.worker, generation=self.state.generation, compute_s=samples_s))
         if times:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from controller_script import Script, changed, receivers, script_in
-from simulated_job import FILES, MANIFEST, PLANS, RULES, make_config
+from simulated_job import FILES, MANIFEST, MIXED, PLANS, RULES, make_config
 
 from manager.controller.node_requests import MAX_SENT
 from manager.controller.shape.formation import GATHER_S
@@ -20,6 +20,7 @@ from manager.controller.state.actions import (
     SendReshape,
     StartWorker,
 )
+from manager.controller.state.config import Offer
 from manager.controller.state.events import (
     NodeAppeared,
     NodeFacts,
@@ -55,6 +56,54 @@ def test_what_is_missing_is_asked_for_once() -> None:
     for node in ("n1", "n2", "n3", "n4"):
         assert requested(script.tell(NodeAppeared(node=node, request="job-1"))) == []
     assert script.state.provisioning.requests == {}
+
+
+def asking_types(target: int = 4, fast_usd: float = 3.0, slow_usd: float = 0.5, **policy: object) -> Script:
+    """Fast GPUs are 2.5 times as fast as slow ones."""
+    prices = {"fast": fast_usd, "slow": slow_usd}
+    offers = tuple(Offer(node_type=name, usd_per_h=usd) for name, usd in prices.items())
+    given = make_config().policy.model_copy(update=policy)
+    return Script(target_nodes=target, plans=MIXED, offers=offers, policy=given)
+
+
+def types_in(actions: Sequence[Action]) -> list[tuple[str, int]]:
+    return [(action.node_type, action.count) for action in actions if isinstance(action, RequestNodes)]
+
+
+@pytest.mark.parametrize(
+    ("objective", "slow_usd", "wanted"),
+    [
+        ("throughput", 0.5, [("fast", 4), ("slow", 2)]),
+        ("dollars", 0.5, [("slow", 4), ("fast", 2)]),
+        ("dollars", 2.5, [("fast", 4), ("slow", 2)]),
+    ],
+)
+def test_the_type_that_adds_most_is_asked_for(objective: str, slow_usd: float, wanted: list[tuple[str, int]]) -> None:
+    """The table has at most four of each."""
+    script = asking_types(6, slow_usd=slow_usd, objective=objective)
+    assert types_in(script.tell(Tick())) == wanted
+
+
+def test_a_refused_type_pauses_while_another_is_asked_for() -> None:
+    script = asking_types()
+    assert types_in(script.tell(Tick())) == [("fast", 4)]
+    actions = script.tell(RequestRefused(request="job-1", cause="capacity"))
+    assert types_in(actions) == [("slow", 4)]
+    assert types_in(script.tell(RequestRefused(request="job-2", cause="quota"))) == []
+    assert types_in(script.wake()) == [("fast", 4)], "its pause is over first"
+    script.tell(NodesGranted(request="job-3", nodes=("n1", "n2", "n3", "n4")))
+    assert script.state.provisioning.refused.keys() == {"slow"}
+    for node in ("n1", "n2", "n3", "n4"):
+        script.tell(NodeAppeared(node=node, request="job-3"))
+    assert {entry.facts.node_type for entry in script.state.workers.values()} == {"fast"}
+
+
+def test_what_is_there_and_what_boots_counts_by_its_type() -> None:
+    script = asking_types(5)
+    assert types_in(script.tell(Tick())) == [("fast", 4), ("slow", 1)]
+    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
+    script.tell(NodeAppeared(node="n1", request="job-1"))
+    assert types_in(script.tell(WorkerLost(worker="n1", cause="its VM was taken"))) == [("fast", 1)]
 
 
 def test_a_vms_kind_comes_from_its_grant_or_itself() -> None:

@@ -14,11 +14,13 @@ from manager.providers.hosts.ssh import SshHost
 from manager.providers.hosts.static import StaticProvider, StaticSpec
 from manager.providers.interface.provider import RETRYABLE, Provider, ProviderError, Refused, vm_name
 from manager.providers.local import LocalProvider
+from morph.contract.trace import UNKNOWN
 from tests.providers import fake_slurm
 from tests.providers.azure_world import SPEC, provider
 from tests.providers.fake_arm import FakeArm, Fault
 
 ROOM = 4
+TYPES = ("t4", "v100")
 LARGE = 4
 """Devices of a VM, where it has several."""
 
@@ -30,7 +32,7 @@ class Fleet:
         self.up: list[str] = []
         self.booted: list[str] = []
 
-    def request(self, node: str, *, answers: str | None = None) -> str:
+    def request(self, node: str, *, answers: str | None = None, instance_type: str = UNKNOWN) -> str:
         assert node not in self.booted
         self.booted.append(node)
         self.up.append(node)
@@ -122,6 +124,30 @@ def slurm_json(arm: FakeArm, directory: Path) -> Case:
 
 MARKETS = [static, azure, slurm, slurm_json]
 """Those in which several runs have VMs, and VMs several devices."""
+
+
+def of_two_types(kind: str, arm: FakeArm, directory: Path) -> Provider:
+    """A provider with two VMs of each of two types, at least."""
+    if kind == "local":
+        return LocalProvider(Fleet(), ROOM, 0.25)
+    if kind == "azure":
+        sizes = tuple(SPEC.sizes[0].model_copy(update={"name": f"Standard_{of}", "node_type": of}) for of in TYPES)
+        return provider(arm, directory, spec=SPEC.model_copy(update={"sizes": sizes}))
+    hosts = tuple(SshHost(address=f"host{index}", node_type=TYPES[index % 2]) for index in range(ROOM))
+    spec = StaticSpec(hosts=hosts, command=("run", "{node}"))
+    return StaticProvider(spec, "tiny", directory / "leases.json", shell=lambda host, remote, secret="": None)
+
+
+@pytest.mark.parametrize("kind", ["local", "static", "azure"])
+def test_vms_of_the_type_that_is_asked_for_come(kind: str, arm: FakeArm, tmp_path: Path) -> None:
+    opened = of_two_types(kind, arm, tmp_path)
+    for name, of in (("a", "v100"), ("b", "t4")):
+        vms = opened.request(name, 2, node_type=of)
+        assert [vm.node_type for vm in vms] == [of, of]
+    assert sorted(vm.node_type for vm in opened.list()) == ["t4", "t4", "v100", "v100"]
+    if kind == "static":
+        with pytest.raises(Refused, match="none of the 2 hosts with t4 is free"):
+            opened.request("c", 1, node_type="t4")
 
 
 @pytest.fixture(params=[local, *MARKETS], ids=lambda make: make.__name__)

@@ -162,12 +162,14 @@ class ProbeWorker(Value):
 class RequestNodes(Value):
     """Ask the provider for VMs; ``NodesGranted`` or ``RequestRefused`` follows, and ``NodeAppeared`` for each VM.
 
-    The name is new for each attempt; a request that comes again under its name must get no further VMs.
+    The name is new for each attempt; a request that comes again under its name must get no further VMs. ``node_type``:
+    of their GPUs; empty: the run has one type.
     """
 
     kind: Literal["request_nodes"] = "request_nodes"
     request: RequestId
     count: int = Field(ge=1)
+    node_type: str = Field(default="", exclude_if=lambda given: not given)
 
 
 class ReleaseNodes(Value):

@@ -134,11 +134,8 @@ def duration(seconds: float) -> str:
 
 
 def _most_bytes(state: ControllerState) -> int:
-    """Return how much the member writes that writes most, if the replicas of a stage share its units evenly."""
-    plan = state.plan
-    if plan is None:
-        return 0
-    return state.config.stage_bytes(plan) // plan.num_replicas
+    """Return how much the member writes that writes most."""
+    return 0 if state.plan is None else state.config.written_bytes(state.plan)
 
 
 # Noting what saves and steps take and how VMs fare, and telling when the next save comes.

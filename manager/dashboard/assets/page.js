@@ -59,7 +59,8 @@ function showGrid(run) {
   });
   const head = element("tr");
   head.append(element("th", ""));
-  (run.grid[0] ?? []).forEach((_, stage) => head.append(element("th", `stage ${stage}`)));
+  const longest = run.grid.reduce((most, replica) => (replica.length > most.length ? replica : most), []);
+  longest.forEach((_, stage) => head.append(element("th", `stage ${stage}`)));
   const top = element("thead");
   top.append(head);
   at("grid").replaceChildren(...(rows.length ? [top, ...rows] : [element("caption", "no shape is formed")]));

@@ -53,10 +53,21 @@ class Hosts(Value):
         known = [figure for figure in figures if figure is not None]
         return max(known) if len(known) == len(figures) else None
 
+    def usd_per_gpu_h(self, host: SshHost) -> float | None:
+        """What one of a host's devices costs; None: not known."""
+        usd_per_h = self.usd_per_h if host.usd_per_h is None else host.usd_per_h
+        return None if usd_per_h is None else usd_per_h / host.num_gpus
+
     def at(self, usd_per_h: float) -> Self:
         """Return the same hosts at one price for each."""
         hosts = tuple(host.model_copy(update={"usd_per_h": None}) for host in self.hosts)
         return self.model_copy(update={"hosts": hosts, "usd_per_h": usd_per_h})
+
+    @model_validator(mode="after")
+    def _types_of_all(self) -> Self:
+        if len({host.node_type is None for host in self.hosts}) > 1:
+            raise ValueError("hosts: some say their node_type, others do not")
+        return self
 
     @model_validator(mode="after")
     def _distinct(self) -> Self:
@@ -128,7 +139,7 @@ class StaticProvider:
         self._stopped = threading.Event()
         self._hosts = {f"{host.address}:{host.port}": host for host in spec.hosts}
 
-    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+    def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
         """See ``Provider``. A host that does not start is given back, and the next free one is tried.
 
         One that did not answer may have started: unless it can be ended it stays leased, and is listed.
@@ -145,7 +156,8 @@ class StaticProvider:
                 wrong = error
                 continue
             granted.append(vm)
-        tried, tried_names = set[str](), set[str]()
+        others = {key for key, host in self._hosts.items() if node_type not in ("", host.node_type)}
+        tried, tried_names = others.copy(), set[str]()
         while len(granted) < most and not leased and not self._stopped.is_set():
             missing = count - sum(vm.num_devices for vm in granted)
             names = tried_names.union(vm.name for vm in granted)
@@ -172,7 +184,8 @@ class StaticProvider:
         if not granted and wrong is not None:
             raise wrong
         if not granted:
-            raise CapacityShort(trouble or f"none of the {len(self._hosts)} hosts is free", LOOK_AGAIN_S)
+            of_type = f"{len(self._hosts) - len(others)} hosts{f' with {node_type}' if node_type else ''}"
+            raise CapacityShort(trouble or f"none of the {of_type} is free", LOOK_AGAIN_S)
         return tuple(granted)
 
     def list(self) -> tuple[Vm, ...]:
@@ -277,7 +290,8 @@ class StaticProvider:
     def _priced(self, key: str, vm: Vm) -> Vm:
         host = self._hosts.get(key)
         usd_per_h = self._spec.usd_per_h if host is None or host.usd_per_h is None else host.usd_per_h
-        known = {"provider": "static", "zone": key, "usd_per_h": usd_per_h}
+        node_type = "" if host is None else host.node_type or ""
+        known = {"provider": "static", "zone": key, "usd_per_h": usd_per_h, "node_type": node_type}
         return vm.model_copy(update=known)
 
     @contextmanager

@@ -133,7 +133,14 @@ class SlurmProvider:
         self._version: tuple[int, ...] | None = None
         self._grace_s: float | None = spec.grace_s
 
-    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+    def request(
+        self,
+        request: str,
+        count: int,
+        max_vms: int | None = None,
+        *,
+        node_type: str = "",  # noqa: ARG002 (the jobs of a run are alike)
+    ) -> tuple[Vm, ...]:
         """See ``Provider``. Every job is submitted at once; when one begins is Slurm's to say."""
         most = count if max_vms is None else max_vms
         jobs = self._jobs()
