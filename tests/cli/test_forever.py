@@ -166,6 +166,20 @@ def test_a_unit_of_systemd_starts_the_run_where_it_is(tmp_path: Path, monkeypatc
     assert CliRunner().invoke(app, ["service", "elsewhere"]).exit_code == EXIT_INPUT
 
 
+def test_names_in_a_script_of_slurm_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "o'clock #2 50%j"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    script = service_text(Kind.SLURM, "a b\\c #d", folder / "run", ["true"])
+    given = dict(
+        shlex.split(line)[1].partition("=")[::2] for line in script.splitlines() if line.startswith("#SBATCH --")
+    )
+    slashed = {name: value.replace("\\\\", "\\") for name, value in given.items()}  # sbatch's own escapes
+    assert slashed["--job-name"] == "morph-a b\\c #d"
+    assert slashed["--output"] == f"{folder}/morph-a b\\c #d-%j.log".replace("50%j", "50%%j")
+    assert f"cd {shlex.quote(str(folder))} ||" in script
+
+
 @pytest.mark.parametrize(
     ("signals", "code", "requeued"), [(["USR2"], 130, True), (["TERM"], 130, False), ([], 1, True)]
 )

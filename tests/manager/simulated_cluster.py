@@ -47,6 +47,7 @@ from manager.controller.state.events import (
     NodeAppeared,
     NodeFacts,
     NodesGranted,
+    NodesStarted,
     NoticeGiven,
     NoticeWithdrawn,
     Paid,
@@ -73,6 +74,11 @@ def priced(number: int) -> Paid:
     """What VM number so and so costs: by its number, for no chance is to be drawn for what nobody decides by."""
     usd_per_h = 0.1 * (number % 4) if number % 4 else None
     return Paid(usd_per_h=usd_per_h, num_nodes=1 + number % 3, before_s=0.3 * (number % 7))
+
+
+def waits(vm: str) -> bool:
+    """Whether a VM waits in a queue before it boots: by its number, too."""
+    return int(vm[1:]) % 5 == 2
 
 
 class SimulatedProvider:
@@ -135,14 +141,14 @@ class SimulatedProvider:
         if not count:
             return RequestRefused(request=action.request, cause=world.random.choice(["quota", "capacity", "error"]))
         each = world.faults.num_devices
-        vms = []
+        vms: list[str] = []
         for _ in range(-(-count // each)):
             self.num_nodes += 1
             vms.append(f"n{self.num_nodes}")
             self.types[vms[-1]] = action.node_type
         for vm in vms:
             if not world.chance(world.faults.refused / 4):
-                world.at(world.between(0.2, 4), lambda vm=vm: self.up(vm, None, action.request))
+                world.at(world.between(0.2, 4), lambda vm=vm: self.begin(vm, action.request))
             elif self.num_nodes % 2:  # it never comes up, and the provider says so or does not
                 for name in workers_of(vm, each):
                     lost = WorkerLost(worker=name, cause="taken while it booted")
@@ -153,7 +159,16 @@ class SimulatedProvider:
             price = price.model_copy(update={"num_nodes": each}) if each > 1 else price
             paid |= dict.fromkeys(workers_of(vm, each), price)
         nodes = tuple(name for vm in vms for name in workers_of(vm, each))
-        return NodesGranted(request=action.request, nodes=nodes, paid=paid)
+        waiting = tuple(name for vm in vms if waits(vm) for name in workers_of(vm, each))
+        return NodesGranted(request=action.request, nodes=nodes, paid=paid, waiting=waiting)
+
+    def begin(self, vm: str, request: str) -> None:
+        """A VM is up; of those that waited in a queue some were seen to leave it before."""
+        if waits(vm) and int(vm[1:]) % 2:
+            names = workers_of(vm, self.world.faults.num_devices)
+            price = priced(int(vm[1:])).model_copy(update={"num_nodes": len(names)})
+            self.tell(NodesStarted(request=request, nodes=names, paid=dict.fromkeys(names, price)))
+        self.up(vm, None, request)
 
     def acknowledged(self, name: str) -> None:
         """A VM of which nothing is needed any more is taken at once, or was taken, or stays after all."""

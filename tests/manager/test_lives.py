@@ -18,6 +18,7 @@ from manager.controller.state.events import (
     NodeAppeared,
     NodeFacts,
     NodesGranted,
+    NodesStarted,
     NoticeGiven,
     NoticeWithdrawn,
     Paid,
@@ -118,6 +119,20 @@ def test_a_vm_up_before_its_grant_lives_since_then() -> None:
     life = told.lives()["a"]
     assert (life.begun_s, life.appeared_s, life.allocation_s, life.facts) == (30.0, 30.0, 20.0, KIND)
     assert life.preparation_s is None
+
+
+def test_a_life_begins_as_a_vm_leaves_its_markets_queue() -> None:
+    told, price = Told(target_nodes=3), Paid(usd_per_h=0.7)
+    told.tell(Tick(), 10.0)
+    told.tell(NodesGranted(request="job-1", nodes=("a", "b", "c"), waiting=("a", "b", "c")), 40.0)
+    told.tell(NodesStarted(request="job-1", nodes=("a",), paid={"a": price}, facts={"a": KIND}), 3600.0)
+    told.tell(NodeAppeared(node="a", request="job-1"), 3630.0)
+    told.tell(NodeAppeared(node="b", request="job-1", paid=price), 3640.0)
+    told.tell(WorkerLost(worker="c", cause="the provider has its VM no more"), 4000.0)
+    lives = told.lives()
+    assert lives.keys() == {"a", "b"}
+    assert (lives["a"].begun_s, lives["a"].allocation_s, lives["a"].facts) == (3600.0, 3620.0, KIND)
+    assert (lives["b"].begun_s, lives["b"].usd_per_h) == (3640.0, 0.7)
 
 
 def test_a_notice_counts_if_the_vm_goes_by_it_however_it_goes() -> None:

@@ -25,6 +25,7 @@ from manager.controller.state.events import (
     NodeAppeared,
     NodeFacts,
     NodesGranted,
+    NodesStarted,
     NoticeGiven,
     RequestRefused,
     Tick,
@@ -116,6 +117,25 @@ def test_a_vms_kind_comes_from_its_grant_or_itself() -> None:
     for node in ("n3", "n4"):
         script.tell(NodeAppeared(node=node, request="job-1"))
     assert {node: entry.facts for node, entry in script.state.workers.items()} == {**kinds, "n4": NodeFacts()}
+
+
+def test_a_vm_in_a_queue_is_awaited_for_ever_and_given_up_once_it_boots() -> None:
+    script, kind = asking(), NodeFacts(provider="slurm", zone="n7")
+    boot_s = script.state.config.policy.rules.requests.boot_s
+    script.tell(Tick())
+    names = ("n1", "n2", "n3", "n4")
+    script.tell(NodesGranted(request="job-1", nodes=names, waiting=names))
+    script.tell(Tick(), at_s=script.now_s + 10 * boot_s)
+    assert script.state.provisioning.requests["job-1"].granted.keys() == set(names)
+    script.tell(NodesStarted(request="job-1", nodes=("n2", "stranger"), facts={"n2": kind}))
+    script.tell(NodeAppeared(node="n3", request="job-1"))  # before anybody saw it leave the queue
+    lost = script.tell(WorkerLost(worker="n4", cause="the provider has its VM no more"))
+    assert ReleaseNodes(nodes=("n4",)) in lost
+    assert script.tell(NodesStarted(request="job-1", nodes=("n4",))) == ()
+    request = script.state.provisioning.requests["job-1"]
+    assert (request.granted.keys(), request.waiting, request.facts) == ({"n1", "n2"}, {"n1"}, {"n2": kind})
+    script.tell(Tick(), at_s=script.now_s + boot_s)
+    assert script.state.provisioning.requests["job-1"].granted.keys() == {"n1"}, "n2 did not appear in time"
 
 
 def test_a_run_that_brings_its_own_vms_asks_for_none() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +12,15 @@ import pytest
 
 from manager.providers.hosts.ssh import SshHost
 from manager.providers.hosts.static import StaticProvider, StaticSpec
-from manager.providers.interface.provider import RETRYABLE, Provider, ProviderError, Refused, vm_name
+from manager.providers.interface.provider import RETRYABLE, Provider, ProviderError, Refused, RunName, Vm, vm_name
 from manager.providers.local import LocalProvider
+from manager.providers.slurm.provider import SlurmProvider
 from morph.contract.trace import UNKNOWN
+from tests.cloud.waiting import until
 from tests.providers import fake_slurm
 from tests.providers.azure_world import SPEC, provider
 from tests.providers.fake_arm import FakeArm, Fault
+from tests.providers.real_slurm import NODE, RealSlurm, why_none
 
 ROOM = 4
 TYPES = ("t4", "v100")
@@ -122,7 +125,31 @@ def slurm_json(arm: FakeArm, directory: Path) -> Case:
     return slurm(arm, directory, "24.05.4")
 
 
-MARKETS = [static, azure, slurm, slurm_json]
+class Settled(SlurmProvider):
+    """Answers a request once its jobs have begun: until then they change by themselves."""
+
+    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+        names = [vm.name for vm in super().request(request, count, max_vms)]
+        until(lambda: not any(vm.waits for vm in self.list()), "jobs that run")
+        return tuple(next(vm for vm in self.list() if vm.name == name) for name in names)
+
+
+def slurm_real(cluster: RealSlurm, directory: Path) -> Case:
+    def make(run: str = "tiny-1", num_gpus: int = 1) -> Provider:
+        spec = fake_slurm.SPEC.model_copy(update={"num_gpus": num_gpus, "max_jobs": ROOM})
+        script = "#!/bin/sh\nexec sleep 600\n"
+        name = RunName(run=run, job=f"tiny {directory.name}")  # Slurm remembers the jobs of the test before
+        return Settled(spec, name, lambda _node, _grace_s: script, directory)
+
+    def silence(is_silent: bool) -> None:
+        cluster.stop_controller() if is_silent else cluster.start_controller()
+
+    kind = ("slurm", "spot", "", NODE)
+    return Case(make(), make, lambda: make("another"), (kind, kind), lambda: make(num_gpus=LARGE), silence)
+
+
+REAL = pytest.param(slurm_real, marks=[pytest.mark.slow, pytest.mark.skipif(bool(why_none()), reason=why_none())])
+MARKETS = [static, azure, slurm, slurm_json, REAL]
 """Those in which several runs have VMs, and VMs several devices."""
 
 
@@ -151,8 +178,26 @@ def test_vms_of_the_type_that_is_asked_for_come(kind: str, arm: FakeArm, tmp_pat
 
 
 @pytest.fixture(params=[local, *MARKETS], ids=lambda make: make.__name__)
-def case(request: pytest.FixtureRequest, arm: FakeArm, tmp_path: Path) -> Case:
-    return request.param(arm, tmp_path)
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
+    return request.param(request.getfixturevalue("cluster" if request.param is slurm_real else "arm"), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def cluster_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSlurm]:
+    cluster = RealSlurm(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture
+def cluster(cluster_of_all: RealSlurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealSlurm]:
+    for name, value in cluster_of_all.environment.items():
+        monkeypatch.setenv(name, value)
+    yield cluster_of_all
+    cluster_of_all.clear()
 
 
 def test_a_request_gets_vms_named_after_it(case: Case) -> None:
@@ -235,7 +280,7 @@ def test_another_run_neither_sees_nor_ends_them(case: Case) -> None:
     assert set(case.provider.list()) == set(granted)
 
 
-@pytest.mark.parametrize("case", [azure, slurm, slurm_json], ids=lambda make: make.__name__, indirect=True)
+@pytest.mark.parametrize("case", [azure, slurm, slurm_json, REAL], ids=lambda make: make.__name__, indirect=True)
 def test_a_market_that_says_nothing_has_lost_no_vm_and_gets_no_second_request(case: Case) -> None:
     assert case.silence is not None
     granted = case.provider.request("a", 2)

@@ -238,7 +238,8 @@ class SlurmProvider:
     def _submit(self, node: str, request: str) -> str:
         mark = Mark(run=self._name.run, job=self._name.job, request=request, devices=self._spec.num_gpus)
         self._logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        command = sbatch_command(self._spec, node, mark, str(self._logs / f"{node}-%j.log").replace("%%", "%"))
+        log = f"{self._logs}/".replace("%", "%%") + f"{node}-%j.log"
+        command = sbatch_command(self._spec, node, mark, log)
         said = self._run(command, self._script(node, self._grace()))
         if said.code:
             raise error_of("sbatch", said.err or said.out)
