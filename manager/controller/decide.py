@@ -15,6 +15,7 @@ from manager.controller.node_requests import (
     note_appeared,
     notice_of,
     on_nodes_granted,
+    on_nodes_started,
     on_request_refused,
     request_missing,
 )
@@ -35,6 +36,7 @@ from manager.controller.state.events import (
     NobodyHeard,
     NodeAppeared,
     NodesGranted,
+    NodesStarted,
     NoticeGiven,
     NoticeWithdrawn,
     PreCopyReported,
@@ -177,7 +179,7 @@ def _on_worker_lost_at_start(transition: Transition, event: WorkerLost) -> None:
 
 def _stop_later(transition: Transition, event: StopRequested) -> None:
     if transition.state.provisioning.gives_up:  # the user's stop is no rest
-        transition.change_provisioning(gives_up=False)
+        transition.change_provisioning(gives_up=None)
         transition.change(stop_reason=None)
     if transition.state.stop_reason is not None:
         return transition.say(ReasonCode.IGNORED, "the run is stopping already")
@@ -222,6 +224,8 @@ _ROWS: tuple[tuple[type[Single], tuple[Phase, ...], Handler], ...] = (
     (NodeAppeared, (*LAST, *OVER), _ending),
     (NodesGranted, (*BEFORE, *RUNNING), on_nodes_granted),
     (NodesGranted, (*LAST, *OVER), _ending),
+    (NodesStarted, (*BEFORE, *RUNNING), on_nodes_started),
+    (NodesStarted, (*LAST, *OVER), _ending),
     (RequestRefused, (*BEFORE, *RUNNING), on_request_refused),
     (RequestRefused, (*LAST, *OVER), _ending),
     (NoticeGiven, (*BEFORE, *RUNNING, *LAST), on_notice_given),

@@ -12,6 +12,8 @@ from manager.providers.boot.cloud_init import NodeStart, cloud_init, custom_data
 from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
 from manager.providers.hosts.static_node import secret_of, static_node
 from manager.providers.interface.provider import Provider, RunName
+from manager.providers.slurm.provider import SlurmProvider
+from manager.providers.slurm.spec import SlurmSpec, job_script
 
 OPERATIONS_NAME = "operations.json"
 
@@ -57,3 +59,14 @@ def open_static(hosts: Hosts, path: Path, name: RunName, start: NodeStart) -> Pr
     spec = StaticSpec(command=static_node(start), **dict(hosts))
     leases, secret = path.parent / hosts.leases, secret_of(start)
     return StaticProvider(spec, name.run, leases, secret, ending=ending_command(path, name), job=name.job)
+
+
+def open_slurm(spec: SlurmSpec, path: Path, name: RunName, start: NodeStart) -> Provider:
+    """Open the provider of jobs of Slurm; nothing is asked yet. ``path``: the cloud file."""
+    return SlurmProvider(
+        spec,
+        name,
+        partial(job_script, start, spec),
+        path.resolve().parent / spec.logs,
+        ending=ending_command(path, name),
+    )

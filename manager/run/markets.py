@@ -11,20 +11,25 @@ that ``vms.cloud`` names, as ``described`` reads it.
 
 from __future__ import annotations
 
+import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from manager.controller.state.config import Offer
 from manager.controller.state.events import NodeFacts
 from manager.engine.machines.provider_machines import Providing
 from manager.providers.azure.prices import RetailPrices
 from manager.providers.azure.spec import PUBLIC_AZURE, AzureSpec
-from manager.providers.factory import azure_spec, open_azure, open_static
+from manager.providers.factory import azure_spec, open_azure, open_slurm, open_static
+from manager.providers.hosts.ssh import SshHost
 from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
 from manager.providers.interface.provider import Misconfigured, Price, RunName, Vm, end_all
+from manager.providers.slurm.provider import PROGRAMS, SlurmProvider
+from manager.providers.slurm.spec import SlurmSpec
 from morph.contract.base import Value
 from morph.contract.cluster import ProvidedVms, market_entry_points
 from morph.contract.errors import ConfigError
@@ -68,6 +73,10 @@ class Market(ABC):
     def vm_kind(self, described: Any) -> NodeFacts:
         """Return what all VMs of a run will be."""
 
+    def offers(self, _described: Any, _vms: ProvidedVms) -> tuple[Offer, ...]:
+        """Return what GPUs may come where the file names their types; none: they are alike. May ask a price list."""
+        return ()
+
     @abstractmethod
     def price(self, described: Any, path: Path) -> Price | None:
         """Return what one VM costs, where the cluster file does not say it; may ask a price list."""
@@ -109,6 +118,18 @@ class AzureMarket(Market):
             zone=zones[0] if len(zones) == 1 else "",
         )
 
+    def offers(self, described: AzureSpec, vms: ProvidedVms) -> tuple[Offer, ...]:
+        """See ``Market``."""
+        spec = azure_spec(described, None, vms.usd_per_h)
+        by_type: dict[str, list[float | None]] = {}
+        prices = RetailPrices(spec)
+        for size in spec.sizes:
+            if size.node_type is not None:
+                usd_per_h = prices(size) if size.usd_per_h is None else size.usd_per_h
+                each = None if usd_per_h is None else usd_per_h / size.num_devices
+                by_type.setdefault(size.node_type, []).append(each)
+        return tuple(Offer(node_type=name, usd_per_h=_dearest(each)) for name, each in by_type.items())
+
     def price(self, described: AzureSpec, _path: Path) -> Price | None:
         """See ``Market``."""
         return described.price(RetailPrices(described))
@@ -142,6 +163,22 @@ class StaticMarket(Market):
         """See ``Market``."""
         return NodeFacts(provider="static")
 
+    def offers(self, described: Hosts, vms: ProvidedVms) -> tuple[Offer, ...]:
+        """See ``Market``."""
+        hosts = described if vms.usd_per_h is None else described.at(vms.usd_per_h)
+        by_type: dict[str, list[SshHost]] = {}
+        for host in hosts.hosts:
+            if host.node_type is not None:
+                by_type.setdefault(host.node_type, []).append(host)
+        return tuple(
+            Offer(
+                node_type=name,
+                usd_per_h=_dearest([hosts.usd_per_gpu_h(host) for host in of_type]),
+                most=sum(host.num_gpus for host in of_type),
+            )
+            for name, of_type in by_type.items()
+        )
+
     def price(self, described: Hosts, path: Path) -> Price | None:
         """See ``Market``."""
         known = described.dearest_usd_per_h
@@ -169,7 +206,65 @@ class StaticMarket(Market):
         return leased
 
 
-_BUILT_IN: dict[str, type[Market]] = {"azure": AzureMarket, "static": StaticMarket}
+def _dearest(prices: Sequence[float | None]) -> float | None:
+    """Any of them may come; None where one is not known."""
+    known = [price for price in prices if price is not None]
+    return max(known) if len(known) == len(prices) else None
+
+
+class SlurmMarket(Market):
+    """Jobs of a cluster of Slurm, in a partition whose jobs may be preempted."""
+
+    described = SlurmSpec
+
+    def check(self, source: str) -> None:
+        """See ``Market``: Slurm's own programs."""
+        if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
+            raise ConfigError(
+                f"needs Slurm's programs, and {missing[0]} is not on the PATH of this machine",
+                source=source,
+                field="vms.kind",
+                value="slurm",
+                allowed="on a login node of the cluster, or in a job of it",
+            )
+
+    def most_devices(self, described: SlurmSpec) -> int:
+        """See ``Market``."""
+        return described.num_gpus
+
+    def vm_kind(self, described: SlurmSpec) -> NodeFacts:
+        """See ``Market``."""
+        return NodeFacts(provider="slurm", size=described.size)
+
+    def price(self, described: SlurmSpec, path: Path) -> Price | None:
+        """See ``Market``."""
+        known = described.usd_per_h
+        return None if known is None else Price(usd_per_h=known, source=str(path))
+
+    def elsewhere(self, described: SlurmSpec) -> str:
+        """See ``Market``."""
+        return f"a node of partition {described.partition}"
+
+    def providing(self, described: SlurmSpec, vms: ProvidedVms, path: Path, name: RunName, run_dir: Path) -> Providing:
+        """See ``Market``."""
+        priced = described if vms.usd_per_h is None else described.model_copy(update={"usd_per_h": vms.usd_per_h})
+        return Providing(partial(open_slurm, priced, path, name), lock_path=run_dir / LOCK_NAME)
+
+    def end_run(
+        self, described: SlurmSpec, path: Path, run: str, job: str, told: Callable[[str], None]
+    ) -> tuple[Vm, ...]:
+        """See ``Market``."""
+        provider = SlurmProvider(described, RunName(run=run, job=job), lambda _node, _grace_s: "", path.parent)
+        left = provider.list()
+        if not left:
+            others = ", ".join(f"{other} of job {its}" for other, its in provider.runs().items()) or "none"
+            missing = f"run {run} of job {job} has no job in Slurm's queue: it was ended before, or a name is misspelt"
+            raise Misconfigured(f"{missing}; runs that have jobs there: {others}")
+        end_all(provider, told=told)
+        return left
+
+
+_BUILT_IN: dict[str, type[Market]] = {"azure": AzureMarket, "slurm": SlurmMarket, "static": StaticMarket}
 
 
 def market_of(kind: str) -> Market:
@@ -195,5 +290,7 @@ def market_of(kind: str) -> Market:
 
 
 def market_of_file(data: Any, kind: str | None) -> Market:
-    """Return the market that a cloud file is of. ``kind``: as the user says; None: Azure's, or hosts."""
-    return market_of(kind or ("static" if isinstance(data, dict) and "hosts" in data else "azure"))
+    """Return the market that a cloud file is of. ``kind``: as the user says; None: what the file's keys show."""
+    shown = {"hosts": "static", "partition": "slurm"}
+    known = next((shown[key] for key in shown if isinstance(data, dict) and key in data), "azure")
+    return market_of(kind or known)

@@ -209,6 +209,7 @@ _STEPS = {
     "bandwidth": "messages that wait for their wire",
     "schedule": "waiting that the schedule adds",
     "shared_cores": "cores shared by the workers",
+    "messages": "messages, during which their workers compute nothing",
     "shared_links": "node links shared by messages",
     "slow_workers": "slow workers",
     "redundant": "computing for the next stage too",

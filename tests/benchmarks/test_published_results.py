@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from benchmarks.bamboo_redundancy import inferred_latency_s, overhead, simulated
 from benchmarks.bamboo_tables import ROWS
 from benchmarks.bamboo_tables import job as bert
 from benchmarks.bamboo_tables import play as play_row
+from benchmarks.next_split import H100S, in_halves, llama, shared, zero_1
 from benchmarks.printed import pages, stale
 from benchmarks.published import questions as published_questions
 from benchmarks.published.bamboo import MODELS_OF_TABLE_4, STAGES, Published, bert_layers, resnet_layers
@@ -27,9 +29,12 @@ from benchmarks.published.questions import (
     table_7,
     table_7_estimated,
 )
+from benchmarks.sailor import GROUPS, main
 from benchmarks.spotify_tables import HEAVY, LIGHT, MTTP_S, STEPS, Inferred, play
+from morph.contract.profile import Profile
 from morph.contract.trace import write_trace
 from simulator import spot_model
+from simulator.costs.reductions import reduced_units
 from tests.grids import IS_LONG
 
 
@@ -191,3 +196,78 @@ def test_the_document_has_the_figures_that_are_computed() -> None:
 
 def test_the_papers_own_simulator_is_as_far_off_as_its_table_says() -> None:
     assert mean_error(table_7_estimated()) == (pytest.approx(0.022, abs=0.0005), pytest.approx(0.056, abs=0.0005))
+
+
+def made_up_artifact(root: Path) -> None:
+    """A checkout of Sailor's artifact in small: each group has a run of 1F1B over a quick and a slow node."""
+    planner, zone = root / "sailor/Planner", "zone"
+    link = {"1": {zone: {kind: {"1": [[0.0, 0.0, 0.5], 5e8]} for kind in ("A", "B")}}}  # 0.5 GB/s whatever the size
+    sizes = {str(layer): {"act_output_floats": 2.5e6, "params_floats": 1.25e7} for layer in range(2)}
+    plan = {
+        "zone": zone,
+        "pipeline_list": [
+            {
+                "num_stages": 2,
+                "layers_per_stage": [[0], [1]],
+                "tmp_per_stage": [[[[["A", 1, zone]], 1], [[["A", 1, zone]], 1]], [[[["B", 1, zone]], 1]] * 2],
+                "dp": [2, 2],
+            }
+        ],
+        **{"mbs": 2, "gbs": 40, "real": 2.0, "red_grads": 0.1},
+    }
+    times = {"A": {"0": [0.01, 0.02, 0.0]}, "B": {"1": [0.03, 0.06, 0.0]}}
+    files: dict[str, object] = {
+        "sailor/providers/multizone_bandwidths_het.json": {zone: {"A": link, "B": link}},
+        "sailor/Planner/llm_info.json": {"M": {"1": sizes}},
+        "sailor/Planner/simulations/profiles_tmp.json": {
+            "M": {kind: {"2": {"1": layers}} for kind, layers in times.items()}
+        },
+    }
+    for folder, training in GROUPS.values():
+        files |= {
+            f"sailor/Planner/simulations/configs/training_config_{training}.json": {"model": "M", "num_all_layers": 2},
+            f"sailor/Planner/simulations/validation/{folder}/N4/plan_config_N4_D2.json": plan,
+            f"sailor/Planner/simulations/validation/{folder}/N8/plan_config_N8_D2.json": plan,
+        }
+    for name, value in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(json.dumps(value), encoding="utf-8")
+    (planner / "simulations/runtime_simulator.py").write_text(
+        "class Simulator:\n    def __init__(self, *given): pass\n"
+        "    def simulate_iteration_time(self, plan): return 3.0, 0\n",
+        encoding="utf-8",
+    )
+
+
+def test_runs_of_sailor_are_simulated_with_the_times_of_each_node(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_up_artifact(tmp_path)
+    main(tmp_path)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| N")]
+    # 10 micro-batches of 0.09 s and two messages of 0.04 s behind the first forward and before the last backward, then
+    # a ring of two with 50 MB of each stage: two messages of 25 MB
+    expected_s = 0.01 + 0.04 + 10 * (0.09 + 2 * 0.04) + 0.04 + 0.02 + 2 * 0.025 / 0.5
+    cells = [cell.strip() for cell in lines[0].split("|")]
+    assert cells[2:6] == ["2x2, 2, 40", "2.000", "+50.0 %", f"{100 * (expected_s / 2 - 1):+.1f} %"]
+    assert len(lines) == 2 * len(GROUPS)
+    assert "the same times as N4 D2" in lines[1]
+
+
+def test_a_job_that_is_split_further_computes_holds_and_reduces_as_much_as_before() -> None:
+    whole, attention = llama(4, 4096, 14_336)
+    halves, quarter = in_halves(whole, attention), shared(whole, H100S, 4)
+
+    def totals(profile: Profile) -> list[float]:
+        sizes = [
+            sum(each.optimizer_bytes for each in profile.sections),
+            sum(each.gradient_bytes for each in profile.sections),
+        ]
+        times_s = [sum(each.backward[2].median_s for each in profile.sections)]
+        return [*times_s, *sizes, sum(unit.reduced_bytes for unit in reduced_units(profile))]
+
+    assert totals(halves) == pytest.approx(totals(whole))
+    assert len(halves.sections) == len(halves.units) == len(whole.sections) + 4
+    assert [4 * size for size in totals(quarter)[1:]] == pytest.approx(totals(whole)[1:])
+    assert 1.06 < 4 * totals(quarter)[0] / totals(whole)[0] < 1.2  # with its own all-reduces
+    assert [2 * size for size in totals(zero_1(whole, 6, 3))[1:2]] == pytest.approx(totals(whole)[1:2])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +12,18 @@ import pytest
 
 from manager.providers.hosts.ssh import SshHost
 from manager.providers.hosts.static import StaticProvider, StaticSpec
-from manager.providers.interface.provider import Provider, Refused, vm_name
+from manager.providers.interface.provider import RETRYABLE, Provider, ProviderError, Refused, RunName, Vm, vm_name
 from manager.providers.local import LocalProvider
+from manager.providers.slurm.provider import SlurmProvider
+from morph.contract.trace import UNKNOWN
+from tests.cloud.waiting import until
+from tests.providers import fake_slurm
 from tests.providers.azure_world import SPEC, provider
-from tests.providers.fake_arm import FakeArm
+from tests.providers.fake_arm import FakeArm, Fault
+from tests.providers.real_slurm import NODE, RealSlurm, why_none
 
 ROOM = 4
+TYPES = ("t4", "v100")
 LARGE = 4
 """Devices of a VM, where it has several."""
 
@@ -28,7 +35,7 @@ class Fleet:
         self.up: list[str] = []
         self.booted: list[str] = []
 
-    def request(self, node: str, *, answers: str | None = None) -> str:
+    def request(self, node: str, *, answers: str | None = None, instance_type: str = UNKNOWN) -> str:
         assert node not in self.booted
         self.booted.append(node)
         self.up.append(node)
@@ -39,23 +46,31 @@ class Fleet:
             self.up.remove(node)
 
 
+Kind = tuple[str, str, str, str]
+"""Provider, size, region and zone of a VM."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A provider with room for ``ROOM`` VMs. ``again`` makes another manager's, where one can take over.
 
-    ``large``: one whose VMs have ``LARGE`` devices; None: there are none.
+    ``kinds``: of the first two VMs; ``large``: one whose VMs have ``LARGE`` devices; None: there are none. ``silence``
+    has the market give no usable answer to any question from now on, or answer again; None: it always answers.
     """
 
     provider: Provider
     again: Callable[[], Provider] | None
     another_run: Callable[[], Provider] | None
+    kinds: tuple[Kind, Kind]
     large: Callable[[], Provider] | None = None
+    silence: Callable[[bool], None] | None = None
 
 
 def local(_arm: FakeArm, _directory: Path) -> Case:
     fleet = Fleet()
     first = LocalProvider(fleet, ROOM, 0.25)
-    return Case(first, lambda: LocalProvider(fleet, ROOM, 0.25, inherited=first.list()), None)
+    kind = ("local", "", "", "unknown")
+    return Case(first, lambda: LocalProvider(fleet, ROOM, 0.25, inherited=first.list()), None, (kind, kind))
 
 
 def static(_arm: FakeArm, directory: Path) -> Case:
@@ -64,7 +79,8 @@ def static(_arm: FakeArm, directory: Path) -> Case:
         spec = StaticSpec(hosts=hosts, command=("run", "{node}"), usd_per_h=0.25)
         return StaticProvider(spec, run, directory / "leases.json", shell=lambda host, remote, secret="": None)
 
-    return Case(make(), make, lambda: make("another"), lambda: make(num_gpus=LARGE))
+    kinds = (("static", "", "", "host0:22"), ("static", "", "", "host1:22"))
+    return Case(make(), make, lambda: make("another"), kinds, lambda: make(num_gpus=LARGE))
 
 
 def azure(arm: FakeArm, directory: Path) -> Case:
@@ -77,18 +93,113 @@ def azure(arm: FakeArm, directory: Path) -> Case:
             made = [vm for vm in arm.machines.values() if vm["properties"]["provisioningState"] == "Succeeded"]
             return "AllocationFailed" if key in offers and len(made) >= ROOM else default
 
+    def silence(is_silent: bool) -> None:
+        arm.faults[:] = [Fault(method, "virtualMachines", 503, times=1000) for method in ("GET", "PUT") if is_silent]
+
     arm.shortages = Room()
     return Case(
         provider(arm, directory),
         lambda: provider(arm, directory),
         lambda: provider(arm, directory, run="another"),
+        (("azure", "Standard_NC6", SPEC.location, "1"), ("azure", "Standard_NC6", SPEC.location, "2")),
         lambda: provider(arm, directory, spec=SPEC.model_copy(update={"sizes": SPEC.sizes[:1]})),
+        silence,
     )
 
 
-@pytest.fixture(params=[local, static, azure], ids=lambda make: make.__name__)
-def case(request: pytest.FixtureRequest, arm: FakeArm, tmp_path: Path) -> Case:
-    return request.param(arm, tmp_path)
+def slurm(_arm: FakeArm, directory: Path, version: str = "22.05.8") -> Case:
+    cluster = fake_slurm.FakeSlurm(submits=ROOM, version=version)
+
+    def make(run: str = "tiny-1", num_gpus: int = 1) -> Provider:
+        spec = fake_slurm.SPEC.model_copy(update={"num_gpus": num_gpus})
+        return fake_slurm.provider(cluster, directory, run, spec)
+
+    def silence(is_silent: bool) -> None:
+        cluster.is_down = is_silent
+
+    kinds = (("slurm", "spot", "", "n0"), ("slurm", "spot", "", "n1"))
+    return Case(make(), make, lambda: make("another"), kinds, lambda: make(num_gpus=LARGE), silence)
+
+
+def slurm_json(arm: FakeArm, directory: Path) -> Case:
+    return slurm(arm, directory, "24.05.4")
+
+
+class Settled(SlurmProvider):
+    """Answers a request once its jobs have begun: until then they change by themselves."""
+
+    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+        names = [vm.name for vm in super().request(request, count, max_vms)]
+        until(lambda: not any(vm.waits for vm in self.list()), "jobs that run")
+        return tuple(next(vm for vm in self.list() if vm.name == name) for name in names)
+
+
+def slurm_real(cluster: RealSlurm, directory: Path) -> Case:
+    def make(run: str = "tiny-1", num_gpus: int = 1) -> Provider:
+        spec = fake_slurm.SPEC.model_copy(update={"num_gpus": num_gpus, "max_jobs": ROOM})
+        script = "#!/bin/sh\nexec sleep 600\n"
+        name = RunName(run=run, job=f"tiny {directory.name}")  # Slurm remembers the jobs of the test before
+        return Settled(spec, name, lambda _node, _grace_s: script, directory)
+
+    def silence(is_silent: bool) -> None:
+        cluster.stop_controller() if is_silent else cluster.start_controller()
+
+    kind = ("slurm", "spot", "", NODE)
+    return Case(make(), make, lambda: make("another"), (kind, kind), lambda: make(num_gpus=LARGE), silence)
+
+
+REAL = pytest.param(slurm_real, marks=[pytest.mark.slow, pytest.mark.skipif(bool(why_none()), reason=why_none())])
+MARKETS = [static, azure, slurm, slurm_json, REAL]
+"""Those in which several runs have VMs, and VMs several devices."""
+
+
+def of_two_types(kind: str, arm: FakeArm, directory: Path) -> Provider:
+    """A provider with two VMs of each of two types, at least."""
+    if kind == "local":
+        return LocalProvider(Fleet(), ROOM, 0.25)
+    if kind == "azure":
+        sizes = tuple(
+            SPEC.sizes[0].model_copy(update={"name": f"Standard_{of}", "num_gpus": 1, "node_type": of}) for of in TYPES
+        )
+        return provider(arm, directory, spec=SPEC.model_copy(update={"sizes": sizes}))
+    hosts = tuple(SshHost(address=f"host{index}", node_type=TYPES[index % 2]) for index in range(ROOM))
+    spec = StaticSpec(hosts=hosts, command=("run", "{node}"))
+    return StaticProvider(spec, "tiny", directory / "leases.json", shell=lambda host, remote, secret="": None)
+
+
+@pytest.mark.parametrize("kind", ["local", "static", "azure"])
+def test_vms_of_the_type_that_is_asked_for_come(kind: str, arm: FakeArm, tmp_path: Path) -> None:
+    opened = of_two_types(kind, arm, tmp_path)
+    for name, of in (("a", "v100"), ("b", "t4")):
+        vms = opened.request(name, 2, node_type=of)
+        assert [vm.node_type for vm in vms] == [of, of]
+    assert sorted(vm.node_type for vm in opened.list()) == ["t4", "t4", "v100", "v100"]
+    if kind == "static":
+        with pytest.raises(Refused, match="none of the 2 hosts with t4 is free"):
+            opened.request("c", 1, node_type="t4")
+
+
+@pytest.fixture(params=[local, *MARKETS], ids=lambda make: make.__name__)
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
+    return request.param(request.getfixturevalue("cluster" if request.param is slurm_real else "arm"), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def cluster_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSlurm]:
+    cluster = RealSlurm(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture
+def cluster(cluster_of_all: RealSlurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealSlurm]:
+    for name, value in cluster_of_all.environment.items():
+        monkeypatch.setenv(name, value)
+    yield cluster_of_all
+    cluster_of_all.clear()
 
 
 def test_a_request_gets_vms_named_after_it(case: Case) -> None:
@@ -98,17 +209,9 @@ def test_a_request_gets_vms_named_after_it(case: Case) -> None:
     assert set(case.provider.list()) == set(vms)
 
 
-def test_a_vm_and_the_list_agree_about_its_kind(case: Case, request: pytest.FixtureRequest) -> None:
+def test_a_vm_and_the_list_agree_about_its_kind(case: Case) -> None:
     vms = case.provider.request("a", 2)
-    told = [(vm.provider, vm.size, vm.region, vm.zone) for vm in vms]
-    assert (
-        told
-        == {
-            "local": [("local", "", "", "unknown")] * 2,
-            "static": [("static", "", "", "host0:22"), ("static", "", "", "host1:22")],
-            "azure": [("azure", "Standard_NC6", SPEC.location, zone) for zone in ("1", "2")],
-        }[request.node.callspec.id]
-    )
+    assert tuple((vm.provider, vm.size, vm.region, vm.zone) for vm in vms) == case.kinds
     assert {(vm.name, vm.zone) for vm in case.provider.list()} == {(vm.name, vm.zone) for vm in vms}
 
 
@@ -156,7 +259,7 @@ def test_a_request_gets_no_more_vms_than_it_may(case: Case) -> None:
     assert len(case.provider.list()) <= 2
 
 
-@pytest.mark.parametrize("case", [static, azure], ids=lambda make: make.__name__, indirect=True)
+@pytest.mark.parametrize("case", MARKETS, ids=lambda make: make.__name__, indirect=True)
 @pytest.mark.parametrize(("count", "num_vms"), [(1, 1), (LARGE, 1), (LARGE + 1, 2), (2 * LARGE, 2)])
 def test_vms_with_several_devices_are_counted_by_devices(case: Case, count: int, num_vms: int) -> None:
     assert case.large is not None
@@ -168,7 +271,7 @@ def test_vms_with_several_devices_are_counted_by_devices(case: Case, count: int,
     assert set(again.request("a", count)) == set(again.list()) == set(granted)
 
 
-@pytest.mark.parametrize("case", [static, azure], ids=lambda make: make.__name__, indirect=True)
+@pytest.mark.parametrize("case", MARKETS, ids=lambda make: make.__name__, indirect=True)
 def test_another_run_neither_sees_nor_ends_them(case: Case) -> None:
     assert case.another_run is not None
     granted = case.provider.request("a", 2)
@@ -177,6 +280,32 @@ def test_another_run_neither_sees_nor_ends_them(case: Case) -> None:
     other.delete([vm.name for vm in granted])
     other.dismantle()
     assert set(case.provider.list()) == set(granted)
+
+
+@pytest.mark.parametrize("case", [azure, slurm, slurm_json, REAL], ids=lambda make: make.__name__, indirect=True)
+def test_a_market_that_says_nothing_has_lost_no_vm_and_gets_no_second_request(case: Case) -> None:
+    assert case.silence is not None
+    granted = case.provider.request("a", 2)
+    case.silence(True)
+    for asked in (case.provider.list, lambda: case.provider.request("b", 1), case.provider.dismantle):
+        with pytest.raises(RETRYABLE):
+            asked()
+    with pytest.raises(ProviderError):
+        case.provider.delete([granted[0].name])
+    case.silence(False)
+    assert set(case.provider.list()) == set(granted)
+    assert len(case.provider.request("b", 1)) == 1
+    assert len(case.provider.list()) == 3
+
+
+@pytest.mark.parametrize("case", MARKETS, ids=lambda make: make.__name__, indirect=True)
+def test_a_vm_of_another_run_is_not_evicted(case: Case) -> None:
+    assert case.another_run is not None
+    granted = case.provider.request("a", 1)
+    other = case.another_run()
+    with contextlib.suppress(ProviderError):
+        assert not other.evict(granted[0].name)
+    assert case.provider.list() == granted
 
 
 def test_an_eviction_takes_the_vm_or_changes_nothing(case: Case) -> None:

@@ -17,7 +17,7 @@ from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import ClusterConfig, LocalVms, Policy
-from morph.contract.messages import Fault, HandedCut, SlowSpell
+from morph.contract.messages import Fault, HandedCut, SlowSpell, WorkerSetup
 from morph.contract.plan import PipelineKind, Plan, Schedule
 from morph.contract.profile import Profile
 from morph.contract.rules import Rules, StutterRules
@@ -27,6 +27,7 @@ from morph.jobs.files import imported_once
 from morph.jobs.snapshot import collect, pack
 from morph.runtime.process.single import run_single
 from simulator import plan, synthetic_profile
+from tests.worker_setup import SETUP
 
 JOB = f"{Path(__file__).resolve().parents[2] / 'configs/jobs/tiny_gpt.py'}:job"
 MICRO_BATCH_SIZE = 2
@@ -121,6 +122,12 @@ def cut_for_workers(
         return LoadedJob(job_path).handed(num_sections, micro_batch_size)
 
 
+def setup_of_tiny_job(fingerprint: str, **fields: object) -> WorkerSetup:
+    """What a worker of the tiny job, cut as here, is set up with where there is no cluster."""
+    known = {"job_path": JOB, "num_sections": NUM_SECTIONS, "micro_batch_size": MICRO_BATCH_SIZE}
+    return SETUP.model_copy(update={"fingerprint": fingerprint, **known, **fields})
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a managed run ended, and what it decided on the way."""
@@ -138,6 +145,17 @@ class Outcome:
 def constant_vms(count: int) -> Trace:
     """``count`` VMs, vm0.., that are not revoked by the trace."""
     return Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(count)))
+
+
+def facts_of(spec: RunSpec, batch_size: int) -> RunFacts:
+    """What a run's directory says of its job."""
+    return RunFacts(
+        job=spec.job_path,
+        fingerprint=spec.config.fingerprint,
+        micro_batch_size=spec.micro_batch_size,
+        batch_size=batch_size,
+        num_sections=spec.num_sections,
+    )
 
 
 def managed(
@@ -192,14 +210,7 @@ def managed(
         if observe is not None:
             observe(observed)
 
-    facts = RunFacts(
-        job=job_path,
-        fingerprint=job.fingerprint,
-        micro_batch_size=MICRO_BATCH_SIZE,
-        batch_size=job.batch_size,
-        num_sections=NUM_SECTIONS,
-    )
-    with RunDir(run_dir, facts) as opened:
+    with RunDir(run_dir, facts_of(spec, job.batch_size)) as opened:
         finish = run_session(spec, opened, remember, attend)
         print("\n".join(history))  # shown by pytest when the test fails
         newest = complete_versions(opened.checkpoint_url)[-1]

@@ -1,4 +1,4 @@
-"""What the next shape need not run again of a step that was given up (decision 0024): pure and deterministic."""
+"""What the next shape need not run again of a step that was given up (decision 0019): pure and deterministic."""
 
 from __future__ import annotations
 

@@ -264,9 +264,10 @@ class Provisioning:
             self.failure = _without_frames(error)
             detail = f"{type(error).__name__}: {error}"
             found = RequestRefused(request=action.request, cause="error", detail=detail)
-        answer, end = self._registry.answer(action, found, self._nodes)
+        with self._counting:  # a VM is told of as started once its grant is
+            answer, end = self._registry.answer(action, found, self._nodes)
+            self._event_queue.put(answer)
         self._end(end)
-        self._event_queue.put(answer)
 
     def _answer(self, action: RequestNodes) -> tuple[Vm, ...] | RequestRefused:
         name = action.request
@@ -279,7 +280,8 @@ class Provisioning:
                 allowed, why = self._spending.allowed(action.count, living, price)
                 if allowed < self._least_vms:
                     return RequestRefused(request=name, cause="limit", detail=why)
-                vms = self._provider.request(name, action.count, allowed)
+                of_type = {"node_type": action.node_type} if action.node_type else {}
+                vms = self._provider.request(name, action.count, allowed, **of_type)
                 num_devices = sum(vm.num_devices for vm in vms)
                 if why and num_devices < action.count:
                     self._fact("request_reduced", f"{name}: {num_devices} of {action.count} workers: {why}")
@@ -355,6 +357,8 @@ class Provisioning:
         with self._counting:
             vms = self._provider.list()
             self._spending.living(vms, self._provider.price())
+            for started in self._registry.started(vms, time.time()):
+                self._event_queue.put(started)
         return vms
 
     def _told_of(self, vms: Sequence[Vm]) -> None:

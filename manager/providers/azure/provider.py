@@ -93,7 +93,7 @@ class AzureProvider:
         self._taken: frozenset[str] = frozenset()
         self._price: Price | None = None
 
-    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+    def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
         """See ``Provider``. Offers that Azure refuses are followed by the next zone, and then by the next size.
 
         Sizes with more devices are tried once those with fewer are refused, for what is then missing. What the user
@@ -105,21 +105,21 @@ class AzureProvider:
         if not self._has_set:
             self.group.make_set()
             self._has_set = True
-        until_s = time.monotonic() + self._bounds.make_s
+        until_s, spec = time.monotonic() + self._bounds.make_s, self._spec.of_type(node_type)
         most = count if max_vms is None else max_vms
         found = self._of(request)
         there = {vm.name: vm.num_devices for vm, state in found if state not in (*BEING_MADE, *LOST)}
         making = [_Making(vm.name, [], vm.num_devices) for vm, state in found if state in BEING_MADE]
         states = {vm.name: state for vm, state in found}
         refused: list[Refused | Misconfigured] = []
-        for num_devices in self._spec.turns(count, most):
+        for num_devices in spec.turns(count, most):
             if time.monotonic() >= until_s or any(isinstance(error, Misconfigured) for error in refused):
                 break
             known = there | {one.name: one.num_devices for one in making}
             num_vms = max(0, min(-(-(count - sum(known.values())) // num_devices), most - len(known)))
             free = (index for index in itertools.count() if vm_name(request, index) not in known)
             making += [
-                _Making(vm_name(request, index), self._spec.offers_of(index, num_devices), num_devices)
+                _Making(vm_name(request, index), spec.offers_of(index, num_devices), num_devices)
                 for index in itertools.islice(free, num_vms)
             ]
             given_up = self._make(making, request, states, until_s)

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from manager.providers.interface.provider import Price, vm_name
 from morph.contract.base import Value
-from morph.contract.cluster import UsdPerHour, UsdPerHourAtMost
+from morph.contract.cluster import NodeType, UsdPerHour, UsdPerHourAtMost
 from morph.contract.vm_names import MAX_DEVICES
 
 RUN_TAG, JOB_TAG, REQUEST_TAG, DEVICES_TAG = "morph-run", "morph-job", "morph-request", "morph-devices"
@@ -24,6 +24,9 @@ class AzureSize(Value):
     name: str = Field(pattern=r"^[A-Za-z0-9_]+$", description="such as Standard_NC4as_T4_v3")
     num_gpus: int = Field(default=1, ge=0, le=MAX_DEVICES, description="that Morph drives; 0: its processor, as one")
     usd_per_h: UsdPerHour | None = Field(default=None, description="None: the retail price of Azure's price list")
+    node_type: NodeType | None = Field(
+        default=None, description="type of its GPUs, by its name in the profile; None: all sizes are alike"
+    )
 
     @property
     def num_devices(self) -> int:
@@ -84,6 +87,17 @@ class AzureSpec(Value):
             return None
         theirs = any(size.usd_per_h is None for size in self.sizes)
         return Price(usd_per_h=max(known), source="Azure's retail price list" if theirs else "the cluster file")
+
+    @model_validator(mode="after")
+    def _types_of_all(self) -> AzureSpec:
+        if len({size.node_type is None for size in self.sizes}) > 1:
+            raise ValueError("sizes: some say their node_type, others do not")
+        return self
+
+    def of_type(self, node_type: str) -> AzureSpec:
+        """The same with the sizes of one type of GPU; empty: with all."""
+        sizes = tuple(size for size in self.sizes if node_type in ("", size.node_type))
+        return self.model_copy(update={"sizes": sizes})
 
     def turns(self, count: int, max_vms: int) -> list[int]:
         """Return how many devices the VMs have that are tried first, next, ... for ``count`` devices.

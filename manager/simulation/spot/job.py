@@ -12,7 +12,8 @@ from morph.contract.base import Value
 from morph.contract.cluster import Policy
 from morph.contract.errors import PlanError
 from morph.contract.messages import UnitId
-from morph.contract.plan import Expectation, Plan, StagePlan
+from morph.contract.plan import Expectation, Plan, PlanTable, StagePlan, by_pool
+from morph.contract.pool import Pool
 from morph.contract.profile import Profile
 from morph.contract.vm_names import MAX_DEVICES
 from simulator import PlanRequest, Simulation, pipeline_times, plan, plan_table, simulate_plan
@@ -65,7 +66,9 @@ PUBLISHED = {"lflb": RedundantCost(overhead=0.0701, pause=1 / 2), "eflb": Redund
 
 
 class SpotJob(Value):
-    """``plans[n]`` is the best plan of n workers; a number that fits no plan is absent. Each VM has ``gpus_per_vm``.
+    """``plans[n]`` is the best plan of n workers, or of a pool's; one that fits no plan is absent.
+
+    Each VM has ``gpus_per_vm``.
 
     ``unit_bytes``: parameters and optimizer state; ``section_compute_s``: forward and backward of one micro-batch.
     ``redundant``: of a policy that computes redundantly, by "eflb" or "lflb". ``pipelines``: of each depth, how long a
@@ -75,7 +78,7 @@ class SpotJob(Value):
     name: str
     batch_size: int = Field(ge=1)
     gpus_per_vm: int = Field(default=1, ge=1, le=MAX_DEVICES)
-    plans: dict[int, Plan] = Field(min_length=1)
+    plans: PlanTable
     units: dict[UnitId, tuple[int, ...]]
     unit_bytes: dict[UnitId, int]
     state_copies: int = Field(default=3, ge=1, description="unit_bytes over those of the parameters: Adam's 3")
@@ -87,6 +90,11 @@ class SpotJob(Value):
     pipelines: dict[int, tuple[tuple[int, float], ...]] = Field(default_factory=dict)
 
     @property
+    def fewest_workers(self) -> int:
+        """Of which there is a plan."""
+        return by_pool(self.plans)[0][0].num_gpus
+
+    @property
     def state_bytes(self) -> int:
         """Parameters and optimizer state of the whole model."""
         return sum(self.unit_bytes.values())
@@ -95,9 +103,11 @@ class SpotJob(Value):
         """Bytes of one sum of a unit's gradients: 8 for each parameter."""
         return 2 * self.unit_bytes[unit] // self.state_copies if unit in self.unit_bytes else 0
 
-    def best_plan(self, num_workers: int) -> Plan | None:
-        """The fastest plan that this many workers can run; None: none fits."""
-        fitting = [plan for count, plan in self.plans.items() if count <= num_workers]
+    def best_plan(self, there: Pool | int, *, equal: bool = False) -> Plan | None:
+        """The fastest plan for these GPUs, of ``equal`` pipelines if that is asked; None: none fits."""
+        there = Pool.of(there) if isinstance(there, int) else there
+        table = by_pool(self.plans)
+        fitting = [plan for pool, plan in table if pool.fits_in(there) and not (equal and plan.kinds)]
         return max(fitting, key=lambda plan: (plan.expected.examples_per_s, -plan.num_workers), default=None)
 
 
@@ -144,7 +154,7 @@ def with_redundant_costs(job: SpotJob, profile: Profile, num_workers: int) -> Sp
 
     Of one stage, which has no neighbour to compute for it, nothing is changed.
     """
-    plan = job.best_plan(num_workers)
+    plan = job.best_plan(num_workers, equal=True)
     if plan is None or plan.pipeline_depth == 1:
         return job
 

@@ -82,7 +82,7 @@ def reconcile_command(
     run: RunOption,
     job: JobOption,
     kind: Annotated[
-        str | None, typer.Option(help="As vms.kind; absent: azure, or static for a file of hosts.", show_default=False)
+        str | None, typer.Option(help="As vms.kind; absent: as the file's keys show.", show_default=False)
     ] = None,
 ) -> None:
     """End every VM that a run left on a cloud, and its scale set, or on hosts; nothing else, whatever its name.

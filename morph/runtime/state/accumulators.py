@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from morph.contract.decided import LossScale
-from morph.contract.errors import JobError, NonFiniteGradient
+from morph.contract.errors import NonFiniteGradient, wrong_job
 from morph.runtime.device.staging import moved
 from morph.runtime.state.fixed_point import FixedSum, add_fixed, fits, fixed_sum, from_fixed, next_exponent, to_fixed
 from morph.runtime.state.parts import Memory, Part, from_reals, reals
@@ -462,10 +462,9 @@ def apply_change(name: str, buffer: Tensor, change: Tensor) -> None:
             buffer.copy_(buffer.to(torch.complex128 if buffer.is_complex() else torch.float64) + change)
             return
         if bool((change.abs() > _EXACT_IN_FLOAT64).any()):
-            raise JobError(
+            raise wrong_job(
+                "model",
                 f"the forward changes integer buffer {name} by a number that is too large",
-                source="Job",
-                field="model",
                 allowed=f"changes up to {_EXACT_IN_FLOAT64}",
             )
         buffer.copy_(buffer.to(torch.int64) + change.round().to(torch.int64))

@@ -1,4 +1,4 @@
-"""What a worker sums in one step: gradients of its units, and which micro-batches' are in them (decision 0024)."""
+"""What a worker sums in one step: gradients of its units, and which micro-batches' are in them (decision 0019)."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from morph.contract.errors import JobError
+from morph.contract.errors import wrong_job
 from morph.contract.evaluation import (
     MOST_SAMPLE_BYTES,
     Array,
@@ -121,10 +121,9 @@ class _InEvaluationMode:
 
 def _switch_off(node: Node, section: Section) -> None:
     if node.target in (aten.bernoulli.p, aten.bernoulli.default):
-        raise JobError(
+        raise wrong_job(
+            "eval_data",
             f"the dropout in section {section.index} ({section.label}) cannot be switched off for evaluation",
-            source="Job",
-            field="eval_data",
             allowed="a model that changes no activation in place, or plain nn.Dropout",
         )
     if node.target not in _OFF:
@@ -325,10 +324,10 @@ class Evaluator:
                 found = job.eval_metrics(given)
             except Exception as error:
                 told = f"fails: {type(error).__name__}: {error}"
-                raise JobError(told, source="Job", field="eval_metrics") from error
+                raise wrong_job("eval_metrics", told) from error
         if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
             kind, allowed = type(found).__name__, "a dict of numbers by name"
-            raise JobError("returns something else", source="Job", field="eval_metrics", value=kind, allowed=allowed)
+            raise wrong_job("eval_metrics", "returns something else", kind, allowed)
         values: dict[str, float | None] = {}
         for name, value in found.items():
             try:
@@ -336,7 +335,7 @@ class Evaluator:
             except (TypeError, ValueError) as error:
                 kind = type(value).__name__
                 told = f"returns no number as {name!r}"
-                raise JobError(told, source="Job", field="eval_metrics", value=kind, allowed="a number") from error
+                raise wrong_job("eval_metrics", told, kind, "a number") from error
             values[name] = number if math.isfinite(number) else None
         return FinishedMetrics(version=totals.version, values=values)
 
@@ -346,10 +345,9 @@ class Evaluator:
             sizes.update({name: total * len(array.data) for name, array in entry.samples.items()})
         if sizes.total() > MOST_SAMPLE_BYTES:
             name, size_bytes = sizes.most_common(1)[0]
-            raise JobError(
+            raise wrong_job(
+                "loss",
                 f"returns {sizes.total()} bytes for all samples of an evaluation, {size_bytes} of them as {name!r}",
-                source="Job",
-                field="loss",
                 allowed=f"{MOST_SAMPLE_BYTES} bytes; return what eval_metrics needs of them, such as their argmax, or "
                 "morph.Sum, or set eval_samples",
             )

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from morph.checkpoint.frozen_weights import FrozenWeights
-from morph.contract.errors import JobError, ProfileError
+from morph.contract.errors import ProfileError, wrong_job
 from morph.contract.evaluation import EvaluationSize, EvaluationTotals, FinishedMetrics
 from morph.contract.job_facts import JobFacts
 from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
@@ -94,12 +94,11 @@ def _check_step_entry(job: Job) -> None:
     entry = first.get(job.step_entry)
     if entry is None or entry.dtype != torch.int64 or entry.dim():
         shown = "nothing" if entry is None else f"{tuple(entry.shape)} {entry.dtype}"
-        raise JobError(
+        raise wrong_job(
+            "step_entry",
             f"names an entry of the batch that is to be the number of the step, and is {shown} in a sample",
-            source="Job",
-            field="step_entry",
-            value=job.step_entry,
-            allowed="a whole number in each sample, such as 0",
+            job.step_entry,
+            "a whole number in each sample, such as 0",
         )
 
 
