@@ -10,7 +10,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
-from simulated_job import MIXED, SIZES, UNITS, make_plan
+from simulated_job import MIXED, SIZES, UNEQUAL, UNITS, make_plan
 
 from manager.accounting.account import Part
 from manager.run.preparation import from_its_first_event
@@ -573,3 +573,13 @@ def test_types_that_mean_nothing_or_that_a_policy_does_not_know_are_refused(
     assert types_of("p3=v100, g4=t4", 1, ("morph", "morph-off")) == {"p3": "v100", "g4": "t4"}
     with pytest.raises(ConfigError, match=f"--node-types: {problem}"):
         types_of(text, gpus, policies)
+
+
+def test_policies_of_fixed_pipelines_take_equal_ones_where_unequal_ones_are_faster() -> None:
+    job = SpotJob(name="job", batch_size=8, plans=UNEQUAL, units=UNITS, unit_bytes=SIZES, durations=TIMES)
+    equal = job.model_copy(update={"equal_plans": {4: make_plan(2, 2), 6: make_plan(3, 2)}})
+    assert [one.best_plan(6).shape for one in (job, equal)] == ["4x1 + 1x2"] * 2  # type: ignore[union-attr]
+    assert [one.best_plan(6, equal=True).shape for one in (job, equal)] == ["1x2", "3x2"]  # type: ignore[union-attr]
+    trace = Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"v{n}") for n in range(6)), end_s=600)
+    dropped = play_pipelines(equal, trace, until=Until(kind="hours", amount=1 / 6), redundant=None)
+    assert {moment.shape for moment in dropped.moments if moment.shape} == {"3x2"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -91,6 +92,9 @@ class SpotJob(Value):
     policy: Policy = Policy()
     expected_losses: ExpectedLosses = ExpectedLosses()
     redundant: dict[str, RedundantCost] = PUBLISHED
+    equal_plans: PlanTable | None = Field(
+        default=None, description="of equal pipelines, for policies that know no others; None: among ``plans``"
+    )
     pipelines: dict[int, tuple[tuple[int, float], ...]] = Field(default_factory=dict)
 
     @property
@@ -110,7 +114,7 @@ class SpotJob(Value):
     def best_plan(self, there: Pool | int, *, equal: bool = False) -> Plan | None:
         """The fastest plan for these GPUs, of ``equal`` pipelines if that is asked; None: none fits."""
         there = Pool.of(there) if isinstance(there, int) else there
-        table = by_pool(self.plans)
+        table = by_pool(self.equal_plans if equal and self.equal_plans else self.plans)
         fitting = [plan for pool, plan in table if pool.fits_in(there) and not (equal and plan.kinds)]
         return max(fitting, key=lambda plan: (plan.expected.examples_per_s, -plan.num_workers), default=None)
 
@@ -145,6 +149,7 @@ def job_from_profile(
         batch_size=profile.job.batch_size,
         gpus_per_vm=request.num_gpus_per_node or 1,
         plans=plans,
+        equal_plans=_equal_plans(profile, most, replace(request, micro_batch_size=micro_batch_size), plans),
         pipelines=pipeline_times(profile, most, micro_batch_size, request) if isinstance(most, int) else {},
         units={unit.id: unit.sections for unit in profile.units},
         unit_bytes={unit.id: unit.parameter_bytes * state_copies for unit in profile.units},
@@ -157,6 +162,15 @@ def job_from_profile(
         durations=durations,
         policy=policy,
     )
+
+
+def _equal_plans(
+    profile: Profile, most: int | Pool, request: PlanRequest, plans: Mapping[Any, Plan]
+) -> dict[int, Plan] | None:
+    """The best plans of equal pipelines where those of a table are not; None: they are, or only Morph plays a pool."""
+    if not isinstance(most, int) or not any(plan.kinds for plan in plans.values()):
+        return None
+    return plan_table(profile, most, replace(request, unequal=False)) or None
 
 
 def _compute_s(profile: Profile, micro_batch_size: int) -> tuple[float, ...]:
