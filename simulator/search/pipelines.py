@@ -142,17 +142,17 @@ class Line:
         self.times_ns = [time_ns for _, time_ns in points]
 
     def number(self, time_ns: float) -> float:
-        """Micro-batches in so much time; below the first point in proportion."""
+        """Micro-batches in so much time."""
         place = bisect_left(self.times_ns, time_ns)
-        if len(self.numbers) == 1 or place == 0:
+        if len(self.numbers) == 1:
             return self.numbers[0] * time_ns / self.times_ns[0]
         (low, high), (early, late) = self._around(place)
-        return low + (time_ns - early) * (high - low) / max(1, late - early)
+        return max(0.0, low + (time_ns - early) * (high - low) / max(1, late - early))
 
     def time_ns(self, number: int) -> float:
         """The time of so many micro-batches."""
         place = bisect_left(self.numbers, number)
-        if len(self.numbers) == 1 or (place == 0 and number < self.numbers[0]):
+        if len(self.numbers) == 1:
             return self.times_ns[0] * number / self.numbers[0]
         (low, high), (early, late) = self._around(place)
         return early + (number - low) * (late - early) / (high - low)
