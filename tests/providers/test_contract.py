@@ -159,8 +159,9 @@ def of_two_types(kind: str, arm: FakeArm, directory: Path) -> Provider:
     if kind == "local":
         return LocalProvider(Fleet(), ROOM, 0.25)
     if kind == "azure":
+        one = SPEC.sizes[0].model_copy(update={"num_gpus": 1})
         sizes = tuple(
-            SPEC.sizes[0].model_copy(update={"name": f"Standard_{of}", "num_gpus": 1, "node_type": of}) for of in TYPES
+            one.model_copy(update={"name": f"Standard_{of}", "node_type": of, "usd_per_h": USD[of]}) for of in TYPES
         )
         return provider(arm, directory, spec=SPEC.model_copy(update={"sizes": sizes}))
     hosts = tuple(
