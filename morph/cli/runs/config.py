@@ -107,12 +107,10 @@ def _check_job_file(path: Path, file: JobFile) -> str:
         with run.job_files.in_use():
             check_job(run.request.job, run.profile)
         config = run.config()
+    pool = Pool.of(config.target_nodes) if config.target_nodes else by_pool(config.plans)[-1][0]
     if config.offers:
-        plan = max(config.plans.values(), key=lambda plan: plan.expected.examples_per_s)
-        pool = plan.pool
-    else:
-        pool = Pool.of(config.target_nodes) if config.target_nodes else by_pool(config.plans)[-1][0]
-        plan = config.best_plan(pool)
+        pool = max(config.plans.values(), key=lambda plan: plan.expected.examples_per_s).pool
+    plan = config.best_plan(pool)
     assert plan is not None, "the run would not begin"
     return (
         f"{run.profile.job.name} fits its profile; {_length(file.job)}, with {pool} workers in shape {plan.shape}, "
