@@ -96,7 +96,7 @@ class Longer(Texts):
         ),
         (
             {"lengths": lambda data: [3]},
-            r"returns no lengths \(got '\[1\] int64'\); allowed: .* each of the 40 samples",
+            r"does not return lengths \(got '\[1\] int64'\); allowed: .* each of the 40 samples",
         ),
         ({"lengths": lambda data: [0.5] * 40}, "float64"),
         (
