@@ -52,7 +52,7 @@ class EvaluationLoader:
         available = check_map_style(dataset, "eval_data")
         self.num_micro_batches = min(available, num_samples or available) // micro_batch_size
         if num_samples is not None and num_samples > available:
-            raise wrong_job("eval_samples", "exceeds the number of samples", num_samples, f"{available}")
+            raise wrong_job("eval_samples", "is too large", num_samples, f"{available}")
         if self.num_micro_batches == 0:
             allowed = f"at least one micro-batch of {micro_batch_size} samples"
             field, value = ("eval_data", available) if num_samples is None else ("eval_samples", num_samples)
