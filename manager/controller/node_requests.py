@@ -162,7 +162,8 @@ def on_nodes_granted(transition: Transition, event: NodesGranted) -> None:
     transition.wake_by(now_s + state.config.policy.rules.requests.boot_s)
     boot = [node for node in event.nodes if node not in event.waiting]
     parts = [f"{', '.join(boot)} boot"] if boot else []
-    parts += [f"{', '.join(event.waiting)} wait in the queue"] if event.waiting else []
+    if event.waiting:
+        parts.append(f"{', '.join(event.waiting)} {'wait' if len(event.waiting) > 1 else 'waits'} in the queue")
     transition.say(ReasonCode.NODES_GRANTED, "; ".join(parts))
     if short:
         _refuse(transition, f"{event.request} is granted in part", request.node_type)
@@ -189,7 +190,9 @@ def on_nodes_started(transition: Transition, event: NodesStarted) -> None:
     }
     keep_request(transition, event.request, request.model_copy(update=update))
     transition.wake_by(transition.now_s + transition.state.config.policy.rules.requests.boot_s)
-    return transition.say(ReasonCode.NODES_STARTED, f"{', '.join(begun)} left the queue and boot")
+    return transition.say(
+        ReasonCode.NODES_STARTED, f"{', '.join(begun)} left the queue and {'boot' if len(begun) > 1 else 'boots'}"
+    )
 
 
 def on_request_refused(transition: Transition, event: RequestRefused) -> None:

@@ -24,7 +24,7 @@ from manager.controller.state.events import (
     WorkerAnswered,
     WorkerLost,
 )
-from manager.journal.condensed import Head
+from manager.journal.condensed import VERSION, Head
 from manager.journal.journal import Journal
 from manager.journal.records import (
     DIED_WITH_MANAGER,
@@ -131,7 +131,7 @@ def lives_in(journal: Journal) -> tuple[Life, ...]:
     """
     tail = journal.tail(0, (OF_LIVES,))
     over = [Life.model_validate_json(payload) for _, _, _, payload in tail.records]
-    reader = LivesReader.at(tail.head)
+    reader = LivesReader.at(journal, tail.head)
     for line in lines(tail.entries):
         reader.take_line(line)
     reader.end_all(reader.last_s)
@@ -203,9 +203,17 @@ class LivesReader:
         self.last_s = time_s
 
     @classmethod
-    def at(cls, head: Head | None) -> LivesReader:
+    def at(cls, journal: Journal, head: Head | None) -> LivesReader:
         """Return the reader as it stood behind the last line that is condensed; without one, at the beginning."""
-        return cls() if head is None else _STATE.validate_json(head.states[OF_LIVES])
+        if head is not None and head.version == VERSION:
+            return _STATE.validate_json(head.states[OF_LIVES])
+        reader = cls()
+        if head is not None:  # every line that tells of a VM is kept
+            for line in lines(journal.each(until=head.sequence)):
+                reader.take_line(line)
+            reader.over.clear()
+            reader.last_s = max(reader.last_s, head.time_s)
+        return reader
 
     @property
     def state_json(self) -> str:

@@ -37,7 +37,7 @@ class EvaluationReader:
         if finished is not None and finished.version in self._unfinished:
             record = self._unfinished.pop(finished.version)
             numbers = {name: value for name, value in finished.values.items() if value is not None}
-            completed = self._told(record.model_copy(update={"metrics": record.metrics | numbers}))
+            completed = self.note(record.model_copy(update={"metrics": record.metrics | numbers}))
         if share is None:
             return completed
         shares = self._shares.setdefault(share.version, [])
@@ -53,9 +53,10 @@ class EvaluationReader:
         if share.finishes:
             self._unfinished[share.version] = record
             return completed
-        return self._told(record)
+        return self.note(record)
 
-    def _told(self, record: EvaluationRecord) -> EvaluationRecord:
+    def note(self, record: EvaluationRecord) -> EvaluationRecord:
+        """Take in one that is complete."""
         self._complete[record.version] = record
         if len(self._complete) > MOST_EVALUATIONS:
             del self._complete[min(self._complete)]

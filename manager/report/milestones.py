@@ -101,7 +101,8 @@ class Milestones:
             elif isinstance(action, RequestNodes):
                 told.append(Milestone("requested", f"{action.count} more requested from the provider"))
         if isinstance(event, NodesGranted) and event.waiting:
-            told.append(Milestone("queued", f"{_named(event.waiting)} wait in the queue"))
+            several = len({vm_of(node) for node in event.waiting}) > 1
+            told.append(Milestone("queued", f"{_named(event.waiting)} {'wait' if several else 'waits'} in the queue"))
         told += self._evaluation(event)
         named = event.answer.named if isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared) else None
         if named is not None:

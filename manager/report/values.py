@@ -146,11 +146,13 @@ class Saved(Value):
 
 
 class RunOver(Value):
-    """The run, or its session, has ended at this version."""
+    """The run, or its session, has ended at this version. ``rests``, ``at_limit``: see ``Finish``."""
 
     version: int
     outcome: Literal["finished", "stopped", "failed"]
     sentence: str
+    rests: bool = False
+    at_limit: bool = False
 
 
 class RunReport(Value):

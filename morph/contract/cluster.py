@@ -118,16 +118,17 @@ class LocalVms(Value):
     )
     limits: Limits = Limits()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _add_up(cls, given: Any) -> Any:
-        """As many VMs as there are of all types."""
-        if not isinstance(given, dict) or not isinstance(types := given.get("node_types"), dict) or not types:
-            return given
-        total = sum(count for count in types.values() if isinstance(count, int))
-        if given.get("num_vms", total) != total:
-            raise ValueError(f"num_vms: is {given['num_vms']}, and node_types has {total} VMs; leave one of them out")
-        return {**given, "num_vms": total}
+    @model_validator(mode="after")
+    def _add_up(self) -> Self:
+        """Have as many VMs as there are of all types."""
+        total = sum(self.node_types.values())
+        if total and "num_vms" in self.model_fields_set and self.num_vms != total:
+            raise ValueError(f"num_vms: is {self.num_vms}, and node_types has {total} VMs; leave one of them out")
+        if total > 64:
+            raise ValueError(f"node_types: {total} VMs are more than 64")
+        if total:
+            object.__setattr__(self, "num_vms", total)
+        return self
 
     @property
     def under_ray(self) -> bool:

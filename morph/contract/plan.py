@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -265,6 +266,12 @@ class Plan(Value):
         return self.stages[stage].end_section == self.num_sections
 
     @cached_property
+    def reduction_rounds(self) -> tuple[int, ...]:
+        """By section, the round in which what it completes is reduced."""
+        cuts = [[self.stages[stage].first_section for stage in stages] for stages in self._stages_of_kinds]
+        return reduction_rounds(cuts, self.num_sections)
+
+    @cached_property
     def micro_batches_per_replica(self) -> tuple[int, ...]:
         """How many micro-batches each replica gets."""
         return tuple(count for kind in self.pipeline_kinds for count in kind.micro_batches)
@@ -330,6 +337,34 @@ def by_pool(plans: Mapping[int, Plan] | Mapping[Pool, Plan]) -> list[tuple[Pool,
 def kinds_in(shape: str) -> tuple[tuple[int, int], ...]:
     """Read a shape as ``Plan.shape`` writes it: (stages, replicas) of each kind of pipeline."""
     return tuple((int(stages), int(replicas)) for stages, replicas in re.findall(r"(\d+)x(\d+)", shape))
+
+
+def reduction_rounds(cuts: Iterable[Sequence[int]], num_sections: int) -> tuple[int, ...]:
+    """In which round the gradients are reduced that each section completes: of pipelines with these cuts.
+
+    A run of sections that no pipeline cuts has one ring, of the worker of every pipeline that holds it. Each worker
+    reduces its rings round by round, in a round from the last section to the first. No worker has two of one round,
+    so that rings do not wait for each other from one end of the model to the other. Of equal pipelines there is one.
+
+    Args:
+        cuts: First sections of the stages of each kind of pipeline.
+        num_sections: K.
+    """
+    stages = [[bisect_right(firsts, section) for section in range(num_sections)] for firsts in map(tuple, cuts)]
+    taken: dict[tuple[int, int], set[int]] = {}
+    rounds = [0] * num_sections
+    behind: list[tuple[int, int]] = []
+    for section in reversed(range(num_sections)):
+        holders = [(kind, stage[section]) for kind, stage in enumerate(stages)]
+        if holders == behind:
+            rounds[section] = rounds[section + 1]
+            continue
+        used = set().union(*(taken.setdefault(holder, set()) for holder in holders))
+        rounds[section] = next(number for number in range(len(used) + 1) if number not in used)
+        for holder in holders:
+            taken[holder].add(rounds[section])
+        behind = holders
+    return tuple(rounds)
 
 
 def shares(num_micro_batches: int, num_replicas: int) -> list[range]:

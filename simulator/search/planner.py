@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from morph.contract import ranges
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
+from morph.contract.pool import Pool
 from morph.contract.profile import Profile
 from morph.words import counted, time_text
 from simulator.costs.answer import Simulation, describe
@@ -20,6 +21,7 @@ from simulator.inputs.placement import node_sizes
 from simulator.inputs.request import ObjectiveName, PlanRequest
 from simulator.search.mini_batch import simulate
 from simulator.search.objectives import Shape, usd_per_h_of
+from simulator.search.pools import Pools, allows_unequal
 from simulator.search.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -175,18 +177,22 @@ def plan(
     request: PlanRequest = PlanRequest(),  # noqa: B008 (frozen)
     *,
     num_gpus: int | None = None,
+    pool: Pool | Mapping[str, int] | None = None,
     num_runners_up: int = NUM_RUNNERS_UP,
     **more: Any,
 ) -> PlanChoice:
-    """Find the best shape for a number of GPUs.
+    """Find the best shape for a number of GPUs, or for a pool of several types of them.
 
     Every P from the smallest that fits in memory to min(K, G) is looked at, with every D up to min(G // P, N); where
-    the objective is examples per second, each P is answered with the D that suits it best alone.
+    the objective is examples per second, each P is answered with the D that suits it best alone. Unequal pipelines are
+    looked for then (:mod:`simulator.search.pools`), if each GPU is a node of its own.
 
     Args:
         profile: What calibration measured.
         request: How to look for it.
         num_gpus: G; may be left out where ``num_gpus_per_node`` lists the nodes.
+        pool: Instead: GPUs by type, one of the profile's ``node_types`` or its own (see
+            :func:`simulator.inputs.conditions.of_pool_type`).
         num_runners_up: How many of the next best shapes to return.
         more: Fields of the request, in place of its own.
 
@@ -194,9 +200,11 @@ def plan(
         PlanError: naming the argument and what would do, for example the least number of GPUs.
     """
     request = replace(request, **more)
+    ranges.RUNNERS_UP.check("num_runners_up", num_runners_up)
+    if pool is not None:
+        return _plan_pool(profile, request, pool if isinstance(pool, Pool) else Pool.of(pool), num_runners_up)
     if num_gpus is not None:
         ranges.GPUS.check("num_gpus", num_gpus)
-    ranges.RUNNERS_UP.check("num_runners_up", num_runners_up)
     sizes = request.nodes(num_gpus)
     gpus = sum(sizes) if num_gpus is None and sizes is not None else num_gpus
     if gpus is None:
@@ -212,12 +220,49 @@ def plan(
     simulations = [describe(one, sweep.shape_simulator) for one in ranked]
     sentence = memory_sentence(sweep, shapes, ranked[0], objectively)
     simulations[0] = simulations[0].with_note(sentence)
+    values = [objectively.value(one.shape, one.mini_batch_ns / 1e9) for one in ranked]
+    if objective == "examples_per_s" and allows_unequal(request):
+        pools = Pools(profile, request, ("",), (sweep,))
+        mix = pools.unequal((gpus,), [pools.of_outcome(0, ranked[0])])
+        if mix is not None:
+            simulations = [pools.described(mix), *simulations][: 1 + num_runners_up]
+            values = [simulations[0].expected.examples_per_s, *values][: 1 + num_runners_up]
     return PlanChoice(
         simulations=tuple(simulations),
-        values=tuple(objectively.value(one.shape, one.mini_batch_ns / 1e9) for one in ranked),
+        values=tuple(values),
         objective=objective,
         num_gpus=gpus,
         num_shapes=sum(count for _, count in shapes) if fastest else len(shapes),
+    )
+
+
+def _plan_pool(profile: Profile, request: PlanRequest, pool: Pool, num_runners_up: int) -> PlanChoice:
+    """The best plan for GPUs of several types.
+
+    Raises:
+        PlanError: no GPUs, or a request that a pool does not answer.
+    """
+    if not pool:
+        raise PlanError("has no GPUs", field="pool", value=str(pool), allowed=Pool.EXAMPLE)
+    if request.objective != "examples_per_s" or not allows_unequal(replace(request, unequal=True)):
+        raise PlanError(
+            "is answered by examples per second, each GPU on a node of its own",
+            field="pool",
+            value=str(pool),
+            allowed="a pool without nodes, shapes, shared cores, slow workers or jitter",
+        )
+    gpus, pools = [pool[name] for name in pool.types], Pools(profile, request, pool.types)
+    equal = pools.equal(gpus, 1 + num_runners_up)
+    best_of_type = list({each.node_type: each for each in reversed(equal)}.values())
+    mix = pools.unequal(gpus, sorted(best_of_type, key=lambda each: each.mini_batch_ns)) if request.unequal else None
+    ranked = ([mix] if mix else []) + equal
+    simulations = tuple(pools.described(each) for each in ranked[: 1 + num_runners_up])
+    return PlanChoice(
+        simulations=simulations,
+        values=tuple(simulation.expected.examples_per_s for simulation in simulations),
+        objective=request.objective,
+        num_gpus=pool.num_gpus,
+        num_shapes=len(ranked),
     )
 
 

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from morph.contract.errors import InputError, PlanError, ProfileError
 from morph.contract.files import PRIVATE, write_whole
-from morph.contract.plan import Expectation, PipelineKind, Plan, StagePlan, kinds_in, load_plan
+from morph.contract.plan import Expectation, PipelineKind, Plan, StagePlan, kinds_in, load_plan, reduction_rounds
 from morph.contract.pool import Pool
 from morph.contract.profile import Profile, load_profile
 from simulator import plan, synthetic_profile
@@ -270,3 +270,11 @@ def test_text_that_is_no_pool_is_refused_in_one_sentence(text: str, problem: str
     assert str(raised.value).startswith(f"--pool: {problem} (got {text!r}); allowed: ")
     with pytest.raises(ValidationError, match=problem):
         TypeAdapter(Pool).validate_python(text)
+
+
+def test_rings_of_unequal_pipelines_wait_for_few_others() -> None:
+    assert set(reduction_rounds([[0, 2, 4]], 6)) == {0}
+    assert reduction_rounds([[0, 3], [0]], 6) == (1, 1, 1, 0, 0, 0)
+    assert reduction_rounds([[0, 2, 4], [0, 3]], 6) == (1, 1, 0, 1, 0, 0)
+    eights, sevens = [[k * 56 // parts for k in range(parts)] for parts in (8, 7)]
+    assert max(reduction_rounds([eights, sevens], 56)) <= 2, "not one after the other"

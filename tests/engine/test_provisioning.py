@@ -110,6 +110,15 @@ def test_a_grant_says_of_what_kind_each_vm_is_as_far_as_its_provider_says_it(wor
     }
 
 
+def test_a_type_is_asked_for_and_told_with_the_grant(world: World) -> None:
+    world.cloud.made_as = [{"provider": "azure", "node_type": "t4"}]
+    world.shell.request(RequestNodes(request="job-1", count=1, node_type="t4"))
+    granted = world.answer()
+    assert isinstance(granted, NodesGranted)
+    assert granted.facts == {"job-1-0": NodeFacts(provider="azure", node_type="t4")}
+    assert world.cloud.types == ["t4"]
+
+
 def test_a_request_that_comes_again_makes_no_further_call(world: World) -> None:
     world.cloud.requests.shut()
     action = RequestNodes(request="job-1", count=2)

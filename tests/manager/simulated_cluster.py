@@ -529,13 +529,19 @@ class JournalledCluster(SimulatedCluster):
         self.killed_s: dict[str, float] = {}
 
     def write_down(self, cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-        self.journal.append_decision(self.now_s, event, decision)
+        self.journal.append_decision(self.clock_s(), event, decision)
 
     def kill(self, name: str) -> None:
         if self.workers[name].alive:
             self.killed_s[name] = self.now_s
-            self.journal.append_fact(self.now_s, Fact(name=VM_KILLED, worker=name))
+            self.journal.append_fact(self.clock_s(), Fact(name=VM_KILLED, worker=name))
         super().kill(name)
+
+    def start_afresh(self) -> None:
+        before = self.first
+        super().start_afresh()
+        if self.first is not before:
+            self.journal.append_config(self.clock_s(), self.first.config)
 
 
 def played(stop_at: int | None = None) -> LiveRun:

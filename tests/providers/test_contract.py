@@ -158,7 +158,9 @@ def of_two_types(kind: str, arm: FakeArm, directory: Path) -> Provider:
     if kind == "local":
         return LocalProvider(Fleet(), ROOM, 0.25)
     if kind == "azure":
-        sizes = tuple(SPEC.sizes[0].model_copy(update={"name": f"Standard_{of}", "node_type": of}) for of in TYPES)
+        sizes = tuple(
+            SPEC.sizes[0].model_copy(update={"name": f"Standard_{of}", "num_gpus": 1, "node_type": of}) for of in TYPES
+        )
         return provider(arm, directory, spec=SPEC.model_copy(update={"sizes": sizes}))
     hosts = tuple(SshHost(address=f"host{index}", node_type=TYPES[index % 2]) for index in range(ROOM))
     spec = StaticSpec(hosts=hosts, command=("run", "{node}"))

@@ -106,7 +106,7 @@ def test_owners_who_preempt_half_of_the_nodes_twice_change_no_bit(
         morph("stop", run_dir)
         assert run.wait_for_end() == EXIT_GOES_ON, run.output
     version = complete_versions(str(run_dir / "checkpoints"))[-1]
-    assert "wait in the queue" in run.output
+    assert "waits in the queue" in run.output
     report = read_report(run_dir)
     assert (report.outcome, report.version) == ("stopped", version)
     assert report.account.total_ns == sum(report.account.parts_ns.values())

@@ -250,7 +250,7 @@ class Finish(Value):
     ``finished``: all steps are committed and checkpointed; ``stopped``: ended on request, resumable from the
     newest checkpoint; ``failed``: the sentence says why, ``cause`` what an error inside a worker was due to, and
     ``traceback`` where in the user's code, if it was there. ``rests``: its VMs are given back, and it is tried again
-    later, for that is the user's policy.
+    later, for that is the user's policy. ``at_limit``: a limit of the user's is reached.
     """
 
     kind: Literal["finish"] = "finish"
@@ -259,6 +259,7 @@ class Finish(Value):
     traceback: Shown = ""
     cause: FailureCause | None = None
     rests: bool = False
+    at_limit: bool = False
 
 
 Action = (

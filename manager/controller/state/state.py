@@ -149,7 +149,9 @@ class Provisioning(Value):
     setup_lost_s: float | None = Field(default=None, description="when the last of these was")
     num_absent: int = Field(default=0, description="times in a row that granted VMs did not appear at all")
     failed_setups: FailedSetups | None = None
-    gives_up: bool = Field(default=False, description="the run ends, or rests, for nothing comes of its VMs")
+    gives_up: Literal["setups", "limit"] | None = Field(
+        default=None, description="the run ends, or rests, for nothing comes of its VMs: why"
+    )
     next_request_s: float | None = Field(default=None, description="no further request before that")
     kept_notices: dict[WorkerId, KeptNotice] = Field(
         default_factory=dict, description="of nodes that are not known: of open requests, or of VMs that came"

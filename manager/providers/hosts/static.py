@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,8 @@ from manager.providers.interface.provider import (
 from morph.contract.base import Value
 from morph.contract.cluster import UsdPerHour
 from morph.contract.files import PRIVATE, write_whole
+
+log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 30.0
 """Looking at hosts costs nothing: one that is back need not wait until asking a cloud would make sense again."""
@@ -137,6 +140,7 @@ class StaticProvider:
         self._shell: Shell = shell or run_ssh
         self._ending = ending
         self._stopped = threading.Event()
+        self._passed_over: dict[str, str] = {}
         self._hosts = {f"{host.address}:{host.port}": host for host in spec.hosts}
 
     def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
@@ -154,6 +158,7 @@ class StaticProvider:
                 self._start(key, vm)
             except (Transient, Misconfigured) as error:  # leased until it is ended, as one that nobody waits for
                 wrong = error
+                self._pass_over(key, error)
                 continue
             granted.append(vm)
         others = {key for key, host in self._hosts.items() if node_type not in ("", host.node_type)}
@@ -170,6 +175,7 @@ class StaticProvider:
                 self._start(key, vm)
             except Transient as error:
                 trouble = str(error)
+                self._pass_over(key, error)
                 if not self._ended(key, vm):
                     tried_names.add(vm.name)  # it may run there: no other node gets its name
                     if isinstance(error, Unanswered):
@@ -178,6 +184,7 @@ class StaticProvider:
                 continue
             except Misconfigured as error:  # of this host: the others may be in order
                 wrong = wrong or error
+                self._pass_over(key, error)
                 self._give_back(key, vm)
                 continue
             granted.append(vm)
@@ -237,6 +244,12 @@ class StaticProvider:
         """See ``Provider``."""
         return Capabilities(spot=False, max_vms=len(self._hosts), ending=self._ending)
 
+    def _pass_over(self, key: str, error: ProviderError) -> None:
+        """Say that a host is not used, and why, though others are: once, until it is another reason."""
+        if self._passed_over.get(key) != str(error):
+            log.warning("the host %s is passed over: %s", key, error)
+        self._passed_over[key] = str(error)
+
     def _start(self, key: str, vm: Vm) -> None:
         host = self._hosts[key]
         known = {"{node}": vm.name, "{address}": host.node_address or "", "{devices}": str(vm.num_devices)}
@@ -244,6 +257,7 @@ class StaticProvider:
         for name, value in known.items():
             command = [part.replace(name, value) for part in command]
         self._shell(host, start_script(vm.name, command), self._secret)
+        self._passed_over.pop(key, None)
 
     def _end(self, key: str, vm: Vm) -> None:
         """End a node and give its host back."""

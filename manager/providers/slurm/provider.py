@@ -51,7 +51,7 @@ PROGRAMS = ("sbatch", "squeue", "scancel")
 CALL_TIMEOUT_S = 60.0
 LOOKS = Backoff(0.5, 5.0)
 """Pauses between looks for what was ended: the queue is everybody's."""
-KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "SLURM_CONF", "SLURM_CONF_SERVER", "USER")
+KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "SLURM_CONF", "USER")
 """Of this process's environment: what Slurm's programs get, and so the jobs."""
 SIGNAL_ENDS = "USR1"
 """Ends a node at once; see ``spec.py``."""

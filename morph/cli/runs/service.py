@@ -53,11 +53,13 @@ SLURM = """\
 #SBATCH --time=24:00:00
 # The manager of a run of Morph: {what}. Before the time limit it saves and stops, and the job is queued again.
 cd {folder} || exit 2
-again=
+again= asked= pid=
+stop() {{ asked=1; [ -z "$pid" ] || kill -TERM "$pid"; }}
+trap 'again=1; stop' USR2
+trap stop TERM INT
 {command} &
 pid=$!
-trap 'again=1; kill -TERM "$pid"' USR2
-trap 'kill -TERM "$pid"' TERM INT
+[ -z "$asked" ] || kill -TERM "$pid"
 wait "$pid"; code=$?
 while kill -0 "$pid" 2>/dev/null; do wait "$pid"; code=$?; done
 # 0: finished, 75: morph stop, 130: stopped, by scancel or for the time limit
