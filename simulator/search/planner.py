@@ -242,15 +242,7 @@ def _plan_pool(profile: Profile, request: PlanRequest, pool: Pool, num_runners_u
     Raises:
         PlanError: no GPUs, or a request that a pool does not answer.
     """
-    if not pool:
-        raise PlanError("has no GPUs", field="pool", value=str(pool), allowed=Pool.EXAMPLE)
-    if request.objective != "examples_per_s" or not allows_unequal(replace(request, unequal=True)):
-        raise PlanError(
-            "is answered by examples per second, each GPU on a node of its own",
-            field="pool",
-            value=str(pool),
-            allowed="a pool without nodes, shapes, shared cores, slow workers or jitter",
-        )
+    _check_pool(request, pool)
     gpus, pools = [pool[name] for name in pool.types], Pools(profile, request, pool.types)
     equal = pools.equal(gpus, 1 + num_runners_up)
     best_of_type = list({each.node_type: each for each in reversed(equal)}.values())
@@ -322,14 +314,87 @@ def plan_table(
     sweep = Sweep(profile, request, request.conditions(None))
     numbers = range(min_gpus, max_gpus + 1)
     tables = [_Table(each, numbers, request, most_replicas) for each in sweep.by_micro_batch_size()]
+    table = _best_table(tables)
+    if not table.outcomes or not allows_unequal(request):
+        return table.plans
+    pools = Pools(profile, request, ("",), (table.sweep,), most_replicas)
+    size = table.sweep.settings[0].sections.micro_batch_size
+    found = {number: each for (number,), each in pools.table((max_gpus,), size, [table.outcomes])}
+    unequal = {number: pools.described(each).plan for number, each in found.items() if each.mix is not None}
+    return {number: unequal.get(number, plan) for number, plan in table.plans.items()}
+
+
+def _best_table(tables: Sequence[_Table]) -> _Table:
+    """The one with most examples per second on average, filled."""
     if len(tables) == 1:
-        return dict(tables[0].found())
+        dict(tables[0].found())
+        return tables[0]
     steps = [table.bounds() for table in tables]
     heap = [(-next(step), place) for place, step in enumerate(steps)]
     heapq.heapify(heap)
     while (bound := next(steps[heap[0][1]], None)) is not None:  # the most promising table is taken further
         heapq.heapreplace(heap, (-bound, heap[0][1]))
-    return tables[heap[0][1]].plans
+    return tables[heap[0][1]]
+
+
+def pool_plan_table(
+    profile: Profile,
+    most: Pool | Mapping[str, int],
+    request: PlanRequest = PlanRequest(),  # noqa: B008 (frozen)
+    *,
+    most_replicas: int | None = None,
+    **more: Any,
+) -> dict[Pool, Plan]:
+    """The plan with most examples per second for every pool of GPUs up to ``most``: unequal pipelines, if that is best.
+
+    A pool on which nothing fits is absent. All of them have the same m: the one with which the types, each with all of
+    its GPUs, make most examples per second in all. ``more``: fields of the request.
+
+    Raises:
+        PlanError: a pool without GPUs, a type that the profile does not have, or a request that no pool answers.
+    """
+    request, pool = replace(request, **more), most if isinstance(most, Pool) else Pool.of(most)
+    _check_pool(request, pool)
+    counts = [pool[name] for name in pool.types]
+    pools = Pools(profile, request, pool.types, most_replicas=most_replicas)
+
+    def rate(size: int) -> float:
+        every = zip(pools.of_size(size), counts, strict=True)
+        found = [_fastest(sweep, number, most_replicas) for sweep, number in every]
+        return sum(1 / outcome.mini_batch_ns for outcome in found if outcome is not None)
+
+    size = max(pools.sizes(), key=rate) if len(pools.sizes()) > 1 else pools.sizes()[0]
+    tables = [
+        _Table(sweep, range(1, number + 1), request, most_replicas)
+        for sweep, number in zip(pools.of_size(size), counts, strict=True)
+    ]
+    for table in tables:
+        dict(table.found())
+    plans: dict[int, Plan] = {}
+    answers = {}
+    for gpus, found in pools.table(counts, size, [table.outcomes for table in tables]):
+        key = id(found.mix or found.outcome)
+        if key not in plans:
+            plans[key] = pools.described(found).plan
+        answers[Pool.of(dict(zip(pool.types, gpus, strict=True)))] = plans[key]
+    return answers
+
+
+def _fastest(sweep: Sweep, num_gpus: int, most_replicas: int | None) -> Outcome | None:
+    depths = sweep.depths(num_gpus, most_replicas=most_replicas)
+    return sweep.fastest(num_gpus, depths, 1, most_replicas)[0] if depths else None
+
+
+def _check_pool(request: PlanRequest, pool: Pool) -> None:
+    if not pool:
+        raise PlanError("has no GPUs", field="pool", value=str(pool), allowed=Pool.EXAMPLE)
+    if request.objective != "examples_per_s" or not allows_unequal(replace(request, unequal=True)):
+        raise PlanError(
+            "is answered by examples per second, each GPU on a node of its own",
+            field="pool",
+            value=str(pool),
+            allowed="a pool without nodes, shapes, shared cores, slow workers or jitter",
+        )
 
 
 def pipeline_times(
@@ -366,10 +431,10 @@ def _on_nodes(sweep: Sweep, request: PlanRequest, num_gpus: int) -> Sweep:
 
 
 class _Table:
-    """Finds the best plan with one m for each number of GPUs."""
+    """Finds the best plan of equal pipelines with one m for each number of GPUs."""
 
     def __init__(self, sweep: Sweep, numbers: range, request: PlanRequest, most_replicas: int | None) -> None:
-        self.plans: dict[int, Plan] = {}
+        self.sweep, self.plans, self.outcomes = sweep, dict[int, Plan](), dict[int, Outcome]()
         self._batch_size, self._most = sweep.profile.job.batch_size, min(sweep.total, most_replicas or sweep.total)
         self._alone = request.num_gpus_per_node is not None  # the same shape lies elsewhere on other nodes
         self._searches: list[tuple[int, Sweep, list[Shape]]] = []
@@ -411,7 +476,7 @@ class _Table:
                 one = min(one, best, key=lambda outcome: outcome.mini_batch_ns)
             if one.shape not in described:
                 described[one.shape] = describe(one, sweep.shape_simulator).plan
-            self.plans[num_gpus] = described[one.shape]
+            self.plans[num_gpus], self.outcomes[num_gpus] = described[one.shape], one
             yield num_gpus, self.plans[num_gpus]
 
 

@@ -7,8 +7,9 @@ that might be as fast are looked at too, so that no GPU makes a plan slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -114,8 +115,7 @@ class Pools:
             for subset in self._subsets(mixes, tuple(gpus), below):
                 mix = mixes.best(subset, below)
                 if mix is not None and mix.mini_batch_ns < below:
-                    workers = tuple(mix.workers.get(place, 0) for place in range(len(gpus)))
-                    best, below = Found(mix.mini_batch_ns, workers, mix=mix, mixes=mixes), float(mix.mini_batch_ns)
+                    best, below = self._of_mix(mix, mixes), float(mix.mini_batch_ns)
         return best
 
     def _promising(self, gpus: Sequence[int], equal: Sequence[Found]) -> list[tuple[int, Schedule]]:
@@ -128,13 +128,55 @@ class Pools:
             found |= dict.fromkeys((costs.sections.micro_batch_size, schedule) for schedule in schedules)
         below_ns = equal[0].mini_batch_ns
         bounds_ns = {
-            size: self.mixes(size, self.request.schedule or "varuna").least_ns(tuple(gpus))
-            for size in set.intersection(*map(set, self._by_size))
+            size: self.mixes(size, self.request.schedule or "varuna").least_ns(tuple(gpus)) for size in self.sizes()
         }
         for size in sorted(bounds_ns, key=bounds_ns.__getitem__)[:_SIZES]:
             if bounds_ns[size] < below_ns:
                 found[size, self.request.schedule or "varuna"] = None
         return list(found)
+
+    def table(
+        self, most: Sequence[int], micro_batch_size: int, equal: Sequence[Mapping[int, Outcome]]
+    ) -> Iterator[tuple[tuple[int, ...], Found]]:
+        """The best answer for every number of GPUs of each type up to ``most``; none where the job does not fit.
+
+        Args:
+            most: GPUs of each type.
+            micro_batch_size: Of all answers.
+            equal: Of each type, by number of GPUs, the fastest equal pipelines, where any fit.
+        """
+        mixes = self.mixes(micro_batch_size, self.request.schedule or "varuna")
+        least: dict[tuple[int, ...], Found] = {}
+        for gpus in product(*(range(number + 1) for number in most)):
+            alone = [
+                self.of_outcome(place, equal[place][number])
+                for place, number in enumerate(gpus)
+                if number in equal[place]
+            ]
+            fewer = [(*gpus[:place], number - 1, *gpus[place + 1 :]) for place, number in enumerate(gpus) if number]
+            known = [least[each] for each in fewer if each in least]
+            if alone:
+                best = min(alone, key=lambda each: (each.mini_batch_ns, sum(each.workers)))
+                below = min([best.mini_batch_ns * WORTH, *(each.mini_batch_ns for each in known)])
+                mix = mixes.best(gpus, below) if sum(gpus) > 1 else None
+                if mix is not None and mix.mini_batch_ns < below:
+                    known.append(self._of_mix(mix, mixes))
+                if known:
+                    least[gpus] = min(known, key=lambda each: each.mini_batch_ns)
+                is_worth = known and least[gpus].mini_batch_ns < best.mini_batch_ns * WORTH
+                yield gpus, least[gpus] if is_worth else best
+
+    def _of_mix(self, mix: Mix, mixes: Mixes) -> Found:
+        workers = tuple(mix.workers.get(place, 0) for place in range(len(self.names)))
+        return Found(mix.mini_batch_ns, workers, mix=mix, mixes=mixes)
+
+    def sizes(self) -> list[int]:
+        """Micro-batch sizes that all types have."""
+        return sorted(set.intersection(*map(set, self._by_size)))
+
+    def of_size(self, micro_batch_size: int) -> list[Sweep]:
+        """The sweep of each type with one micro-batch size."""
+        return [sizes[micro_batch_size] for sizes in self._by_size]
 
     def mixes(self, micro_batch_size: int, schedule: Schedule) -> Mixes:
         """Of one micro-batch size and schedule."""
