@@ -30,15 +30,17 @@ Group = tuple[int, int]
 """Equal pipelines: number of their type of node, depth."""
 Chosen = tuple[tuple[Group, int], ...]
 """How many pipelines of each kind, in their order."""
-_HOPE = 0.3
+_HOPE = 0.5
 """What is played of other depths is taken to surpass its bound by so much of the least that was seen, at best."""
 _NEAR = 1e-4
 _ROUNDS = 40
 _PLAYED, _FEW = 8, 12
+_GUESSED = 6
+"""So many kinds are played before a search is given up by what is guessed of others."""
 _TINY = 8
 """On so few GPUs all mixes are looked at."""
-_DOUBT = 1.03
-"""Mixes that would take so much longer, as far as is known, are looked at all the same."""
+_DOUBT = {True: 1.03, False: 1.01}
+"""Mixes that would take so much longer, as far as is known, are looked at all the same: of tiny pools, and others."""
 _CHANGES = 2
 """Of the number of replicas, by which reducing takes longer, after which it is left at that."""
 
@@ -269,6 +271,8 @@ class Search:
             for pipelines, depths in zip(mixes.types, self.depths, strict=True)
         ]
         self.numbers = np.array(mixes.types[0].numbers, np.float64)
+        self.is_tiny = sum(gpus) <= _TINY
+        self.doubt = _DOUBT[self.is_tiny]
         self.ratios = [np.ones(len(depths)) for depths in self.depths]
         self.num_replicas = 2
 
@@ -285,7 +289,7 @@ class Search:
                 found.setdefault(other[1], other[0])
         for other_chosen in self.of_one_depth(time_ns):
             found.setdefault(other_chosen, self.time_ns(other_chosen))
-        if sum(self.gpus) <= _TINY:
+        if self.is_tiny:
             for group in [(kind, depth) for kind, depths in enumerate(self.depths) for depth in depths.tolist()]:
                 if group not in self.lines:
                     self.play(group, time_ns)
@@ -294,7 +298,7 @@ class Search:
         for moved in [moved for near in found for moved in self.moved(near)]:
             if moved and moved not in found:
                 found[moved] = self.time_ns(moved)
-        hopeful = [each for each in found if found[each] < below_ns * _DOUBT]
+        hopeful = [each for each in found if found[each] < below_ns * self.doubt]
         yield from sorted(hopeful, key=lambda each: (found[each], len(each)))[:_PLAYED]
 
     def solve(
@@ -304,27 +308,26 @@ class Search:
 
         None where it is not below this.
         """
-        low, changes = least_ns, 0
+        changes = 0
         while True:
-            found = self.least_time(without, low)
+            found = self.least_time(without, least_ns)
             if found is None:
                 return None
             time_ns, chosen = found
-            if time_ns >= below_ns * _DOUBT:
+            new = [group for group, _ in chosen if group not in self.lines]
+            if time_ns >= below_ns * self.doubt and (not new or len(self.lines) >= _GUESSED):
                 return None
             num_replicas = sum(number for _, number in chosen)
             if abs(num_replicas - self.num_replicas) > self.num_replicas // 8 and changes < _CHANGES:
-                self.num_replicas, low, changes = num_replicas, least_ns, changes + 1
+                self.num_replicas, changes = num_replicas, changes + 1
                 self.lines, known = {}, list(self.lines)
                 for group in known:
                     self.play(group, time_ns)
                 continue
-            new = [group for group, _ in chosen if group not in self.lines]
             if not new:
                 return time_ns, chosen
             for group in new:
                 self.play(group, time_ns)
-            low = time_ns * (1 - _NEAR)
 
     def play(self, group: Group, time_ns: float) -> None:
         """Replace what is taken of a kind by what a pipeline takes with about as many micro-batches."""

@@ -31,7 +31,7 @@ _SIZES = 4
 """Of micro-batch sizes, those that are looked at because their bounds are least."""
 _SLOWER, _LENGTHS = 16.0, 24
 """How much longer mini-batches may be that cost less, and of how many lengths they are looked for."""
-_SUBSETS = 64
+_SUBSETS = 16
 """Of fewer GPUs, numbers that are looked at."""
 
 
