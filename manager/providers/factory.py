@@ -6,11 +6,13 @@ import shlex
 from functools import partial
 from pathlib import Path
 
-from manager.providers.azure.prices import RetailPrices, disk_price
+from manager.providers.azure.prices import disk_price, retail_prices
 from manager.providers.azure.spec import AzureSpec
 from manager.providers.boot.cloud_init import NodeStart, cloud_init, custom_data
 from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
 from manager.providers.hosts.static_node import secret_of, static_node
+from manager.providers.interface.cloud import Identity
+from manager.providers.interface.operations import Operations
 from manager.providers.interface.provider import Provider, RunName
 
 OPERATIONS_NAME = "operations.json"
@@ -36,8 +38,6 @@ def open_azure(spec: AzureSpec, path: Path, name: RunName, run_dir: Path, start:
         ProviderError: what an earlier manager noted in the run directory is damaged.
     """
     from manager.providers.azure.client import azure_client
-    from manager.providers.azure.group import Identity
-    from manager.providers.azure.operations import Operations
     from manager.providers.azure.provider import AzureProvider
 
     return AzureProvider(
@@ -46,7 +46,7 @@ def open_azure(spec: AzureSpec, path: Path, name: RunName, run_dir: Path, start:
         Identity(run=name.run, job=name.job),
         Operations(run_dir / OPERATIONS_NAME),
         lambda node, num_devices: custom_data(cloud_init(start, node, "azure", num_devices)),
-        find_price=RetailPrices(spec),
+        find_price=retail_prices(spec),
         find_disk_price=partial(disk_price, spec.location),
         ending=ending_command(path, name),
     )

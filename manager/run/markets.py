@@ -20,7 +20,7 @@ from typing import Any
 
 from manager.controller.state.events import NodeFacts
 from manager.engine.machines.provider_machines import Providing
-from manager.providers.azure.prices import RetailPrices
+from manager.providers.azure.prices import retail_prices
 from manager.providers.azure.spec import PUBLIC_AZURE, AzureSpec
 from manager.providers.factory import azure_spec, open_azure, open_static
 from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
@@ -111,7 +111,7 @@ class AzureMarket(Market):
 
     def price(self, described: AzureSpec, _path: Path) -> Price | None:
         """See ``Market``."""
-        return described.price(RetailPrices(described))
+        return described.price(retail_prices(described))
 
     def providing(self, described: AzureSpec, vms: ProvidedVms, path: Path, name: RunName, run_dir: Path) -> Providing:
         """See ``Market``."""
