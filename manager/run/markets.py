@@ -20,9 +20,12 @@ from typing import Any
 
 from manager.controller.state.events import NodeFacts
 from manager.engine.machines.provider_machines import Providing
+from manager.providers.aws import spec as aws
+from manager.providers.aws.spec import AwsSpec
+from manager.providers.azure import spec as azure
 from manager.providers.azure.prices import retail_prices
 from manager.providers.azure.spec import PUBLIC_AZURE, AzureSpec
-from manager.providers.factory import azure_spec, open_azure, open_static
+from manager.providers.factory import aws_spec, azure_spec, open_aws, open_azure, open_static
 from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
 from manager.providers.interface.provider import Misconfigured, Price, RunName, Vm, end_all
 from morph.contract.base import Value
@@ -60,6 +63,9 @@ class Market(ABC):
                 value=self.extra,
             )
 
+    mark: str = ""
+    """A field that files of this market alone have, by which a file's kind is known."""
+
     @abstractmethod
     def most_devices(self, described: Any) -> int:
         """Return how many devices a VM has at most."""
@@ -80,6 +86,14 @@ class Market(ABC):
     def providing(self, described: Any, vms: ProvidedVms, path: Path, name: RunName, run_dir: Path) -> Providing:
         """Say how the provider of a run is opened. ``path``: of what is described."""
 
+    def planned(self, _described: Any, *_names: Any) -> list[dict[str, Any]]:
+        """Say what a request would create: for ``run``, ``job``, ``request``, ``count`` and what is shown of its boot.
+
+        Raises:
+            ConfigError: VMs of this kind are not created.
+        """
+        raise ConfigError("has nothing to show: nothing is created for these", field="--kind", value=self.mark)
+
     @abstractmethod
     def end_run(self, described: Any, path: Path, run: str, job: str, told: Callable[[str], None]) -> tuple[Vm, ...]:
         """End what a run left, known by its name and its job's alone; returns the VMs that were there.
@@ -94,6 +108,7 @@ class AzureMarket(Market):
 
     described = AzureSpec
     needs, extra = ("azure.core", "azure.identity", "azure.mgmt.compute"), "azure"
+    mark = "resource_group"
 
     def most_devices(self, described: AzureSpec) -> int:
         """See ``Market``."""
@@ -128,11 +143,66 @@ class AzureMarket(Market):
 
         return end_run(described, run, job, told=told)
 
+    def planned(self, described: AzureSpec, *names: Any) -> list[dict[str, Any]]:
+        """See ``Market``."""
+        return azure.planned(described, *names)
+
+
+class AwsMarket(Market):
+    """Spot instances on AWS."""
+
+    described = AwsSpec
+    needs, extra = ("boto3", "botocore"), "aws"
+    mark = "subnets"
+
+    def most_devices(self, described: AwsSpec) -> int:
+        """See ``Market``."""
+        return max(known.num_devices for known in described.types)
+
+    def vm_kind(self, described: AwsSpec) -> NodeFacts:
+        """See ``Market``."""
+        (known, *more_types), zones = described.types, described.zones
+        return NodeFacts(
+            provider=described.provider,
+            size="" if more_types else known.name,
+            region=described.region,
+            zone=zones[0] if len(zones) == 1 else "",
+        )
+
+    def price(self, described: AwsSpec, path: Path) -> Price | None:
+        """See ``Market``."""
+        if (given := described.price(lambda _type: None)) is not None:
+            return given
+        self.check(str(path))
+        from manager.providers.aws.client import aws_client
+        from manager.providers.aws.prices import prices_of
+
+        return described.price(prices_of(described, partial(aws_client, described)).dearest)
+
+    def providing(self, described: AwsSpec, vms: ProvidedVms, path: Path, name: RunName, run_dir: Path) -> Providing:
+        """See ``Market``."""
+        spec = aws_spec(described, vms.environment.image, vms.usd_per_h)
+        return Providing(partial(open_aws, spec, path, name, run_dir), lock_path=run_dir / LOCK_NAME)
+
+    def end_run(
+        self, described: AwsSpec, path: Path, run: str, job: str, told: Callable[[str], None]
+    ) -> tuple[Vm, ...]:
+        """See ``Market``."""
+        self.check(str(path))
+        from manager.providers.aws.provider import end_run
+
+        return end_run(described, run, job, told)
+
+    def planned(self, described: AwsSpec, *names: Any) -> list[dict[str, Any]]:
+        """See ``Market``."""
+        return aws.planned(described, *names)
+
 
 class StaticMarket(Market):
     """Hosts that the user has."""
 
     described = Hosts
+    mark = "hosts"
 
     def most_devices(self, described: Hosts) -> int:
         """See ``Market``."""
@@ -169,7 +239,7 @@ class StaticMarket(Market):
         return leased
 
 
-_BUILT_IN: dict[str, type[Market]] = {"azure": AzureMarket, "static": StaticMarket}
+_BUILT_IN: dict[str, type[Market]] = {"azure": AzureMarket, "aws": AwsMarket, "static": StaticMarket}
 
 
 def market_of(kind: str) -> Market:
@@ -195,5 +265,6 @@ def market_of(kind: str) -> Market:
 
 
 def market_of_file(data: Any, kind: str | None) -> Market:
-    """Return the market that a cloud file is of. ``kind``: as the user says; None: Azure's, or hosts."""
-    return market_of(kind or ("static" if isinstance(data, dict) and "hosts" in data else "azure"))
+    """Return the market that a cloud file is of. ``kind``: as the user says; None: as its fields say, else Azure's."""
+    fields = data if isinstance(data, dict) else {}
+    return market_of(kind or next((known for known, market in _BUILT_IN.items() if market.mark in fields), "azure"))

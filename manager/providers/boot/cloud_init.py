@@ -23,7 +23,7 @@ from manager.providers.boot.first_boot import program
 from manager.providers.boot.own_wheel import python_version, requirements
 from manager.providers.interface.provider import Misconfigured
 from morph.contract.base import Value
-from morph.contract.cluster import AzureVms, ProvidedVms
+from morph.contract.cluster import CloudVms, ProvidedVms
 from morph.link.authority import authority_of
 
 DIRECTORY = "/etc/morph"
@@ -90,8 +90,8 @@ def node_start(vms: ProvidedVms, port: int, secret: str, wheel: bytes, managemen
         python_version=python_version(),
         wheel_sha256=hashlib.sha256(wheel).hexdigest(),
         requirements=wanted_on(vms),
-        uid=vms.uid if isinstance(vms, AzureVms) else 0,
-        metadata=not isinstance(vms, AzureVms) or vms.metadata,
+        uid=vms.uid if isinstance(vms, CloudVms) else 0,
+        metadata=not isinstance(vms, CloudVms) or vms.metadata,
         lonely_s=vms.lonely_s,
         management_url=management_url,
         **of_ray,

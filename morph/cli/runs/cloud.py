@@ -19,6 +19,9 @@ cloud_app = typer.Typer(
 CloudFile = Annotated[Path, typer.Argument(metavar="FILE", help="Cloud file (YAML).", show_default=False)]
 RunOption = Annotated[str, typer.Option("--run", help="Name of the run, as its VMs are tagged.")]
 JobOption = Annotated[str, typer.Option("--job", help="Name of the job, as its VMs are tagged.")]
+KindOption = Annotated[
+    str | None, typer.Option(help="As vms.kind; absent: as the file's fields say.", show_default=False)
+]
 
 
 @cloud_app.command("dry-run")
@@ -32,6 +35,7 @@ def dry_run_command(
     cluster: Annotated[
         Path | None, typer.Option(help="Cluster or job file: show the cloud-config of its VMs, without the secrets.")
     ] = None,
+    kind: KindOption = None,
 ) -> None:
     """Print, as JSON, what a request for VMs would create. No request is sent, nothing is created.
 
@@ -41,12 +45,13 @@ def dry_run_command(
     """
     import json
 
-    from manager.providers.azure.spec import AzureSpec, planned
-    from morph.yaml_files import load_yaml
+    from manager.run.markets import market_of_file
+    from morph.yaml_files import load_yaml, read_yaml
 
-    spec = load_yaml(file, AzureSpec)
+    market = market_of_file(read_yaml(file), kind)
+    spec = load_yaml(file, market.described)
     shown = [_cloud_config_of(cluster)] if cluster else []
-    print(json.dumps(planned(spec, run, job, f"{job}-1", count, *shown), indent=1))
+    print(json.dumps(market.planned(spec, run, job, f"{job}-1", count, *shown), indent=1))
 
 
 def _cloud_config_of(path: Path) -> Callable[[str, int], Any]:
@@ -56,22 +61,26 @@ def _cloud_config_of(path: Path) -> Callable[[str, int], Any]:
     from pydantic import SecretStr
 
     from manager.providers.boot.cloud_init import cloud_init, node_start
-    from manager.providers.boot.first_boot import packed
+    from manager.providers.boot.first_boot import program
     from manager.providers.boot.own_wheel import make_wheel
-    from morph.contract.cluster import AzureVms
+    from morph.contract.cluster import CloudVms
     from morph.contract.errors import ConfigError
     from morph.yaml_files import load_config
 
     vms = load_config(path).vms
-    if not isinstance(vms, AzureVms):
-        raise ConfigError("no VM of these has one", source=str(path), field="vms.kind", value=vms.kind, allowed="azure")
+    if not isinstance(vms, CloudVms):
+        raise ConfigError(
+            "no VM of these has one", source=str(path), field="vms.kind", value=vms.kind, allowed="azure or aws"
+        )
     ray = f"{vms.address}:{vms.ray_port}"
     start = node_start(vms, vms.notice_port, "", make_wheel(), "", ray_address=ray, gpus=vms.device == "cuda")
     start = start.model_copy(update={"ray_token": SecretStr("(secret)"), "node_secret": SecretStr("(secret)")})
 
     def shown(node: str, num_devices: int) -> Any:
-        text = cloud_init(start, node, "azure", num_devices).replace(packed(), "(the program of the first boot)")
-        return json.loads(text.partition("\n")[2])
+        shown = json.loads(cloud_init(start, node, vms.kind, num_devices).partition("\n")[2])
+        for name, text in program().items():
+            shown["bootcmd"] = [line.replace(f"\n{text.rstrip()}\n", f"\n({name})\n") for line in shown["bootcmd"]]
+        return shown
 
     return shown
 
@@ -81,9 +90,7 @@ def reconcile_command(
     file: CloudFile,
     run: RunOption,
     job: JobOption,
-    kind: Annotated[
-        str | None, typer.Option(help="As vms.kind; absent: azure, or static for a file of hosts.", show_default=False)
-    ] = None,
+    kind: KindOption = None,
 ) -> None:
     """End every VM that a run left on a cloud, and its scale set, or on hosts; nothing else, whatever its name.
 
