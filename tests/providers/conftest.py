@@ -6,6 +6,7 @@ import pytest
 
 from manager.providers.interface import cloud
 from tests.providers.fake_arm import FakeArm, served
+from tests.providers.fake_ec2 import FakeEc2, ec2_region
 
 
 @pytest.fixture
@@ -15,3 +16,11 @@ def arm(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeArm]:
     with served() as fake:
         yield fake
         assert fake.wrong == []
+
+
+@pytest.fixture
+def ec2(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEc2]:
+    """Its clock is this one, as that of ``arm``."""
+    monkeypatch.setattr(cloud, "AGREE_S", 100.0)
+    with ec2_region() as fake:
+        yield fake
