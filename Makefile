@@ -12,7 +12,8 @@
 #   make test-trackers  TensorBoard, Weights & Biases and MLflow, installed for it: read back with their own readers
 #   make soak        runs under faults from outside, for SOAK_MINUTES (60), drawn from SEED;
 #                    SOAK_STEPS=1000000: one run of so many cheap steps, with faults far apart
-#   make check       lint, format, types, layers: what CI runs first
+#   make check       lint, format, types, layers, documentation: what CI runs first
+#   make docs        the documentation as a site in out/site, with every link and anchor checked
 #
 # TEST_WORKERS is how many tests run at once; 0: one after the other in one process, as plain `pytest` does.
 # PYTHON picks the interpreter (3.11 or 3.12). TORCH_PIP_ARGS is handed to pip when torch is installed, for
@@ -36,7 +37,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_NUM_THREADS=1 RAY_USAGE_
 TEST_ENV += PYTHONDONTWRITEBYTECODE=
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-fast test-long test-trackers test-oldest-ray test-oldest-transformers test-gpu bench-gpu gpu-kit soak check lint types layers format clean
+.PHONY: help setup demo test test-fast test-long test-trackers test-oldest-ray test-oldest-transformers test-gpu bench-gpu gpu-kit soak check lint types layers docs format clean
 .PHONY: .packages .byte-code .first-plan
 .DELETE_ON_ERROR:
 
@@ -127,7 +128,7 @@ gpu-kit:
 soak: $(READY)
 	$(TEST_ENV) $(BIN)/python -m tests.chaos $(if $(SOAK_STEPS),--long $(SOAK_STEPS),--minutes $(SOAK_MINUTES)) $(if $(SEED),--seed $(SEED))
 
-check: lint types layers
+check: lint types layers docs
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -138,6 +139,10 @@ types: $(READY)
 
 layers: $(READY)
 	$(BIN)/lint-imports
+
+# A warning, as of a link to a page or a heading that is not there, is an error. `.venv/bin/mkdocs serve` shows changes at once.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -1,11 +1,10 @@
 """What exact accumulation costs: time and memory beside fast accumulation, in one run.
 
-    python -m benchmarks accumulation sums --millions 50
-    python -m benchmarks accumulation training --rounds 12 --steps 5
+    python -m benchmarks accumulation --millions 50
 
-``sums``: gradients of so many parameters in the tensors of a GPT-2, without any training: one addition per
-micro-batch, the reduction over two workers, and the end (mean gradients). ``training``: steps of
-configs/jobs/gpt2_stdlib.py on one worker. Each kind has processes of its own, and they take turns.
+Gradients of so many parameters in the tensors of a GPT-2, without any training: one addition per micro-batch, the
+reduction over two workers, and the end (mean gradients). Each kind has processes of its own, and they take turns.
+``step_time.one_worker`` has whole steps of both kinds.
 """
 
 from __future__ import annotations
@@ -13,22 +12,16 @@ from __future__ import annotations
 import itertools
 import resource
 import statistics
-import tempfile
 import time
 from functools import partial
-from pathlib import Path
-from typing import Literal
 
 import torch
 
-from benchmarks.harness import GPT2_JOB, LOOPBACK, head, in_turns, load, machine, ratio, row, wall_s
+from benchmarks.harness import LOOPBACK, head, in_turns, load, machine, ratio, row
 from benchmarks.remote import Remote, call, call_all, end_all
-from benchmarks.workers import Crew, cut_job
-from morph.jobs.job import load_job
 from morph.runtime.groups.channels import GroupSet, GroupSpec, connect_store
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.store import StoreHost
-from morph.runtime.process.single import single_plan
 from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator
 from morph.runtime.state.fixed_point import first_exponent
 from morph.runtime.state.reduction import Reduction
@@ -93,36 +86,6 @@ class Sums:
         return peak_bytes() - self._before_bytes
 
 
-def peak_of(pid: int) -> int:
-    """The most memory that another process has had."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
-
-def fast_job(directory: str) -> str:
-    """gpt2_stdlib with fast accumulation, as a file of its own."""
-    path = Path(directory) / "fast_job.py"
-    lines = (
-        "from dataclasses import replace",
-        "from morph.jobs.job import load_job",
-        f"fast = replace(load_job({GPT2_JOB!r}), accumulation='fast')",
-    )
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return f"{path}:fast"
-
-
-class Training(Crew):
-    """One worker that trains gpt2_stdlib."""
-
-    def __init__(self, kind: str, directory: str) -> None:
-        job_path = fast_job(directory) if kind == "fast" else GPT2_JOB
-        job, model = load_job(job_path), cut_job(job_path)
-        m = model.micro_batch_size
-        super().__init__(job_path, model, directory)
-        self.begin(single_plan(model.fingerprint, len(model.sections), m, job.batch_size // m))
-        self.num_parameters = sum(torch.Size(shape).numel() for shape, _ in model.parameter_specs.values())
-
-
 def measure_sums(rounds: int, millions: int, micro_batches: int) -> None:
     store = StoreHost(LOOPBACK)
     pairs = {kind: [Remote(partial(Sums, kind, rank, millions, store.port())) for rank in range(2)] for kind in KINDS}
@@ -150,35 +113,7 @@ def row_of_memory(name: str, exact_bytes: int, fast_bytes: int) -> None:
     row(name, f"{exact_bytes / MIB:.1f} MiB", f"{fast_bytes / MIB:.1f} MiB", f"{exact_bytes / fast_bytes:.3f}")
 
 
-def measure_training(rounds: int, steps: int) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        crews = {kind: Training(kind, directory) for kind in KINDS}
-        losses = {kind: crews[kind].steps(2) for kind in KINDS}
-
-        def turn(kind: str) -> float:
-            return wall_s(lambda: losses[kind].extend(crews[kind].steps(steps))) / steps
-
-        step_s = in_turns({kind: partial(turn, kind) for kind in KINDS}, rounds)
-        peaks = [peak_of(crews[kind].pids[0]) for kind in KINDS]
-        num = crews["exact"].num_parameters
-        for crew in crews.values():
-            crew.end()
-    print(f"gpt2_stdlib, {num / 1e6:.2f} M parameters, one worker, {rounds} x {steps} steps")
-    head("| exact | fast | ratio")
-    cells = (f"{1e3 * statistics.median(step_s[kind]):.1f} ms" for kind in KINDS)
-    row("step", *cells, f"{ratio(step_s['exact'], step_s['fast']):.3f}")
-    row_of_memory("accumulator", 8 * num, 4 * num)
-    row_of_memory("peak of the process", *peaks)
-    apart = max(abs(a - b) for a, b in zip(losses["exact"], losses["fast"], strict=True))
-    print(f"largest difference of a loss over {len(losses['fast'])} steps: {apart:.1e}")
-
-
-def main(
-    what: Literal["sums", "training"], rounds: int = 12, steps: int = 5, millions: int = 50, micro_batches: int = 4
-) -> None:
+def main(rounds: int = 12, millions: int = 50, micro_batches: int = 4) -> None:
     print(machine())
-    if what == "sums":
-        measure_sums(rounds, millions, micro_batches)
-    else:
-        measure_training(rounds, steps)
+    measure_sums(rounds, millions, micro_batches)
     print(f"load at the end {load():.1f}")

@@ -4,8 +4,8 @@
     python -m benchmarks accuracy --only "6x2" --steps 3
 
 Every shape runs the real manager, executor, messages and reductions with as many worker processes as it has workers;
-only computing is replaced by sleeping for the profile's time, and links hold messages back (docs/rehearsal.md). Times
-are stretched so that this machine's cores carry the workers' own CPU time; the factor stands in the table. The measured
+only computing is replaced by sleeping for the profile's time, and links hold messages back (docs/guides/rehearsal.md).
+Times are stretched so that this machine's cores carry the workers' own CPU time; the table has the factor. The measured
 time is the median over the mini-batches; the simulated one is of the same plan, with one value of this machine, the
 manager's round trip between two steps (commit), which is measured in the same run and printed. With jitter both are
 means over the same draws. Before each shape the command waits, up to ``--patience``, until the cores are idle. A shape

@@ -158,3 +158,15 @@ def test_the_oldest_transformers_of_the_range_is_tested() -> None:
     (asked,) = [name for name in PYPROJECT["project"]["optional-dependencies"]["examples"] if "transformers" in name]
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     assert f"\nOLDEST_TRANSFORMERS := {asked.removeprefix('transformers>=')}.0\n" in makefile
+
+
+def test_every_public_method_says_what_it_does_or_has_the_name_of_one_that_does() -> None:
+    """One that fulfils an interface is described there, and need not say "see there"."""
+    roots = PYPROJECT["tool"]["importlinter"]["root_packages"]
+    files = [path for root in roots for path in (REPOSITORY / root).rglob("*.py")]
+    nodes = [node for path in files for node in ast.parse(path.read_text(encoding="utf-8")).body]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    methods = [(node.name, one) for node in classes for one in node.body if isinstance(one, ast.FunctionDef)]
+    described = {one.name for _, one in methods if ast.get_docstring(one)}
+    bare = [(name, one.name) for name, one in methods if one.name not in described]
+    assert [(name, method) for name, method in bare if not method.startswith("_")] == []

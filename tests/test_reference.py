@@ -1,4 +1,4 @@
-"""docs/reference.md is what the docstrings of the public Python API say.
+"""docs/reference/python-api.md is what the docstrings of the public Python API say.
 
 python -m tests.test_reference     # writes it anew
 """
@@ -20,7 +20,7 @@ from morph import losses
 from morph.data import order, streams
 from morph.trainers import hf, lightning
 
-PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
+PAGE = Path(__file__).parents[1] / "docs/reference/python-api.md"
 BEGINNING = """# Python API
 
 Everything that a job file, a loop or a script imports from Morph. The text is that of the docstrings

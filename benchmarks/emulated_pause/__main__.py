@@ -2,12 +2,13 @@
 
     python -m benchmarks emulated_pause --shapes 4x4,8x2,2x8,16x1 --kills 100
     python -m benchmarks emulated_pause --shapes 8x1,4x2 --job configs/profiles/gpt2-2.5b.json --plain-steps 10
+    python -m benchmarks emulated_pause --shapes 2x3 --job real --kills 24 --together 2
 
-Workers are plain processes of this machine that sleep in place of computing; manager, journal, groups, messages,
-reductions and state moves are the real ones. In each shape, again and again, one, two or three VMs are killed at once
-at a random moment (seeded), the rest trains on in the planner's best shape, and new VMs are taken in. Prints
-median, p95 and worst, and where the time went: the pieces add up to the pause. With ``--plain-steps`` nobody is killed
-at first: what second holders cost each step is measured, the kinds of redundancy in turns.
+Workers are plain processes of this machine that sleep in place of computing, but for the real job; manager, journal,
+groups, messages, reductions and state moves are the real ones. In each shape, again and again, one, two or three VMs
+are killed at once at a random moment (seeded), the rest trains on in the planner's best shape, and new VMs are taken
+in. Prints median, p95 and worst, and where the time went: the pieces add up to the pause. With ``--plain-steps`` nobody
+is killed at first: what second holders cost each step is measured, the kinds of redundancy in turns.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def main(
     kills: Annotated[int, option("in all")] = 100,
     together: Annotated[int, option("most VMs killed at once")] = 3,
     redundancy: Annotated[str, option("off, state, salvage or auto")] = "auto",
-    job: Annotated[str, option("even, uneven or a profile's file")] = "even",
+    job: Annotated[str, option("even, uneven, real or a profile's file")] = "even",
     slower: Annotated[float, option("tasks take so many times as long")] = 1.0,
     plain_steps: Annotated[int, option("so many of off, state and salvage, in two rounds")] = 0,
     seed: Seed = 0,

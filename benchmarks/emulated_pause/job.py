@@ -1,11 +1,12 @@
-"""The emulated job of one shape: many short tasks, plans for every number of workers, and who runs them."""
+"""The job of one shape, emulated or real: plans for every number of workers, and who runs them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.runs import Subject, specify, steady_vms, subject_of_profile
+from benchmarks.harness import TINY_JOB
+from benchmarks.runs import Subject, specify, steady_vms, subject_of_job, subject_of_profile
 from manager.controller.state.config import ExpectedLosses
 from manager.engine.machines.machines import Processes
 from manager.rehearsal.device import FLOAT_BYTES, EmulationOptions, emulated_device, stretched
@@ -69,15 +70,22 @@ class Job:
     state_scale: float
     losses_per_vm_h: float | None = None
     """So many are expected; None: as of published traces."""
+    real: Subject | None = None
+    """Computed by real workers."""
 
 
 def make_job(shape: Shape, source: str, slower: float = 1.0) -> Job:
     """The job that a shape trains; ``slower``: its tasks take so many times as long, and a file's messages too.
 
     "even": 16 equal sections, 1 MB of parameters each, links of 1 GB/s and 0.2 ms. "uneven": sections of which one
-    takes up to three times as long and has up to four times as much as another, links of 1 Gb/s. Else a profile's file,
-    with 64 micro-batches of four samples.
+    takes up to three times as long and has up to four times as much as another, links of 1 Gb/s. "real": the tiny job
+    is computed. Else a profile's file, with 64 micro-batches of four samples.
     """
+    if source == "real":
+        real = subject_of_job(TINY_JOB, 5, 2)
+        sizes = (1, real.m)
+        profile = synthetic_profile(num_sections=real.num_sections, batch_size=real.batch_size, micro_batch_sizes=sizes)
+        return Job(profile, real.m, 1.0, real=real)
     if source == "even":
         profile = synthetic_profile(
             num_sections=NUM_SECTIONS,
@@ -142,7 +150,8 @@ def make_plans(job: Job, shape: Shape) -> dict[int, Plan]:
 
 def make_run(job: Job, shape: Shape, directory: Path, redundancy: str = "auto") -> tuple[Subject, RunSpec]:
     """What to run in this directory."""
-    profile, subject = job.profile, subject_of_profile(f"pause of {shape}", job.profile, job.micro_batch_size)
+    profile = job.profile
+    subject = job.real or subject_of_profile(f"pause of {shape}", profile, job.micro_batch_size)
     losses = ExpectedLosses()
     if job.losses_per_vm_h is not None:
         losses = losses.model_copy(update={"per_vm_h": job.losses_per_vm_h, "weight_vm_h": 1e3})
@@ -153,7 +162,9 @@ def make_run(job: Job, shape: Shape, directory: Path, redundancy: str = "auto") 
         Policy.model_validate({"checkpoint_every_steps": CHECKPOINT_EVERY_STEPS, "redundancy": redundancy}),
         steady_vms(shape.num_workers),
         config={"job": subject.job_path, "state_copies": 3, "expected_losses": losses},
-        emulation=emulated_device(profile, job.micro_batch_size, range(2, shape.num_workers + 1), options),
+        emulation=None
+        if job.real
+        else emulated_device(profile, job.micro_batch_size, range(2, shape.num_workers + 1), options),
         machines=Processes(log_path=directory / "workers.log"),
     )
     return subject, spec

@@ -6,7 +6,7 @@ Each answer stands beside the published value, with their ratio. One published f
 (benchmarks/published/speeds.py); a row that repeats it is marked "anchor" and is no prediction, the others are. Nothing
 else was fitted. m is 4 for GPT-2 as in the anchors; stages hold L / P layers each, as in the paper, where P divides L.
 Gradients are reduced after the pipelines, as the paper has it; Morph reduces them beside the last backward. What
-differs from the paper, and why, is in docs/published-profiles.md.
+differs from the paper, and why, is in docs/reference/published-profiles.md.
 """
 
 from __future__ import annotations

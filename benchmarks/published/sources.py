@@ -9,7 +9,7 @@ from benchmarks.published import hardware
 from benchmarks.published.shapes import MODELS
 from benchmarks.published.speeds import ANCHOR_OF, ANCHORS, flops_per_s, speed_of
 
-_STATED = "what calibration states for CUDA (docs/calibration.md)"
+_STATED = "what calibration states for CUDA (docs/how-it-works/calibration.md)"
 _NOBODY = "derived: constant; nobody ran anything for this profile"
 _NAMES = "derived: from the model's name"
 _FEEDS_EMBEDDING = "8 bytes per token into the embedding"
@@ -19,7 +19,7 @@ def sources_of(model: str, slower_network: float = 1.0) -> dict[str, str]:
     """Of one model's profile."""
     slower = f"; bandwidth divided by {slower_network:g}" if slower_network != 1 else ""
     return {
-        "schema_version": "docs/profile.schema.json",
+        "schema_version": "docs/reference/profile.schema.json",
         **_job(model),
         **_environment(),
         **_sections(model),

@@ -61,7 +61,6 @@ class InThisProcess:
         self._subject = subject
 
     def measure(self, model: CutModel, sampling: Sampling) -> Measured:
-        """See ``Meter.measure``."""
         device = self._subject.device
         try:
             return measure_benches(self._subject.benches(model), model.micro_batch_size, clock_of(device), sampling)

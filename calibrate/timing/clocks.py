@@ -38,11 +38,9 @@ class CpuClock:
         """See ``Clock.settle``: nothing is ever outstanding."""
 
     def mark(self) -> Mark:
-        """See ``Clock.mark``."""
         return time.thread_time()
 
     def between_s(self, start: Mark, end: Mark) -> float:
-        """See ``Clock.between_s``."""
         return float(end - start)
 
 
@@ -53,17 +51,14 @@ class CudaClock:
         self._device = device
 
     def settle(self) -> None:
-        """See ``Clock.settle``."""
         torch.cuda.synchronize(self._device)
 
     def mark(self) -> Mark:
-        """See ``Clock.mark``."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch ships no types for it
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def between_s(self, start: Mark, end: Mark) -> float:
-        """See ``Clock.between_s``."""
         return float(start.elapsed_time(end)) / 1e3
 
 

@@ -1,4 +1,4 @@
-"""Measure one job and write down its profile (Varuna 4.3; docs/calibration.md)."""
+"""Measure one job and write down its profile (Varuna 4.3; docs/how-it-works/calibration.md)."""
 
 from __future__ import annotations
 

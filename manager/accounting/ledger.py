@@ -15,6 +15,7 @@ from manager.controller.state.events import (
     ManifestWritten,
     NodeAppeared,
     NodesGranted,
+    NodesStarted,
     Paid,
     Single,
     Together,
@@ -52,6 +53,7 @@ class Ledger:
     A clock that was set back stands until it has caught up. ``since_ns``: from when on the present rate of each node
     that is paid for counts; ``rates``: what a nanosecond of it is; ``unheard``: those of which nobody said yet what
     they cost; ``idle``: those that are gone while others of their VM live, which is paid whole until the last one goes;
+    ``waiting``: those that wait in their market's queue, and what they will cost;
     ``outlives_ns``: how long nodes outlive a manager that is killed. ``given_up``: what went into attempts of the
     present step, and ``kept``, as much of it as made what the next shape goes on with: that was computing, the rest was
     lost. ``settled``: what would be lost with a loss of everything, in the order of steps; a run goes back to a saved
@@ -66,6 +68,7 @@ class Ledger:
     unheard: set[WorkerId] = field(default_factory=set)
     warming: set[WorkerId] = field(default_factory=set)
     idle: set[WorkerId] = field(default_factory=set)
+    waiting: dict[WorkerId, Paid] = field(default_factory=dict)
     parts: dict[Part, Spent] = field(default_factory=lambda: dict.fromkeys(Part, NOTHING))
     lives: Spent = NOTHING
     open: Spent = NOTHING
@@ -103,6 +106,7 @@ class Ledger:
 
     def end_session(self) -> None:
         """Every node is gone."""
+        self.waiting.clear()
         self._give_up_step()
         self._keep_nothing()
         self._gone(list(self.since_ns))
@@ -166,7 +170,12 @@ class Ledger:
         match event:
             case NodesGranted():
                 self._granted(event, is_open=is_open)
+            case NodesStarted(nodes=nodes):
+                for node in nodes:
+                    if self.waiting.pop(node, None) is not None and node not in self.since_ns:
+                        self._begin(node, event.paid.get(node, Paid()))
             case NodeAppeared(node=node, paid=paid) if node not in self.since_ns:
+                paid = paid or self.waiting.pop(node, None)
                 self._begin(node, paid or Paid())
                 if paid is None:
                     self.unheard.add(node)
@@ -189,7 +198,9 @@ class Ledger:
         for node in event.nodes:
             paid = event.paid.get(node, Paid())
             self._noted(paid)
-            if node in self.unheard:
+            if node in event.waiting and is_open and node not in self.since_ns:
+                self.waiting[node] = paid
+            elif node in self.unheard:
                 self._priced(node, paid)
             elif is_open and node not in self.since_ns:
                 self._begin(node, paid)
@@ -239,6 +250,8 @@ class Ledger:
 
     def _gone(self, nodes: Collection[WorkerId]) -> None:
         """Nodes are gone, or were given up: each is paid for until the last one of its VM is."""
+        for node in nodes:
+            self.waiting.pop(node, None)
         left = set(nodes) & (self.since_ns.keys() - self.idle)
         if not left:
             return

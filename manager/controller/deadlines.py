@@ -214,5 +214,5 @@ def _request_times(state: ControllerState) -> list[float]:
     times: list[float] = []
     for request in state.provisioning.requests.values():
         times += [resend_at_s(state, request)] if request.count else []
-        times += [since_s + state.config.policy.rules.requests.boot_s for since_s in request.granted.values()]
+        times += [since_s + state.config.policy.rules.requests.boot_s for since_s in request.booting.values()]
     return times

@@ -9,6 +9,7 @@ from manager.controller.state.events import (
     NodeAppeared,
     NodeFacts,
     NodesGranted,
+    NodesStarted,
     NoticeGiven,
     RequestRefused,
     WorkerLost,
@@ -111,12 +112,16 @@ def on_nodes_granted(transition: Transition, event: NodesGranted) -> None:
     short = len(new) < request.count
     notices = [notice for node in new if (notice := notice_of(state, node, now_s)) is not None]
     facts = {node: event.facts[node] for node in new if node in event.facts}
-    update = {"count": 0, "granted": request.granted | new, "facts": request.facts | facts}
+    waiting = request.waiting | (new.keys() & set(event.waiting))
+    update = {"count": 0, "granted": request.granted | new, "facts": request.facts | facts, "waiting": waiting}
     keep_request(transition, event.request, request.model_copy(update=update))
     for node in event.facts.keys() & state.workers.keys():  # up before its grant was heard of
         transition.change_worker(node, facts=event.facts[node])
     transition.wake_by(now_s + state.config.policy.rules.requests.boot_s)
-    transition.say(ReasonCode.NODES_GRANTED, f"{', '.join(event.nodes)} boot")
+    boot = [node for node in event.nodes if node not in event.waiting]
+    parts = [f"{', '.join(boot)} boot"] if boot else []
+    parts += [f"{', '.join(event.waiting)} wait in the queue"] if event.waiting else []
+    transition.say(ReasonCode.NODES_GRANTED, "; ".join(parts))
     if short:
         _refuse(transition, f"{event.request} is granted in part")
     else:
@@ -125,6 +130,23 @@ def on_nodes_granted(transition: Transition, event: NodesGranted) -> None:
         gives_back(transition, notice)
     transition.code = ReasonCode.NODES_GRANTED
     return forget_kept(transition, *event.nodes)
+
+
+def on_nodes_started(transition: Transition, event: NodesStarted) -> None:
+    """Note that VMs boot which waited in their market's queue: from now on they are given up if they do not appear."""
+    request = transition.state.provisioning.requests.get(event.request)
+    begun = [node for node in event.nodes if request is not None and node in request.waiting]
+    if request is None or not begun:
+        return transition.say(ReasonCode.IGNORED, f"nobody waits for {', '.join(event.nodes)}")
+    facts = {node: event.facts[node] for node in begun if node in event.facts}
+    update = {
+        "granted": request.granted | dict.fromkeys(begun, transition.now_s),
+        "waiting": request.waiting - set(begun),
+        "facts": request.facts | facts,
+    }
+    keep_request(transition, event.request, request.model_copy(update=update))
+    transition.wake_by(transition.now_s + transition.state.config.policy.rules.requests.boot_s)
+    return transition.say(ReasonCode.NODES_STARTED, f"{', '.join(begun)} left the queue and boot")
 
 
 def on_request_refused(transition: Transition, event: RequestRefused) -> None:
@@ -180,7 +202,7 @@ def why_requests_ended(state: ControllerState) -> str:
     return (
         f"{state.provisioning.num_absent} times in a row VMs were granted and none of them joined: "
         "no further one is requested; look at the log of such a VM's first boot, at what vms.environment installs, "
-        "and at whether it reaches the manager's ports (docs/azure.md)"
+        "and at whether it reaches the manager's ports (docs/guides/azure.md)"
     )
 
 
@@ -229,7 +251,7 @@ def look_after_requests(transition: Transition) -> None:
     state, now_s = transition.state, transition.now_s
     rules = state.config.policy.rules.requests
     for name, request in state.provisioning.requests.items():
-        late = tuple(node for node, since_s in request.granted.items() if now_s >= since_s + rules.boot_s)
+        late = tuple(node for node, since_s in request.booting.items() if now_s >= since_s + rules.boot_s)
         if late:
             keep_request(transition, name, without_granted(request, *late))
             sentence = f"{', '.join(late)} did not appear within {rules.boot_s:g} s"
@@ -255,7 +277,7 @@ def without_granted(request: NodeRequest, *nodes: WorkerId) -> NodeRequest:
     """Return a request that waits for these nodes no longer."""
     granted = {node: since_s for node, since_s in request.granted.items() if node not in nodes}
     facts = {node: found for node, found in request.facts.items() if node not in nodes}
-    return request.model_copy(update={"granted": granted, "facts": facts})
+    return request.model_copy(update={"granted": granted, "facts": facts, "waiting": request.waiting - set(nodes)})
 
 
 def _repeat_request(transition: Transition, name: RequestId) -> None:

@@ -18,6 +18,7 @@ from manager.controller.state.events import (
     NodeAppeared,
     NodeFacts,
     NodesGranted,
+    NodesStarted,
     NoticeGiven,
     NoticeWithdrawn,
     Paid,
@@ -48,7 +49,15 @@ TOGETHER_S = 10.0
 """Losses within so long are one event: a manager learns of some by a closed connection, of others by silence."""
 OF_LIVES = "life"
 """Under which a cut has where this reader stands, and the journal the lives that are over."""
-_TOLD = ("node_appeared", "nodes_granted", "notice_given", "notice_withdrawn", "worker_lost", "manager_resumed")
+_TOLD = (
+    "node_appeared",
+    "nodes_granted",
+    "nodes_started",
+    "notice_given",
+    "notice_withdrawn",
+    "worker_lost",
+    "manager_resumed",
+)
 _DONE = ("request_nodes", "release_nodes", "end_worker", "finish")
 
 
@@ -202,7 +211,7 @@ class LivesReader:
             self.event = EVENT.validate_json(entry.payload_json) if _matters(entry.payload_json) else None
         elif self.event is not None or any(f'"{name}"' in entry.payload_json for name in _DONE):
             record = DecisionRecord.model_validate_json(entry.payload_json)
-            self._event(self.event, time_s, is_open=record.reason.code is ReasonCode.NODES_GRANTED)
+            self._event(self.event, time_s, record.reason.code)
             self._decided(record, time_s)
             self.event = None
         self.last_s = time_s
@@ -216,7 +225,7 @@ class LivesReader:
             case Fact() as fact:
                 self._fact(fact, time_s)
             case Decided(event=event, record=record):
-                self._event(event, time_s, is_open=record.reason.code is ReasonCode.NODES_GRANTED)
+                self._event(event, time_s, record.reason.code)
                 self._decided(record, time_s)
         self.last_s = time_s
 
@@ -255,12 +264,17 @@ class LivesReader:
         elif fact.name in (SESSION_OVER, DIED_WITH_MANAGER):
             self.end_all(time_s)
 
-    def _event(self, event: Event | None, time_s: float, *, is_open: bool) -> None:
+    def _event(self, event: Event | None, time_s: float, code: ReasonCode) -> None:
         match event:
             case NodesGranted(request=request):
                 for node in event.nodes:
-                    if is_open or vm_of(node) in self.open:
+                    if node in event.waiting:
+                        continue  # its life begins as it leaves the queue
+                    if code is ReasonCode.NODES_GRANTED or vm_of(node) in self.open:
                         self._there(node, request, event.paid.get(node), event.facts.get(node), time_s)
+            case NodesStarted(request=request):
+                for node in event.nodes if code is ReasonCode.NODES_STARTED else ():
+                    self._there(node, request, event.paid.get(node), event.facts.get(node), time_s)
             case NodeAppeared(node=node):
                 vm = self._there(node, event.request, event.paid, event.facts, time_s)
                 vm.appeared_s = time_s if vm.appeared_s is None else vm.appeared_s

@@ -25,6 +25,7 @@ from manager.notices.azure import AzureNotices
 from manager.notices.call import AGENT, arguments_of_node, called, secret_in
 from manager.notices.end import MANAGEMENT_URL, end_vm
 from manager.notices.gcp import GcpNotices
+from manager.notices.slurm import SlurmNotices
 from manager.notices.source import NoticeSource
 from manager.notices.watch import Given, NoticeWatch, Told, Trouble, Withdrawn
 from morph.link.session import Session
@@ -35,13 +36,14 @@ RETRY_END_S = 60.0
 GROUP_GRACE_S = 10.0
 
 
-def sources_of(name: str) -> list[NoticeSource]:
-    """Return what is polled on a cloud; nothing for one without notices."""
+def sources_of(name: str, folder: Path = Path()) -> list[NoticeSource]:
+    """Return what is polled on a cloud; nothing for one without notices. ``folder``: the node's own."""
     metadata = AwsMetadata()
     known: dict[str, list[NoticeSource]] = {
         "azure": [AzureNotices()],
         "aws": [AwsInterruptions(metadata), AwsRebalance(metadata)],
         "gcp": [GcpNotices()],
+        "slurm": [SlurmNotices(folder)],
         "": [],
     }
     return known[name]
@@ -223,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = arguments_of_node("manager.notices.agent")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--lonely-s", required=True, type=float)
-    parser.add_argument("--source", default="", choices=["azure", "aws", "gcp", ""])
+    parser.add_argument("--source", default="", choices=["azure", "aws", "gcp", "slurm", ""])
     parser.add_argument("--end", default="", choices=["azure", "aws", "gcp", "group", ""])
     parser.add_argument("--management-url", default=MANAGEMENT_URL)
     parser.add_argument("--stay", type=Path)
@@ -232,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given.manager,
         given.node,
         secret_in(given),
-        sources_of(given.source),
+        sources_of(given.source, given.secret_file.parent),
         lonely_s=given.lonely_s,
         end=lambda: _end(given.end, given.node, given.management_url, given.secret_file.parent),
         num_devices=given.devices,

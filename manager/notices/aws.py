@@ -87,7 +87,6 @@ class AwsInterruptions(_AwsSource):
     name = "aws"
 
     def standing(self) -> tuple[Standing, ...]:
-        """See ``NoticeSource``."""
         answer = self._metadata.get(ACTION_PATH)
         if answer is None:
             return ()
@@ -101,7 +100,6 @@ class AwsRebalance(_AwsSource):
     name = "aws rebalance"
 
     def standing(self) -> tuple[Standing, ...]:
-        """See ``NoticeSource``."""
         answer = self._metadata.get(REBALANCE_PATH)
         if answer is None:
             return ()

@@ -39,7 +39,6 @@ class AzureNotices:
         self._events: tuple[dict[str, Any], ...] = ()
 
     def standing(self) -> tuple[Standing, ...]:
-        """See ``NoticeSource``."""
         if self._vm is None:
             self._vm = checked(self._call(NAME_PATH), "the VM's name").text.strip() or None
             if self._vm is None:

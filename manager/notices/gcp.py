@@ -34,7 +34,6 @@ class GcpNotices:
         self._etag = ""
 
     def standing(self) -> tuple[Standing, ...]:
-        """See ``NoticeSource``."""
         query = f"?wait_for_change=true&timeout_sec={self._wait_s}&last_etag={self._etag}" if self._etag else ""
         timeout_s = self._margin_s + (self._wait_s if query else 0)
         try:

@@ -15,6 +15,8 @@ from manager.providers.hosts.static_node import secret_of, static_node
 from manager.providers.interface.cloud import Identity
 from manager.providers.interface.operations import Operations
 from manager.providers.interface.provider import Provider, RunName
+from manager.providers.slurm.provider import SlurmProvider
+from manager.providers.slurm.spec import SlurmSpec, job_script
 from morph.contract.errors import ConfigError
 
 OPERATIONS_NAME = "operations.json"
@@ -90,3 +92,14 @@ def open_static(hosts: Hosts, path: Path, name: RunName, start: NodeStart) -> Pr
     spec = StaticSpec(command=static_node(start), **dict(hosts))
     leases, secret = path.parent / hosts.leases, secret_of(start)
     return StaticProvider(spec, name.run, leases, secret, ending=ending_command(path, name), job=name.job)
+
+
+def open_slurm(spec: SlurmSpec, path: Path, name: RunName, start: NodeStart) -> Provider:
+    """Open the provider of jobs of Slurm; nothing is asked yet. ``path``: the cloud file."""
+    return SlurmProvider(
+        spec,
+        name,
+        partial(job_script, start, spec),
+        path.resolve().parent / spec.logs,
+        ending=ending_command(path, name),
+    )

@@ -1,4 +1,4 @@
-"""Follows what a manager writes into its journal, and condenses it: docs/decisions/0047."""
+"""Follows what a manager writes into its journal, and condenses it: docs/decisions/0031."""
 
 from __future__ import annotations
 

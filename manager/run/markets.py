@@ -11,6 +11,7 @@ that ``vms.cloud`` names, as ``described`` reads it.
 
 from __future__ import annotations
 
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -25,9 +26,11 @@ from manager.providers.aws.spec import AwsSpec
 from manager.providers.azure import spec as azure
 from manager.providers.azure.prices import retail_prices
 from manager.providers.azure.spec import PUBLIC_AZURE, AzureSpec
-from manager.providers.factory import aws_spec, azure_spec, open_aws, open_azure, open_static
+from manager.providers.factory import aws_spec, azure_spec, open_aws, open_azure, open_slurm, open_static
 from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
 from manager.providers.interface.provider import Misconfigured, Price, RunName, Vm, end_all
+from manager.providers.slurm.provider import PROGRAMS, SlurmProvider
+from manager.providers.slurm.spec import SlurmSpec
 from morph.contract.base import Value
 from morph.contract.cluster import ProvidedVms, market_entry_points
 from morph.contract.errors import ConfigError
@@ -156,11 +159,9 @@ class AwsMarket(Market):
     mark = "subnets"
 
     def most_devices(self, described: AwsSpec) -> int:
-        """See ``Market``."""
         return max(known.num_devices for known in described.types)
 
     def vm_kind(self, described: AwsSpec) -> NodeFacts:
-        """See ``Market``."""
         (known, *more_types), zones = described.types, described.zones
         return NodeFacts(
             provider=described.provider,
@@ -170,7 +171,6 @@ class AwsMarket(Market):
         )
 
     def price(self, described: AwsSpec, path: Path) -> Price | None:
-        """See ``Market``."""
         if (given := described.price(lambda _type: None)) is not None:
             return given
         self.check(str(path))
@@ -180,21 +180,18 @@ class AwsMarket(Market):
         return described.price(prices_of(described, partial(aws_client, described)).dearest)
 
     def providing(self, described: AwsSpec, vms: ProvidedVms, path: Path, name: RunName, run_dir: Path) -> Providing:
-        """See ``Market``."""
         spec = aws_spec(described, vms.environment.image, vms.usd_per_h)
         return Providing(partial(open_aws, spec, path, name, run_dir), lock_path=run_dir / LOCK_NAME)
 
     def end_run(
         self, described: AwsSpec, path: Path, run: str, job: str, told: Callable[[str], None]
     ) -> tuple[Vm, ...]:
-        """See ``Market``."""
         self.check(str(path))
         from manager.providers.aws.provider import end_run
 
         return end_run(described, run, job, told)
 
     def planned(self, described: AwsSpec, *names: Any) -> list[dict[str, Any]]:
-        """See ``Market``."""
         return aws.planned(described, *names)
 
 
@@ -239,7 +236,65 @@ class StaticMarket(Market):
         return leased
 
 
-_BUILT_IN: dict[str, type[Market]] = {"azure": AzureMarket, "aws": AwsMarket, "static": StaticMarket}
+class SlurmMarket(Market):
+    """Jobs of a cluster of Slurm, in a partition whose jobs may be preempted."""
+
+    described = SlurmSpec
+    mark = "partition"
+
+    def check(self, source: str) -> None:
+        """See ``Market``: Slurm's own programs."""
+        if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
+            raise ConfigError(
+                f"needs Slurm's programs, and {missing[0]} is not on the PATH of this machine",
+                source=source,
+                field="vms.kind",
+                value="slurm",
+                allowed="on a login node of the cluster, or in a job of it",
+            )
+
+    def most_devices(self, described: SlurmSpec) -> int:
+        """See ``Market``."""
+        return described.num_gpus
+
+    def vm_kind(self, described: SlurmSpec) -> NodeFacts:
+        """See ``Market``."""
+        return NodeFacts(provider="slurm", size=described.size)
+
+    def price(self, described: SlurmSpec, path: Path) -> Price | None:
+        """See ``Market``."""
+        known = described.usd_per_h
+        return None if known is None else Price(usd_per_h=known, source=str(path))
+
+    def elsewhere(self, described: SlurmSpec) -> str:
+        """See ``Market``."""
+        return f"a node of partition {described.partition}"
+
+    def providing(self, described: SlurmSpec, vms: ProvidedVms, path: Path, name: RunName, run_dir: Path) -> Providing:
+        """See ``Market``."""
+        priced = described if vms.usd_per_h is None else described.model_copy(update={"usd_per_h": vms.usd_per_h})
+        return Providing(partial(open_slurm, priced, path, name), lock_path=run_dir / LOCK_NAME)
+
+    def end_run(
+        self, described: SlurmSpec, path: Path, run: str, job: str, told: Callable[[str], None]
+    ) -> tuple[Vm, ...]:
+        """See ``Market``."""
+        provider = SlurmProvider(described, RunName(run=run, job=job), lambda _node, _grace_s: "", path.parent)
+        left = provider.list()
+        if not left:
+            others = ", ".join(f"{other} of job {its}" for other, its in provider.runs().items()) or "none"
+            missing = f"run {run} of job {job} has no job in Slurm's queue: it was ended before, or a name is misspelt"
+            raise Misconfigured(f"{missing}; runs that have jobs there: {others}")
+        end_all(provider, told=told)
+        return left
+
+
+_BUILT_IN: dict[str, type[Market]] = {
+    "azure": AzureMarket,
+    "aws": AwsMarket,
+    "slurm": SlurmMarket,
+    "static": StaticMarket,
+}
 
 
 def market_of(kind: str) -> Market:

@@ -41,7 +41,6 @@ class LocalMachines:
             shutil.rmtree(self._root / node, ignore_errors=True)
 
     def start(self, vms: Sequence[str], command: Sequence[str], storage: str) -> None:
-        """See ``Machines``."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = int(probe.getsockname()[1])
         for rank, vm in enumerate(vms):
@@ -51,17 +50,14 @@ class LocalMachines:
             self._offsets[vm] = 0
 
     def save(self, vm: str, number: int) -> None:
-        """See ``Machines``."""
         self._scripts[vm].save(number)
 
     def said(self, vm: str) -> bytes:
-        """See ``Machines``."""
         data = self._scripts[vm].said(self._offsets[vm])
         self._offsets[vm] += len(data)
         return data
 
     def ended(self, vm: str) -> int | None:
-        """See ``Machines``."""
         return self._scripts[vm].code()
 
     def is_lost(self, vm: str) -> bool:

@@ -95,12 +95,10 @@ class ProvidedMachines(VmServer):
             first.save = 0
 
     def save(self, vm: str, number: int) -> None:
-        """See ``Machines``."""
         with self._lock:
             self._vms[vm].save = number
 
     def said(self, vm: str) -> bytes:
-        """See ``Machines``."""
         with self._lock:
             if self._unfit is not None:
                 raise Misconfigured(self._unfit)
@@ -109,18 +107,15 @@ class ProvidedMachines(VmServer):
             return data
 
     def ended(self, vm: str) -> int | None:
-        """See ``Machines``."""
         with self._lock:
             return self._vms[vm].code
 
     def is_lost(self, vm: str) -> bool:
-        """See ``Machines``."""
         with self._lock:
             known, now_s = self._vms[vm], time.monotonic()
             return now_s - known.since_s > BOOT_S if known.heard_s is None else now_s - known.heard_s > SILENT_S
 
     def end(self, vms: Sequence[str]) -> None:
-        """See ``Machines``."""
         with self._lock:
             for vm in vms:
                 self._vms[vm].start = None

@@ -73,7 +73,6 @@ class Alerts:
         self._stopped = self._over = False
 
     def open(self) -> Told:
-        """See ``Sink.open``."""
         self._stopped = bool(self._noted.known.get("stopped"))
         return Told()
 
@@ -83,7 +82,6 @@ class Alerts:
         return sequence > int(self._noted.known.get("sequence", 0))
 
     def tell(self, happening: Happening) -> None:
-        """See ``Sink.tell``."""
         is_new = happening.time_s > self._opened_s - AGAIN_S
         self._step = happening.step
         if isinstance(happening, StepDone):

@@ -120,7 +120,6 @@ class TensorBoard:
         return last
 
     def tell(self, happening: Happening) -> None:
-        """See ``Sink.tell``."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -138,11 +137,9 @@ class TensorBoard:
             self._writer.add_event(Event(wall_time=happening.time_s, step=happening.step, summary=summary))
 
     def flush(self) -> None:
-        """See ``Sink.flush``."""
         self._writer.flush()
 
     def close(self) -> None:
-        """See ``Sink.close``."""
         self._writer.close()
 
 
@@ -190,7 +187,6 @@ class WeightsAndBiases:
         return self._told
 
     def tell(self, happening: Happening) -> None:
-        """See ``Sink.tell``."""
         numbers = numbers_of(happening)
         if isinstance(happening, StepDone):
             self._told = self._told._replace(step=happening.step)
@@ -201,12 +197,10 @@ class WeightsAndBiases:
             self._run.log({"step": happening.step, **numbers, **told})
 
     def flush(self) -> None:
-        """See ``Sink.flush``."""
         if (self._told.step, self._told.evaluated) != tuple(map(self._noted.known.get, ("step_done", "evaluated"))):
             self._noted.note(step_done=self._told.step, evaluated=self._told.evaluated)
 
     def close(self) -> None:
-        """See ``Sink.close``."""
         self.flush()
         self._run.finish()
 
@@ -238,7 +232,6 @@ class MlFlow:
         return Told(int(known.get("run/step", 0)), int(known.get("run/evaluated", 0)))
 
     def tell(self, happening: Happening) -> None:
-        """See ``Sink.tell``."""
         from mlflow.entities import Metric
 
         numbers = {re.sub(r"[^\w\-. :/]", "_", name): number for name, number in numbers_of(happening).items()}
@@ -258,13 +251,11 @@ class MlFlow:
             self.flush()
 
     def flush(self) -> None:
-        """See ``Sink.flush``."""
         for first in range(0, len(self._waiting), 1000):
             self._client.log_batch(self._id, metrics=self._waiting[first : first + 1000])
         self._waiting.clear()
 
     def close(self) -> None:
-        """See ``Sink.close``."""
         self.flush()
 
 
@@ -279,7 +270,6 @@ class Callback:
         self._failed: set[str] = set()
 
     def open(self) -> Told:
-        """See ``Sink.open``."""
         path, _, name = self._target.rpartition(":")
         sys.path.append(str(Path(path).parent))
         spec = importlib.util.spec_from_file_location(f"morph_callback_{Path(path).stem}", path)

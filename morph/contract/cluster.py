@@ -56,7 +56,10 @@ EPHEMERAL = 32768
 """From here on Linux gives ports out by itself, unless it was told otherwise (net.ipv4.ip_local_port_range)."""
 
 
-KIND = "whose VMs: local, of processes of this machine; azure, spot VMs of Azure; static, hosts of yours over ssh"
+KIND = (
+    "whose VMs: local, of processes of this machine; azure, spot VMs of Azure; slurm, jobs of a cluster of Slurm; "
+    "static, hosts of yours over ssh"
+)
 DEVICE = "what a worker computes on"
 TLS = "encrypt what Ray's processes say to one another; orders and answers are always encrypted, tensors never"
 
@@ -266,6 +269,19 @@ class StaticVms(ProvidedVms):
         return environment
 
 
+class SlurmVms(ProvidedVms):
+    """Jobs of a cluster of Slurm, each with a node."""
+
+    kind: Literal["slurm"] = Field(description=KIND)
+
+    @field_validator("environment")
+    @classmethod
+    def _no_image(cls, environment: Environment) -> Environment:
+        if environment.image is not None:
+            raise ValueError("image: container_image in the cloud file is a job's image")
+        return environment
+
+
 class OtherVms(ProvidedVms):
     """VMs of a market that another package registers: see ``manager/run/markets.py``."""
 
@@ -273,7 +289,7 @@ class OtherVms(ProvidedVms):
 
 
 OTHER = "a kind of another package"
-BUILT_IN = ("local", "azure", "aws", "static")
+BUILT_IN = ("local", "azure", "aws", "slurm", "static")
 
 
 def market_entry_points() -> dict[str, EntryPoint]:
@@ -290,6 +306,7 @@ Vms = Annotated[
     Annotated[LocalVms, Tag("local")]
     | Annotated[AzureVms, Tag("azure")]
     | Annotated[AwsVms, Tag("aws")]
+    | Annotated[SlurmVms, Tag("slurm")]
     | Annotated[StaticVms, Tag("static")]
     | Annotated[OtherVms, Tag(OTHER)],
     Discriminator(_kind),

@@ -72,6 +72,11 @@ class JobError(InputError):
     """The job file, or what it defines, is wrong."""
 
 
+def wrong_job(field: str, message: str, value: object = None, allowed: str | None = None) -> JobError:
+    """Return what is wrong with a field of a job, or with what it makes."""
+    return JobError(message, source="Job", field=field, value=value, allowed=allowed)
+
+
 class ExportError(InputError):
     """torch.export refused the model."""
 

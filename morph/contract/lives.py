@@ -101,7 +101,6 @@ class Lifetimes:
     notice_s: float = 0.0
 
     def between(self, vms: Mapping[str, float], after_s: float, until_s: float) -> tuple[Change, ...]:
-        """See ``Lives``."""
         found: list[tuple[float, int, str, float]] = []
         for vm, since_s in vms.items():
             begun_s = max(since_s, self.start_s)
@@ -139,11 +138,9 @@ class Removals:
 
     @property
     def end_s(self) -> float:
-        """See ``Lives``."""
         return self.start_s + self.trace.duration_s
 
     def between(self, vms: Mapping[str, float], after_s: float, until_s: float) -> tuple[Change, ...]:
-        """See ``Lives``."""
         left, changes = set(vms), []
         removed = (event.time_s for event in self.trace.events if event.event == "remove")
         for trace_s, together in groupby(removed):

@@ -1,4 +1,4 @@
-"""The plan: one shape P x D for one job, and what the simulator expects of it."""
+"""The plan: the pipelines that train one job together, and what the simulator expects of them."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class StagePlan(Value):
     window: Count
     recompute: bool
     live_sections: Count | None = None
+    node_type: str = Field(default="", description="of the worker's GPU; empty: any, or there is one type only")
 
     @property
     def sections(self) -> range:
@@ -73,12 +74,30 @@ class Expectation(Value):
     parts_s: dict[str, Seconds]
 
 
+class PipelineKind(Value):
+    """Equal pipelines: as deep, cut alike, on GPUs of the same types.
+
+    ``micro_batches``: of each of these pipelines, how many of a step's micro-batches it runs.
+    """
+
+    num_stages: Count
+    micro_batches: tuple[Count, ...] = Field(min_length=1)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many pipelines of this kind there are."""
+        return len(self.micro_batches)
+
+
 class Plan(Value):
-    """A shape and its stages.
+    """Pipelines, each of which is a replica of the model, and their stages.
+
+    ``stages`` has those of the first kind of pipeline, then those of the second, and so on: stage s is an index into
+    all of them, whichever pipeline it belongs to. Replicas are numbered in the order of their kinds too.
 
     ``orders[n][s]`` is stage s's static task order when its replica has n micro-batches: a string
     over F (forward), R (recompute), B (backward); the k-th F is the replica's micro-batch k, and so
-    for R and B. A stage that does not recompute has no R.
+    for R and B. A stage that does not recompute has no R. It is empty where no pipeline of its kind has n.
     """
 
     schema_version: Literal[1] = 1
@@ -86,8 +105,11 @@ class Plan(Value):
     schedule: Schedule
     micro_batch_size: Count
     num_micro_batches: Count = Field(description="N = M / m over all replicas")
-    num_replicas: Count = Field(description="D")
+    num_replicas: Count = Field(description="D, pipelines of all kinds")
     stages: tuple[StagePlan, ...] = Field(min_length=1)
+    kinds: tuple[PipelineKind, ...] = Field(
+        default=(), description="of pipelines; empty: all are equal, and the first N mod D have one micro-batch more"
+    )
     orders: dict[CountKey, tuple[str, ...]]
     expected: Expectation
     node_sizes: tuple[Count, ...] = Field(default=(), description="GPUs of each node planned for; empty: one each")
@@ -97,29 +119,54 @@ class Plan(Value):
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
+        if self.num_replicas > self.num_micro_batches:
+            raise ValueError(f"{self.num_replicas} replicas have only {self.num_micro_batches} micro-batches to share")
+        self._check_kinds()
+        for kind, stages in zip(self.pipeline_kinds, self._stages_of_kinds, strict=True):
+            self._check_stages(stages)
+            for count in sorted(set(kind.micro_batches)):
+                self._check_orders(stages, count)
+        self._check_placement()
+        return self
+
+    def _check_kinds(self) -> None:
+        if not self.kinds:
+            return
+        for name, present, told in (
+            ("stages", sum(kind.num_stages for kind in self.kinds), len(self.stages)),
+            ("replicas", sum(kind.num_replicas for kind in self.kinds), self.num_replicas),
+            ("micro-batches", sum(sum(kind.micro_batches) for kind in self.kinds), self.num_micro_batches),
+        ):
+            if present != told:
+                raise ValueError(f"kinds have {present} {name} in all, the plan has {told}")
+
+    def _check_stages(self, stages: range) -> None:
         end = 0
-        for index, stage in enumerate(self.stages):
+        for index in stages:
+            stage = self.stages[index]
             if stage.first_section != end or stage.end_section <= stage.first_section:
                 raise ValueError(f"stages[{index}] does not begin at section {end} or holds no section")
             end = stage.end_section
-        if self.num_replicas > self.num_micro_batches:
-            raise ValueError(f"{self.num_replicas} replicas have only {self.num_micro_batches} micro-batches to share")
-        for count in self.micro_batches_per_replica:
-            orders = self.orders.get(count)
-            if orders is None or len(orders) != len(self.stages):
-                raise ValueError(f"orders lack {count} micro-batches for each of the {len(self.stages)} stages")
-            for index, (order, stage) in enumerate(zip(orders, self.stages, strict=True)):
-                want = {"F": count, "B": count, "R": count if stage.recompute else 0}
-                if {task: order.count(task) for task in "FRB"} != want or len(order) != sum(want.values()):
-                    raise ValueError(f"orders[{count}][{index}] does not hold each task of {count} micro-batches once")
-        self._check_placement()
-        return self
+        if end != self.num_sections:
+            raise ValueError(f"stages[{stages[-1]}] ends at section {end}, stages[-1] at {self.num_sections}")
+
+    def _check_orders(self, stages: range, count: int) -> None:
+        orders = self.orders.get(count)
+        if orders is None or len(orders) != len(self.stages):
+            raise ValueError(f"orders lack {count} micro-batches for each of the {len(self.stages)} stages")
+        for index in stages:
+            order = orders[index]
+            want = {"F": count, "B": count, "R": count if self.stages[index].recompute else 0}
+            if {task: order.count(task) for task in "FRB"} != want or len(order) != sum(want.values()):
+                raise ValueError(f"orders[{count}][{index}] does not hold each task of {count} micro-batches once")
 
     def _check_placement(self) -> None:
         if not self.placement:
             return
-        if len(self.placement) != self.num_replicas or any(len(row) != len(self.stages) for row in self.placement):
-            raise ValueError(f"placement is not {self.num_replicas} replicas of {len(self.stages)} stages")
+        depths = [len(self.stages_of(replica)) for replica in range(self.num_replicas)]
+        if [len(row) for row in self.placement] != depths:
+            wanted = " and ".join(f"{kind.num_replicas} replicas of {kind.num_stages}" for kind in self.pipeline_kinds)
+            raise ValueError(f"placement is not {wanted} stages")
         workers = [node for row in self.placement for node in row]
         for node in sorted(set(workers)):
             room = self.node_sizes[node] if node < len(self.node_sizes) else 0
@@ -127,33 +174,89 @@ class Plan(Value):
                 raise ValueError(f"placement puts {workers.count(node)} workers on node {node}, which has {room} GPUs")
 
     @property
+    def num_sections(self) -> int:
+        """K."""
+        return self.stages[-1].end_section
+
+    @property
     def pipeline_depth(self) -> int:
-        """P."""
-        return len(self.stages)
+        """P, of the deepest pipeline."""
+        return max(kind.num_stages for kind in self.pipeline_kinds)
 
     @property
     def num_workers(self) -> int:
-        """P * D."""
-        return len(self.stages) * self.num_replicas
+        """P * D, summed over the kinds of pipelines."""
+        return sum(kind.num_stages * kind.num_replicas for kind in self.pipeline_kinds)
 
     @property
     def shape(self) -> str:
-        """``"PxD"``."""
-        return f"{self.pipeline_depth}x{self.num_replicas}"
+        """``"PxD"``, or one for each kind of pipeline: ``"8x2 + 11x1"``."""
+        return " + ".join(f"{kind.num_stages}x{kind.num_replicas}" for kind in self.pipeline_kinds)
+
+    @cached_property
+    def pipeline_kinds(self) -> tuple[PipelineKind, ...]:
+        """Every kind of pipeline: one, where all are equal."""
+        if self.kinds:
+            return self.kinds
+        dealt = tuple(len(share) for share in shares(self.num_micro_batches, self.num_replicas))
+        return (PipelineKind.model_construct(num_stages=len(self.stages), micro_batches=dealt),)
+
+    @cached_property
+    def _stages_of_kinds(self) -> tuple[range, ...]:
+        ends = itertools.accumulate((kind.num_stages for kind in self.pipeline_kinds), initial=0)
+        return tuple(range(first, end) for first, end in itertools.pairwise(ends))
+
+    @cached_property
+    def _replicas_of_kinds(self) -> tuple[range, ...]:
+        ends = itertools.accumulate((kind.num_replicas for kind in self.pipeline_kinds), initial=0)
+        return tuple(range(first, end) for first, end in itertools.pairwise(ends))
+
+    @cached_property
+    def _kind_of_stage(self) -> tuple[int, ...]:
+        return tuple(number for number, stages in enumerate(self._stages_of_kinds) for _ in stages)
+
+    @cached_property
+    def _kind_of_replica(self) -> tuple[int, ...]:
+        return tuple(number for number, replicas in enumerate(self._replicas_of_kinds) for _ in replicas)
+
+    def stages_of(self, replica: int) -> range:
+        """The stages of one pipeline, first to last."""
+        return self._stages_of_kinds[self._kind_of_replica[replica]]
+
+    def replicas_of(self, stage: int) -> range:
+        """The pipelines that have this stage."""
+        return self._replicas_of_kinds[self._kind_of_stage[stage]]
+
+    def is_first(self, stage: int) -> bool:
+        """Whether a pipeline begins with this stage."""
+        return self.stages[stage].first_section == 0
+
+    def is_last(self, stage: int) -> bool:
+        """Whether a pipeline ends with this stage."""
+        return self.stages[stage].end_section == self.num_sections
 
     @cached_property
     def micro_batches_per_replica(self) -> tuple[int, ...]:
-        """How many micro-batches each replica gets; the first N mod D replicas get one more."""
-        return tuple(len(share) for share in shares(self.num_micro_batches, self.num_replicas))
+        """How many micro-batches each replica gets."""
+        return tuple(count for kind in self.pipeline_kinds for count in kind.micro_batches)
+
+    @cached_property
+    def _share_ends(self) -> tuple[int, ...]:
+        return tuple(itertools.accumulate(self.micro_batches_per_replica, initial=0))
 
     def micro_batches_of(self, replica: int) -> range:
         """Global numbers of the micro-batches dealt to one replica, in the order it runs them."""
-        return shares(self.num_micro_batches, self.num_replicas)[replica]
+        return range(self._share_ends[replica], self._share_ends[replica + 1])
 
     def share_of(self, replica: int, micro_batches: Sequence[int]) -> Sequence[int]:
-        """One replica's part of some of the micro-batches, where only these are run."""
-        share = shares(len(micro_batches), self.num_replicas)[replica]
-        return micro_batches[share.start : share.stop]
+        """One replica's part of some micro-batches, where only these are run: as in a whole step, in proportion."""
+        if not self.kinds:
+            share = shares(len(micro_batches), self.num_replicas)[replica]
+            return micro_batches[share.start : share.stop]
+        first, end = (
+            len(micro_batches) * dealt // self.num_micro_batches for dealt in self._share_ends[replica : replica + 2]
+        )
+        return micro_batches[first:end]
 
     def order_of(self, stage: int, num_micro_batches: int) -> str:
         """A stage's static task order for so many micro-batches, at most what a replica has in a whole step.
@@ -162,11 +265,11 @@ class Plan(Value):
         each task still comes after what it needs, and no more micro-batches are in flight.
         """
         known = self.orders.get(num_micro_batches)
-        if known is not None:
+        if known is not None and known[stage]:
             return known[stage]
         seen = dict.fromkeys("FRB", 0)
         kept = []
-        for task in self.orders[max(self.orders)][stage]:
+        for task in max((orders[stage] for orders in self.orders.values()), key=len):
             if seen[task] < num_micro_batches:
                 kept.append(task)
             seen[task] += 1

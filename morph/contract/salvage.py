@@ -2,7 +2,7 @@
 
 Sums of gradients are of integers (decision 0001), so it does not matter in which order, by whom and in which shape a
 micro-batch was added, only that each was added once. A worker that gives up a step keeps its sums and tells what is in
-them; the next shape runs what is missing (decision 0024). Sets of micro-batches are bit masks here, and spans where
+them; the next shape runs what is missing (decision 0019). Sets of micro-batches are bit masks here, and spans where
 they travel.
 """
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from morph.contract.errors import JobError
+from morph.contract.errors import JobError, wrong_job
 from morph.data.lengths import Shape, pad, padding_of
 from morph.data.order import Place
 from morph.data.seeding import own_generators, seed_of
@@ -39,10 +39,9 @@ class HostText:
         self._name = name
 
     def _refuse(self, *_: object) -> Any:
-        raise JobError(
+        raise wrong_job(
+            f"batch entry {self._name!r}",
             "is text, which stays on the host: a loss gets tensors alone",
-            source="Job",
-            field=f"batch entry {self._name!r}",
             allowed="numbers made of it in the data set or in collate_fn",
         )
 
@@ -160,7 +159,7 @@ class _Flattening:
 
     def _refused(self, name: str, what: str) -> JobError:
         shown = f"{name!r}: {what}" if name else what
-        return JobError("is not a sample", source="Job", field=self.where, value=shown, allowed=_ALLOWED)
+        return wrong_job(self.where, "is not a sample", shown, _ALLOWED)
 
 
 def flat_sample(sample: object, where: str, *, collated: bool = False) -> Flat:
@@ -180,7 +179,7 @@ def flat_sample(sample: object, where: str, *, collated: bool = False) -> Flat:
 def _flat(value: object, taking: _Flattening) -> Flat:
     form = taking.form(value, "")
     if not taking.entries and not taking.lists:
-        raise JobError("is not a sample: it holds no tensor", source="Job", field=taking.where, allowed=_ALLOWED)
+        raise wrong_job(taking.where, "is not a sample: it holds no tensor", allowed=_ALLOWED)
     return Flat(taking.entries, taking.texts, form)
 
 
@@ -278,12 +277,11 @@ class Recipe:
         found = _flat(self._collated(samples, places), _Flattening("collate_fn()", numbers=False, lists=False))
         for name, entry in found.entries.items():
             if not entry.dim() or len(entry) != len(samples):
-                raise JobError(
+                raise wrong_job(
+                    f"collate_fn()[{name!r}]",
                     f"returns an entry without one row for each of the {len(samples)} samples",
-                    source="Job",
-                    field=f"collate_fn()[{name!r}]",
-                    value=str(tuple(entry.shape)),
-                    allowed="the samples as the first dimension of every tensor; packed texts as items of the data set",
+                    str(tuple(entry.shape)),
+                    "the samples as the first dimension of every tensor; packed texts as items of the data set",
                 )
         self._pad([found.entries], ["collate_fn()"], length, rows=True)
         return found
@@ -336,7 +334,7 @@ class Recipe:
         if self.shapes:
             found = self.batch(samples, places, field, keys, length).entries
             for name in like.keys() - found.keys() if keys is None else ():
-                raise JobError("is missing in a sample", source="Job", field=f"{field}[{name!r}]", allowed=allowed)
+                raise wrong_job(f"{field}[{name!r}]", "is missing in a sample", allowed=allowed)
             return found
         if self.collate_fn is None:
             for sample, (_, index) in zip(samples, places, strict=True):
@@ -366,15 +364,14 @@ def stack_entry(samples: Sequence[Mapping[str, Tensor]], key: str) -> Tensor:
     for position, sample in enumerate(samples):
         if key not in sample:
             have = ", ".join(sorted(sample))
-            raise JobError("is missing in a sample", source="Job", field=f"dataset item {key!r}", allowed=have)
+            raise wrong_job(f"dataset item {key!r}", "is missing in a sample", allowed=have)
         first, value = samples[0][key], sample[key]
         if value.shape != first.shape or value.dtype != first.dtype:
-            raise JobError(
+            raise wrong_job(
+                f"dataset item {key!r}",
                 f"differs between samples of one micro-batch (sample {position} against sample 0)",
-                source="Job",
-                field=f"dataset item {key!r}",
-                value=f"{tuple(value.shape)} {value.dtype} and {tuple(first.shape)} {first.dtype}",
-                allowed="equal shapes and dtypes; pad or crop samples in the data set, or pad in collate_fn",
+                f"{tuple(value.shape)} {value.dtype} and {tuple(first.shape)} {first.dtype}",
+                "equal shapes and dtypes; pad or crop samples in the data set, or pad in collate_fn",
             )
     return torch.stack([sample[key] for sample in samples])
 
@@ -388,10 +385,9 @@ def require_alike(sample: Mapping[str, Tensor], like: Mapping[str, Tensor], fiel
     for key, wanted in like.items():
         found = sample.get(key)
         if found is None or found.shape != wanted.shape or found.dtype != wanted.dtype:
-            raise JobError(
+            raise wrong_job(
+                f"{field}[{key!r}]",
                 "differs from the others",
-                source="Job",
-                field=f"{field}[{key!r}]",
-                value="nothing" if found is None else f"{tuple(found.shape)} {found.dtype}",
-                allowed=f"{tuple(wanted.shape)} {wanted.dtype}, {allowed}",
+                "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}",
+                f"{tuple(wanted.shape)} {wanted.dtype}, {allowed}",
             )

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from morph.contract.errors import JobError
+from morph.contract.errors import wrong_job
 from morph.data.batches import Recipe
 from morph.data.lengths import MicroBatch, divided
 from morph.data.loader import check_map_style
@@ -52,13 +52,11 @@ class EvaluationLoader:
         available = check_map_style(dataset, "eval_data")
         self.num_micro_batches = min(available, num_samples or available) // micro_batch_size
         if num_samples is not None and num_samples > available:
-            raise JobError(
-                "are more than there are", source="Job", field="eval_samples", value=num_samples, allowed=f"{available}"
-            )
+            raise wrong_job("eval_samples", "are more than there are", num_samples, f"{available}")
         if self.num_micro_batches == 0:
             allowed = f"at least one micro-batch of {micro_batch_size} samples"
             field, value = ("eval_data", available) if num_samples is None else ("eval_samples", num_samples)
-            raise JobError("is too small", source="Job", field=field, value=value, allowed=allowed)
+            raise wrong_job(field, "is too small", value, allowed)
         self._dataset = dataset
         self._recipe = recipe or Recipe(seed)
         self._micro_batch_size = micro_batch_size

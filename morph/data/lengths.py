@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from morph.contract.errors import JobError
+from morph.contract.errors import wrong_job
 from morph.data.order import Place
 
 LABELS, IGNORED = "labels", -100
@@ -71,21 +71,19 @@ def checked_lengths(found: object, num_samples: int, buckets: Sequence[int], fie
     """
     lengths = np.asarray(found)
     if lengths.shape != (num_samples,) or lengths.dtype.kind not in "iu" or lengths.min() < 0:
-        raise JobError(
+        raise wrong_job(
+            f"lengths({field})",
             "returns no lengths",
-            source="Job",
-            field=f"lengths({field})",
-            value=f"{list(lengths.shape)} {lengths.dtype}",
-            allowed=f"a whole number for each of the {num_samples} samples",
+            f"{list(lengths.shape)} {lengths.dtype}",
+            f"a whole number for each of the {num_samples} samples",
         )
     longest = int(lengths.argmax())
     if lengths[longest] > buckets[-1]:
-        raise JobError(
+        raise wrong_job(
+            f"lengths({field})",
             f"has a sample that is longer than all buckets: number {longest}",
-            source="Job",
-            field=f"lengths({field})",
-            value=int(lengths[longest]),
-            allowed=f"at most {buckets[-1]}; crop samples in the data set, or add a bucket",
+            int(lengths[longest]),
+            f"at most {buckets[-1]}; crop samples in the data set, or add a bucket",
         )
     return lengths.astype(np.int64)
 
@@ -137,12 +135,11 @@ def pad(entry: Tensor, shape: Shape, length: int, value: float, *, rows: bool, f
     sizes = zip(entry.shape[rows:], shape.sizes, strict=False)
     if not fits or any(size != declared if declared is not None else size > length for size, declared in sizes):
         allowed = ", ".join(f"up to {length}" if size is None else str(size) for size in shape.sizes)
-        raise JobError(
+        raise wrong_job(
+            field,
             "is longer than its sample's length allows, or differs from the others",
-            source="Job",
-            field=field,
-            value=f"{tuple(entry.shape)} {entry.dtype}",
-            allowed=f"({allowed}) {shape.dtype}" + (" for each sample" if rows else ""),
+            f"{tuple(entry.shape)} {entry.dtype}",
+            f"({allowed}) {shape.dtype}" + (" for each sample" if rows else ""),
         )
     if entry.shape == wanted:
         return entry

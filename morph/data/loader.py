@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from morph.contract.errors import JobError
+from morph.contract.errors import wrong_job
 from morph.contract.job_facts import DataFacts, SampleFacts
 from morph.data.batches import Form, Recipe
 from morph.data.lengths import MicroBatch, checked_lengths, divided, examples, shapes_of
@@ -245,12 +245,11 @@ def varying_dims(job: Job) -> dict[str, tuple[int, ...]]:
     shapes = recipe_of(job).shapes
     found = {name: tuple(d for d, size in enumerate(shape.sizes, 1) if size is None) for name, shape in shapes.items()}
     if job.buckets and not any(found.values()):
-        raise JobError(
+        raise wrong_job(
+            "buckets",
             "have nothing to pad: no entry of the samples varies in length",
-            source="Job",
-            field="buckets",
-            value=job.buckets,
-            allowed="samples, or a collate_fn, that leave the padding to Morph; or no buckets",
+            job.buckets,
+            "samples, or a collate_fn, that leave the padding to Morph; or no buckets",
         )
     return found
 
@@ -320,10 +319,10 @@ def check_map_style(dataset: object, field: str) -> int:
     elif not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         problem = "does not return a data set"
     if problem is not None:
-        raise JobError(problem, source="Job", field=field, value=type(dataset).__name__, allowed=allowed)
+        raise wrong_job(field, problem, type(dataset).__name__, allowed)
     size = len(dataset)  # type: ignore[arg-type]  # it has a length
     if size == 0:
-        raise JobError("is empty", source="Job", field=field, allowed="at least one sample")
+        raise wrong_job(field, "is empty", allowed="at least one sample")
     return size
 
 

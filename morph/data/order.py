@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from morph.contract.errors import JobError
+from morph.contract.errors import wrong_job
 from morph.data.seeding import own_generators, seed_of
 
 Place = tuple[int, int]
@@ -97,12 +97,11 @@ class EpochOrder:
             shown = f"{list(found.shape)} {found.dtype}"
             if right:
                 shown = f"{found.min()} to {found.max()}"
-            raise JobError(
+            raise wrong_job(
+                f"sampler(dataset, seed, {epoch})",
                 "returns no order",
-                source="Job",
-                field=f"sampler(dataset, seed, {epoch})",
-                value=shown,
-                allowed=f"{wanted}whole numbers from 0 to {size - 1}, as many in every epoch",
+                shown,
+                f"{wanted}whole numbers from 0 to {size - 1}, as many in every epoch",
             )
 
 
@@ -155,9 +154,7 @@ def weighted(weights: OfDataSet, num_samples: int | None = None) -> Sampler:
     def sampler(dataset: Any, seed: int, epoch: int) -> NDArray[np.int64]:
         sums = np.cumsum(_numbers_of(weights, dataset, "weights").astype(np.float64))
         if not 0 < sums[-1] < np.inf or np.any(np.diff(sums, prepend=0) < 0):
-            raise JobError(
-                "cannot be drawn by", source="Job", field="sampler: weights", allowed="numbers from 0, not all 0"
-            )
+            raise wrong_job("sampler: weights", "cannot be drawn by", allowed="numbers from 0, not all 0")
         drawn = _uniform(seed, epoch, num_samples or len(dataset)) * sums[-1]
         found: NDArray[np.int64] = np.minimum(np.searchsorted(sums, drawn, side="right"), len(sums) - 1)
         return found
@@ -204,13 +201,7 @@ def grouped(lengths: OfDataSet, batch_size: int, *, window: int = 50) -> Sampler
 def _numbers_of(values: OfDataSet, dataset: Any, name: str) -> NDArray[Any]:
     found = np.asarray(values(dataset) if callable(values) else values)
     if found.shape != (len(dataset),):
-        raise JobError(
-            "are not one for each sample",
-            source="Job",
-            field=f"sampler: {name}",
-            value=str(list(found.shape)),
-            allowed=f"{len(dataset)}",
-        )
+        raise wrong_job(f"sampler: {name}", "are not one for each sample", str(list(found.shape)), f"{len(dataset)}")
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from morph.contract.errors import JobError
+from morph.contract.errors import wrong_job
 from morph.data.batches import flat_sample
 from morph.data.lengths import IGNORED, LABELS, checked_lengths, padding_of
 from morph.data.order import OfDataSet
@@ -101,12 +101,11 @@ class Packed:
         entries = flat_sample(self._dataset[document], field, collated=True).entries
         for name, entry in entries.items():
             if not entry.dim() or len(entry) != size or name == POSITIONS:
-                raise JobError(
+                raise wrong_job(
+                    f"{field}[{name!r}]",
                     "cannot be packed",
-                    source="Job",
-                    field=f"{field}[{name!r}]",
-                    value=str(list(entry.shape)),
-                    allowed=f"entries of the document's length, {size}, and none named {POSITIONS}",
+                    str(list(entry.shape)),
+                    f"entries of the document's length, {size}, and none named {POSITIONS}",
                 )
         if LABELS in entries and size:
             entries[LABELS] = torch.cat([entries[LABELS].new_full((1,), IGNORED), entries[LABELS][1:]])

@@ -141,7 +141,7 @@ def reading_warning(dataset: Any, name: str) -> str | None:
         return None
     return (
         f"{name} is a stream without shards: each worker and data worker that needs samples reads all of it, and after "
-        "a restart it is read from its beginning (docs/training.md, Data in shards)"
+        "a restart it is read from its beginning (docs/guides/training.md, Data in shards)"
     )
 
 
@@ -158,7 +158,6 @@ class Rows:
         self.sizes = _even(len(dataset), shard_size, "Rows", "shard_size")
 
     def open(self, shard: int) -> Samples:
-        """See ``Source``."""
         return _View(self._dataset, shard * self._shard_size, self.sizes[shard])
 
 

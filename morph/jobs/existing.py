@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
 
-from morph.contract.errors import JobError
+from morph.contract.errors import wrong_job
 
 _OF_THE_MODEL = ("params", "param_names")
 
@@ -124,12 +124,11 @@ class WholeModelOptimizer:
         try:
             made: Optimizer = kind(groups, **{k: v for k, v in self._whole.defaults.items() if k in taken})
         except TypeError as error:
-            raise JobError(
+            raise wrong_job(
+                "optimizer",
                 f"cannot be built for a part of the parameters: {error}",
-                source="Job",
-                field="optimizer",
-                value=kind.__name__,
-                allowed="a class whose arguments are the parameters and what its groups hold",
+                kind.__name__,
+                "a class whose arguments are the parameters and what its groups hold",
             ) from error
         return made
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from morph.contract.errors import JobError
+from morph.contract.errors import JobError, wrong_job
 from morph.jobs.files import held, split_job
 
 if TYPE_CHECKING:
@@ -441,12 +441,11 @@ def _require_function(field: str, value: Any, num_given: int, hint: str) -> None
     is_module = torch is not None and isinstance(value, torch.nn.Module)
     of_torch = str(getattr(value, "__module__", "")).startswith("torch.nn.")  # a loss of outputs and targets
     if not callable(value) or (is_module and field == "model") or (of_torch and field == "loss"):
-        raise JobError(
+        raise wrong_job(
+            field,
             "is not a function of the job's own" if callable(value) and field == "loss" else "is not a function",
-            source="Job",
-            field=field,
-            value=value if isinstance(value, int | float | str) else getattr(value, "__name__", type(value).__name__),
-            allowed=f"a function, such as {hint}",
+            value if isinstance(value, int | float | str) else getattr(value, "__name__", type(value).__name__),
+            f"a function, such as {hint}",
         )
     try:
         signature = inspect.signature(value)
@@ -456,18 +455,12 @@ def _require_function(field: str, value: Any, num_given: int, hint: str) -> None
         signature.bind(*[None] * num_given)
     except TypeError as error:
         name = getattr(value, "__name__", type(value).__name__)
-        raise JobError(
-            f"cannot be called as it is: {error}",
-            source="Job",
-            field=field,
-            value=name,
-            allowed=f"a function, such as {hint}",
-        ) from error
+        raise wrong_job(field, f"cannot be called as it is: {error}", name, f"a function, such as {hint}") from error
 
 
 def _require(holds: bool, field: str, value: object, allowed: str) -> None:
     if not holds:
-        raise JobError("is not right", source="Job", field=field, value=value, allowed=allowed)
+        raise wrong_job(field, "is not right", value, allowed)
 
 
 def _require_count(field: str, value: int) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from morph.contract.decided import decided_step
-from morph.contract.errors import ExportError, JobError
+from morph.contract.errors import ExportError, wrong_job
 from morph.cutting import CutModel
 from morph.cutting.trial_run.trial import rms, run_users_code
 from morph.jobs.job import Job
@@ -101,11 +101,10 @@ class StepTrial:
                 field="model",
             )
         if not self.job.allowed_dependencies:
-            raise JobError(
+            raise wrong_job(
+                "optimizer",
                 f"the weights after {NUM_STEPS} steps differ where each parameter unit has its own optimizer, "
                 f"{len(wrong)} of {len(apart)}: {_named(wrong)}; `morph trace-deps` looks for the cause",
-                source="Job",
-                field="optimizer",
                 allowed="an optimizer that computes each parameter's step from that parameter and its gradient",
             )
         return _RELATIVE * max(alone.values(), default=0.0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from morph.contract.plan import Expectation, Plan, StagePlan
+from morph.contract.plan import Expectation, PipelineKind, Plan, StagePlan
 from simulator.costs.bounds import lower_bound_ns, pipes_of, total_ns
 from simulator.costs.finish import optimizer_ns, optimizer_steps_ns
 from simulator.costs.outcome import Outcome, ShapeSimulator
@@ -48,19 +48,38 @@ def _mean_jitter(costs: StageCosts, conditions: Conditions) -> MeanJitter | None
 
 
 @dataclass(frozen=True)
+class SimulatedKind:
+    """Equal pipelines of a plan, and how they went; ``node_type`` is that of their workers, if a plan names any."""
+
+    outcome: Outcome
+    shape_simulator: ShapeSimulator
+    node_type: str = ""
+
+
+@dataclass(frozen=True)
 class Simulation:
     """The answer for one shape. ``plan`` is complete: it can be written to a file and run.
 
     ``breakdown_s`` goes from pure work to the simulated mini-batch; its steps add up to ``expected.mini_batch_s``.
+    ``kinds`` of its pipelines are in the order of the plan.
     ``jitter`` has the spread of the mini-batch where draws were requested; ``expected`` then has their mean.
     """
 
     plan: Plan
     explanation: str
     breakdown_s: dict[str, float]
-    costs: StageCosts
-    shape_simulator: ShapeSimulator
+    kinds: tuple[SimulatedKind, ...]
     jitter: Spread | None = None
+
+    @property
+    def costs(self) -> StageCosts:
+        """Of the stages of the first kind of pipeline."""
+        return self.kinds[0].outcome.costs
+
+    @property
+    def shape_simulator(self) -> ShapeSimulator:
+        """What played the first kind of pipeline."""
+        return self.kinds[0].shape_simulator
 
     @property
     def expected(self) -> Expectation:
@@ -82,12 +101,18 @@ class Simulation:
 
         Tasks are forward, recompute, backward, all_reduce, commit and optimizer; the last three have micro_batch -1.
         """
+        import pandas as pd
+
         from simulator.costs.timeline import timeline_frame  # pandas is slow to import, and few ask
 
-        counts, conditions = self.plan.micro_batches_per_replica, self.shape_simulator.conditions
-        played = self.shape_simulator.played(self.costs, counts, keep_times=True)
-        after = self.shape_simulator.finished(self.costs, counts, played)
-        return timeline_frame(self.costs, counts, conditions, played, after)
+        frames, first_stage, first_replica = [], 0, 0
+        for kind in self.kinds:
+            outcome, simulator = kind.outcome, kind.shape_simulator
+            played = simulator.played(outcome.costs, outcome.counts, keep_times=True)
+            frame = timeline_frame(outcome.costs, outcome.counts, simulator.conditions, played, outcome.after)
+            frames.append(frame.assign(stage=frame["stage"] + first_stage, replica=frame["replica"] + first_replica))
+            first_stage, first_replica = first_stage + outcome.shape[0], first_replica + outcome.shape[1]
+        return frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
 
     @cached_property
     def mean_pause_s(self) -> float:
@@ -107,47 +132,109 @@ class Simulation:
 
 def describe(outcome: Outcome, shape_simulator: ShapeSimulator) -> Simulation:
     """Turn one simulated shape into a plan with its orders, expectation and explanation."""
-    costs, counts, conditions = outcome.costs, outcome.counts, shape_simulator.conditions
-    sections, times, placement = costs.sections, costs.times, costs.layout.placement
-    total_s = outcome.mini_batch_ns / 1e9
-    moment, memory_parts = costs.memory_parts(int(costs.memory_bytes.argmax()))
-    ends = (*costs.boundaries[1:], sections.num_sections)
+    return describe_kinds((SimulatedKind(outcome, shape_simulator),))
+
+
+def describe_kinds(kinds: Sequence[SimulatedKind]) -> Simulation:
+    """The same of pipelines of several kinds that were simulated together."""
+    first, conditions = kinds[0].outcome, kinds[0].shape_simulator.conditions
+    sections, placement = first.costs.sections, first.costs.layout.placement
+    total_s = max(kind.outcome.mini_batch_ns for kind in kinds) / 1e9
+    fullest = max((kind.outcome.costs for kind in kinds), key=lambda costs: costs.peak_bytes)
+    moment, memory_parts = fullest.memory_parts(int(fullest.memory_bytes.argmax()))
+    shares = [kind.outcome.counts for kind in kinds]
     plan = Plan(
         fingerprint=sections.profile.job.fingerprint,
-        schedule=costs.schedule,
+        schedule=first.costs.schedule,
         micro_batch_size=sections.micro_batch_size,
-        num_micro_batches=sum(counts),
-        num_replicas=len(counts),
-        stages=tuple(
-            StagePlan(
-                first_section=first,
-                end_section=end,
-                window=int(times.window[stage]),
-                recompute=bool(times.recompute[stage]),
-                live_sections=int(costs.live[stage]) or None,
-            )
-            for stage, (first, end) in enumerate(zip(costs.boundaries, ends, strict=True))
-        ),
-        orders=dict(zip(counts, shape_simulator.orders(costs, counts), strict=True)),
+        num_micro_batches=sum(map(sum, shares)),
+        num_replicas=sum(map(len, shares)),
+        stages=tuple(stage for kind in kinds for stage in _stages(kind.outcome.costs, kind.node_type)),
+        kinds=tuple(PipelineKind(num_stages=kind.outcome.shape[0], micro_batches=kind.outcome.counts) for kind in kinds)
+        if len(kinds) > 1
+        else (),
+        orders=_orders(kinds),
         expected=Expectation(
             mini_batch_s=total_s,
             examples_per_s=sections.profile.job.batch_size / total_s,
-            lower_bound_s=bound_ns(costs, counts, conditions) / 1e9,
-            peak_memory_bytes=int(costs.memory_bytes.max()),
+            lower_bound_s=max(_bound_ns(kind) for kind in kinds) / 1e9,
+            peak_memory_bytes=fullest.peak_bytes,
             memory_moment=moment,
-            followed_memory_bytes=costs.followed_bytes if costs.single and costs.times.num_stages > 1 else 0,
+            followed_memory_bytes=first.costs.followed_bytes if first.costs.single and first.shape[0] > 1 else 0,
             memory_parts_bytes=memory_parts,
-            host_memory_bytes=int((costs.host_bytes + redundant_host_bytes(costs, max(counts))).max()),
-            parts_s=_parts_s(outcome, conditions),
+            host_memory_bytes=max(_host_bytes(kind.outcome) for kind in kinds),
+            parts_s=_mean_parts_s(kinds),
         ),
         node_sizes=placement.node_sizes if placement else (),
         placement=placement.nodes if placement else (),
     )
-    breakdown = breakdown_s(outcome, conditions)
+    breakdown = _breakdown_s(kinds)
     explanation = explain(breakdown, plan)
-    return Simulation(plan, explanation, breakdown, costs, shape_simulator, outcome.spread).with_note(
-        note(costs, conditions)
-    )
+    return Simulation(plan, explanation, breakdown, tuple(kinds), first.spread).with_note(note(first.costs, conditions))
+
+
+def _stages(costs: StageCosts, node_type: str) -> list[StagePlan]:
+    times, ends = costs.times, (*costs.boundaries[1:], costs.sections.num_sections)
+    return [
+        StagePlan(
+            first_section=first,
+            end_section=end,
+            window=int(times.window[stage]),
+            recompute=bool(times.recompute[stage]),
+            live_sections=int(costs.live[stage]) or None,
+            node_type=node_type,
+        )
+        for stage, (first, end) in enumerate(zip(costs.boundaries, ends, strict=True))
+    ]
+
+
+def _orders(kinds: Sequence[SimulatedKind]) -> dict[int, tuple[str, ...]]:
+    """Of every number of micro-batches; empty of the stages of pipelines that have another number."""
+    known = [
+        dict(
+            zip(kind.outcome.counts, kind.shape_simulator.orders(kind.outcome.costs, kind.outcome.counts), strict=True)
+        )
+        for kind in kinds
+    ]
+    numbers = dict.fromkeys(number for orders in known for number in orders)
+    empty = [("",) * kind.outcome.shape[0] for kind in kinds]
+    return {
+        number: tuple(
+            order for orders, nothing in zip(known, empty, strict=True) for order in orders.get(number, nothing)
+        )
+        for number in numbers
+    }
+
+
+def _bound_ns(kind: SimulatedKind) -> int:
+    return bound_ns(kind.outcome.costs, kind.outcome.counts, kind.shape_simulator.conditions)
+
+
+def _host_bytes(outcome: Outcome) -> int:
+    return int((outcome.costs.host_bytes + redundant_host_bytes(outcome.costs, max(outcome.counts))).max())
+
+
+def _mean_parts_s(kinds: Sequence[SimulatedKind]) -> dict[str, float]:
+    """Seconds per worker, averaged over the workers of all kinds."""
+    parts = [_parts_s(kind.outcome, kind.shape_simulator.conditions) for kind in kinds]
+    if len(parts) == 1:
+        return parts[0]
+    workers = [kind.outcome.shape[0] * kind.outcome.shape[1] for kind in kinds]
+    return {
+        part: sum(of[part] * number for of, number in zip(parts, workers, strict=True)) / sum(workers)
+        for part in parts[0]
+    }
+
+
+def _breakdown_s(kinds: Sequence[SimulatedKind]) -> dict[str, float]:
+    """Of the pipelines that are through last; the work is that of all workers."""
+    last = max(kinds, key=lambda kind: kind.outcome.planned.prepared_ns)
+    steps = breakdown_s(last.outcome, last.shape_simulator.conditions)
+    if len(kinds) > 1:
+        parts = _mean_parts_s(kinds)
+        work = min(steps["work"] + steps["imbalance"], parts["forward"] + parts["recompute"] + parts["backward"])
+        steps |= {"work": work, "imbalance": steps["work"] + steps["imbalance"] - work}
+    return steps
 
 
 def _parts_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:

@@ -91,7 +91,7 @@ def pipes_of(
     """Of each kind of replica under these conditions its times, its micro-batches, and how many replicas are so."""
     num_replicas, reduced = len(counts), costs.reduced
     to_come = to_come_ns(costs, counts, conditions, jitter)
-    if jitter is None and not conditions.slow and costs.layout.alike:
+    if jitter is None and not conditions.slow and conditions.overlaps and costs.layout.alike:
         pipe = pipe_of(costs.times, reduced.exposed_ns(num_replicas, to_come[:, 0]))
         return [(pipe, count, counts.count(count)) for count in sorted(set(counts))]
     lanes = worker_times(costs, counts, conditions, jitter)

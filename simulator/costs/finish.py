@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from simulator.costs.reductions import Rings
 from simulator.costs.stage_costs import StageCosts
 from simulator.engine.times import Ints
 from simulator.inputs.conditions import Conditions
@@ -89,6 +91,73 @@ def finish(
         prepared_ns=prepared,
         optimizer_ns=optimizer,
         mini_batch_ns=prepared + costs.sections.commit_ns + optimizer,
+    )
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the pipelines of one kind went: arguments of :func:`finish`."""
+
+    costs: StageCosts
+    last_backward_ns: Ints
+    to_come_ns: Ints
+    redone_ns: int = 0
+
+    def ready_ns(self) -> Ints:
+        """When the last backward of all has passed each section: int64[K]."""
+        ready: Ints = (self.last_backward_ns[self.costs.reduced.stage] - self.to_come_ns).max(axis=1)
+        return ready
+
+
+def finish_together(
+    kinds: Sequence[Ended], rings: Rings, conditions: Sequence[Conditions], num_replicas: Sequence[int]
+) -> tuple[Finish, ...]:
+    """Reduce, commit and apply once pipelines of several kinds are through.
+
+    They do not meet before. A ring begins when the last backward of all pipelines has passed its span, and none of its
+    members has a span behind it to reduce. Workers have devices of their own.
+
+    Args:
+        kinds: How each went.
+        rings: That they form.
+        conditions: Of each kind.
+        num_replicas: How many pipelines of each kind there are; ``kinds`` may have each sort of them once.
+
+    Returns:
+        The end as each kind has it: the same but for its stages' reductions.
+    """
+    spans = rings.spans
+    ready = np.max([kind.ready_ns() for kind in kinds], axis=0)
+    if any(each.all_reduce == "late" for each in conditions):
+        ready = np.full(len(ready), max(int(kind.last_backward_ns.max()) for kind in kinds))
+    ends, waits = spans.latest(ready + rings.behind_ns), np.zeros(len(spans.begin), np.int64)
+    for span in np.flatnonzero(rings.follows)[::-1].tolist():
+        waits[span] = ends[span + 1]
+        ends[span] = max(ends[span], ends[span + 1] + rings.whole_ns[span])
+    first = [np.searchsorted(spans.begin, kind.costs.reduced.begin) for kind in kinds]
+    free, tied = [ends[where] for where in first], []
+    for holders, duration in rings.tied:
+        begin = max(int(link[list(stages)].max()) for link, stages in zip(free, holders, strict=True))
+        for link, stages in zip(free, holders, strict=True):
+            link[list(stages)] = begin + duration
+        tied.append((holders, begin, duration))
+    prepared = max(*(kind.redone_ns for kind in kinds), *(int(link.max()) for link in free))
+    slowest = max(
+        optimizer_ns(kind.costs, number, each)
+        for kind, each, number in zip(kinds, conditions, num_replicas, strict=True)
+    )
+    begun = np.maximum(ready, waits[spans.stage])
+    return tuple(
+        Finish(
+            ready_ns=begun,
+            last_ready_ns=begun[kind.costs.reduced.begin],
+            reduced_ns=ends[where],
+            tied=tuple((holders[place], begin, duration) for holders, begin, duration in tied),
+            prepared_ns=prepared,
+            optimizer_ns=slowest,
+            mini_batch_ns=prepared + kind.costs.sections.commit_ns + slowest,
+        )
+        for place, (kind, where) in enumerate(zip(kinds, first, strict=True))
     )
 
 

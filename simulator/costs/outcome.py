@@ -7,12 +7,13 @@ those orders (:mod:`simulator.engine.execution`), as an executor does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from morph.contract.errors import PlanError
-from simulator.costs.finish import Finish, finish
+from simulator.costs.finish import Ended, Finish, finish, finish_together
+from simulator.costs.reductions import rings
 from simulator.costs.stage_costs import StageCosts
 from simulator.costs.worker_times import is_plain, to_come_ns, worker_times
 from simulator.engine.execution import execute_orders
@@ -34,10 +35,11 @@ class Engine:
     run_pipeline: Callable[..., Played]
     execute_orders: Callable[..., Played]
     finish: Callable[..., Finish]
+    finish_together: Callable[..., tuple[Finish, ...]]
     skips: bool = False
 
 
-COMPILED = Engine(run_pipeline, execute_orders, finish, skips=True)
+COMPILED = Engine(run_pipeline, execute_orders, finish, finish_together, skips=True)
 
 
 def engine_of(name: EngineName) -> Engine:
@@ -53,7 +55,9 @@ def engine_of(name: EngineName) -> Engine:
     from simulator.costs import reference_finish  # only where it is requested, as SimPy is
     from simulator.engine import reference
 
-    return Engine(reference.run_pipeline, reference.execute_orders, reference_finish.finish)
+    return Engine(
+        reference.run_pipeline, reference.execute_orders, reference_finish.finish, reference_finish.finish_together
+    )
 
 
 @dataclass(frozen=True)
@@ -108,13 +112,28 @@ class ShapeSimulator:
         if self.engine.skips and is_plain(costs, counts, self.conditions):
             after = planned
         else:
-            even = costs.layout.placement is None and not self.conditions.slow
-            alike = self.engine.skips and even and self.conditions.compute_slots is None
-            sizes = _sizes(counts) if alike else counts
-            replicas = [sizes.index(count) for count in counts] if alike else list(range(len(counts)))
-            after = self.finished(costs, counts, self.played(costs, sizes).of_replicas(replicas))
+            after = self.finished(costs, counts, self._executed(costs, counts))
         spread = None if seed is None else self._spread(costs, counts, seed)
         return Outcome(costs, counts, planned, after, spread)
+
+    def _executed(self, costs: StageCosts, counts: tuple[int, ...]) -> Played:
+        """The same, but what must go alike is played once."""
+        even = costs.layout.placement is None and not self.conditions.slow
+        alike = self.engine.skips and even and self.conditions.compute_slots is None
+        sizes = _sizes(counts) if alike else counts
+        replicas = [sizes.index(count) for count in counts] if alike else list(range(len(counts)))
+        return self.played(costs, sizes).of_replicas(replicas)
+
+    def ended(self, costs: StageCosts, counts: tuple[int, ...]) -> Ended:
+        """The end of these pipelines under the conditions, without what follows."""
+        if self.engine.skips and is_plain(costs, counts, self.conditions):
+            sizes = _sizes(counts)
+            played = self.engine.run_pipeline(costs.times, sizes, schedule=costs.schedule)
+            replicas = [sizes.index(count) for count in counts]
+            return Ended(costs, played.last_backward_ns[:, replicas], costs.to_come_ns[:, None])
+        played = self._executed(costs, counts)
+        redone_ns = 0 if played.redone_ns is None else int(played.redone_ns.max())
+        return Ended(costs, played.last_backward_ns, to_come_ns(costs, counts, self.conditions), redone_ns)
 
     def played(
         self, costs: StageCosts, counts: tuple[int, ...], jitter: JitterDraw | None = None, *, keep_times: bool = False
@@ -166,6 +185,41 @@ class ShapeSimulator:
             )
             draws_s.append(self.finished(costs, counts, played, jitter).mini_batch_ns / 1e9)
         return spread_of(draws_s)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Equal pipelines of a mix, which have workers of one type of node."""
+
+    simulator: ShapeSimulator
+    costs: StageCosts
+    counts: tuple[int, ...]
+
+
+def together(kinds: Sequence[Kind]) -> tuple[Outcome, ...]:
+    """Pipelines of several kinds side by side, which meet when they reduce; the same engine plays all.
+
+    Returns:
+        Of each kind how its pipelines went, with costs whose reductions are those of all kinds.
+    """
+    sections = kinds[0].costs.sections
+    formed = rings(
+        [(kind.costs.reduced, len(kind.counts)) for kind in kinds],
+        sections.own_reduced_sum_bytes,
+        sections.shared_units,
+    )
+    costs = [
+        replace(kind.costs, reduced=reduced, single=kind.costs.single and len(kinds) == 1)
+        for kind, reduced in zip(kinds, formed.of_kind, strict=True)
+    ]
+    ended = [kind.simulator.ended(own, kind.counts) for kind, own in zip(kinds, costs, strict=True)]
+    after = kinds[0].simulator.engine.finish_together(
+        ended, formed, [kind.simulator.conditions for kind in kinds], [len(kind.counts) for kind in kinds]
+    )
+    return tuple(
+        Outcome(own, kind.counts, kind.simulator.planned(own, kind.counts), found)
+        for kind, own, found in zip(kinds, costs, after, strict=True)
+    )
 
 
 def _sizes(counts: tuple[int, ...]) -> tuple[int, ...]:

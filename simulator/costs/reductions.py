@@ -9,10 +9,13 @@ section j, a stage whose first section is f has its own units reduced no later t
 
 what is exposed of its reduction. Each unit takes the link for what it adds to the time of those behind it, so that all
 of them together take AR of their bytes, as one all-reduce of the whole stage.
+
+Pipelines that are cut in several ways meet in their rings: :class:`Rings`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -21,7 +24,7 @@ import numpy.typing as npt
 
 from morph.contract.profile import Profile
 from simulator.engine.times import Ints
-from simulator.inputs.transfer import AllReduce
+from simulator.inputs.transfer import AllReduce, SlowestAllReduce
 
 Floats = npt.NDArray[np.float64]
 
@@ -45,7 +48,7 @@ class Reductions:
     begin: Ints
     sum_bytes: Floats
     tied: tuple[tuple[tuple[int, ...], float], ...]
-    all_reduce: AllReduce
+    all_reduce: AllReduce | SlowestAllReduce
     _behind: dict[int, Ints] = field(default_factory=dict)
     _tied_ns: dict[int, tuple[tuple[tuple[int, ...], int], ...]] = field(default_factory=dict)
 
@@ -95,7 +98,7 @@ def _unchanging(values: Ints) -> Ints:
 
 
 def reductions(
-    own_sum_bytes: Floats, shared: tuple[ReducedUnit, ...], begin: Ints, all_reduce: AllReduce
+    own_sum_bytes: Floats, shared: tuple[ReducedUnit, ...], begin: Ints, all_reduce: AllReduce | SlowestAllReduce
 ) -> Reductions:
     """Of stages with these first sections.
 
@@ -114,6 +117,75 @@ def reductions(
         else:
             tied[stages] = tied.get(stages, 0.0) + unit.reduced_bytes
     return Reductions(begin, sum_bytes, tuple(sorted(tied.items())), all_reduce)
+
+
+@dataclass(frozen=True)
+class Rings:
+    """Reductions of pipelines of several kinds, which are cut in different places.
+
+    A *span* is a run of sections that no pipeline cuts. Its units have one ring: the stage of every pipeline that holds
+    them. A worker's link carries the rings of its stage's spans one after the other, the last span's first, then those
+    of units that lie in several stages of some pipeline.
+
+    Attributes:
+        spans: As of stages, their first sections and what they reduce.
+        behind_ns: int64[K], AR of what of a span is still to be reduced when each section's backward ends.
+        holders: By kind of pipeline the stage of each span: int64[spans].
+        tied: The stages that hold what is in several, by kind, and AR of that.
+        of_kind: What each kind's stages reduce, as if none of the others made them wait.
+    """
+
+    spans: Reductions
+    behind_ns: Ints
+    holders: tuple[Ints, ...]
+    tied: tuple[tuple[tuple[tuple[int, ...], ...], int], ...]
+    of_kind: tuple[Reductions, ...]
+
+    @cached_property
+    def whole_ns(self) -> Ints:
+        """AR of each span: int64[spans]."""
+        return self.spans.latest(self.behind_ns)
+
+    @cached_property
+    def follows(self) -> npt.NDArray[np.bool_]:
+        """Whether some worker holds a span and the one behind it, so that it reduces that first: [spans]."""
+        held = [np.append(stages[1:] == stages[:-1], False) for stages in self.holders]
+        found: npt.NDArray[np.bool_] = np.logical_or.reduce(held)
+        return found
+
+
+def rings(kinds: Sequence[tuple[Reductions, int]], own_sum_bytes: Floats, shared: tuple[ReducedUnit, ...]) -> Rings:
+    """Of pipelines that reduce together.
+
+    Args:
+        kinds: What the stages of each kind would reduce alone, and how many pipelines of it there are.
+        own_sum_bytes: As of :func:`reductions`.
+        shared: As of :func:`reductions`.
+    """
+    members = sum(number for _, number in kinds)
+    begin = np.unique(np.concatenate([reduced.begin for reduced, _ in kinds]))
+    slowest = SlowestAllReduce(tuple({id(reduced.all_reduce): reduced.all_reduce for reduced, _ in kinds}.values()))
+    spans = reductions(own_sum_bytes, shared, begin, slowest)
+    behind = spans.behind_ns(members)
+    holders = tuple(np.searchsorted(reduced.begin, begin, side="right") - 1 for reduced, _ in kinds)
+    sizes: dict[tuple[tuple[int, ...], ...], float] = {}
+    for tied, size in spans.tied:
+        key = tuple(tuple(np.unique(stages[list(tied)]).tolist()) for stages in holders)
+        sizes[key] = sizes.get(key, 0.0) + size
+    tied_ns = []
+    for key, size in sorted(sizes.items()):
+        workers = sum(number * len(stages) for (_, number), stages in zip(kinds, key, strict=True))
+        tied_ns.append((key, int(slowest.times_ns(workers, np.array([size]))[0])))
+    before = np.concatenate([[0], np.cumsum(spans.latest(behind))])[:-1]
+    of_kind = []
+    for place, (reduced, number) in enumerate(kinds):
+        first = np.searchsorted(begin, reduced.begin)
+        more = (before - before[first][holders[place]])[spans.stage]
+        own = tuple((key[place], duration) for key, duration in tied_ns)
+        of_kind.append(
+            Reductions(reduced.begin, reduced.sum_bytes, (), slowest, {number: behind + more}, {number: own})
+        )
+    return Rings(spans, behind, holders, tuple(tied_ns), tuple(of_kind))
 
 
 def reduced_units(profile: Profile) -> tuple[ReducedUnit, ...]:

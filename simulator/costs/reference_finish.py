@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import simpy
 
-from simulator.costs.finish import Finish, optimizer_steps_ns
+from simulator.costs.finish import Ended, Finish, optimizer_steps_ns
+from simulator.costs.reductions import Rings
 from simulator.costs.stage_costs import StageCosts
 from simulator.engine.reference import Acting
 from simulator.engine.times import Ints
@@ -26,93 +27,136 @@ def finish(
     redone_ns: int = 0,
 ) -> Finish:
     """As :func:`simulator.costs.finish.finish`."""
-    end = _End(costs, last_backward_ns, to_come_ns, conditions or Conditions(), redone_ns)
+    num_replicas = last_backward_ns.shape[1]
+    kind, reduced = Ended(costs, last_backward_ns, to_come_ns, redone_ns), costs.reduced
+    own = tuple(((stages,), duration) for stages, duration in reduced.tied_ns(num_replicas))
+    alone = Rings(reduced, reduced.behind_ns(num_replicas), (np.arange(len(costs.boundaries)),), own, (reduced,))
+    return finish_together([kind], alone, [conditions or Conditions()], [num_replicas])[0]
+
+
+def finish_together(
+    kinds: Sequence[Ended], rings: Rings, conditions: Sequence[Conditions], num_replicas: Sequence[int]
+) -> tuple[Finish, ...]:
+    """As :func:`simulator.costs.finish.finish_together`."""
+    end = _End(kinds, rings, conditions, num_replicas)
     end.env.run()
-    return Finish(
-        ready_ns=end.ready_ns,
-        last_ready_ns=end.ready_ns[costs.reduced.begin],
-        reduced_ns=end.reduced_ns,
-        tied=tuple(sorted(end.tied)),
-        prepared_ns=end.prepared_ns,
-        optimizer_ns=int(end.env.now) - end.prepared_ns - costs.sections.commit_ns,
-        mini_batch_ns=int(end.env.now),
+    commit_ns = kinds[0].costs.sections.commit_ns
+    return tuple(
+        Finish(
+            ready_ns=end.begun_ns,
+            last_ready_ns=end.begun_ns[kind.costs.reduced.begin],
+            reduced_ns=end.reduced_ns[place],
+            tied=tuple((holders[place], begin, duration) for holders, begin, duration in sorted(end.tied)),
+            prepared_ns=end.prepared_ns,
+            optimizer_ns=int(end.env.now) - end.prepared_ns - commit_ns,
+            mini_batch_ns=int(end.env.now),
+        )
+        for place, kind in enumerate(kinds)
     )
 
 
 class _End:
-    """``passed[k][d]``: the last backward of replica d has passed section k, so what k completes may be reduced."""
+    """``passed[k]``: of each worker, that its last backward has passed section k, so what k completes may be reduced.
+
+    ``waited_ns[g]`` is when the last member of the ring of span g is through with the rings behind it.
+    """
 
     def __init__(
-        self, costs: StageCosts, last_backward_ns: Ints, to_come_ns: Ints, conditions: Conditions, redone_ns: int
+        self, kinds: Sequence[Ended], rings: Rings, conditions: Sequence[Conditions], num_replicas: Sequence[int]
     ) -> None:
-        self.env, self.costs, self.conditions = simpy.Environment(), costs, conditions
-        self.num_stages, self.num_replicas = last_backward_ns.shape
-        num_sections = costs.sections.num_sections
-        self.passed = [[self.env.event() for _ in range(self.num_replicas)] for _ in range(num_sections)]
+        self.env, self.kinds, self.rings, self.conditions = simpy.Environment(), kinds, rings, conditions
+        self.num_replicas = num_replicas
+        num_sections = kinds[0].costs.sections.num_sections
+        self.passed: list[list[simpy.Event]] = [[] for _ in range(num_sections)]
         self.ready_ns = np.zeros(num_sections, np.int64)
-        self.reduced_ns = np.zeros(self.num_stages, np.int64)
-        self.tied: list[tuple[tuple[int, ...], int, int]] = []
+        self.waited_ns = np.zeros(len(rings.spans.begin), np.int64)
+        self.reduced_ns = [np.zeros(len(kind.last_backward_ns), np.int64) for kind in kinds]
+        self.tied: list[tuple[tuple[tuple[int, ...], ...], int, int]] = []
         self.prepared_ns = 0
-        self.sections = [range(first, end) for first, end in zip(*(span.tolist() for span in costs.spans), strict=True)]
-        instants_ns = last_backward_ns[costs.reduced.stage] - to_come_ns
-        self.backwards = [
-            self.env.process(self.backward(stage, replica, instants_ns[:, replica].tolist()))
-            for stage in range(self.num_stages)
-            for replica in range(self.num_replicas)
-        ]
-        self.ended = simpy.AllOf(self.env, [self.env.timeout(int(ns)) for ns in last_backward_ns.flat])
-        self.env.process(self.close(redone_ns))
+        self.late = any(each.all_reduce == "late" for each in conditions)
+        self.ended = simpy.AllOf(
+            self.env, [self.env.timeout(int(ns)) for kind in kinds for ns in kind.last_backward_ns.flat]
+        )
+        for kind in kinds:
+            instants_ns = kind.last_backward_ns[kind.costs.reduced.stage] - kind.to_come_ns
+            for first, end in zip(*(span.tolist() for span in kind.costs.spans), strict=True):
+                for replica in range(kind.last_backward_ns.shape[1]):
+                    self.env.process(self.backward(range(first, end), instants_ns[:, replica].tolist()))
+        self.env.process(self.close())
 
-    def backward(self, stage: int, replica: int, instants_ns: Sequence[int]) -> Acting:
+    @property
+    def begun_ns(self) -> Ints:
+        """When each section's reduction could begin."""
+        return np.maximum(self.ready_ns, self.waited_ns[self.rings.spans.stage])
+
+    def backward(self, sections: range, instants_ns: Sequence[int]) -> Acting:
         """The last backward of a worker goes through its sections, from the last one to the first."""
-        for section in reversed(self.sections[stage]):
-            if self.conditions.all_reduce == "late":
+        events = {section: self.env.event() for section in sections}
+        for section, event in events.items():
+            self.passed[section].append(event)
+        for section in reversed(sections):
+            if self.late:
                 yield self.ended
             else:
                 yield self.env.timeout(instants_ns[section] - int(self.env.now))
-            self.passed[section][replica].succeed()
+            events[section].succeed()
             self.ready_ns[section] = int(self.env.now)
 
-    def reduce(self, stage: int) -> Acting:
-        """The stage's link carries what one section completes after the other, once it is complete on every replica.
+    def reduce(self, span: int, before: Sequence[simpy.Event]) -> Acting:
+        """A ring carries what one section completes after the other, once it is complete on every replica.
 
-        Each takes what it adds to the time of those behind it (:mod:`simulator.costs.reductions`).
+        Each takes what it adds to the time of those behind it (:mod:`simulator.costs.reductions`). The ring waits for
+        those of later spans that its members are in.
         """
-        first, behind_ns = self.sections[stage][0], self.costs.reduced.behind_ns(self.num_replicas)
-        for section in reversed(self.sections[stage]):
+        yield simpy.AllOf(self.env, before)
+        self.waited_ns[span] = int(self.env.now)
+        sections, behind_ns = np.flatnonzero(self.rings.spans.stage == span).tolist(), self.rings.behind_ns
+        for section in reversed(sections):
             yield simpy.AllOf(self.env, self.passed[section])
-            yield self.env.timeout(int(behind_ns[section] - (behind_ns[section - 1] if section > first else 0)))
-        self.reduced_ns[stage] = int(self.env.now)
+            yield self.env.timeout(int(behind_ns[section] - (behind_ns[section - 1] if section > sections[0] else 0)))
+        for reduced_ns, holders in zip(self.reduced_ns, self.rings.holders, strict=True):
+            reduced_ns[holders[span]] = int(self.env.now)
 
-    def reduce_tied(self, stages: tuple[int, ...], duration_ns: int, before: Sequence[simpy.Event]) -> Acting:
+    def reduce_tied(
+        self, holders: tuple[tuple[int, ...], ...], duration_ns: int, before: Sequence[simpy.Event]
+    ) -> Acting:
         """A ring over stages that share weights begins when each of them is through with what comes before."""
         yield simpy.AllOf(self.env, before)
-        self.tied.append((stages, int(self.env.now), duration_ns))
+        self.tied.append((holders, int(self.env.now), duration_ns))
         yield self.env.timeout(duration_ns)
 
-    def close(self, redone_ns: int) -> Acting:
+    def close(self) -> Acting:
         """The commit barrier waits for everybody, and the slowest optimizer step ends the mini-batch."""
-        through: list[simpy.Event] = [self.env.process(self.reduce(stage)) for stage in range(self.num_stages)]
-        tied_ns = self.costs.reduced.tied_ns(self.num_replicas)
-        for stages, duration_ns in tied_ns:
-            ring = self.env.process(self.reduce_tied(stages, duration_ns, [through[stage] for stage in stages]))
-            for stage in stages:
-                through[stage] = ring
-        slots = self.conditions.compute_slots
-        if slots is not None and slots < self.num_stages * self.num_replicas:
-            through.append(self.env.process(self.reduce_on(slots)))
-        yield simpy.AllOf(self.env, [*through, self.env.timeout(redone_ns)])
+        through: dict[tuple[int, int], simpy.Event] = {}
+        for span in reversed(range(len(self.rings.spans.begin))):
+            members = [(place, int(stages[span])) for place, stages in enumerate(self.rings.holders)]
+            before = [through[member] for member in members if member in through]
+            through |= dict.fromkeys(members, self.env.process(self.reduce(span, before)))
+        for holders, duration_ns in self.rings.tied:
+            members = [(place, stage) for place, stages in enumerate(holders) for stage in stages]
+            ring = self.env.process(self.reduce_tied(holders, duration_ns, [through[member] for member in members]))
+            through |= dict.fromkeys(members, ring)
+        slots = min((each.compute_slots for each in self.conditions if each.compute_slots is not None), default=None)
+        prepared = list(through.values())
+        if slots is not None and slots < sum(kind.last_backward_ns.size for kind in self.kinds):
+            prepared.append(self.env.process(self.reduce_on(slots)))
+        yield simpy.AllOf(self.env, [*prepared, *(self.env.timeout(kind.redone_ns) for kind in self.kinds)])
         self.prepared_ns = int(self.env.now)
-        yield self.env.timeout(self.costs.sections.commit_ns)
-        steps_ns = optimizer_steps_ns(self.costs, self.num_replicas, self.conditions)
-        least_ns = 0 if slots is None else -(-int(steps_ns.sum()) // slots)
-        yield simpy.AllOf(self.env, [self.env.timeout(int(ns)) for ns in (*steps_ns.flat, least_ns)])
+        yield self.env.timeout(self.kinds[0].costs.sections.commit_ns)
+        steps_ns = [
+            int(ns)
+            for kind, number, each in zip(self.kinds, self.num_replicas, self.conditions, strict=True)
+            for ns in optimizer_steps_ns(kind.costs, number, each).flat
+        ]
+        least_ns = 0 if slots is None else -(-sum(steps_ns) // slots)
+        yield simpy.AllOf(self.env, [self.env.timeout(ns) for ns in (*steps_ns, least_ns)])
 
     def reduce_on(self, slots: int) -> Acting:
         """On fewer cores than workers rings take as many as they have members, which share them evenly."""
-        reduced = self.costs.reduced
-        alone_ns = reduced.latest(reduced.behind_ns(self.num_replicas)).tolist()
-        rings = [(self.num_replicas, duration_ns) for duration_ns in alone_ns]
-        rings += [(self.num_replicas * len(stages), ns) for stages, ns in reduced.tied_ns(self.num_replicas)]
+        spans, members = self.rings.spans, sum(self.num_replicas)
+        rings = [(members, duration_ns) for duration_ns in spans.latest(self.rings.behind_ns).tolist()]
+        for holders, duration_ns in self.rings.tied:
+            of_kinds = zip(self.num_replicas, holders, strict=True)
+            rings.append((sum(number * len(stages) for number, stages in of_kinds), duration_ns))
         yield self.ended
         yield self.env.timeout(sum(min(members, slots) * duration_ns for members, duration_ns in rings) // slots)

@@ -20,6 +20,7 @@ _CAUSES = {
     "shared_cores": "the cores that the workers share",
     "shared_links": "messages that share the nodes' links",
     "redundant": "computing for the next stage too (redundant computation), as far as waits do not hide it",
+    "messages": "messages, during which their workers compute nothing",
     "slow_workers": "slow workers, for whom everybody waits",
     "jitter": "task and message times that vary",
 }
@@ -32,13 +33,12 @@ def breakdown_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:
 
     work: all work / workers; imbalance: up to n * max t_s; fill_and_drain: up to the bound without latency,
     windows, wires and all-reduce; latency: up to the bound with latency and windows; bandwidth: with wires too;
-    schedule: up to the pipelines as planned; then what slow workers, redundant tasks, shared cores or shared links add;
-    all_reduce:
-    what of it is exposed; commit_and_optimizer; jitter.
+    schedule: up to the pipelines as planned; then what slow workers, redundant tasks, shared cores, shared links or
+    messages that nothing overlaps add; all_reduce: what of it is exposed; commit_and_optimizer; jitter.
     """
     costs, counts = outcome.costs, outcome.counts
     quick = tuple(entry for entry in conditions.slow if entry[2] < 1)
-    pipes = pipes_of(costs, counts, replace(conditions, slow=quick))
+    pipes = pipes_of(costs, counts, replace(conditions, slow=quick, overlap="full"))
     work = [(total_ns(pipe.work_ns, count), number) for pipe, count, number in pipes]
 
     def bound(*, reduction: bool = False, **without: bool) -> int:
@@ -71,6 +71,8 @@ def _hindrance(conditions: Conditions) -> str:
         return "slow_workers"
     if conditions.eager:
         return "redundant"
+    if not conditions.overlaps:
+        return "messages"
     return "shared_links" if conditions.compute_slots is None else "shared_cores"
 
 

@@ -39,6 +39,8 @@ def worker_times(
     else:
         totals = {kind: _drawn_messages(costs, counts, jitter, kind) for kind in _MESSAGES}
     handled = _handled_ns(totals, conditions)
+    if not conditions.overlaps:  # then messages are in the tasks at both ends, and nowhere else
+        totals, wires = ({kind: np.zeros_like(times[kind]) for kind in _MESSAGES} for times in (totals, wires))
     return ShapeTimes(
         **{
             f"{kind}_ns": np.maximum(1, np.rint(tasks[kind] * slower + handled.get(kind, 0))).astype(np.int64)
@@ -48,26 +50,28 @@ def worker_times(
         **{f"{kind}_wire_ns": wires[kind] for kind in _MESSAGES},
         node=costs.layout.node(num_replicas),
         recompute=costs.times.recompute,
-        share_links=conditions.share_links,
+        share_links=conditions.share_links and conditions.overlaps,
         **_redundant_times(costs, tasks, slower, conditions),
     )
 
 
 def _handled_ns(totals: Mapping[str, Ints], conditions: Conditions) -> dict[str, Floats]:
-    """What of its core a worker needs for the messages of a task, [P, D, 1 or most]: half of each at either end.
+    """What longer a worker is busy with a task for its messages, at either end, [P, D, 1 or most].
 
-    Nothing where each worker has a device of its own: a message on one machine takes its cores, which then wait for it.
+    On one machine half of each message: it takes the cores, which then wait for it. Else nothing, or all of it where
+    nothing overlaps: the sender is busy until the message is sent, then the receiver until it has it.
     """
-    if conditions.compute_slots is None:
+    if conditions.compute_slots is None and conditions.overlaps:
         return {}
-    halves = {kind: times / 2 for kind, times in totals.items()}
-    behind = {kind: np.zeros_like(half) for kind, half in halves.items()}
-    for kind, half in halves.items():
-        half[-1] = 0  # the last stage has no next one
-        behind[kind][1:] = half[:-1]
+    num_parts = 1 if conditions.compute_slots is None else 2
+    taken = {kind: times / num_parts for kind, times in totals.items()}
+    behind = {kind: np.zeros_like(times) for kind, times in taken.items()}
+    for kind, times in taken.items():
+        times[-1] = 0  # the last stage has no next one
+        behind[kind][1:] = times[:-1]
     return {
-        "forward": halves["activation"] + behind["activation"],
-        "backward": halves["gradient"] + behind["gradient"],
+        "forward": taken["activation"] + behind["activation"],
+        "backward": taken["gradient"] + behind["gradient"],
     }
 
 
@@ -187,7 +191,8 @@ def recomputes_in_time(times: StageTimes) -> bool:
 def is_plain(costs: StageCosts, counts: Sequence[int], conditions: Conditions) -> bool:
     """Whether the pipelines of this shape run exactly as :func:`run_pipeline` plays them."""
     slots = conditions.compute_slots
-    if conditions.slow or conditions.eager or (slots is not None and slots < costs.times.num_stages * len(counts)):
+    crowded = slots is not None and slots < costs.times.num_stages * len(counts)
+    if conditions.slow or conditions.eager or not conditions.overlaps or crowded:
         return False
     if not costs.layout.alike or not recomputes_in_time(costs.times):
         return False

@@ -1,8 +1,8 @@
 """The reference engine: the pipelines of a mini-batch as SimPy processes, in the words of the rules.
 
 It plays what the compiled loops play (:mod:`simulator.engine.mini_batch` and :mod:`simulator.engine.execution`), to the
-nanosecond, and is written to be read: tests hold the loops against it, and docs/simulator.md quotes it. Each stage of
-each replica is a process (``Worker``), and so is each direction between two of them (``Channel``).
+nanosecond, and is written to be read: tests hold the loops against it, and docs/how-it-works/simulator.md quotes it.
+Each stage of each replica is a process (``Worker``), and so is each direction between two of them (``Channel``).
 
 What a worker runs next is said by the first rule that says something. Tasks are the letters F (forward), R (recompute)
 and B (backward). At one instant everything ends and arrives first; then workers decide, the last stage first and in it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -41,8 +42,28 @@ def of_node_type(profile: Profile, name: str | None) -> Profile:
     )
 
 
+def of_pool_type(profile: Profile, name: str) -> Profile:
+    """The profile as it is on GPUs that a pool or a plan names so.
+
+    The type that the profile was measured on has no name. It may be called what its environment says of the device:
+    "v100" or "V100" is the profile's own type where that is a "Tesla V100 16 GB".
+
+    Raises:
+        PlanError: it is none of the profile's types; names those that there are.
+    """
+    if any(entry.name == name for entry in profile.node_types):
+        return of_node_type(profile, name)
+    device = profile.environment.device
+    words = re.findall(r"[a-z0-9]+", device.casefold())
+    if all(word in words for word in re.findall(r"[a-z0-9]+", name.casefold())):
+        return profile
+    known = [f"a word of {device!r} (the profile's own)", *(entry.name for entry in profile.node_types)]
+    raise PlanError("is not a type of this profile", field="pool", value=name, allowed=", ".join(known))
+
+
 AllReduceStart = Literal["overlapped", "late"]
 RedundantName = Literal["off", "lflb", "eflb", "efeb"]
+OverlapName = Literal["full", "none"]
 Slow = Mapping[int | tuple[int, int], float]
 NUM_DRAWS = 20
 
@@ -63,12 +84,15 @@ class Conditions:
     jitter_seed: int | None = None
     num_draws: int = NUM_DRAWS
     redundant_computation: RedundantName = "off"
+    overlap: OverlapName = "full"
 
     def __post_init__(self) -> None:
-        kinds = get_args(RedundantName)
-        if self.redundant_computation not in kinds:
-            name, allowed = self.redundant_computation, ", ".join(kinds)
-            raise PlanError("is unknown", field="redundant_computation", value=name, allowed=allowed)
+        for field, known in (("redundant_computation", RedundantName), ("overlap", OverlapName)):
+            if (name := getattr(self, field)) not in get_args(known):
+                raise PlanError("is unknown", field=field, value=name, allowed=", ".join(get_args(known)))
+        if not self.overlaps and (self.compute_slots is not None or self.eager):
+            allowed = "full with shared cores or eager redundant computation"
+            raise PlanError("is for workers with a device each", field="overlap", value=self.overlap, allowed=allowed)
         if self.compute_slots is not None:
             ranges.SLOTS.check("compute_slots", self.compute_slots)
         if self.compute_slots is not None and self.node_sizes is not None:
@@ -94,6 +118,11 @@ class Conditions:
                 raise PlanError("is not a factor", field="slow", value={where: factor}, allowed=str(ranges.FACTOR))
 
     @property
+    def overlaps(self) -> bool:
+        """Whether a worker computes while its messages are sent."""
+        return self.overlap == "full"
+
+    @property
     def eager(self) -> bool:
         """Whether workers run redundant tasks in every mini-batch."""
         return self.redundant_computation in ("eflb", "efeb")
@@ -102,14 +131,13 @@ class Conditions:
     def uneven(self) -> bool:
         """Whether windows have to be judged by the full play.
 
-        This is the case if cores or the links of several GPUs are shared, a worker is slow, times vary, or redundant
-        tasks are run.
+        This is the case if cores or the links of several GPUs are shared, a worker is slow, times vary, redundant
+        tasks are run, or messages hold up their workers.
         """
         sizes = self.node_sizes or (1,)
         crowded = self.share_links and max(sizes) > 1 and len(sizes) > 1  # nothing leaves a lone node
-        return (
-            crowded or self.eager or self.compute_slots is not None or bool(self.slow) or self.jitter_seed is not None
-        )
+        hindered = crowded or self.eager or not self.overlaps or self.compute_slots is not None
+        return hindered or bool(self.slow) or self.jitter_seed is not None
 
 
 def slow_workers(slow: Slow | None) -> tuple[tuple[int, int | None, float], ...]:

@@ -11,7 +11,15 @@ from morph.contract.cluster import LinkSetting, RingSetting
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
-from simulator.inputs.conditions import NUM_DRAWS, AllReduceStart, Conditions, RedundantName, Slow, slow_workers
+from simulator.inputs.conditions import (
+    NUM_DRAWS,
+    AllReduceStart,
+    Conditions,
+    OverlapName,
+    RedundantName,
+    Slow,
+    slow_workers,
+)
 from simulator.inputs.placement import node_sizes
 
 
@@ -77,6 +85,8 @@ class PlanRequest:
         redundant_computation: Bamboo's: each worker holds the layers of the next stage too, and computes for it "lflb":
             when it is lost; "eflb": forwards always, backwards when it is lost; "efeb": both always (see
             :mod:`simulator.costs.redundant`). For :func:`simulate` alone.
+        overlap: "full": a worker computes while its messages are sent, as Morph's do; "none": it does nothing else
+            while it sends or receives one, as in frameworks with blocking sends (DeepSpeed). To compare with such.
         objective: "examples_per_s", "usd_per_example" or "progress" (see :mod:`simulator.search.objectives`).
         usd_per_gpu_hour: Price, one for all nodes or by GPUs per node; for "usd_per_example".
         revocations_per_hour: How often a node is revoked; for "progress".
@@ -107,6 +117,7 @@ class PlanRequest:
     jitter_seed: int | None = None
     num_draws: int = NUM_DRAWS
     redundant_computation: RedundantName = "off"
+    overlap: OverlapName = "full"
     objective: ObjectiveName = "examples_per_s"
     usd_per_gpu_hour: Price | None = None
     revocations_per_hour: float | None = None
@@ -158,6 +169,7 @@ class PlanRequest:
             jitter_seed=self.jitter_seed,
             num_draws=self.num_draws,
             redundant_computation=self.redundant_computation,
+            overlap=self.overlap,
         )
 
     def nodes(self, num_gpus: int | None) -> tuple[int, ...] | None:

@@ -17,6 +17,7 @@ faster is taken to be as slow.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -111,6 +112,18 @@ class AllReduce:
         latency = curve(curve.sizes_bytes[:1])
         bandwidth_share = ((ring_size - 1) / ring_size) / ((nearest - 1) / nearest)
         return latency * (ring_size - 1) / (nearest - 1) + np.maximum(0.0, curve(sizes) - latency) * bandwidth_share
+
+
+@dataclass(frozen=True)
+class SlowestAllReduce:
+    """AR(D, S) of a ring whose members are on several types of node: that of the slowest of them."""
+
+    each: tuple[AllReduce | SlowestAllReduce, ...]
+
+    def times_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
+        """As of :class:`AllReduce`."""
+        times: npt.NDArray[np.int64] = np.max([one.times_ns(ring_size, sizes_bytes) for one in self.each], axis=0)
+        return times
 
 
 def _growing(curve: Curve) -> Curve:

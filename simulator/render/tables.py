@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from itertools import groupby, pairwise
 
@@ -10,7 +11,7 @@ from rich.table import Table
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from morph.tables import table
-from morph.words import count_text, size_text, time_text
+from morph.words import count_text, counted, size_text, time_text
 from simulator import PlanChoice, Simulation
 from simulator.costs.memory import MOMENTS
 from simulator.costs.redundant import redundant_host_bytes
@@ -23,24 +24,44 @@ WIDTH = 110
 def shape_lines(profile: Profile, simulation: Simulation) -> list[str]:
     """What a person wants to know of one shape, in a few lines."""
     plan, expected = simulation.plan, simulation.expected
-    counts = plan.micro_batches_per_replica
-    shares = f"{counts[0]}" if counts[0] == counts[-1] else f"{counts[-1]} or {counts[0]}"
+    shares = _shares_text(plan.micro_batches_per_replica)
     parts = sorted(expected.parts_s.items(), key=lambda item: -item[1])
     spent = ", ".join(
         f"{part.replace('_', '-')} {seconds / expected.mini_batch_s:.0%}" for part, seconds in parts if seconds
     )
     return [
-        f"[bold]{profile.job.name}: {plan.pipeline_depth} x {plan.num_replicas}[/bold] (P x D), "
+        f"[bold]{profile.job.name}: {_spaced(plan)}[/bold] (P x D), "
         f"{plan.num_workers} workers, {plan.schedule} schedule",
         f"batch {profile.job.batch_size} = {plan.num_micro_batches} micro-batches of {plan.micro_batch_size}, "
         f"{shares} per replica",
         f"expected: [bold]{expected.examples_per_s:.4g} examples/s[/bold], {time_text(expected.mini_batch_s)} per "
         f"mini-batch (lower bound for these stages: {time_text(expected.lower_bound_s)})",
         *([_jitter_line(simulation.jitter)] if simulation.jitter else []),
+        *(_kind_lines(simulation) if len(simulation.kinds) > 1 else []),
         *([_node_line(plan)] if plan.placement else []),
         f"where a worker's time goes: {spent}",
         *([_groups_line(plan)] if any(stage.live_sections for stage in plan.stages) else []),
         simulation.explanation,
+    ]
+
+
+def _spaced(plan: Plan) -> str:
+    return plan.shape.replace("x", " x ")
+
+
+def _shares_text(counts: tuple[int, ...]) -> str:
+    """Micro-batches of each pipeline: ``4``, ``4 or 5``, ``4 to 9``."""
+    few, most = min(counts), max(counts)
+    between = "or" if set(counts) == {few, most} else "to"
+    return f"{few}" if few == most else f"{few} {between} {most}"
+
+
+def _kind_lines(simulation: Simulation) -> list[str]:
+    """Each kind of pipeline with its share of the work."""
+    return [
+        f"{counted(kind.outcome.shape[1], 'pipeline')} of {counted(kind.outcome.shape[0], 'stage')}"
+        f"{f' on {kind.node_type}' if kind.node_type else ''}: {_shares_text(kind.outcome.counts)} micro-batches each"
+        for kind in simulation.kinds
     ]
 
 
@@ -96,7 +117,13 @@ def leftover_line(choice: PlanChoice) -> str:
 
 def stage_table(profile: Profile, simulation: Simulation) -> Table:
     """Stages with their sections, parameters, times, window and memory."""
-    times, held = simulation.costs.times, sum(section.parameter_bytes for section in profile.sections)
+    held = sum(section.parameter_bytes for section in profile.sections)
+    workers = [
+        (kind.outcome.costs, stage, kind.node_type)
+        for kind in simulation.kinds
+        for stage in range(kind.outcome.shape[0])
+    ]
+    typed = any(node_type for _, _, node_type in workers)
     unit_bytes = sum(unit.parameter_bytes for unit in profile.units) or held
     per_byte = profile.job.num_parameters / unit_bytes if unit_bytes else 0.0
     rows = [
@@ -104,28 +131,33 @@ def stage_table(profile: Profile, simulation: Simulation) -> Table:
             number,
             _span(stage.first_section, stage.end_section - 1),
             count_text(sum(profile.sections[section].parameter_bytes for section in stage.sections) * per_byte),
-            time_text(int(times.forward_ns[number]) / 1e9),
-            time_text(int(times.recompute_ns[number]) / 1e9) if stage.recompute else "-",
-            time_text(int(times.backward_ns[number]) / 1e9),
+            time_text(int(costs.times.forward_ns[own]) / 1e9),
+            time_text(int(costs.times.recompute_ns[own]) / 1e9) if stage.recompute else "-",
+            time_text(int(costs.times.backward_ns[own]) / 1e9),
             stage.window,
-            size_text(int(simulation.costs.memory_bytes[number]), binary=True),
+            size_text(int(costs.memory_bytes[own]), binary=True),
+            *([node_type] if typed else []),
         )
-        for number, stage in enumerate(simulation.plan.stages)
+        for number, (stage, (costs, own, node_type)) in enumerate(zip(simulation.plan.stages, workers, strict=True))
     ]
-    return table("Stages", ("stage", "sections", "parameters", "F", "R", "B", "window", "memory"), rows)
+    names = ("stage", "sections", "parameters", "F", "R", "B", "window", "memory", *(["GPU"] if typed else []))
+    return table("Stages", names, rows)
 
 
 def memory_lines(simulation: Simulation) -> list[str]:
     """What the fullest device holds, and when, and the fullest host where devices have memory of their own."""
-    costs = simulation.costs
+    firsts = itertools.accumulate((kind.outcome.shape[0] for kind in simulation.kinds), initial=0)
+    every = [(kind.outcome.costs, first) for kind, first in zip(simulation.kinds, firsts, strict=False)]
+    costs, first = max(every, key=lambda entry: entry[0].peak_bytes)
     stage = int(costs.memory_bytes.argmax())
     moment, parts = costs.memory_parts(stage)
     whole = size_text(int(costs.memory_bytes[stage]), binary=True)
-    lines = [f"most memory: {whole} at stage {stage}, while {MOMENTS[moment]}: {_parts_text(parts)}"]
+    lines = [f"most memory: {whole} at stage {first + stage}, while {MOMENTS[moment]}: {_parts_text(parts)}"]
     if costs.memory.apart:
+        costs, first = max(every, key=lambda entry: int(entry[0].host_bytes.max()))
         stage = int(costs.host_bytes.argmax())
         whole = size_text(int(costs.host_bytes[stage]), binary=True)
-        lines.append(f"host memory: up to {whole} at stage {stage}: {_parts_text(costs.host_parts(stage))}")
+        lines.append(f"host memory: up to {whole} at stage {first + stage}: {_parts_text(costs.host_parts(stage))}")
     return lines
 
 
@@ -154,7 +186,7 @@ def ranking(choice: PlanChoice) -> Table:
     best = choice.best.expected.examples_per_s
     rows = [
         (
-            f"{plan.pipeline_depth} x {plan.num_replicas}",
+            _spaced(plan),
             plan.num_workers,
             f"{plan.expected.examples_per_s:.4g}",
             f"{plan.expected.examples_per_s / best:.1%}",
@@ -177,6 +209,7 @@ _STEPS = {
     "bandwidth": "messages that wait for their wire",
     "schedule": "waiting that the schedule adds",
     "shared_cores": "cores shared by the workers",
+    "messages": "messages, during which their workers compute nothing",
     "shared_links": "node links shared by messages",
     "slow_workers": "slow workers",
     "redundant": "computing for the next stage too",

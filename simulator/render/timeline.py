@@ -40,7 +40,7 @@ def draw_timeline(simulation: Simulation, path: Path, max_replicas: int = 4) -> 
     replicas = min(max_replicas, plan.num_replicas)
     shown = "" if replicas == plan.num_replicas else f" (replicas 0-{replicas - 1} of {plan.num_replicas} shown)"
     title = (
-        f"{plan.pipeline_depth} x {plan.num_replicas}, {plan.schedule}: {time_text(plan.expected.mini_batch_s)} "
+        f"{plan.shape.replace('x', ' x ')}, {plan.schedule}: {time_text(plan.expected.mini_batch_s)} "
         f"per mini-batch, {plan.expected.examples_per_s:.4g} examples/s{shown}"
     )
     draw_boxes(frame[frame["replica"] < replicas], plan.num_replicas > 1, title, path, PlanError)

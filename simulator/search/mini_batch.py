@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from morph.contract import ranges
 from morph.contract.errors import PlanError
-from morph.contract.plan import Plan
+from morph.contract.plan import PipelineKind, Plan, StagePlan
 from morph.contract.profile import Profile
-from simulator.costs.answer import Simulation, deal, describe
-from simulator.costs.outcome import EngineName, ShapeSimulator, engine_of
-from simulator.costs.stage_costs import stage_costs
-from simulator.inputs.conditions import check_slow
-from simulator.inputs.layout import lay_out, placed
+from simulator.costs.answer import SimulatedKind, Simulation, deal, describe, describe_kinds
+from simulator.costs.outcome import EngineName, Kind, Outcome, ShapeSimulator, engine_of, together
+from simulator.costs.stage_costs import StageCosts, stage_costs
+from simulator.inputs.conditions import Conditions, check_slow, of_pool_type
+from simulator.inputs.layout import Layout, lay_out, placed
 from simulator.inputs.placement import Placement, node_sizes
 from simulator.inputs.request import PlanRequest
 from simulator.search.micro_batch import knee_micro_batch_size, num_micro_batches
@@ -95,7 +96,8 @@ def simulate_plan(
         profile: What calibration measured; its model is the plan's.
         plan: Anything but its expectation counts.
         request: The conditions; what it says of shapes, schedules and nodes is left aside. With ``compute_slots`` all
-            workers are on one machine, whatever the plan's nodes.
+            workers are on one machine, whatever the plan's nodes; unequal pipelines are then estimated as if each kind
+            had cores of its own, in proportion to its workers. ``slow`` has the stages as the plan numbers them.
         engine: As :func:`simulate`.
         more: Fields of the request, in place of its own.
 
@@ -103,27 +105,78 @@ def simulate_plan(
         PlanError: as :func:`simulate`.
     """
     request = replace(request, **more)
-    profile = request.on_its_host(profile)
-    boundaries = tuple(stage.first_section for stage in plan.stages)
-    depth, counts = plan.pipeline_depth, plan.micro_batches_per_replica
-    _check_shape(profile, boundaries, None, plan.num_replicas, num_micro_batches(profile, plan.micro_batch_size))
     on_nodes = bool(plan.placement) and request.compute_slots is None
     conditions = request.conditions(plan.node_sizes if on_nodes else None)
-    check_slow(conditions.slow, depth, plan.num_replicas)
-    layout = (
-        placed(profile.contention, Placement(plan.node_sizes, plan.placement))
-        if on_nodes
-        else lay_out(profile.contention, depth, plan.num_replicas, conditions)
+    if len(plan.pipeline_kinds) > 1:
+        _check_unequal(conditions)
+    total = num_micro_batches(profile, plan.micro_batch_size)
+    kinds, stage, replica = [], 0, 0
+    for kind in plan.pipeline_kinds:
+        stages, nodes = plan.stages[stage : stage + kind.num_stages], plan.placement[replica:][: kind.num_replicas]
+        slow = tuple((s - stage, d, factor) for s, d, factor in conditions.slow if 0 <= s - stage < kind.num_stages)
+        here = replace(
+            conditions,
+            slow=tuple((s, None if d is None else d - replica, factor) for s, d, factor in slow),
+            compute_slots=_slots(conditions.compute_slots, kind, plan),
+        )
+        measured = request.on_its_host(of_pool_type(profile, stages[0].node_type))
+        _check_shape(measured, [each.first_section for each in stages], None, plan.num_replicas, total)
+        check_slow(here.slow, kind.num_stages, kind.num_replicas)
+        layout = (
+            placed(measured.contention, Placement(plan.node_sizes, nodes))
+            if on_nodes
+            else lay_out(measured.contention, kind.num_stages, kind.num_replicas, here)
+        )
+        costs = _costs_as_planned(measured, plan, stages, request, layout)
+        kinds.append(Kind(ShapeSimulator(here, engine_of(engine)), costs, kind.micro_batches))
+        stage, replica = stage + kind.num_stages, replica + kind.num_replicas
+    if len(kinds) == 1:
+        only = kinds[0]
+        outcomes: tuple[Outcome, ...] = (only.simulator.full(only.costs, only.counts),)
+    else:
+        outcomes = together(kinds)
+    first = itertools.accumulate((kind.num_stages for kind in plan.pipeline_kinds), initial=0)
+    return describe_kinds(
+        [
+            SimulatedKind(outcome, kind.simulator, plan.stages[start].node_type)
+            for outcome, kind, start in zip(outcomes, kinds, first, strict=False)
+        ]
     )
-    recompute = any(stage.recompute for stage in plan.stages)
+
+
+def _costs_as_planned(
+    profile: Profile, plan: Plan, stages: Sequence[StagePlan], request: PlanRequest, layout: Layout
+) -> StageCosts:
+    """Of the stages of one kind of pipeline."""
+    recompute = any(stage.recompute for stage in stages)
     setting = Setting(profile, plan.micro_batch_size, recompute, (plan.schedule,), None, request.memory_rules)
-    windows = tuple(stage.window for stage in plan.stages)
-    live = tuple((stage.live_sections or len(stage.sections)) * stage.recompute for stage in plan.stages)
-    costs = stage_costs(
-        setting.sections, boundaries, windows, plan.schedule, layout, single=len(counts) == 1, live=live
+    windows = tuple(stage.window for stage in stages)
+    live = tuple((stage.live_sections or len(stage.sections)) * stage.recompute for stage in stages)
+    boundaries = tuple(stage.first_section for stage in stages)
+    return stage_costs(
+        setting.sections, boundaries, windows, plan.schedule, layout, single=plan.num_replicas == 1, live=live
     )
-    shape_simulator = ShapeSimulator(conditions, engine_of(engine))
-    return describe(shape_simulator.full(costs, counts), shape_simulator)
+
+
+def _slots(slots: int | None, kind: PipelineKind, plan: Plan) -> int | None:
+    """Cores for one kind of pipeline, where all share them: in proportion to its workers, at least one."""
+    num_workers = kind.num_stages * kind.num_replicas
+    return None if slots is None else max(1, round(slots * num_workers / plan.num_workers))
+
+
+def _check_unequal(conditions: Conditions) -> None:
+    """Refuse conditions under which pipelines of several kinds meet before they reduce.
+
+    Raises:
+        PlanError: naming the condition.
+    """
+    off, redundant = Conditions().redundant_computation, conditions.redundant_computation
+    given = {"jitter_seed": (conditions.jitter_seed, None), "redundant_computation": (redundant, off)}
+    for field, (value, plain) in given.items():
+        if value != plain:
+            raise PlanError(
+                "is simulated for equal pipelines", field=field, value=value, allowed=f"{plain} for this plan"
+            )
 
 
 def _check_shape(

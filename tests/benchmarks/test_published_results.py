@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from functools import partial
 from pathlib import Path
@@ -27,9 +28,9 @@ from benchmarks.published.questions import (
     table_7,
     table_7_estimated,
 )
-from benchmarks.soak.thinning import describe, first_hours, thinned
+from benchmarks.sailor import GROUPS, main
 from benchmarks.spotify_tables import HEAVY, LIGHT, MTTP_S, STEPS, Inferred, play
-from morph.contract.trace import Trace, TraceEvent, write_trace
+from morph.contract.trace import write_trace
 from simulator import spot_model
 from tests.grids import IS_LONG
 
@@ -106,7 +107,7 @@ def test_fewer_nodes_and_more_losses_slow_bamboo_down_as_published() -> None:
     assert tenth / first == pytest.approx(ROWS[2].throughput / ROWS[0].throughput, rel=0.06)
 
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "published-profiles.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/reference/published-profiles.md"
 
 
 @pytest.fixture(scope="module")
@@ -194,47 +195,57 @@ def test_the_papers_own_simulator_is_as_far_off_as_its_table_says() -> None:
     assert mean_error(table_7_estimated()) == (pytest.approx(0.022, abs=0.0005), pytest.approx(0.056, abs=0.0005))
 
 
-MODEL = spot_model(32, losses_per_vm_h=1.35, bulk_share=0.7, initial=24, least=4)
-TRACE = MODEL.draw(3, 8000)
-
-
-def removals(trace: Trace) -> dict[float, set[str]]:
-    found: dict[float, set[str]] = {}
-    for event in trace.events:
-        if event.event == "remove":
-            found.setdefault(event.time_s, set()).add(event.node_id)
-    return found
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_thinning_keeps_at_most_the_wanted_nodes_and_only_given_events(seed: int) -> None:
-    kept = thinned(TRACE, 6, seed)
-    assert 1 <= kept.max_nodes <= 6
-    assert set(kept.events) <= set(TRACE.events)
-    assert kept == thinned(TRACE, 6, seed)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_what_is_revoked_together_stays_together_as_far_as_there_is_room(seed: int) -> None:
-    whole, room = removals(TRACE), thinned(TRACE, TRACE.max_nodes, seed)
-    assert room == TRACE
-    kept = removals(thinned(TRACE, 8, seed))
-    assert kept
-    assert all(nodes <= whole[time_s] for time_s, nodes in kept.items())
-    assert any(len(nodes) > 1 for nodes in kept.values())
-
-
-def test_a_part_begins_at_its_first_event_and_ends_after_its_hours() -> None:
-    late = Trace(events=tuple(event.model_copy(update={"time_s": event.time_s + 500}) for event in TRACE.events))
-    part = first_hours(late, 1.0)
-    assert part.events[0].time_s == 0
-    assert 3000 < part.duration_s <= 3600
-
-
-def test_the_description_counts_what_goes_together() -> None:
-    events = [TraceEvent(time_s=0, event="add", node_id=name) for name in "abc"]
-    events += [TraceEvent(time_s=5, event="remove", node_id=name) for name in "ab"]
-    events.append(TraceEvent(time_s=6, event="remove", node_id="c"))
-    assert describe(Trace(events=tuple(events))) == (
-        "3 VMs come, 3 are revoked (2 of them two or more at once, at most 2), at most 3 at a time"
+def made_up_artifact(root: Path) -> None:
+    """A checkout of Sailor's artifact in small: each group has a run of 1F1B over a quick and a slow node."""
+    planner, zone = root / "sailor/Planner", "zone"
+    link = {"1": {zone: {kind: {"1": [[0.0, 0.0, 0.5], 5e8]} for kind in ("A", "B")}}}  # 0.5 GB/s whatever the size
+    sizes = {str(layer): {"act_output_floats": 2.5e6, "params_floats": 1.25e7} for layer in range(2)}
+    plan = {
+        "zone": zone,
+        "pipeline_list": [
+            {
+                "num_stages": 2,
+                "layers_per_stage": [[0], [1]],
+                "tmp_per_stage": [[[[["A", 1, zone]], 1], [[["A", 1, zone]], 1]], [[[["B", 1, zone]], 1]] * 2],
+                "dp": [2, 2],
+            }
+        ],
+        **{"mbs": 2, "gbs": 40, "real": 2.0, "red_grads": 0.1},
+    }
+    times = {"A": {"0": [0.01, 0.02, 0.0]}, "B": {"1": [0.03, 0.06, 0.0]}}
+    files: dict[str, object] = {
+        "sailor/providers/multizone_bandwidths_het.json": {zone: {"A": link, "B": link}},
+        "sailor/Planner/llm_info.json": {"M": {"1": sizes}},
+        "sailor/Planner/simulations/profiles_tmp.json": {
+            "M": {kind: {"2": {"1": layers}} for kind, layers in times.items()}
+        },
+    }
+    for folder, training in GROUPS.values():
+        files |= {
+            f"sailor/Planner/simulations/configs/training_config_{training}.json": {"model": "M", "num_all_layers": 2},
+            f"sailor/Planner/simulations/validation/{folder}/N4/plan_config_N4_D2.json": plan,
+            f"sailor/Planner/simulations/validation/{folder}/N8/plan_config_N8_D2.json": plan,
+        }
+    for name, value in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(json.dumps(value), encoding="utf-8")
+    (planner / "simulations/runtime_simulator.py").write_text(
+        "class Simulator:\n    def __init__(self, *given): pass\n"
+        "    def simulate_iteration_time(self, plan): return 3.0, 0\n",
+        encoding="utf-8",
     )
+
+
+def test_runs_of_sailor_are_simulated_with_the_times_of_each_node(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_up_artifact(tmp_path)
+    main(tmp_path)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| N")]
+    # 10 micro-batches of 0.09 s and two messages of 0.04 s behind the first forward and before the last backward, then
+    # a ring of two with 50 MB of each stage: two messages of 25 MB
+    expected_s = 0.01 + 0.04 + 10 * (0.09 + 2 * 0.04) + 0.04 + 0.02 + 2 * 0.025 / 0.5
+    cells = [cell.strip() for cell in lines[0].split("|")]
+    assert cells[2:6] == ["2x2, 2, 40", "2.000", "+50.0 %", f"{100 * (expected_s / 2 - 1):+.1f} %"]
+    assert len(lines) == 2 * len(GROUPS)
+    assert "the same times as N4 D2" in lines[1]

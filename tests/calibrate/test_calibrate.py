@@ -26,7 +26,7 @@ from tests.forked_modules import SUBPROCESS
 
 ROOT = Path(__file__).parents[2]
 JOB = f"{ROOT}/configs/jobs/tiny_gpt.py:job"
-SCHEMA = ROOT / "docs/profile.schema.json"
+SCHEMA = ROOT / "docs/reference/profile.schema.json"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 """The profile comes from six processes, which start slowly on busy cores."""
 
@@ -122,7 +122,7 @@ def test_a_place_that_cannot_be_written_is_refused(profile: Profile, tmp_path: P
 
 def test_the_published_schema_is_current() -> None:
     assert SCHEMA.read_text(encoding="utf-8") == schema_text(), (
-        "python -m calibrate.writing.schema docs/profile.schema.json"
+        "python -m calibrate.writing.schema docs/reference/profile.schema.json"
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.chaos.faults import FAULTS
 from tests.system.commands import ROOT
 
-PAGE = (ROOT / "docs/faults.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/how-it-works/faults.md").read_text(encoding="utf-8")
 NAMED = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", PAGE)
 
 

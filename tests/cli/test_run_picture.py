@@ -2,13 +2,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -21,13 +17,9 @@ from manager.report.steps import Cost, SetBack, Step, StepRecord, Steps
 from manager.report.values import MorphRecord, RunReport, ShapeSpan, SourceSum, VmCount
 from manager.run_dir import JOURNAL, RunFacts
 from morph.cli.main import app
-from morph.cli.runs.demo import OtherProcesses
-from morph.cli.runs.demo_tables import print_expectations
 from morph.contract.messages import Prepared
 from morph.contract.timeline import ComputeTimes, Peaks, Span, StepTimeline
 
-CORES = os.cpu_count() or 1
-TICKS_S = 0.1  # the kernel counts in hundredths of a second, for each process
 START_S = 1_700_000_000.0
 BATCH = 48
 
@@ -105,11 +97,6 @@ def steps() -> Steps:
     cost = Cost(vm_h=0.0, unpriced_h=0.0, usd=0.0, dearest_usd_per_h=math.nan)
     newer = [Step(record.step, record, cost) for record in records]
     return Steps(newer=newer, set_backs=[SetBack(num_decided=73, version=71)])  # steps 71 and 72 are run again
-
-
-def busy_seconds() -> float:
-    machine = psutil.cpu_times()
-    return sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice
 
 
 def report(**changes: object) -> RunReport:
@@ -198,31 +185,6 @@ def test_neighbouring_labels_stand_in_different_rows() -> None:
     near = LABEL_WIDTH_PX / 2
     assert label_rows([0, near, 2 * near, 2 * near + 1, 1000]) == [0, 1, 0, 2, 0]
     assert label_rows([]) == []
-
-
-def test_the_demo_shows_how_much_of_the_cores_others_used(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    others = OtherProcesses()
-    took_until = ((0.0, 0.0), (30.2, 0.0), (52.2, 22.0 * CORES), (70.2, 31.0 * CORES), (200.0, 31.0 * CORES))
-    others.looks = [(START_S + time_s, computed_s) for time_s, computed_s in took_until]
-    print_expectations(report(), others.share, CORES)
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
-    shapes = {row[0]: row[1:] for row in rows if row}
-    assert shapes["2x2"] == ["27", "700", "700", "699", "100%"]
-    assert shapes["3x1"] == ["14", "1000", "1000", "952", "50%"]
-    assert shapes["5x1"][-1] == "0%"
-    assert shapes.keys() == {"3x2", "2x2", "3x1", "5x1"}
-
-
-def test_what_this_process_and_its_children_compute_is_no_share_of_others() -> None:
-    busy_s, own_s = busy_seconds(), sum(os.times()[:4])
-    others = OtherProcesses()
-    with others:
-        subprocess.run([sys.executable, "-c", "sum(range(3 * 10**7))"], check=True, timeout=60)
-    busy_s, own_s = busy_seconds() - busy_s, sum(os.times()[:4]) - own_s
-    assert own_s > 4 * TICKS_S
-    assert others.looks[-1][1] - others.looks[0][1] <= busy_s - own_s + 2 * TICKS_S
 
 
 TIMES = ComputeTimes(forward_s=1, recompute_s=0, backward_s=1, reduce_s=0, wait_s=0, step_s=2)

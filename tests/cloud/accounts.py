@@ -16,7 +16,7 @@ from manager.run_dir import JOURNAL
 from tests.cloud.region import Life
 
 HEARD_S = 6.5
-"""The longest that a silent worker goes unnoticed (docs/manager.md)."""
+"""The longest that a silent worker goes unnoticed (docs/how-it-works/manager.md)."""
 BEGIN_S = 4.0
 """By which the first moment that is paid may differ: from Azure's answer, which has its date, to when it is read."""
 CLOCK_S = 4.0

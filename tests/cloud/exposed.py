@@ -34,7 +34,7 @@ OF_MANAGER: set[Socket] = {
     ("python", "own", "orders"),
     ("python", "loopback", "any"),
 }
-"""Who listens on the manager's VM, on which addresses, at which of the ports of docs/azure.md. The last: the page."""
+"""Who listens on the manager's VM, on which addresses, at which ports of docs/guides/azure.md. The last: the page."""
 OF_VM: set[Socket] = {
     ("raylet", "all", "node_manager_port"),
     ("raylet", "all", "object_manager_port"),
@@ -66,7 +66,7 @@ class Watch:
         return [*recorded(self._life.secrets_path), *self._credentials, *self._azure.region.tokens, self._login]
 
     def check(self) -> None:
-        """See that nothing listens, and no secret stands, where docs/safety.md and docs/azure.md do not say so."""
+        """See that nothing listens, and no secret is kept, but as safety.md and azure.md in docs say."""
         assert len(self.shown) == 1 + self._life.keep, "it was not looked in time"
         known = self.secrets
         for name, shown in self.shown.items():

@@ -1,7 +1,7 @@
 """Azure, whose VMs are virtual hosts of this machine: Morph's code and Azure's SDK find it where Azure would be.
 
 ``https://management.azure.com`` and 169.254.169.254 answer inside the hosts: nothing of Morph is told of a fake. The
-manager runs on a host of its own, with an identity, as ``docs/azure.md`` says.
+manager runs on a host of its own, with an identity, as ``docs/guides/azure.md`` says.
 """
 
 from __future__ import annotations

@@ -1,18 +1,21 @@
-"""Profiles, plans and other files: what is wrong names file, field and value."""
+"""Profiles, plans, pools and other files: what is wrong names file, field and value."""
 
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from morph.contract.errors import InputError, PlanError, ProfileError
 from morph.contract.files import PRIVATE, write_whole
-from morph.contract.plan import Plan, load_plan
+from morph.contract.plan import Expectation, PipelineKind, Plan, StagePlan, load_plan
+from morph.contract.pool import Pool
 from morph.contract.profile import Profile, load_profile
 from simulator import plan, synthetic_profile
 
@@ -149,3 +152,112 @@ def test_every_micro_batch_is_dealt_to_exactly_one_replica(planned: Plan) -> Non
     assert dealt == list(range(7))
     assert planned.shape == "2x3"
     assert planned.num_workers == 6
+
+
+def uneven(**changes: object) -> Plan:
+    """Two pipelines of two stages and one of three, for five sections and seven micro-batches."""
+    cuts = ((0, 3), (3, 5), (0, 2), (2, 4), (4, 5))
+    given: dict[str, object] = {
+        "fingerprint": "f",
+        "schedule": "varuna",
+        "micro_batch_size": 1,
+        "num_micro_batches": 7,
+        "num_replicas": 3,
+        "stages": tuple(
+            StagePlan(first_section=first, end_section=end, window=2, recompute=False) for first, end in cuts
+        ),
+        "kinds": (
+            PipelineKind(num_stages=2, micro_batches=(2, 2)),
+            PipelineKind(num_stages=3, micro_batches=(3,)),
+        ),
+        "orders": {2: ("FBFB", "FBFB", "", "", ""), 3: ("", "", *["FBFBFB"] * 3)},
+        "expected": Expectation(
+            mini_batch_s=1.0, examples_per_s=7.0, lower_bound_s=1.0, peak_memory_bytes=0, parts_s={}
+        ),
+    }
+    return Plan.model_validate(given | changes)
+
+
+def test_pipelines_of_a_plan_may_be_unequal() -> None:
+    """Stages are numbered over all kinds of pipelines, replicas too, and each micro-batch is dealt once."""
+    planned = uneven()
+    assert (planned.shape, planned.num_workers, planned.pipeline_depth) == ("2x2 + 3x1", 7, 3)
+    assert [list(planned.stages_of(replica)) for replica in range(3)] == [[0, 1], [0, 1], [2, 3, 4]]
+    assert [list(planned.replicas_of(stage)) for stage in range(5)] == [[0, 1], [0, 1], [2], [2], [2]]
+    assert [stage for stage in range(5) if planned.is_last(stage)] == [1, 4]
+    assert [list(planned.micro_batches_of(replica)) for replica in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
+    left = [3, 5, 6, 9]
+    assert [one for replica in range(3) for one in planned.share_of(replica, left)] == left
+    assert [planned.order_of(stage, 1) for stage in (0, 4)] == ["FB", "FB"]
+    assert Plan.model_validate_json(planned.model_dump_json()) == planned
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_replicas": 4}, "kinds have 3 replicas in all, the plan has 4"),
+        ({"num_micro_batches": 8}, "kinds have 7 micro-batches in all, the plan has 8"),
+        ({"orders": {2: ("FBFB", "FBFB", "", "", "")}}, "orders lack 3 micro-batches"),
+        ({"orders": {2: ("", "FBFB", "", "", ""), 3: ("", "", *["FBFBFB"] * 3)}}, "orders[2][0] does not hold"),
+        ({"placement": ((0, 0), (0, 0), (0, 0)), "node_sizes": (9,)}, "2 replicas of 2 and 1 replicas of 3 stages"),
+    ],
+)
+def test_unequal_pipelines_that_do_not_fit_together_are_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        uneven(**changes)
+
+
+def test_a_pool_is_its_text_whatever_the_order_of_its_types() -> None:
+    pool = Pool.parse("v100=12, t4=4")
+    assert (str(pool), pool.num_gpus, pool.types, pool["t4"], pool["k80"]) == ("t4=4,v100=12", 16, ("t4", "v100"), 4, 0)
+    assert Pool.counting(["v100"] * 12 + ["t4"] * 4) == pool == Pool.of({"t4": 4, "v100": 12, "k80": 0})
+    assert str(Pool.parse("8,t4=4")) == "8,t4=4"
+    assert Pool.parse("8") == Pool.of(8) == Pool.of({"": 8})
+    assert hash(Pool.parse("t4=4,v100=12")) == hash(pool)
+    assert not Pool()
+    assert str(Pool()) == "0"
+
+
+def test_pools_are_added_and_fit_in_one_another_type_by_type() -> None:
+    small, large = Pool.parse("t4=2,v100=8"), Pool.parse("t4=4,v100=12")
+    assert small.fits_in(large)
+    assert not large.fits_in(small)
+    assert Pool().fits_in(small)
+    assert not Pool.parse("t4=5").fits_in(large)
+    assert not Pool.of(1).fits_in(large)
+    assert small + large == Pool.parse("t4=6,v100=20")
+    assert large - small == Pool.parse("t4=2,v100=4")
+    assert small - large == Pool()
+    assert small + Pool.of(3) == Pool.parse("3,t4=2,v100=8")
+
+
+def test_a_pool_is_a_key_in_json_and_a_number_is_read_as_one() -> None:
+    table = TypeAdapter(dict[Pool, int])
+    pools = {Pool.of(8): 1, Pool.parse("t4=4,v100=12"): 2}
+    assert table.dump_json(pools) == b'{"8":1,"t4=4,v100=12":2}'
+    assert table.validate_json(table.dump_json(pools)) == pools
+    assert table.validate_python({8: 1, "t4=4,v100=12": 2}) == pools
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "is not a pool"),
+        ("eight", "is not a pool"),
+        ("t4=", "is not a pool"),
+        ("=4", "is not a pool"),
+        ("t4=-1", "is not a pool"),
+        ("t4=1.5", "is not a pool"),
+        ("t4=4,", "is not a pool"),
+        ("t4=4,t4=2", "names t4 twice"),
+        ("8,8", "names the type without a name twice"),
+        ("0", "is out of range"),
+        ("t4=60000,v100=60000", "is out of range"),
+    ],
+)
+def test_text_that_is_no_pool_is_refused_in_one_sentence(text: str, problem: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        Pool.parse(text, "--pool")
+    assert str(raised.value).startswith(f"--pool: {problem} (got {text!r}); allowed: ")
+    with pytest.raises(ValidationError, match=problem):
+        TypeAdapter(Pool).validate_python(text)

@@ -1,8 +1,10 @@
-"""Count what a step asks of its device: ``python -m tests.device.step_counts [--job NAME ...] [--write docs/gpu.md]``.
+"""Count what a step asks of its device.
+
+    python -m tests.device.step_counts [--job NAME ...] [--write docs/how-it-works/gpu.md]
 
 Runs the real step of each job's first, a middle and the last stage on tensors that have shapes and no numbers
 (torch's fake tensors, on a device that is not the CPU), so it needs no GPU and no memory, and it stops where an
-operation mixes devices. Prints the tables of docs/gpu.md; ``--write`` replaces them there.
+operation mixes devices. Prints the tables of docs/how-it-works/gpu.md; ``--write`` replaces them there.
 
 The device takes torch's slot for backends that others bring (PrivateUse1), because a build without CUDA refuses a
 backward of CUDA tensors, fake ones too. Operators, autograd and optimizers treat it as a device other than the CPU:

@@ -1,4 +1,4 @@
-"""docs/gpu.md says what a step asks of its device: counted anew, in a process of its own that gets one more device."""
+"""docs/how-it-works/gpu.md says what a step asks of its device: counted anew in a process that gets one more device."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from tests.forked_modules import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = (ROOT / "docs/gpu.md").read_text().splitlines()
+DOCS = (ROOT / "docs/how-it-works/gpu.md").read_text().splitlines()
 TIMEOUT_S = 280
-AGAIN = "what a step asks has changed; look at what python -m tests.device.step_counts --write docs/gpu.md changes"
+AGAIN = "what a step asks has changed: python -m tests.device.step_counts --write docs/how-it-works/gpu.md"
 
 
 def said(*arguments: str) -> str:

@@ -15,7 +15,7 @@ from morph.contract.emulation import Duration, EmulatedDevice, EmulatedUnit
 from morph.contract.profile import Profile, Timing
 from morph.runtime.emulation.clock import DeviceClock, JitterDraw
 from morph.runtime.emulation.message import Head, border, read_head, write_head
-from morph.runtime.emulation.reduction import EmulatedRing, all_reduce_s, left_s
+from morph.runtime.emulation.reduction import EmulatedRing, all_reduce_s, left_s, run_rings
 from morph.runtime.emulation.stage import EmulatedStage, SectionUnits, TaskTimes
 from morph.runtime.emulation.unit import DeviceMemory, gradient_patterns, make_unit
 from morph.runtime.state.accumulators import Reduced
@@ -405,10 +405,22 @@ class MeetingRing:
 def test_a_ring_is_through_when_the_slowest_suffix_is(others_s: tuple[float, ...], through_s: float) -> None:
     """Sections 1 and 0, of which 3 and 0.5 s are left when all have passed them; this worker did at 6 and 10 s."""
     ring = EmulatedRing(MeetingRing(*others_s), {1: 3.0, 0: 0.5})  # type: ignore[arg-type]
-    assert ring.run(10.0, {1: 6.0, 0: 10.0}) == pytest.approx(through_s)
+    assert run_rings([ring], 10.0, {1: 6.0, 0: 10.0}) == pytest.approx(through_s)
+
+
+def rings_with(*met: tuple[float, dict[int | None, float]]) -> list[EmulatedRing]:
+    """Rings whose other members are ready at a time."""
+    return [EmulatedRing(MeetingRing(*(len(left_s) * [others_s])), left_s) for others_s, left_s in met]  # type: ignore[arg-type]
 
 
 def test_rings_across_stages_wait_for_the_whole_stage() -> None:
-    assert EmulatedRing(MeetingRing(4.0), {None: 2.0}).run(5.0, {0: 1.0}) == pytest.approx(7.0)  # type: ignore[arg-type]
-    idle = EmulatedRing(MeetingRing(4.0), {0: 2.0}).run(float("-inf"), {})  # type: ignore[arg-type]
-    assert idle == pytest.approx(6.0)
+    assert run_rings(rings_with((4.0, {None: 2.0})), 5.0, {0: 1.0}) == pytest.approx(7.0)
+    assert run_rings(rings_with((4.0, {0: 2.0})), float("-inf"), {}) == pytest.approx(6.0)
+
+
+def test_a_link_carries_one_ring_after_the_other() -> None:
+    """Where pipelines are cut unlike, a stage is in several rings: the second waits for the first, not for compute."""
+    rings = rings_with((4.0, {1: 3.0}), (0.0, {0: 1.0}))
+    assert run_rings(rings, 6.0, {1: 2.0, 0: 6.0}) == pytest.approx(8.0)
+    assert run_rings(rings, 9.0, {1: 2.0, 0: 9.0}) == pytest.approx(10.0)
+    assert run_rings(rings_with((4.0, {1: 3.0}), (0.0, {None: 1.0})), 9.0, {1: 2.0}) == pytest.approx(10.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +12,13 @@ import pytest
 
 from manager.providers.hosts.ssh import SshHost
 from manager.providers.hosts.static import StaticProvider, StaticSpec
-from manager.providers.interface.provider import Provider, Refused, vm_name
+from manager.providers.interface.provider import RETRYABLE, Provider, ProviderError, Refused, vm_name
 from manager.providers.local import LocalProvider
+from tests.providers import fake_slurm
 from tests.providers.azure_world import SPEC, provider
 from tests.providers.fake_arm import FakeArm
+from tests.providers.fake_arm import Fault as ArmFault
+from tests.providers.fake_ec2 import REGION, FakeEc2, Fault
 
 ROOM = 4
 LARGE = 4
@@ -39,23 +43,31 @@ class Fleet:
             self.up.remove(node)
 
 
+Kind = tuple[str, str, str, str]
+"""Provider, size, region and zone of a VM."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A provider with room for ``ROOM`` VMs. ``again`` makes another manager's, where one can take over.
 
-    ``large``: one whose VMs have ``LARGE`` devices; None: there are none.
+    ``kinds``: of the first two VMs; ``large``: one whose VMs have ``LARGE`` devices; None: there are none. ``silence``
+    has the market give no usable answer to any question from now on, or answer again; None: it always answers.
     """
 
     provider: Provider
     again: Callable[[], Provider] | None
     another_run: Callable[[], Provider] | None
+    kinds: tuple[Kind, Kind]
     large: Callable[[], Provider] | None = None
+    silence: Callable[[bool], None] | None = None
 
 
 def local(_arm: FakeArm, _directory: Path) -> Case:
     fleet = Fleet()
     first = LocalProvider(fleet, ROOM, 0.25)
-    return Case(first, lambda: LocalProvider(fleet, ROOM, 0.25, inherited=first.list()), None)
+    kind = ("local", "", "", "unknown")
+    return Case(first, lambda: LocalProvider(fleet, ROOM, 0.25, inherited=first.list()), None, (kind, kind))
 
 
 def static(_arm: FakeArm, directory: Path) -> Case:
@@ -64,7 +76,8 @@ def static(_arm: FakeArm, directory: Path) -> Case:
         spec = StaticSpec(hosts=hosts, command=("run", "{node}"), usd_per_h=0.25)
         return StaticProvider(spec, run, directory / "leases.json", shell=lambda host, remote, secret="": None)
 
-    return Case(make(), make, lambda: make("another"), lambda: make(num_gpus=LARGE))
+    kinds = (("static", "", "", "host0:22"), ("static", "", "", "host1:22"))
+    return Case(make(), make, lambda: make("another"), kinds, lambda: make(num_gpus=LARGE))
 
 
 def azure(arm: FakeArm, directory: Path) -> Case:
@@ -77,18 +90,63 @@ def azure(arm: FakeArm, directory: Path) -> Case:
             made = [vm for vm in arm.machines.values() if vm["properties"]["provisioningState"] == "Succeeded"]
             return "AllocationFailed" if key in offers and len(made) >= ROOM else default
 
+    def silence(is_silent: bool) -> None:
+        arm.faults[:] = [ArmFault(method, "virtualMachines", 503, times=1000) for method in ("GET", "PUT") if is_silent]
+
     arm.shortages = Room()
     return Case(
         provider(arm, directory),
         lambda: provider(arm, directory),
         lambda: provider(arm, directory, run="another"),
+        (("azure", "Standard_NC6", SPEC.location, "1"), ("azure", "Standard_NC6", SPEC.location, "2")),
         lambda: provider(arm, directory, spec=SPEC.model_copy(update={"sizes": SPEC.sizes[:1]})),
+        silence,
     )
 
 
-@pytest.fixture(params=[local, static, azure], ids=lambda make: make.__name__)
+def slurm(_arm: FakeArm, directory: Path, version: str = "22.05.8") -> Case:
+    cluster = fake_slurm.FakeSlurm(submits=ROOM, version=version)
+
+    def make(run: str = "tiny-1", num_gpus: int = 1) -> Provider:
+        spec = fake_slurm.SPEC.model_copy(update={"num_gpus": num_gpus})
+        return fake_slurm.provider(cluster, directory, run, spec)
+
+    def silence(is_silent: bool) -> None:
+        cluster.is_down = is_silent
+
+    kinds = (("slurm", "spot", "", "n0"), ("slurm", "spot", "", "n1"))
+    return Case(make(), make, lambda: make("another"), kinds, lambda: make(num_gpus=LARGE), silence)
+
+
+def slurm_json(arm: FakeArm, directory: Path) -> Case:
+    return slurm(arm, directory, "24.05.4")
+
+
+def aws(region: FakeEc2, directory: Path) -> Case:
+    region.max_spot = ROOM
+
+    def silence(is_silent: bool) -> None:
+        region.faults[:] = [Fault("*", "Unavailable", 503, times=1000)] if is_silent else []
+
+    kind = ("aws", "g4dn.xlarge", REGION, sorted(region.subnets)[1])
+    large = region.spec.model_copy(update={"types": region.spec.types[:1]})
+    return Case(
+        region.provider(directory),
+        lambda: region.provider(directory),
+        lambda: region.provider(directory, run="another"),
+        (kind, kind),
+        lambda: region.provider(directory, spec=large),
+        silence,
+    )
+
+
+MARKETS = [static, azure, aws, slurm, slurm_json]
+"""Those in which several runs have VMs, and VMs several devices."""
+
+
+@pytest.fixture(params=[local, *MARKETS], ids=lambda make: make.__name__)
 def case(request: pytest.FixtureRequest, arm: FakeArm, tmp_path: Path) -> Case:
-    return request.param(arm, tmp_path)
+    return request.param(request.getfixturevalue("ec2") if request.param is aws else arm, tmp_path)
 
 
 def test_a_request_gets_vms_named_after_it(case: Case) -> None:
@@ -98,17 +156,9 @@ def test_a_request_gets_vms_named_after_it(case: Case) -> None:
     assert set(case.provider.list()) == set(vms)
 
 
-def test_a_vm_and_the_list_agree_about_its_kind(case: Case, request: pytest.FixtureRequest) -> None:
+def test_a_vm_and_the_list_agree_about_its_kind(case: Case) -> None:
     vms = case.provider.request("a", 2)
-    told = [(vm.provider, vm.size, vm.region, vm.zone) for vm in vms]
-    assert (
-        told
-        == {
-            "local": [("local", "", "", "unknown")] * 2,
-            "static": [("static", "", "", "host0:22"), ("static", "", "", "host1:22")],
-            "azure": [("azure", "Standard_NC6", SPEC.location, zone) for zone in ("1", "2")],
-        }[request.node.callspec.id]
-    )
+    assert tuple((vm.provider, vm.size, vm.region, vm.zone) for vm in vms) == case.kinds
     assert {(vm.name, vm.zone) for vm in case.provider.list()} == {(vm.name, vm.zone) for vm in vms}
 
 
@@ -156,7 +206,7 @@ def test_a_request_gets_no_more_vms_than_it_may(case: Case) -> None:
     assert len(case.provider.list()) <= 2
 
 
-@pytest.mark.parametrize("case", [static, azure], ids=lambda make: make.__name__, indirect=True)
+@pytest.mark.parametrize("case", MARKETS, ids=lambda make: make.__name__, indirect=True)
 @pytest.mark.parametrize(("count", "num_vms"), [(1, 1), (LARGE, 1), (LARGE + 1, 2), (2 * LARGE, 2)])
 def test_vms_with_several_devices_are_counted_by_devices(case: Case, count: int, num_vms: int) -> None:
     assert case.large is not None
@@ -168,7 +218,7 @@ def test_vms_with_several_devices_are_counted_by_devices(case: Case, count: int,
     assert set(again.request("a", count)) == set(again.list()) == set(granted)
 
 
-@pytest.mark.parametrize("case", [static, azure], ids=lambda make: make.__name__, indirect=True)
+@pytest.mark.parametrize("case", MARKETS, ids=lambda make: make.__name__, indirect=True)
 def test_another_run_neither_sees_nor_ends_them(case: Case) -> None:
     assert case.another_run is not None
     granted = case.provider.request("a", 2)
@@ -177,6 +227,32 @@ def test_another_run_neither_sees_nor_ends_them(case: Case) -> None:
     other.delete([vm.name for vm in granted])
     other.dismantle()
     assert set(case.provider.list()) == set(granted)
+
+
+@pytest.mark.parametrize("case", [azure, aws, slurm, slurm_json], ids=lambda make: make.__name__, indirect=True)
+def test_a_market_that_says_nothing_has_lost_no_vm_and_gets_no_second_request(case: Case) -> None:
+    assert case.silence is not None
+    granted = case.provider.request("a", 2)
+    case.silence(True)
+    for asked in (case.provider.list, lambda: case.provider.request("b", 1), case.provider.dismantle):
+        with pytest.raises(RETRYABLE):
+            asked()
+    with pytest.raises(ProviderError):
+        case.provider.delete([granted[0].name])
+    case.silence(False)
+    assert set(case.provider.list()) == set(granted)
+    assert len(case.provider.request("b", 1)) == 1
+    assert len(case.provider.list()) == 3
+
+
+@pytest.mark.parametrize("case", MARKETS, ids=lambda make: make.__name__, indirect=True)
+def test_a_vm_of_another_run_is_not_evicted(case: Case) -> None:
+    assert case.another_run is not None
+    granted = case.provider.request("a", 1)
+    other = case.another_run()
+    with contextlib.suppress(ProviderError):
+        assert not other.evict(granted[0].name)
+    assert case.provider.list() == granted
 
 
 def test_an_eviction_takes_the_vm_or_changes_nothing(case: Case) -> None:

@@ -284,11 +284,16 @@ def alone(job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Al
 
 
 def plans_of(job: TinyJob, depth: int, replicas: int) -> dict[int, Plan]:
-    """The shape for all workers, and a shallower one for fewer; more workers are called faster than they are."""
+    """The shape for all workers, and shallower pipelines for fewer, unequal ones where they do not divide.
+
+    More workers are called faster than they are.
+    """
     plans = {}
     for num in range(1, depth * replicas + 1):
         fewer = min(replicas, num)
-        plan = job.plan(f"{num // fewer}x{fewer}")
+        shallow, rest = divmod(num, fewer)
+        shapes = (f"{shallow + 1}x{rest}", f"{shallow}x{fewer - rest}")
+        plan = job.plan("+".join(shapes) if rest else shapes[1])
         share = NUM_MICRO_BATCHES // fewer
         followed_bytes = ROOM_BYTES + 1 if depth % 2 == 0 else 0
         update = {

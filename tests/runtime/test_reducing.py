@@ -326,14 +326,25 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("cuts", [(0, 4), (0, 2, 4), (0, 1, 4), (0, 1, 2, 3, 4)])
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        *(((cut, cut)) for cut in ((0, 4), (0, 2, 4), (0, 1, 4), (0, 1, 2, 3, 4))),
+        *itertools.permutations(((0, 4), (0, 2, 4), (0, 1, 3, 4)), 2),
+    ],
+    ids=str,
+)
 def test_a_step_reduces_units_as_they_are_complete_in_an_order_that_all_members_share(
-    cuts: tuple[int, ...], seed: int
+    cuts: tuple[tuple[int, ...], tuple[int, ...]], seed: int
 ) -> None:
-    """Also where one replica has nothing to run, and where units are tied across stages in a circle."""
-    stages = [range(first, end) for first, end in itertools.pairwise(cuts)]
+    """Also where one replica has nothing to run, pipelines are cut unlike, and tied across stages in a circle."""
+    stages_of_kinds = [[range(first, end) for first, end in itertools.pairwise(cut)] for cut in dict.fromkeys(cuts)]
+    stages = [stage for kind in stages_of_kinds for stage in kind]
+    ends = list(itertools.accumulate(map(len, stages_of_kinds), initial=0))
+    pipelines = [range(first, end) for first, end in itertools.pairwise(ends)]
+    pipelines = pipelines if len(pipelines) == 2 else 2 * pipelines
     shares = {0: (0, 1, 2, 3), 1: ()} if seed % 2 else {0: (0, 1), 1: (2, 3)}
-    workers = {f"w{stage}.{replica}": (stage, replica) for stage in range(len(stages)) for replica in shares}
+    workers = {f"w{stage}.{replica}": (stage, replica) for replica in shares for stage in pipelines[replica]}
     interrupts = {name: Interrupt(1) for name in workers}
     fake = FakeRings(interrupts)
     means: dict[str, list[Tensor]] = {}
@@ -341,6 +352,8 @@ def test_a_step_reduces_units_as_they_are_complete_in_an_order_that_all_members_
 
     def stages_of(unit: str) -> tuple[int, ...]:
         return tuple(index for index, stage in enumerate(stages) if set(UNITS[unit]) & set(stage))
+
+    split = {unit for unit in UNITS for pipeline in pipelines if len(set(pipeline).intersection(stages_of(unit))) > 1}
 
     def work(name: str) -> None:
         stage, replica = workers[name]
@@ -351,7 +364,7 @@ def test_a_step_reduces_units_as_they_are_complete_in_an_order_that_all_members_
             members = tuple(other for other, (place, _) in workers.items() if place in stages_of(unit))
             rings.setdefault(of_unit[unit], FakeRing(fake, of_unit[unit], members, name))
         states = {unit: state_of(unit) for unit in mine}
-        given = Rings(of_unit, lambda unit: rings[of_unit[unit]], interrupts[name], FaultPlan([]))
+        given = Rings(of_unit, split, lambda unit: rings[of_unit[unit]], interrupts[name], FaultPlan([]))
         salvage: Salvage | None = None
         sums = StepSums(states, stages[stage], shares[replica], 4, 3, given, salvage=salvage, keep=True)
         chance = random.Random(f"{name}/{seed}")
@@ -374,5 +387,5 @@ def test_a_step_reduces_units_as_they_are_complete_in_an_order_that_all_members_
     in_threads({name: lambda name=name: work(name) for name in workers})
     for unit, sections in UNITS.items():
         want = sum(micro_batch + 0.25 * section for micro_batch in range(4) for section in sections) / 4
-        assert len(means[unit]) == 2 * len(stages_of(unit))
+        assert len(means[unit]) == sum(stage in stages_of(unit) for stage, _ in workers.values())
         assert all(torch.equal(mean, torch.full((5,), want)) for mean in means[unit])

@@ -1,6 +1,6 @@
 """What is lost with a worker, and what is not: real workers, each micro-batch counted once, equal weights.
 
-A step that is given up is finished in the next shape (decision 0024); a second worker holds state and sums (0025).
+A step that is given up is finished in the next shape and a second worker holds state and sums (decision 0019).
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def test_the_prefix_of_a_runs_keys_does_not_reveal_its_secret() -> None:
     host = StoreHost("127.0.0.1")
     connect_store("127.0.0.1", host.port(), "of our run").set("key", b"value")
     keys = TCPStore("127.0.0.1", host.port(), is_master=False, timeout=timedelta(seconds=100)).list_keys()
-    assert any(key.endswith("/key") for key in keys)  # whoever is let to the port sees them: docs/safety.md says so
+    assert any(key.endswith("/key") for key in keys)  # docs/how-it-works/safety.md says that they are readable
     assert "of our run" not in str(keys)
 
 

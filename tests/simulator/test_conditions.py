@@ -137,6 +137,23 @@ def test_a_factor_that_is_none_is_refused(factor: float) -> None:
         simulate(synthetic_profile(micro_batch_size=2), num_stages=2, slow={0: factor})
 
 
+# ---- overlap ----
+
+
+def test_without_overlap_both_ends_of_a_message_are_busy_for_all_of_it() -> None:
+    def seconds(depth: int, num_micro_batches: int, overlap: str = "none") -> float:
+        profile = synthetic_profile(num_sections=3, batch_size=num_micro_batches, micro_batch_size=1, latency_s=0.02)
+        answer = simulate(profile, num_stages=depth, schedule="1f1b", recompute=False, overlap=overlap)
+        assert answer.expected.lower_bound_s <= answer.expected.mini_batch_s
+        assert (answer.breakdown_s["messages"] > 0) == (depth > 1) if overlap == "none" else True
+        return answer.expected.mini_batch_s
+
+    message_s, task_s = 0.02 + 65_536 / 1e9, 0.002 + 0.0005
+    assert seconds(3, 41) - seconds(3, 40) == pytest.approx(3 * task_s + 4 * message_s)  # the middle one has four
+    assert seconds(2, 1) - seconds(2, 1, "full") == pytest.approx(2 * message_s)
+    assert seconds(1, 8) == seconds(1, 8, "full")
+
+
 # ---- all-reduce ----
 
 
@@ -265,6 +282,9 @@ def test_another_node_type_brings_its_own_times() -> None:
         ({"num_gpus_per_node": (1, 1)}, "num_gpus"),
         ({"jitter_seed": -1}, "jitter_seed"),
         ({"jitter_seed": 1, "num_draws": 0}, "num_draws"),
+        ({"overlap": "half"}, "overlap"),
+        ({"overlap": "none", "compute_slots": 2}, "overlap"),
+        ({"overlap": "none", "redundant_computation": "eflb"}, "overlap"),
     ],
 )
 def test_conditions_that_cannot_be_are_refused(arguments: dict[str, object], field: str) -> None:

@@ -156,7 +156,7 @@ def test_replicas_with_their_own_devices_do_not_influence_each_other() -> None:
 
 def test_the_documentation_quotes_the_reference_engine_as_it_is() -> None:
     root = Path(__file__).parents[2]
-    page, source = root / "docs" / "simulator.md", root / "simulator" / "engine" / "reference.py"
+    page, source = root / "docs/how-it-works/simulator.md", root / "simulator" / "engine" / "reference.py"
     quoted = re.findall(r"```python\n((?:def |    def ).*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     assert len(quoted) == 2
     assert all(block in source.read_text(encoding="utf-8") for block in quoted)

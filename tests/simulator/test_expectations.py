@@ -14,6 +14,9 @@ from tests.grids import IS_LONG
 SECTIONS = 5
 
 
+_OTHERS: tuple[dict[str, Any], ...] = ({"compute_slots": 2}, {"overlap": "none"})
+
+
 @st.composite
 def _cases(draw: st.DrawFn) -> Simulation:
     """One random shape of a random job, with workers slower and faster than measured, and times that vary."""
@@ -38,7 +41,7 @@ def _cases(draw: st.DrawFn) -> Simulation:
         "share_links": draw(st.booleans()),
         "recompute": draw(st.booleans()),
         "all_reduce": draw(st.sampled_from(("overlapped", "late"))),
-        **draw(st.sampled_from(({}, {"num_gpus_per_node": 2}, {"num_gpus_per_node": 3}, {"compute_slots": 2}))),
+        **draw(st.sampled_from(({}, {"num_gpus_per_node": 2}, {"num_gpus_per_node": 3}, *_OTHERS))),
     }
     if jitter:
         conditions |= {"jitter_seed": draw(st.integers(0, 99)), "num_draws": draw(st.integers(1, 4))}

@@ -36,6 +36,7 @@ _CONDITIONS: list[dict[str, Any]] = [
     {"slow": {0: 1.4}},
     {"all_reduce": "late"},
     {"compute_slots": 3},
+    {"overlap": "none", "num_gpus_per_node": 2},
 ]
 
 
@@ -46,6 +47,7 @@ def test_a_shape_that_the_reference_engine_plays_comes_to_the_same_in_every_part
     conditions: list[dict[str, Any]] = [
         *_CONDITIONS,
         {"jitter_seed": seed, "num_draws": 2},
+        {"jitter_seed": seed, "num_draws": 2, "overlap": "none"},
         {"jitter_seed": seed, "num_draws": 2, "num_gpus_per_node": 2, "slow": {(0, 0): 1.5}},
         {"redundant_computation": "eflb"},
         {"redundant_computation": "efeb", "recompute": False},

@@ -137,6 +137,7 @@ def test_simulate_takes_nodes_slow_workers_and_a_late_all_reduce(profile: Path) 
     assert seconds("--gpus-per-node", 3) < usual
     assert seconds("--slow", "1/0:2", "--slow", "2:1.2") > 1.2 * usual
     assert seconds("--set", "all_reduce=late") > usual
+    assert seconds("--set", "overlap=none") > usual
     assert seconds("--set", "share_links=false") <= usual
 
 

@@ -31,6 +31,7 @@ from tests.system.harness import (
     NUM_SECTIONS,
     constant_vms,
     cut_for_workers,
+    facts_of,
     load_tiny_job,
     plan_of,
 )
@@ -130,14 +131,7 @@ def real(case: Case, log_path: Path) -> tuple[RunSpec, RunFacts]:
         code=pack(JOB, collect(JOB)),
         cut=cut_for_workers(JOB),
     )
-    facts = RunFacts(
-        job=JOB,
-        fingerprint=job.fingerprint,
-        micro_batch_size=MICRO_BATCH_SIZE,
-        batch_size=job.batch_size,
-        num_sections=NUM_SECTIONS,
-    )
-    return spec, facts
+    return spec, facts_of(spec, job.batch_size)
 
 
 def run(directory: Path, make: Callable[[Case, Path], tuple[RunSpec, RunFacts]], case: Case) -> Ran:

@@ -20,7 +20,7 @@ from morph.contract.messages import SlowSpell
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from simulator import plan
-from tests.system.harness import constant_vms
+from tests.system.harness import constant_vms, facts_of
 
 M = 2
 
@@ -55,14 +55,7 @@ def emulated_run(
         micro_batch_size=m,
         emulation=emulated_device(profile, m, range(2, 9), options),
     )
-    facts = RunFacts(
-        job="emulated",
-        fingerprint=profile.job.fingerprint,
-        micro_batch_size=m,
-        batch_size=profile.job.batch_size,
-        num_sections=profile.num_sections,
-    )
-    return spec, facts
+    return spec, facts_of(spec, profile.job.batch_size)
 
 
 @dataclass
@@ -77,14 +70,13 @@ class Emulated:
     observers: Sequence[Observer] = ()
     attend: Callable[[VmFleet], Observer] | None = None
     spells: tuple[SlowSpell, ...] = ()
-    jitter_seed: int | None = None
     machines: OpenMachines | None = None
     under_ray: bool = False
     lines: list[str] = field(default_factory=list)
 
     def run(self, directory: Path) -> tuple[dict[str, str], int]:
         """Run it to its end; returns sha256 of every unit's final state, and its version."""
-        options = EmulationOptions(jitter_seed=self.jitter_seed)
+        options = EmulationOptions()
         spec, facts = emulated_run(
             self.profile, {best.num_workers: best for best in self.plans}, self.num_vms, self.num_steps, options
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from manager.controller.state.config import ControllerConfig
@@ -17,7 +18,7 @@ from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import ClusterConfig, LocalVms, Policy
 from morph.contract.messages import Fault, HandedCut, SlowSpell
-from morph.contract.plan import Plan, Schedule
+from morph.contract.plan import PipelineKind, Plan, Schedule
 from morph.contract.profile import Profile
 from morph.contract.rules import Rules, StutterRules
 from morph.contract.trace import Trace, TraceEvent
@@ -48,6 +49,34 @@ def plan_of(
     ).best
 
 
+def together(plans: Sequence[Plan]) -> Plan:
+    """The pipelines of several plans as those of one: the deeper ones get more of its micro-batches."""
+    num_micro_batches, depths = plans[0].num_micro_batches, [plan.pipeline_depth for plan in plans]
+    replicas = [kind for kind, plan in enumerate(plans) for _ in range(plan.num_replicas)]
+    weights = list(accumulate((depths[kind] for kind in replicas), initial=0))
+    ends = [num_micro_batches * weight // weights[-1] for weight in weights]
+    counts = [after - before for before, after in pairwise(ends)]
+    kinds = tuple(
+        PipelineKind(
+            num_stages=plan.pipeline_depth,
+            micro_batches=tuple(count for of, count in zip(replicas, counts, strict=True) if of == kind),
+        )
+        for kind, plan in enumerate(plans)
+    )
+    orders = {
+        count: tuple(plan.order_of(stage, count) for plan in plans for stage in range(len(plan.stages)))
+        for count in set(counts)
+    }
+    return plans[0].model_copy(
+        update={
+            "num_replicas": len(replicas),
+            "stages": tuple(stage for plan in plans for stage in plan.stages),
+            "kinds": kinds,
+            "orders": orders,
+        }
+    )
+
+
 @dataclass(frozen=True)
 class TinyJob:
     """What the controller must know of the tiny job."""
@@ -59,7 +88,10 @@ class TinyJob:
     micro_batch_size: int = MICRO_BATCH_SIZE
 
     def plan(self, shape: str, schedule: Schedule = "varuna", *, recompute: bool = True) -> Plan:
-        """A plan of this job for ``"PxD"``."""
+        """A plan of this job for ``"PxD"``, or ``"PxD+PxD"`` of unequal pipelines."""
+        if "+" in shape:
+            kinds = [self.plan(one, schedule, recompute=recompute) for one in shape.split("+")]
+            return together(kinds)
         profile = synthetic_profile(
             num_sections=self.num_sections, batch_size=self.batch_size, micro_batch_sizes=(1, MICRO_BATCH_SIZE)
         )
@@ -106,6 +138,17 @@ class Outcome:
 def constant_vms(count: int) -> Trace:
     """``count`` VMs, vm0.., that are not revoked by the trace."""
     return Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(count)))
+
+
+def facts_of(spec: RunSpec, batch_size: int) -> RunFacts:
+    """What a run's directory says of its job."""
+    return RunFacts(
+        job=spec.job_path,
+        fingerprint=spec.config.fingerprint,
+        micro_batch_size=spec.micro_batch_size,
+        batch_size=batch_size,
+        num_sections=spec.num_sections,
+    )
 
 
 def managed(
@@ -160,14 +203,7 @@ def managed(
         if observe is not None:
             observe(observed)
 
-    facts = RunFacts(
-        job=job_path,
-        fingerprint=job.fingerprint,
-        micro_batch_size=MICRO_BATCH_SIZE,
-        batch_size=job.batch_size,
-        num_sections=NUM_SECTIONS,
-    )
-    with RunDir(run_dir, facts) as opened:
+    with RunDir(run_dir, facts_of(spec, job.batch_size)) as opened:
         finish = run_session(spec, opened, remember, attend)
         print("\n".join(history))  # shown by pytest when the test fails
         newest = complete_versions(opened.checkpoint_url)[-1]

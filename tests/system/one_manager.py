@@ -26,13 +26,14 @@ from manager.journal.records import Fact
 from manager.run import session
 from manager.run.restarts import Restarts, run_until_it_ends
 from manager.run.session import RunSpec
-from manager.run_dir import RunDir, RunFacts
+from manager.run_dir import RunDir
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.base import Value
 from morph.contract.cluster import ClusterConfig, LocalVms
 from morph.contract.messages import HandedCut, WorkerReady
 from morph.contract.trace import Trace
 from morph.jobs.snapshot import collect, pack
+from tests.system.harness import facts_of
 
 
 class Death(Value):
@@ -140,13 +141,6 @@ def main() -> None:
     """Run until the end, or until the ordered death."""
     orders = Orders.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     config = orders.config
-    facts = RunFacts(
-        job=orders.job,
-        fingerprint=config.fingerprint,
-        micro_batch_size=orders.micro_batch_size,
-        batch_size=orders.batch_size,
-        num_sections=orders.num_sections,
-    )
     spec = RunSpec(
         job_path=orders.job,
         config=config,
@@ -179,7 +173,7 @@ def main() -> None:
         for undertaker in undertakers:
             undertaker(observed)
 
-    with RunDir(orders.run_dir, facts) as opened:
+    with RunDir(orders.run_dir, facts_of(spec, orders.batch_size)) as opened:
         finish = run_until_it_ends(one_session, again, print)
         print(finish.outcome, flush=True)
 

@@ -105,7 +105,7 @@ def named(directory: Path) -> dict[str, bytes]:
 
 
 def check_exposure(hosts: Hosts, run: RunningMorph, run_dir: Path, secrets: list[str]) -> None:
-    """Where both sides listen, and that secrets and nodes' credentials stand in the files of docs/safety.md alone."""
+    """Where both sides listen, and that secrets are in the files of docs/how-it-works/safety.md alone."""
     assert len(secrets) >= 4
     sides = {"127.0.0.2": run.family()}
     of_nodes = set()

@@ -481,7 +481,7 @@ def test_checks_are_carried_out_the_cheapest_first_but_for_those_that_are_left_o
 
 
 def test_the_documentation_has_every_check_with_what_it_needs() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "your-model.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs/guides/your-model.md").read_text(encoding="utf-8")
     section = text.split("## What is checked before a run starts\n")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
     told = [(name, needs, re.sub(r"\[(.+)\]\(.+?\)", r"\1", finds)) for name, needs, finds, *_ in rows]

@@ -562,4 +562,4 @@ def test_a_worker_with_other_weights_is_not_the_runs(tmp_path: Path) -> None:
 
 
 def test_the_guide_has_the_table() -> None:
-    assert table() in (ROOT / "docs" / "trainer.md").read_text(encoding="utf-8")
+    assert table() in (ROOT / "docs/guides/trainer.md").read_text(encoding="utf-8")

@@ -71,7 +71,7 @@ def test_a_job_ends_where_a_plain_loop_brings_it(name: str, tmp_path: Path) -> N
 def test_a_schedule_freezes_as_requires_grad_does_in_a_plain_loop(
     name: str, is_frozen: Callable[[int], bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """See docs/training.md."""
+    """See docs/guides/training.md."""
     monkeypatch.setattr(nn.Dropout, "forward", lambda _self, x: x)
     monkeypatch.setenv("MORPH_CACHE_DIR", str(tmp_path / "cache"))  # a kept cut has dropout
     job = load_job(spec_of(name))

@@ -30,6 +30,8 @@ HISTORIES = {
     "2x2": ((("2x2", NUM_STEPS),), False),
     "4x1": ((("4x1", NUM_STEPS),), False),
     "1x3, then losses": ((("1x3", 2), ("2x1", 4), ("1x1", NUM_STEPS)), True),
+    "3x1+1x1": ((("3x1+1x1", NUM_STEPS),), False),
+    "unequal pipelines, then losses": ((("1x1+2x1", 2), ("2x1", 4), ("1x1", NUM_STEPS)), True),
 }
 JOBS = (
     *("clipped", "scheduled", "bf16", "fp16", "scaled", "evaluated", "evaluated_in_part"),

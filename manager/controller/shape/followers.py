@@ -1,4 +1,4 @@
-"""Who is followed by whom, and whether that pays (decision 0025): pure and deterministic."""
+"""Who is followed by whom, and whether that pays (decision 0019): pure and deterministic."""
 
 from __future__ import annotations
 

@@ -122,6 +122,7 @@ def spread(
     kinds: Sequence[Sequence[int]],
     dealt: Sequence[Sequence[int]],
     zones: Mapping[WorkerId, str] = MappingProxyType({}),
+    firsts: Set[int] = frozenset({0}),
 ) -> list[list[int]]:
     """Choose who drives each stage.
 
@@ -130,6 +131,7 @@ def spread(
         kinds: The workers (positions) that hold the same, in order, for each kind.
         dealt: ``dealt[s][k]``: how many of kind k drive stage s.
         zones: Of the workers, where they are known.
+        firsts: The stages with which pipelines begin.
 
     Returns:
         For each stage the workers (positions), by replica.
@@ -151,7 +153,7 @@ def spread(
     for stage in range(len(dealt)):
         if dealing.at_risk(stage):
             dealing.mend(stage, set())
-    return dealing.by_replica()
+    return dealing.by_replica(firsts)
 
 
 class _Dealing:
@@ -215,11 +217,12 @@ class _Dealing:
             self._change(other, mine)
         return False
 
-    def by_replica(self) -> list[list[int]]:
+    def by_replica(self, firsts: Set[int]) -> list[list[int]]:
         """Number the replicas: in order of appearance, but a worker beside one of its VM in the stage before."""
         stages: list[list[int]] = []
         before: list[int] = []
-        for workers in self.at:
+        for stage, workers in enumerate(self.at):
+            before = [] if stage in firsts else before
             left = sorted(workers)
             beside: list[int | None] = []
             for previous in before:
@@ -281,11 +284,16 @@ def place(
     for index, worker in enumerate(workers):
         kinds.setdefault(frozenset(held.get(worker, ())), []).append(index)
     overlap = [[sum(sizes[unit] for unit in units if unit in kind) for kind in kinds] for units in needed]
-    dealt = largest_overlap(overlap, [plan.num_replicas] * len(needed), [len(queue) for queue in kinds.values()])
+    dealt = largest_overlap(
+        overlap,
+        [len(plan.replicas_of(stage)) for stage in range(len(needed))],
+        [len(queue) for queue in kinds.values()],
+    )
+    firsts = frozenset(stage for stage in range(len(needed)) if plan.is_first(stage))
     return tuple(
         _slot(workers[index], stage, replica)
-        for stage, indices in enumerate(spread(workers, list(kinds.values()), dealt, zones))
-        for replica, index in enumerate(indices)
+        for stage, indices in enumerate(spread(workers, list(kinds.values()), dealt, zones, firsts))
+        for replica, index in zip(plan.replicas_of(stage), indices, strict=True)
     )
 
 

@@ -1,4 +1,4 @@
-"""What the next shape need not run again of a step that was given up (decision 0024): pure and deterministic."""
+"""What the next shape need not run again of a step that was given up (decision 0019): pure and deterministic."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def choose_salvage(
     """
     if not kept:
         return None
-    last = plan.stages[-1].end_section - 1
+    last = plan.num_sections - 1
     places: dict[UnitId, Sequence[int]] = {**units, LOSSES: (last,)}
-    users = _users(slots, needed, places)
+    users = _users(plan, slots, needed, places)
     chosen: dict[UnitId, list[tuple[WorkerId, PartialSum]]] = {}
     complete = (1 << plan.num_micro_batches) - 1
     by_unit: defaultdict[UnitId, list[tuple[WorkerId, PartialSum]]] = defaultdict(list)
@@ -104,9 +104,9 @@ def note_prepared(transition: Transition) -> None:
 
 def losses_of(plan: Plan, slot: Slot, salvage: Salvage | None) -> dict[int, int]:
     """Return of which micro-batches a worker reports the loss in a step, by the last section."""
-    if slot.stage != plan.pipeline_depth - 1:
+    if not plan.is_last(slot.stage):
         return {}
-    last = plan.stages[-1].end_section - 1
+    last = plan.num_sections - 1
     mask, known, mine = sum(1 << number for number in share_in(plan, slot.replica, salvage)), 0, 0
     for entry in () if salvage is None else salvage.sums:
         if entry.sum.unit == LOSSES:
@@ -116,7 +116,7 @@ def losses_of(plan: Plan, slot: Slot, salvage: Salvage | None) -> dict[int, int]
 
 
 def _users(
-    slots: Sequence[Slot], needed: Sequence[Sequence[UnitId]], places: Iterable[UnitId]
+    plan: Plan, slots: Sequence[Slot], needed: Sequence[Sequence[UnitId]], places: Iterable[UnitId]
 ) -> dict[UnitId, dict[WorkerId, None]]:
     """Return the workers that go on with each unit, in the order of the slots; with the losses, the last stage's."""
     stages: list[dict[WorkerId, None]] = [{} for _ in needed]
@@ -126,7 +126,7 @@ def _users(
     for index, units in enumerate(needed):
         for unit in units:
             users[unit] = users[unit] | stages[index] if users[unit] else stages[index]
-    users[LOSSES] = stages[-1]
+    users[LOSSES] = {slot.worker: None for slot in slots if plan.is_last(slot.stage)}
     return users
 
 

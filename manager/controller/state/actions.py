@@ -37,6 +37,7 @@ class ReasonCode(StrEnum):
     WORKER_READY = "worker_ready"
     NODES_REQUESTED = "nodes_requested"
     NODES_GRANTED = "nodes_granted"
+    NODES_STARTED = "nodes_started"
     REQUEST_REFUSED = "request_refused"
     NODE_ABSENT = "node_absent"
     SETUP_FAILED = "setup_failed"

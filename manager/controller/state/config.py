@@ -99,7 +99,7 @@ class ControllerConfig(Value):
                 raise ValueError(f"plans[{count}] needs {plan.num_workers} workers")
             if plan.fingerprint != self.fingerprint:
                 raise ValueError(f"plans[{count}] was made for another model ({plan.fingerprint})")
-            if self.section_compute_s and plan.stages[-1].end_section != len(self.section_compute_s):
+            if self.section_compute_s and plan.num_sections != len(self.section_compute_s):
                 raise ValueError(f"section_compute_s has {len(self.section_compute_s)} sections, plans[{count}] others")
         checkpoint = self.initial_checkpoint
         if checkpoint is None:
@@ -165,7 +165,7 @@ class ControllerConfig(Value):
         return {}
 
     def _stages_of(self, plan: Plan) -> tuple[tuple[tuple[UnitId, ...], ...], int]:
-        ends = tuple(stage.end_section for stage in plan.stages)
+        ends = tuple(stage.end_section for stage in plan.stages)  # each kind's last one ends at K
         known = self._by_stage.get(ends)
         if known is None:
             needed = units_by_stage(plan, self.units)

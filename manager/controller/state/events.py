@@ -50,10 +50,22 @@ class NodeAppeared(Value):
 class NodesGranted(Value):
     """The provider grants a request, or, with fewer nodes than requested, a part of it and no more.
 
-    A node that ``paid`` says nothing of is a VM without a price, paid from the grant on.
+    A node that ``paid`` says nothing of is a VM without a price, paid from the grant on. ``waiting``: those whose VMs
+    wait in their market's queue, for however long; they cost nothing until ``NodesStarted``.
     """
 
     kind: Literal["nodes_granted"] = "nodes_granted"
+    request: RequestId
+    nodes: tuple[WorkerId, ...] = Field(min_length=1)
+    paid: dict[WorkerId, Paid] = Field(default_factory=dict)
+    facts: dict[WorkerId, NodeFacts] = Field(default_factory=dict)
+    waiting: tuple[WorkerId, ...] = Field(default=(), exclude_if=lambda given: not given)
+
+
+class NodesStarted(Value):
+    """VMs that waited in their market's queue boot from now on. A node that ``paid`` says nothing of has no price."""
+
+    kind: Literal["nodes_started"] = "nodes_started"
     request: RequestId
     nodes: tuple[WorkerId, ...] = Field(min_length=1)
     paid: dict[WorkerId, Paid] = Field(default_factory=dict)
@@ -231,6 +243,7 @@ class Tick(Value):
 Single = (
     NodeAppeared
     | NodesGranted
+    | NodesStarted
     | RequestRefused
     | NoticeGiven
     | NoticeWithdrawn

@@ -22,8 +22,7 @@ def finisher(state: ControllerState) -> WorkerId | None:
     plan = state.plan
     if plan is None:
         return None
-    last = plan.pipeline_depth - 1
-    return next((slot.worker for slot in state.slots if slot.stage == last), None)
+    return next((slot.worker for slot in state.slots if plan.is_last(slot.stage)), None)
 
 
 def take_evaluation(transition: Transition) -> None:

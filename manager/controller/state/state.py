@@ -81,8 +81,9 @@ class StepProgress(Value):
 class NodeRequest(Value):
     """VMs that were requested and are not up.
 
-    ``count``: not granted yet; ``granted``: booting (name -> since when); ``facts``: what kind these are;
-    ``appeared``: who was up before its grant was heard of.
+    ``count``: not granted yet; ``granted``: booting (name -> since when); ``waiting``: those of them that do not boot
+    yet, for they are in their market's queue; ``facts``: what kind these are; ``appeared``: who was up before its grant
+    was heard of.
     """
 
     count: int
@@ -91,6 +92,12 @@ class NodeRequest(Value):
     granted: dict[WorkerId, float] = Field(default_factory=dict)
     facts: dict[WorkerId, NodeFacts] = Field(default_factory=dict)
     appeared: frozenset[WorkerId] = frozenset()
+    waiting: frozenset[WorkerId] = Field(default=frozenset(), exclude_if=lambda given: not given)
+
+    @property
+    def booting(self) -> dict[WorkerId, float]:
+        """Those that were granted and do not wait, with since when."""
+        return {node: since_s for node, since_s in self.granted.items() if node not in self.waiting}
 
 
 class KeptNotice(Value):

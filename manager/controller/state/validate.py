@@ -213,6 +213,9 @@ INVARIANTS: dict[str, Callable[[ControllerState], bool]] = {
         request.count or request.granted for request in state.provisioning.requests.values()
     ),
     "a node boots for one request, and is not up": _granted,
+    "who waits in a queue was granted": lambda state: all(
+        request.waiting <= request.granted.keys() for request in state.provisioning.requests.values()
+    ),
     "a notice is kept of nodes that are not up": lambda state: _unknown(state, state.provisioning.kept_notices),
     # pre-copied units
     "units are pre-copied while training, under their number, by known workers": _pre_copy,

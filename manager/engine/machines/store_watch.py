@@ -47,7 +47,6 @@ class StartedStore:
     pid: int = 0
 
     def start(self) -> None:
-        """See ``Store``."""
         self.pid, self.port = self.start_at(self.host, self.port)
 
 

@@ -187,19 +187,15 @@ class ProcessVms:
         self.prepare_kill([worker])()
 
     def has_ended(self, worker: str) -> bool:
-        """See ``Launcher``."""
         with self._lock:
             pid = self._pids.get(worker)
         return pid is None or not runs(pid)
 
     def adopt(self) -> Collection[str]:
-        """See ``Launcher``."""
         with self._lock:
             return tuple(self._pids)
 
     def prepare_kill(self, names: Sequence[str]) -> Callable[[], None]:
-        """See ``VmHost.prepare_kill``."""
-
         def kill() -> None:
             with self._lock:
                 pids = [self._pids.pop(name) for name in names if name in self._pids]

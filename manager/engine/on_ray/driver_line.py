@@ -136,7 +136,8 @@ class DriverLine:
         if isinstance(told, Hello):
             if told.lacks and not self.lacks:
                 log.warning(
-                    "Ray's processes are not fully confined (docs/safety.md): this machine lacks %s", told.lacks
+                    "Ray's processes are not fully confined (docs/how-it-works/safety.md): this machine lacks %s",
+                    told.lacks,
                 )
             self.lacks = told.lacks
             return

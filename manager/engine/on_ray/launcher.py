@@ -56,13 +56,11 @@ class RayLauncher:
         driver.attend(self)
 
     def start_worker(self, worker: str, vm: str) -> None:
-        """See ``Launcher``."""
         with self._changed:
             self._workers[worker] = _Started(vm)
         self._ask_for(worker)
 
     def kill(self, worker: str) -> None:
-        """See ``Launcher``."""
         with self._changed:
             was_started = self._workers.pop(worker, None) is not None
             if was_started and not self._driver.send(Kill(worker=worker)):
@@ -73,7 +71,6 @@ class RayLauncher:
         return False
 
     def adopt(self) -> Collection[str]:
-        """See ``Launcher``."""
         living = tuple(self._living())
         with self._changed:
             self._workers.update({worker: _Started(vm_of(worker), is_adopted=True) for worker in living})
@@ -84,7 +81,6 @@ class RayLauncher:
             return [worker for worker, found in self._workers.items() if found.is_known]
 
     def told(self, told: Told) -> None:
-        """See ``Attendant``."""
         with self._changed:
             found = self._workers.get(told.worker)
             if found is None:
@@ -103,7 +99,6 @@ class RayLauncher:
             self._failed(told.worker, told.cause)
 
     def connected(self) -> None:
-        """See ``Attendant``."""
         with self._changed:
             kills, self._unsent_kills = self._unsent_kills, set()
             workers = [worker for worker, found in self._workers.items() if not found.is_known]

@@ -66,8 +66,9 @@ class Spending:
     def living(self, vms: Sequence[Vm], price: Price | None) -> None:
         """Take note of which VMs there are from now on; one without a price of its own costs ``price``.
 
-        One that was not noted before has cost something since it is paid for.
+        One that was not noted before has cost something since it is paid for. What waits in a queue costs nothing yet.
         """
+        vms = [vm for vm in vms if not vm.waits]
         with self._lock:
             self._add_up()
             self._usd_per_h = sum(_usd_per_h(vm, price) for vm in vms)

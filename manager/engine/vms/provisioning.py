@@ -149,7 +149,6 @@ class Provisioning:
         return self._registry.is_settled(vm)
 
     def evict(self, vm: str) -> bool:
-        """See ``Provider.evict``."""
         return self._provider.evict(vm)
 
     def take(self, vms: Mapping[str, Collection[str]]) -> None:
@@ -265,9 +264,10 @@ class Provisioning:
             self.failure = _without_frames(error)
             detail = f"{type(error).__name__}: {error}"
             found = RequestRefused(request=action.request, cause="error", detail=detail)
-        answer, end = self._registry.answer(action, found, self._nodes)
+        with self._counting:  # a VM is told of as started once its grant is
+            answer, end = self._registry.answer(action, found, self._nodes)
+            self._event_queue.put(answer)
         self._end(end)
-        self._event_queue.put(answer)
 
     def _answer(self, action: RequestNodes) -> tuple[Vm, ...] | RequestRefused:
         name = action.request
@@ -356,6 +356,8 @@ class Provisioning:
         with self._counting:
             vms = self._provider.list()
             self._spending.living(vms, self._provider.price())
+            for started in self._registry.started(vms, time.time()):
+                self._event_queue.put(started)
         return vms
 
     def _told_of(self, vms: Sequence[Vm]) -> None:

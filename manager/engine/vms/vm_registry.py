@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from manager.controller.node_requests import request_name
 from manager.controller.state.actions import RequestId, RequestNodes
-from manager.controller.state.events import NodeFacts, NodesGranted, Paid, RequestRefused
+from manager.controller.state.events import NodeFacts, NodesGranted, NodesStarted, Paid, RequestRefused
 from manager.controller.state.state import ControllerState
 from manager.providers.interface.provider import Vm, request_part, vm_name
 from morph.contract.vm_names import vm_of
@@ -72,6 +72,7 @@ class VmRegistry:
         self._under_way: dict[RequestId, int] = {}
         self._granted: dict[str, RequestId] = {}
         self._wanted: dict[str, set[str]] = {}
+        self._waiting: set[str] = set()
         self._missed: frozenset[str] = frozenset()
         self._ends: dict[int, End] = {}
         self._num_ends = self._num_over = 0
@@ -107,7 +108,7 @@ class VmRegistry:
             given_up |= {vm for vm, workers in wanted.items() if not workers}
             vms = [vm for vm in there if vm.name not in given_up]
             for vm in vms:
-                self._granted[vm.name] = action.request
+                self._grant(vm, action.request)
                 self._wanted[vm.name] = wanted[vm.name]
             if isinstance(found, RequestRefused):
                 answer: Answer = found
@@ -115,7 +116,8 @@ class VmRegistry:
                 nodes = tuple(node for vm in vms for node in vm.workers if node in wanted[vm.name])
                 costs = {node: cost for node, cost in paid(vms, time.time()).items() if node in nodes}
                 facts = {node: known for node, known in facts_of(vms).items() if node in nodes}
-                answer = NodesGranted(request=action.request, nodes=nodes, paid=costs, facts=facts)
+                waiting = tuple(node for vm in vms if vm.waits for node in vm.workers if node in nodes)
+                answer = NodesGranted(request=action.request, nodes=nodes, paid=costs, facts=facts, waiting=waiting)
             else:
                 lost = "its VMs were lost before it was granted"
                 answer = RequestRefused(request=action.request, cause="error", detail=lost)
@@ -155,13 +157,18 @@ class VmRegistry:
             return vm in self._granted and self._granted[vm] not in self._under_way
 
     def ungranted(self, nodes: Collection[str]) -> frozenset[str]:
-        """Return the VMs of those nodes that came before the answer to their request, or though it was refused."""
+        """Return the VMs of those nodes that came before the answer to their request, or though it was refused.
+
+        Or that waited in their market's queue, when last heard of.
+        """
         with self._lock:
             vms = {vm_of(node) for node in nodes}
             early = self._under_way.keys() | {
                 name for name, answer in self._answers.items() if isinstance(answer, RequestRefused)
             }
-            return frozenset(vm for vm in vms if (self._granted.get(vm) or self._under_way_of(vm)) in early)
+            return frozenset(
+                vm for vm in vms if vm in self._waiting or (self._granted.get(vm) or self._under_way_of(vm)) in early
+            )
 
     def give_up(self, nodes: Sequence[str], known: Collection[str]) -> End | None:
         """Note that the controller needs nodes no more; returns the VMs of which it needs none.
@@ -204,7 +211,7 @@ class VmRegistry:
                 is_given_up = vm.name in self._ended_later.get(vm.request, ()) or self._gone.issuperset(vm.workers)
                 is_ours = vm.name in known or vm.request in unanswered
                 if is_ours and not is_given_up and not self._is_ending(vm.name):
-                    self._granted[vm.name] = vm.request
+                    self._grant(vm, vm.request)
                     awaited = () if vm.request in unanswered else nodes.intersection(vm.workers)
                     self._wanted.setdefault(vm.name, set(awaited or vm.workers) - self._gone)
             return self._nobodys(vms)
@@ -217,6 +224,18 @@ class VmRegistry:
             for name in gone:
                 del self._granted[name]
             return self._nobodys(vms), sorted(node for name in gone for node in self._wanted.pop(name, ()))
+
+    def started(self, vms: Sequence[Vm], now_s: float) -> list[NodesStarted]:
+        """Return what the controller is to hear of VMs that are listed and wait in their market's queue no more."""
+        with self._lock:
+            self._waiting &= self._granted.keys()
+            begun = [vm for vm in vms if vm.name in self._waiting and not vm.waits]
+            self._waiting -= {vm.name for vm in begun}
+            requests = {vm.name: self._granted[vm.name] for vm in begun}
+        return [
+            NodesStarted(request=requests[vm.name], nodes=vm.workers, paid=paid([vm], now_s), facts=facts_of([vm]))
+            for vm in begun
+        ]
 
     def living(self, vms: Sequence[Vm], request: RequestId) -> tuple[list[Vm], int]:
         """Return the VMs beside those of a request that are not being ended, and how many ends are over by now."""
@@ -252,6 +271,11 @@ class VmRegistry:
         with self._lock:
             self._over = True
             self._lock.notify_all()
+
+    def _grant(self, vm: Vm, request: RequestId) -> None:
+        self._granted[vm.name] = request
+        if vm.waits:
+            self._waiting.add(vm.name)
 
     def _end(self, vms: Collection[str]) -> End | None:
         if not vms:

@@ -188,7 +188,6 @@ class AwsProvider:
         return found
 
     def list(self) -> tuple[Vm, ...]:
-        """See ``Provider``."""
         vms = {one.vm.name: one.vm for one in self._instances() if one.is_there}
         return tuple(vms[name] for name in sorted(vms, key=lambda name: (len(name), name)))
 
@@ -229,7 +228,6 @@ class AwsProvider:
         return self._spec.price(self._prices.dearest)
 
     def capabilities(self) -> Capabilities:
-        """See ``Provider``."""
         return Capabilities(spot=self._spec.spot, zones=self._spec.zones, notices="aws", ending=self._ending)
 
 

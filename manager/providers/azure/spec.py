@@ -32,7 +32,7 @@ class AzureSize(Size):
 
 
 class AzureSpec(Value):
-    """Where and what. Everything named here exists before; ``docs/azure.md`` says how to make it."""
+    """Where and what. Everything named here exists before; ``docs/guides/azure.md`` says how to make it."""
 
     subscription_id: str = Field(pattern=r"^[0-9a-fA-F-]{36}$")
     resource_group: str = Field(pattern=r"^[-\w._()]{1,90}$")

@@ -35,15 +35,17 @@ OWN_FILES = (
 """What a node that ends by itself removes from its folder."""
 
 
-def static_node(start: NodeStart) -> tuple[str, ...]:
+def static_node(start: NodeStart, source: str = "") -> tuple[str, ...]:
     """Write the command of ``StaticSpec``: a shell that ends with its node, in a process group of its own.
+
+    ``source``: of notices, for the node's agent; empty: there is none.
 
     A node that ends by itself, whether Ray could not start or was lost later, tells the manager until that ends it.
     Files that hold secrets, and the job's, lie in the node's folder; Ray's in a new one below /tmp, for the names of
     its sockets must be short. When the node ends by itself, its log alone is left, until its host is given back.
     """
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in RAY_SETTINGS.items())
-    agent = agent_command(start, NODE, "", DEVICES, "group", f"{FOLDER}node-secret")
+    agent = agent_command(start, NODE, source, DEVICES, "group", f"{FOLDER}node-secret")
     options = boot_command(start, NODE, DEVICES, "group", f"{FOLDER}node-secret", f"{FOLDER}code")
     boot = boot_line(start, [*options, "--", *start.requirements], '"$d/boot.pyz"')
     ended = boot_line(start, ["--only=ended", f"--log={FOLDER}log", *options], '"$d/boot.pyz"')

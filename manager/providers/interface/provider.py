@@ -95,6 +95,7 @@ class Vm(Value):
         description="since when it is paid, in seconds since 1970 by this machine's clock; None: its grant",
     )
     num_devices: int = Field(default=1, ge=1, le=MAX_DEVICES, description="that Morph drives")
+    waits: bool = Field(default=False, description="in its market's queue; it costs nothing until it begins")
 
     @property
     def workers(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What a simulated worker has summed of a step: every contribution by unit, section and micro-batch (decision 0024)."""
+"""What a simulated worker has summed of a step: every contribution by unit, section and micro-batch (decision 0019)."""
 
 from __future__ import annotations
 

@@ -315,7 +315,7 @@ class _Sums:
             named.setdefault(entry.receiver, {})[entry.holder] = None
         start = StepStart(self._units, shape, first=salvage is not None)
         in_transit = math.ceil(self._transit_s(shape) / (formed.step_s / formed.plan.micro_batches_per_replica[0]))
-        paces = [stage_pace(formed.plan, stage, formed.step_s) for stage in range(formed.plan.pipeline_depth)]
+        paces = [stage_pace(formed.plan, stage, formed.step_s) for stage in range(len(formed.plan.stages))]
         for slot in formed.order.slots:
             sums = self._workers[slot.worker] = WorkerSums(self._units)
             holders = (before[holder] for holder in named.get(slot.worker, ()) if holder in before)

@@ -51,7 +51,7 @@ def sample_command(
       morph sample az://container/run --job my_job.py:job --device cuda --follow
     """
     from manager.run.checkpoint_location import no_checkpoint, stored_at
-    from morph.contract.errors import JobError
+    from morph.contract.errors import wrong_job
 
     stored = stored_at(source)
     doing(f"loading PyTorch and the job of {source}")
@@ -61,7 +61,7 @@ def sample_command(
     usable_device(device, source="morph sample", field="--device", numbered=True)
     found = loaded_job(stored, job)
     if found.sample is None:
-        missing = JobError("is not given", source="Job", field="sample", allowed="lambda model, step: text")
+        missing = wrong_job("sample", "is not given", allowed="lambda model, step: text")
         if not while_open:
             raise missing
         print(missing)

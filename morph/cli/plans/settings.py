@@ -41,6 +41,7 @@ class SimulateSettings(Conditions):
     redundant_computation: Literal["off", "lflb", "eflb", "efeb"] = Field(
         "off", description="Bamboo's: off, lflb, eflb or efeb (eager forwards, backwards)"
     )
+    overlap: Literal["full", "none"] = Field("full", description="none: workers compute nothing while they send")
 
 
 class RehearseSettings(Value):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,11 +15,12 @@ if TYPE_CHECKING:
     from manager.report.values import RunReport
     from morph.contract.checkpoint import Manifest
     from morph.contract.cluster import ClusterConfig
+    from morph.contract.plan import Plan
     from morph.contract.profile import Profile
     from morph.contract.trace import Trace
 
 MANY_STEPS = 100_000
-TOLD_EVERY_S, LOOK_EVERY_S = 5.0, 0.5
+TOLD_EVERY_S = 5.0
 MIN_SHAPES = 4
 SEED, SECONDS = 221133, 22.0
 """A trace with revocations of two and of three VMs at once, in which the group shrinks and grows again.
@@ -53,13 +51,13 @@ def demo_command(
     doing("loading PyTorch and the simulator")
     from calibrate import calibrate
     from manager.report.picture import draw_run
+    from manager.report.summary import summarise
     from manager.run.inputs import PreparedRun
     from manager.run.managed_run import managed_run
     from manager.run.preparation import memory_of
     from manager.run.request import RunRequest
     from manager.run_dir import read_facts
     from morph.cli.models.checks import check_job
-    from morph.cli.runs.demo_tables import print_expectations, print_morphs, print_plans, print_shapes
     from morph.cli.views.run_view import run_view
     from morph.contract.cluster import LocalVms
     from morph.contract.errors import ConfigError
@@ -95,13 +93,12 @@ def demo_command(
         memory_bytes=memory.device_bytes,
         host_memory_bytes=memory.host_bytes,
     )
-    print_plans(plans)
+    _print_plans(plans)
 
     print(f"[3/5] run on {vms.num_vms} VMs through {_describe(trace)}", flush=True)
     request = RunRequest(job=job, steps=MANY_STEPS)
     run = PreparedRun(request, profile, known_cluster, out / "run", collect(job), trace=trace, stop_with_trace=True)
-    with OtherProcesses() as others:
-        finish, report = managed_run(run, check_job, lambda live: run_view(live, plain=plain))
+    finish, report = managed_run(run, check_job, lambda live: run_view(live, plain=plain))
     if finish.outcome == "failed":
         raise typer.Exit(1)
 
@@ -109,11 +106,7 @@ def demo_command(
     reference = _reference(job, profile, read_facts(out / "run").micro_batch_size, report.version, out / "reference")
 
     print("[5/5] results")
-    print_shapes(report)
-    print_morphs(report)
-    if report.correction is not None:
-        print(report.correction.sentence)
-    print_expectations(report, others.share, os.cpu_count() or 1)
+    print(summarise(report, verbose=True))
     draw_run(report, out / "run" / "run.png")
     ok = _judge(report, out, reference, promised=(seed, seconds) == (SEED, SECONDS))
     print(f"picture: {out / 'run' / 'run.png'}   journal: {out / 'run' / 'journal.sqlite'}")
@@ -126,46 +119,18 @@ def _ending_at_once(cluster: ClusterConfig) -> ClusterConfig:
     return cluster.model_copy(update={"policy": cluster.policy.model_copy(update={"takeover_patience_s": 0.0})})
 
 
-class OtherProcesses:
-    """While open, measures what share of the cores processes other than this one and its descendants take."""
+def _print_plans(plans: Mapping[int, Plan]) -> None:
+    """Best shape for every number of VMs, had each a device of its own."""
+    from morph.tables import table, wide_console
 
-    def __init__(self) -> None:
-        self.looks: list[tuple[float, float]] = []  # time of day, and seconds that others had computed until then
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> OtherProcesses:
-        self._look()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-        self._look()
-
-    def share(self, spans_s: Sequence[tuple[float, float]]) -> float:
-        """The share of all cores that they took in these spans of time (begin and end, time of day)."""
-        import numpy as np
-
-        times_s, computed_s = zip(*self.looks, strict=True)
-        took_s = sum(float(np.diff(np.interp(span_s, times_s, computed_s))[0]) for span_s in spans_s)
-        lasted_s = sum(end_s - begin_s for begin_s, end_s in spans_s)
-        return max(0.0, took_s / lasted_s / (os.cpu_count() or 1))
-
-    def _watch(self) -> None:
-        while not self._over.wait(LOOK_EVERY_S):
-            self._look()
-
-    def _look(self) -> None:
-        import psutil
-
-        machine, own_s, this = psutil.cpu_times(), 0.0, psutil.Process()
-        busy_s = sum(getattr(machine, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
-        for process in (this, *this.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                own_s += sum(process.cpu_times()[:4])  # its own, and those of its children that were waited for
-        self.looks.append((time.time(), busy_s - own_s))
+    rows = []
+    for count, plan in plans.items():
+        stages = " ".join(f"{stage.first_section}-{stage.end_section - 1}" for stage in plan.stages)
+        speed, ms = f"{plan.expected.examples_per_s:.1f}", f"{plan.expected.mini_batch_s * 1e3:.0f}"
+        rows.append((count, plan.shape, plan.micro_batch_size, stages, ms, speed))
+    columns = ("VMs", "P x D", "m", "stages (sections)", "expected ms", "examples/s")
+    title = "best shape by number of VMs (each with a device of its own)"
+    wide_console(132).print(table(title, columns, rows))
 
 
 def _clear(out: Path) -> None:

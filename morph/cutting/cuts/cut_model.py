@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from morph.contract.errors import JobError
+from morph.contract.errors import JobError, wrong_job
 from morph.cutting.cuts.analysis import Analysis, analyse
 from morph.cutting.cuts.blocks import find_blocks
 from morph.cutting.cuts.build import BuiltSection, build_section, describe
@@ -70,12 +70,11 @@ def _first_node(analysis: Analysis, name: str) -> Node:
         if name in module_paths(node):
             return node
     called = dict.fromkeys(path for node in analysis.sequence for path in module_paths(node))
-    raise JobError(
+    raise wrong_job(
+        "cut_points",
         "the loss runs no operation in a module of this name",
-        source="Job",
-        field="cut_points",
-        value=name,
-        allowed=", ".join(list(called)[:12]) + (", ..." if len(called) > 12 else ""),
+        name,
+        ", ".join(list(called)[:12]) + (", ..." if len(called) > 12 else ""),
     )
 
 
@@ -180,9 +179,7 @@ def _cut_places(analysis: Analysis, num_sections: int | None) -> tuple[int, ...]
     try:
         return choose_positions(positions, total, wanted)
     except ValueError as error:
-        raise JobError(
-            str(error), source="Job", field="num_sections", value=wanted, allowed="fewer sections"
-        ) from error
+        raise wrong_job("num_sections", str(error), wanted, "fewer sections") from error
 
 
 def _section(

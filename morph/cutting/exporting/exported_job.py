@@ -65,7 +65,6 @@ class InitialState(Mapping[str, Tensor]):
         return len(self._parts)
 
     def empty(self, name: str, device: torch.device) -> Tensor:
-        """See ``LazyTensors.empty``."""
         return self._parts[name].empty(name, device)
 
 

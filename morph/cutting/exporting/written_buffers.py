@@ -1,7 +1,7 @@
 """Buffers that the forward writes: which changes give the same in every shape, and where in the graph they belong.
 
 Every micro-batch reads a buffer as it was at the beginning of the step. Its change counts as a gradient does: the mean
-over all micro-batches is applied with the step (docs/decisions/0015).
+over all micro-batches is applied with the step (docs/decisions/0013).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from morph.contract.errors import ExportError, JobError, MorphError
+from morph.contract.errors import ExportError, JobError, MorphError, wrong_job
 from morph.cutting.exporting.exported_job import MarkedJob
 from morph.cutting.marked.marked_run import Call, Flops, Mark, MarkedCode, Trial, named, run_whole
 from morph.cutting.sections.cut_point import CutPoint
@@ -173,9 +173,7 @@ def _chosen(reference: _Reference, num_sections: int | None) -> list[Mark]:
     try:
         indices = choose_positions(places, float(reference.flops or len(marks) + 1), num_sections)
     except ValueError as error:
-        raise JobError(
-            str(error), source="Job", field="num_sections", value=num_sections, allowed="fewer sections, or more marks"
-        ) from error
+        raise wrong_job("num_sections", str(error), num_sections, "fewer sections, or more marks") from error
     return [marks[index] for index in indices]
 
 

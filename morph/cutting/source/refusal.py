@@ -90,5 +90,5 @@ def changes_requires_grad(name: str, line: str | None) -> JobError:
         source=line,
         field="model",
         allowed="what Job.model sets it to, for the whole run; a schedule that sets the learning rate of a parameter "
-        'group to 0 freezes it (docs/training.md, "Freezing by step")',
+        'group to 0 freezes it (docs/guides/training.md, "Freezing by step")',
     )

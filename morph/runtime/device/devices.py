@@ -61,7 +61,7 @@ def check_kernels(device: torch.device, field: str = "vms.device") -> None:
             f"torch {torch.__version__} has no kernels for this device, {torch.cuda.get_device_name(device)}",
             field=field,
             value=f"cuda, compute capability {capability[0]}.{capability[1]}",
-            allowed=f"those that torch was built for: {', '.join(built_for)}; docs/gpu.md says which build has others",
+            allowed=f"those that torch was built for: {', '.join(built_for)}; see docs/how-it-works/gpu.md",
         )
 
 
@@ -185,29 +185,24 @@ class HostStream:
     """Does at once what is enqueued."""
 
     def copy(self, into: Tensor, source: Tensor) -> None:
-        """See ``Stream.copy``."""
         into.copy_(source)
 
     def wait(self, event: Event) -> None:
         """See ``Stream.wait``."""
 
     def record(self) -> Event:
-        """See ``Stream.record``."""
         return Passed()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See ``Stream.empty``."""
         return torch.empty(tuple(shape), dtype=dtype)
 
     def use(self, tensor: Tensor) -> None:
         """See ``Stream.use``."""
 
     def computing(self) -> AbstractContextManager[object]:
-        """See ``Stream.computing``."""
         return nullcontext()
 
     def run(self, work: Callable[[], object]) -> None:
-        """See ``Stream.run``."""
         work()
 
 
@@ -220,11 +215,9 @@ class HostDevice:
         self.current = HostStream()
 
     def stream(self) -> Stream:
-        """See ``Device.stream``."""
         return self.current
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See ``Device.pinned``."""
         return torch.empty(tuple(shape), dtype=dtype)
 
     def release(self) -> None:
@@ -240,11 +233,9 @@ class CudaEvent:
 
     @property
     def done(self) -> bool:
-        """See ``Event.done``."""
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """See ``Event.wait``."""
         self.event.synchronize()
 
 
@@ -260,28 +251,22 @@ class CudaStream:
             into.copy_(source, non_blocking=True)
 
     def wait(self, event: CudaEvent) -> None:
-        """See ``Stream.wait``."""
         self._stream.wait_event(event.event)
 
     def record(self) -> CudaEvent:
-        """See ``Stream.record``."""
         return CudaEvent(self._stream)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See ``Stream.empty``."""
         with torch.cuda.stream(self._stream):
             return torch.empty(tuple(shape), dtype=dtype, device=self._stream.device)
 
     def use(self, tensor: Tensor) -> None:
-        """See ``Stream.use``."""
         tensor.record_stream(self._stream)
 
     def computing(self) -> AbstractContextManager[object]:
-        """See ``Stream.computing``."""
         return torch.cuda.stream(self._stream)
 
     def run(self, work: Callable[[], object]) -> None:
-        """See ``Stream.run``."""
         with torch.cuda.stream(self._stream):
             work()
 
@@ -294,11 +279,9 @@ class CudaDevice:
 
     @property
     def current(self) -> CudaStream:
-        """See ``Device.current``."""
         return CudaStream(torch.cuda.current_stream(self.kind))
 
     def stream(self) -> CudaStream:
-        """See ``Device.stream``."""
         return CudaStream(torch.cuda.Stream(self.kind))  # type: ignore[no-untyped-call]
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -306,7 +289,6 @@ class CudaDevice:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def release(self) -> None:
-        """See ``Device.release``."""
         torch.cuda.empty_cache()
         empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.9 has none
         if empty_host_cache is not None:

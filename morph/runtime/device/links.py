@@ -63,12 +63,10 @@ class HostLink:
         self._carrier = carrier
 
     def send(self, tensors: Sequence[Tensor], *, lent: bool = False, beside: Sequence[Tensor] = ()) -> Transfer:
-        """See ``Link.send``."""
         own = [tensor.detach() if lent else tensor.detach().to("cpu", copy=True) for tensor in tensors]
         return Several([self._carrier.transfer(tensor.contiguous()) for tensor in (*beside, *own)])
 
     def receive(self, specs: Sequence[TensorSpec], *, beside: Sequence[Tensor] = ()) -> Arrival:
-        """See ``Link.receive``."""
         tensors = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in specs)
         return HostArrival(tensors, [self._carrier.transfer(tensor) for tensor in (*beside, *tensors)])
 
@@ -81,12 +79,10 @@ class Several:
 
     @property
     def done(self) -> bool:
-        """See ``Transfer.done``."""
         return all(transfer.done for transfer in self.transfers)
 
     @property
     def done_at_s(self) -> float:
-        """See ``Transfer.done_at_s``."""
         return max((transfer.done_at_s for transfer in self.transfers), default=0.0)
 
     def wait(self, what: str, timeout_s: float | None = None) -> float:
@@ -102,7 +98,6 @@ class HostArrival(Several):
         self._tensors = tensors
 
     def take(self) -> tuple[Tensor, ...]:
-        """See ``Arrival.take``."""
         assert self.done
         return self._tensors
 
@@ -119,7 +114,6 @@ class StagedLink:
         return Leaving(own, self._staging, self._carrier.transfer, self._interrupt, beside)
 
     def receive(self, specs: Sequence[TensorSpec], *, beside: Sequence[Tensor] = ()) -> Arrival:
-        """See ``Link.receive``."""
         hosts = [self._staging.device.pinned(spec.shape, spec.dtype) for spec in specs]
         return StagedArrival(hosts, [self._carrier.transfer(host) for host in (*beside, *hosts)], self._staging)
 
@@ -157,11 +151,9 @@ class Begun:
 
     @property
     def done_at_s(self) -> float:
-        """See ``Transfer.done_at_s``."""
         return 0.0 if self._begun is None else self._begun.done_at_s
 
     def wait(self, what: str, timeout_s: float | None = None) -> float:
-        """See ``Transfer.wait``."""
         return self._interrupt.wait_for(lambda: self.done, what, timeout_s)
 
 
@@ -209,7 +201,6 @@ class StagedArrival(Several):
         return self._copied is not None
 
     def take(self) -> tuple[Tensor, ...]:
-        """See ``Arrival.take``."""
         assert self.done
         assert self._copied is not None
         self._staging.arrived(*self._copied)

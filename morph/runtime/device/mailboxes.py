@@ -180,7 +180,6 @@ class SendingEnd(LinkEnd[_Message]):
         super().__init__(forth, back, interrupt)
 
     def send(self, tensors: Sequence[Tensor], *, lent: bool = False, beside: Sequence[Tensor] = ()) -> Transfer:
-        """See ``Link.send``."""
         own = own_of(tensors, lent=lent)
         message = _Message(own, beside, self._box.device.current.record(), self._interrupt)
         self._requests.put(message)
@@ -226,7 +225,6 @@ class _Read(Begun):
         self.begin(told)
 
     def take(self) -> tuple[Tensor, ...]:
-        """See ``Arrival.take``."""
         assert self.done
         assert self._read is not None
         tensors, event = self._read
@@ -252,7 +250,6 @@ class ReceivingEnd(LinkEnd[_Read]):
         super().__init__(forth, back, interrupt)
 
     def receive(self, specs: Sequence[TensorSpec], *, beside: Sequence[Tensor] = ()) -> Arrival:
-        """See ``Link.receive``."""
         arrival = _Read(specs, beside, self._device, self._interrupt)
         self._requests.put(arrival)
         return arrival

@@ -1,4 +1,4 @@
-"""Communicators of NCCL, by torch's ``ProcessGroupNCCL``. Nothing of it has run on a device yet (docs/gpu.md).
+"""Communicators of NCCL, by torch's ``ProcessGroupNCCL``. It has not run on a device yet (docs/how-it-works/gpu.md).
 
 Facts that it goes by, of torch's source: an operation without ``asyncOp`` is enqueued on the current stream; the
 watchdog ends the process when an operation fails or takes long, unless told not to; ``abort`` works in a thread of
@@ -53,7 +53,6 @@ class Nccl:
         self.facts = DeviceFacts(uuid=str(uuid), nccl=".".join(map(str, version)))
 
     def form(self, store: Store, rank: int, size: int, limit_s: float) -> Communicator:
-        """See ``Library.form``."""
         os.environ.update(_WATCHDOG)
         group: Any = dist.ProcessGroupNCCL  # torch ships no types for what follows
         options = group.Options()
@@ -64,7 +63,6 @@ class Nccl:
         return made
 
     def abort(self, communicators: Sequence[Communicator]) -> None:
-        """See ``Library.abort``."""
         if communicators:
             with ThreadPoolExecutor(len(communicators), "morph-abort") as pool:
                 list(pool.map(lambda made: made.abort(), communicators))

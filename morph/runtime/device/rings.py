@@ -133,7 +133,6 @@ class OnDevice:
         return self._is_done
 
     def wait(self, what: str, timeout_s: float | None = None) -> float:
-        """See ``Transfer.wait``."""
         return self._interrupt.wait_for(lambda: self.done, what, timeout_s)
 
 
@@ -167,21 +166,18 @@ class DeviceRing:
             current.use(tensor)
 
     def exchange(self, received: Tensor, sent: Tensor) -> OnDevice:
-        """See ``Ring.exchange``."""
         into, out = as_bytes(received), as_bytes(sent)
         options = AllToAllOptions()
         options.asyncOp = False
         return self._begin(lambda group: group.alltoall_base(into, out, [], [], options), (received, sent))
 
     def gather(self, gathered: Tensor, own: Tensor) -> OnDevice:
-        """See ``Ring.gather``."""
         into, out = as_bytes(gathered), as_bytes(own)
         options = AllgatherOptions()
         options.asyncOp = False
         return self._begin(lambda group: group._allgather_base(into, out, options), (gathered, own))
 
     def reduce(self, tensor: Tensor, operation: Any) -> OnDevice:
-        """See ``Ring.reduce``."""
         options = dist.AllreduceOptions()
         options.reduceOp = operation
         options.asyncOp = False
@@ -239,7 +235,6 @@ class CommunicatorSet:
         threading.Thread(target=self._form, name="morph-communicators", daemon=True).start()
 
     def ring(self, name: str) -> DeviceRing | None:
-        """See ``DeviceRings.ring``."""
         spec = self._specs.get(name)
         if spec is None:
             return None

@@ -38,7 +38,6 @@ class HostClock:
     """Of a device that has done a task when the call returns."""
 
     def mark(self) -> float:
-        """See ``TaskClock.mark``."""
         return time.perf_counter()
 
     def is_over(self, mark: float) -> bool:  # noqa: ARG002
@@ -49,7 +48,6 @@ class HostClock:
         """See ``TaskClock.wait``: there is nothing to wait for."""
 
     def seconds(self, start: float, end: float) -> float:
-        """See ``TaskClock.seconds``."""
         return end - start
 
 
@@ -77,19 +75,15 @@ class EventClock:
         self._recorded = recorded
 
     def mark(self) -> DeviceEvent:
-        """See ``TaskClock.mark``."""
         return self._recorded()
 
     def is_over(self, mark: DeviceEvent) -> bool:
-        """See ``TaskClock.is_over``."""
         return mark.query()
 
     def wait(self, mark: DeviceEvent) -> None:
-        """See ``TaskClock.wait``."""
         mark.synchronize()
 
     def seconds(self, start: DeviceEvent, end: DeviceEvent) -> float:
-        """See ``TaskClock.seconds``."""
         return start.elapsed_time(end) / 1e3
 
 

@@ -140,5 +140,4 @@ class HeldBack:
         return max(self._real.done_at_s, self._due_s or NEVER_S)
 
     def wait(self, what: str, timeout_s: float | None = None) -> float:
-        """See ``Pending.wait``."""
         return self._interrupt.wait_for(lambda: self.done, what, timeout_s)

@@ -1,13 +1,14 @@
 """All-reduces of an emulated worker: really carried out, and taking at least the profile's time.
 
 The order is the simulator's: what a section completes is reduced once the last backward of every replica has passed it,
-one after the other; rings that span stages follow, each when all of its stages are free. Every ring agrees by a maximum
-on when each of its parts begins.
+one after the other, from the last section to the first; rings of units that several stages of a pipeline hold follow,
+each when all of its stages are free. Every ring agrees by a maximum on when each of its parts begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -24,45 +25,63 @@ from morph.runtime.step.generation import Generation
 class EmulatedRing:
     """One reduction group, and what of its time is left once each section has completed its part.
 
-    ``left_s``: by section; by None where everything waits for the whole stage, as rings that span stages do.
+    ``left_s``: by section; by None where everything waits for the whole stage, as units that stages of a pipeline share
+    do.
     """
 
     ring: Ring
     left_s: Mapping[int | None, float]
 
-    def run(self, free_s: float, passed_s: Mapping[int, float]) -> float:
+    def run(self, ready_s: Sequence[float]) -> float:
         """Meet the other members; returns when this ring is through. Raises as ``Interrupt.wait_for``.
 
         Args:
-            free_s: When this worker has run its last task, and the rings before.
-            passed_s: When its last backward was through with each section; missing where it ran none.
+            ready_s: When this worker can begin each of the parts of ``left_s``.
         """
-        ready_s = [free_s if section is None else passed_s.get(section, free_s) for section in self.left_s]
         begin = torch.tensor(ready_s, dtype=torch.float64)
         self.ring.reduce(begin, dist.ReduceOp.MAX).wait("the other members of an emulated all-reduce")
         begin_s: list[float] = begin.tolist()
-        ends_s = [start_s + after_s for start_s, after_s in zip(begin_s, self.left_s.values(), strict=True)]
-        return max(free_s, *ends_s)
+        return max(start_s + after_s for start_s, after_s in zip(begin_s, self.left_s.values(), strict=True))
+
+
+def run_rings(rings: Sequence[EmulatedRing], free_s: float, passed_s: Mapping[int, float]) -> float:
+    """Run a worker's rings one after the other; returns when the last is through. Raises as ``Interrupt.wait_for``.
+
+    Args:
+        rings: As ``rings_of`` returns them.
+        free_s: When this worker has run its last task.
+        passed_s: When its last backward was through with each section; missing where it ran none.
+    """
+    link_free_s = -math.inf
+    for ring in rings:
+        passed = [free_s if section is None else passed_s.get(section, free_s) for section in ring.left_s]
+        link_free_s = ring.run([max(ready_s, link_free_s) for ready_s in passed])
+    return max(free_s, link_free_s)
 
 
 def rings_of(current: Generation, device: EmulatedDevice) -> list[EmulatedRing]:
     """The rings that this worker belongs to, in an order that all workers share."""
-    members = {spec.name: len(spec.members) for spec in current.topology.groups}
-    num_bytes: dict[str, dict[int | None, int]] = {}
-    stages: dict[str, tuple[int, ...]] = {}
+    topology = current.topology
+    members = {spec.name: len(spec.members) for spec in topology.groups}
+    num_bytes: dict[tuple[str, bool], dict[int | None, int]] = {}
     for unit in device.units:
         if unit.id in current.units:
-            name = current.topology.unit_rings[unit.id]
-            stages[name] = _stages_of(current, unit.sections)
-            completes = min(unit.sections) if len(stages[name]) == 1 else None
-            parts = num_bytes.setdefault(name, {})
+            is_split = unit.id in topology.split_units
+            completes = None if is_split else min(unit.sections)
+            parts = num_bytes.setdefault((topology.unit_rings[unit.id], is_split), {})
             parts[completes] = parts.get(completes, 0) + unit.reduced_bytes
     rings = []
-    for name in sorted(num_bytes, key=lambda name: (len(stages[name]) > 1, stages[name])):
+    for (name, _), parts in sorted(num_bytes.items(), key=_turn):
         ring = current.groups.ring(name)
         if ring is not None:
-            rings.append(EmulatedRing(ring, left_s(device, members[name], num_bytes[name])))
+            rings.append(EmulatedRing(ring, left_s(device, members[name], parts)))
     return rings
+
+
+def _turn(entry: tuple[tuple[str, bool], Mapping[int | None, int]]) -> tuple[bool, int, str]:
+    """Order rings as units are reduced: from the last section to the first, then what is split, by name."""
+    (name, is_split), parts = entry
+    return is_split, -max(section for section in parts if section is not None) if not is_split else 0, name
 
 
 def left_s(device: EmulatedDevice, ring_size: int, num_bytes: Mapping[int | None, int]) -> dict[int | None, float]:
@@ -79,8 +98,3 @@ def all_reduce_s(device: EmulatedDevice, ring_size: int, num_bytes: int) -> floa
         return 0.0
     points = device.all_reduce[ring_size]
     return float(np.interp(num_bytes, points.sizes_bytes, points.times_s))
-
-
-def _stages_of(current: Generation, sections: tuple[int, ...]) -> tuple[int, ...]:
-    stages = current.plan.stages
-    return tuple(index for index, stage in enumerate(stages) if any(section in stage.sections for section in sections))

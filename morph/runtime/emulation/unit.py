@@ -68,7 +68,6 @@ class EmulatedUnitState(UnitState):
     joins = False
 
     def apply(self, decided: Decided | None = None) -> None:
-        """See ``UnitState.apply``."""
         begun_s = self.clock.begin()
         super().apply(decided)
         self.clock.end(begun_s, self.optimizer_s)

@@ -19,7 +19,7 @@ from morph.runtime.device.links import HostLink
 from morph.runtime.emulation.clock import NEVER_S, Alarm, DeviceClock, JitterDraw
 from morph.runtime.emulation.links import IncomingLink, IncomingState, OutgoingLink
 from morph.runtime.emulation.message import border
-from morph.runtime.emulation.reduction import rings_of
+from morph.runtime.emulation.reduction import rings_of, run_rings
 from morph.runtime.emulation.stage import EmulatedStage, SectionUnits, TaskTimes
 from morph.runtime.emulation.unit import DeviceMemory, EmulatedUnitState, gradient_patterns, make_unit, parameter_unit
 from morph.runtime.groups.channels import Carrier, Channel
@@ -52,7 +52,6 @@ class EmulatedWorkload:
 
     @property
     def units(self) -> tuple[ParameterUnit, ...]:
-        """See ``Workload.units``."""
         return tuple(parameter_unit(unit) for unit in self._device.units)
 
     @property
@@ -64,7 +63,6 @@ class EmulatedWorkload:
         return make_unit(self._device, self._units[unit], self._clock, num_micro_batches)
 
     def incoming_state(self, channel: Channel, interrupt: Interrupt) -> Carrier:
-        """See ``Workload.incoming_state``."""
         return IncomingState(channel, self._clock, self._alarm, interrupt, self._device.state_s_per_byte)
 
     def make_shadow(self, unit: str, num_micro_batches: int) -> UnitState:
@@ -80,7 +78,6 @@ class EmulatedWorkload:
         time.sleep(max(0.0, due_s - now_s))
 
     def adopt(self, shadow: UnitState) -> UnitState:
-        """See ``Workload.adopt``."""
         assert isinstance(shadow, EmulatedUnitState)
         shadow.clock = self._clock
         return shadow
@@ -89,14 +86,13 @@ class EmulatedWorkload:
         """See ``Workload.take_place``: there is nothing else."""
 
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
-        """See ``Workload.executor``."""
         assert current.slot is not None
         self._clock.slowness = slowness(self._device, current.plan, current.slot) * faults.slowness
         plan = current.plan.stages[current.slot.stage]
         jitter = JitterDraw(
             self._device.jitter_seed, order.step, len(self._device.sections), current.plan.num_micro_batches
         )
-        inputs = (self._border(plan.first_section - 1),) if current.slot.stage else ()
+        inputs = (self._border(plan.first_section - 1),) if plan.first_section else ()
         is_last = plan.end_section == len(self._device.sections)
         outputs = (_LOSS,) if is_last else (self._border(plan.end_section - 1),)
         work = current.work_between(current.micro_batches_in(order), inputs, outputs)
@@ -120,13 +116,11 @@ class EmulatedWorkload:
         return executor
 
     def reduce(self, current: Generation, sums: StepSums, executor: Executor) -> None:
-        """See ``Workload.reduce``."""
         free_s = self._clock.free_s
         stopwatch = executor.stopwatch
         finish_reduction(sums, stopwatch)
         start = stopwatch.mark()
-        for ring in rings_of(current, self._device):
-            free_s = ring.run(free_s, self._ends_s)
+        free_s = run_rings(rings_of(current, self._device), free_s, self._ends_s)
         self._clock.wait_until(free_s)
         stopwatch.stood("reduce", start)
         stopwatch.late_s = max(self._clock.late_s, 0.0)
@@ -156,7 +150,6 @@ class EmulatedWorkload:
         return run
 
     def evaluate(self, current: Generation, version: int) -> Evaluation | None:  # noqa: ARG002
-        """See ``Workload.evaluate``."""
         return None
 
     def collect_notes(self) -> tuple[str, ...]:
@@ -164,11 +157,9 @@ class EmulatedWorkload:
         return ()
 
     def finish(self, totals: EvaluationTotals) -> FinishedMetrics | None:  # noqa: ARG002
-        """See ``Workload.finish``."""
         return None
 
     def samples_of(self, step: int) -> tuple[int, ...]:  # noqa: ARG002
-        """See ``Workload.samples_of``."""
         return ()
 
     def _border(self, section: int) -> BoundaryTensor:

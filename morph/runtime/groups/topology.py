@@ -16,11 +16,13 @@ from morph.runtime.groups.channels import GroupSpec
 class Topology:
     """Groups of one generation, in the global forming order, each unit's reduction group, and what joins stages.
 
-    ``edges`` are those of ``groups`` that stages send over, with the sender before the receiver.
+    ``edges`` are those of ``groups`` that stages send over, with the sender before the receiver. ``split_units`` are
+    held by several stages of at least one pipeline: they are reduced last, by everybody.
     """
 
     groups: tuple[GroupSpec, ...]
     unit_rings: dict[str, str]
+    split_units: frozenset[str] = frozenset()
     edges: tuple[GroupSpec, ...] = ()
 
     @property
@@ -77,20 +79,29 @@ def topology(order: ReshapeOrder, units: Sequence[ParameterUnit]) -> Topology:
     groups = [GroupSpec(move_name(generation, *pair), pair) for pair in moves_of(order.sources, order.salvage)]
     edges = []
     for replica in range(plan.num_replicas):
-        for boundary in range(plan.pipeline_depth - 1):
+        for boundary in plan.stages_of(replica)[:-1]:
             pair = (worker_at(slots, boundary, replica), worker_at(slots, boundary + 1, replica))
             forth, back = (edge_name(generation, replica, boundary, kind) for kind in ("act", "grad"))
             groups += [GroupSpec(forth, pair), GroupSpec(back, pair)]
             edges += [GroupSpec(forth, pair), GroupSpec(back, pair[::-1])]
     rings: dict[str, GroupSpec] = {}
     unit_rings: dict[str, str] = {}
+    split_units = set()
+    pipelines = dict.fromkeys(plan.stages_of(replica) for replica in range(plan.num_replicas))
     for unit in units:
-        stages = [s for s in range(plan.pipeline_depth) if unit in units_of_stage(plan, s, units)]
-        members = tuple(worker_at(slots, stage, replica) for stage in stages for replica in range(plan.num_replicas))
+        stages = [s for s in range(len(plan.stages)) if unit in units_of_stage(plan, s, units)]
+        members = tuple(worker_at(slots, stage, replica) for stage in stages for replica in plan.replicas_of(stage))
         name = f"g{generation}/ring/{'+'.join(map(str, stages))}"
         rings.setdefault(name, GroupSpec(name, members))
         unit_rings[unit.id] = name
-    return Topology(groups=in_rounds((*groups, *rings.values())), unit_rings=unit_rings, edges=tuple(edges))
+        if any(len(set(stages).intersection(pipeline)) > 1 for pipeline in pipelines):
+            split_units.add(unit.id)
+    return Topology(
+        groups=in_rounds((*groups, *rings.values())),
+        unit_rings=unit_rings,
+        split_units=frozenset(split_units),
+        edges=tuple(edges),
+    )
 
 
 def in_rounds(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:

@@ -1,6 +1,6 @@
 """The sending end of one stream: some units of this worker to one receiver, in a thread of its own.
 
-Before a planned change (decision 0008) it sends what is decided. To a follower (decision 0025) it sends, once that has
+Before a planned change (decision 0006) it sends what is decided. To a follower (decision 0019) it sends, once that has
 caught up, gradients before they are decided, and partial sums.
 """
 

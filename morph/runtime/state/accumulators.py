@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from morph.contract.decided import LossScale
-from morph.contract.errors import JobError, NonFiniteGradient
+from morph.contract.errors import NonFiniteGradient, wrong_job
 from morph.runtime.device.staging import moved
 from morph.runtime.state.fixed_point import FixedSum, add_fixed, fits, fixed_sum, from_fixed, next_exponent, to_fixed
 from morph.runtime.state.parts import Memory, Part, from_reals, reals
@@ -238,7 +238,6 @@ class ExactAccumulator(Accumulator):
         return torch.int64
 
     def add_all(self, gradients: Sequence[tuple[str, Tensor]]) -> None:
-        """See ``Accumulator.add_all``."""
         sums, values, is_first = [], [], []
         for name, gradient in gradients:
             into, first = self._part_of[name].sum_of(name)
@@ -254,7 +253,6 @@ class ExactAccumulator(Accumulator):
         add_fixed(sums, values, is_first)
 
     def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
-        """See ``Accumulator.mean``."""
         names, rows, means = [], [], []
         for name, begin, end in part.tensors_between(first, first + sums.shape[1]):
             own = slice(begin - first, end - first)
@@ -276,7 +274,6 @@ class ExactAccumulator(Accumulator):
         return all(fits(self._exponents[name], size, self._num_contributions) for name, size in sizes.items())
 
     def merge(self, partial: Mapping[str, Tensor]) -> None:
-        """See ``Accumulator.merge``."""
         assert partial["exponents"].tolist() == list(self._exponents.values()), "summed at other scales"
         super().merge(partial)
 
@@ -324,7 +321,6 @@ class FastAccumulator(Accumulator):
         return torch.float64 if mean_dtype == torch.float64 else torch.float32
 
     def add_all(self, gradients: Sequence[tuple[str, Tensor]]) -> None:
-        """See ``Accumulator.add_all``."""
         first: tuple[list[Tensor], list[Tensor]] = [], []
         later: tuple[list[Tensor], list[Tensor]] = [], []
         for name, gradient in gradients:
@@ -466,10 +462,9 @@ def apply_change(name: str, buffer: Tensor, change: Tensor) -> None:
             buffer.copy_(buffer.to(torch.complex128 if buffer.is_complex() else torch.float64) + change)
             return
         if bool((change.abs() > _EXACT_IN_FLOAT64).any()):
-            raise JobError(
+            raise wrong_job(
+                "model",
                 f"the forward changes integer buffer {name} by a number that is too large",
-                source="Job",
-                field="model",
                 allowed=f"changes up to {_EXACT_IN_FLOAT64}",
             )
         buffer.copy_(buffer.to(torch.int64) + change.round().to(torch.int64))

@@ -19,7 +19,7 @@ from morph.checkpoint.frozen_weights import FrozenWeights
 from morph.checkpoint.plain_file import SAFETENSORS
 from morph.checkpoint.unit_files import read_unit
 from morph.contract.checkpoint import Manifest
-from morph.contract.errors import CheckpointError, InputError, JobError
+from morph.contract.errors import CheckpointError, InputError, wrong_job
 from morph.cutting import CutModel
 from morph.cutting.deferred_init.construct import LazyTensors, build_model
 from morph.jobs.job import Job
@@ -63,7 +63,7 @@ def model_state(job: Job) -> ModelState:
     entries = built.model.state_dict(keep_vars=True)
     for name, value in entries.items():
         if not isinstance(value, Tensor):
-            raise JobError("holds something besides tensors", source="Job", field=f"model state_dict {name!r}")
+            raise wrong_job(f"model state_dict {name!r}", "holds something besides tensors")
     first_names: dict[int, str] = {}
     for name, parameter in built.model.named_parameters(remove_duplicate=False):
         first_names.setdefault(id(parameter), name)
@@ -98,12 +98,11 @@ def export_pretrained(job: Job, checkpoint_url: str, manifest: Manifest) -> tupl
     """
     state = model_state(job)
     if not callable(getattr(state.model, "save_pretrained", None)):
-        raise JobError(
+        raise wrong_job(
+            "model",
             "has no save_pretrained, which writes a folder",
-            source="Job",
-            field="model",
-            value=type(state.model).__name__,
-            allowed=f"a model of transformers or peft, or a file whose name ends in {SAFETENSORS}",
+            type(state.model).__name__,
+            f"a model of transformers or peft, or a file whose name ends in {SAFETENSORS}",
         )
     trained = _trained(job, state, checkpoint_url, manifest)
     names = state.kept
@@ -142,12 +141,11 @@ def _trained(job: Job, state: ModelState, checkpoint_url: str, manifest: Manifes
         spec = state.specs.get(name) if name in state.trainable | state.buffers else None
         if spec != (tuple(tensor.shape), tensor.dtype):
             have = "nothing of that name" if spec is None else f"{list(spec[0])} {spec[1]}"
-            raise JobError(
+            raise wrong_job(
+                f"model {'buffer' if name in state.buffers else 'parameter'} {name!r}",
                 "is not the model that was trained",
-                source="Job",
-                field=f"model {'buffer' if name in state.buffers else 'parameter'} {name!r}",
-                value=have,
-                allowed=f"{list(tensor.shape)} {tensor.dtype}, as in the checkpoint",
+                have,
+                f"{list(tensor.shape)} {tensor.dtype}, as in the checkpoint",
             )
     return trained
 

@@ -20,7 +20,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler
 
 from morph.checkpoint.manifest import ALIGNMENT, DEVICE_ALIGNMENT
-from morph.contract.errors import JobError
+from morph.contract.errors import JobError, wrong_job
 from morph.optimizers import parts_of
 from morph.runtime.device.staging import moved
 
@@ -326,7 +326,7 @@ def _plain(field: str, what: str, owner: object, value: Any) -> Any:
 
 
 def _wrong(field: str, message: str, value: object, allowed: str) -> JobError:
-    return JobError(message, source="Job", field=field, value=type(value).__name__, allowed=allowed)
+    return wrong_job(field, message, type(value).__name__, allowed)
 
 
 _KIND = "~"

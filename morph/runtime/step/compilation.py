@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from morph.contract.errors import JobError, MorphError
+from morph.contract.errors import MorphError, wrong_job
 from morph.cutting.exporting.user_functions import UserFunction
 from morph.cutting.sections.section import BoundaryTensor, CutModel, Section, SectionCode
 from morph.jobs.job import Precision
@@ -57,7 +57,7 @@ def refuse_marked(model: CutModel) -> None:
     """
     if not all(isinstance(section.code, GraphModule) for section in model.sections):
         allowed = "False for a model that is cut at marks, or not cut, because torch.export refuses it"
-        raise JobError("cannot be had", source="Job", field="compile", value=True, allowed=allowed)
+        raise wrong_job("compile", "cannot be had", True, allowed)
 
 
 def compile_all(
@@ -91,12 +91,8 @@ def compile_all(
             raise
         except Exception as error:
             told = " ".join(str(error).split())[:_SHOWN]
-            raise JobError(
-                f"section {section.index} ({section.label}) cannot be compiled: {told}",
-                source="Job",
-                field="compile",
-                value=True,
-                allowed="False",
+            raise wrong_job(
+                "compile", f"section {section.index} ({section.label}) cannot be compiled: {told}", True, "False"
             ) from error
 
 

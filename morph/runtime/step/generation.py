@@ -55,10 +55,11 @@ class Generation:
         """Channels to the stages before and behind: in the order of ``Neighbours``."""
         assert self.slot is not None
         stage = self.slot.stage
-        before, behind = stage - 1, stage if stage + 1 < self.plan.pipeline_depth else None
+        before = None if self.plan.is_first(stage) else stage - 1
+        behind = None if self.plan.is_last(stage) else stage
         return (
-            self._edge(before, "act") if stage else None,
-            self._edge(before, "grad") if stage else None,
+            self._edge(before, "act") if before is not None else None,
+            self._edge(before, "grad") if before is not None else None,
             self._edge(behind, "act") if behind is not None else None,
             self._edge(behind, "grad") if behind is not None else None,
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from morph.contract.errors import JobError
+from morph.contract.errors import JobError, wrong_job
 from morph.jobs.job import Accumulation
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
@@ -100,10 +100,9 @@ def kernels_refused(first_line: str | None) -> Iterator[None]:
         if found is None:
             raise
         where = f", in the section that begins at {first_line}" if first_line else ""
-        raise JobError(
+        raise wrong_job(
+            "accumulation",
             f"{found.group(1)} has no deterministic kernel on this device{where}",
-            source="Job",
-            field="accumulation",
-            value="exact",
-            allowed="'fast', or another operation in the model",
+            "exact",
+            "'fast', or another operation in the model",
         ) from error

@@ -27,23 +27,19 @@ class SlowStage:
 
     @property
     def num_stored(self) -> int:
-        """See ``StageTasks.num_stored``."""
         return self._stage.num_stored
 
     @property
     def num_live(self) -> int:
-        """See ``StageTasks.num_live``."""
         return self._stage.num_live
 
     def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """See ``StageTasks.forward``."""
         start = self._clock.mark()
         outputs = self._stage.forward(micro_batch, inputs)
         self._linger(start)
         return outputs
 
     def recompute(self, micro_batch: int) -> None:
-        """See ``StageTasks.recompute``."""
         start = self._clock.mark()
         self._stage.recompute(micro_batch)
         self._linger(start)
@@ -51,7 +47,6 @@ class SlowStage:
     def backward(
         self, micro_batch: int, output_gradients: Sequence[Tensor | None], sink: GradientSink
     ) -> tuple[Tensor | None, ...]:
-        """See ``StageTasks.backward``."""
         start = self._clock.mark()
         gradients = self._stage.backward(micro_batch, output_gradients, sink)
         self._linger(start)

@@ -1,9 +1,9 @@
-"""What a worker sums in one step: gradients of its units, and which micro-batches' are in them (decision 0024)."""
+"""What a worker sums in one step: gradients of its units, and which micro-batches' are in them (decision 0019)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
@@ -42,11 +42,12 @@ class MicroBatchSums:
 class Rings:
     """How a worker's units are reduced.
 
-    ``of_unit``: by unit, the name of its reduction group, which tells units apart that other stages hold too;
-    ``ring_of``: by unit, the group; None where this worker is alone in it.
+    ``of_unit``: by unit, the name of its reduction group; ``split``: the units that several stages of one pipeline
+    hold; ``ring_of``: by unit, the group; None where this worker is alone in it.
     """
 
     of_unit: Mapping[str, str]
+    split: Set[str]
     ring_of: Callable[[str], Ring | None]
     interrupt: Interrupt
     faults: FaultPlan
@@ -100,11 +101,11 @@ class StepSums:
         self._rings = rings
         self._metric_names: Sequence[str] = ()
         self._reduction = Reduction(rings.interrupt, num_micro_batches)
-        shared = [name for name, used in self._sections_of.items() if not set(used) <= set(sections)]
+        split = units.keys() & rings.split
         self._complete_at: dict[int, list[str]] = {section: [] for section in reversed(sections)}
-        for name in sorted(units.keys() - set(shared)):
+        for name in sorted(units.keys() - split):
             self._complete_at[min(self._sections_of[name])].append(name)
-        self._last = sorted(shared, key=lambda name: (rings.of_unit[name], name))
+        self._last = sorted(split, key=lambda name: (rings.of_unit[name], name))
         self._gradients: dict[str, list[tuple[str, Tensor]]] = defaultdict(list)
         """By unit, of the section whose backward is not through: they are added together."""
         self._before: dict[tuple[str, int], int] = {}
@@ -163,8 +164,8 @@ class StepSums:
     def finish_reduction(self) -> None:
         """Reduce what is left, and wait for all of it. Raises as ``Interrupt.wait_for``.
 
-        Whoever has run no micro-batch reduces everything now, in the order of those who have. Units that other stages
-        hold too are the last everywhere, so that no two workers wait for each other.
+        Whoever has run no micro-batch reduces everything now, in the order of those who have. Units that several stages
+        of a pipeline hold are the last everywhere, so that no two workers wait for each other.
         """
         for units in self._complete_at.values():
             self._reduce(units)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from morph.contract.errors import JobError
+from morph.contract.errors import wrong_job
 from morph.contract.evaluation import (
     MOST_SAMPLE_BYTES,
     Array,
@@ -30,7 +30,6 @@ from morph.contract.evaluation import (
     FinishedMetrics,
 )
 from morph.contract.messages import SAMPLES, Evaluation, MicroBatchLoss
-from morph.contract.plan import shares
 from morph.cutting import CutModel, Section
 from morph.cutting.exporting.functional import WRITTEN
 from morph.cutting.marked.marked_run import MarkedCode
@@ -122,10 +121,9 @@ class _InEvaluationMode:
 
 def _switch_off(node: Node, section: Section) -> None:
     if node.target in (aten.bernoulli.p, aten.bernoulli.default):
-        raise JobError(
+        raise wrong_job(
+            "eval_data",
             f"the dropout in section {section.index} ({section.label}) cannot be switched off for evaluation",
-            source="Job",
-            field="eval_data",
             allowed="a model that changes no activation in place, or plain nn.Dropout",
         )
     if node.target not in _OFF:
@@ -287,7 +285,7 @@ class Evaluator:
         if current.slot is None or not self.size.is_due(version):
             return None
         total = self._loader.num_micro_batches
-        share = shares(total, current.plan.num_replicas)[current.slot.replica]
+        share = current.plan.share_of(current.slot.replica, range(total))
         work = current.stage_work(model, share, self._loader.length)
         indices = current.plan.stages[current.slot.stage].sections
         stage = EvaluationStage(
@@ -302,8 +300,7 @@ class Evaluator:
             work.micro_batches, batch_keys(model.sections[index] for index in indices), lambda: current.interrupt.over
         )
         losses = run_evaluation(stage, work, current.neighbours(self._device), current.interrupt)
-        is_last = current.slot.stage == current.plan.pipeline_depth - 1
-        if not is_last:
+        if not current.plan.is_last(current.slot.stage):
             return None
         self._check_size(losses, total)
         finishes = self._job.eval_metrics is not None
@@ -327,10 +324,10 @@ class Evaluator:
                 found = job.eval_metrics(given)
             except Exception as error:
                 told = f"fails: {type(error).__name__}: {error}"
-                raise JobError(told, source="Job", field="eval_metrics") from error
+                raise wrong_job("eval_metrics", told) from error
         if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
             kind, allowed = type(found).__name__, "a dict of numbers by name"
-            raise JobError("returns something else", source="Job", field="eval_metrics", value=kind, allowed=allowed)
+            raise wrong_job("eval_metrics", "returns something else", kind, allowed)
         values: dict[str, float | None] = {}
         for name, value in found.items():
             try:
@@ -338,7 +335,7 @@ class Evaluator:
             except (TypeError, ValueError) as error:
                 kind = type(value).__name__
                 told = f"returns no number as {name!r}"
-                raise JobError(told, source="Job", field="eval_metrics", value=kind, allowed="a number") from error
+                raise wrong_job("eval_metrics", told, kind, "a number") from error
             values[name] = number if math.isfinite(number) else None
         return FinishedMetrics(version=totals.version, values=values)
 
@@ -348,10 +345,9 @@ class Evaluator:
             sizes.update({name: total * len(array.data) for name, array in entry.samples.items()})
         if sizes.total() > MOST_SAMPLE_BYTES:
             name, size_bytes = sizes.most_common(1)[0]
-            raise JobError(
+            raise wrong_job(
+                "loss",
                 f"returns {sizes.total()} bytes for all samples of an evaluation, {size_bytes} of them as {name!r}",
-                source="Job",
-                field="loss",
                 allowed=f"{MOST_SAMPLE_BYTES} bytes; return what eval_metrics needs of them, such as their argmax, or "
                 "morph.Sum, or set eval_samples",
             )

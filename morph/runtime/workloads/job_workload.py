@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from morph.checkpoint.frozen_weights import FrozenWeights
-from morph.contract.errors import JobError, ProfileError
+from morph.contract.errors import ProfileError, wrong_job
 from morph.contract.evaluation import EvaluationSize, EvaluationTotals, FinishedMetrics
 from morph.contract.job_facts import JobFacts
 from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
@@ -94,12 +94,11 @@ def _check_step_entry(job: Job) -> None:
     entry = first.get(job.step_entry)
     if entry is None or entry.dtype != torch.int64 or entry.dim():
         shown = "nothing" if entry is None else f"{tuple(entry.shape)} {entry.dtype}"
-        raise JobError(
+        raise wrong_job(
+            "step_entry",
             f"names an entry of the batch that is to be the number of the step, and is {shown} in a sample",
-            source="Job",
-            field="step_entry",
-            value=job.step_entry,
-            allowed="a whole number in each sample, such as 0",
+            job.step_entry,
+            "a whole number in each sample, such as 0",
         )
 
 
@@ -229,16 +228,13 @@ class JobWorkload:
 
     @property
     def units(self) -> tuple[ParameterUnit, ...]:
-        """See ``Workload.units``."""
         return self._model.units
 
     @property
     def evaluation(self) -> EvaluationSize | None:
-        """See ``Workload.evaluation``."""
         return None if self._evaluator is None else self._evaluator.size
 
     def make_unit(self, unit: str, num_micro_batches: int, *, empty: bool = False) -> UnitState:
-        """See ``Workload.make_unit``."""
         found = next(entry for entry in self._model.units if entry.id == unit)
         return UnitState(
             found,
@@ -254,18 +250,15 @@ class JobWorkload:
         )
 
     def incoming_state(self, channel: Channel, interrupt: Interrupt) -> Carrier:  # noqa: ARG002
-        """See ``Workload.incoming_state``."""
         return channel
 
     def make_shadow(self, unit: str, num_micro_batches: int) -> UnitState:
-        """See ``Workload.make_shadow``."""
         return self.make_unit(unit, num_micro_batches, empty=True)
 
     def arrive(self, num_bytes: int) -> None:
         """See ``Workload.arrive``: what was received is there."""
 
     def adopt(self, shadow: UnitState) -> UnitState:
-        """See ``Workload.adopt``."""
         return shadow
 
     def take_place(self, current: Generation) -> None:
@@ -278,7 +271,6 @@ class JobWorkload:
                     section.constant_values.on(name, self._device)
 
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
-        """See ``Workload.executor``."""
         assert current.slot is not None
         plan = current.plan.stages[current.slot.stage]
         length_of = partial(self._loader.length, order.step)
@@ -305,7 +297,6 @@ class JobWorkload:
         return executor
 
     def reduce(self, current: Generation, sums: StepSums, executor: Executor) -> None:  # noqa: ARG002
-        """See ``Workload.reduce``."""
         finish_reduction(sums, executor.stopwatch)
 
     def probe(self, sections: range, held: Mapping[str, UnitState], faults: FaultPlan) -> Callable[[], float]:
@@ -343,21 +334,17 @@ class JobWorkload:
         return run
 
     def evaluate(self, current: Generation, version: int) -> Evaluation | None:
-        """See ``Workload.evaluate``."""
         return self._evaluator.run_if_due(current, version, self._model) if self._evaluator is not None else None
 
     def collect_notes(self) -> tuple[str, ...]:
-        """See ``Workload.collect_notes``."""
         notes = () if self._data_workers is None else self._data_workers.notes
         return tuple(notes.popleft() for _ in range(len(notes))) if notes else ()
 
     def finish(self, totals: EvaluationTotals) -> FinishedMetrics | None:
-        """See ``Workload.finish``."""
         finishes = self._evaluator is not None and self._job.eval_metrics is not None
         return self._evaluator.finish(totals) if finishes and self._evaluator is not None else None
 
     def samples_of(self, step: int) -> tuple[int, ...]:
-        """See ``Workload.samples_of``."""
         return self._loader.samples_of(step)
 
     def _start_data_workers(self, setup: WorkerSetup) -> DataWorkers:

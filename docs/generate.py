@@ -1,0 +1,126 @@
+"""Hooks of ``make docs``: the pages that are made of the code, and links to files outside of this folder.
+
+``reference/command-line.md`` is what ``morph COMMAND --help`` says, ``reference/job-file.md`` lists every key of a job
+or cluster file. Neither is kept in the repository.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import click
+import typer
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from mkdocs.utils import log
+from pydantic import BaseModel
+
+from morph.cli.main import app
+from morph.contract.cluster import JobFile
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(((?:\.\./)+[^)\s#]+)(#[^)\s]*)?\)")
+
+
+def command_line() -> Iterator[str]:
+    """The page of commands: what each does, an example, arguments and options."""
+    yield from ("# Command line", "", "`morph COMMAND --help` prints the same in a terminal.", "")
+    yield from _command(typer.main.get_command(app), "morph")
+
+
+def _command(command: click.Command, name: str) -> Iterator[str]:
+    context = click.Context(command, info_name=name)
+    yield from (f"## {name}", "")
+    for part in (command.help or "").split("\n\n"):
+        kept = part.lstrip().startswith("\b")
+        text = part.replace("\b", "").strip("\n")
+        yield from ("```text", text, "```", "") if kept else (text, "")
+    records = [(one, one.get_help_record(context)) for one in command.params if one.name != "help"]
+    rows = [(record[0], record[1]) for _, record in records if record]
+    if rows:
+        yield from ("| option or argument | meaning |", "|---|---|")
+        yield from (f"| `{_cell(option)}` | {_cell(meaning)} |" for option, meaning in rows)
+        yield ""
+    for sub, found in getattr(command, "commands", {}).items():
+        yield from _command(found, f"{name} {sub}")
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def job_file() -> Iterator[str]:
+    """The page of keys of a job file: each with its default and its meaning."""
+    yield from (
+        "# Keys of a job file",
+        "",
+        "A job file (`morph run FILE.yaml`) has the sections `job`, `vms`, `policy` and the ones below; a cluster file",
+        "(`--cluster`) has the same without `job`. `morph config explain FILE` prints the list with a file's values,",
+        "`morph config schema` as a JSON schema. A dash means: not set.",
+        "",
+    )
+    rows: dict[str, list[str]] = {}
+    for key, default, meaning in _keys(JobFile):
+        rows.setdefault(key.split(".")[0], []).append(f"| `{key}` | `{_cell(default)}` | {_cell(meaning)} |")
+    for section in ("job", *(name for name in rows if name != "job")):
+        yield from (f"## {section}", "", "| key | default | meaning |", "|---|---|---|", *rows[section], "")
+
+
+def _keys(section: type[BaseModel], before: str = "") -> Iterator[tuple[str, str, str]]:
+    for name, field in section.model_fields.items():
+        inner = list(_models(field.annotation))
+        if not inner:
+            yield f"{before}{name}", _default(field), field.description or ""
+        seen: set[tuple[str, str, str]] = set()
+        for model in inner:  # a section that may be of several kinds has the keys of each
+            for row in _keys(model, f"{before}{name}."):
+                if row not in seen:
+                    seen.add(row)
+                    yield row
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif get_origin(annotation) in {Union, UnionType, Annotated}:
+        for one in get_args(annotation):
+            yield from _models(one)
+
+
+def _default(field: Any) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if value is None or value in ((), {}):
+        return "-"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+PAGES = {"reference/command-line.md": command_line, "reference/job-file.md": job_file}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    for path, page in PAGES.items():
+        files.append(File.generated(config, path, content="\n".join(page()) + "\n"))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
+    """Check links to files of the repository outside of this folder; they lead to ``repo_url`` where that is set."""
+    here = Path(page.file.src_uri).parent
+
+    def outside(link: re.Match[str]) -> str:
+        target = (ROOT / "docs" / here / link[3]).resolve()
+        if target.is_relative_to(ROOT / "docs"):
+            return link[0]
+        if not target.exists():
+            log.warning("%s links to %s, which is not there", page.file.src_uri, link[3])
+        return f"[{link[2]}]({config.repo_url}/blob/main/{target.relative_to(ROOT)})" if config.repo_url else link[2]
+
+    return LINK.sub(outside, markdown)

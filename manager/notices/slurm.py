@@ -1,0 +1,63 @@
+"""Slurm: what the shell of a job's step notes of signals, and the time limit, which is known beforehand.
+
+Slurm sends SIGTERM to the steps of a job that is preempted, ``GraceTime`` of its partition before it kills them, or
+USR2 where the user asked for that (``signal_s``). The shell (``manager/providers/slurm/spec.py``) notes the moment in
+``notice`` in the node's folder; ``limits`` beside it says what else is known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from manager.notices.source import NoticeUnavailable, Standing
+from morph.contract.base import Value
+
+SIGNALLED, TIME_LIMIT = "slurm: signalled", "slurm: time limit"
+
+
+class SlurmLimits(Value):
+    """What a job knows of its end.
+
+    ``grace_s``: from the signal to the kill; ``ahead_s``: so long before its time limit it is noticed; ``ends_s``: the
+    time limit, in seconds since 1970; None: it has none, or Slurm did not say.
+    """
+
+    grace_s: float = Field(ge=0)
+    ahead_s: float = Field(ge=0)
+    ends_s: float | None = None
+
+
+class SlurmNotices:
+    """Reads the files of a node's folder.
+
+    Args:
+        folder: Of the node.
+        clock: Seconds since 1970.
+    """
+
+    name = "slurm"
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        self._folder, self._clock = folder, clock
+
+    def standing(self) -> tuple[Standing, ...]:
+        """See ``NoticeSource``."""
+        try:
+            limits = SlurmLimits.model_validate_json((self._folder / "limits").read_bytes())
+            noted = self._folder / "notice"
+            signalled_s = noted.stat().st_mtime if noted.exists() else None
+        except (OSError, ValidationError) as error:
+            raise NoticeUnavailable(f"{self._folder}: {error}") from error
+        now_s, found = self._clock(), []
+        if signalled_s is not None:
+            found.append(Standing(notice=SIGNALLED, lead_s=max(0.0, signalled_s + limits.grace_s - now_s)))
+        if limits.ends_s is not None and limits.ends_s - now_s <= limits.ahead_s:
+            found.append(Standing(notice=TIME_LIMIT, lead_s=max(0.0, limits.ends_s - now_s)))
+        return tuple(found)
+
+    def acknowledge(self, notice: str) -> None:
+        """Nothing: the manager ends the job."""

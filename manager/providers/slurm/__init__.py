@@ -1,0 +1,1 @@
+"""Jobs of Slurm, each with the node of a run."""

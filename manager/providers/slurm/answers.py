@@ -1,0 +1,210 @@
+"""What Slurm's programs answer, read: pure, nothing is run here.
+
+An answer that is not understood is an error. It never means that there are no jobs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from manager.providers.interface.provider import (
+    CapacityShort,
+    Misconfigured,
+    ProviderError,
+    QuotaExceeded,
+    Transient,
+)
+from morph.contract.base import Value
+
+QUEUE_FORMAT = "%i|%T|%P|%S|%e|%N|%r|%j|%k"
+QUEUE_HEADER = "JOBID|STATE|PARTITION|START_TIME|END_TIME|NODELIST|REASON|NAME|COMMENT"
+"""It shows that squeue answered, and not only ended well: an answer without it says nothing of any job."""
+TIME_FORMAT = "%s"
+"""Of ``SLURM_TIME_FORMAT``: seconds since 1970, whatever time zone the cluster is in."""
+JSON_SINCE = (23, 2)
+"""Before that ``squeue --json`` ignores the filters, and lists the jobs of all users with 10 kB each."""
+MARK = "morph "
+WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
+OVER = frozenset(
+    {
+        "BOOT_FAIL", "CANCELLED", "COMPLETED", "COMPLETING", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
+        "OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
+    }
+)  # fmt: skip
+"""Any other state, one that is not known here too, is that of a job which is there."""
+
+
+class Mark(Value):
+    """Whose job it is: its comment, which Slurm keeps for us."""
+
+    run: str
+    job: str
+    request: str
+    devices: int
+
+    @property
+    def text(self) -> str:
+        """The comment."""
+        return MARK + self.model_dump_json()
+
+
+class Job(Value):
+    """A job that Slurm knows. ``number``: as scancel takes it; ``mark``: None where no run of Morph made it."""
+
+    number: str
+    name: str
+    states: frozenset[str]
+    partition: str = ""
+    nodes: str = ""
+    reason: str = ""
+    starts_s: float | None = None
+    ends_s: float | None = None
+    mark: Mark | None = None
+
+    @property
+    def phase(self) -> Literal["waiting", "running", "over"]:
+        """What it means for a run."""
+        if self.states & OVER:
+            return "over"
+        return "waiting" if self.states & WAITING else "running"
+
+
+def jobs_in_text(text: str) -> tuple[Job, ...]:
+    """Read what ``squeue --format=QUEUE_FORMAT`` writes, with its header.
+
+    Raises:
+        Transient: it is something else.
+    """
+    header, *lines = text.splitlines() or [""]
+    if header.strip() != QUEUE_HEADER:
+        raise Transient(f"squeue: the answer is not a list of jobs: {header[:80]!r}")
+    return tuple(_job_of_line(line) for line in lines if line.strip())
+
+
+def _job_of_line(line: str) -> Job:
+    fields = line.split("|", QUEUE_FORMAT.count("|"))
+    if len(fields) <= QUEUE_FORMAT.count("|"):
+        raise Transient(f"squeue: a line is not that of a job: {line[:80]!r}")
+    number, state, partition, starts, ends, nodes, reason, name, comment = fields
+    return Job(
+        number=number,
+        name=name,
+        states=frozenset({state}),
+        partition=partition,
+        nodes=nodes,
+        reason=reason,
+        starts_s=_seconds(starts),
+        ends_s=_seconds(ends),
+        mark=mark_in(comment),
+    )
+
+
+def jobs_in_json(text: str, uid: int) -> tuple[Job, ...]:
+    """Read what ``squeue --json`` writes of the jobs of a user: numbers and states have two forms each, by version.
+
+    Raises:
+        Transient: it is something else, or tells of errors.
+    """
+    try:
+        found = json.loads(text)
+        if found.get("errors"):
+            raise Transient(f"squeue: {json.dumps(found['errors'])[:200]}")
+        return tuple(_job_of_object(job) for job in found["jobs"] if _number(job["user_id"]) == uid)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Transient(f"squeue: the answer is not a list of jobs: {type(error).__name__}: {error}") from error
+
+
+def _job_of_object(job: dict[str, Any]) -> Job:
+    states = job["job_state"]
+    number = _number(job["job_id"])
+    if number is None or not states:
+        raise ValueError("a job without a number or a state")
+    return Job(
+        number=f"{number:g}" if number < 1e6 else str(int(number)),
+        name=str(job["name"]),
+        states=frozenset([states] if isinstance(states, str) else map(str, states)),
+        partition=str(job.get("partition") or ""),
+        nodes=str(job.get("nodes") or ""),
+        reason=str(job.get("state_reason") or ""),
+        starts_s=_number(job.get("start_time")) or None,
+        ends_s=_number(job.get("end_time")) or None,
+        mark=mark_in(str(job.get("comment") or "")),
+    )
+
+
+def mark_in(comment: str) -> Mark | None:
+    """Return whose job has this comment; None: nobody's that Morph knows."""
+    if not comment.startswith(MARK):
+        return None
+    try:
+        return Mark.model_validate_json(comment.removeprefix(MARK))
+    except ValidationError:
+        return None
+
+
+def _number(value: Any) -> float | None:
+    """Read a number: itself, or as ``{"set": true, "infinite": false, "number": 1}``."""
+    if isinstance(value, dict):
+        value = value.get("number") if value.get("set") and not value.get("infinite") else None
+    if value is None or isinstance(value, bool):
+        return None
+    return float(value)
+
+
+def _seconds(text: str) -> float | None:
+    return float(text) if re.fullmatch(r"\d+", text) else None
+
+
+def version_in(text: str) -> tuple[int, ...]:
+    """Return the version in what ``--version`` writes; empty: it is not there."""
+    found = re.search(r"\b(\d+)\.(\d+)", text)
+    return () if found is None else (int(found[1]), int(found[2]))
+
+
+def job_number_in(text: str) -> str:
+    """Return the number that ``sbatch --parsable`` writes.
+
+    Raises:
+        Transient: there is none; the job may be there.
+    """
+    number = (text.strip().splitlines() or [""])[-1].partition(";")[0]
+    if not re.fullmatch(r"\d+", number):
+        raise Transient(f"sbatch: the answer is not a job's number: {text.strip()[:80]!r}")
+    return number
+
+
+def setting_in(text: str, name: str) -> float | None:
+    """Return a number of seconds that ``scontrol show`` writes, as in ``GraceTime=8`` or ``KillWait = 30 sec``."""
+    found = re.search(rf"\b{name}\s*=\s*(\d+)\b", text)
+    return None if found is None else float(found[1])
+
+
+def why_over(text: str) -> str:
+    """Return how a job ended, from what ``sacct --parsable2 --noheader --format=State,ExitCode`` writes; or nothing."""
+    state, _, code = (text.strip().splitlines() or [""])[0].partition("|")
+    return f"{state}, exit code {code}" if re.fullmatch(r"[A-Z_]+( by \d+)?", state) else ""
+
+
+_KINDS: Sequence[tuple[type[ProviderError], str]] = (
+    (QuotaExceeded, r"QOS\w*Limit|Assoc\w*Limit|policy \(job submit limit|violates accounting/QOS|MaxSubmit"),
+    (CapacityShort, r"partition not available|node not available|nodes are DOWN|Requested nodes are busy"),
+    (
+        Misconfigured,
+        r"[Ii]nvalid (partition|account|qos|generic resource|--?\w|time|wckey|constraint|feature|job array|user|"
+        r"qos specification)|[Pp]ermission denied|not permitted|unrecognized option|[Rr]equested node configuration"
+        r"|[Rr]equested time limit|[Mm]emory (specification|required)|Batch script|invalid option|not available to",
+    ),
+)
+"""What a refusal means, by words in it. Whatever else Slurm says may be over the next time."""
+
+
+def error_of(program: str, said: str) -> ProviderError:
+    """Return what an answer of sbatch, squeue or scancel that is no answer means."""
+    text = " ".join(said.replace(f"{program}: error:", "").split())[-300:] or "it says nothing"
+    kind = next((kind for kind, words in _KINDS if re.search(words, said)), Transient)
+    return kind(f"{program}: {text}")

@@ -1,0 +1,307 @@
+"""Jobs of Slurm: submitted by name, found again by their comments, ended by their numbers.
+
+Slurm's own programs are called, as a user does. They are given little of this process's environment: what they hand on
+to a job is kept by Slurm, and no job needs the manager's variables.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from manager.providers.interface.provider import (
+    BOOT_LOG_CHARACTERS,
+    Capabilities,
+    Misconfigured,
+    Price,
+    ProviderError,
+    QuotaExceeded,
+    Refused,
+    RunName,
+    Transient,
+    Vm,
+    not_ended,
+    vm_name,
+)
+from manager.providers.slurm.answers import (
+    JSON_SINCE,
+    TIME_FORMAT,
+    Job,
+    Mark,
+    error_of,
+    job_number_in,
+    jobs_in_json,
+    jobs_in_text,
+    setting_in,
+    version_in,
+    why_over,
+)
+from manager.providers.slurm.spec import SlurmSpec, sbatch_command, squeue_command
+from morph.contract.waits import Backoff
+
+PROGRAMS = ("sbatch", "squeue", "scancel")
+CALL_TIMEOUT_S = 60.0
+LOOKS = Backoff(0.5, 5.0)
+"""Pauses between looks for what was ended: the queue is everybody's."""
+KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "SLURM_CONF", "SLURM_CONF_SERVER", "USER")
+"""Of this process's environment: what Slurm's programs get, and so the jobs."""
+SIGNAL_ENDS = "USR1"
+"""Ends a node at once; see ``spec.py``."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a program said as it ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Runs(Protocol):
+    """Runs one of Slurm's programs."""
+
+    def __call__(self, command: Sequence[str], given: str = "") -> Said:
+        """Run it with this on its standard input; blocks for a bounded time.
+
+        Raises:
+            Transient: it did not end in time; what it was asked to do may be done.
+            Misconfigured: it cannot be run.
+        """
+
+
+def run_program(command: Sequence[str], given: str = "", timeout_s: float = CALL_TIMEOUT_S) -> Said:
+    """See ``Runs``. Ctrl-C does not reach the program: a job may be on its way."""
+    known = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+    try:
+        done = subprocess.run(
+            command,
+            input=given,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+            process_group=0,
+            env={**known, "SLURM_TIME_FORMAT": TIME_FORMAT} if command[0] != "sbatch" else known,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Transient(f"{command[0]} did not end within {timeout_s:g} s") from error
+    except OSError as error:
+        raise Misconfigured(f"{command[0]} cannot be run: {error.strerror}") from error
+    return Said(done.returncode, done.stdout, done.stderr)
+
+
+class SlurmProvider:
+    """See ``Provider``. A VM is a job: it is there from its submission on, and waits in the queue at first.
+
+    Args:
+        spec: Which jobs.
+        name: Whose they are.
+        script: Writes the script of a node's job, given the seconds from Slurm's signal to the kill.
+        logs: Folder for what jobs write.
+        run: Runs one of Slurm's programs.
+        ending: The command that ends what is left of the run.
+        delete_s: How long it is waited for jobs that were ended.
+        uid: Whose jobs are looked at.
+    """
+
+    def __init__(
+        self,
+        spec: SlurmSpec,
+        name: RunName,
+        script: Callable[[str, float], str],
+        logs: Path,
+        run: Runs = run_program,
+        *,
+        ending: str = "",
+        delete_s: float = 180.0,
+        uid: int | None = None,
+    ) -> None:
+        self._spec, self._name, self._script, self._logs, self._run = spec, name, script, logs, run
+        self._ending, self._delete_s = ending, delete_s
+        self._uid = os.getuid() if uid is None else uid
+        self._stopped = threading.Event()
+        self._version: tuple[int, ...] | None = None
+        self._grace_s: float | None = spec.grace_s
+
+    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+        """See ``Provider``. Every job is submitted at once; when one begins is Slurm's to say."""
+        most = count if max_vms is None else max_vms
+        jobs = self._jobs()
+        known = {job.name for job in jobs}
+        there = [job for job in jobs if job.phase != "over" and _mark(job).request == request]
+        missing = min(-(-count // self._spec.num_gpus), most) - len(there)
+        if self._spec.max_jobs is not None:
+            missing = min(missing, room := self._spec.max_jobs - sum(job.phase != "over" for job in jobs))
+            if room <= 0 and not there:
+                raise QuotaExceeded(f"{request}: the run has its max_jobs ({self._spec.max_jobs}) jobs")
+        refused: ProviderError | None = None
+        free = (name for index in itertools.count() if (name := vm_name(request, index)) not in known)
+        submitted: list[str] = []
+        for node in itertools.islice(free, max(0, missing)):
+            if self._stopped.is_set():
+                break
+            try:
+                submitted.append(self._submit(node, request))
+            except (Refused, Misconfigured) as error:  # the others would be refused alike
+                refused = error
+                break
+        if submitted:
+            there = [job for job in self._seen(submitted) if job.phase != "over" and _mark(job).request == request]
+        if not there:
+            raise refused or Transient(f"{request}: its jobs were submitted and are gone")
+        return tuple(sorted((self._vm(job) for job in there), key=lambda vm: int(vm.name.rpartition("-")[2])))
+
+    def list(self) -> tuple[Vm, ...]:
+        """See ``Provider``."""
+        return tuple(self._vm(job) for job in self._jobs() if job.phase != "over")
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See ``Provider``: a node ends by itself when it is told to, sooner than by scancel, which follows."""
+        ours = {job.number: job for job in self._jobs() if job.phase != "over" and job.name in names}
+        if not ours:
+            return
+        if running := [number for number, job in ours.items() if job.phase == "running"]:
+            self._run(["scancel", f"--signal={SIGNAL_ENDS}", *running])
+        wrong: ProviderError | None = None
+        until_s, pauses = time.monotonic() + self._delete_s, LOOKS.pauses()
+        while left := {job.number: job for job in self._jobs() if job.number in ours and job.phase != "over"}:
+            said = self._run(["scancel", *left])
+            if said.code:
+                wrong = error_of("scancel", said.err)
+            if time.monotonic() >= until_s:
+                error = wrong or Transient(f"Slurm did not end it within {self._delete_s:g} s")
+                raise not_ended({job.name: error for job in left.values()})
+            time.sleep(next(pauses))
+
+    def evict(self, name: str) -> bool:
+        """See ``Provider``: as Slurm ends a job, by SIGTERM first and after KillWait for good."""
+        job = next((job for job in self._jobs() if job.name == name and job.phase != "over"), None)
+        if job is None:
+            raise Misconfigured(f"job {name} is not there, or is not of this run: it is left alone")
+        said = self._run(["scancel", job.number])
+        if said.code:
+            raise error_of("scancel", said.err)
+        return True
+
+    def boot_log(self, name: str) -> str:
+        """See ``Provider``: how its job ended, and the end of what it wrote."""
+        text = ""
+        with suppress(ProviderError, OSError):
+            job = max((job for job in self._jobs() if job.name == name), key=lambda job: int(job.number), default=None)
+            if job is not None:
+                done = ["sacct", "--parsable2", "--noheader", "--allocations", "--format=State,ExitCode"]
+                why = why_over(self._run([*done, f"--jobs={job.number}"]).out) or "+".join(sorted(job.states))
+                text = f"job {job.number} of Slurm: {why}\n"
+                log = self._logs / f"{name}-{job.number}.log"
+                text += log.read_text(encoding="utf-8", errors="replace")[-BOOT_LOG_CHARACTERS + len(text) :]
+        return text
+
+    def stop(self) -> None:
+        """See ``Provider``: the job that is being submitted is the last one."""
+        self._stopped.set()
+
+    def dismantle(self) -> tuple[str, ...]:
+        """See ``Provider``: nothing is made beside them."""
+        self.delete([vm.name for vm in self.list()])
+        return ()
+
+    def price(self) -> Price | None:
+        """See ``Provider``."""
+        usd_per_h = self._spec.usd_per_h
+        return None if usd_per_h is None else Price(usd_per_h=usd_per_h, source="the cloud file")
+
+    def capabilities(self) -> Capabilities:
+        """See ``Provider``."""
+        return Capabilities(spot=True, max_vms=self._spec.max_jobs, notices="slurm", ending=self._ending)
+
+    def runs(self) -> Mapping[str, str]:
+        """Return the runs that have jobs there, with the names of their jobs."""
+        return {mark.run: mark.job for job in self._all() if (mark := job.mark) is not None and job.phase != "over"}
+
+    def _submit(self, node: str, request: str) -> str:
+        mark = Mark(run=self._name.run, job=self._name.job, request=request, devices=self._spec.num_gpus)
+        self._logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        command = sbatch_command(self._spec, node, mark, str(self._logs / f"{node}-%j.log").replace("%%", "%"))
+        said = self._run(command, self._script(node, self._grace()))
+        if said.code:
+            raise error_of("sbatch", said.err or said.out)
+        return job_number_in(said.out)
+
+    def _seen(self, submitted: Sequence[str]) -> tuple[Job, ...]:
+        """The run's jobs, with those that were submitted just now.
+
+        Raises:
+            Misconfigured: the cluster takes jobs' comments away, by which they are known; they are ended.
+        """
+        jobs = self._all()
+        if bare := [job.number for job in jobs if job.number in submitted and job.mark is None]:
+            self._run(["scancel", *bare])
+            raise Misconfigured("the cluster replaces the comments of jobs, by which Morph knows them: they are ended")
+        return tuple(job for job in jobs if self._is_ours(job))
+
+    def _grace(self) -> float:
+        """From Slurm's signal to the end of a job that is preempted, in seconds; 0 where Slurm does not say."""
+        if self._grace_s is None:
+            grace_s = setting_in(self._shown("partition", self._spec.partition), "GraceTime")
+            self._grace_s = grace_s or setting_in(self._shown("config"), "KillWait")
+        return self._grace_s or 0.0
+
+    def _shown(self, *what: str) -> str:
+        with suppress(ProviderError):
+            return self._run(["scontrol", "show", *what]).out
+        return ""
+
+    def _jobs(self) -> tuple[Job, ...]:
+        return tuple(job for job in self._all() if self._is_ours(job))
+
+    def _is_ours(self, job: Job) -> bool:
+        return job.mark is not None and (job.mark.run, job.mark.job) == (self._name.run, self._name.job)
+
+    def _all(self) -> tuple[Job, ...]:
+        """Every job of this user that Slurm knows.
+
+        Raises:
+            Transient: Slurm does not say.
+        """
+        if self._version is None:
+            self._version = version_in(self._run(["squeue", "--version"]).out)
+        if self._version >= JSON_SINCE:
+            said = self._run(squeue_command(self._uid, as_json=True))
+            with suppress(Transient):  # another shape: as text it has the same one in all versions
+                if not said.code:
+                    return jobs_in_json(said.out, self._uid)
+        said = self._run(squeue_command(self._uid, as_json=False))
+        if said.code:
+            error = error_of("squeue", said.err or said.out)
+            raise error if isinstance(error, Misconfigured) else Transient(str(error))
+        return jobs_in_text(said.out)
+
+    def _vm(self, job: Job) -> Vm:
+        mark = _mark(job)
+        runs = job.phase == "running"
+        return Vm(
+            name=job.name,
+            request=mark.request,
+            provider="slurm",
+            zone=job.nodes if runs and job.nodes else "unknown",
+            size=self._spec.size,
+            usd_per_h=self._spec.usd_per_h,
+            paid_since_s=job.starts_s if runs else None,
+            num_devices=mark.devices,
+            waits=job.phase == "waiting",
+        )
+
+
+def _mark(job: Job) -> Mark:
+    assert job.mark is not None, "asked only of the run's own jobs"
+    return job.mark

@@ -1,0 +1,163 @@
+"""What the user says about jobs of Slurm, and what Slurm is given for one: pure, nothing is run here."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
+
+from manager.providers.boot.cloud_init import NodeStart
+from manager.providers.hosts.static_node import secret_of, static_node
+from manager.providers.slurm.answers import QUEUE_FORMAT, TIME_FORMAT, Mark
+from morph.contract.base import Value
+from morph.contract.cluster import UsdPerHour
+from morph.contract.vm_names import MAX_DEVICES
+
+WORD = r"^[A-Za-z0-9_.,:+-]+$"
+TIME = r"^(\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2})$"
+OURS = (
+    "array", "comment", "cpus-per-task", "error", "export", "job-name", "nodes", "no-requeue", "ntasks", "output",
+    "parsable", "partition", "requeue", "signal", "time", "uid", "wait", "wrap",
+)  # fmt: skip
+"""Options of sbatch that Morph sets by itself."""
+
+
+class SlurmSpec(Value):
+    """Which jobs, each with one node of Slurm or a part of it. A worker runs on each device of a job."""
+
+    partition: str = Field(pattern=WORD, description="one whose jobs may be preempted, or any other")
+    account: str | None = Field(default=None, pattern=WORD)
+    qos: str | None = Field(default=None, pattern=WORD)
+    gres: str | None = Field(default=None, pattern=WORD, description="as of sbatch, such as gpu:a100:4; absent: none")
+    num_gpus: int = Field(default=1, ge=1, le=MAX_DEVICES, description="devices of a job that Morph drives")
+    cpus: int = Field(default=1, ge=1, le=1024, description="processor cores of a job")
+    memory: str | None = Field(default=None, pattern=r"^\d+[KMGT]?$", description="of a job, as of sbatch --mem")
+    time_limit: str | None = Field(
+        default=None, pattern=TIME, description="of a job, as of sbatch --time; absent: the partition's"
+    )
+    successor_s: float = Field(
+        default=900.0,
+        ge=0,
+        le=86400,
+        description="so long before a job reaches its time limit its workers are left out, and another is asked for",
+    )
+    signal_s: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="sbatch --signal=USR2@this, for clusters that send it when they preempt (send_user_signal)",
+    )
+    grace_s: float | None = Field(
+        default=None,
+        ge=0,
+        le=86400,
+        description="from the signal to the end of a job that is preempted; absent: the partition's GraceTime, or "
+        "KillWait where it has none",
+    )
+    container_image: str | None = Field(
+        default=None, min_length=1, pattern=r"^\S+$", description="of srun --container-image (pyxis); absent: none"
+    )
+    sbatch_options: tuple[str, ...] = Field(default=(), description="further ones, such as --constraint=a100")
+    srun_options: tuple[str, ...] = Field(default=(), description="further ones, such as --container-mounts=/data")
+    max_jobs: int | None = Field(default=None, ge=1, le=100_000, description="of a run at once, waiting ones too")
+    logs: str = Field(
+        default=".morph-slurm", min_length=1, description="folder for what jobs write, on a file system that they share"
+    )
+    usd_per_h: UsdPerHour | None = Field(default=None, description="what an hour of a job costs; absent: not known")
+
+    @field_validator("sbatch_options", "srun_options")
+    @classmethod
+    def _are_options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
+        for option in options:
+            if not re.fullmatch(r"--[a-z][a-z-]*(=[^\r\n]*)?", option):
+                raise ValueError(f"{option!r} is not --name or --name=value")
+        return options
+
+    @model_validator(mode="after")
+    def _not_ours(self) -> Self:
+        for option in self.sbatch_options:
+            if option.removeprefix("--").partition("=")[0] in OURS:
+                raise ValueError(f"sbatch_options: {option!r} is set by Morph")
+        return self
+
+    @property
+    def size(self) -> str:
+        """What a job is called in reports and in the history."""
+        return self.partition if self.gres is None else f"{self.partition}/{self.gres}"
+
+
+def sbatch_command(spec: SlurmSpec, node: str, mark: Mark, log: str) -> list[str]:
+    """Write the command that submits the job of a node, whose script it reads from standard input."""
+    given = {
+        "partition": spec.partition, "account": spec.account, "qos": spec.qos, "gres": spec.gres,
+        "mem": spec.memory, "time": spec.time_limit,
+        "signal": None if spec.signal_s is None else f"USR2@{spec.signal_s}",
+    }  # fmt: skip
+    return [
+        "sbatch", "--parsable", "--no-requeue", "--nodes=1", "--ntasks=1", f"--cpus-per-task={spec.cpus}",
+        f"--job-name={node}", f"--comment={mark.text}", f"--output={log}",
+        *(f"--{name}={value}" for name, value in given.items() if value is not None), *spec.sbatch_options,
+    ]  # fmt: skip
+
+
+def squeue_command(uid: int, *, as_json: bool) -> list[str]:
+    """Write the command that lists the jobs of a user, also those that ended a while ago."""
+    form = ["--json"] if as_json else [f"--format={QUEUE_FORMAT}"]
+    return ["squeue", f"--user={uid}", "--states=all", *form]
+
+
+def job_script(start: NodeStart, spec: SlurmSpec, node: str, grace_s: float) -> str:
+    """Write the script of a node's job.
+
+    What is preempted gets SIGTERM, but only its steps do, so that the node is one. It reads its secret from standard
+    input: no command line has it. When a job ends is asked of Slurm, where it does not say so by itself.
+    """
+    step = ["srun", "--ntasks=1", f"--cpus-per-task={spec.cpus}", "--export=ALL"]
+    step += [f"--container-image={spec.container_image}"] if spec.container_image else []
+    step += [*spec.srun_options, "sh", "-c", _leader(start, spec, node, grace_s)]
+    ask = f'SLURM_TIME_FORMAT={TIME_FORMAT} squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e'
+    lines = [
+        "#!/bin/sh",
+        f'SLURM_JOB_END_TIME="${{SLURM_JOB_END_TIME:-$({ask} 2>/dev/null)}}"; export SLURM_JOB_END_TIME',
+        f"exec {shlex.join(step)} <<'END-OF-SECRET'",
+        secret_of(start).rstrip("\n"),
+        "END-OF-SECRET",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _leader(start: NodeStart, spec: SlurmSpec, node: str, grace_s: float) -> str:
+    """Write the shell of the step. It alone hears Slurm's signals, and notes them for the node's agent.
+
+    Some clusters signal every process that descends from the step's, by which Ray would end at once. So the node has a
+    session of its own, and no parent here. A guard in it ends it when this shell is gone, for whatever reason: it reads
+    a pipe that this shell holds open.
+    """
+    limits = json.dumps({"grace_s": grace_s, "ahead_s": spec.successor_s}).replace("}", ', "ends_s": %s}')
+    known = {"{node}": node, "{address}": "", "{devices}": str(spec.num_gpus)}
+    _, _, script = static_node(start, "slurm")
+    for name, value in known.items():
+        script = script.replace(name, value)
+    guard = (
+        "(trap '' TERM; cat <&8 >/dev/null; kill -s TERM 0; i=0; "
+        "while [ -e /proc/$$/exe ] && [ $i -lt 100 ]; do sleep 0.1; i=$((i+1)); done; "
+        'tail -c 20000 "$d/log" >&7; t=$(cat "$d/elsewhere" 2>/dev/null); rm -rf "$d" ${t:+"$t"}; kill -s KILL 0) &'
+    )
+    in_session = f'd=$(dirname "$MORPH_SECRET_FILE")\n{guard}\necho $! $$ >"$d/pids"; exec 8<&- 7>&-\n{script}'
+    lines = [
+        "umask 077",
+        f'd=$(mktemp -d "${{TMPDIR:-/tmp}}/morph-{node}-XXXXXX") || exit 1; cat >"$d/secret"; mkfifo "$d/alive"',
+        'case "$SLURM_JOB_END_TIME" in ""|*[!0-9]*) ends=null ;; *) ends=$SLURM_JOB_END_TIME ;; esac',
+        f'printf \'{limits}\' "$ends" >"$d/limits"',
+        "end=; trap 'date +%s >\"$d/notice\"' TERM USR2; trap end=1 USR1",
+        's=$(command -v bash || command -v sh); MORPH_SECRET_FILE="$d/secret"; export MORPH_SECRET_FILE',
+        f'(setsid "$s" -lc {shlex.quote(in_session)} 7>&1 8<"$d/alive" >"$d/log" 2>&1 </dev/null &)',
+        'exec 9>"$d/alive"; until [ -s "$d/pids" ]; do sleep 0.1; done; read -r guard node <"$d/pids"',
+        'while [ -z "$end" ] && [ -e "/proc/$node/exe" ]; do sleep 1 & wait $!; done',
+        "exec 9>&-",
+        'i=0; while [ -e "/proc/$guard/exe" ] && [ $i -lt 150 ]; do sleep 0.1; i=$((i+1)); done',
+    ]
+    return "\n".join(lines)
