@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +28,7 @@ from manager.providers.azure.prices import retail_prices
 from manager.providers.azure.spec import PUBLIC_AZURE, AzureSpec
 from manager.providers.factory import aws_spec, azure_spec, open_aws, open_azure, open_slurm, open_static
 from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
+from manager.providers.interface.cloud import Finding
 from manager.providers.interface.provider import Misconfigured, Price, RunName, Vm, end_all
 from manager.providers.slurm.provider import PROGRAMS, SlurmProvider
 from manager.providers.slurm.spec import SlurmSpec
@@ -88,6 +89,22 @@ class Market(ABC):
     @abstractmethod
     def providing(self, described: Any, vms: ProvidedVms, path: Path, name: RunName, run_dir: Path) -> Providing:
         """Say how the provider of a run is opened. ``path``: of what is described."""
+
+    def findings(self, _described: Any, _count: int) -> Iterator[Finding]:
+        """Look whether a run with ``count`` devices would get its VMs; asks the cloud, and changes nothing there.
+
+        Raises:
+            ConfigError: nothing is known to look at for this kind.
+        """
+        raise ConfigError("has no checks of its own", field="--kind", value=self.mark, allowed="aws")
+
+    def policy(self, _described: Any) -> dict[str, Any]:
+        """Return the least that who runs the manager must be allowed.
+
+        Raises:
+            ConfigError: nobody asks for rights here.
+        """
+        raise ConfigError("has no policy", field="--kind", value=self.mark, allowed="aws")
 
     def planned(self, _described: Any, *_names: Any) -> list[dict[str, Any]]:
         """Say what a request would create: for ``run``, ``job``, ``request``, ``count`` and what is shown of its boot.
@@ -190,6 +207,16 @@ class AwsMarket(Market):
         from manager.providers.aws.provider import end_run
 
         return end_run(described, run, job, told)
+
+    def findings(self, described: AwsSpec, count: int) -> Iterator[Finding]:
+        self.check("the cloud file")
+        from manager.providers.aws.checks import Checks
+        from manager.providers.aws.client import aws_client
+
+        return Checks(described, partial(aws_client, described), count).run()
+
+    def policy(self, described: AwsSpec) -> dict[str, Any]:
+        return aws.policy(described)
 
     def planned(self, described: AwsSpec, *names: Any) -> list[dict[str, Any]]:
         return aws.planned(described, *names)

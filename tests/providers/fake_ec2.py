@@ -138,7 +138,7 @@ class FakeEc2:
 
     def _carried_out(self, service: str, name: str, operation: str, parameters: dict[str, Any]) -> dict[str, Any]:
         own = getattr(self, f"_{operation}", None)
-        return own(parameters) if own else getattr(self.real, operation)(**parameters)  # type: ignore[no-any-return]
+        return own(parameters) if own else getattr(boto3_client(service, REGION), operation)(**parameters)  # type: ignore[no-any-return]
 
     def _check(self, where: str, shape: Any, value: Any) -> None:
         """Note what does not fit the service's own model: unknown members, enumerations, lengths, patterns."""
@@ -169,6 +169,8 @@ class FakeEc2:
 
     def _create_launch_template(self, asked: dict[str, Any]) -> dict[str, Any]:
         self._check_template(asked["LaunchTemplateData"])
+        if asked.get("DryRun"):
+            raise error("CreateLaunchTemplate", "DryRunOperation", status=412)
         return self.real.create_launch_template(**asked)  # type: ignore[no-any-return]
 
     def _create_launch_template_version(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -249,6 +251,7 @@ class FakeEc2:
             for told in [*reservation["Instances"]]:
                 made = told["InstanceId"]
                 told.pop("Platform", None)  # moto's images are of Windows
+                told.setdefault("CpuOptions", {"CoreCount": 2, "ThreadsPerCore": 2})
                 if self._looks_left.get(made, 0) > 0:
                     self._looks_left[made] -= 1
                     reservation["Instances"].remove(told)
@@ -274,6 +277,12 @@ class FakeEc2:
             self._went |= {one["NetworkInterfaceId"] for one in instance["NetworkInterfaces"]}  # which moto leaves
         return answer  # type: ignore[no-any-return]
 
+    def _describe_images(self, asked: dict[str, Any]) -> dict[str, Any]:
+        answer = self.real.describe_images(**asked)
+        for image in answer["Images"]:  # of which moto keeps less than it is told
+            image |= {"Architecture": "x86_64", "RootDeviceType": "ebs"}
+        return answer  # type: ignore[no-any-return]
+
     def _describe_network_interfaces(self, asked: dict[str, Any]) -> dict[str, Any]:
         answer = self.real.describe_network_interfaces(**asked)
         found = [one for one in answer["NetworkInterfaces"] if one["NetworkInterfaceId"] not in self._went]
@@ -297,10 +306,28 @@ class FakeEc2:
         product = {"terms": {"OnDemand": {"a": {"priceDimensions": {"b": dimension}}}}}
         return {"FormatVersion": "aws_v1", "PriceList": [json.dumps(product)]}
 
-    def _get_service_quota(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def _list_service_quotas(self, asked: dict[str, Any]) -> dict[str, Any]:
         if self.quota_vcpus is None:
-            raise error("GetServiceQuota", "AccessDeniedException")
-        return {"Quota": {"ServiceCode": "ec2", "QuotaCode": asked["QuotaCode"], "Value": self.quota_vcpus}}
+            raise error("ListServiceQuotas", "AccessDeniedException")
+        names = [
+            "All P5 Spot Instance Requests",
+            "All G and VT Spot Instance Requests",
+            "Running On-Demand G and VT instances",
+        ]
+        return {"Quotas": [{"ServiceCode": "ec2", "QuotaName": name, "Value": self.quota_vcpus} for name in names]}
+
+    def _describe_instance_type_offerings(self, asked: dict[str, Any]) -> dict[str, Any]:
+        wanted = asked["Filters"][0]["Values"]
+        offers = [(kind, zone) for kind in wanted if kind in PRICES for zone in sorted(self.subnets)[:3]]
+        return {
+            "InstanceTypeOfferings": [
+                {"InstanceType": kind, "Location": zone, "LocationType": "availability-zone"} for kind, zone in offers
+            ]
+        }
+
+    def _run_instances(self, asked: dict[str, Any]) -> dict[str, Any]:
+        assert asked["DryRun"], "no run asks for instances without a fleet"
+        raise error("RunInstances", "DryRunOperation", status=412)
 
     def price(self, kind: str, zone: str) -> float:
         """Cheapest in the second zone."""

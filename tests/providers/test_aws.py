@@ -12,6 +12,7 @@ import pytest
 from botocore.exceptions import NoCredentialsError
 from pydantic import ValidationError
 
+from manager.providers.aws.checks import Checks, quota_of
 from manager.providers.aws.client import Aws, aws_client
 from manager.providers.aws.errors import fleet_error, provider_error
 from manager.providers.aws.provider import SETTLE_S, end_run
@@ -288,6 +289,67 @@ def test_the_policy_allows_what_is_asked_and_no_more_is_needed(ec2: FakeEc2, tmp
     ends = next(one for one in written["Statement"] if "ec2:TerminateInstances" in one["Action"])
     assert ends["Condition"] == {"StringLike": {"ec2:ResourceTag/morph-run": "*"}}
     assert len(json.dumps(written).encode()) < 6144, "what a managed policy may have"
+
+
+def test_a_cloud_file_is_checked_and_nothing_is_made(ec2: FakeEc2, tmp_path: Path) -> None:
+    ec2.provider(tmp_path, run="another").request("a", 1)
+    before = ec2.left()
+    found = list(Checks(ec2.spec, ec2.client, 8).run())
+    assert [finding.sentence for finding in found if not finding.is_well] == []
+    sentences = "\n".join(finding.sentence for finding in found)
+    for part in (
+        "AWS knows you as arn:aws:sts::",
+        "g4dn.12xlarge has 4 GPUs",
+        "g4dn.xlarge is offered in us-west-2a, us-west-2b, us-west-2c",
+        *(f"{call} would be carried out" for call in ("create_launch_template", "create_fleet", "run_instances")),
+        "8 workers on g4dn.xlarge take 32 vCPUs; quota 'All G and VT Spot Instance Requests': 64, 4 in use",
+        "1.54 dollars an hour at most",
+    ):
+        assert part in sentences
+    assert ec2.left() == before
+    end_all(ec2.provider(tmp_path, run="another"), pause=lambda _s: None)
+
+
+def test_every_thing_that_is_wrong_is_found_at_once(ec2: FakeEc2) -> None:
+    types = (AwsType(name="g4dn.xlarge", num_gpus=2), AwsType(name="t3.small", num_gpus=0))
+    subnets = {"us-west-2a": ec2.subnets["us-west-2b"]}
+    spec = ec2.spec.model_copy(update={"types": types, "subnets": subnets, "root_device": "/dev/xvda"})
+    ec2.quota_vcpus = 3.0
+    login = Fault("GetCallerIdentity", "InvalidClientTokenId", times=2)
+    ec2.faults = [Fault("CreateFleet", "UnauthorizedOperation", 403), login]
+    wrong = [finding.sentence for finding in Checks(spec, ec2.client, 4).run() if not finding.is_well]
+    assert [re.sub(r"(ami|subnet)-\w+", r"\1", sentence) for sentence in wrong] == [
+        "who you are: InvalidClientTokenId: injected",
+        "g4dn.xlarge has 1 GPUs, and num_gpus is 2",
+        "image ami boots from /dev/sda1, and root_device is /dev/xvda",
+        "subnet is in zone us-west-2b, not where subnets has it",
+        "t3.small is offered in none of your zones",
+        "create_fleet: UnauthorizedOperation: injected",
+        "no quota of EC2 is known for t3.small",
+        "a type's price is not known: give usd_per_h, or limits in dollars cannot be kept",
+    ]
+    ec2.spec = ec2.spec.model_copy(update={"spot": False})
+    (short,) = [finding.sentence for finding in Checks(ec2.spec, ec2.client, 1).run() if not finding.is_well]
+    assert short == ("1 workers on g4dn.xlarge take 4 vCPUs; quota 'Running On-Demand G and VT instances': 3, 0 in use")
+
+
+@pytest.mark.parametrize(
+    ("family", "quota"),
+    [
+        ("g4dn", "All G and VT Spot Instance Requests"),
+        ("vt1", "All G and VT Spot Instance Requests"),
+        ("p3", "All P4, P3 and P2 Spot Instance Requests"),
+        ("p5en", "All P5 Spot Instance Requests"),
+        ("p6-b200", None),
+        ("m6i", "All Standard (A, C, D, H, I, M, R, T, Z) Spot Instance Requests"),
+        ("inf2", "All Inf Spot Instance Requests"),
+    ],
+)
+def test_the_quota_of_a_family_is_known_by_its_name(family: str, quota: str | None) -> None:
+    names = {"All G and VT", "All P4, P3 and P2", "All P5", "All Inf", "All Standard (A, C, D, H, I, M, R, T, Z)"}
+    known = {f"{name} Spot Instance Requests": 1.0 for name in sorted(names)} | {"Running On-Demand P instances": 2.0}
+    assert quota_of(family, known, spot=True) == quota
+    assert quota_of("p6-b200", known, spot=False) == "Running On-Demand P instances"
 
 
 def test_what_would_be_asked_for_is_shown_without_secrets() -> None:

@@ -202,7 +202,7 @@ def policy(spec: AwsSpec, account: str = "*") -> dict[str, Any]:
                 "ec2:DescribeImages", "ec2:DescribeInstances", "ec2:DescribeInstanceTypeOfferings",
                 "ec2:DescribeInstanceTypes", "ec2:DescribeLaunchTemplates", "ec2:DescribeLaunchTemplateVersions",
                 "ec2:DescribeNetworkInterfaces", "ec2:DescribeSecurityGroups", "ec2:DescribeSpotPriceHistory",
-                "ec2:DescribeSubnets", "ec2:DescribeVolumes", "pricing:GetProducts", "servicequotas:GetServiceQuota",
+                "ec2:DescribeSubnets", "ec2:DescribeVolumes", "pricing:GetProducts", "servicequotas:ListServiceQuotas",
             ],
             "Resource": "*",
         },

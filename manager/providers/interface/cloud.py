@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -36,6 +36,13 @@ class Bounds:
     make_s: float = 600.0
     delete_s: float = 300.0
     poll_s: float = 5.0
+
+
+class Finding(NamedTuple):
+    """What a look before a run found."""
+
+    is_well: bool
+    sentence: str
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``morph cloud``: what would be created on a cloud, and ending what was left there."""
+"""``morph cloud``: what would be created on a cloud, whether it would be, and ending what was left there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from morph.words import counted
 
 cloud_app = typer.Typer(
-    help="Look at what a cloud file would create, and end what a run left.",
+    help="Look at what a cloud file would create, check it, and end what a run left.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -83,6 +83,50 @@ def _cloud_config_of(path: Path) -> Callable[[str, int], Any]:
         return shown
 
     return shown
+
+
+@cloud_app.command("check")
+def check_command(
+    file: CloudFile,
+    count: Annotated[int, typer.Option(min=1, max=1000, help="Devices that a run is to have.")] = 1,
+    kind: KindOption = None,
+) -> None:
+    """Look whether a run would get its VMs: login, names in the file, rights, quota, price. Nothing is created.
+
+    On AWS, what a run asks for is sent as a dry run, which AWS checks and does not carry out. Exit status 1: something
+    is not well.
+
+    \b
+    Example:
+      morph cloud check configs/clouds/aws.yaml --count 8
+    """
+    from manager.run.markets import market_of_file
+    from morph.yaml_files import load_yaml, read_yaml
+
+    market = market_of_file(read_yaml(file), kind)
+    all_well = True
+    for finding in market.findings(load_yaml(file, market.described), count):
+        print(f"{'ok   ' if finding.is_well else 'WRONG'} {finding.sentence}", flush=True)
+        all_well &= finding.is_well
+    if not all_well:
+        raise typer.Exit(1)
+
+
+@cloud_app.command("policy")
+def policy_command(file: CloudFile, kind: KindOption = None) -> None:
+    """Print, as JSON, the least that who runs the manager must be allowed. No request is sent.
+
+    \b
+    Example:
+      morph cloud policy configs/clouds/aws.yaml
+    """
+    import json
+
+    from manager.run.markets import market_of_file
+    from morph.yaml_files import load_yaml, read_yaml
+
+    market = market_of_file(read_yaml(file), kind)
+    print(json.dumps(market.policy(load_yaml(file, market.described)), indent=1))
 
 
 @cloud_app.command("reconcile")
