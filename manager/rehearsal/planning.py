@@ -13,7 +13,7 @@ from manager.rehearsal.spec import RehearsalSpec
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
-from simulator import Simulation, simulate
+from simulator import Simulation, simulate, simulate_plan
 from simulator.search.micro_batch import knee_micro_batch_size
 
 TASK_CPU_S = 0.003
@@ -130,7 +130,10 @@ def _with_batch(spec: RehearsalSpec) -> RehearsalSpec:
 
 
 def plan_shape(spec: RehearsalSpec, profile: Profile) -> Simulation:
-    """Simulate the rehearsal's shape on this profile."""
+    """Simulate the rehearsal's shape, or its plan, on this profile."""
+    share_links, num_draws = spec.network == "namespaces", WARM_UP_STEPS + spec.steps
+    if spec.plan is not None:
+        return simulate_plan(profile, spec.plan, spec, share_links=share_links, num_draws=num_draws)
     return simulate(
         profile,
         spec,
@@ -138,8 +141,8 @@ def plan_shape(spec: RehearsalSpec, profile: Profile) -> Simulation:
         boundaries=spec.boundaries,
         window_slope=spec.window_slope,
         num_gpus_per_node=spec.workers_per_host if spec.workers_per_host > 1 else None,
-        share_links=spec.network == "namespaces",
-        num_draws=WARM_UP_STEPS + spec.steps,
+        share_links=share_links,
+        num_draws=num_draws,
     )
 
 

@@ -21,7 +21,7 @@ from morph.contract.cluster import ClusterConfig, Policy
 from morph.contract.emulation import EmulatedDevice, Slowdown
 from morph.contract.errors import TrainingStopped
 from morph.contract.trace import Trace, TraceEvent
-from simulator.inputs.conditions import slow_workers
+from simulator.inputs.conditions import of_pool_type, slow_workers
 from simulator.inputs.transfer import bandwidth_bytes_per_s
 
 # What came of a rehearsal, beside what the simulator expects.
@@ -134,25 +134,30 @@ def run_facts(planned: Planned) -> RunFacts:
 
 def device_of(planned: Planned) -> EmulatedDevice:
     """What every worker of the rehearsal stands for."""
-    spec = planned.spec
-    return emulated_device(
-        planned.profile,
-        planned.plan.micro_batch_size,
-        ring_sizes=range(2, spec.num_workers + 1),
-        options=EmulationOptions(
-            message_scale=planned.scales.message,
-            state_scale=planned.scales.state,
-            jitter_seed=spec.jitter_seed,
-            slow=tuple(
-                Slowdown(stage=stage, replica=replica, factor=factor)
-                for stage, replica, factor in slow_workers(spec.slow)
-            ),
-            all_reduces_at_once=planned.simulation.costs.layout.rings_at_once,
-            workers_per_node=spec.workers_per_host,
-            memory_bytes=spec.memory_bytes,
-            forgiven_s=FORGIVEN_S if spec.forgiven_s is None else spec.forgiven_s,
+    spec, plan = planned.spec, planned.plan
+    options = EmulationOptions(
+        message_scale=planned.scales.message,
+        state_scale=planned.scales.state,
+        jitter_seed=spec.jitter_seed,
+        slow=tuple(
+            Slowdown(stage=stage, replica=replica, factor=factor) for stage, replica, factor in slow_workers(spec.slow)
         ),
+        all_reduces_at_once=planned.simulation.costs.layout.rings_at_once,
+        workers_per_node=spec.workers_per_host,
+        memory_bytes=spec.memory_bytes,
+        forgiven_s=FORGIVEN_S if spec.forgiven_s is None else spec.forgiven_s,
     )
+    devices = {
+        name: emulated_device(
+            of_pool_type(planned.profile, name),
+            plan.micro_batch_size,
+            ring_sizes=range(2, spec.num_workers + 1),
+            options=options,
+        )
+        for name in sorted({stage.node_type for stage in plan.stages})
+    }
+    device = next(iter(devices.values()))
+    return device.model_copy(update={"node_types": devices}) if len(devices) > 1 else device
 
 
 def _run_spec(planned: Planned, run_dir: RunDir, temporary: bool) -> RunSpec:

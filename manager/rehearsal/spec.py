@@ -7,7 +7,7 @@ from typing import Literal
 
 from morph.contract import ranges
 from morph.contract.errors import PlanError
-from morph.contract.plan import Schedule
+from morph.contract.plan import Plan, Schedule
 from morph.contract.profile import Profile
 from simulator import PlanRequest
 from simulator.inputs.conditions import slow_workers
@@ -30,6 +30,7 @@ class RehearsalSpec(PlanRequest):
         workers_per_host: How many workers share a host; neighbouring stages come together where they can.
         steps: Mini-batches that count; one more runs before them.
         boundaries: First section of each stage; None: balanced.
+        plan: To rehearse in place of a shape: its pipelines may be unequal, and on nodes of several types.
         window_slope: See ``simulator.simulate``.
         batch_size: M in place of the job's, samples; a multiple of the m that the job's own M gives.
         time_scale: Every time is taken so many times as long; None: as long as this machine's cores need.
@@ -47,6 +48,7 @@ class RehearsalSpec(PlanRequest):
     steps: int = 5
     schedule: Schedule = "varuna"
     boundaries: tuple[int, ...] | None = None
+    plan: Plan | None = None
     window_slope: int | None = None
     batch_size: int | None = None
     time_scale: float | None = None
@@ -57,12 +59,16 @@ class RehearsalSpec(PlanRequest):
 
     @property
     def depth(self) -> int:
-        """P."""
+        """P, of the deepest pipeline."""
+        if self.plan is not None:
+            return self.plan.pipeline_depth
         return len(self.boundaries) if self.boundaries is not None else self.num_stages or 0
 
     @property
     def num_workers(self) -> int:
-        """P * D."""
+        """P * D, or what the plan has."""
+        if self.plan is not None:
+            return self.plan.num_workers
         return self.depth * self.num_replicas
 
     def check(self) -> None:
@@ -78,8 +84,9 @@ class RehearsalSpec(PlanRequest):
             ranges.GPUS.check(name, getattr(self, name))
         if self.num_workers > room:
             needed = -(-self.num_workers // self.workers_per_host)
+            shape = self.plan.shape if self.plan is not None else f"{self.depth} x {self.num_replicas}"
             raise PlanError(
-                f"{self.depth} x {self.num_replicas} needs {self.num_workers} workers, and there is room for {room}",
+                f"{shape} needs {self.num_workers} workers, and there is room for {room}",
                 field="num_hosts",
                 value=self.num_hosts,
                 allowed=f"{needed} or more",
@@ -98,11 +105,25 @@ class RehearsalSpec(PlanRequest):
         ):
             if scale is not None:
                 possible.check(name, scale)
+        num_stages, num_replicas = self.depth, self.num_replicas
+        if self.plan is not None:
+            num_stages, num_replicas = len(self.plan.stages), self.plan.num_replicas
+            _check_plan(self.plan, self.profile)
         for stage, replica, _ in slow_workers(self.slow):
-            if stage >= self.depth or (replica or 0) >= self.num_replicas:
+            if stage >= num_stages or (replica or 0) >= num_replicas:
                 where = f"stage {stage}" + ("" if replica is None else f", replica {replica}")
-                allowed = f"stages 0 to {self.depth - 1}, replicas 0 to {self.num_replicas - 1}"
+                allowed = f"stages 0 to {num_stages - 1}, replicas 0 to {num_replicas - 1}"
                 raise PlanError("there is no such worker", field="slow", value=where, allowed=allowed)
+
+
+def _check_plan(plan: Plan, profile: Profile) -> None:
+    if plan.fingerprint != profile.job.fingerprint:
+        raise PlanError(
+            "was made for another model than the profile",
+            field="fingerprint",
+            value=plan.fingerprint,
+            allowed=profile.job.fingerprint,
+        )
 
 
 def worker_name(index: int) -> str:

@@ -105,6 +105,9 @@ class EmulatedDevice(Value):
     contention: dict[int, Factor] = Field(default_factory=dict, description="factors that are not 1")
     memory_bytes: Count | None = Field(default=None, description="of the device; None: no limit")
     forgiven_s: Seconds = 0.0
+    node_types: dict[str, EmulatedDevice] = Field(
+        default={}, description="devices of other types, by the type that a stage names; the same units and sizes"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> EmulatedDevice:
@@ -112,4 +115,11 @@ class EmulatedDevice(Value):
         for links in (self.intra_node, self.inter_node):
             if len(links.activation) != borders or len(links.gradient) != borders:
                 raise ValueError(f"links need {borders} activation and gradient times")
+        for name, device in self.node_types.items():
+            if [unit.id for unit in device.units] != [unit.id for unit in self.units]:
+                raise ValueError(f"node_types[{name!r}] has other units")
         return self
+
+    def of_type(self, node_type: str) -> EmulatedDevice:
+        """The device of a type of node; this one where there are no others of that name."""
+        return self.node_types.get(node_type, self)

@@ -21,9 +21,10 @@ from manager.rehearsal.planning import Planned
 from manager.run_dir import RunDir
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.errors import ConfigError, TrainingStopped
-from morph.contract.profile import Timing
+from morph.contract.profile import NodeTypeProfile, Profile, Timing
 from simulator import simulate_plan, synthetic_profile
 from tests.system.commands import COMMAND, ROOT
+from tests.system.harness import together
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -86,6 +87,35 @@ def test_two_shapes_end_with_the_same_weights_and_leave_nothing(tmp_path: Path) 
         assert len(result.mini_batches_s) == 2
         assert result.measured_s > 0.9 * result.planned.simulation.expected.lower_bound_s
     assert [process for process in descendants() if process.pid not in before] == []
+
+
+def slower_type(profile: Profile, name: str, factor: float) -> Profile:
+    """The profile with a second type of node, whose compute takes so many times as long."""
+    slow = profile.corrected((factor,) * profile.num_sections)
+    added = NodeTypeProfile(
+        name=name,
+        environment=profile.environment,
+        forward=tuple(section.forward for section in slow.sections),
+        backward=tuple(section.backward for section in slow.sections),
+        optimizer_step=tuple(section.optimizer_step for section in slow.sections),
+    )
+    return profile.model_copy(update={"node_types": (added,)})
+
+
+def test_unequal_pipelines_on_two_types_of_node_take_no_less_than_simulated_and_have_the_same_weights(
+    tmp_path: Path,
+) -> None:
+    profile = slower_type(PROFILE, "slow", 2.0)
+    deep, shallow = (plan_rehearsal(spec_of(stages, 1)).plan for stages in (3, 2))
+    slow = tuple(stage.model_copy(update={"node_type": "slow"}) for stage in shallow.stages)
+    plan = together([deep, shallow.model_copy(update={"stages": slow})])
+    assert plan.shape == "3x1 + 2x1"
+    mixed, weights = rehearsed(spec_of(1, 1, profile=profile, plan=plan, num_hosts=5), tmp_path / "mixed")
+    _, others = rehearsed(spec_of(2, 2), tmp_path / "equal")
+    assert weights == others
+    assert mixed.measured_s > 0.9 * mixed.planned.simulation.expected.lower_bound_s
+    fast = simulate_plan(PROFILE, together([deep, shallow]))
+    assert mixed.planned.simulation.expected.mini_batch_s > 1.2 * fast.expected.mini_batch_s
 
 
 def test_stages_that_recompute_their_sections_in_groups_take_no_less_than_simulated_and_have_the_same_weights(

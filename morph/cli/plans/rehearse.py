@@ -17,16 +17,18 @@ from morph.cli.reading.errors import places
 from morph.cli.reading.options import (
     JitterOption,
     MicroBatchOption,
+    OptionalStagesOption,
     PlainOption,
+    PlanFileOption,
     ProfileArgument,
     ReplicasOption,
     ScheduleName,
     ScheduleOption,
     SettingsOption,
     SlowOption,
-    StagesOption,
 )
 from morph.cli.reading.progress import doing
+from morph.contract.errors import PlanError
 from morph.words import counted, time_text
 from morph.yaml_files import SET, read_settings
 
@@ -39,8 +41,9 @@ if TYPE_CHECKING:
 @with_settings(RehearseSettings)
 def rehearse_command(
     profile: ProfileArgument,
-    pipeline_depth: StagesOption,
+    pipeline_depth: OptionalStagesOption = None,
     num_replicas: ReplicasOption = 1,
+    plan: PlanFileOption = None,
     hosts: Annotated[
         int | None, typer.Option("--hosts", help="Hosts to play. Default: as many as the workers need.")
     ] = None,
@@ -69,15 +72,21 @@ def rehearse_command(
       morph rehearse profile.json -P 9 -D 4 --hosts 36
       morph rehearse configs/profiles/gpt2-8.3b.json -P 9 -D 4 --hosts 36 --batch-size 256
       morph rehearse profile.json -P 4 -D 2 --slow 2:1.3 --jitter-seed 1
+      morph rehearse profile.json --plan plan.json
     """
-    doing(f"planning {pipeline_depth} x {num_replicas}")
+    if (pipeline_depth is None) == (plan is None):
+        raise PlanError("give either -P, with -D, or --plan", field="-P", value=pipeline_depth)
+    doing(f"planning {pipeline_depth} x {num_replicas}" if plan is None else f"reading {plan}")
     from manager.rehearsal import RehearsalSpec, plan_rehearsal, rehearse, run_facts
     from manager.report.live import LiveRun
     from manager.run_dir import RunDir
     from morph.cli.views.run_view import run_view
+    from morph.contract.plan import load_plan
     from morph.contract.profile import load_profile
 
     measured, chosen = load_profile(profile), read_settings(settings or (), RehearseSettings)
+    planned_before = None if plan is None else load_plan(plan)
+    num_workers = (pipeline_depth or 0) * num_replicas if planned_before is None else planned_before.num_workers
     options = {
         "num_hosts": "--hosts",
         "num_workers": "-P times -D",
@@ -88,13 +97,15 @@ def rehearse_command(
         **{name: f"{SET} {name}" for name in RehearseSettings.model_fields},
         "slow": "--slow",
     }
-    with places({field: (str(profile), name) for field, name in options.items()}):
+    places_of = {field: (str(profile), name) for field, name in options.items()}
+    with places(places_of | {"fingerprint": (str(plan), "fingerprint")}):
         planned = plan_rehearsal(
             RehearsalSpec(
                 profile=measured,
                 num_stages=pipeline_depth,
                 num_replicas=num_replicas,
-                num_hosts=-(-pipeline_depth * num_replicas // chosen.workers_per_host) if hosts is None else hosts,
+                plan=planned_before,
+                num_hosts=-(-num_workers // chosen.workers_per_host) if hosts is None else hosts,
                 steps=steps,
                 schedule=schedule.value,
                 micro_batch_size=m,

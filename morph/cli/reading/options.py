@@ -34,6 +34,11 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 PlainOption = Annotated[bool, typer.Option("--plain", help="Plain lines even in a terminal.")]
 
 StagesOption = Annotated[int, typer.Option("-P", help="Stages of a pipeline.", show_default=False)]
+OptionalStagesOption = Annotated[int | None, typer.Option("-P", help="Stages of a pipeline.", show_default=False)]
+PlanFileOption = Annotated[
+    Path | None,
+    typer.Option("--plan", help="A plan that `morph plan -o` wrote, in place of -P and -D; unequal pipelines too."),
+]
 ReplicasOption = Annotated[int, typer.Option("-D", help="Replicas of the pipeline.")]
 SectionsOption = Annotated[
     int | None, typer.Option("-k", "-K", min=1, help="Number of sections. Default: the job's, else chosen.")

@@ -41,7 +41,8 @@ class EmulatedWorkload:
     def __init__(self, setup: WorkerSetup) -> None:
         assert setup.emulation is not None
         prepare()
-        self._device: EmulatedDevice = setup.emulation
+        self._emulated: EmulatedDevice = setup.emulation
+        self._device = self._emulated
         self._units = {unit.id: unit for unit in self._device.units}
         self._patterns = gradient_patterns(self._device)
         self._clock = DeviceClock(self._device.forgiven_s)
@@ -83,7 +84,14 @@ class EmulatedWorkload:
         return shadow
 
     def take_place(self, current: Generation) -> None:
-        """See ``Workload.take_place``: there is nothing else."""
+        """See ``Workload.take_place``: from now on times are those of the stage's type of node."""
+        if current.slot is None:
+            return
+        self._device = self._emulated.of_type(current.plan.stages[current.slot.stage].node_type)
+        self._units = {unit.id: unit for unit in self._device.units}
+        for unit, state in current.units.items():
+            assert isinstance(state, EmulatedUnitState)
+            state.optimizer_s = self._units[unit].optimizer_s
 
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
         assert current.slot is not None
