@@ -88,7 +88,7 @@ class FakeEc2:
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
         self.real = boto3_client("ec2", REGION)
-        self._fleets: dict[str, tuple[str, dict[str, Any]]] = {}
+        self._answers: dict[str, tuple[str, dict[str, Any]]] = {}
         self._looks_left: dict[str, int] = {}
         self._ending: dict[str, int] = {}
         self._went: set[str] = set()
@@ -174,8 +174,12 @@ class FakeEc2:
         return self.real.create_launch_template(**asked)  # type: ignore[no-any-return]
 
     def _create_launch_template_version(self, asked: dict[str, Any]) -> dict[str, Any]:
-        self._check_template(asked["LaunchTemplateData"])
-        return self.real.create_launch_template_version(**asked)  # type: ignore[no-any-return]
+        data = {**asked["LaunchTemplateData"]}
+        given = base64.b64decode(data.pop("UserData"))
+        self._check_template(data)
+        if len(given) > KILOBYTES_16 or not gzip.decompress(given).startswith(b"#cloud-config\n"):
+            raise error("CreateLaunchTemplateVersion", "InvalidUserData.Malformed")
+        return self._once(asked, lambda: self.real.create_launch_template_version(**asked))
 
     def _check_template(self, data: dict[str, Any]) -> None:
         holds = {
@@ -191,21 +195,21 @@ class FakeEc2:
     def _create_fleet(self, asked: dict[str, Any]) -> dict[str, Any]:
         if asked.get("DryRun"):
             raise error("CreateFleet", "DryRunOperation", status=412)
-        token, body = asked["ClientToken"], json.dumps(asked, sort_keys=True, default=str)
-        if token in self._fleets:
-            known, answer = self._fleets[token]
-            if known != body:
-                raise error("CreateFleet", "IdempotentParameterMismatch")
-            return answer
-        answer = self._fleet(asked)
-        self._fleets[token] = (body, answer)
+        return self._once(asked, lambda: self._fleet(asked))
+
+    def _once(self, asked: dict[str, Any], carry_out: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What a client token means: the same request again has the same answer."""
+        kind = next((key for key in ("LaunchTemplateConfigs", "LaunchTemplateData") if key in asked), "")
+        token, body = f"{kind} {asked['ClientToken']}", json.dumps(asked, sort_keys=True, default=str)
+        if token not in self._answers:
+            self._answers[token] = (body, carry_out())
+        known, answer = self._answers[token]
+        if known != body:
+            raise error(kind, "IdempotentParameterMismatch")
         return answer
 
     def _fleet(self, asked: dict[str, Any]) -> dict[str, Any]:
         (config,) = asked["LaunchTemplateConfigs"]
-        given = base64.b64decode(config["LaunchTemplateSpecification"]["LaunchTemplateSpecificationUserData"])
-        if len(given) > KILOBYTES_16 or not gzip.decompress(given).startswith(b"#cloud-config\n"):
-            raise error("CreateFleet", "InvalidUserData.Malformed")
         tagged = {one["ResourceType"]: tuple_of(one["Tags"]) for one in asked["TagSpecifications"]}
         if set(tagged) != {"fleet", "instance", "volume", "network-interface"}:
             self.wrong.append(f"CreateFleet tags {sorted(tagged)}")

@@ -143,13 +143,12 @@ class Account:
         return None
 
     def make_template(self) -> None:
-        """Make the run's launch template, or give the one that an earlier manager made a new version."""
-        body = template_body(self._spec, self._identity)
+        """Make the run's launch template; one that an earlier manager made stays: each instance has its own version."""
         what = f"launch template {self.template}"
         owned = self.owns_template()
         if owned is None:
             try:
-                self._ec2.call("create_launch_template", what, **body)
+                self._ec2.call("create_launch_template", what, **template_body(self._spec, self._identity))
                 return
             except ProviderError as error:
                 if code_of(error) != TEMPLATE_EXISTS:
@@ -159,10 +158,6 @@ class Account:
             raise Transient(f"{what}: it is there, and not told of yet")
         if not owned:
             raise Misconfigured(f"{what} is there without the tags of this run: it is left alone")
-        data = body["LaunchTemplateData"]
-        self._ec2.call(
-            "create_launch_template_version", what, LaunchTemplateName=self.template, LaunchTemplateData=data
-        )
 
     def end(self, ids: Mapping[str, str], *, may_be_new: Collection[str] = ()) -> None:
         """End instances, by their ids; returns once AWS says that they are ending, and no longer paid.

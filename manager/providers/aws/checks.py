@@ -116,7 +116,7 @@ class Checks:
     def _rights(self) -> Iterator[Finding]:
         """What a run asks for, marked not to be carried out: AWS says whether it would be."""
         template, known = template_body(self._spec, IDENTITY), self._spec.types[0]
-        fleet = fleet_body(self._spec, IDENTITY, "check", "check-0", known.num_devices, "", "check")
+        fleet = fleet_body(self._spec, IDENTITY, "check", "check-0", known.num_devices, "1", "check")
         instance = {
             **template["LaunchTemplateData"],
             **{"InstanceType": known.name, "SubnetId": next(iter(self._spec.subnets.values()))},

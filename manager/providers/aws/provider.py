@@ -19,7 +19,7 @@ from manager.providers.aws.account import Account, Instance
 from manager.providers.aws.client import Aws, aws_client, code_of, reading
 from manager.providers.aws.errors import MISMATCH, fleet_error
 from manager.providers.aws.prices import Prices, prices_of
-from manager.providers.aws.spec import AwsSpec, fleet_body
+from manager.providers.aws.spec import AwsSpec, fleet_body, version_body
 from manager.providers.interface.cloud import Bounds, Identity, missing, turns, why_none
 from manager.providers.interface.operations import Operations
 from manager.providers.interface.provider import (
@@ -143,8 +143,12 @@ class AwsProvider:
         token = str(uuid.uuid4()) if not kept or kept.startswith("{") else kept
         self._operations.begun(name, token)
         user_data = self._user_data(name, num_devices)
-        body = fleet_body(self._spec, self._identity, request, name, num_devices, user_data, token)
+        wanted = version_body(self._spec, self._identity, user_data, token)
         try:
+            made_version = self._ec2.call("create_launch_template_version", f"VM {name}", **wanted)
+            with reading(f"VM {name}"):
+                version = str(made_version["LaunchTemplateVersion"]["VersionNumber"])
+            body = fleet_body(self._spec, self._identity, request, name, num_devices, version, token)
             answer = self._ec2.call("create_fleet", f"VM {name}", **body)
         except (Refused, Misconfigured):
             self._operations.ended(name)

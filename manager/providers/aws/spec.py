@@ -81,7 +81,7 @@ def template_name(run: str) -> str:
 
 
 def template_body(spec: AwsSpec, identity: Identity) -> dict[str, Any]:
-    """What all instances of a run are; no secret is in it. What an instance boots with comes with its fleet."""
+    """What all instances of a run are; no secret is in it. What an instance boots with is in a version of its own."""
     volume: dict[str, Any] = {"DeleteOnTermination": True, "VolumeType": spec.root_volume}
     if spec.root_gib is not None:
         volume["VolumeSize"] = spec.root_gib
@@ -107,8 +107,18 @@ def template_body(spec: AwsSpec, identity: Identity) -> dict[str, Any]:
     }
 
 
+def version_body(spec: AwsSpec, identity: Identity, user_data: Any, token: str) -> dict[str, Any]:
+    """A version of the launch template for one instance. ``user_data``: the encoded cloud-config."""
+    body = template_body(spec, identity)
+    return {
+        "LaunchTemplateName": body["LaunchTemplateName"],
+        "LaunchTemplateData": body["LaunchTemplateData"] | {"UserData": user_data},
+        "ClientToken": token,
+    }
+
+
 def fleet_body(
-    spec: AwsSpec, identity: Identity, request: str, name: str, num_devices: int, user_data: Any, token: str
+    spec: AwsSpec, identity: Identity, request: str, name: str, num_devices: int, version: str, token: str
 ) -> dict[str, Any]:
     """One instance, at once or not at all, of whichever type with so many devices, in whichever zone.
 
@@ -118,7 +128,7 @@ def fleet_body(
         request: That it answers.
         name: The VM's.
         num_devices: Of its type.
-        user_data: The encoded cloud-config.
+        version: Of the launch template, with what it boots with.
         token: By which AWS knows the same request again.
     """
     tags = identity.tags(request) | {NAME_TAG: name, DEVICES_TAG: str(num_devices)}
@@ -131,11 +141,7 @@ def fleet_body(
         for subnet in spec.subnets.values()
     ]
     market = "spot" if spec.spot else "on-demand"
-    template = {
-        "LaunchTemplateName": template_name(identity.run),
-        "Version": "$Latest",
-        "LaunchTemplateSpecificationUserData": user_data,
-    }
+    template = {"LaunchTemplateName": template_name(identity.run), "Version": version}
     how: dict[str, Any] = (
         {"SpotOptions": {"AllocationStrategy": spec.strategy, "InstanceInterruptionBehavior": "terminate"}}
         if spec.spot
@@ -170,9 +176,11 @@ def planned(
     identity = Identity(run=run, job=job)
     calls: list[dict[str, Any]] = [{"call": "CreateLaunchTemplate", "body": template_body(spec, identity)}]
     num_devices = turns(spec.types, count, count)[0]
-    for _, name in missing(request, {}, count, count, num_devices):
-        shown = cloud_config(name, num_devices)
-        body = fleet_body(spec, identity, request, name, num_devices, shown, "(new for each try)")
+    for index, name in missing(request, {}, count, count, num_devices):
+        token = "(new for each try)"
+        version = version_body(spec, identity, cloud_config(name, num_devices), token)
+        calls.append({"call": "CreateLaunchTemplateVersion", "body": version})
+        body = fleet_body(spec, identity, request, name, num_devices, f"{index + 2}", token)
         calls.append({"call": "CreateFleet", "body": body})
     return calls
 
