@@ -10,6 +10,7 @@
 #   make bench-gpu   what a CUDA device takes: sums, copies, NCCL's forming and abort, whole steps beside a plain loop
 #   make gpu-kit     dist/gpu-kit.tar: this tree and wheels, for tests and times on a GPU machine without a package registry
 #   make test-trackers  TensorBoard, Weights & Biases and MLflow, installed for it: read back with their own readers
+#   make test-slurm  a run on a real Slurm, whose packages it installs (Debian, as root)
 #   make soak        runs under faults from outside, for SOAK_MINUTES (60), drawn from SEED;
 #                    SOAK_STEPS=1000000: one run of so many cheap steps, with faults far apart
 #   make check       lint, format, types, layers, documentation: what CI runs first
@@ -37,7 +38,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_NUM_THREADS=1 RAY_USAGE_
 TEST_ENV += PYTHONDONTWRITEBYTECODE=
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-fast test-long test-trackers test-oldest-ray test-oldest-transformers test-gpu bench-gpu gpu-kit soak check lint types layers docs format clean
+.PHONY: help setup demo test test-fast test-long test-trackers test-slurm test-oldest-ray test-oldest-transformers test-gpu bench-gpu gpu-kit soak check lint types layers docs format clean
 .PHONY: .packages .byte-code .first-plan
 .DELETE_ON_ERROR:
 
@@ -116,6 +117,13 @@ test-trackers: $(READY)
 	$(PIP_INSTALL) --editable '.[tensorboard,wandb,mlflow]'
 	$(PYTEST) tests/manager/test_trackers.py $(PYTEST_ARGS)
 
+# It lives in a temporary folder; no daemon of the packages is started.
+test-slurm: $(READY)
+	@command -v slurmctld > /dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+		apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge; }
+	$(TEST_ENV) $(BIN)/python -m pytest -k slurm tests/providers/test_contract.py tests/providers/test_slurm.py \
+		tests/system/test_slurm.py $(PYTEST_ARGS)
+
 test-gpu: $(READY)
 	$(TEST_ENV) $(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
@@ -142,7 +150,7 @@ layers: $(READY)
 
 # A warning, as of a link to a page or a heading that is not there, is an error. `.venv/bin/mkdocs serve` shows changes at once.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -22,7 +22,7 @@ from manager.simulation.replay import play_of
 from manager.simulation.spot.job import PUBLISHED, SpotJob, job_from_profile
 from manager.simulation.spot.outcome import Outcome
 from manager.simulation.spot.run_end import SpotPrices, Until
-from morph.contract.plan import Plan
+from morph.contract.plan import Plan, by_pool
 from simulator import PlanRequest, simulate, spot_model, synthetic_profile
 
 NODES, STAGES, PIPELINES = 48, 12, 4
@@ -73,7 +73,8 @@ def job(step_s: float) -> SpotJob:
         expected = plan.expected.model_copy(update={"mini_batch_s": seconds, "examples_per_s": BATCH / seconds})
         return plan.model_copy(update={"expected": expected})
 
-    plans = {num: scaled(plan) for num, plan in found.plans.items() if num < NODES} | {NODES: scaled(whole)}
+    plans = {pool.num_gpus: scaled(plan) for pool, plan in by_pool(found.plans) if pool.num_gpus < NODES}
+    plans[NODES] = scaled(whole)
     return found.model_copy(update={"plans": plans})
 
 

@@ -1,7 +1,7 @@
 """The whole life of a run on spot VMs, from nothing to nothing, on a virtual Azure: what came, went, cost and is left.
 
     python -m benchmarks cloud_life
-    python -m benchmarks cloud_life --keep 4 --steps 600 --evictions 6 --seed 1 --screenshot docs/images/page-cloud.png
+    python -m benchmarks cloud_life --keep 4 --steps 600 --evictions 6 --seed 1 --screenshot page.png
 
 `morph run` with `vms.kind: azure` runs on a host of its own; Azure's resource manager and metadata services are fakes
 at their real names, VMs are network, process and mount namespaces of this machine that carry out the real cloud-config

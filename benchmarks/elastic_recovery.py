@@ -18,7 +18,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Annotated
 
-from benchmarks.elastic_ring import Ring, Told, Worker, import_before_forks, train_sum
+from benchmarks.elastic_ring import Ring, import_before_forks, train_sum
 from benchmarks.harness import Seed, head, machine, option, quartiles, row
 
 NUM_VALUES = 32 * 1024
@@ -28,13 +28,7 @@ SETTLE_STEPS = (3, 6)
 def lose(ring: Ring, count: int, chooser: random.Random) -> tuple[float, int]:
     """Kill some; returns the seconds until every survivor went on, and the most messages that one sent."""
     sent = {worker.pid: worker.steps[-1].num_sent for worker in ring.workers}
-    killed_s, left = ring.kill(count, chooser), len(ring.workers)
-
-    def first(worker: Worker) -> Told | None:
-        return next((step for step in worker.steps if step.time_s > killed_s and step.num_workers <= left), None)
-
-    ring.watch(lambda: all(first(worker) for worker in ring.workers), "every survivor to go on")
-    found = [(step, worker.pid) for worker in ring.workers if (step := first(worker))]
+    killed_s, found = ring.lose(count, chooser)
     return max(step.time_s for step, _ in found) - killed_s, max(step.num_sent - sent[pid] for step, pid in found)
 
 

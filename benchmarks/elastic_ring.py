@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -87,51 +88,23 @@ def train_sum(
         lane.send(Told(time.time(), optimizer.num_steps, optimizer.num_workers, membership.num_sent, used))
 
 
-class Ring:
-    """The workers of a run.
+class Forks:
+    """Workers that are forks of this process, and the steps that they tell of."""
 
-    Args:
-        num_workers: At the start.
-        work: What each does with its end of a pipe.
-        silence_s: Until a silent worker is given up.
-        own: More variables of the worker that is started as number so many.
-    """
-
-    def __init__(
-        self,
-        num_workers: int,
-        work: Callable[[Connection], object],
-        silence_s: float = 10.0,
-        own: Callable[[int], Mapping[str, str]] | None = None,
-    ) -> None:
-        self._work, self._own, self._num_started = work, own, 0
+    def __init__(self) -> None:
         self.workers: list[Worker] = []
-        os.environ |= {SECRET: "benchmark", SILENCE: str(silence_s)}
-        if num_workers == 1:
-            self._fork({FOUNDERS: "1"})
-            return
-        with socket.create_server((LOOPBACK, 0), backlog=128) as listening:
-            host, port = listening.getsockname()[:2]
-            self._fork({LISTEN_FD: str(listening.fileno()), FOUNDERS: str(num_workers)})
-            for _ in range(num_workers - 1):
-                self._fork({JOIN: f"{host}:{port}"})
+        self.num_started = 0
 
-    def add(self) -> None:
-        """Start a worker that joins."""
-        host, port = next(worker.address for worker in self.workers if worker.address is not None)
-        self._fork({JOIN: f"{host}:{port}"})
-
-    def _fork(self, environment: dict[str, str]) -> None:
+    def start(self, work: Callable[[Connection], object]) -> None:
+        """Fork one more; ``work`` is called with its end of a pipe."""
         ours, theirs = Pipe()
-        own = {NUMBER: str(self._num_started), **(self._own(self._num_started) if self._own else {})}
-        self._num_started += 1
+        self.num_started += 1
 
         def body() -> None:
             ours.close()
             for worker in self.workers:
                 worker.lane.close()
-            os.environ |= {**environment, **own}
-            self._work(theirs)
+            work(theirs)
 
         pid = forked(body)
         theirs.close()
@@ -187,8 +160,67 @@ class Ring:
         kill(worker.pid for worker in self.workers)
         self.workers.clear()
 
-    def __enter__(self) -> Ring:
+    def firsts(self, since_s: float) -> list[tuple[Told, int]]:
+        """Return the first step of each worker after a time that no more than the present ones took part in."""
+        left = len(self.workers)
+        after = [
+            (next((step for step in one.steps if step.time_s > since_s and step.num_workers <= left), None), one.pid)
+            for one in self.workers
+        ]
+        return [(step, pid) for step, pid in after if step is not None]
+
+    def lose(self, count: int, chooser: random.Random) -> tuple[float, list[tuple[Told, int]]]:
+        """Kill some; returns when, and each survivor's first step without them, once all have one."""
+        killed_s = self.kill(count, chooser)
+        self.watch(lambda: len(self.firsts(killed_s)) == len(self.workers), "every survivor to go on")
+        return killed_s, self.firsts(killed_s)
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Ring(Forks):
+    """The workers of a run of ``morph.elastic``.
+
+    Args:
+        num_workers: At the start.
+        work: What each does with its end of a pipe.
+        silence_s: Until a silent worker is given up.
+        own: More variables of the worker that is started as number so many.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        work: Callable[[Connection], object],
+        silence_s: float = 10.0,
+        own: Callable[[int], Mapping[str, str]] | None = None,
+    ) -> None:
+        super().__init__()
+        self._work, self._own = work, own
+        os.environ |= {SECRET: "benchmark", SILENCE: str(silence_s)}
+        if num_workers == 1:
+            self._fork({FOUNDERS: "1"})
+            return
+        with socket.create_server((LOOPBACK, 0), backlog=128) as listening:
+            host, port = listening.getsockname()[:2]
+            self._fork({LISTEN_FD: str(listening.fileno()), FOUNDERS: str(num_workers)})
+            for _ in range(num_workers - 1):
+                self._fork({JOIN: f"{host}:{port}"})
+
+    def add(self) -> None:
+        """Start a worker that joins."""
+        host, port = next(worker.address for worker in self.workers if worker.address is not None)
+        self._fork({JOIN: f"{host}:{port}"})
+
+    def _fork(self, environment: dict[str, str]) -> None:
+        own = {NUMBER: str(self.num_started), **(self._own(self.num_started) if self._own else {})}
+
+        def body(lane: Connection) -> None:
+            os.environ |= {**environment, **own}
+            self._work(lane)
+
+        self.start(body)

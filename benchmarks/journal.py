@@ -260,7 +260,8 @@ def reading(name: str, run_dir: Path) -> Callable[[], object]:
 
     def resume() -> object:
         with Journal.open(path) as journal:
-            return lives_in(journal), read_ledger(run_dir), Condenser(journal), journal.last_moment()
+            journal.condense(Condenser)
+            return lives_in(journal), read_ledger(run_dir), journal.keeper, journal.last_moment()
 
     def take_over() -> object:
         with Journal.open(path) as journal:
@@ -269,7 +270,7 @@ def reading(name: str, run_dir: Path) -> Callable[[], object]:
 
     def events() -> object:
         with Journal.open(path, read_only=True) as journal:
-            return EventReader().new(journal)
+            return list(EventReader().new(journal))
 
     ways: dict[str, Callable[[], object]] = {
         "status": lambda: summarise(read_report(run_dir)),
@@ -310,7 +311,7 @@ def main(
             directory.mkdir(parents=True, exist_ok=True)
             write(directory, steps, workers, min(last, steps // 2), few, plain=plain)
         with Journal.open(directory / JOURNAL, read_only=True) as journal:
-            num_lines, num_steps = len(journal.tail().entries), len(read_report(directory).steps)
+            num_lines, num_steps = sum(1 for _ in journal.tail().entries), len(read_report(directory).steps)
         size = _size(directory)
         print(f"{size / 1e6:.1f} MB, {size / num_steps:.0f} bytes a step; {num_lines} lines are not condensed yet")
         head("reading | CPU s | MB beyond imports")

@@ -25,7 +25,7 @@ from manager.simulation.policies.bounds import play_ideal
 from manager.simulation.policies.morph import play_morph
 from manager.simulation.spot.job import SpotJob, job_from_profile
 from manager.simulation.spot.run_end import Until
-from morph.contract.plan import Plan
+from morph.contract.plan import Plan, by_pool
 from morph.contract.profile import Profile, load_profile
 from morph.contract.trace import Trace, load_trace
 from simulator import plan, spot_model
@@ -136,8 +136,8 @@ def main(
         bound = play_ideal(job, trace, until=until).steps
         cells, plans = [], {}
         for objective, other in tables(loaded, trace, job):
-            plans[objective] = other.plans
+            plans[objective] = dict(by_pool(other.plans))
             steps = play_morph(other, trace, until=until, seed=0).steps
-            differ = sum(one.shape != plans["fastest"][count].shape for count, one in other.plans.items())
+            differ = sum(one.shape != plans["fastest"][count].shape for count, one in plans[objective].items())
             cells.append(f"{steps / bound:.1%} ({differ} of {len(other.plans)})")
         row(name, *cells)

@@ -33,6 +33,7 @@ from manager.simulation.spot.cluster import SpotCluster
 from manager.simulation.spot.job import Durations, SpotJob
 from morph.contract.cluster import Policy
 from morph.contract.messages import Prepared, Reshaped, WorkerReady
+from morph.contract.plan import by_pool
 from morph.contract.trace import Trace
 from simulator import PlanRequest, plan_table, spot_model, synthetic_profile
 
@@ -107,7 +108,7 @@ def run_for_real(trace: Trace, kept: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="morph-spot-") as folder:
         spec = specify(
             SUBJECT,
-            make_job(Durations()).plans,
+            {pool.num_gpus: plan for pool, plan in by_pool(make_job(Durations()).plans)},
             POLICY,
             trace,
             config={"job": SUBJECT.job_path},

@@ -24,7 +24,7 @@ from manager.simulation.policies.morph import play_morph
 from manager.simulation.spot.cluster import SpotCluster
 from manager.simulation.spot.job import SpotJob, job_from_profile
 from manager.simulation.spot.run_end import Until
-from morph.contract.plan import Plan
+from morph.contract.plan import Plan, by_pool
 from morph.contract.profile import load_profile
 from simulator import spot_model
 
@@ -84,7 +84,7 @@ def ready_cluster(num_vms: int) -> SpotCluster:
     job = SpotJob(
         name="many",
         batch_size=1,
-        plans={count: slower(plan) for count, plan in config.plans.items()},
+        plans={pool: slower(plan) for pool, plan in by_pool(config.plans)},
         units=config.units,
         unit_bytes=config.unit_bytes,
     )

@@ -21,17 +21,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from benchmarks.elastic_ring import Forks, Told
 from benchmarks.harness import LOOPBACK, Seed, forked, head, kill, machine, option, row, worst_cases
 
 NUM_VALUES = 32 * 1024
@@ -63,15 +63,6 @@ class Setting:
         return {name: timedelta(seconds=value) for name, value in given.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class Commit:
-    """A step that a replica committed, with so many replicas taking part."""
-
-    time_s: float
-    step: int
-    num_participants: int
-
-
 def serve_lighthouse(setting: Setting, min_replicas: int, told: Connection, log: Path) -> None:
     """Run the lighthouse until the connection closes; tells its address first."""
     _write_errors_to(log)
@@ -84,7 +75,7 @@ def serve_lighthouse(setting: Setting, min_replicas: int, told: Connection, log:
     os._exit(0)
 
 
-def train(setting: Setting, name: str, lighthouse: str, step_s: float, told: Connection, log: Path) -> None:
+def train(told: Connection, setting: Setting, name: str, lighthouse: str, step_s: float, log: Path) -> None:
     """Train until the connection closes: sleep for a step's compute, average 128 KiB of gradients, commit."""
     logging.basicConfig(filename=log, level=logging.WARNING, force=True)
     _write_errors_to(log)
@@ -116,7 +107,7 @@ def train(setting: Setting, name: str, lighthouse: str, step_s: float, told: Con
         manager.allreduce(gradient).wait()
         if manager.should_commit():
             weights -= gradient
-            told.send(Commit(time.time(), manager.current_step(), manager.num_participants()))
+            told.send(Told(time.time(), manager.current_step(), manager.num_participants()))
     os._exit(0)
 
 
@@ -130,22 +121,12 @@ def _write_errors_to(log: Path) -> None:
 START_TIMEOUT_S = 60.0
 
 
-@dataclass
-class Replica:
-    """A running replica and what it committed."""
-
-    pid: int
-    lane: Connection
-    commits: list[Commit] = field(default_factory=list)
-
-
-class Group:
-    """A lighthouse and its replicas, all of them forks of this process."""
+class Group(Forks):
+    """A lighthouse and its replicas."""
 
     def __init__(self, setting: Setting, num_replicas: int, step_s: float, directory: Path) -> None:
+        super().__init__()
         self._setting, self._step_s, self._directory = setting, step_s, directory
-        self.replicas: dict[int, Replica] = {}
-        self._num_started = 0
         ours, theirs = Pipe()
         self._lighthouse_pid = forked(
             lambda: serve_lighthouse(setting, num_replicas // 2, theirs, directory / "lighthouse.log")
@@ -154,63 +135,30 @@ class Group:
         self._lighthouse = ours
         if not ours.poll(START_TIMEOUT_S):
             raise TimeoutError(f"the lighthouse did not start within {START_TIMEOUT_S:g} s")
-        self.address: str = ours.recv()
-        for index in range(num_replicas):
-            self.start(index)
+        self._address: str = ours.recv()
+        for _ in range(num_replicas):
+            self.add()
 
-    def start(self, index: int) -> None:
-        """Start replica ``index``, under a new name."""
-        ours, theirs = Pipe()
-        name, log = f"r{self._num_started}_{index}", self._directory / f"replica{index}.log"
-        self._num_started += 1
-        inherited = [self._lighthouse, ours, *(replica.lane for replica in self.replicas.values())]
+    def add(self) -> None:
+        """Start a replica, under a new name."""
+        name = f"r{self.num_started}"
+        log = self._directory / f"replica{name}.log"
 
-        def body() -> None:
-            for lane in inherited:
-                lane.close()
-            train(self._setting, name, self.address, self._step_s, theirs, log)
+        def body(lane: Connection) -> None:
+            self._lighthouse.close()
+            train(lane, self._setting, name, self._address, self._step_s, log)
 
-        pid = forked(body)
-        theirs.close()
-        self.replicas[index] = Replica(pid, ours)
+        self.start(body)
 
-    def kill(self, indices: list[int]) -> float:
-        """End replicas with SIGKILL, all at once; returns when (wall-clock seconds)."""
-        doomed = [self.replicas.pop(index) for index in indices]
-        now_s = time.time()
-        kill(replica.pid for replica in doomed)
-        for replica in doomed:
-            replica.lane.close()
-        return now_s
-
-    def watch(self, until: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Take commits in until a condition holds.
-
-        Raises:
-            TimeoutError: it did not within ``timeout_s``.
-        """
-        end_s = time.monotonic() + timeout_s
-        while not until():
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError(f"waited {timeout_s:g} s for {what}")
-            by_lane = {id(replica.lane): replica for replica in self.replicas.values()}
-            for lane in wait([replica.lane for replica in self.replicas.values()], min(left_s, 0.5)):
-                assert isinstance(lane, Connection)
-                try:
-                    by_lane[id(lane)].commits.append(lane.recv())
-                except EOFError:
-                    raise RuntimeError(f"a replica ended by itself: {self._last_words()}") from None
-
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
         """The end of the newest replica's log."""
         logs = sorted(self._directory.glob("replica*.log"), key=lambda path: path.stat().st_mtime)
         return logs[-1].read_text(errors="replace")[-600:] if logs else "nothing was logged"
 
     def close(self) -> None:
         """End every process."""
-        kill([*(replica.pid for replica in self.replicas.values()), self._lighthouse_pid])
-        self.replicas.clear()
+        super().close()
+        kill([self._lighthouse_pid])
 
 
 TUNED = Setting(
@@ -222,52 +170,6 @@ TUNED = Setting(
     timeout_s=1.0,
 )
 SETTLE_STEPS = (3, 8)
-SETTLE_TIMEOUT_S = 120.0
-PAUSE_TIMEOUT_S = 150.0
-
-
-@dataclass(frozen=True)
-class Loss:
-    """One kill: seconds until the first survivor commits without the dead, and until every one has."""
-
-    num_killed: int
-    first_s: float
-    all_s: float
-
-
-def settle(group: Group, num_replicas: int, steps: int) -> None:
-    """Wait until every replica has committed so many more steps with all the others."""
-    since = {index: len(replica.commits) for index, replica in group.replicas.items()}
-
-    def settled() -> bool:
-        return all(
-            len(new := replica.commits[since[index] :]) >= steps and new[-1].num_participants == num_replicas
-            for index, replica in group.replicas.items()
-        )
-
-    group.watch(settled, SETTLE_TIMEOUT_S, f"{num_replicas} replicas to train")
-
-
-def lose(group: Group, chooser: random.Random, count: int) -> Loss:
-    """Kill some replicas now; the others go on."""
-    victims = chooser.sample(sorted(group.replicas), count)
-    left = len(group.replicas) - count
-    killed_s = group.kill(victims)
-
-    def resumed() -> list[float]:
-        firsts = []
-        for replica in group.replicas.values():
-            after = [
-                entry.time_s for entry in replica.commits if entry.time_s > killed_s and entry.num_participants <= left
-            ]
-            firsts += after[:1]
-        return firsts
-
-    group.watch(lambda: len(resumed()) == left, PAUSE_TIMEOUT_S, "every survivor to commit a step")
-    loss = Loss(count, min(resumed()) - killed_s, max(resumed()) - killed_s)
-    for victim in victims:
-        group.start(victim)
-    return loss
 
 
 def main(
@@ -291,24 +193,28 @@ def main(
         join_timeout_s=join_timeout_s or setting.join_timeout_s,
         timeout_s=timeout_s or setting.timeout_s,
     )
-    told, chooser, losses = machine(), random.Random(seed), list[Loss]()
-    with tempfile.TemporaryDirectory(prefix="torchft-pause-") as directory:
-        group = Group(setting, replicas, step_s, Path(directory))
+    told, chooser, losses = machine(), random.Random(seed), list[list[float]]()
+    with (
+        tempfile.TemporaryDirectory(prefix="torchft-pause-") as directory,
+        Group(setting, replicas, step_s, Path(directory)) as group,
+    ):
         try:
             for _ in range(kills):
-                settle(group, replicas, chooser.randint(*SETTLE_STEPS))
+                group.settle(replicas, chooser.randint(*SETTLE_STEPS))
                 threading.Event().wait(chooser.uniform(0.0, 2 * step_s))
-                losses.append(lose(group, chooser, chooser.randint(1, together)))
+                count = chooser.randint(1, together)
+                killed_s, found = group.lose(count, chooser)
+                losses.append([step.time_s - killed_s for step, _ in found])
+                for _ in range(count):
+                    group.add()
         except (TimeoutError, RuntimeError) as error:
-            print(f"ended after {len(losses)} kills: {error}", file=sys.stderr)
-        finally:
-            group.close()
+            print(f"ended after {len(losses)} kills: {error}: {group.last_words()}", file=sys.stderr)
     print(f"torchft, {replicas} replicas, {setting}, {len(losses)} kills; {told}")
     if losses:
         head("until | median | p95 | worst")
         for name, values in (
-            ("the first survivor has a step", [loss.first_s for loss in losses]),
-            ("every survivor has one", [loss.all_s for loss in losses]),
+            ("the first survivor has a step", [min(took_s) for took_s in losses]),
+            ("every survivor has one", [max(took_s) for took_s in losses]),
         ):
             row(name, *(f"{value:.2f} s" for value in worst_cases(values)))
     sys.exit(0 if len(losses) == kills else 1)

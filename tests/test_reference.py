@@ -16,6 +16,7 @@ import morph
 import morph.data
 import morph.elastic
 import morph.spot
+import simulator
 from morph import losses
 from morph.data import order, streams
 from morph.trainers import hf, lightning
@@ -23,10 +24,14 @@ from morph.trainers import hf, lightning
 PAGE = Path(__file__).parents[1] / "docs/reference/python-api.md"
 BEGINNING = """# Python API
 
-Everything that a job file, a loop or a script imports from Morph. The text is that of the docstrings
-(`python -m tests.test_reference` writes this page). Commands have `morph COMMAND --help`, the keys of YAML files
-`morph config explain FILE`.
+Everything that a job file, a loop, a script or a notebook imports from Morph. The text is that of the docstrings
+(`python -m tests.test_reference` writes this page). Commands have `morph COMMAND --help`, keys of YAML files `morph
+config explain FILE`.
 """
+SIMULATOR = (
+    *("plan", "plan_table", "plan_frame", "simulate", "simulate_plan"),
+    *("PlanRequest", "PlanChoice", "Simulation"),
+)
 MODULES: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
     "morph": (morph, tuple(name for name in morph.__all__ if not name.startswith("_"))),
     "morph.losses": (losses, ("cross_entropy",)),
@@ -36,6 +41,7 @@ MODULES: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
     "morph.hf": (hf, ("job", "num_steps")),
     "morph.lightning": (lightning, ("job",)),
     "morph.elastic": (morph.elastic, ("Optimizer", "batches")),
+    "simulator": (simulator, SIMULATOR),
     "morph.spot": (morph.spot, ("step", "should_save", "backup", "restore")),
 }
 SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Yields):$")
@@ -82,6 +88,7 @@ def page() -> str:
         for name in names:
             lines += _entry(module, name, getattr(found, name))
     text = re.sub(r"\n{3,}", "\n\n", "\n".join(line.rstrip() for line in lines))
+    text = re.sub(r"=PlanRequest\([^()]+\)", "=PlanRequest()", text)
     return re.sub(r"<function (\w+) at 0x\w+>", r"\1", text).rstrip() + "\n"
 
 

@@ -74,7 +74,8 @@ class Killer:
             if state is None or state.phase is not Phase.TRAINING or len(state.workers) != num_workers:
                 target = None
                 return False
-            if len(state.slots) != state.config.plans[num_workers].num_workers:
+            best = state.config.best_plan(num_workers)
+            if best is None or len(state.slots) != best.num_workers:
                 target = None
                 return False
             target = state.version + steps if target is None else target

@@ -43,14 +43,14 @@ KITMOD=benchmarks.gpu_kit
 case $PART in
 A)
   stage facts 60 22 "$PY" -m $KITMOD.facts
-  stage probes-quick 75 14 "$PY" -m $KITMOD.probes "$DEV" fork frames cublas bits repeated
+  stage probes-quick 75 14 "$PY" -m $KITMOD.probes "$DEV" fork bits repeated
   stage tests 200 25 "$PY" -m pytest -m gpu tests/gpu -p no:cacheprovider -q --timeout 90 --durations 6
   grep -q ' failed\| error' "$WORK/stage.log" && \
     CUDA_MODULE_LOADING=EAGER stage tests-eager 100 12 "$PY" -m pytest -m gpu tests/gpu -p no:cacheprovider -q --timeout 60 -k "test_links or test_mailboxes"
   stage calibrate 120 12 "$PY" -m morph.cli.main calibrate "$STDLIB" --device "$DEV" --samples 8 -o "$WORK/profile.json" --commit-round
   cp "$WORK/profile.json" "$OUT/profile.json" 2>/dev/null
   stage runs 220 16 "$PY" -m $KITMOD.runs --device "$DEV" --job "$STDLIB" --profile "$WORK/profile.json" --folder "$WORK/runs" one pair killed
-  stage probes 120 30 "$PY" -m $KITMOD.probes "$DEV" side_copies host_times pinning alignment reduction_waits ipc_room
+  stage probes 120 30 "$PY" -m $KITMOD.probes "$DEV" host_times pinning alignment reduction_waits ipc_room
   ;;
 B)
   for mode in morph plain plain-free; do

@@ -12,7 +12,6 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -66,40 +65,6 @@ def fork() -> None:
             )
         os._exit(0)
     os.waitpid(pid, 0)
-
-
-@probe
-def frames() -> None:
-    """Copies of partial sums are sent from where they lie."""
-    import torch
-
-    from morph.checkpoint.unit_files import parts_of
-
-    try:
-        parts_of({"sums0": torch.zeros(4, dtype=torch.int64, device=DEVICE)})
-        say("frames: as hoped")
-    except Exception as error:
-        say(
-            f"frames: SUSPICION HOLDS, and outgoing.py catches OSError and RuntimeError alone: "
-            f"{type(error).__name__}: {str(error)[:90]}"
-        )
-
-
-@probe
-def cublas() -> None:
-    """The plain loop of the benchmark sets deterministic kernels and not cuBLAS's workspace."""
-    import torch
-
-    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    from morph.runtime.step.kernels import kernels_for, kernels_now, set_kernels
-
-    set_kernels(kernels_for("exact", kernels_now()))
-    try:
-        a = torch.randn(64, 64, device=DEVICE, dtype=torch.bfloat16)
-        (a @ a).sum().item()
-        say("cublas: as hoped")
-    except RuntimeError as error:
-        say(f"cublas: SUSPICION HOLDS, make bench-gpu ends here: {str(error)[:100]}")
 
 
 @probe
@@ -358,63 +323,6 @@ def pinning() -> None:
             f"{'as hoped' if running else 'SUSPICION HOLDS: it waited for the kernel'})"
         )
     torch.cuda.synchronize()
-
-
-@probe
-def side_copies() -> None:
-    """Copies to the host by another thread (checkpoints, followers), beside what computes."""
-    import torch
-
-    from morph.runtime.device.staging import to_host
-
-    if not CUDA:
-        say("side_copies: needs a device")
-        return
-    state = {
-        str(index): torch.empty(64 << 20, device=DEVICE) for index in range(8)
-    }  # 2 GiB: 12 bytes each of 179 M parameters
-    a = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
-
-    def compute() -> float:
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in range(300):
-            a @ a
-        torch.cuda.current_stream().synchronize()
-        return time.perf_counter() - begun
-
-    compute()
-    alone = min(compute() for _ in range(2))
-    threads = [threading.Thread(target=lambda: to_host(state))]
-
-    def beside() -> float:
-        for one in threads:
-            one.start()
-        return compute()
-
-    took = beside()
-    threads[0].join()
-    begun = time.perf_counter()
-    to_host(state)
-    copied = time.perf_counter() - begun
-    out = torch.cuda.Stream()
-    pinned = torch.empty(64 << 20, pin_memory=True)
-
-    def by_stream() -> None:
-        with torch.cuda.stream(out):
-            for one in state.values():
-                pinned.copy_(one, non_blocking=True)
-                out.synchronize()
-
-    threads = [threading.Thread(target=by_stream)]
-    other = beside()
-    threads[0].join()
-    say(
-        f"side_copies: compute alone {alone:.2f} s; beside StateCopy's to_host of 2 GiB {took:.2f} s; beside a "
-        f"stream of its own with pinned memory {other:.2f} s; the copy alone {copied:.2f} s ({2.147 / copied:.1f} "
-        f"GB/s)"
-    )
-    say(f"side_copies: {'SUSPICION HOLDS' if took > alone + 0.5 * copied else 'as hoped'}")
 
 
 @probe

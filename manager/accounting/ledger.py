@@ -191,8 +191,12 @@ class Ledger:
             case ManagerResumed(living=living):  # of the others that warm up it is told apart
                 self._gone([node for node in self.since_ns if node not in self.warming and node not in living])
             case ManifestWritten(version=version):
-                self._part_at(version)
-                self.settled = [stretch for stretch in self.settled if stretch.first >= version]  # no more to be lost
+                self.saved(version)
+
+    def saved(self, version: int) -> None:
+        """Steps before a version can be lost no more."""
+        self._part_at(version)
+        self.settled = [stretch for stretch in self.settled if stretch.first >= version]
 
     def _granted(self, event: NodesGranted, *, is_open: bool) -> None:
         for node in event.nodes:
@@ -290,6 +294,22 @@ class Ledger:
         self.parts[Part.BUBBLE] += bubble
         self._settled(step, compute + self.kept, bubble)
         self.open = self.kept = self.given_up = NOTHING
+
+    def settle_all(self, first: int, end: int, compute_ns: int) -> None:
+        """Many steps are decided, of which only is known how long their slowest members took together."""
+        compute = (self._members * compute_ns).at_most(self.open)
+        bubble = self.open - compute
+        self.parts[Part.COMPUTE] += compute
+        self.parts[Part.BUBBLE] += bubble
+        self.settled.append(Stretch(first, end, compute + self.kept, bubble))
+        self.open = self.kept = self.given_up = NOTHING
+        self.version = end
+
+    def rebook(self, account: Account) -> None:
+        """Replace what was booked so far by what is known of it: nodes and their rates stay."""
+        self.parts = {**account.parts, Part.BUBBLE: account.parts[Part.BUBBLE] - self.open}
+        self.lives += account.total - self.total()
+        self.dearest = account.dearest
 
     def _settled(self, step: int, compute: Spent, bubble: Spent) -> None:
         last = self.settled[-1] if self.settled else None

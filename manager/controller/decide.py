@@ -179,7 +179,7 @@ def _on_worker_lost_at_start(transition: Transition, event: WorkerLost) -> None:
 
 def _stop_later(transition: Transition, event: StopRequested) -> None:
     if transition.state.provisioning.gives_up:  # the user's stop is no rest
-        transition.change_provisioning(gives_up=False)
+        transition.change_provisioning(gives_up=None)
         transition.change(stop_reason=None)
     if transition.state.stop_reason is not None:
         return transition.say(ReasonCode.IGNORED, "the run is stopping already")

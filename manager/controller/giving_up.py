@@ -85,13 +85,14 @@ def give_up_if_due(transition: Transition) -> None:
     state = transition.state
     if state.stop_reason is not None or state.phase not in _GIVES_UP:
         return None
-    why = _why_setups_end_it(state, transition.now_s) or _why_idle_vms_end_it(state)
+    setups = _why_setups_end_it(state, transition.now_s)
+    why = setups or _why_idle_vms_end_it(state)
     if not why:
         return None
     pending = state.saving.pending
     if state.phase in _IDLE and (state.saving.sealing or (pending is not None and not pending.stale)):
         return None  # what is held is being written still
-    transition.change_provisioning(gives_up=True)
+    transition.change_provisioning(gives_up="setups" if setups else "limit")
     return _end(transition, why)
 
 
@@ -99,7 +100,7 @@ def gives_up_at_start(transition: Transition) -> None:
     """Before the first shape one failure of the job's is enough: it would fail on any worker."""
     failed = transition.state.provisioning.failed_setups
     assert failed is not None, "no setup failed"
-    transition.change_provisioning(gives_up=True)
+    transition.change_provisioning(gives_up="setups")
     _end(transition, failed.sentence)
 
 

@@ -15,9 +15,10 @@ from manager.controller.state.events import (
     WorkerLost,
 )
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.state import ControllerState, KeptNotice, NodeRequest, Phase
+from manager.controller.state.state import ControllerState, KeptNotice, NodeRequest, Phase, Refusals
 from manager.controller.state.transition import Transition
 from morph.contract.messages import WorkerId
+from morph.contract.pool import Pool
 from morph.contract.vm_names import vm_of
 from morph.contract.waits import Backoff
 
@@ -66,6 +67,8 @@ def is_awaited(state: ControllerState) -> bool:
 
 
 MAX_SENT = 8
+WEIGHED = (1, 2, 3, 4, 6, 8, 12, 16)
+"""So many GPUs of one type are considered together when it is chosen which type to ask for."""
 COUNTED = (NodeState.WARMING, NodeState.READY, NodeState.SUSPECT)
 ENDING = (Phase.COMMITTING, Phase.SEALING, Phase.ENDED)
 
@@ -93,12 +96,51 @@ def request_missing(transition: Transition) -> None:
     if provisioning.next_request_s is not None and now_s < provisioning.next_request_s:
         transition.wake_by(provisioning.next_request_s)
         return
-    name = request_name(state.config, provisioning.num_requests + 1)
-    keep_request(transition, name, NodeRequest(count=missing, requested_s=now_s))
-    transition.change_provisioning(num_requests=provisioning.num_requests + 1)
-    transition.wake_by(now_s + state.config.policy.rules.requests.answer_s)
-    sentence = f"{missing} of {state.config.target_nodes} workers are missing: requested as {name}"
-    transition.add(sentence, RequestNodes(request=name, count=missing))
+    wanted = types_wanted(state, missing, now_s) if state.config.offers else {"": missing}
+    told = []
+    for node_type, count in wanted.items():
+        number = transition.state.provisioning.num_requests + 1
+        name = request_name(state.config, number)
+        keep_request(transition, name, NodeRequest(count=count, node_type=node_type, requested_s=now_s))
+        transition.change_provisioning(num_requests=number)
+        transition.actions.append(RequestNodes(request=name, count=count, node_type=node_type))
+        told.append(f"{count} {node_type} requested as {name}" if node_type else f"requested as {name}")
+    if told:
+        transition.wake_by(now_s + state.config.policy.rules.requests.answer_s)
+        transition.add(f"{missing} of {state.config.target_nodes} workers are missing: {', '.join(told)}")
+    paused_s = [entry.until_s for entry in provisioning.refused.values() if now_s < entry.until_s]
+    if paused_s and missing > sum(wanted.values()):
+        transition.wake_by(min(paused_s))
+
+
+def types_wanted(state: ControllerState, missing: int, now_s: float) -> dict[str, int]:
+    """Return how many GPUs of each type to ask for; fewer than are missing where types were refused a moment ago.
+
+    One after the other: of the type that adds most speed, or most for a dollar. A GPU may be of use only with others
+    of its type, so that several at once are considered, by what they add on average. Those that come are counted.
+    """
+    config, provisioning = state.config, state.provisioning
+    there = [entry.facts.node_type for entry in state.workers.values() if entry.node in COUNTED]
+    for request in provisioning.requests.values():
+        there += [request.node_type] * (request.count + len(request.granted))
+    pool, wanted = Pool.counting(there), dict[str, int]()
+    paused = {name for name, entry in provisioning.refused.items() if now_s < entry.until_s}
+    offers = [offer for offer in config.offers if offer.node_type not in paused]
+    by_price = config.policy.objective == "dollars" and all(offer.usd_per_h for offer in config.offers)
+    while missing > 0:
+        speed, best = config.speed_on(pool), (-1.0, "", 0)
+        for offer in offers:
+            room = missing if offer.most is None else min(missing, offer.most - pool[offer.node_type])
+            price = offer.usd_per_h if by_price and offer.usd_per_h else 1.0
+            for count in (number for number in WEIGHED if number <= room):
+                gain = config.speed_on(pool + Pool.of({offer.node_type: count})) - speed
+                best = max(best, (gain / count / price, offer.node_type, count), key=lambda choice: choice[0])
+        _, node_type, count = best
+        if not count:
+            break
+        pool, missing = pool + Pool.of({node_type: count}), missing - count
+        wanted[node_type] = wanted.get(node_type, 0) + count
+    return wanted
 
 
 def on_nodes_granted(transition: Transition, event: NodesGranted) -> None:
@@ -111,21 +153,23 @@ def on_nodes_granted(transition: Transition, event: NodesGranted) -> None:
     new = {node: now_s for node in event.nodes if node not in known}
     short = len(new) < request.count
     notices = [notice for node in new if (notice := notice_of(state, node, now_s)) is not None]
-    facts = {node: event.facts[node] for node in new if node in event.facts}
+    facts = {node: _typed(event.facts.get(node), request) for node in new if node in event.facts or request.node_type}
     waiting = request.waiting | (new.keys() & set(event.waiting))
     update = {"count": 0, "granted": request.granted | new, "facts": request.facts | facts, "waiting": waiting}
     keep_request(transition, event.request, request.model_copy(update=update))
     for node in event.facts.keys() & state.workers.keys():  # up before its grant was heard of
-        transition.change_worker(node, facts=event.facts[node])
+        transition.change_worker(node, facts=_typed(event.facts[node], request))
     transition.wake_by(now_s + state.config.policy.rules.requests.boot_s)
     boot = [node for node in event.nodes if node not in event.waiting]
     parts = [f"{', '.join(boot)} boot"] if boot else []
-    parts += [f"{', '.join(event.waiting)} wait in the queue"] if event.waiting else []
+    if event.waiting:
+        parts.append(f"{', '.join(event.waiting)} {'wait' if len(event.waiting) > 1 else 'waits'} in the queue")
     transition.say(ReasonCode.NODES_GRANTED, "; ".join(parts))
     if short:
-        _refuse(transition, f"{event.request} is granted in part")
+        _refuse(transition, f"{event.request} is granted in part", request.node_type)
     else:
-        transition.change_provisioning(num_refused=0, next_request_s=None)
+        others = {name: entry for name, entry in state.provisioning.refused.items() if name != request.node_type}
+        transition.change_provisioning(num_refused=0, next_request_s=None, refused=others)
     for notice in notices:
         gives_back(transition, notice)
     transition.code = ReasonCode.NODES_GRANTED
@@ -146,7 +190,9 @@ def on_nodes_started(transition: Transition, event: NodesStarted) -> None:
     }
     keep_request(transition, event.request, request.model_copy(update=update))
     transition.wake_by(transition.now_s + transition.state.config.policy.rules.requests.boot_s)
-    return transition.say(ReasonCode.NODES_STARTED, f"{', '.join(begun)} left the queue and boot")
+    return transition.say(
+        ReasonCode.NODES_STARTED, f"{', '.join(begun)} left the queue and {'boot' if len(begun) > 1 else 'boots'}"
+    )
 
 
 def on_request_refused(transition: Transition, event: RequestRefused) -> None:
@@ -157,7 +203,7 @@ def on_request_refused(transition: Transition, event: RequestRefused) -> None:
     keep_request(transition, event.request, request.model_copy(update={"count": 0}))
     forget_kept(transition)
     why = f"{event.request} is refused: {event.cause}" + (f", {event.detail}" if event.detail else "")
-    return _refuse(transition, why, event.retry_s)
+    return _refuse(transition, why, request.node_type, event.retry_s)
 
 
 def note_appeared(transition: Transition, event: NodeAppeared) -> NodeFacts:
@@ -167,13 +213,20 @@ def note_appeared(transition: Transition, event: NodeAppeared) -> NodeFacts:
     for name, request in requests.items():
         if event.node in request.granted:
             keep_request(transition, name, without_granted(request, event.node))
-            return event.facts or request.facts.get(event.node) or NodeFacts()
+            return _typed(event.facts or request.facts.get(event.node), request)
     named = requests.get(event.request) if event.request is not None else None
     if event.request is not None and named is not None and named.count:
         # noted by name: it may be lost before its grant is heard of
         update = {"count": named.count - 1, "appeared": named.appeared | {event.node}}
         keep_request(transition, event.request, named.model_copy(update=update))
+        return _typed(event.facts, named)
     return event.facts or NodeFacts()
+
+
+def _typed(facts: NodeFacts | None, request: NodeRequest) -> NodeFacts:
+    """A node is of the type that was asked for, unless its provider says another."""
+    facts = facts or NodeFacts()
+    return facts if facts.node_type else facts.model_copy(update={"node_type": request.node_type})
 
 
 def lost_booting(transition: Transition, event: WorkerLost) -> None:
@@ -285,20 +338,27 @@ def _repeat_request(transition: Transition, name: RequestId) -> None:
     if request.num_sent >= MAX_SENT:
         keep_request(transition, name, request.model_copy(update={"count": 0}))
         forget_kept(transition)
-        return _refuse(transition, f"{name} was not answered, {MAX_SENT} times")
+        return _refuse(transition, f"{name} was not answered, {MAX_SENT} times", request.node_type)
     again = request.model_copy(update={"num_sent": request.num_sent + 1, "requested_s": transition.now_s})
     keep_request(transition, name, again)
     transition.wake_by(resend_at_s(transition.state, again))
     sentence = f"{name} was not answered: asked again under its name"
-    return transition.say(ReasonCode.NODES_REQUESTED, sentence, RequestNodes(request=name, count=request.count))
+    action = RequestNodes(request=name, count=request.count, node_type=request.node_type)
+    return transition.say(ReasonCode.NODES_REQUESTED, sentence, action)
 
 
-def _refuse(transition: Transition, why: str, retry_s: float | None = None) -> None:
-    """Pause; no longer than ``retry_s``, where the provider says that."""
+def _refuse(transition: Transition, why: str, node_type: str, retry_s: float | None = None) -> None:
+    """Pause; no longer than ``retry_s``, where the provider says that. Of several types this one pauses alone."""
     state, now_s = transition.state, transition.now_s
-    rules = state.config.policy.rules.requests
-    wait_s = rules.backoff.pause_s(state.provisioning.num_refused)
+    rules, provisioning = state.config.policy.rules.requests, state.provisioning
+    before = provisioning.refused[node_type].num if node_type in provisioning.refused else 0
+    wait_s = rules.backoff.pause_s(before if node_type else provisioning.num_refused)
     wait_s = wait_s if retry_s is None else min(wait_s, retry_s)
-    transition.change_provisioning(num_refused=state.provisioning.num_refused + 1, next_request_s=now_s + wait_s)
+    if node_type:
+        refusals = Refusals(num=before + 1, until_s=now_s + wait_s)
+        transition.change_provisioning(refused={**provisioning.refused, node_type: refusals})
+    else:
+        transition.change_provisioning(num_refused=provisioning.num_refused + 1, next_request_s=now_s + wait_s)
     transition.wake_by(now_s + wait_s)
-    transition.say(ReasonCode.REQUEST_REFUSED, f"{why}; the next request in {wait_s:g} s")
+    again = f"the next request{f' for {node_type}' if node_type else ''} in {wait_s:g} s"
+    transition.say(ReasonCode.REQUEST_REFUSED, f"{why}; {again}")

@@ -18,6 +18,7 @@ from manager.controller.state.state import ControllerState, Pace, WorkerState, Y
 from manager.controller.state.transition import Transition
 from manager.controller.steps.failures import lose
 from morph.contract.messages import WorkerId
+from morph.contract.plan import StagePlan
 from morph.contract.rules import StutterRules
 from morph.contract.waits import Backoff
 from morph.words import counted
@@ -84,9 +85,9 @@ def judge(
     rules: StutterRules,
     errors_s: Mapping[WorkerId, float] = MappingProxyType({}),
 ) -> dict[WorkerId, Judgement]:
-    """Judge the workers of one stage by the median compute time (seconds) of each over a window of micro-batches.
+    """Judge workers that do the same work by the median compute time (seconds) of each over a window of micro-batches.
 
-    Replicas of a stage do the same work. Three or more are held against their median, and must also lie some
+    Three or more are held against their median, and must also lie some
     robust deviations (median absolute deviation) above it. Of two the faster one is the measure, for nothing makes
     a device faster than it is. One alone is held against ``expected``, and must also lie some of its deviations
     above it; without that it is not judged. Always, the excess must also be some standard errors of the two medians
@@ -136,8 +137,8 @@ def learn(transition: Transition, event: ComputeTimesSeen) -> None:
     """Take compute times of members that are well; tell what is known of the profile's when that changed materially."""
     state, profiled_s = transition.state, transition.state.config.section_compute_s
     measured = state.measured
-    if state.plan is None or not all(profiled_s) or not profiled_s:
-        return
+    if state.plan is None or not all(profiled_s) or not profiled_s or state.config.type_compute_s:
+        return  # factors are of one type of GPU
     stage_of = {slot.worker: slot.stage for slot in state.slots}
     samples_s: dict[int, list[float]] = {}
     for times in event.times:
@@ -189,6 +190,7 @@ def on_compute_times(transition: Transition, event: ComputeTimesSeen) -> None:
         yardstick = Yardstick(
             first_section=stage.first_section,
             end_section=stage.end_section,
+            node_type=stage.node_type,
             healthy_s=judgement.healthy_s,
             usual=usual.ratio if usual is not None else None,
             by_sums=judgement.by_sums,
@@ -311,12 +313,22 @@ def _take_judgement(transition: Transition, worker: WorkerId, judgement: Judgeme
 
 
 def members_by_stage(state: ControllerState) -> dict[int, list[WorkerId]]:
-    """Return the members that are still there, by the stage that they hold."""
+    """Return the members that are still there, by the stage that they hold.
+
+    Stages of unequal pipelines that have the same sections, on the same type of GPU, do the same work: they count as
+    the first of them.
+    """
     stages: dict[int, list[WorkerId]] = {}
+    alike: dict[tuple[int, int, str], int] = {}
     for slot in state.slots:
-        if slot.worker in state.workers:
-            stages.setdefault(slot.stage, []).append(slot.worker)
+        if slot.worker in state.workers and state.plan is not None:
+            work = _work(state.plan.stages[slot.stage])
+            stages.setdefault(alike.setdefault(work, slot.stage), []).append(slot.worker)
     return stages
+
+
+def _work(stage: StagePlan) -> tuple[int, int, str]:
+    return stage.first_section, stage.end_section, stage.node_type
 
 
 def _last_median_s(pace: Pace) -> float | None:
@@ -351,12 +363,11 @@ def healthy_now_s(state: ControllerState, yardstick: Yardstick) -> float:
     healthy_s, now = yardstick.healthy_s, usual_now(state)
     if now is not None and yardstick.usual is not None:
         healthy_s *= now.ratio / yardstick.usual
-    sections = (yardstick.first_section, yardstick.end_section)
+    work = (yardstick.first_section, yardstick.end_section, yardstick.node_type)
     taken_s = [
         median_s
         for stage, members in members_by_stage(state).items()
-        if state.plan is not None
-        and (state.plan.stages[stage].first_section, state.plan.stages[stage].end_section) == sections
+        if state.plan is not None and _work(state.plan.stages[stage]) == work
         for worker in members
         if (median_s := state.workers[worker].pace.median_s) is not None
         and state.workers[worker].node is not NodeState.SUSPECT

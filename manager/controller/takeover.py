@@ -124,4 +124,8 @@ def _repeated_orders(state: ControllerState) -> tuple[Action, ...]:
 def _requests(state: ControllerState) -> list[RequestNodes]:
     """Build the requests for VMs that are not answered."""
     requests = state.provisioning.requests.items()
-    return [RequestNodes(request=name, count=request.count) for name, request in requests if request.count]
+    return [
+        RequestNodes(request=name, count=request.count, node_type=request.node_type)
+        for name, request in requests
+        if request.count
+    ]

@@ -115,9 +115,7 @@ def snapshot(run: LiveRun) -> dict[str, Any]:
 def _grid(run: LiveRun) -> list[list[dict[str, str]]]:
     if not run.places:
         return []
-    num_stages = max(stage for stage, _ in run.places.values()) + 1
-    num_replicas = max(replica for _, replica in run.places.values()) + 1
-    grid = [[{"node": "", "state": "gone"} for _ in range(num_stages)] for _ in range(num_replicas)]
-    for node, (stage, replica) in run.places.items():
-        grid[replica][stage] = {"node": node, "state": run.nodes.get(node, "gone")}
-    return grid
+    cells = {place: {"node": node, "state": run.nodes.get(node, "gone")} for node, place in run.places.items()}
+    num_replicas = max(replica for _, replica in cells) + 1
+    depths = [max(stage for stage, of in cells if of == replica) + 1 for replica in range(num_replicas)]
+    return [[cells[stage, replica] for stage in range(depth)] for replica, depth in enumerate(depths)]

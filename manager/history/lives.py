@@ -12,7 +12,6 @@ from pydantic import Field, TypeAdapter
 from manager.controller.state.actions import EndWorker, Finish, ReasonCode, ReleaseNodes, RequestNodes
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import (
-    EVENT,
     Event,
     ManagerResumed,
     NodeAppeared,
@@ -25,7 +24,7 @@ from manager.controller.state.events import (
     WorkerAnswered,
     WorkerLost,
 )
-from manager.journal.condensed import Head
+from manager.journal.condensed import VERSION, Head
 from manager.journal.journal import Journal
 from manager.journal.records import (
     DIED_WITH_MANAGER,
@@ -40,6 +39,7 @@ from manager.journal.records import (
     Entry,
     Fact,
     Line,
+    lines,
 )
 from morph.contract.base import Value
 from morph.contract.messages import WorkerReady
@@ -49,16 +49,6 @@ TOGETHER_S = 10.0
 """Losses within so long are one event: a manager learns of some by a closed connection, of others by silence."""
 OF_LIVES = "life"
 """Under which a cut has where this reader stands, and the journal the lives that are over."""
-_TOLD = (
-    "node_appeared",
-    "nodes_granted",
-    "nodes_started",
-    "notice_given",
-    "notice_withdrawn",
-    "worker_lost",
-    "manager_resumed",
-)
-_DONE = ("request_nodes", "release_nodes", "end_worker", "finish")
 
 
 class Ending(StrEnum):
@@ -127,8 +117,8 @@ def lives_of(entries: Iterable[Entry]) -> tuple[Life, ...]:
     One that is not over by the last line ends with it, as if the run did.
     """
     reader = LivesReader()
-    for entry in entries:
-        reader.take(entry)
+    for line in lines(entries):
+        reader.take_line(line)
     reader.end_all(reader.last_s)
     return together(reader.over)
 
@@ -141,9 +131,9 @@ def lives_in(journal: Journal) -> tuple[Life, ...]:
     """
     tail = journal.tail(0, (OF_LIVES,))
     over = [Life.model_validate_json(payload) for _, _, _, payload in tail.records]
-    reader = LivesReader.at(tail.head)
-    for entry in tail.entries:
-        reader.take(entry)
+    reader = LivesReader.at(journal, tail.head)
+    for line in lines(tail.entries):
+        reader.take_line(line)
     reader.end_all(reader.last_s)
     return together((*over, *reader.over))
 
@@ -198,23 +188,6 @@ class LivesReader:
     outlives_s: float = 0.0
     last_s: float = 0.0
     gone_s: float | None = None
-    event: Event | None = None
-
-    def take(self, entry: Entry) -> None:
-        """Read one line, without parsing what does not matter here."""
-        time_s = max(entry.time_s, self.last_s)
-        if entry.kind == "config":
-            self._begin_session(ControllerConfig.model_validate_json(entry.payload_json))
-        elif entry.kind == "fact":
-            self._fact(Fact.model_validate_json(entry.payload_json), time_s)
-        elif entry.kind == "event":
-            self.event = EVENT.validate_json(entry.payload_json) if _matters(entry.payload_json) else None
-        elif self.event is not None or any(f'"{name}"' in entry.payload_json for name in _DONE):
-            record = DecisionRecord.model_validate_json(entry.payload_json)
-            self._event(self.event, time_s, record.reason.code)
-            self._decided(record, time_s)
-            self.event = None
-        self.last_s = time_s
 
     def take_line(self, line: Line) -> None:
         """Take in what a line says."""
@@ -230,14 +203,22 @@ class LivesReader:
         self.last_s = time_s
 
     @classmethod
-    def at(cls, head: Head | None) -> LivesReader:
+    def at(cls, journal: Journal, head: Head | None) -> LivesReader:
         """Return the reader as it stood behind the last line that is condensed; without one, at the beginning."""
-        return cls() if head is None else _STATE.validate_json(head.states[OF_LIVES])
+        if head is not None and head.version == VERSION:
+            return _STATE.validate_json(head.states[OF_LIVES])
+        reader = cls()
+        if head is not None:  # every line that tells of a VM is kept
+            for line in lines(journal.each(until=head.sequence)):
+                reader.take_line(line)
+            reader.over.clear()
+            reader.last_s = max(reader.last_s, head.time_s)
+        return reader
 
     @property
     def state_json(self) -> str:
         """Where it stands."""
-        return _STATE.dump_json(self, exclude={"over", "event"}).decode()
+        return _STATE.dump_json(self, exclude={"over"}).decode()
 
     def _begin_session(self, config: ControllerConfig) -> None:
         self.end_all(self.last_s)
@@ -369,14 +350,6 @@ class LivesReader:
 
 
 _STATE = TypeAdapter(LivesReader)
-
-
-def _matters(payload_json: str) -> bool:
-    """Whether an event is one that VMs' lives are made of: most are answers to orders, and need not be read."""
-    kind = payload_json[: payload_json.find(",")]
-    if "worker_answered" in kind:
-        return f'"{WorkerReady.model_fields["kind"].default}"' in payload_json
-    return any(f'"{name}"' in kind for name in _TOLD)
 
 
 def _taken_s(life: Life) -> float:

@@ -13,6 +13,8 @@ from types import FrameType
 STOP_SIGNAL = signal.SIGUSR1
 """What ``morph stop`` sends."""
 STOPPED_BY_COMMAND = "stopped by morph stop"
+BY_USER = (STOPPED_BY_COMMAND, "SIGINT", "SIGTERM", "SIGHUP")
+"""How the reasons of stops begin that a user asked for."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, STOP_SIGNAL)
 
 

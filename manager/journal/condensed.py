@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +18,10 @@ from morph.contract.errors import RunDirError
 Column = np.ndarray[Any, np.dtype[Any]]
 WHOLE = frozenset({"sequence", "step", "generation", "num_attempts", "skipped"})
 """Columns of whole numbers; the others are floats, in which what is not known is no number."""
+VERSION = 1
+"""Of what readers keep of where they stand; raise it with any change of that. What has another is folded anew."""
+ACCOUNT = "account"
+"""Under which a cut has what everything cost so far, for which nothing but the lines themselves is enough."""
 SEQUENCE = "sequence"
 """The column that every block has: of the line that decided the step."""
 NUM_AT_LEVEL = (512, 16_384)
@@ -60,11 +64,15 @@ class Cut:
 
 @dataclass(frozen=True)
 class Head:
-    """The newest cut: behind which line, when that was written, and where each reader stood."""
+    """The newest cut: behind which line, when that was written, and where each reader stood.
+
+    ``version``: of these states; None: they have none.
+    """
 
     sequence: int
     time_s: float
     states: Mapping[str, str]
+    version: int | None = VERSION
 
 
 @dataclass(frozen=True)
@@ -72,13 +80,14 @@ class Tail:
     """What a journal says behind a line, as it stood at one moment.
 
     ``head``: absent where nothing behind that line is condensed. ``records``, ``rows``: of what is condensed behind it,
-    as far as they were asked for; rows of the columns. ``entries``: the lines that are not condensed yet.
+    as far as they were asked for; rows of the columns. ``entries``: the lines that are not condensed yet, read one
+    after the other as they stood at that moment.
     """
 
     head: Head | None
     records: Sequence[Kept]
     rows: range
-    entries: tuple[Entry, ...]
+    entries: Iterator[Entry]
 
 
 class Keeper(Protocol):

@@ -24,6 +24,7 @@ from manager.journal.condensed import (
     NUM_AT_LEVEL,
     SEQUENCE,
     TABLES,
+    VERSION,
     Column,
     Cut,
     Head,
@@ -39,7 +40,7 @@ from manager.journal.condensed import (
     unpacked,
     unpacked_lines,
 )
-from manager.journal.records import Decided, DecisionRecord, Entry, EntryKind, Fact, Line
+from manager.journal.records import Decided, DecisionRecord, Entry, EntryKind, Fact, Line, LineReader
 from morph.contract.errors import RunDirError, RunDirStuck
 from morph.contract.waits import Backoff
 
@@ -94,9 +95,12 @@ _TABLES = (
     *TABLES,
 )
 LAYOUT = 2
-"""The file's number for how it is laid out; one of before has lines alone."""
+"""The file's number for how it is laid out. One of before has lines alone until a manager has condensed them."""
+AT_ONCE = 2048
+"""So many lines are read at once where all of them would be too many."""
 SNAPSHOT_EVERY = 1000
 """Decisions from one snapshot of the state to the next, and from one cut to the next."""
+_HAS_TABLE = "SELECT 1 FROM sqlite_master WHERE name = ?"
 _COLUMNS = "SELECT sequence, time_s, kind, payload_json FROM entries"
 _INSERT = "INSERT INTO entries (time_s, kind, payload_json) VALUES (?, ?, ?)"
 
@@ -143,22 +147,30 @@ class Journal:
             if read_only:
                 connection.execute(f"{_COLUMNS} LIMIT 1")
                 old = connection.execute("PRAGMA user_version").fetchone() != (LAYOUT,)
+                begun = old and connection.execute(_HAS_TABLE, ("heads",)).fetchone() is not None
             else:
+                is_new = connection.execute(_HAS_TABLE, ("entries",)).fetchone() is None
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = NORMAL")
                 for table in _TABLES:
                     connection.execute(table)
-                connection.execute(f"PRAGMA user_version = {LAYOUT}")
+                if is_new:
+                    connection.execute(f"PRAGMA user_version = {LAYOUT}")
         except sqlite3.Error as error:
             connection.close()
             stuck = isinstance(error, sqlite3.OperationalError) and path.is_file()
             kind = RunDirStuck if stuck else RunDirError
             raise kind(f"is not a journal, or is in use: {error}", source=str(path)) from error
+        journal = cls(connection, path)
         if read_only and old:
-            connection.close()
-            allowed = "a run that is resumed with this one"
-            raise RunDirError("was written by an older version of Morph", source=str(path), allowed=allowed)
-        return cls(connection, path)
+            head, last = journal.head() if begun else None, journal.last_moment() if begun else None
+            journal.close()
+            sentence, allowed = "was written by an older version of Morph", "a run that is resumed with this one"
+            if head is not None and last is not None:
+                sentence += f", and is condensed up to line {head.sequence} of {last[0]}"
+                allowed += ", once its manager has condensed all of it"
+            raise RunDirError(sentence, source=str(path), allowed=allowed)
+        return journal
 
     def append(self, time_s: float, kind: EntryKind, payload_json: str) -> None:
         """Append one line.
@@ -221,28 +233,75 @@ class Journal:
         log.warning("the run's journal is condensed no more, and grows: %s: %s", type(error).__name__, error)
         self.keeper = None
 
-    def condense(self, keeper: Callable[[Journal], Keeper]) -> None:
-        """Condense lines from now on; ``keeper``: made of this journal."""
+    def condense(
+        self,
+        keeper: Callable[[Journal], Keeper],
+        state: ControllerState | None = None,
+        tell: Callable[[int, int], None] = lambda *_: None,
+    ) -> None:
+        """Condense lines from now on, and those that are there already: a few at a time, however many they are.
+
+        Args:
+            keeper: Made of this journal; stands where it is condensed.
+            state: Of the controller behind the last line, with which a manager goes on; None: none does.
+            tell: Called now and then with the line up to which that is done, and the last.
+
+        Raises:
+            RunDirStuck: the file cannot be written now.
+        """
         try:
             self.keeper = keeper(self)
+            self._catch_up(self.keeper, state, tell)
+        except RunDirStuck:
+            self.keeper = None
+            raise
         except Exception as error:
             self._leave_out(error)
+        if self._select("PRAGMA user_version") != [(LAYOUT,)]:
+            with self._transaction() as connection:
+                connection.execute(f"PRAGMA user_version = {LAYOUT}")
+
+    def _catch_up(self, keeper: Keeper, state: ControllerState | None, tell: Callable[[int, int], None]) -> None:
+        head, last = self.head(), (self.last_moment() or (0, 0.0))[0]
+        if state is not None:
+            with self._transaction():
+                self._snapshot(last, state_json(state))
+        at, reader = 0 if head is None else head.sequence, LineReader()
+        while at < last:
+            for entry in self._entries(f"{_COLUMNS} WHERE sequence > ? ORDER BY sequence LIMIT ?", at, AT_ONCE):
+                at, line = entry.sequence, reader.line(entry)
+                if line is not None:
+                    keeper.take(line)
+                    if keeper.num_taken >= SNAPSHOT_EVERY and keeper.may_cut:
+                        self._condense(keeper.cut())
+                        keeper.forget()
+            tell(at, last)
 
     def read(self, after: int = 0) -> tuple[Entry, ...]:
-        """Return every line behind this sequence number that is there, in the order written.
+        """All that ``each`` reads."""
+        return tuple(self.each(after))
+
+    def each(self, after: int = 0, until: int | None = None) -> Iterator[Entry]:
+        """Read every line behind this sequence number that is there, in the order written, as it stands now.
 
         Those of steps at which nothing else happened are not, once they are condensed.
+
+        Args:
+            after: The number.
+            until: Of the last line to be read.
 
         Raises:
             RunDirError: the file cannot be read.
         """
+        last = 2**62 if until is None else until
         with self._at_one_moment():
             packs = self._select("SELECT data, digest FROM kept WHERE last > ? ORDER BY first", after)
-            kept = (entry for data, digest in packs for entry in unpacked_lines(data, digest, str(self._path)))
-            entries = self._entries(f"{_COLUMNS} WHERE sequence > ? ORDER BY sequence", after)
-            return tuple(
-                heapq.merge((one for one in kept if one.sequence > after), entries, key=lambda entry: entry.sequence)
-            )
+            query = f"{_COLUMNS} WHERE sequence > ? AND sequence <= ? ORDER BY sequence"
+            entries = self._one_by_one(query, after, last)
+        kept = (entry for data, digest in packs for entry in unpacked_lines(data, digest, str(self._path)))
+        return heapq.merge(
+            (one for one in kept if after < one.sequence <= last), entries, key=lambda entry: entry.sequence
+        )
 
     def tail(self, after: int = 0, kinds: Sequence[str] = (), *, rows: bool = False, most: int = -1) -> Tail:
         """Return what is said behind a line: condensed as far as it is, then line by line.
@@ -259,7 +318,7 @@ class Journal:
         with self._at_one_moment():
             head = self.head()
             if head is None or head.sequence <= after:
-                entries = self._entries(f"{_COLUMNS} WHERE sequence > ? ORDER BY sequence LIMIT ?", after, most)
+                entries = self._one_by_one(f"{_COLUMNS} WHERE sequence > ? ORDER BY sequence LIMIT ?", after, most)
                 return Tail(None, (), range(0), entries)
             records = self._select(
                 f"SELECT sequence, time_s, kind, payload_json FROM records WHERE kind IN ({_marks(kinds)}) "
@@ -271,7 +330,8 @@ class Journal:
             if rows:
                 sequences = self.column(SEQUENCE)
                 first, num = int(np.searchsorted(sequences, after, side="right")), len(sequences)
-            entries = self._entries(f"{_COLUMNS} WHERE sequence > ? ORDER BY sequence LIMIT ?", head.sequence, most)
+            query = f"{_COLUMNS} WHERE sequence > ? ORDER BY sequence LIMIT ?"
+            entries = self._one_by_one(query, head.sequence, most)
             return Tail(head, [Kept(*record) for record in records], range(first, num), entries)
 
     def head(self) -> Head | None:
@@ -280,7 +340,13 @@ class Journal:
         if not rows:
             return None
         sequence, time_s, data, digest = rows[0]
-        return Head(sequence, time_s, json.loads(proven(data, digest, str(self._path))))
+        states = json.loads(proven(data, digest, str(self._path)))
+        return Head(sequence, time_s, states, states.pop("version", None))
+
+    def records(self, kind: str) -> list[Kept]:
+        """All records of one kind."""
+        query = "SELECT sequence, time_s, kind, payload_json FROM records WHERE kind = ? ORDER BY sequence, rowid"
+        return [Kept(*record) for record in self._select(query, kind)]
 
     def column_names(self) -> list[str]:
         """The columns of decided steps."""
@@ -357,6 +423,26 @@ class Journal:
         except sqlite3.Error as error:
             raise RunDirError(f"the journal cannot be read: {error}", source=str(self._path)) from error
 
+    def _one_by_one(self, query: str, *values: int) -> Iterator[Entry]:
+        """Lines that are not all in memory at once, as they stand when this is called: SQLite keeps them so."""
+        try:
+            with self._lock:
+                cursor = self._connection.execute(query, values)
+                first = cursor.fetchone()
+        except sqlite3.Error as error:
+            raise RunDirError(f"the journal cannot be read: {error}", source=str(self._path)) from error
+        return self._fetched(cursor, first)
+
+    def _fetched(self, cursor: sqlite3.Cursor, row: Any) -> Iterator[Entry]:
+        try:
+            while row is not None:
+                sequence, time_s, kind, payload = row
+                yield Entry(sequence=sequence, time_s=time_s, kind=kind, payload_json=payload)
+                with self._lock:
+                    row = cursor.fetchone()
+        except sqlite3.Error as error:
+            raise RunDirError(f"the journal cannot be read: {error}", source=str(self._path)) from error
+
     def _entries(self, query: str, *values: int) -> tuple[Entry, ...]:
         return tuple(
             Entry(sequence=sequence, time_s=time_s, kind=kind, payload_json=payload)
@@ -394,13 +480,14 @@ class Journal:
         self._connection.execute("DELETE FROM snapshots")
         self._connection.execute("INSERT INTO snapshots VALUES (?, ?)", (sequence, saved))
 
-    def _condense(self, cut: Cut, state: ControllerState) -> None:
-        """Replace the lines up to a cut by what they come to; ``state``: the controller's there.
+    def _condense(self, cut: Cut, state: ControllerState | None = None) -> None:
+        """Replace the lines up to a cut by what they come to; ``state``: the controller's there, if it is wanted.
 
         Raises:
             RunDirStuck: the file cannot be written now; nothing was changed.
         """
-        head, saved = json.dumps(cut.states).encode(), state_json(state)
+        head = json.dumps({**cut.states, "version": VERSION}).encode()
+        saved = None if state is None else state_json(state)
         decided = "sequence <= ? AND kind IN ('event', 'decision')"
         with self._transaction() as connection:
             rows = connection.execute(f"{_COLUMNS} WHERE {decided} ORDER BY sequence", (cut.sequence,)).fetchall()
@@ -416,7 +503,8 @@ class Journal:
             connection.execute(
                 "INSERT INTO heads VALUES (?, ?, ?, ?)", (cut.sequence, cut.time_s, head, digest_of(head))
             )
-            self._snapshot(cut.sequence, saved)
+            if saved is not None:
+                self._snapshot(cut.sequence, saved)
             if len(cut.columns[SEQUENCE]):
                 self._put_block(0, cut.columns)
                 self._join_blocks()

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from manager.controller.state.actions import Action, Reason, SendReshape
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import EVENT, Event
 from manager.controller.state.state import Decision, Phase
 from morph.contract.base import Shown, Value
+from morph.contract.errors import RunDirError
 from morph.contract.messages import ReshapeOrder, WorkerId
 
 EntryKind = Literal["config", "event", "decision", "fact"]
@@ -118,7 +119,20 @@ class LineReader:
         self._event: Event | None = None
 
     def line(self, entry: Entry) -> Line | None:
-        """Read one; None: it is an event, or a decision of which the event was not read."""
+        """Read one; None: it is an event, or a decision of which the event was not read.
+
+        Raises:
+            RunDirError: it is of another version of Morph.
+        """
+        try:
+            return self._line(entry)
+        except ValidationError as error:
+            raise RunDirError(
+                f"line {entry.sequence} of the journal was written by another version of Morph, and cannot be read",
+                allowed="that version; or morph resume of the run's checkpoints in another run directory",
+            ) from error
+
+    def _line(self, entry: Entry) -> Line | None:
         text = entry.payload_json
         says: ControllerConfig | Fact | Decided
         match entry.kind:

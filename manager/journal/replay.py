@@ -23,7 +23,7 @@ def replay(journal: Journal) -> ControllerState:
             written by another version of the controller. The run can be resumed from its newest checkpoint.
     """
     state, after = _snapshot(journal)
-    for entry in journal.read(after):
+    for entry in journal.each(after):
         if entry.kind == "config":
             state = initial_state(ControllerConfig.model_validate_json(entry.payload_json))
         elif entry.kind == "event":

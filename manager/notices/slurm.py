@@ -2,7 +2,7 @@
 
 Slurm sends SIGTERM to the steps of a job that is preempted, ``GraceTime`` of its partition before it kills them, or
 USR2 where the user asked for that (``signal_s``). The shell (``manager/providers/slurm/spec.py``) notes the moment in
-``notice`` in the node's folder; ``limits`` beside it says what else is known.
+``notice`` in the node's folder; ``limits`` beside it says what else is known. It ends the node once there is ``left``.
 """
 
 from __future__ import annotations
@@ -59,5 +59,6 @@ class SlurmNotices:
             found.append(Standing(notice=TIME_LIMIT, lead_s=max(0.0, limits.ends_s - now_s)))
         return tuple(found)
 
-    def acknowledge(self, notice: str) -> None:
-        """Nothing: the manager ends the job."""
+    def acknowledge(self, _notice: str) -> None:
+        """Have the shell end the job, whose place somebody else waits for."""
+        (self._folder / "left").touch()

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from manager.providers.interface.provider import Capabilities, CapacityShort, Price, Vm, vm_name
+from morph.contract.trace import UNKNOWN
 
 
 class Fleet(Protocol):
     """What boots local VMs and ends them."""
 
-    def request(self, node: str, *, answers: str | None = None) -> str:
+    def request(self, node: str, *, answers: str | None = None, instance_type: str = UNKNOWN) -> str:
         """Ask for a VM, which answers a request; returns its id."""
 
     def release(self, *nodes: str) -> None:
@@ -41,7 +42,7 @@ class LocalProvider:
         }
         self._lock = threading.Lock()
 
-    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+    def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
         """See ``Provider``: a VM of this machine has one device."""
         with self._lock:
             if request in self._requests:
@@ -51,7 +52,7 @@ class LocalProvider:
                 raise CapacityShort(f"this machine has its {self._max_vms} VMs")
             most = min(count, room, count if max_vms is None else max_vms)
             names = [vm_name(request, index) for index in range(most)]
-            vms = tuple(self._living.get(name) or self._new_vm(name, request) for name in names)
+            vms = tuple(self._living.get(name) or self._new_vm(name, request, node_type) for name in names)
             self._requests[request] = vms
             self._living.update((vm.name, vm) for vm in vms)
             return vms
@@ -92,6 +93,6 @@ class LocalProvider:
         """See ``Provider``."""
         return Capabilities(spot=False, max_vms=self._max_vms)
 
-    def _new_vm(self, name: str, request: str) -> Vm:
-        vm = self._fleet.request(name, answers=request)
-        return Vm(name=vm, request=request, provider="local", usd_per_h=self._usd_per_h)
+    def _new_vm(self, name: str, request: str, node_type: str) -> Vm:
+        vm = self._fleet.request(name, answers=request, **({"instance_type": node_type} if node_type else {}))
+        return Vm(name=vm, request=request, provider="local", usd_per_h=self._usd_per_h, node_type=node_type)

@@ -47,14 +47,21 @@ class Scales:
 
 def choose_scales(spec: RehearsalSpec, plan: Plan, num_cores: int) -> Scales:
     """The scales that are given, and for the others those that suit the plan, whose times are the profile's."""
-    tasks = sum(len(order) for count in plan.micro_batches_per_replica for order in plan.orders[count])
+    tasks = sum(
+        len(plan.orders[count][stage])
+        for replica, count in enumerate(plan.micro_batches_per_replica)
+        for stage in plan.stages_of(replica)
+    )
     mini_batch_s = max(plan.expected.mini_batch_s, 1e-6)
     busy_s = tasks * TASK_CPU_S + plan.num_micro_batches * spec.profile.num_sections * ADD_CPU_S
     needed = busy_s / (BUSY_SHARE * num_cores * mini_batch_s)
     time_scale = spec.time_scale if spec.time_scale is not None else max(1.0, _rounded_up(needed))
     m, sections = plan.micro_batch_size, spec.profile.sections
-    per_batch = sum(sections[stage.end_section - 1].output_bytes_per_sample * m for stage in plan.stages[:-1])
-    sent_bytes = 2 * per_batch * plan.num_micro_batches
+    sent_bytes = sum(
+        2 * sections[stage.end_section - 1].output_bytes_per_sample * m * plan.micro_batches_per_replica[replica]
+        for replica in range(plan.num_replicas)
+        for stage in plan.stages[plan.stages_of(replica).start : plan.stages_of(replica).stop - 1]
+    )
     allowed_bytes = MESSAGE_BYTES_PER_S * mini_batch_s * time_scale
     message = spec.message_scale
     if message is None:
@@ -148,8 +155,5 @@ def plan_shape(spec: RehearsalSpec, profile: Profile) -> Simulation:
 
 def hosts_of(plan: Plan) -> list[int]:
     """Host of each worker, in the order in which the controller gives them stages: by stage, then replica."""
-    if not plan.placement:
-        return list(range(plan.num_workers))
-    return [
-        plan.placement[replica][stage] for stage in range(plan.pipeline_depth) for replica in range(plan.num_replicas)
-    ]
+    nodes = (plan.node_at(stage, replica) for stage, replica in plan.places)
+    return [number if node is None else node for number, node in enumerate(nodes)]

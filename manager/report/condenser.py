@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 from manager.controller.state.actions import (
     NoteCorrection,
     NoteNextSave,
@@ -20,14 +23,16 @@ from manager.controller.state.events import (
 )
 from manager.controller.state.state import Phase
 from manager.history.lives import OF_LIVES, LivesReader
-from manager.journal.condensed import Cut, Kept
+from manager.journal.condensed import ACCOUNT, Cut, Kept
 from manager.journal.journal import Journal
-from manager.journal.records import VM_KILLED, Decided, DecisionRecord, Fact, Line, lines
+from manager.journal.records import VM_KILLED, Decided, DecisionRecord, Fact, Line
 from manager.report.events import OF_EVENTS, ROUTINE, EventReader, Told
 from manager.report.journal_reader import NAMES, OF_RUN, RunReader
 from manager.report.steps import Step, columns_of
 from morph.contract.messages import Committed, Prepared
 
+LONG = 100_000
+"""With more lines than this it is said how far a journal is condensed."""
 _SAVES = frozenset({ReasonCode.COMMIT_STARTED, ReasonCode.CHECKPOINT_SEALED, ReasonCode.CHECKPOINT_COMPLETE})
 _OF_STEPS = (SendStep, SendCommit, NoteNextSave, NoteCorrection, WriteManifest)
 
@@ -36,13 +41,12 @@ class Condenser:
     """The keeper of a journal: its readers, and what they tell until it is written.
 
     Args:
-        journal: What is condensed of it is read back, and its lines since then.
+        journal: What is condensed of it is read back. The lines since then are to be taken in.
     """
 
     def __init__(self, journal: Journal) -> None:
-        tail = journal.tail()
-        head = tail.head
-        self.run, self.lives = RunReader.at(journal, head), LivesReader.at(head)
+        head = journal.head()
+        self.run, self.lives = RunReader.at(journal, head), LivesReader.at(journal, head)
         self.events = EventReader() if head is None else EventReader.at(journal, head)
         self.num_taken = 0
         self._told: list[Told] = []
@@ -50,8 +54,6 @@ class Condenser:
         self._kept: set[int] = set()
         self._last = (0, 0.0) if head is None else (head.sequence, head.time_s)
         self._trains, self._killed = True, False
-        for line in lines(tail.entries):
-            self.take(line)
 
     @property
     def may_cut(self) -> bool:
@@ -97,6 +99,7 @@ class Condenser:
                 OF_RUN: self.run.state_json,
                 OF_LIVES: self.lives.state_json,
                 OF_EVENTS: self.events.state_json,
+                ACCOUNT: self.run.ledger.account().model_dump_json(),
             },
             columns=columns_of(self.run.steps),
             records=records,
@@ -109,6 +112,24 @@ class Condenser:
             told.clear()
         self._kept.clear()
         self.num_taken = 0
+
+
+def condense_all(path: Path, tell: Callable[[str], None]) -> None:
+    """Condense a journal before a run is resumed with it, and say so where that takes a while.
+
+    Raises:
+        RunDirError: it cannot be opened, or written now.
+    """
+    tenths = 0
+
+    def told(line: int, last: int) -> None:
+        nonlocal tenths
+        if line < last and last > LONG and line * 10 // last > tenths:
+            tenths = line * 10 // last
+            tell(f"the run's journal is being condensed, once: {line} of {last} lines are done")
+
+    with Journal.open(path) as journal:
+        journal.condense(Condenser, tell=told)
 
 
 def is_kept(event: Event, record: DecisionRecord, *, changes: bool) -> bool:

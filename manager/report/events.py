@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from manager.controller.state.actions import Finish, ReasonCode
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import Event
-from manager.journal.condensed import Head
+from manager.journal.condensed import VERSION, Head
 from manager.journal.journal import Journal
 from manager.journal.records import (
     DIED_WITH_MANAGER,
@@ -29,7 +29,7 @@ from manager.journal.records import (
     Line,
     LineReader,
 )
-from manager.report.journal_reader import config_at
+from manager.report.journal_reader import RunReader, config_at, evaluations_in
 from manager.report.milestones import AS_SAID, Milestones
 from morph.contract.base import Value
 
@@ -105,7 +105,13 @@ class EventReader:
     @classmethod
     def at(cls, journal: Journal, head: Head) -> EventReader:
         """Return the reader as it stood behind the last line that is condensed."""
-        reader = _STATE.validate_json(head.states[OF_EVENTS])
+        if head.version == VERSION:
+            reader = _STATE.validate_json(head.states[OF_EVENTS])
+        else:
+            run = RunReader.at(journal, head)
+            reader = cls(head.sequence, run.finish is not None and not run.finish.rests)
+            told = [record.version for record in evaluations_in(journal)]
+            reader._milestones = Milestones(run.morphs, _evaluated=max(told, default=-1))
         reader._config = config_at(journal, head.sequence)
         return reader
 
@@ -114,15 +120,15 @@ class EventReader:
         """Where it stands."""
         return _STATE.dump_json(self, exclude={"_config", "_lines"}).decode()
 
-    def new(self, journal: Journal) -> list[Told]:
+    def new(self, journal: Journal) -> Iterator[Told]:
         """Tell what the journal says behind what was read; routine only of lines that are not condensed yet."""
         tail = journal.tail(self.sequence, (OF_EVENTS,))
-        told = [Told.model_validate_json(payload) for _, _, _, payload in tail.records]
+        yield from (Told.model_validate_json(payload) for _, _, _, payload in tail.records)
         if tail.head is not None:
             newer = EventReader.at(journal, tail.head)
             self.over, self._config, self._milestones = newer.over, newer._config, newer._milestones
             self.sequence, self._lines = tail.head.sequence, LineReader()
-        return [*told, *self.take(tail.entries)]
+        yield from self.take(tail.entries)
 
     def take(self, entries: Iterable[Entry]) -> Iterator[Told]:
         """Tell what the lines say."""

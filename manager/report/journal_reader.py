@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
+from manager.accounting.account import Account
 from manager.accounting.ledger import Ledger
 from manager.accounting.spent import NS_PER_S
 from manager.controller.state.actions import (
@@ -35,7 +37,7 @@ from manager.controller.state.events import (
 )
 from manager.controller.state.profile_correction import Correction
 from manager.controller.state.saves import NextSave
-from manager.journal.condensed import Head, Kept
+from manager.journal.condensed import ACCOUNT, SEQUENCE, VERSION, Column, Head, Kept
 from manager.journal.journal import Journal
 from manager.journal.records import (
     DIED_WITH_MANAGER,
@@ -70,6 +72,7 @@ from morph.contract.decided import LossScale
 from morph.contract.errors import RunDirError
 from morph.contract.happenings import Trouble
 from morph.contract.messages import Committed, Prepared, WorkerReady
+from morph.contract.plan import kinds_in
 from morph.contract.timeline import StepTimeline
 
 # The timelines that the workers of a run recorded, from its journal.
@@ -85,10 +88,10 @@ def read_timelines(run_dir: Path) -> dict[int, tuple[StepTimeline, ...]]:
         RunDirError: the directory holds no journal.
     """
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
-        return timelines_of(journal.read())
+        return timelines_of(journal.each())
 
 
-def timelines_of(entries: Sequence[Entry]) -> dict[int, tuple[StepTimeline, ...]]:
+def timelines_of(entries: Iterable[Entry]) -> dict[int, tuple[StepTimeline, ...]]:
     """The same from the lines of a journal."""
     gathered: dict[tuple[int, int, int], dict[tuple[int, int], StepTimeline]] = {}
     found: dict[int, tuple[StepTimeline, ...]] = {}
@@ -103,8 +106,7 @@ def timelines_of(entries: Sequence[Entry]) -> dict[int, tuple[StepTimeline, ...]
         answer, timeline = event.answer, event.answer.timeline
         together = gathered.setdefault((answer.generation, answer.step, answer.attempt), {})
         together[timeline.replica, timeline.stage] = timeline
-        depth, replicas = map(int, timeline.shape.split("x"))
-        if len(together) == depth * replicas:
+        if len(together) == sum(stages * replicas for stages, replicas in kinds_in(timeline.shape)):
             found[answer.step] = tuple(together[place] for place in sorted(together))
     return found
 
@@ -161,8 +163,8 @@ def report_in(path: Path, source: str) -> RunReport:
         tail = journal.tail(0, _OF_REPORT)
         reader = RunReader.at(journal, tail.head)
         past = Past(tuple(record for _, _, record in told_in(tail.records)), Condensed(path, reader.num_decided))
-    for entry in tail.entries:
-        reader.take(entry)
+        for entry in tail.entries:
+            reader.take(entry)
     return reader.report(source, past)
 
 
@@ -177,8 +179,9 @@ def read_ledger(run_dir: Path) -> Ledger:
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         tail = journal.tail()
         reader = RunReader.at(journal, tail.head)
-    for entry in tail.entries:
-        reader.take(entry)
+        for entry in tail.entries:
+            reader.take(entry)
+            reader.told.clear()
     return reader.ledger
 
 
@@ -217,6 +220,12 @@ def config_at(journal: Journal, sequence: int) -> ControllerConfig | None:
     """The configuration of the session of which a line is."""
     entry = journal.last_config(sequence)
     return None if entry is None else ControllerConfig.model_validate_json(entry.payload_json)
+
+
+def evaluations_in(journal: Journal) -> list[EvaluationRecord]:
+    """Return the evaluations that are condensed."""
+    records = told_in(journal.records("evaluation"))
+    return [record for _, _, record in records if isinstance(record, EvaluationRecord)]
 
 
 def told_in(records: Iterable[Kept]) -> Iterator[tuple[int, float, Record]]:
@@ -276,9 +285,64 @@ class RunReader:
         """Return the reader as it stood behind the last line that is condensed; without one, at the beginning."""
         if head is None:
             return cls()
-        reader = _STATE.validate_json(head.states[OF_RUN])
-        reader.config = config_at(journal, head.sequence)
+        if head.version == VERSION:
+            reader = _STATE.validate_json(head.states[OF_RUN])
+            reader.config = config_at(journal, head.sequence)
+            return reader
+        reader = cls()
+        reader._fold(journal, head)
         return reader
+
+    def _fold(self, journal: Journal, head: Head) -> None:
+        """Read what is condensed: lines that are kept, the columns of the steps between them, and records.
+
+        Only what is on its way at the head is not in them: when the next save is due, a correction, half an evaluation,
+        the loss scale of one step.
+        """
+        names = (SEQUENCE, "step", "decided_at_s", "compute_s", "loss")
+        steps, at = {name: journal.column(name) for name in names}, 0
+        saved, session = journal.records("saved"), 0
+        for line in lines(journal.each(until=head.sequence)):
+            end = int(np.searchsorted(steps[SEQUENCE], line.sequence))
+            self._take_columns({name: column[at:end] for name, column in steps.items()})
+            at = end + (end < len(steps[SEQUENCE]) and int(steps[SEQUENCE][end]) == line.sequence)
+            session = line.sequence if isinstance(line.says, ControllerConfig) else session
+            self.take_line(line)
+        self._take_columns({name: column[at:] for name, column in steps.items()})
+        known = [told.version for at, _, told in told_in(saved) if at > session and isinstance(told, Saved)]
+        self.checkpoint_version = max([*known, self.checkpoint_version or 0]) or self.checkpoint_version
+        self.evaluations = EvaluationReader()
+        for record in evaluations_in(journal):
+            self.evaluations.note(record)
+        has_loss = ~np.isnan(steps["loss"])
+        with_loss, losses = steps["step"][has_loss], steps["loss"][has_loss]
+        if len(losses):
+            first, last = (np.flatnonzero(with_loss == edge)[-1] for edge in (with_loss.min(), with_loss.max()))
+            self.first_loss = int(with_loss[first]), float(losses[first])
+            self.last_loss = int(with_loss[last]), float(losses[last])
+        self.ledger.advance(head.time_s)
+        self.ledger.saved(self.checkpoint_version or 0)
+        with suppress(KeyError, ValidationError):  # of a version that keeps none
+            self.ledger.rebook(Account.model_validate_json(head.states[ACCOUNT]))
+        self._sequence, self._time_s, self.end_s = head.sequence, head.time_s, max(self.end_s, head.time_s)
+        self.loss_scale = None
+        self.prepared.clear()
+        self.told.clear()
+
+    def _take_columns(self, steps: Mapping[str, Column]) -> None:
+        """Take in steps that were decided one after the other, with nothing else between them."""
+        num = len(steps[SEQUENCE])
+        if not num:
+            return
+        first, end = int(steps["step"][0]), int(steps["step"][-1]) + 1
+        time_s = float(steps["decided_at_s"][-1])
+        self.ledger.advance(time_s)
+        self.ledger.settle_all(first, end, round(float(steps["compute_s"].sum()) * NS_PER_S))
+        self.num_decided, self.num_in_shape = self.num_decided + num, self.num_in_shape + num
+        self.first_step = first if self.first_step is None else min(self.first_step, first)
+        self.version = self.morphs.version = end
+        self.ordered_s, self.end_s = time_s, max(self.end_s, time_s)
+        self.prepared.clear()
 
     @property
     def state_json(self) -> str:
@@ -435,7 +499,8 @@ class RunReader:
         self._orders(config, record, time_s)
         self._note_trouble(event, record)
         for end in (action for action in record.actions if isinstance(action, Finish)):
-            self._tell(RunOver(version=self.version, outcome=end.outcome, sentence=end.sentence))
+            over = end.model_dump(include={"outcome", "sentence", "rests", "at_limit"})
+            self._tell(RunOver(version=self.version, **over))
 
     def _evaluated(self, record: EvaluationRecord | None) -> None:
         if record is not None:
@@ -460,6 +525,7 @@ class RunReader:
                     generation=order.generation,
                     shape=plan.shape,
                     num_workers=plan.num_workers,
+                    pool=plan.pool if any(plan.pool.types) else None,
                     batch_size=plan.num_micro_batches * plan.micro_batch_size,
                     start_s=time_s,
                     end_s=None,

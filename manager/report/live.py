@@ -15,7 +15,7 @@ from manager.controller.state.saves import NextSave
 from manager.controller.state.state import ControllerState, Decision
 from manager.journal.records import DecisionRecord
 from manager.report.means import Series, extreme_rates
-from manager.report.milestones import AS_SAID, Milestones
+from manager.report.milestones import Milestones
 from morph.contract.messages import Prepared
 
 RECENT = 40
@@ -26,33 +26,20 @@ TOLD = frozenset(
         ReasonCode.NODE_REGISTERED,
         ReasonCode.WORKER_READY,
         ReasonCode.NODES_REQUESTED,
-        ReasonCode.REQUEST_REFUSED,
-        ReasonCode.SETUP_FAILED,
         ReasonCode.NODE_ABSENT,
         ReasonCode.NOTICE_KEPT,
-        ReasonCode.NOTICE_TAKEN,
         ReasonCode.NOTICE_ACKNOWLEDGED,
-        ReasonCode.NODE_SPARED,
-        ReasonCode.WORKER_SLOW,
-        ReasonCode.WORKER_WELL,
-        ReasonCode.MANAGER_RESUMED,
         ReasonCode.HOLDING,
-        ReasonCode.RESTING,
         ReasonCode.FORMED,
         ReasonCode.SET_BACK,
         ReasonCode.TOO_FEW_WORKERS,
         ReasonCode.ABORTING,
         ReasonCode.WORKER_REMOVED,
         ReasonCode.OVERFLOW_RETRY,
-        ReasonCode.CHECKPOINT_ABANDONED,
         ReasonCode.CHECKPOINT_COMPLETE,
-        ReasonCode.STOP_NOTED,
-        ReasonCode.FINISHED,
-        ReasonCode.STOPPED,
-        ReasonCode.FAILED,
     }
 )
-"""Decisions worth a line to who watches the manager."""
+"""Decisions worth a line to those who watch the manager, beside those that a user reads as they are."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +80,7 @@ class LiveRun:
     learning_rates: tuple[float, float] | None = None
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
     nodes: dict[str, str] = field(default_factory=dict)
+    types: dict[str, str] = field(default_factory=dict)
     decided_s: deque[float] = field(default_factory=lambda: deque(maxlen=SPEED_WINDOW + 1))
     recent: deque[Happened] = field(default_factory=lambda: deque(maxlen=RECENT))
     shapes: deque[tuple[float, str | None]] = field(default_factory=lambda: deque(maxlen=MOST_SHAPES))
@@ -144,7 +132,7 @@ class LiveRun:
         told = [Happened(time_s, *milestone) for milestone in self.milestones.take(state.config, event, record, time_s)]
         self.recent.extend(told)
         reason = decision.reason
-        if reason.code in TOLD - AS_SAID:
+        if reason.code in TOLD:
             told.insert(0, Happened(time_s, reason.code.value, reason.sentence, inner=True))
         return tuple(told)
 
@@ -193,8 +181,10 @@ class LiveRun:
         """What a node does, in words."""
         if node in self.places:
             stage, replica = self.places[node]
-            return f"stage {stage}, replica {replica}"
-        return "warming up" if self.nodes[node] == "warming" else "spare"
+            role = f"stage {stage}, replica {replica}"
+        else:
+            role = "warming up" if self.nodes[node] == "warming" else "spare"
+        return f"{role}, {self.types[node]}" if node in self.types else role
 
     def _decided(self, answers: tuple[Prepared, ...], time_s: float) -> None:
         self.decided_s.append(time_s)
@@ -220,5 +210,7 @@ class LiveRun:
         if len(state.workers) != len(self.nodes):
             self.counts.add(self.time_s, len(state.workers))
         self.shape = shape
-        self.places = {slot.worker: (slot.stage, slot.replica) for slot in state.slots}
+        self.types = {name: of for name, worker in state.workers.items() if (of := worker.facts.node_type)}
+        plan = state.plan
+        self.places = {} if plan is None else {s.worker: (plan.position(s.stage), s.replica) for s in state.slots}
         self.nodes = {name: worker.node.value for name, worker in state.workers.items()}

@@ -29,7 +29,6 @@ class EvaluationReader:
     _shares: dict[int, list[Evaluation]] = field(default_factory=dict)
     _unfinished: dict[int, EvaluationRecord] = field(default_factory=dict)
     _complete: dict[int, EvaluationRecord] = field(default_factory=dict)
-    newest: EvaluationRecord | None = None
 
     def take(self, answer: Prepared | Committed) -> EvaluationRecord | None:
         """Take one worker's answer; returns the evaluation that it completes, with the job's own metrics."""
@@ -38,7 +37,7 @@ class EvaluationReader:
         if finished is not None and finished.version in self._unfinished:
             record = self._unfinished.pop(finished.version)
             numbers = {name: value for name, value in finished.values.items() if value is not None}
-            completed = self._told(record.model_copy(update={"metrics": record.metrics | numbers}))
+            completed = self.note(record.model_copy(update={"metrics": record.metrics | numbers}))
         if share is None:
             return completed
         shares = self._shares.setdefault(share.version, [])
@@ -54,10 +53,11 @@ class EvaluationReader:
         if share.finishes:
             self._unfinished[share.version] = record
             return completed
-        return self._told(record)
+        return self.note(record)
 
-    def _told(self, record: EvaluationRecord) -> EvaluationRecord:
-        self._complete[record.version] = self.newest = record
+    def note(self, record: EvaluationRecord) -> EvaluationRecord:
+        """Take in one that is complete."""
+        self._complete[record.version] = record
         if len(self._complete) > MOST_EVALUATIONS:
             del self._complete[min(self._complete)]
         return record

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from manager.controller.state.actions import Finish, NoteBadStep, ReasonCode, RequestNodes
 from manager.controller.state.config import ControllerConfig
-from manager.controller.state.events import CheckpointFound, Event, WorkerAnswered
+from manager.controller.state.events import CheckpointFound, Event, NodesGranted, WorkerAnswered
 from manager.controller.state.state import ControllerState, Phase
 from manager.journal.records import DecisionRecord
 from manager.report.means import EvaluationReader
@@ -22,6 +22,7 @@ MOST_NAMES = 4
 MOST_SAMPLES = 4096
 AS_SAID = frozenset(
     {
+        ReasonCode.NODES_STARTED,
         ReasonCode.REQUEST_REFUSED,
         ReasonCode.SETUP_FAILED,
         ReasonCode.NOTICE_TAKEN,
@@ -41,7 +42,7 @@ AS_SAID = frozenset(
 
 
 class Milestone(NamedTuple):
-    """One line. ``code``: a reason's, or one of shape, morph, lost, waiting, requested, evaluation."""
+    """One line. ``code``: a reason's, or one of shape, morph, lost, waiting, requested, queued, evaluation."""
 
     code: str
     sentence: str
@@ -99,6 +100,9 @@ class Milestones:
                 told.append(Milestone("bad_step", action.sentence))
             elif isinstance(action, RequestNodes):
                 told.append(Milestone("requested", f"{action.count} more requested from the provider"))
+        if isinstance(event, NodesGranted) and event.waiting:
+            several = len({vm_of(node) for node in event.waiting}) > 1
+            told.append(Milestone("queued", f"{_named(event.waiting)} {'wait' if several else 'waits'} in the queue"))
         told += self._evaluation(event)
         named = event.answer.named if isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared) else None
         if named is not None:

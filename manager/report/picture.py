@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 import pandas as pd
 
 from morph.contract.errors import RunDirError
+from morph.contract.plan import kinds_in
 from morph.contract.timeline import StepTimeline
 from morph.runtime.step.timeline import lay_out
 from morph.words import time_text
@@ -35,11 +36,12 @@ def draw_measured(timelines: Sequence[StepTimeline], replica: int, path: Path) -
         RunDirError: naming the file, if it cannot be written.
     """
     laid = [one for one in lay_out(timelines) if one.timeline.replica == replica]
+    first_stage = min((one.timeline.stage for one in laid), default=0)
     first = min((one.span.micro_batch for one in laid if one.span.micro_batch is not None), default=0)
     rows = [
         {
             "replica": replica,
-            "stage": one.timeline.stage,
+            "stage": one.timeline.stage - first_stage,
             "task": "all_reduce" if one.span.kind == "reduce" else one.span.kind,
             "micro_batch": -1 if one.span.micro_batch is None else one.span.micro_batch - first,
             "start_s": one.start_s,
@@ -49,7 +51,7 @@ def draw_measured(timelines: Sequence[StepTimeline], replica: int, path: Path) -
         if one.span.kind in ("forward", "recompute", "backward", "reduce")
     ]
     frame, facts = pd.DataFrame(rows), timelines[0]
-    which = "" if facts.shape.endswith("x1") else f", replica {replica}"
+    which = "" if sum(replicas for _, replicas in kinds_in(facts.shape)) == 1 else f", replica {replica}"
     title = (
         f"{facts.shape.replace('x', ' x ')}, {facts.schedule}, step {facts.step}{which}: measured, "
         f"{time_text(frame['end_s'].max())} until every gradient was reduced"

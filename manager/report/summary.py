@@ -13,6 +13,7 @@ from manager.report.values import RunReport, numbers_text, rates_text
 from manager.run_dir import GOES_ON, SILENT_S, GoesOn, holder_of, of_manager
 from morph.contract.base import read_json
 from morph.contract.errors import RunDirError
+from morph.contract.pool import several_types
 from morph.words import moment_text
 
 CAME_FROM = {
@@ -71,10 +72,14 @@ def summarise(report: RunReport, *, verbose: bool = False) -> str:
             expected = f"expected {expected_ms:.0f} ms"
             if shape.shared_mini_batch_s is not None:
                 expected += f" with a device each and {shape.shared_mini_batch_s * 1e3:.0f} ms on the cores shared here"
+            of = f" on {shape.pool}" if shape.pool else ""
             lines.append(
-                f"shape {shape.shape} from {shape.start_s - report.start_s:.1f} s: {shape.num_steps} steps, "
+                f"shape {shape.shape}{of} from {shape.start_s - report.start_s:.1f} s: {shape.num_steps} steps, "
                 f"{expected}, measured {measured_ms:.0f} ms"
             )
+    types = {name for shape in report.shapes if shape.num_steps and shape.pool for name in shape.pool.types}
+    if len(types) > 1:
+        lines.append(several_types(types))
     if report.correction is not None:
         lines.append(report.correction.sentence)
     pauses = [morph.pause_ms for morph in report.morphs if morph.pause_ms is not None]

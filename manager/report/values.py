@@ -14,6 +14,7 @@ from manager.controller.state.saves import NextSave
 from manager.report.steps import StepRecord, Steps
 from morph.contract.base import Value
 from morph.contract.messages import WorkerId
+from morph.contract.pool import Pool
 
 SourceKind = Literal["keep", "peer", "ahead", "checkpoint", "initial"]
 
@@ -48,6 +49,7 @@ class ShapeSpan(Value):
     generation: int
     shape: str = Field(description='"PxD"')
     num_workers: int
+    pool: Pool | None = Field(default=None, description="its GPUs, where they are told apart by type")
     batch_size: int
     start_s: float
     end_s: float | None
@@ -144,11 +146,13 @@ class Saved(Value):
 
 
 class RunOver(Value):
-    """The run, or its session, has ended at this version."""
+    """The run, or its session, has ended at this version. ``rests``, ``at_limit``: see ``Finish``."""
 
     version: int
     outcome: Literal["finished", "stopped", "failed"]
     sentence: str
+    rests: bool = False
+    at_limit: bool = False
 
 
 class RunReport(Value):

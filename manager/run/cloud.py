@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import fsspec
 
+from manager.controller.state.config import Offer
 from manager.controller.state.events import NodeFacts
 from manager.engine.machines.provider_machines import Providing
 from manager.providers.interface.provider import Price, RunName
@@ -41,6 +42,10 @@ class Cloud:
     def vm_kind(self) -> NodeFacts:
         """What all VMs of a run will be."""
         return self.market.vm_kind(self.described)
+
+    def offers(self) -> tuple[Offer, ...]:
+        """GPUs that may come, where the file names their types; none: they are alike. May ask a price list."""
+        return self.market.offers(self.described, self.vms)
 
     def price(self) -> Price | None:
         """What one VM costs; may ask the provider's price list."""

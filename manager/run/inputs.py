@@ -8,18 +8,19 @@ from hashlib import sha256
 from pathlib import Path
 
 from manager.accounting.spent import Prices, no_price, prices_of
-from manager.controller.state.config import ControllerConfig
+from manager.controller.state.config import ControllerConfig, Offer
 from manager.controller.state.events import NodeFacts
 from manager.run.cloud import Cloud
-from manager.run.preparation import constant_trace, controller_config
+from manager.run.preparation import constant_trace, controller_config, mixed_config
 from manager.run.request import RunRequest, absolute_job
 from manager.run_dir import RunFacts, is_run, read_facts
 from morph.contract.base import Value
-from morph.contract.cluster import ClusterConfig
+from morph.contract.cluster import ClusterConfig, LocalVms
 from morph.contract.profile import Profile
 from morph.contract.trace import Trace
 from morph.jobs.files import JobFiles
 from simulator import PlanRequest
+from simulator.inputs.conditions import of_pool_type
 
 
 @dataclass(frozen=True)
@@ -101,16 +102,24 @@ class PreparedRun:
         requested = given.model_dump(include={"schedule", "recompute", "pipeline_depth", "num_replicas"})
         request = PlanRequest(**requested, micro_batch_size=self._kept_micro_batch_size())
         beyond = 0 if self.cloud is None else self.cloud.most_devices - 1
+        vms, policy, step = self.cluster.vms, self.cluster.policy, given.timeline_step
+        offers, profile = self.offers(), self.profile
+        if len(offers) > 1:
+            return mixed_config(
+                profile, vms, policy, self.events, given.steps, request, offers, timeline_step=step, num_beyond=beyond
+            )
+        if offers:
+            profile = of_pool_type(profile, offers[0].node_type)
         return controller_config(
-            self.profile,
-            self.cluster.vms,
-            self.cluster.policy,
-            self.events,
-            given.steps,
-            request,
-            timeline_step=given.timeline_step,
-            num_beyond=beyond,
+            profile, vms, policy, self.events, given.steps, request, timeline_step=step, num_beyond=beyond
         )
+
+    def offers(self) -> tuple[Offer, ...]:
+        """The types of GPU that the cluster file, or the file that it names, gives to its VMs; none: all are alike."""
+        vms = self.cluster.vms
+        if isinstance(vms, LocalVms):
+            return tuple(Offer(node_type=name, usd_per_h=vms.usd_per_h) for name in vms.node_types)
+        return () if self.cloud is None else self.cloud.offers()
 
     def facts(self, planned: Callable[[], ControllerConfig]) -> RunFacts:
         """What its run directory belongs to; plans are made only where m is theirs to choose.

@@ -21,6 +21,7 @@ from manager.history.run_history import RunHistory
 from manager.host.environment import variables
 from manager.journal.journal import LIMIT_S, patiently
 from manager.providers.interface.provider import name_of, write_name
+from manager.report.condenser import condense_all
 from manager.report.journal_reader import read_ledger, read_report
 from manager.report.live import LiveRun
 from manager.report.values import RunReport
@@ -41,6 +42,7 @@ from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import LocalVms
 from morph.contract.errors import CheckpointDamaged, CheckpointError, ClusterLost, RunDirError
 from morph.contract.messages import JobCode
+from morph.contract.pool import several_types
 from morph.contract.profile import other_links
 from morph.words import counted
 
@@ -55,6 +57,7 @@ def managed_run(
     if_changed: IfChanged = IfChanged.REFUSE,
     *,
     take_over: bool = False,
+    forever: bool = False,
 ) -> tuple[Finish, RunReport]:
     """Check everything, then run a job on its VMs to its end; returns the end and the report.
 
@@ -67,6 +70,7 @@ def managed_run(
         show: Shows the run while it goes on.
         if_changed: What to do where the job is not what the run began with.
         take_over: Take the place of the checkpoints over from another manager that may live.
+        forever: Another manager follows where this one ends, if neither the user nor a limit ended it.
 
     Raises:
         InputError: before anything is started or written.
@@ -74,7 +78,8 @@ def managed_run(
         TrainingStopped: when the cluster or training fails.
     """
     with ExitStack() as ending:
-        return ManagedRun(run, check_job, show, if_changed, ending, take_over=take_over).carry_out()
+        managed = ManagedRun(run, check_job, show, if_changed, ending, take_over=take_over, forever=forever)
+        return managed.carry_out()
 
 
 class ManagedRun:
@@ -91,7 +96,7 @@ class ManagedRun:
         show: Shows the run while it goes on.
         if_changed: What to do where the job is not what the run began with.
         ending: Closes what is begun beside that.
-        take_over: See ``managed_run``.
+        take_over, forever: See ``managed_run``.
 
     Raises:
         InputError: the run cannot begin, and nothing of it was started or written.
@@ -106,10 +111,12 @@ class ManagedRun:
         ending: ExitStack,
         *,
         take_over: bool,
+        forever: bool = False,
     ) -> None:
         check_free(run.run_dir)
         self._run, self._show, self._ending, self._by_force = run, show, ending, take_over
         self._lease: Lease | None = None
+        self._forever = forever
         self._is_new = not is_run(run.run_dir)
         self._wait = partial(patiently, limit_s=0.0 if self._is_new else LIMIT_S)  # for the disk of a run that goes on
         unpack = run.cloud is not None
@@ -135,7 +142,8 @@ class ManagedRun:
             vms = run.cluster.vms
             for sentence in other_links(run.profile, vms.links, vms.rings) if vms.device == "cuda" else ():
                 _tell(f"warning: {sentence}")
-            self._planned()
+            if types := [*self._planned().type_compute_s]:
+                _tell(f"warning: {several_types(types)}")
         self._facts = run.facts(self._planned)
 
     def carry_out(self) -> tuple[Finish, RunReport]:
@@ -189,7 +197,15 @@ class ManagedRun:
         if run.cluster.notify is not None:
             known = webhook_variables(run.cluster.notify)
             budget_usd = run.cluster.vms.limits.budget_usd
-            kinds.append({"kind": "notify", "notify": run.cluster.notify, "budget_usd": budget_usd, "variables": known})
+            kinds.append(
+                {
+                    "kind": "notify",
+                    "notify": run.cluster.notify,
+                    "budget_usd": budget_usd,
+                    "forever": self._forever,
+                    "variables": known,
+                }
+            )
         targets: list[dict[str, object]] = [
             {"kind": "callback", "target": str(folder / target), "number": number}
             for number, target in enumerate(run.cluster.callbacks)
@@ -223,6 +239,8 @@ class ManagedRun:
     def _begin(self, opened: RunDir, number: int) -> Finish:
         """Begin a session from the newest checkpoint, or from the beginning."""
         run = self._run
+        if not number and not self._is_new:
+            self._wait(partial(condense_all, opened.journal_path, _tell))
         self._history.take_in(opened.path)
         checkpoint = self._newest_checkpoint(opened)
         version = checkpoint.version if checkpoint else 0

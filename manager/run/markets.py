@@ -13,22 +13,24 @@ from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from manager.controller.state.config import Offer
 from manager.controller.state.events import NodeFacts
 from manager.engine.machines.provider_machines import Providing
 from manager.providers.aws import spec as aws
-from manager.providers.aws.spec import AwsSpec
+from manager.providers.aws.spec import AwsSpec, AwsType
 from manager.providers.azure import spec as azure
 from manager.providers.azure.prices import retail_prices
 from manager.providers.azure.spec import PUBLIC_AZURE, AzureSpec
 from manager.providers.factory import aws_spec, azure_spec, open_aws, open_azure, open_slurm, open_static
+from manager.providers.hosts.ssh import SshHost
 from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
-from manager.providers.interface.cloud import Finding
+from manager.providers.interface.cloud import Finding, SizeT
 from manager.providers.interface.provider import Misconfigured, Price, RunName, Vm, end_all
 from manager.providers.slurm.provider import PROGRAMS, SlurmProvider
 from manager.providers.slurm.spec import SlurmSpec
@@ -77,6 +79,10 @@ class Market(ABC):
     @abstractmethod
     def vm_kind(self, described: Any) -> NodeFacts:
         """Return what all VMs of a run will be."""
+
+    def offers(self, _described: Any, _vms: ProvidedVms) -> tuple[Offer, ...]:
+        """Return what GPUs may come where the file names their types; none: they are alike. May ask a price list."""
+        return ()
 
     @abstractmethod
     def price(self, described: Any, path: Path) -> Price | None:
@@ -144,6 +150,11 @@ class AzureMarket(Market):
             zone=zones[0] if len(zones) == 1 else "",
         )
 
+    def offers(self, described: AzureSpec, vms: ProvidedVms) -> tuple[Offer, ...]:
+        """See ``Market``."""
+        spec = azure_spec(described, None, vms.usd_per_h)
+        return _offers(spec.sizes, retail_prices(spec))
+
     def price(self, described: AzureSpec, _path: Path) -> Price | None:
         """See ``Market``."""
         return described.price(retail_prices(described))
@@ -187,14 +198,22 @@ class AwsMarket(Market):
             zone=zones[0] if len(zones) == 1 else "",
         )
 
-    def price(self, described: AwsSpec, path: Path) -> Price | None:
-        if (given := described.price(lambda _type: None)) is not None:
-            return given
-        self.check(str(path))
+    def offers(self, described: AwsSpec, vms: ProvidedVms) -> tuple[Offer, ...]:
+        spec = aws_spec(described, None, vms.usd_per_h)
+        return _offers(spec.types, self._price_of(spec))
+
+    def price(self, described: AwsSpec, _path: Path) -> Price | None:
+        return described.price(self._price_of(described))
+
+    def _price_of(self, described: AwsSpec) -> Callable[[AwsType], float | None]:
+        """Return what says the price of a type for which the user gives none."""
+        if all(known.usd_per_h is not None for known in described.types):
+            return lambda known: known.usd_per_h
+        self.check("the cloud file")
         from manager.providers.aws.client import aws_client
         from manager.providers.aws.prices import prices_of
 
-        return described.price(prices_of(described, partial(aws_client, described)).dearest)
+        return prices_of(described, partial(aws_client, described)).dearest
 
     def providing(self, described: AwsSpec, vms: ProvidedVms, path: Path, name: RunName, run_dir: Path) -> Providing:
         spec = aws_spec(described, vms.environment.image, vms.usd_per_h)
@@ -236,6 +255,22 @@ class StaticMarket(Market):
         """See ``Market``."""
         return NodeFacts(provider="static")
 
+    def offers(self, described: Hosts, vms: ProvidedVms) -> tuple[Offer, ...]:
+        """See ``Market``."""
+        hosts = described if vms.usd_per_h is None else described.at(vms.usd_per_h)
+        by_type: dict[str, list[SshHost]] = {}
+        for host in hosts.hosts:
+            if host.node_type is not None:
+                by_type.setdefault(host.node_type, []).append(host)
+        return tuple(
+            Offer(
+                node_type=name,
+                usd_per_h=_dearest([hosts.usd_per_gpu_h(host) for host in of_type]),
+                most=sum(host.num_gpus for host in of_type),
+            )
+            for name, of_type in by_type.items()
+        )
+
     def price(self, described: Hosts, path: Path) -> Price | None:
         """See ``Market``."""
         known = described.dearest_usd_per_h
@@ -261,6 +296,23 @@ class StaticMarket(Market):
             raise Misconfigured(f"{leases}: {missing}")
         end_all(provider, told=told)
         return leased
+
+
+def _offers(sizes: Iterable[SizeT], find: Callable[[SizeT], float | None]) -> tuple[Offer, ...]:
+    """The types of GPUs among sizes, with the price of one GPU; ``find``: of a size for which the user gives none."""
+    by_type: dict[str, list[float | None]] = {}
+    for size in sizes:
+        if size.node_type is not None:
+            usd_per_h = find(size) if size.usd_per_h is None else size.usd_per_h
+            each = None if usd_per_h is None else usd_per_h / size.num_devices
+            by_type.setdefault(size.node_type, []).append(each)
+    return tuple(Offer(node_type=name, usd_per_h=_dearest(each)) for name, each in by_type.items())
+
+
+def _dearest(prices: Sequence[float | None]) -> float | None:
+    """Any of them may come; None where one is not known."""
+    known = [price for price in prices if price is not None]
+    return max(known) if len(known) == len(prices) else None
 
 
 class SlurmMarket(Market):

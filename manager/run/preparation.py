@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
 
 from manager.controller.shape.followers import redundancy_of
-from manager.controller.state.config import ControllerConfig, ExpectedLosses
+from manager.controller.state.config import ControllerConfig, ExpectedLosses, Offer
 from manager.controller.state.state import initial_state
 from manager.host.devices import CudaDevice, cuda_devices, device_share_bytes
 from morph.contract import ranges
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import LocalVms, Policy, Vms
-from morph.contract.errors import CheckpointError, PlanError
+from morph.contract.errors import CheckpointError, PlanError, TraceError
 from morph.contract.messages import Slot
 from morph.contract.plan import Plan
+from morph.contract.pool import Pool
 from morph.contract.profile import Profile
-from morph.contract.trace import Trace, TraceEvent
+from morph.contract.trace import UNKNOWN, Trace, TraceEvent
 from morph.contract.vm_names import workers_of
-from simulator import PlanRequest, plan, plan_table, simulate_plan
+from simulator import PlanRequest, plan, plan_table, pool_plan_table, simulate_plan
+from simulator.inputs.conditions import of_pool_type
 from simulator.inputs.request import RedundancyName
 from simulator.inputs.transfer import bandwidth_bytes_per_s
 
@@ -34,7 +37,13 @@ def constant_trace(vms: Vms) -> Trace:
     """A trace in which the cluster file's VMs come at the start and stay; an empty one where they are requested."""
     if not isinstance(vms, LocalVms) or vms.keep is not None:
         return Trace(events=())
-    return Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(vms.num_vms)))
+    types = [name for name, count in vms.node_types.items() for _ in range(count)] or [UNKNOWN] * vms.num_vms
+    return Trace(
+        events=tuple(
+            TraceEvent(time_s=0, event="add", node_id=f"vm{index}", instance_type=name)
+            for index, name in enumerate(types)
+        )
+    )
 
 
 def from_its_first_event(trace: Trace) -> Trace:
@@ -128,18 +137,101 @@ def controller_config(
     micro_batch_size = next(iter(plans.values())).micro_batch_size
     return ControllerConfig(
         **_facts_of(profile),
+        **_of_vms(vms, trace, memory),
         plans=plans,
         num_steps=num_steps,
         policy=policy,
-        expected_nodes=vms.keep or sum(event.event == "add" and event.time_s == 0 for event in trace.events) or 1,
-        target_nodes=vms.keep or 0,
-        idle_vm_h=vms.limits.idle_vm_h,
         timeline_step=timeline_step,
-        device_memory_bytes=memory.device_bytes,
-        host_memory_bytes=memory.host_bytes,
         section_compute_s=section_compute_s(profile, micro_batch_size),
         shared_mini_batch_s=_on_shared_cores(profile, vms, plans.values()),
     )
+
+
+def _of_vms(vms: Vms, trace: Trace, memory: VmMemory) -> dict[str, Any]:
+    at_start = sum(event.event == "add" and event.time_s == 0 for event in trace.events)
+    return {
+        "expected_nodes": vms.keep or at_start or 1,
+        "target_nodes": vms.keep or 0,
+        "idle_vm_h": vms.limits.idle_vm_h,
+        "device_memory_bytes": memory.device_bytes,
+        "host_memory_bytes": memory.host_bytes,
+    }
+
+
+def mixed_config(
+    profile: Profile,
+    vms: Vms,
+    policy: Policy,
+    trace: Trace,
+    num_steps: int,
+    request: PlanRequest,
+    offers: Sequence[Offer],
+    *,
+    timeline_step: int | None = None,
+    num_beyond: int = 0,
+) -> ControllerConfig:
+    """The same as ``controller_config`` where GPUs may come of several types: plans for every pool of them.
+
+    Each type has the memory that its profile says; local VMs share this machine's, or what the cluster file says.
+
+    Raises:
+        PlanError: a type is none of the profile's, or no pool can run the job.
+        TraceError: a VM of the trace is of none of the types.
+    """
+    names = [offer.node_type for offer in offers]
+    profiles = {name: of_pool_type(profile, name) for name in names}
+    most = most_of_types([trace], {name: name for name in names}, "vms.node_types")
+    if vms.keep is not None:
+        each = vms.keep + num_beyond
+        most = Pool.of({offer.node_type: min(each, offer.most or each) for offer in offers})
+    memory = memory_of(vms, profile, num_vms=most.num_gpus)
+    limits: dict[str, Any] = {"memory_bytes": memory.device_bytes, "host_memory_bytes": memory.host_bytes}
+    request = replace(
+        request,
+        **(limits if isinstance(vms, LocalVms) else {}),
+        redundancy=policy.redundancy,
+        links=vms.links,
+        rings=vms.rings,
+    )
+    most_replicas, request = request.num_replicas, replace(request, num_replicas=None)
+    plans = pool_plan_table(profile, most, request, most_replicas=most_replicas)
+    if not plans:
+        raise PlanError("no plan fits", field="pool", value=str(most))
+    micro_batch_size = next(iter(plans.values())).micro_batch_size
+    return ControllerConfig(
+        **_facts_of(profile),
+        **_of_vms(vms, trace, memory),
+        plans=plans,
+        num_steps=num_steps,
+        policy=policy,
+        timeline_step=timeline_step,
+        section_compute_s=section_compute_s(profile, micro_batch_size),
+        type_compute_s={name: section_compute_s(of, micro_batch_size) for name, of in profiles.items()},
+        offers=tuple(sorted(offers, key=lambda offer: offer.usd_per_h or 0.0)),  # of those that add nothing: the first
+    )
+
+
+def most_of_types(traces: Iterable[Trace], node_types: Mapping[str, str], field: str) -> Pool:
+    """The most VMs of each type of GPU that traces have at once.
+
+    Args:
+        traces: The traces.
+        node_types: Types by instance type.
+        field: Where these are from, for errors.
+
+    Raises:
+        TraceError: it has VMs of another instance type.
+    """
+    most = Counter[str]()
+    for trace in traces:
+        living = Counter[str]()
+        for event in trace.events:
+            if event.instance_type not in node_types:
+                message, allowed = f"has no type in {field}", ", ".join(node_types)
+                raise TraceError(message, field="instance_type", value=event.instance_type, allowed=allowed)
+            living[node_types[event.instance_type]] += 1 if event.event == "add" else -1
+            most |= living
+    return Pool.of(most)
 
 
 def starting_from(
@@ -210,12 +302,12 @@ def redundancy_line(
         device_memory_bytes=memory_bytes,
         host_memory_bytes=host_memory_bytes,
     )
-    places = [(stage, replica) for stage in range(best.pipeline_depth) for replica in range(best.num_replicas)]
-    nodes = [best.placement[replica][stage] if best.placement else i for i, (stage, replica) in enumerate(places)]
+    planned = (best.node_at(stage, replica) for stage, replica in best.places)
+    nodes = [number if node is None else node for number, node in enumerate(planned)]
     names = {node: iter(workers_of(f"vm{node}", nodes.count(node))) for node in nodes}
     slots = [
         Slot(worker=next(names[node]), stage=stage, replica=replica)
-        for node, (stage, replica) in zip(nodes, places, strict=True)
+        for node, (stage, replica) in zip(nodes, best.places, strict=True)
     ]
     found = redundancy_of(initial_state(config), best, slots, {}, 0.0)
     return f"second holders, {redundancy}: {found.told or 'replicas are enough'}"

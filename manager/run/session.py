@@ -160,7 +160,7 @@ class Session:
             spec.cluster.vms, spec.providing, found, run_dir.path, spec.job_path
         )
         self._journal = ending.enter_context(patiently(lambda: Journal.open(run_dir.journal_path)))
-        self._journal.condense(Condenser)
+        patiently(lambda: self._journal.condense(Condenser, found.state if found else None))
         last = self._journal.last_moment()
         self._clock = RunClock(found.attachment.epoch_s if found else None, last[1] if last else 0.0)
         self._event_queue = EventQueue(self._clock.now_s)
@@ -169,7 +169,8 @@ class Session:
         self._slots = _device_slots(spec, run_dir)
         self.machines = self._open(open_machines)
         moment = found.moment if found else spec.played
-        self.replayer = TraceReplayer(self.machines.vms, spec.trace, self._event_queue, moment)
+        types = spec.cluster.vms.node_types if isinstance(spec.cluster.vms, LocalVms) else ()
+        self.replayer = TraceReplayer(self.machines.vms, spec.trace, self._event_queue, moment, types)
         ending.callback(self.replayer.close)
         self._provisioning = self._open_provisioning() if spec.config.target_nodes else None
         self.observers: list[Observer] = [self._run_clock, observer, self._stop_when_hopeless]
@@ -276,6 +277,7 @@ class Session:
             num_sections=spec.num_sections,
             micro_batch_size=spec.micro_batch_size,
             checkpoint_url=self._run_dir.checkpoint_url,
+            lease=spec.lease.run if spec.lease else "",
             store_host=attachment.store_host,
             store_port=attachment.store_port,
             listen_host=self.machines.address_of(worker),

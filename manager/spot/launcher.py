@@ -14,7 +14,7 @@ from typing import Protocol
 
 from manager.controller.state.actions import ReleaseNodes, RequestNodes
 from manager.controller.state.events import Event as VmEvent
-from manager.controller.state.events import NodesGranted, RequestRefused, WorkerLost
+from manager.controller.state.events import NodesGranted, NodesStarted, RequestRefused, WorkerLost
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.vms.budget import Spending
 from manager.engine.vms.provisioning import Provisioning
@@ -147,6 +147,7 @@ class Launcher:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._begin_s = time.monotonic()
         self._nodes: dict[str, tuple[str, ...]] = {}
+        self._in_queue: dict[str, set[str]] = {}
         self._group = ""
         self._vms: tuple[str, ...] = ()
         self._gone: set[str] = set()
@@ -246,7 +247,13 @@ class Launcher:
         match item:
             case NodesGranted(request=name, nodes=nodes) if len(nodes) >= self._source.num_devices:
                 self._nodes[name] = nodes
-                yield Came(name)
+                self._in_queue[name] = set(item.waiting)
+                if not item.waiting:
+                    yield Came(name)
+            case NodesStarted(request=name, nodes=nodes) if self._in_queue.get(name):
+                self._in_queue[name] -= set(nodes)
+                if not self._in_queue[name]:
+                    yield Came(name)
             case NodesGranted(nodes=nodes):
                 self._provisioning.release(ReleaseNodes(nodes=nodes))
                 yield Denied(f"there are VMs for {len(_vms_of(nodes))} of a group alone")
@@ -258,6 +265,10 @@ class Launcher:
                 yield Denied(detail)
             case WorkerLost(worker=node):
                 self._gone.add(vm_of(node))
+                for name in [name for name, waiting in self._in_queue.items() if node in waiting]:
+                    del self._in_queue[name]
+                    self._provisioning.release(ReleaseNodes(nodes=self._nodes[name]))
+                    yield Denied(f"{vm_of(node)} left the queue and never began")
             case Fact(name=name, detail=detail) if name in TOLD:
                 log.info("%s", detail)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from manager.spot.script_process import ScriptProcess, variables
+from morph.contract.trace import UNKNOWN
 
 SCRIPT = "spot"
 
@@ -25,9 +26,9 @@ class LocalMachines:
         self._scripts: dict[str, ScriptProcess] = {}
         self._offsets: dict[str, int] = {}
 
-    def request(self, node: str, *, answers: str | None = None) -> str:
-        """Boot one; which request it answers is of no account here."""
-        del answers
+    def request(self, node: str, *, answers: str | None = None, instance_type: str = UNKNOWN) -> str:
+        """Boot one; which request it answers, and of what type it is, is of no account here."""
+        del answers, instance_type
         (self._root / node / SCRIPT).mkdir(parents=True)
         if self._code is not None:
             shutil.copytree(self._code, self._root / node / "code", symlinks=True)

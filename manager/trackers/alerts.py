@@ -21,6 +21,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from manager.host.plain_http import HttpFailed, fetch
+from manager.host.signals import BY_USER
 from manager.trackers.sinks import Noted, Told
 from morph.contract.cluster import Notify
 from morph.contract.errors import ConfigError
@@ -54,6 +55,7 @@ class Alerts:
         budget_usd: What the run may cost; None: no limit.
         say: Tells the manager what is wrong with an alert, without what is secret.
         clock: Seconds since 1970.
+        forever: Another manager follows where this one ends, if neither the user nor a limit ended it.
     """
 
     def __init__(
@@ -64,9 +66,11 @@ class Alerts:
         budget_usd: float | None,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.time,
+        *,
+        forever: bool = False,
     ) -> None:
         self._run_dir, self._job, self._notify, self._budget_usd = run_dir, job, notify, budget_usd
-        self._say, self._clock = say, clock
+        self._say, self._clock, self._forever = say, clock, forever
         self._noted = Noted(run_dir, "notify")
         self._sequence = self._step = 0
         self._opened_s = self._trained_s = clock()
@@ -87,15 +91,15 @@ class Alerts:
         if isinstance(happening, StepDone):
             self._over, self._trained_s = False, max(self._trained_s, happening.time_s)
             if self._stopped and is_new:
-                self._alert("training_goes_on", f"step {happening.step} is done: training goes on", stopped=False)
+                sentence = f"step {happening.step} is done: training goes on"
+                self._alert("training_goes_on", sentence, stopped=False, down=False)
             self._stopped = False
             self._look_at_budget(happening)
         elif isinstance(happening, Trouble) and is_new:
-            self._alert(happening.kind, happening.sentence)
+            if not (self._is_down and happening.kind == "setup_failed"):  # of which it is known that it does not pass
+                self._alert(happening.kind, happening.sentence)
         elif isinstance(happening, RunEnded):
-            self._over = True
-            if is_new:
-                self._alert("ended", f"the run has {happening.outcome}: {happening.sentence}", stopped=False)
+            self._ended(happening, is_new=is_new)
 
     def flush(self) -> None:
         """See ``Sink.flush``: also what does not happen is told."""
@@ -104,10 +108,32 @@ class Alerts:
             self._stopped = True
             self._alert("training_stopped", f"no step was decided for {passed_min:.0f} minutes", stopped=True)
 
+    def _ended(self, end: RunEnded, *, is_new: bool) -> None:
+        """A run that tries again by itself has ended once, until it trains again, however often it tries in vain."""
+        by_user = end.outcome == "finished" or end.sentence.startswith(BY_USER)
+        again = end.rests or (self._forever and not by_user and not end.at_limit)
+        self._over, self._stopped = not end.rests, self._stopped or again
+        if is_new and not again:
+            self._alert("ended", f"the run has {end.outcome}: {end.sentence}", stopped=False, down=False)
+        elif is_new and not self._is_down:
+            sentence = f"the run has {end.outcome}: {end.sentence}; it tries again by itself"
+            self._alert("ended", sentence, stopped=True, down=True)
+
+    @property
+    def _is_down(self) -> bool:
+        """Whether it was told that the run has ended, and that it tries again."""
+        return bool(self._noted.known.get("down"))
+
     def manager_gone(self) -> None:
         """The manager ended without a word."""
-        if not self._over:
+        if self._over:
+            return
+        if not self._forever:
             self._alert("manager_gone", f"the run's manager is gone; to go on: morph resume {self._run_dir}")
+        elif not self._is_down:
+            self._stopped = True
+            sentence = "the run's manager is gone; another one goes on by itself (--forever)"
+            self._alert("manager_gone", sentence, stopped=True, down=True)
 
     def close(self) -> None:
         """See ``Sink.close``."""

@@ -43,6 +43,7 @@ TRACKERS: Mapping[str, Callable[[Path, str], Sink]] = {
 
 class Watching(Value):
     """What one process is to do. ``target``: the callback, file.py:name; ``limit_s``: of one call; ``notify``: alerts.
+    ``forever``: another manager follows where this one ends.
 
     ``variables``: of the environment, beside what it gets anyhow; only for the process that reads checkpoints.
     """
@@ -58,6 +59,7 @@ class Watching(Value):
     limit_s: float
     notify: Notify | None = None
     budget_usd: float | None = None
+    forever: bool = False
     variables: dict[str, str] = Field(default={}, repr=False, exclude=True)
 
 
@@ -94,7 +96,9 @@ def sink_of(watching: Watching) -> Sink:
         return Callback(watching.run_dir, watching.target, watching.number)
     if watching.kind == "notify":
         assert watching.notify is not None
-        return Alerts(watching.run_dir, watching.job, watching.notify, watching.budget_usd, say)
+        return Alerts(
+            watching.run_dir, watching.job, watching.notify, watching.budget_usd, say, forever=watching.forever
+        )
     return TRACKERS[watching.kind](watching.run_dir, watching.job)
 
 

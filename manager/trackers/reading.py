@@ -71,9 +71,10 @@ class HappeningsReader:
                 for sequence, of_line in groupby(told, key=lambda one: one[0]):
                     yield sequence, list(self._happened(list(of_line)))
                 self._reader, self._after = RunReader.at(journal, tail.head), tail.head.sequence
-            for entry in tail.entries:
+            entries = tuple(tail.entries)
+            for entry in entries:
                 yield entry.sequence, list(self.take(entry))
-            if not tail.entries or len(tail.entries) < most or most < 0:
+            if not entries or len(entries) < most or most < 0:
                 return
 
     def take(self, entry: Entry) -> Iterator[Happening]:
@@ -115,7 +116,7 @@ class HappeningsReader:
                 yield one
             elif isinstance(one, RunOver) and not self._over:
                 self._over = True
-                yield RunEnded(step=one.version, time_s=time_s, outcome=one.outcome, sentence=one.sentence)
+                yield RunEnded(step=one.version, time_s=time_s, **one.model_dump(exclude={"version"}))
         if told:
             yield from self._missed(told[-1][1])
 

@@ -28,6 +28,7 @@ from morph.contract.happenings import (
     StepDone,
     Trouble,
 )
+from morph.contract.plan import kinds_in
 
 LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 METHODS: Mapping[type[Value], str] = {
@@ -79,15 +80,15 @@ def numbers_of(happening: Happening) -> dict[str, float]:
                 low, found["train/learning_rate"] = happening.learning_rates
                 if low != found["train/learning_rate"]:
                     found["train/learning_rate_lowest"] = low
-            stages, replicas = map(float, happening.shape.split("x"))
+            kinds = kinds_in(happening.shape)
             found |= {f"train/{name}": value for name, value in happening.metrics.items()}
             found |= {
                 "speed/examples_per_s": happening.examples_per_s,
                 "speed/tokens_per_s": happening.tokens_per_s,
                 "run/skipped": float(happening.skipped),
                 "run/pause_s": happening.pause_s,
-                "run/stages": stages,
-                "run/replicas": replicas,
+                "run/stages": float(max(stages for stages, _ in kinds)),
+                "run/replicas": float(sum(replicas for _, replicas in kinds)),
                 "run/dollars": happening.dollars,
             }
         case EvaluationDone():

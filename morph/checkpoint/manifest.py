@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import mmap
 import os
 import uuid
@@ -222,3 +223,32 @@ def files_in(filesystem: fsspec.AbstractFileSystem, folder: str) -> dict[str, in
         names = {entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry for entry in entries}
         return {name: entry["size"] or 0 for name, entry in names.items()}
     return {}
+
+
+LEASE_FOLDER, LEASE_NAME, _LEASE_END = "run", "lease-", ".json"
+
+
+def lease_file(number: int) -> str:
+    """The name of the file of a lease: of a place's leases the one with the highest number counts."""
+    return f"{LEASE_NAME}{number:08d}{_LEASE_END}"
+
+
+def newest_lease(url: str) -> tuple[int | None, bytes | None]:
+    """The highest number, and what the file holds; nothing where there is none."""
+    filesystem, folder = fsspec.core.url_to_fs(f"{url.rstrip('/')}/{LEASE_FOLDER}")
+    filesystem.invalidate_cache()
+    names = [name for name in files_in(filesystem, folder) if name.startswith(LEASE_NAME) and name.endswith(_LEASE_END)]
+    numbers = [int(middle) for name in names if (middle := name[len(LEASE_NAME) : -len(_LEASE_END)]).isdecimal()]
+    if not numbers:
+        return None, None
+    number = max(numbers)
+    with contextlib.suppress(FileNotFoundError):
+        return number, cast(bytes, filesystem.cat_file(f"{folder}/{lease_file(number)}"))
+    return number, None
+
+
+def run_that_holds(url: str) -> str | None:
+    """The name of the run that holds the newest lease of a place; None where there is none that can be read."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(newest_lease(url)[1] or b"{}")["holder"]["run"])
+    return None

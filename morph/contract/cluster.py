@@ -26,6 +26,8 @@ VariableNames = Annotated[
     tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...],
     Field(description="variables of the manager's environment that workers get, by name; no other secret is handed on"),
 ]
+NodeType = Annotated[str, Field(pattern=r"^[^\s,=]+$")]
+"""A type of GPU, by the name that a profile, or a pool, has for it."""
 RingSetting = Literal["auto", "gloo", "nccl"]
 Rings = Annotated[
     RingSetting,
@@ -92,6 +94,11 @@ class LocalVms(Value):
     num_vms: Annotated[int, Field(ge=1, le=64)] = Field(
         default=6, description="VMs at the start when no trace is given"
     )
+    node_types: dict[NodeType, Annotated[int, Field(ge=1, le=64)]] = Field(
+        default={},
+        description="VMs of each type of GPU, by its name in the profile, in place of num_vms, to try a mixed pool on "
+        "this machine; VMs of a trace are of the types here that are their instance types",
+    )
     memory_bytes: Memory | None = Field(
         default=None,
         description="memory of one VM's device as the planner sees it; absent: this machine's memory / num_vms, or its "
@@ -110,6 +117,18 @@ class LocalVms(Value):
         default=None, description="what the same VM costs on demand, to compare with"
     )
     limits: Limits = Limits()
+
+    @model_validator(mode="after")
+    def _add_up(self) -> Self:
+        """Have as many VMs as there are of all types."""
+        total = sum(self.node_types.values())
+        if total and "num_vms" in self.model_fields_set and self.num_vms != total:
+            raise ValueError(f"num_vms: is {self.num_vms}, and node_types has {total} VMs; leave one of them out")
+        if total > 64:
+            raise ValueError(f"node_types: {total} VMs are more than 64")
+        if total:
+            object.__setattr__(self, "num_vms", total)
+        return self
 
     @property
     def under_ray(self) -> bool:
@@ -357,6 +376,11 @@ class Policy(Value):
     takeover_patience_s: Annotated[float, ranges.PATIENCE_S.field] = Field(
         default=60.0,
         description="how long VMs and workers outlive a manager that is killed, for the next one; 0: not at all",
+    )
+    objective: Literal["throughput", "dollars"] = Field(
+        default="throughput",
+        description="which of several types of GPU is asked for: the one that adds most examples per second; or "
+        "dollars: most of them for a dollar, where every price is known",
     )
     rules: Rules = Rules()
 

@@ -92,6 +92,8 @@ class Decided(Value):
 
 _MOST = 1e100
 """A larger loss counts as this in means: so that their squares are numbers."""
+_LEAST_SHARE = 1e-3
+"""Of the mean: the least deviation. Else, after losses that hardly differ, a slight rise would be bad."""
 
 
 class LossTrend(Value):
@@ -116,7 +118,7 @@ class LossTrend(Value):
         loss, most = _mean_of(losses, weights), rules.deviations
         if loss is None or most is None or self.num < rules.window:
             return ""
-        deviation = math.sqrt(self.variance)
+        deviation = max(math.sqrt(self.variance), _LEAST_SHARE * abs(self.mean))
         if loss <= self.mean + most * deviation:
             return ""
         return (

@@ -74,12 +74,17 @@ class Trouble(Value):
 
 
 class RunEnded(Value):
-    """A session of the run is over."""
+    """A session of the run is over.
+
+    ``rests``: without VMs, until the manager tries again. ``at_limit``: a limit of the user's is reached.
+    """
 
     step: int = Field(ge=0)
     time_s: float
     outcome: Literal["finished", "stopped", "failed"]
     sentence: str
+    rests: bool = False
+    at_limit: bool = False
 
 
 Happening = StepDone | EvaluationDone | CheckpointDone | ShapeChanged | Trouble | RunEnded

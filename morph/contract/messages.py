@@ -112,6 +112,9 @@ class WorkerSetup(Value):
     num_sections: int = Field(ge=1)
     micro_batch_size: int = Field(ge=1)
     checkpoint_url: str = Field(description="fsspec URL or path of the run's checkpoint directory")
+    lease: str = Field(
+        default="", description="the name by which the run holds that place; empty: it is the run's alone"
+    )
     store_host: str
     store_port: int = Field(ge=0, le=65535, description="0: there is no store; the worker trains alone")
     listen_host: str = Field(description="address on which this worker accepts its peers")

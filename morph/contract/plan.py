@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from morph.contract import ranges
 from morph.contract.base import Value, read_json
 from morph.contract.errors import PlanError
+from morph.contract.pool import Pool
 
 Schedule = Literal["varuna", "gpipe", "1f1b"]
 Count = Annotated[int, ranges.COUNT.field]
@@ -87,6 +90,11 @@ class PipelineKind(Value):
     def num_replicas(self) -> int:
         """How many pipelines of this kind there are."""
         return len(self.micro_batches)
+
+    @property
+    def longest_share(self) -> int:
+        """The micro-batches of the one that has most."""
+        return max(self.micro_batches)
 
 
 class Plan(Value):
@@ -188,6 +196,11 @@ class Plan(Value):
         """P * D, summed over the kinds of pipelines."""
         return sum(kind.num_stages * kind.num_replicas for kind in self.pipeline_kinds)
 
+    @cached_property
+    def pool(self) -> Pool:
+        """The GPUs that it needs, by type."""
+        return Pool.counting(self.stages[stage].node_type for stage, _ in self.places)
+
     @property
     def shape(self) -> str:
         """``"PxD"``, or one for each kind of pipeline: ``"8x2 + 11x1"``."""
@@ -227,6 +240,23 @@ class Plan(Value):
         """The pipelines that have this stage."""
         return self._replicas_of_kinds[self._kind_of_stage[stage]]
 
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Every (stage, replica) that has a worker, in order."""
+        return tuple((stage, replica) for stage in range(len(self.stages)) for replica in self.replicas_of(stage))
+
+    def kind_of(self, replica: int) -> PipelineKind:
+        """The kind of one pipeline."""
+        return self.pipeline_kinds[self._kind_of_replica[replica]]
+
+    def position(self, stage: int) -> int:
+        """How many stages of its pipelines come before a stage."""
+        return stage - self._stages_of_kinds[self._kind_of_stage[stage]].start
+
+    def node_at(self, stage: int, replica: int) -> int | None:
+        """The number of the node on which a place was planned; None: anywhere."""
+        return self.placement[replica][self.position(stage)] if self.placement else None
+
     def is_first(self, stage: int) -> bool:
         """Whether a pipeline begins with this stage."""
         return self.stages[stage].first_section == 0
@@ -234,6 +264,12 @@ class Plan(Value):
     def is_last(self, stage: int) -> bool:
         """Whether a pipeline ends with this stage."""
         return self.stages[stage].end_section == self.num_sections
+
+    @cached_property
+    def reduction_rounds(self) -> tuple[int, ...]:
+        """By section, the round in which what it completes is reduced."""
+        cuts = [[self.stages[stage].first_section for stage in stages] for stages in self._stages_of_kinds]
+        return reduction_rounds(cuts, self.num_sections)
 
     @cached_property
     def micro_batches_per_replica(self) -> tuple[int, ...]:
@@ -274,6 +310,61 @@ class Plan(Value):
                 kept.append(task)
             seen[task] += 1
         return "".join(kept)
+
+
+def _key_of(given: object) -> int | Pool:
+    """Read a key of a table of plans: a number of GPUs, or a pool."""
+    if isinstance(given, int) or (isinstance(given, str) and given.isdigit()):
+        return int(given)
+    return given if isinstance(given, Pool) else Pool.parse(str(given), "plans")
+
+
+def _key_text(key: int | Pool) -> int | str:
+    return key if isinstance(key, int) else str(key)
+
+
+PlanKey = Annotated[Any, BeforeValidator(_key_of), PlainSerializer(_key_text)]
+PlanTable = Annotated[dict[PlanKey, Plan], Field(min_length=1)]
+"""The best plan of each number of GPUs, or of each pool where there are several types."""
+
+
+def by_pool(plans: Mapping[int, Plan] | Mapping[Pool, Plan]) -> list[tuple[Pool, Plan]]:
+    """Return a table's plans with their pools, those of fewest GPUs first."""
+    found = [(Pool.of(key) if isinstance(key, int) else key, plan) for key, plan in plans.items()]
+    return sorted(found, key=lambda entry: (entry[0].num_gpus, entry[0]))
+
+
+def kinds_in(shape: str) -> tuple[tuple[int, int], ...]:
+    """Read a shape as ``Plan.shape`` writes it: (stages, replicas) of each kind of pipeline."""
+    return tuple((int(stages), int(replicas)) for stages, replicas in re.findall(r"(\d+)x(\d+)", shape))
+
+
+def reduction_rounds(cuts: Iterable[Sequence[int]], num_sections: int) -> tuple[int, ...]:
+    """In which round the gradients are reduced that each section completes: of pipelines with these cuts.
+
+    A run of sections that no pipeline cuts has one ring, of the worker of every pipeline that holds it. Each worker
+    reduces its rings round by round, in a round from the last section to the first. No worker has two of one round,
+    so that rings do not wait for each other from one end of the model to the other. Of equal pipelines there is one.
+
+    Args:
+        cuts: First sections of the stages of each kind of pipeline.
+        num_sections: K.
+    """
+    stages = [[bisect_right(firsts, section) for section in range(num_sections)] for firsts in map(tuple, cuts)]
+    taken: dict[tuple[int, int], set[int]] = {}
+    rounds = [0] * num_sections
+    behind: list[tuple[int, int]] = []
+    for section in reversed(range(num_sections)):
+        holders = [(kind, stage[section]) for kind, stage in enumerate(stages)]
+        if holders == behind:
+            rounds[section] = rounds[section + 1]
+            continue
+        used = set().union(*(taken.setdefault(holder, set()) for holder in holders))
+        rounds[section] = next(number for number in range(len(used) + 1) if number not in used)
+        for holder in holders:
+            taken[holder].add(rounds[section])
+        behind = holders
+    return tuple(rounds)
 
 
 def shares(num_micro_batches: int, num_replicas: int) -> list[range]:

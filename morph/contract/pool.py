@@ -19,7 +19,7 @@ from morph.contract.errors import PlanError
 class Pool:
     """Counts of GPUs by type: ``t4=4,v100=12``; or ``8`` where there is one type only.
 
-    The type that a profile was measured on has no name, so that ``8,t4=4`` has eight of that. ``counts``: (type, count)
+    Of GPUs that are needed, those without a type may be of any: ``8,t4=4`` fits in ``t4=12``. ``counts``: (type, count)
     in the order of the names, none of them 0; made by ``of``, ``parse`` and ``counting``. ``pool["t4"]`` is 0 where
     there is none. In JSON a pool is its text, as a key of an object too.
     """
@@ -30,7 +30,7 @@ class Pool:
 
     @classmethod
     def of(cls, counts: Mapping[str, int] | int) -> Pool:
-        """Make a pool of counts by type; or of one count, of the type without a name."""
+        """Make a pool of counts by type; or of one count, without a type."""
         by_type = {"": counts} if isinstance(counts, int) else counts
         return cls(tuple(sorted((name, count) for name, count in by_type.items() if count)))
 
@@ -54,7 +54,7 @@ class Pool:
             if known is None or bool(equals) != bool(name):
                 raise PlanError("is not a pool", source=source, field=field, value=text, allowed=cls.EXAMPLE)
             if name in counts:
-                twice = f"names {name or 'the type without a name'} twice"
+                twice = f"names {name or 'GPUs without a type'} twice"
                 raise PlanError(twice, source=source, field=field, value=text, allowed="each type once")
             counts[name] = int(known[0])
         pool = cls.of(counts)
@@ -74,9 +74,9 @@ class Pool:
         return sum(count for _, count in self.counts)
 
     def fits_in(self, other: Pool) -> bool:
-        """Whether the other has as many of each type, at least."""
+        """Whether the other has as many of each type, at least, and as many in all."""
         there = dict(other.counts)
-        return all(count <= there.get(name, 0) for name, count in self.counts)
+        return self.num_gpus <= other.num_gpus and all(count <= there.get(name, 0) for name, count in self if name)
 
     def __getitem__(self, name: str) -> int:
         return next((count for known, count in self.counts if known == name), 0)
@@ -107,7 +107,7 @@ class Pool:
 
     @classmethod
     def _read(cls, given: object) -> Pool:
-        """Read what a file or a caller has: a pool, its text, or a number of GPUs of the type without a name."""
+        """Read what a file or a caller has: a pool, its text, or a number of GPUs."""
         if isinstance(given, cls):
             return given
         if isinstance(given, bool) or not isinstance(given, int | str):
@@ -116,3 +116,12 @@ class Pool:
             return cls.parse(str(given))
         except PlanError as error:
             raise ValueError(str(error)) from error
+
+
+def several_types(types: Iterable[str]) -> str:
+    """Say what follows for a run from GPUs of several types."""
+    names = sorted(types)
+    return (
+        f"GPUs of {len(names)} types ({', '.join(names)}) round differently: weights are equal to the bit only where "
+        "one type does all the work"
+    )

@@ -151,8 +151,8 @@ class LossRules(Value):
     )
     deviations: Annotated[float, ranges.DEVIATIONS.field] | None = Field(
         default=None,
-        description="a loss that is so many deviations above the mean of those before is bad too; absent: only what is "
-        "not finite",
+        description="a loss that is so many deviations (0.1 % of the mean at least) above the mean of those before is "
+        "bad too; absent: only what is not finite",
     )
     window: Annotated[int, Field(ge=2, le=100_000)] = Field(
         default=100, description="steps that this mean reaches back, and before which no loss is held against it"

@@ -19,7 +19,8 @@ class Finish:
 
     ``ready_ns[k]`` is when what section k completes may be reduced, ``last_ready_ns[s]`` when the last of stage s may,
     and ``reduced_ns[s]`` when what stage s holds alone is reduced. ``tied`` holds (stages, start, duration) of each
-    ring that spans stages; ``prepared_ns`` is when every worker has its gradients.
+    ring that spans stages; ``prepared_ns`` is when every worker has its gradients. ``rings``: of pipelines of several
+    kinds.
     """
 
     ready_ns: Ints
@@ -29,6 +30,7 @@ class Finish:
     prepared_ns: int
     optimizer_ns: int
     mini_batch_ns: int
+    rings: Rings | None = None
 
     @property
     def exposed_ns(self) -> Ints:
@@ -115,7 +117,7 @@ def finish_together(
     """Reduce, commit and apply once pipelines of several kinds are through.
 
     They do not meet before. A ring begins when the last backward of all pipelines has passed its span, and none of its
-    members has a span behind it to reduce. Workers have devices of their own.
+    members has another one to reduce before it. Workers have devices of their own.
 
     Args:
         kinds: How each went.
@@ -131,11 +133,10 @@ def finish_together(
     if any(each.all_reduce == "late" for each in conditions):
         ready = np.full(len(ready), max(int(kind.last_backward_ns.max()) for kind in kinds))
     ends, waits = spans.latest(ready + rings.behind_ns), np.zeros(len(spans.begin), np.int64)
-    for span in np.flatnonzero(rings.follows)[::-1].tolist():
-        waits[span] = ends[span + 1]
-        ends[span] = max(ends[span], ends[span + 1] + rings.whole_ns[span])
-    first = [np.searchsorted(spans.begin, kind.costs.reduced.begin) for kind in kinds]
-    free, tied = [ends[where] for where in first], []
+    for span, before in rings.waits_for:
+        waits[span] = max(ends[other] for other in before)
+        ends[span] = max(ends[span], waits[span] + rings.whole_ns[span])
+    free, tied = [ends[last] for last in rings.last_of], []
     for holders, duration in rings.tied:
         begin = max(int(link[list(stages)].max()) for link, stages in zip(free, holders, strict=True))
         for link, stages in zip(free, holders, strict=True):
@@ -150,14 +151,15 @@ def finish_together(
     return tuple(
         Finish(
             ready_ns=begun,
-            last_ready_ns=begun[kind.costs.reduced.begin],
-            reduced_ns=ends[where],
+            last_ready_ns=kind.costs.reduced.latest(ready),
+            reduced_ns=ends[last],
             tied=tuple((holders[place], begin, duration) for holders, begin, duration in tied),
             prepared_ns=prepared,
             optimizer_ns=slowest,
+            rings=rings,
             mini_batch_ns=prepared + kind.costs.sections.commit_ns + slowest,
         )
-        for place, (kind, where) in enumerate(zip(kinds, first, strict=True))
+        for place, (kind, last) in enumerate(zip(kinds, rings.last_of, strict=True))
     )
 
 

@@ -148,9 +148,11 @@ class StageMemory:
         self._sums: Ints = np.array(gradients, np.int64)
         self._finish: Ints = np.array([section.finish_bytes for section in sections], np.int64)
         self._step: Ints = np.array([section.step_bytes for section in sections], np.int64)
-        sizes = np.geomspace(1, max(1, len(sections) - 1), _MOST_GROUP_SIZES).round().astype(int)
-        self.group_sizes: tuple[int, ...] = tuple(np.unique(sizes)[::-1].tolist()) if grouped else ()
+        self.group_sizes: tuple[int, ...] = ()
         """Of groups, those that are tried, largest first: all up to about ten."""
+        if grouped:
+            sizes = np.geomspace(1, max(1, len(sections) - 1), _MOST_GROUP_SIZES).round().astype(int)
+            self.group_sizes = tuple(np.unique(sizes)[::-1].tolist())
         self._groups: dict[int, Ints] = {}
 
     # ---- of stages ----
@@ -159,6 +161,10 @@ class StageMemory:
         self, begin: Ints, end: Ints, window: Ints, recompute: npt.NDArray[np.bool_], live: Ints | int = 0
     ) -> Ints:
         """What stages take at their fullest moment, before allocator and context."""
+        if "tables" not in vars(self) and not np.any(live):  # a search has worked them out; one shape needs few runs
+            moments = self.moments(begin, end, window, recompute)
+            fullest: Ints = np.maximum.reduce([_total(parts) for parts in moments.values()])
+            return fullest
         more: Ints = self.base(begin, end, recompute) + window * self.each(begin, end, recompute)
         for size in set(np.atleast_1d(live).tolist()) - {0} if np.any(live) else ():
             taken, stored = self.group_tables(size)
@@ -432,9 +438,11 @@ class StageMemory:
         """The largest of some sections' values."""
         key = id(values)
         if key not in self._largest:
-            table = np.zeros((self._num_sections, self._num_sections + 1), np.int64)
-            for first in range(self._num_sections):
-                table[first, first + 1 :] = np.maximum.accumulate(values[first:])
+            size = self._num_sections
+            held = np.tri(size, dtype=np.bool_).T  # by first section and last one
+            least = int(values.min())
+            table = np.zeros((size, size + 1), np.int64)
+            table[:, 1:] = np.maximum.accumulate(np.where(held, values, least), axis=1) * held
             self._largest[key] = table
         found: Ints = self._largest[key][begin, end]
         return found

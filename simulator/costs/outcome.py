@@ -98,12 +98,15 @@ class ShapeSimulator:
 
     def planned(self, costs: StageCosts, counts: tuple[int, ...]) -> Finish:
         """As planned: devices and links of one's own."""
+        ended = self.planned_end(costs, counts)
+        return self.engine.finish(costs, ended.last_backward_ns, ended.to_come_ns, self.conditions)
+
+    def planned_end(self, costs: StageCosts, counts: tuple[int, ...]) -> Ended:
+        """The end of the pipelines as planned, without what follows."""
         sizes = _sizes(counts)
         played = self.engine.run_pipeline(costs.times, sizes, schedule=costs.schedule)
         replicas = [sizes.index(count) for count in counts]
-        return self.engine.finish(
-            costs, played.last_backward_ns[:, replicas], costs.to_come_ns[:, None], self.conditions
-        )
+        return Ended(costs, played.last_backward_ns[:, replicas], costs.to_come_ns[:, None])
 
     def full(self, costs: StageCosts, counts: tuple[int, ...], planned: Finish | None = None) -> Outcome:
         """Under the conditions."""
@@ -127,10 +130,7 @@ class ShapeSimulator:
     def ended(self, costs: StageCosts, counts: tuple[int, ...]) -> Ended:
         """The end of these pipelines under the conditions, without what follows."""
         if self.engine.skips and is_plain(costs, counts, self.conditions):
-            sizes = _sizes(counts)
-            played = self.engine.run_pipeline(costs.times, sizes, schedule=costs.schedule)
-            replicas = [sizes.index(count) for count in counts]
-            return Ended(costs, played.last_backward_ns[:, replicas], costs.to_come_ns[:, None])
+            return self.planned_end(costs, counts)
         played = self._executed(costs, counts)
         redone_ns = 0 if played.redone_ns is None else int(played.redone_ns.max())
         return Ended(costs, played.last_backward_ns, to_come_ns(costs, counts, self.conditions), redone_ns)
@@ -212,13 +212,19 @@ def together(kinds: Sequence[Kind]) -> tuple[Outcome, ...]:
         replace(kind.costs, reduced=reduced, single=kind.costs.single and len(kinds) == 1)
         for kind, reduced in zip(kinds, formed.of_kind, strict=True)
     ]
-    ended = [kind.simulator.ended(own, kind.counts) for kind, own in zip(kinds, costs, strict=True)]
-    after = kinds[0].simulator.engine.finish_together(
-        ended, formed, [kind.simulator.conditions for kind in kinds], [len(kind.counts) for kind in kinds]
-    )
+    numbers, conditions = [len(kind.counts) for kind in kinds], [kind.simulator.conditions for kind in kinds]
+
+    def finished(*, planned: bool) -> tuple[Finish, ...]:
+        ended = [
+            (kind.simulator.planned_end if planned else kind.simulator.ended)(own, kind.counts)
+            for kind, own in zip(kinds, costs, strict=True)
+        ]
+        return kinds[0].simulator.engine.finish_together(ended, formed, conditions, numbers)
+
+    both = zip(finished(planned=True), finished(planned=False), strict=True)
     return tuple(
-        Outcome(own, kind.counts, kind.simulator.planned(own, kind.counts), found)
-        for kind, own, found in zip(kinds, costs, after, strict=True)
+        Outcome(own, kind.counts, planned, after)
+        for kind, own, (planned, after) in zip(kinds, costs, both, strict=True)
     )
 
 

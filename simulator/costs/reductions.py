@@ -22,6 +22,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from morph.contract.plan import reduction_rounds
 from morph.contract.profile import Profile
 from simulator.engine.times import Ints
 from simulator.inputs.transfer import AllReduce, SlowestAllReduce
@@ -124,13 +125,14 @@ class Rings:
     """Reductions of pipelines of several kinds, which are cut in different places.
 
     A *span* is a run of sections that no pipeline cuts. Its units have one ring: the stage of every pipeline that holds
-    them. A worker's link carries the rings of its stage's spans one after the other, the last span's first, then those
-    of units that lie in several stages of some pipeline.
+    them. A worker's link carries the rings of its stage's spans one after the other, round by round
+    (:func:`morph.contract.plan.reduction_rounds`), then those of units that lie in several stages of some pipeline.
 
     Attributes:
         spans: As of stages, their first sections and what they reduce.
         behind_ns: int64[K], AR of what of a span is still to be reduced when each section's backward ends.
         holders: By kind of pipeline the stage of each span: int64[spans].
+        order: The spans, in that in which their rings are formed.
         tied: The stages that hold what is in several, by kind, and AR of that.
         of_kind: What each kind's stages reduce, as if none of the others made them wait.
     """
@@ -138,6 +140,7 @@ class Rings:
     spans: Reductions
     behind_ns: Ints
     holders: tuple[Ints, ...]
+    order: tuple[int, ...]
     tied: tuple[tuple[tuple[tuple[int, ...], ...], int], ...]
     of_kind: tuple[Reductions, ...]
 
@@ -147,11 +150,24 @@ class Rings:
         return self.spans.latest(self.behind_ns)
 
     @cached_property
-    def follows(self) -> npt.NDArray[np.bool_]:
-        """Whether some worker holds a span and the one behind it, so that it reduces that first: [spans]."""
-        held = [np.append(stages[1:] == stages[:-1], False) for stages in self.holders]
-        found: npt.NDArray[np.bool_] = np.logical_or.reduce(held)
-        return found
+    def waits_for(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Each span, in their order, for which some worker reduces others first, and the last of those."""
+        found, last = [], dict[tuple[int, int], int]()
+        for span in self.order:
+            members = [(kind, int(stages[span])) for kind, stages in enumerate(self.holders)]
+            before = {last[member] for member in members if member in last}
+            if before:
+                found.append((span, tuple(before)))
+            last |= dict.fromkeys(members, span)
+        return tuple(found)
+
+    @cached_property
+    def last_of(self) -> tuple[Ints, ...]:
+        """By kind the span of each stage that it reduces last."""
+        last = [np.zeros(len(np.unique(stages)), np.int64) for stages in self.holders]
+        for of_kind, stages in zip(last, self.holders, strict=True):
+            of_kind[stages[list(self.order)]] = self.order  # the last one that is written stays
+        return tuple(last)
 
 
 def rings(kinds: Sequence[tuple[Reductions, int]], own_sum_bytes: Floats, shared: tuple[ReducedUnit, ...]) -> Rings:
@@ -176,16 +192,20 @@ def rings(kinds: Sequence[tuple[Reductions, int]], own_sum_bytes: Floats, shared
     for key, size in sorted(sizes.items()):
         workers = sum(number * len(stages) for (_, number), stages in zip(kinds, key, strict=True))
         tied_ns.append((key, int(slowest.times_ns(workers, np.array([size]))[0])))
-    before = np.concatenate([[0], np.cumsum(spans.latest(behind))])[:-1]
+    rounds = np.array(reduction_rounds([reduced.begin.tolist() for reduced, _ in kinds], len(behind)))[begin]
+    order, whole = np.lexsort((-begin, rounds)), spans.latest(behind)
     of_kind = []
     for place, (reduced, number) in enumerate(kinds):
-        first = np.searchsorted(begin, reduced.begin)
-        more = (before - before[first][holders[place]])[spans.stage]
+        more, left = np.zeros(len(begin), np.int64), np.zeros(len(reduced.begin), np.int64)
+        for span in order[::-1].tolist():
+            more[span] = left[holders[place][span]]
+            left[holders[place][span]] += whole[span]
+        more = more[spans.stage]
         own = tuple((key[place], duration) for key, duration in tied_ns)
         of_kind.append(
             Reductions(reduced.begin, reduced.sum_bytes, (), slowest, {number: behind + more}, {number: own})
         )
-    return Rings(spans, behind, holders, tuple(tied_ns), tuple(of_kind))
+    return Rings(spans, behind, holders, tuple(order.tolist()), tuple(tied_ns), tuple(of_kind))
 
 
 def reduced_units(profile: Profile) -> tuple[ReducedUnit, ...]:

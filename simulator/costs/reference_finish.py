@@ -7,6 +7,7 @@ works out by formulas, step by step and to the nanosecond.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import simpy
@@ -30,8 +31,10 @@ def finish(
     num_replicas = last_backward_ns.shape[1]
     kind, reduced = Ended(costs, last_backward_ns, to_come_ns, redone_ns), costs.reduced
     own = tuple(((stages,), duration) for stages, duration in reduced.tied_ns(num_replicas))
-    alone = Rings(reduced, reduced.behind_ns(num_replicas), (np.arange(len(costs.boundaries)),), own, (reduced,))
-    return finish_together([kind], alone, [conditions or Conditions()], [num_replicas])[0]
+    stages = range(len(costs.boundaries))
+    behind_ns = reduced.behind_ns(num_replicas)
+    alone = Rings(reduced, behind_ns, (np.array(stages),), tuple(stages), own, (reduced,))
+    return replace(finish_together([kind], alone, [conditions or Conditions()], [num_replicas])[0], rings=None)
 
 
 def finish_together(
@@ -44,12 +47,13 @@ def finish_together(
     return tuple(
         Finish(
             ready_ns=end.begun_ns,
-            last_ready_ns=end.begun_ns[kind.costs.reduced.begin],
+            last_ready_ns=kind.costs.reduced.latest(end.ready_ns),
             reduced_ns=end.reduced_ns[place],
             tied=tuple((holders[place], begin, duration) for holders, begin, duration in sorted(end.tied)),
             prepared_ns=end.prepared_ns,
             optimizer_ns=int(end.env.now) - end.prepared_ns - commit_ns,
             mini_batch_ns=int(end.env.now),
+            rings=rings,
         )
         for place, kind in enumerate(kinds)
     )
@@ -58,7 +62,7 @@ def finish_together(
 class _End:
     """``passed[k]``: of each worker, that its last backward has passed section k, so what k completes may be reduced.
 
-    ``waited_ns[g]`` is when the last member of the ring of span g is through with the rings behind it.
+    ``waited_ns[g]`` is when the last member of the ring of span g is through with the rings that come before it.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class _End:
         """A ring carries what one section completes after the other, once it is complete on every replica.
 
         Each takes what it adds to the time of those behind it (:mod:`simulator.costs.reductions`). The ring waits for
-        those of later spans that its members are in.
+        those before it that its members are in.
         """
         yield simpy.AllOf(self.env, before)
         self.waited_ns[span] = int(self.env.now)
@@ -128,7 +132,7 @@ class _End:
     def close(self) -> Acting:
         """The commit barrier waits for everybody, and the slowest optimizer step ends the mini-batch."""
         through: dict[tuple[int, int], simpy.Event] = {}
-        for span in reversed(range(len(self.rings.spans.begin))):
+        for span in self.rings.order:
             members = [(place, int(stages[span])) for place, stages in enumerate(self.rings.holders)]
             before = [through[member] for member in members if member in through]
             through |= dict.fromkeys(members, self.env.process(self.reduce(span, before)))

@@ -52,12 +52,18 @@ def _redundant_rows(spans: Ints, replica: int, stage: int) -> Iterator[_Row]:
 
 
 def _own_reduces(costs: StageCosts, after: Finish, num_replicas: int, stage: int) -> Iterator[tuple[int, int]]:
-    """(start, duration) of what each section completes: one after the other, the last section's first."""
+    """(start, duration) of what each section completes: of a ring one after the other, the last section's first."""
+    reduced, behind = costs.reduced, costs.reduced.behind_ns(num_replicas)
+    if after.rings is not None:
+        reduced, behind = after.rings.spans, after.rings.behind_ns
     (first, *_), (end, *_) = (where[stage : stage + 1].tolist() for where in costs.spans)
-    behind, free = [0, *costs.reduced.behind_ns(num_replicas)[first:end].tolist()], 0
+    free = 0
     for section in range(end - 1, first - 1, -1):
+        if section + 1 < end and reduced.stage[section] != reduced.stage[section + 1]:
+            free = 0  # rings wait for each other in another order; ``ready_ns`` has that
         start = max(free, int(after.ready_ns[section]))
-        duration = behind[section - first + 1] - behind[section - first]
+        is_first = section == reduced.first[section]
+        duration = int(behind[section] - (0 if is_first else behind[section - 1]))
         if duration:
             yield start, duration
             free = start + duration

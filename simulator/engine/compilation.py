@@ -53,8 +53,8 @@ def entry(loop: Any) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         nonlocal num_sealed
         answer = _called(loop, args)
-        if len(loop.signatures) > num_sealed:
-            num_sealed = len(loop.signatures)
+        if len(loop.overloads) > num_sealed:
+            num_sealed = len(loop.overloads)
             if loop.stats.cache_misses:
                 _seal(folder, sources)
         return answer

@@ -70,6 +70,7 @@ class PlanRequest:
         micro_batch_size: m; None: fixed by the job, else whichever of those measured is best.
         pipeline_depth: Only this P.
         num_replicas: Only this D.
+        unequal: Whether pipelines may differ in depth, cuts and shares of micro-batches: :mod:`simulator.search.pools`.
         recompute: Whether stages run the forward again, in groups of sections where a plan needs that to fit; if not,
             each keeps the activations in flight. None: whichever is best.
         compute_slots: Tasks that can run at once on all workers together, which share one machine; None: one
@@ -108,6 +109,7 @@ class PlanRequest:
     micro_batch_size: int | None = None
     pipeline_depth: int | None = None
     num_replicas: int | None = None
+    unequal: bool = False
     recompute: bool | None = None
     compute_slots: int | None = None
     num_gpus_per_node: int | Sequence[int] | None = None

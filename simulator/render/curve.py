@@ -79,6 +79,7 @@ def _draw(name: str, frame: pd.DataFrame, path: Path) -> None:
         above.set(ylabel="examples per second")
         above.set_title(f"{name}: best shape (P x D) by number of GPUs", loc="left", fontsize=12)
         _label_shapes(above, frame)
+        above.set_ylim(top=1.1 * frame["examples_per_s"].max())  # room for the highest label below the title
         below.plot(frame["num_gpus"], frame[column], color=ORANGE, linewidth=1.6)
         below.set(ylabel="$ per 1000 examples" if priced else "examples per second and GPU", xlabel="GPUs")
         for axes in (above, below):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from morph.contract import ranges
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
+from morph.contract.pool import Pool
 from morph.contract.profile import Profile
 from morph.words import counted, time_text
 from simulator.costs.answer import Simulation, describe
@@ -20,6 +21,7 @@ from simulator.inputs.placement import node_sizes
 from simulator.inputs.request import ObjectiveName, PlanRequest
 from simulator.search.mini_batch import simulate
 from simulator.search.objectives import Shape, usd_per_h_of
+from simulator.search.pools import Pools, allows_unequal
 from simulator.search.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -175,18 +177,22 @@ def plan(
     request: PlanRequest = PlanRequest(),  # noqa: B008 (frozen)
     *,
     num_gpus: int | None = None,
+    pool: Pool | Mapping[str, int] | None = None,
     num_runners_up: int = NUM_RUNNERS_UP,
     **more: Any,
 ) -> PlanChoice:
-    """Find the best shape for a number of GPUs.
+    """Find the best shape for a number of GPUs, or for a pool of several types of them.
 
     Every P from the smallest that fits in memory to min(K, G) is looked at, with every D up to min(G // P, N); where
-    the objective is examples per second, each P is answered with the D that suits it best alone.
+    the objective is examples per second, each P is answered with the D that suits it best alone. Unequal pipelines are
+    looked for then (:mod:`simulator.search.pools`), if each GPU is a node of its own.
 
     Args:
         profile: What calibration measured.
         request: How to look for it.
         num_gpus: G; may be left out where ``num_gpus_per_node`` lists the nodes.
+        pool: Instead: GPUs by type, one of the profile's ``node_types`` or its own (see
+            :func:`simulator.inputs.conditions.of_pool_type`).
         num_runners_up: How many of the next best shapes to return.
         more: Fields of the request, in place of its own.
 
@@ -194,9 +200,11 @@ def plan(
         PlanError: naming the argument and what would do, for example the least number of GPUs.
     """
     request = replace(request, **more)
+    ranges.RUNNERS_UP.check("num_runners_up", num_runners_up)
+    if pool is not None:
+        return _plan_pool(profile, request, pool if isinstance(pool, Pool) else Pool.of(pool), num_runners_up)
     if num_gpus is not None:
         ranges.GPUS.check("num_gpus", num_gpus)
-    ranges.RUNNERS_UP.check("num_runners_up", num_runners_up)
     sizes = request.nodes(num_gpus)
     gpus = sum(sizes) if num_gpus is None and sizes is not None else num_gpus
     if gpus is None:
@@ -212,12 +220,41 @@ def plan(
     simulations = [describe(one, sweep.shape_simulator) for one in ranked]
     sentence = memory_sentence(sweep, shapes, ranked[0], objectively)
     simulations[0] = simulations[0].with_note(sentence)
+    values = [objectively.value(one.shape, one.mini_batch_ns / 1e9) for one in ranked]
+    if objective == "examples_per_s" and allows_unequal(request):
+        pools = Pools(profile, request, ("",), (sweep,))
+        mix = pools.unequal((gpus,), [pools.of_outcome(0, ranked[0])])
+        if mix is not None:
+            simulations = [pools.described(mix), *simulations][: 1 + num_runners_up]
+            values = [simulations[0].expected.examples_per_s, *values][: 1 + num_runners_up]
     return PlanChoice(
         simulations=tuple(simulations),
-        values=tuple(objectively.value(one.shape, one.mini_batch_ns / 1e9) for one in ranked),
+        values=tuple(values),
         objective=objective,
         num_gpus=gpus,
         num_shapes=sum(count for _, count in shapes) if fastest else len(shapes),
+    )
+
+
+def _plan_pool(profile: Profile, request: PlanRequest, pool: Pool, num_runners_up: int) -> PlanChoice:
+    """The best plan for GPUs of several types.
+
+    Raises:
+        PlanError: no GPUs, or a request that a pool does not answer.
+    """
+    _check_pool(request, pool)
+    gpus, pools = [pool[name] for name in pool.types], Pools(profile, request, pool.types)
+    equal = pools.equal(gpus, 1 + num_runners_up)
+    best_of_type = list({each.node_type: each for each in reversed(equal)}.values())
+    mix = pools.unequal(gpus, sorted(best_of_type, key=lambda each: each.mini_batch_ns)) if request.unequal else None
+    ranked = ([mix] if mix else []) + equal
+    simulations = tuple(pools.described(each) for each in ranked[: 1 + num_runners_up])
+    return PlanChoice(
+        simulations=simulations,
+        values=tuple(simulation.expected.examples_per_s for simulation in simulations),
+        objective=request.objective,
+        num_gpus=pool.num_gpus,
+        num_shapes=len(ranked),
     )
 
 
@@ -277,14 +314,87 @@ def plan_table(
     sweep = Sweep(profile, request, request.conditions(None))
     numbers = range(min_gpus, max_gpus + 1)
     tables = [_Table(each, numbers, request, most_replicas) for each in sweep.by_micro_batch_size()]
+    table = _best_table(tables)
+    if not table.outcomes or not allows_unequal(request):
+        return table.plans
+    pools = Pools(profile, request, ("",), (table.sweep,), most_replicas)
+    size = table.sweep.settings[0].sections.micro_batch_size
+    found = {number: each for (number,), each in pools.table((max_gpus,), size, [table.outcomes])}
+    unequal = {number: pools.described(each).plan for number, each in found.items() if each.mix is not None}
+    return {number: unequal.get(number, plan) for number, plan in table.plans.items()}
+
+
+def _best_table(tables: Sequence[_Table]) -> _Table:
+    """The one with most examples per second on average, filled."""
     if len(tables) == 1:
-        return dict(tables[0].found())
+        dict(tables[0].found())
+        return tables[0]
     steps = [table.bounds() for table in tables]
     heap = [(-next(step), place) for place, step in enumerate(steps)]
     heapq.heapify(heap)
     while (bound := next(steps[heap[0][1]], None)) is not None:  # the most promising table is taken further
         heapq.heapreplace(heap, (-bound, heap[0][1]))
-    return tables[heap[0][1]].plans
+    return tables[heap[0][1]]
+
+
+def pool_plan_table(
+    profile: Profile,
+    most: Pool | Mapping[str, int],
+    request: PlanRequest = PlanRequest(),  # noqa: B008 (frozen)
+    *,
+    most_replicas: int | None = None,
+    **more: Any,
+) -> dict[Pool, Plan]:
+    """The plan with most examples per second for every pool of GPUs up to ``most``: unequal pipelines, if that is best.
+
+    A pool on which nothing fits is absent. All of them have the same m: the one with which the types, each with all of
+    its GPUs, make most examples per second in all. ``more``: fields of the request.
+
+    Raises:
+        PlanError: a pool without GPUs, a type that the profile does not have, or a request that no pool answers.
+    """
+    request, pool = replace(request, **more), most if isinstance(most, Pool) else Pool.of(most)
+    _check_pool(request, pool)
+    counts = [pool[name] for name in pool.types]
+    pools = Pools(profile, request, pool.types, most_replicas=most_replicas)
+
+    def rate(size: int) -> float:
+        every = zip(pools.of_size(size), counts, strict=True)
+        found = [_fastest(sweep, number, most_replicas) for sweep, number in every]
+        return sum(1 / outcome.mini_batch_ns for outcome in found if outcome is not None)
+
+    size = max(pools.sizes(), key=rate) if len(pools.sizes()) > 1 else pools.sizes()[0]
+    tables = [
+        _Table(sweep, range(1, number + 1), request, most_replicas)
+        for sweep, number in zip(pools.of_size(size), counts, strict=True)
+    ]
+    for table in tables:
+        dict(table.found())
+    plans: dict[int, Plan] = {}
+    answers = {}
+    for gpus, found in pools.table(counts, size, [table.outcomes for table in tables]):
+        key = id(found.mix or found.outcome)
+        if key not in plans:
+            plans[key] = pools.described(found).plan
+        answers[Pool.of(dict(zip(pool.types, gpus, strict=True)))] = plans[key]
+    return answers
+
+
+def _fastest(sweep: Sweep, num_gpus: int, most_replicas: int | None) -> Outcome | None:
+    depths = sweep.depths(num_gpus, most_replicas=most_replicas)
+    return sweep.fastest(num_gpus, depths, 1, most_replicas)[0] if depths else None
+
+
+def _check_pool(request: PlanRequest, pool: Pool) -> None:
+    if not pool:
+        raise PlanError("has no GPUs", field="pool", value=str(pool), allowed=Pool.EXAMPLE)
+    if request.objective != "examples_per_s" or not allows_unequal(replace(request, unequal=True)):
+        raise PlanError(
+            "is answered by examples per second, each GPU on a node of its own",
+            field="pool",
+            value=str(pool),
+            allowed="a pool without nodes, shapes, shared cores, slow workers or jitter",
+        )
 
 
 def pipeline_times(
@@ -321,10 +431,10 @@ def _on_nodes(sweep: Sweep, request: PlanRequest, num_gpus: int) -> Sweep:
 
 
 class _Table:
-    """Finds the best plan with one m for each number of GPUs."""
+    """Finds the best plan of equal pipelines with one m for each number of GPUs."""
 
     def __init__(self, sweep: Sweep, numbers: range, request: PlanRequest, most_replicas: int | None) -> None:
-        self.plans: dict[int, Plan] = {}
+        self.sweep, self.plans, self.outcomes = sweep, dict[int, Plan](), dict[int, Outcome]()
         self._batch_size, self._most = sweep.profile.job.batch_size, min(sweep.total, most_replicas or sweep.total)
         self._alone = request.num_gpus_per_node is not None  # the same shape lies elsewhere on other nodes
         self._searches: list[tuple[int, Sweep, list[Shape]]] = []
@@ -366,7 +476,7 @@ class _Table:
                 one = min(one, best, key=lambda outcome: outcome.mini_batch_ns)
             if one.shape not in described:
                 described[one.shape] = describe(one, sweep.shape_simulator).plan
-            self.plans[num_gpus] = described[one.shape]
+            self.plans[num_gpus], self.outcomes[num_gpus] = described[one.shape], one
             yield num_gpus, self.plans[num_gpus]
 
 

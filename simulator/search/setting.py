@@ -77,14 +77,24 @@ class Setting:
         self._unlimited: Setting | None = None
         self._stages: dict[tuple[object, ...], StageCosts] = {}
 
+    def under(self, schedule: Schedule) -> Setting:
+        """The same under one schedule alone."""
+        other = copy(self)
+        other.schedules, other._bounds, other._unlimited = (schedule,), {}, None
+        return other
+
     def bound_ns(self, depth: int, most: int) -> int:
         """No cut, windows, place or memory make P stages faster, where a replica has ``most`` micro-batches."""
+        return int(self.bounds_ns(most)[depth])
+
+    def bounds_ns(self, most: int) -> Ints:
+        """The same of every P: int64[K + 1]."""
         if most not in self._bounds:
             links = (self.sections.inter_node, self.sections.intra_node)
             times = [(link.activation_ns + link.gradient_ns)[:-1] for link in links]
             least = min(int(each.min()) if len(each) else 0 for each in times)
             self._bounds[most] = bounds_ns(self.sections, self.schedules[0], most, least) + self.sections.commit_ns
-        return int(self._bounds[most][depth])
+        return self._bounds[most]
 
     def first_reduce_ns(self, depth: int, replicas: int) -> int:
         """No cut and no place make the first of P stages reduce faster, after the last backward of all.

@@ -431,6 +431,10 @@ class Sweep:
         setting, depth, most = min(possible, key=lambda each: each[0].least_host_bytes(*each[1:]))
         return int(sizes[low]), setting.fullest_host(depth, most)
 
+    def fewest_gpus(self) -> int | None:
+        """The least number of GPUs on which the job fits; None where it fits on none."""
+        return self._fewest_gpus(range(1, self.num_sections + 1), None)
+
     def _fewest_gpus(self, depths: range, num_replicas: int | None) -> int | None:
         """The least number of GPUs with which some P of these fits; None where none does."""
         fewest: int | None = None

@@ -13,6 +13,7 @@ from benchmarks.bamboo_redundancy import inferred_latency_s, overhead, simulated
 from benchmarks.bamboo_tables import ROWS
 from benchmarks.bamboo_tables import job as bert
 from benchmarks.bamboo_tables import play as play_row
+from benchmarks.next_split import H100S, in_halves, llama, shared, zero_1
 from benchmarks.printed import pages, stale
 from benchmarks.published import questions as published_questions
 from benchmarks.published.bamboo import MODELS_OF_TABLE_4, STAGES, Published, bert_layers, resnet_layers
@@ -30,8 +31,10 @@ from benchmarks.published.questions import (
 )
 from benchmarks.sailor import GROUPS, main
 from benchmarks.spotify_tables import HEAVY, LIGHT, MTTP_S, STEPS, Inferred, play
+from morph.contract.profile import Profile
 from morph.contract.trace import write_trace
 from simulator import spot_model
+from simulator.costs.reductions import reduced_units
 from tests.grids import IS_LONG
 
 
@@ -249,3 +252,22 @@ def test_runs_of_sailor_are_simulated_with_the_times_of_each_node(
     assert cells[2:6] == ["2x2, 2, 40", "2.000", "+50.0 %", f"{100 * (expected_s / 2 - 1):+.1f} %"]
     assert len(lines) == 2 * len(GROUPS)
     assert "the same times as N4 D2" in lines[1]
+
+
+def test_a_job_that_is_split_further_computes_holds_and_reduces_as_much_as_before() -> None:
+    whole, attention = llama(4, 4096, 14_336)
+    halves, quarter = in_halves(whole, attention), shared(whole, H100S, 4)
+
+    def totals(profile: Profile) -> list[float]:
+        sizes = [
+            sum(each.optimizer_bytes for each in profile.sections),
+            sum(each.gradient_bytes for each in profile.sections),
+        ]
+        times_s = [sum(each.backward[2].median_s for each in profile.sections)]
+        return [*times_s, *sizes, sum(unit.reduced_bytes for unit in reduced_units(profile))]
+
+    assert totals(halves) == pytest.approx(totals(whole))
+    assert len(halves.sections) == len(halves.units) == len(whole.sections) + 4
+    assert [4 * size for size in totals(quarter)[1:]] == pytest.approx(totals(whole)[1:])
+    assert 1.06 < 4 * totals(quarter)[0] / totals(whole)[0] < 1.2  # with its own all-reduces
+    assert [2 * size for size in totals(zero_1(whole, 6, 3))[1:2]] == pytest.approx(totals(whole)[1:2])

@@ -234,6 +234,12 @@ def test_an_empty_file_gives_every_default(tmp_path: Path) -> None:
 
 
 def test_keys_left_out_keep_their_defaults(tmp_path: Path) -> None:
+    typed = load_cluster(write(tmp_path, "vms: {node_types: {t4: 2, v100: 4}}"))
+    assert typed.vms == LocalVms(node_types={"t4": 2, "v100": 4}, num_vms=6)
+    with pytest.raises(ConfigError, match=r"num_vms: is 5, and node_types has 6 VMs; leave one of them out"):
+        load_cluster(write(tmp_path, "vms: {node_types: {t4: 2, v100: 4}, num_vms: 5}"))
+    with pytest.raises(ConfigError, match=r"vms.node_types.t4: .* \(got 0\)"):
+        load_cluster(write(tmp_path, "vms: {node_types: {t4: 0}}"))
     config = load_cluster(write(tmp_path, "vms: {num_vms: 3}\npolicy:\n  heartbeat_timeout_s: 2\n"))
     assert config.vms == LocalVms(num_vms=3)
     assert config.policy == Policy(heartbeat_timeout_s=2.0)
@@ -248,7 +254,7 @@ def test_keys_left_out_keep_their_defaults(tmp_path: Path) -> None:
         ("vms: {num_vms: true}", "vms.num_vms", True, "an integer at least 1 and at most 64"),
         ("vms: {device: tpu}", "vms.device", "tpu", "cpu or cuda"),
         ("vms: {links: nvlink}", "vms.links", "nvlink", "auto or ipc or staged"),
-        ("vms: {kind: moon}", "vms.kind", "moon", "local or azure or static"),
+        ("vms: {kind: moon}", "vms.kind", "moon", "local or azure or slurm or static"),
         ("vms: {memory_bytes: -1}", "vms.memory_bytes", -1, "an integer at least 1 and at most 1125899906842624"),
         (
             "vms: 6",

@@ -104,7 +104,8 @@ def test_a_signal_reaches_the_manager_and_is_the_end(tmp_path: Path) -> None:
         (Ended(outcome="finished", sentence="all steps are saved"), 0, True, True),
         (Ended(outcome="stopped", sentence="SIGTERM; version 4 is saved"), EXIT_INTERRUPTED, True, True),
         (Ended(outcome="stopped", sentence="stopped by morph stop; version 4 is saved"), EXIT_GOES_ON, True, True),
-        (Ended(outcome="stopped", sentence="24 hours (vms.limits.idle_vm_h): 2 are needed"), 130, True, True),
+        (Ended(outcome="stopped", sentence="24 hours: 2 are needed", at_limit=True), 130, True, True),
+        (Ended(outcome="failed", sentence="model.py: cannot find vms.limits.txt"), 1, True, False),
         (Ended(outcome="error", sentence="cluster.yaml: vms.num: is not known"), EXIT_INPUT, False, True),
         (Ended(outcome="error", sentence="profile.json: cannot be read"), EXIT_INPUT, True, False),
         (Ended(outcome="failed", sentence="vm3 could not be set up"), 1, True, False),
@@ -164,6 +165,20 @@ def test_a_unit_of_systemd_starts_the_run_where_it_is(tmp_path: Path, monkeypatc
     assert unit["Service"]["WorkingDirectory"] == str(tmp_path)
     assert unit["Service"]["KillMode"] == "process", "else the VMs would be killed with a manager that dies"
     assert CliRunner().invoke(app, ["service", "elsewhere"]).exit_code == EXIT_INPUT
+
+
+def test_names_in_a_script_of_slurm_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "o'clock #2 50%j"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    script = service_text(Kind.SLURM, "a b\\c #d", folder / "run", ["true"])
+    given = dict(
+        shlex.split(line)[1].partition("=")[::2] for line in script.splitlines() if line.startswith("#SBATCH --")
+    )
+    slashed = {name: value.replace("\\\\", "\\") for name, value in given.items()}  # sbatch's own escapes
+    assert slashed["--job-name"] == "morph-a b\\c #d"
+    assert slashed["--output"] == f"{folder}/morph-a b\\c #d-%j.log".replace("50%j", "50%%j")
+    assert f"cd {shlex.quote(str(folder))} ||" in script
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
@@ -16,6 +18,7 @@ from manager.controller.state.events import NodeFacts
 from manager.engine.machines.provider_machines import Providing
 from manager.providers.interface.provider import Price, RunName, Vm
 from manager.providers.local import LocalProvider
+from manager.providers.slurm.spec import SlurmSpec
 from manager.run.cloud import Cloud, check_storage
 from manager.run.inputs import PreparedRun
 from manager.run.markets import Market
@@ -23,7 +26,7 @@ from manager.run.request import RunRequest
 from manager.run.resolution import resolve
 from morph.cli.main import app
 from morph.contract.base import Value
-from morph.contract.cluster import JOB_UID, AzureVms, Environment, ProvidedVms, StaticVms
+from morph.contract.cluster import JOB_UID, AzureVms, Environment, ProvidedVms, SlurmVms, StaticVms
 from morph.contract.errors import ConfigError
 from morph.yaml_files import load_job_file, load_yaml
 from simulator import synthetic_profile
@@ -86,7 +89,7 @@ def set_in(described: Described, dotted: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("dotted", "value", "told"),
     [
-        ("vms.kind", "moon", "vms.kind: no such kind (got 'moon'); allowed: local or azure or static"),
+        ("vms.kind", "moon", "vms.kind: no such kind (got 'moon'); allowed: local or azure or slurm or static"),
         ("vms.keep", 0, "vms.keep"),
         ("vms.num_vms", 3, "vms.num_vms: unknown key"),
         ("vms.address", "gpu1", "vms.address: is not an IPv4 address (got 'gpu1')"),
@@ -277,6 +280,33 @@ def test_vms_without_credentials_for_storage_are_refused_before_any_is_requested
         check_storage(vms(**given), url, "job.yaml", "job.checkpoint_url")
     assert (vms().uid, vms(shared_storage=True).uid) == (JOB_UID, 0)
     assert vms(shared_storage=True, job_uid=1000).uid == 1000
+
+
+def test_the_example_for_slurm_is_one_and_its_check_asks_slurm_nothing(
+    tmp_path: Path, described: Described, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = yaml.safe_load((ROOT / "configs/runs/slurm.yaml").read_text(encoding="utf-8"))
+    spec = load_yaml(ROOT / "configs/clouds/slurm.yaml", SlurmSpec)
+    assert (spec.partition, spec.gres, spec.size) == ("preempt", "gpu:1", "preempt/gpu:1")
+    (tmp_path / "cloud.yaml").write_text((ROOT / "configs/clouds/slurm.yaml").read_text(encoding="utf-8"))
+    vms = {**run["vms"], "cloud": "cloud.yaml"}
+    described |= {"vms": vms}
+    monkeypatch.setattr("manager.run.cloud.socket.create_server", lambda _address: socket.socket())
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert "vms.kind: needs Slurm's programs, and sbatch is not on the PATH" in refused(tmp_path, described)
+    (tmp_path / "bin").mkdir()
+    for program in ("sbatch", "squeue", "scancel"):
+        (tmp_path / "bin" / program).write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n", encoding="utf-8")
+        (tmp_path / "bin" / program).chmod(0o755)
+    found = resolved(tmp_path, described)
+    assert isinstance(found.cluster.vms, SlurmVms)
+    assert found.cloud is not None
+    assert (found.cloud.most_devices, found.cloud.price()) == (1, None)
+    assert not (tmp_path / "asked").exists()
+    described["vms"] = {**vms, "address": "127.0.0.2"}
+    assert "is a loopback address, which a node of partition preempt" in refused(tmp_path, described)
+    described["vms"] = {**vms, "environment": {"image": "a:b:c:d"}}
+    assert "vms.environment: image: container_image in the cloud file" in refused(tmp_path, described)
 
 
 def test_the_example_of_hosts_is_one() -> None:

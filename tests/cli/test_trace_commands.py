@@ -140,8 +140,11 @@ def test_policies_are_compared_on_a_trace(
     assert png.read_bytes().startswith(b"\x89PNG")
     assert [label.get_text() for label in drawn[0].get_yticklabels()] == list(reversed(POLICIES))
     lines = drawn[2].get_lines()
-    assert [line.get_label() for line in lines] == list(POLICIES)
-    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(POLICIES)
+    named = [name for line in lines for name in str(line.get_label()).split(",\n")]
+    assert sorted(named) == sorted(POLICIES), "each policy once, those with one curve beside each other"
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(lines)
+    assert len({tuple(line.get_ydata()) for line in lines}) == len(lines)
+    assert [label.get_text() for label in drawn[0].get_xticklabels()][-1] == "100%"
 
 
 def test_parquet_holds_the_rows_of_the_csv(files: tuple[str, str], tmp_path: Path) -> None:

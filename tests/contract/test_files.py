@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from morph.contract.errors import InputError, PlanError, ProfileError
 from morph.contract.files import PRIVATE, write_whole
-from morph.contract.plan import Expectation, PipelineKind, Plan, StagePlan, load_plan
+from morph.contract.plan import Expectation, PipelineKind, Plan, StagePlan, kinds_in, load_plan, reduction_rounds
 from morph.contract.pool import Pool
 from morph.contract.profile import Profile, load_profile
 from simulator import plan, synthetic_profile
@@ -186,6 +186,12 @@ def test_pipelines_of_a_plan_may_be_unequal() -> None:
     assert [list(planned.replicas_of(stage)) for stage in range(5)] == [[0, 1], [0, 1], [2], [2], [2]]
     assert [stage for stage in range(5) if planned.is_last(stage)] == [1, 4]
     assert [list(planned.micro_batches_of(replica)) for replica in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
+    assert [planned.position(stage) for stage in range(5)] == [0, 1, 0, 1, 2]
+    assert planned.places == ((0, 0), (0, 1), (1, 0), (1, 1), (2, 2), (3, 2), (4, 2))
+    assert kinds_in(planned.shape) == ((2, 2), (3, 1))
+    placed = uneven(placement=((0, 1), (2, 3), (4, 5, 6)), node_sizes=(1,) * 7)
+    assert [placed.node_at(stage, replica) for stage, replica in placed.places] == [0, 2, 1, 3, 4, 5, 6]
+    assert planned.node_at(0, 0) is None
     left = [3, 5, 6, 9]
     assert [one for replica in range(3) for one in planned.share_of(replica, left)] == left
     assert [planned.order_of(stage, 1) for stage in (0, 4)] == ["FB", "FB"]
@@ -224,7 +230,10 @@ def test_pools_are_added_and_fit_in_one_another_type_by_type() -> None:
     assert not large.fits_in(small)
     assert Pool().fits_in(small)
     assert not Pool.parse("t4=5").fits_in(large)
-    assert not Pool.of(1).fits_in(large)
+    assert Pool.of(16).fits_in(large)
+    assert not Pool.of(17).fits_in(large)
+    assert Pool.parse("4,v100=12").fits_in(large)
+    assert not Pool.parse("t4=1").fits_in(Pool.of(3))
     assert small + large == Pool.parse("t4=6,v100=20")
     assert large - small == Pool.parse("t4=2,v100=4")
     assert small - large == Pool()
@@ -250,7 +259,7 @@ def test_a_pool_is_a_key_in_json_and_a_number_is_read_as_one() -> None:
         ("t4=1.5", "is not a pool"),
         ("t4=4,", "is not a pool"),
         ("t4=4,t4=2", "names t4 twice"),
-        ("8,8", "names the type without a name twice"),
+        ("8,8", "names GPUs without a type twice"),
         ("0", "is out of range"),
         ("t4=60000,v100=60000", "is out of range"),
     ],
@@ -261,3 +270,11 @@ def test_text_that_is_no_pool_is_refused_in_one_sentence(text: str, problem: str
     assert str(raised.value).startswith(f"--pool: {problem} (got {text!r}); allowed: ")
     with pytest.raises(ValidationError, match=problem):
         TypeAdapter(Pool).validate_python(text)
+
+
+def test_rings_of_unequal_pipelines_wait_for_few_others() -> None:
+    assert set(reduction_rounds([[0, 2, 4]], 6)) == {0}
+    assert reduction_rounds([[0, 3], [0]], 6) == (1, 1, 1, 0, 0, 0)
+    assert reduction_rounds([[0, 2, 4], [0, 3]], 6) == (1, 1, 0, 1, 0, 0)
+    eights, sevens = [[k * 56 // parts for k in range(parts)] for parts in (8, 7)]
+    assert max(reduction_rounds([eights, sevens], 56)) <= 2, "not one after the other"

@@ -51,6 +51,7 @@ def test_the_page_draws_the_run(tmp_path: Path) -> None:
     assert "stage 1" in document
     assert "replica 1" in document
     assert document.count("<polyline") == 5  # nodes, examples per second, loss, learning rate, the job's metric
+    assert document.count('class="axis"><span>0 s</span>') == 5, "a time axis below each of them"
     assert re.findall(r"<div><h2>([^<]*)</h2><div class=\"plot\" id=\"training", document) == ["learning rate", "right"]
     assert "<b>0.0001667 to 0.001</b><span>learning rate</span>" in document
     assert "<b>0.25</b><span>right</span>" in document

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from morph.contract.decided import Decided
-from morph.contract.messages import ReshapeOrder, Slot, Source, StepOrder, WorkerSetup
+from morph.contract.messages import ReshapeOrder, Slot, Source, StepOrder
 from morph.contract.plan import Expectation, Plan, StagePlan
 from morph.cutting.cache.cut_job import load_and_cut
 from morph.runtime.device.devices import Event, Passed
@@ -51,6 +51,7 @@ from morph.runtime.state.reduction import Reduction
 from morph.runtime.state.unit_state import apply_all
 from morph.runtime.step.generation import Generation
 from morph.runtime.workloads.job_workload import JobWorkload
+from tests.worker_setup import SETUP
 
 ROOT = Path(__file__).resolve().parents[2]
 _PRODUCT = f"{ROOT}/morph/"
@@ -370,18 +371,9 @@ class ShapeJob:
         self.shape, self.device = shape, ShapeDevice()
         found = load_and_cut(job_path, num_sections=shape.num_sections, micro_batch_size=shape.micro_batch_size)
         self.model, self.job = found.model, found.job
-        self._setup = WorkerSetup(
-            worker="0/0",
-            job_path=job_path,
-            fingerprint=found.model.fingerprint,
-            num_sections=len(found.model.sections),
-            micro_batch_size=shape.micro_batch_size,
-            checkpoint_url="nowhere",
-            store_host="127.0.0.1",
-            store_port=0,
-            listen_host="127.0.0.1",
-            device="cuda",
-        )
+        sizes = {"num_sections": len(found.model.sections), "micro_batch_size": shape.micro_batch_size}
+        job = {"job_path": job_path, "fingerprint": found.model.fingerprint, "device": "cuda"}
+        self._setup = SETUP.model_copy(update=sizes | job)
         with mock.patch("morph.runtime.workloads.job_workload.prepare"):  # there is nothing to prepare
             self._workload = JobWorkload(self._setup)
         self._workload._device = self.device.kind  # a setup knows no other devices than real ones

@@ -28,23 +28,13 @@ from morph.runtime.groups.store import StoreHost
 from tests.device.device_tensors import placed, read
 from tests.device.fake_device import BOUND_S, DeviceLost, FakeDevice, Ticking
 from tests.device.link_contract import LOOPBACK, Ends, LinkContract, Pair, Spec
+from tests.worker_setup import SETUP
 
 Setting = Literal["auto", "ipc", "staged"]
 
 
 def setup_of(worker: str, links: Setting = "auto") -> WorkerSetup:
-    return WorkerSetup(
-        worker=worker,
-        job_path="",
-        fingerprint="",
-        num_sections=1,
-        micro_batch_size=1,
-        checkpoint_url="",
-        store_host=LOOPBACK,
-        store_port=0,
-        listen_host=LOOPBACK,
-        links=links,
-    )
+    return SETUP.model_copy(update={"worker": worker, "links": links})
 
 
 class Neighbours:

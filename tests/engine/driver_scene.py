@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import (
@@ -42,6 +43,18 @@ from simulator import plan_table, synthetic_profile
 
 NO_TIME = ComputeTimes(forward_s=0, recompute_s=0, backward_s=0, reduce_s=0, wait_s=0, step_s=0)
 PROFILE = synthetic_profile(num_sections=2, batch_size=8, micro_batch_size=2)
+
+
+def config_of(expected_nodes: int, **fields: Any) -> ControllerConfig:
+    """Of a run of the profile on two workers at most."""
+    known: dict[str, Any] = {
+        "fingerprint": PROFILE.job.fingerprint,
+        "plans": plan_table(PROFILE, 2),
+        "units": {unit.id: unit.sections for unit in PROFILE.units},
+        "unit_bytes": {unit.id: 1 for unit in PROFILE.units},
+        "num_steps": 10,
+    }
+    return ControllerConfig(**{**known, **fields}, expected_nodes=expected_nodes)
 
 
 class FakePool:
@@ -174,11 +187,9 @@ class Run:
         self.event_queue = EventQueue()
         self.journal = Journal.open(directory / "journal.sqlite")
         self.url = url or str(directory / "checkpoints")
-        self.config = ControllerConfig(
-            fingerprint=PROFILE.job.fingerprint,
+        self.config = config_of(
+            num_nodes,
             plans={count: plan for count, plan in plan_table(PROFILE, 2).items() if count >= fewest},
-            units={unit.id: unit.sections for unit in PROFILE.units},
-            unit_bytes={unit.id: 1 for unit in PROFILE.units},
             num_steps=num_steps,
             policy=Policy(
                 checkpoint_every_steps=2,
@@ -186,7 +197,6 @@ class Run:
                 start_patience_s=60 if limits is None else 0.5,
                 rules=Rules(checkpoints=checkpoints),
             ),
-            expected_nodes=num_nodes,
             target_nodes=num_nodes if limits is not None else 0,
         )
         self.pool = FakePool(self.event_queue, self.journal)

@@ -58,6 +58,7 @@ class FakeCloud:
         self.errors: list[Exception] = []
         self.end_errors: list[Exception] = []
         self.requests, self.ends = Gate(), Gate()
+        self.types: list[str] = []
         self.requested: list[tuple[str, int]] = []
         self.ended: list[str] = []
         self.log_error: Exception | None = None
@@ -75,7 +76,8 @@ class FakeCloud:
         self.there |= {vm.name: self.there.get(vm.name, vm) for vm in vms}
         return tuple(vms)
 
-    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+    def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
+        self.types.append(node_type)
         num_vms = min(-(-count // self.num_devices), count if max_vms is None else max_vms)
         with self.lock:
             self.requested.append((request, count))

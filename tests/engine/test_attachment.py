@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from manager.controller.decide import decide
-from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import NodeAppeared
 from manager.controller.state.state import initial_state
 from manager.engine.local_vms.control_socket import hear, tell
@@ -21,9 +20,8 @@ from manager.journal.journal import Journal
 from manager.journal.records import DIED_WITH_MANAGER, Fact
 from manager.run_dir import ATTACHMENT, RunDir, RunFacts
 from morph.contract.errors import RunDirError
-from simulator import plan_table, synthetic_profile
+from tests.engine.driver_scene import PROFILE, config_of
 
-PROFILE = synthetic_profile(num_sections=2, batch_size=8, micro_batch_size=2)
 FACTS = RunFacts(job="j", fingerprint=PROFILE.job.fingerprint, micro_batch_size=2, batch_size=8, num_sections=2)
 COMMAND = {"--steps": "10", "--trace": "abc"}
 
@@ -78,23 +76,12 @@ def host(tmp_path: Path, run_dir: RunDir) -> Iterator[Host]:
     started.close()
 
 
-def config() -> ControllerConfig:
-    return ControllerConfig(
-        fingerprint=PROFILE.job.fingerprint,
-        plans=plan_table(PROFILE, 2),
-        units={unit.id: unit.sections for unit in PROFILE.units},
-        unit_bytes={unit.id: 1 for unit in PROFILE.units},
-        num_steps=10,
-        expected_nodes=2,
-    )
-
-
 def write_journal(run_dir: RunDir, generation: int = 0) -> None:
     event = NodeAppeared(node="vm0")
-    decision = decide(initial_state(config()), event, 1.0)
+    decision = decide(initial_state(config_of(2)), event, 1.0)
     state = decision.state.model_copy(update={"generation": generation})
     with Journal.open(run_dir.journal_path) as journal:
-        journal.append_config(0.0, config())
+        journal.append_config(0.0, config_of(2))
         journal.append_decision(1.0, event, decision.model_copy(update={"state": state}))
         journal.append_decision(2.0, event, decide(state, event, 2.0))
         journal._connection.execute("DELETE FROM snapshots")

@@ -7,28 +7,15 @@ from collections.abc import Sequence
 import pytest
 
 from manager.controller.decide import decide
-from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import Event, NodeAppeared, NodesGranted, Tick, WorkerLost
 from manager.controller.state.state import ControllerState, initial_state
 from manager.engine.vms.vm_registry import inherited
 from manager.providers.interface.provider import Vm, vm_name
-from simulator import plan_table, synthetic_profile
-
-PROFILE = synthetic_profile(num_sections=2, batch_size=8, micro_batch_size=2)
+from tests.engine.driver_scene import config_of
 
 
 def state_after(events: Sequence[Event], job: str = "job", target_nodes: int = 2) -> ControllerState:
-    config = ControllerConfig(
-        job=job,
-        fingerprint=PROFILE.job.fingerprint,
-        plans=plan_table(PROFILE, 2),
-        units={unit.id: unit.sections for unit in PROFILE.units},
-        unit_bytes={unit.id: 1 for unit in PROFILE.units},
-        num_steps=10,
-        expected_nodes=2,
-        target_nodes=target_nodes,
-    )
-    state = initial_state(config)
+    state = initial_state(config_of(2, job=job, target_nodes=target_nodes))
     for event in (Tick(), *events):
         state = decide(state, event, 1.0).state
     return state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,13 +15,18 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import torch
 
 from manager.engine.loop import lease as lease_module
 from manager.engine.loop.driver import Observed
 from manager.engine.loop.lease import Lease, run_name, this_process
 from manager.run_dir import RunDir, RunFacts
-from morph.checkpoint.manifest import complete_versions
+from morph.checkpoint.manifest import complete_versions, version_folders
 from morph.contract.errors import CheckpointError, CheckpointsTaken, RunDirError
+from morph.contract.messages import Heartbeat
+from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.state.checkpoint_writer import CheckpointWriter
+from morph.runtime.state.unit_state import StateCopy
 from tests.checkpoint.fake_blobs import CONTAINER, blob_service
 from tests.checkpoint.fake_buckets import bucket_service
 from tests.engine.driver_scene import Run
@@ -142,6 +148,41 @@ def test_the_next_manager_of_the_same_run_need_not_wait(make: Callable[..., Leas
     make(url, run, host="a machine that is gone", processes="").take()
     assert run_name(tmp_path) == run
     assert make(url, run_name(tmp_path)).take() is None
+
+
+def test_a_copied_run_directory_is_another_run(make: Callable[..., Lease], tmp_path: Path) -> None:
+    url, first, copied = str(tmp_path / "checkpoints"), tmp_path / "first", tmp_path / "copied"
+    first.mkdir()
+    run = run_name(first)
+    make(url, run).take()
+    shutil.copytree(first, copied)
+    assert run_name(copied) != run
+    assert run_name(copied) == run_name(copied)
+    with pytest.raises(RunDirError, match="its checkpoints are in use by the run in"):
+        make(url, run_name(copied)).take()
+    assert run_name(first.rename(tmp_path / "moved")) == run
+
+
+def test_workers_of_a_run_write_no_file_where_another_run_took_over(url: str, make: Callable[..., Lease]) -> None:
+    """Their manager is told when it next looks; the same run's next manager is no other."""
+    first, other = make(url, "one"), make(url, "two")
+    writer = CheckpointWriter("w", url, FaultPlan([]))
+    writer.lease = first.run
+    first.take()
+    assert [one.version for one in saved(writer, 1).written] == [1]
+    make(url, "one").take()
+    assert [one.version for one in saved(writer, 2).written] == [2]
+    other.take(by_force=True)
+    beat = saved(writer, 3)
+    assert (beat.written, beat.error_version) == ((), 3)
+    assert "its checkpoints were taken over by another run" in (beat.checkpoint_error or "")
+    filesystem, path = fsspec.core.url_to_fs(url)
+    assert sorted(version_folders(filesystem, path)) == [1, 2]
+
+
+def saved(writer: CheckpointWriter, version: int) -> Heartbeat:
+    writer.hand_over(version, "s0", StateCopy({"x": torch.ones(3)}))
+    return writer.collect(BOUND_S)
 
 
 def test_nor_does_another_run_where_the_process_is_known_to_be_dead(make: Callable[..., Lease], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,9 @@ class Keys(dict[str, bytes]):
 @contextmanager
 def units_sent_ahead(_: Path) -> Iterator[Scene]:
     store: Any = Keys()
-    context = StreamContext(occasion="1", worker="b", secret=SECRET, open_store=lambda: store, faults=FaultPlan([], []))
+    context = StreamContext(
+        occasion="1", worker="b", secret=SECRET, open_store=lambda: nullcontext(store), faults=FaultPlan([], [])
+    )
     incoming = Incoming(
         context, {f"s{number}": f"a{number}" for number in range(9)},
         make_shadow=lambda unit: pytest.fail(unit), arrive=lambda _: None,

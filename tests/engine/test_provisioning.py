@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from manager.controller.state.actions import ReleaseNodes, RequestNodes
-from manager.controller.state.events import NodeFacts, NodesGranted, Paid, RequestRefused
+from manager.controller.state.events import NodeFacts, NodesGranted, NodesStarted, Paid, RequestRefused
 from manager.engine.vms.budget import Before, Spending
 from manager.engine.vms.provisioning import RETRY_AFTER_MAX_S, TRIES, Provisioning
 from manager.providers.interface.provider import (
@@ -81,6 +81,21 @@ def test_a_grant_says_what_each_vm_costs_and_how_long_it_has_been_paid(world: Wo
     assert granted.paid == {"job-1-1": Paid(usd_per_h=1.4), "job-1-2": Paid(usd_per_h=0.3)}
 
 
+def test_vms_that_wait_are_granted_and_told_of_as_they_begin(world: World) -> None:
+    world.cloud.made_as = [{}, {"waits": True, "usd_per_h": 0.3}]
+    granted = world.get()
+    assert isinstance(granted, NodesGranted)
+    assert (granted.nodes, granted.waiting) == (("job-1-0", "job-1-1"), ("job-1-1",))
+    assert world.shell.known_of(["job-1-1"])[0] == {"job-1-1": Paid(usd_per_h=0.3)}, "it may join before it is seen"
+    world.cloud.there["job-1-1"] = world.cloud.there["job-1-1"].model_copy(update={"waits": False})
+    world.ask("job-2", 1)
+    told = []
+    while (stamped := world.event_queue.get(BOUND_S)) is not None and not isinstance(stamped.item, NodesGranted):
+        told.append(stamped.item)
+    assert NodesStarted(request="job-1", nodes=("job-1-1",), paid={"job-1-1": Paid(usd_per_h=0.3)}) in told
+    assert world.shell.known_of(["job-1-1"])[0] == {}
+
+
 def test_a_grant_says_of_what_kind_each_vm_is_as_far_as_its_provider_says_it(world: World) -> None:
     world.cloud.num_devices = 2
     kind = {"provider": "azure", "region": "westeurope", "size": "NC24"}
@@ -93,6 +108,15 @@ def test_a_grant_says_of_what_kind_each_vm_is_as_far_as_its_provider_says_it(wor
         **dict.fromkeys(("job-1-0.d0", "job-1-0.d1"), zoned),
         **dict.fromkeys(("job-1-1.d0", "job-1-1.d1"), facts),
     }
+
+
+def test_a_type_is_asked_for_and_told_with_the_grant(world: World) -> None:
+    world.cloud.made_as = [{"provider": "azure", "node_type": "t4"}]
+    world.shell.request(RequestNodes(request="job-1", count=1, node_type="t4"))
+    granted = world.answer()
+    assert isinstance(granted, NodesGranted)
+    assert granted.facts == {"job-1-0": NodeFacts(provider="azure", node_type="t4")}
+    assert world.cloud.types == ["t4"]
 
 
 def test_a_request_that_comes_again_makes_no_further_call(world: World) -> None:

@@ -41,6 +41,18 @@ def test_all_vms_together_cost_no_more_an_hour(usd_per_h: float, allowed: int) -
     assert spending(usd_per_h=usd_per_h)[0].allowed(3, (), PRICE)[0] == allowed
 
 
+def test_what_waits_in_a_queue_counts_and_costs_once_it_begins() -> None:
+    spent, clock = spending(max_vms=4, budget_usd=9)
+    waiting = [vm.model_copy(update={"waits": True}) for vm in vms(3)]
+    spent.living(waiting, PRICE)
+    clock.now_s += 7200
+    assert spent.spent_usd(PRICE) == 0
+    assert spent.allowed(3, waiting, PRICE)[0] == 1
+    spent.living(vms(3, paid_since_s=clock.now_s - 1200), PRICE)
+    clock.now_s += 1200
+    assert spent.spent_usd(PRICE) == pytest.approx(3 * 0.5 * 2400 / 3600)
+
+
 def test_dollars_cannot_be_kept_to_without_a_price() -> None:
     assert spending(usd_per_h=1)[0].allowed(1, (), None)[0] == 0
     count, why = spending(budget_usd=1)[0].allowed(1, (), None)

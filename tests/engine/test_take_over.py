@@ -9,30 +9,19 @@ from types import SimpleNamespace
 from typing import Any
 
 from manager.controller.decide import decide
-from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import Event, ManagerResumed, NodeAppeared, WorkerAnswered, WorkerLost
 from manager.controller.state.state import ControllerState, initial_state
 from manager.engine.machines.attachment import Attachment, FoundRun
 from manager.journal.records import TOOK_OVER, Fact, TraceMoment
 from manager.run.session import take_over
 from morph.contract.messages import WorkerReady
-from simulator import plan_table, synthetic_profile
-
-PROFILE = synthetic_profile(num_sections=2, batch_size=8, micro_batch_size=2)
+from tests.engine.driver_scene import config_of
 
 
 def state_with(ready: Collection[str], warming: Collection[str]) -> ControllerState:
-    config = ControllerConfig(
-        fingerprint=PROFILE.job.fingerprint,
-        plans=plan_table(PROFILE, 2),
-        units={unit.id: unit.sections for unit in PROFILE.units},
-        unit_bytes={unit.id: 1 for unit in PROFILE.units},
-        num_steps=10,
-        expected_nodes=9,
-    )
     events: list[Event] = [NodeAppeared(node=node) for node in (*ready, *warming)]
     events += [WorkerAnswered(worker=node, answer=WorkerReady(worker=node, pid=1, setup_s=0)) for node in ready]
-    state = initial_state(config)
+    state = initial_state(config_of(9))
     for event in events:
         state = decide(state, event, 1.0).state
     return state

@@ -35,6 +35,24 @@ def test_vms_of_requests_go_on_boot_or_end_as_somebody_waits_for_them() -> None:
         fleet.close()
 
 
+def test_a_vm_is_of_its_instance_type_where_that_is_a_type_of_gpu() -> None:
+    event_queue = EventQueue()
+    fleet = VmFleet(FakeHost(), event_queue, node_types=["t4"])
+    try:
+        for node, kind in (("a", "t4"), ("b", "p3")):
+            fleet.request(node, instance_type=kind)
+        told: dict[str, NodeFacts | None] = {}
+        while len(told) < 2:
+            stamped = event_queue.get(BOUND_S)
+            assert stamped is not None, told
+            if isinstance(stamped.item, NodeAppeared):
+                told[stamped.item.node] = stamped.item.facts
+        assert told["a"] == NodeFacts(provider="local", size="t4", node_type="t4")
+        assert told["b"] == NodeFacts(provider="local", size="p3")
+    finally:
+        fleet.close()
+
+
 class DyingHost(FakeHost):
     """Brings up three VMs at a time, none of them before the last one boots too; vm1 dies."""
 

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from manager.controller.state.config import ControllerConfig, ExpectedLosses
+from manager.controller.state.config import ControllerConfig, ExpectedLosses, Offer
 from manager.controller.state.events import NodeFacts
 from manager.history import database
 from manager.history.database import FILE_NAME, HistoryError, forget_lives, history_path, keep_lives, kept_lives
@@ -264,6 +265,29 @@ def test_on_azure_the_kind_holds_what_the_cloud_file_fixes(change: dict[str, obj
     vms = AzureVms.model_validate({"kind": "azure", "address": "10.0.0.4", **COMMON})
     spec = AzureSpec.model_validate({**SPEC.model_dump(), **change})
     assert Cloud(vms, Path("cloud.yaml"), spec).vm_kind == kind
+
+
+def test_files_that_name_types_of_gpu_say_what_of_each_may_come_and_its_price() -> None:
+    azure = AzureVms.model_validate({"kind": "azure", "address": "10.0.0.4", **COMMON})
+    sizes = (
+        {"name": "Standard_A", "num_gpus": 4, "usd_per_h": 2.0, "node_type": "t4"},
+        {"name": "Standard_B", "usd_per_h": 0.75, "node_type": "t4"},
+        {"name": "Standard_C", "usd_per_h": 3.0, "node_type": "v100"},
+    )
+    spec = AzureSpec.model_validate({**SPEC.model_dump(), "sizes": sizes})
+    offers = (Offer(node_type="t4", usd_per_h=0.75), Offer(node_type="v100", usd_per_h=3.0))
+    assert Cloud(azure, Path("cloud.yaml"), spec).offers() == offers
+    static = StaticVms.model_validate({"kind": "static", "address": "10.0.0.4", **COMMON})
+    hosts = (
+        SshHost(address="h1", num_gpus=4, node_type="t4", usd_per_h=2.0),
+        SshHost(address="h2", node_type="v100"),
+        SshHost(address="h3", num_gpus=2, node_type="t4", usd_per_h=1.0),
+    )
+    offers = (Offer(node_type="t4", usd_per_h=0.5, most=6), Offer(node_type="v100", most=1))
+    assert Cloud(static, Path("hosts.yaml"), Hosts(hosts=hosts)).offers() == offers
+    assert Cloud(static, Path("hosts.yaml"), Hosts(hosts=(SshHost(address="h1"),))).offers() == ()
+    with pytest.raises(ValidationError, match="some say their node_type, others do not"):
+        Hosts(hosts=(*hosts, SshHost(address="h4")))
 
 
 def test_hosts_are_all_one_kind() -> None:

@@ -106,6 +106,9 @@ def check_orders(cluster: SimulatedCluster, before: ControllerState, event: Even
         if isinstance(action, SendReshape) and not isinstance(event, ManagerResumed):
             placed = {state.workers[slot.worker].node for slot in action.order.slots}
             cluster.check(placed <= {NodeState.READY, NodeState.SUSPECT}, f"a place is given to one that is {placed}")
+            for slot in action.order.slots:
+                wanted, there = action.order.plan.stages[slot.stage].node_type, state.workers[slot.worker].facts
+                cluster.check(wanted in ("", there.node_type), f"{slot.worker}, {there}, drives a stage for {wanted}")
     if isinstance(event, ManagerResumed) and before.phase is not Phase.ENDED:
         ended = {action.worker for action in decision.actions if isinstance(action, EndWorker)}
         strangers = set(event.living) - set(before.workers)
@@ -203,7 +206,10 @@ def check_repeats(cluster: SimulatedCluster, before: ControllerState, event: Eve
                 cluster.check(action.probe <= stutter.max_probes, f"{action.worker} is probed {action.probe} times")
             case RequestNodes():
                 repeats, limit = ("request", action.request), MAX_SENT
-                early = cluster.asked[repeats] == 0 and cluster.clock_s() < cluster.refused_until_s
+                refused = state.provisioning.refused.get(action.node_type)
+                until_s = refused.until_s if refused is not None else cluster.refused_until_s
+                late = bool(action.node_type) and refused is None  # this type was not refused
+                early = cluster.asked[repeats] == 0 and not late and cluster.clock_s() < until_s
                 cluster.check(not early, f"{action.request} comes right after a refusal")
                 cluster.check(action.request in state.provisioning.requests, f"{action.request} is forgotten at once")
             case _:

@@ -7,15 +7,18 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from cluster_invariants import INVARIANTS
 from simulated_cluster import BrokenHistoryError, Faults, SimulatedCluster
-from simulated_job import make_config
+from simulated_job import MIXED, PLANS, SPEEDS, TYPES, UNEQUAL, make_config
 
 from manager.controller.state.actions import ReasonCode
+from manager.controller.state.config import ControllerConfig, Offer
 from manager.controller.state.state import Phase
 from morph.contract.evaluation import EvaluationSize
 from morph.contract.messages import FailureCause
+from morph.contract.plan import Plan
 from morph.contract.rules import PreCopyRules
 
 QUIET_AFTER_S = 16.0
@@ -103,7 +106,14 @@ def play(seed: int, num_steps: int = 8, evaluation: EvaluationSize | None = None
         BrokenHistoryError: with the history, when an invariant does not hold or the run does not end as it should.
     """
     faults, num_nodes, target = random_faults(seed)
-    config = make_config(num_steps=num_steps, target_nodes=target, section_compute_s=(1.0,) * 6)
+    plans: dict[Any, Plan] = UNEQUAL if seed // 2 % 2 else PLANS
+    config = make_config(plans=plans, num_steps=num_steps, target_nodes=target, section_compute_s=(1.0,) * 6)
+    if seed % 6 == 5:  # GPUs of two types
+        times_s = {name: (1.0 / SPEEDS[name],) * 6 for name in TYPES}
+        offers = tuple(Offer(node_type=name, usd_per_h=SPEEDS[name] + 0.1) for name in TYPES)
+        typed = {"plans": MIXED, "type_compute_s": times_s, "offers": offers}
+        config = ControllerConfig.model_validate(dict(config) | typed)
+        faults = replace(faults, node_types=TYPES)
     rules = config.policy.rules
     stutter = rules.stutter.model_copy(update={"windows": 1 + seed % 2})
     wait = rules.wait.model_copy(update={"morph_s": float(seed % 2)})  # 0: steps are given up for newcomers

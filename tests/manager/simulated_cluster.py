@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from simulated_job import FILES, make_config
+from simulated_job import FILES, SPEEDS, make_config
 from simulated_workers import TIMES, BrokenHistoryError, Faults, SimulatedWorker, SimulatedWorkers, World
 
 from manager.accounting.spent import Prices
@@ -45,7 +45,9 @@ from manager.controller.state.events import (
     ManifestWritten,
     NobodyHeard,
     NodeAppeared,
+    NodeFacts,
     NodesGranted,
+    NodesStarted,
     NoticeGiven,
     NoticeWithdrawn,
     Paid,
@@ -65,13 +67,18 @@ from manager.run_dir import JOURNAL
 from morph.contract.checkpoint import Manifest
 from morph.contract.evaluation import Judged
 from morph.contract.messages import Failed
-from morph.contract.vm_names import beside, workers_of
+from morph.contract.vm_names import beside, vm_of, workers_of
 
 
 def priced(number: int) -> Paid:
     """What VM number so and so costs: by its number, for no chance is to be drawn for what nobody decides by."""
     usd_per_h = 0.1 * (number % 4) if number % 4 else None
     return Paid(usd_per_h=usd_per_h, num_nodes=1 + number % 3, before_s=0.3 * (number % 7))
+
+
+def waits(vm: str) -> bool:
+    """Whether a VM waits in a queue before it boots: by its number, too."""
+    return int(vm[1:]) % 5 == 2
 
 
 class SimulatedProvider:
@@ -81,6 +88,7 @@ class SimulatedProvider:
         self.world, self.tell, self.workers = world, tell, workers
         self.num_nodes = 0
         self.num_notices = 0
+        self.types: dict[str, str] = {}
         self.answers: dict[str, Event] = {}
 
     def add_node(self, host: str | None = None, request: str | None = None) -> str:
@@ -90,19 +98,24 @@ class SimulatedProvider:
         self.up(vm, host, request)
         return vm
 
+    def facts(self, vm: str) -> NodeFacts | None:
+        """What kind of VM it is; None: all are alike."""
+        types = self.world.faults.node_types
+        return NodeFacts(node_type=self.types.get(vm, types[int(vm[1:]) % len(types)])) if types else None
+
     def up(self, vm: str, host: str | None, request: str | None) -> None:
         """A VM is up, with all of its workers."""
         names = workers_of(vm, self.world.faults.num_devices)
         for name in names:
             self.workers.all[name] = SimulatedWorker(host=host or name)
         for name in names:
-            self.tell(NodeAppeared(node=name, host=host, request=request))
+            self.tell(NodeAppeared(node=name, host=host, request=request, facts=self.facts(vm)))
 
     def tell_all(self) -> None:
         """Tell of every VM that is up, as a manager that takes over finds them."""
         for name, worker in self.workers.all.items():
             if worker.alive:
-                self.tell(NodeAppeared(node=name, host=worker.host))
+                self.tell(NodeAppeared(node=name, host=worker.host, facts=self.facts(vm_of(name))))
 
     def come_back(self, host: str) -> None:
         """A machine comes back with another id, after a while."""
@@ -128,13 +141,14 @@ class SimulatedProvider:
         if not count:
             return RequestRefused(request=action.request, cause=world.random.choice(["quota", "capacity", "error"]))
         each = world.faults.num_devices
-        vms = []
+        vms: list[str] = []
         for _ in range(-(-count // each)):
             self.num_nodes += 1
             vms.append(f"n{self.num_nodes}")
+            self.types[vms[-1]] = action.node_type
         for vm in vms:
             if not world.chance(world.faults.refused / 4):
-                world.at(world.between(0.2, 4), lambda vm=vm: self.up(vm, None, action.request))
+                world.at(world.between(0.2, 4), lambda vm=vm: self.begin(vm, action.request))
             elif self.num_nodes % 2:  # it never comes up, and the provider says so or does not
                 for name in workers_of(vm, each):
                     lost = WorkerLost(worker=name, cause="taken while it booted")
@@ -145,7 +159,16 @@ class SimulatedProvider:
             price = price.model_copy(update={"num_nodes": each}) if each > 1 else price
             paid |= dict.fromkeys(workers_of(vm, each), price)
         nodes = tuple(name for vm in vms for name in workers_of(vm, each))
-        return NodesGranted(request=action.request, nodes=nodes, paid=paid)
+        waiting = tuple(name for vm in vms if waits(vm) for name in workers_of(vm, each))
+        return NodesGranted(request=action.request, nodes=nodes, paid=paid, waiting=waiting)
+
+    def begin(self, vm: str, request: str) -> None:
+        """A VM is up; of those that waited in a queue some were seen to leave it before."""
+        if waits(vm) and int(vm[1:]) % 2:
+            names = workers_of(vm, self.world.faults.num_devices)
+            price = priced(int(vm[1:])).model_copy(update={"num_nodes": len(names)})
+            self.tell(NodesStarted(request=request, nodes=names, paid=dict.fromkeys(names, price)))
+        self.up(vm, None, request)
 
     def acknowledged(self, name: str) -> None:
         """A VM of which nothing is needed any more is taken at once, or was taken, or stays after all."""
@@ -405,7 +428,9 @@ class SimulatedCluster(World):
                 worker.slow = False
             elif self.random.random() < self.faults.slow / 10:
                 worker.slow = not worker.slow
-            took_s = (SLOW if worker.slow else 1.0) * len(self.state.config.units)
+            assert self.state.plan is not None
+            stage = self.state.plan.stages[slot.stage]
+            took_s = (SLOW if worker.slow else 1.0) * len(stage.sections) / SPEEDS[stage.node_type]
             samples_s = tuple(took_s * self.between(0.97, 1.03) for _ in range(4))
             times.append(WorkerTimes(worker=slot.worker, generation=self.state.generation, compute_s=samples_s))
         if times:
@@ -504,13 +529,19 @@ class JournalledCluster(SimulatedCluster):
         self.killed_s: dict[str, float] = {}
 
     def write_down(self, cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-        self.journal.append_decision(self.now_s, event, decision)
+        self.journal.append_decision(self.clock_s(), event, decision)
 
     def kill(self, name: str) -> None:
         if self.workers[name].alive:
             self.killed_s[name] = self.now_s
-            self.journal.append_fact(self.now_s, Fact(name=VM_KILLED, worker=name))
+            self.journal.append_fact(self.clock_s(), Fact(name=VM_KILLED, worker=name))
         super().kill(name)
+
+    def start_afresh(self) -> None:
+        before = self.first
+        super().start_afresh()
+        if self.first is not before:
+            self.journal.append_config(self.clock_s(), self.first.config)
 
 
 def played(stop_at: int | None = None) -> LiveRun:

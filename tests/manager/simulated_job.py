@@ -12,28 +12,44 @@ from manager.simulation.spot.sums import with_losses
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.cluster import Policy
 from morph.contract.decided import Decided, LossScale
-from morph.contract.plan import Expectation, Plan, StagePlan
+from morph.contract.plan import Expectation, PipelineKind, Plan, StagePlan
+from morph.contract.pool import Pool
 from morph.contract.rules import CheckpointRules, FlapRules, RequestRules, Rules, StutterRules, WaitRules
 
 
 def make_plan(depth: int, replicas: int, num_sections: int = 6, num_micro_batches: int = 8) -> Plan:
-    """Build a balanced plan whose speed grows with its workers."""
-    borders = [round(stage * num_sections / depth) for stage in range(depth + 1)]
+    """Build a balanced plan of equal pipelines whose speed grows with its workers."""
+    plan = make_unequal((depth, replicas, ""), num_sections=num_sections, num_micro_batches=num_micro_batches)
+    return Plan.model_validate(plan.model_dump() | {"kinds": ()})
+
+
+def make_unequal(*kinds: tuple[int, int, str], num_sections: int = 6, num_micro_batches: int = 8) -> Plan:
+    """Build a plan of kinds of pipelines, each (stages, replicas, type of GPU), that share micro-batches by speed."""
     stages = tuple(
-        StagePlan(first_section=first, end_section=end, window=2, recompute=False)
-        for first, end in itertools.pairwise(borders)
+        StagePlan(first_section=first, end_section=end, window=2, recompute=False, node_type=node_type)
+        for depth, _, node_type in kinds
+        for first, end in itertools.pairwise(round(stage * num_sections / depth) for stage in range(depth + 1))
     )
-    share = num_micro_batches // replicas
-    counts = {share, share + bool(num_micro_batches % replicas)}
-    speed = depth * replicas * (1 - 0.01 * depth)
+    rates = [rate for depth, replicas, of in kinds for rate in [depth * SPEEDS[of] * (1 - 0.01 * depth)] * replicas]
+    ends = [round(num_micro_batches * end / sum(rates)) for end in itertools.accumulate(rates, initial=0)]
+    counts = [max(1, end - first) for first, end in itertools.pairwise(ends)]
+    counts[counts.index(max(counts))] += num_micro_batches - sum(counts)
+    if len(kinds) == 1:
+        counts.sort(reverse=True)
+    of_replicas = iter(counts)
+    speed = sum(depth * replicas * SPEEDS[of] * (1 - 0.01 * depth) for depth, replicas, of in kinds)
     return Plan(
         fingerprint="f",
         schedule="1f1b",
         micro_batch_size=1,
         num_micro_batches=num_micro_batches,
-        num_replicas=replicas,
+        num_replicas=len(counts),
         stages=stages,
-        orders={count: ("F" * count + "B" * count,) * depth for count in counts},
+        kinds=tuple(
+            PipelineKind(num_stages=depth, micro_batches=tuple(itertools.islice(of_replicas, replicas)))
+            for depth, replicas, _ in kinds
+        ),
+        orders={count: ("F" * count + "B" * count,) * len(stages) for count in set(counts)},
         expected=Expectation(
             mini_batch_s=num_micro_batches / speed,
             examples_per_s=speed,
@@ -44,7 +60,29 @@ def make_plan(depth: int, replicas: int, num_sections: int = 6, num_micro_batche
     )
 
 
+SPEEDS = {"": 1.0, "fast": 1.0, "slow": 0.4}
+"""Of a GPU, by its type."""
+TYPES = ("fast", "slow")
 PLANS = {2: make_plan(2, 1), 3: make_plan(3, 1), 4: make_plan(2, 2), 5: make_plan(2, 2), 6: make_plan(3, 2)}
+UNEQUAL = {
+    2: make_plan(1, 2),
+    3: make_unequal((2, 1, ""), (1, 1, "")),
+    4: make_unequal((3, 1, ""), (1, 1, "")),
+    5: make_unequal((3, 1, ""), (2, 1, "")),
+    6: make_unequal((4, 1, ""), (1, 2, "")),
+    7: make_unequal((3, 1, ""), (2, 2, "")),
+}
+"""Of each number of workers, pipelines that are not alike."""
+OF_TYPE = {1: ((1, 1),), 2: ((2, 1),), 3: ((2, 1), (1, 1)), 4: ((2, 2),)}
+"""Stages and replicas on so many GPUs of one type."""
+MIXED = {
+    Pool.of({"fast": fast, "slow": slow}): make_unequal(
+        *((*kind, "fast") for kind in OF_TYPE.get(fast, ())), *((*kind, "slow") for kind in OF_TYPE.get(slow, ()))
+    )
+    for fast, slow in itertools.product(range(5), range(5))
+    if fast + slow > 1
+}
+"""Of each pool of GPUs of two types."""
 RULES = Rules(
     checkpoints=CheckpointRules(file_timeout_s=5.0),
     wait=WaitRules(vms_patience_s=500.0, setup_s=1.0),

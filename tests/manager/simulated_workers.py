@@ -57,6 +57,8 @@ class Faults:
 
     num_devices: int = 1
     """of each VM, whose notice or loss is that of all of its workers"""
+    node_types: tuple[str, ...] = ()
+    """of which VMs come in turns; none: all are alike"""
     death_per_order: float = 0.0
     deaths_after_s: tuple[tuple[float, int], ...] = ()
     deaths_in: tuple[tuple[Phase, int, int], ...] = ()
@@ -803,7 +805,7 @@ class SimulatedWorkers:
         shape = worker.shape
         assert shape is not None
         mine = next((slot for slot in shape.slots if self.all[slot.worker] is worker), None)
-        is_last = mine is not None and mine.stage == shape.plan.pipeline_depth - 1
+        is_last = mine is not None and shape.plan.is_last(mine.stage)
         return evaluation_of(version, sums=True) if is_last and size.is_due(version) else None
 
     def finished(self, order: Any) -> FinishedMetrics | None:

@@ -20,6 +20,7 @@ from manager.controller.state.events import (
     ManagerResumed,
     NodeAppeared,
     NodesGranted,
+    NodesStarted,
     NoticeGiven,
     Paid,
     StopRequested,
@@ -120,6 +121,36 @@ def test_a_booting_vm_costs_from_grant_to_release() -> None:
     account = ledger.account()
     assert account.total_s == 2 * boot_s + 3.0
     assert account.part_s(Part.WARMING) == account.total_s
+
+
+def test_a_vm_in_a_queue_costs_nothing_until_it_begins() -> None:
+    ledger, state = Ledger(), initial_state(make_config(target_nodes=4))
+    priced = Paid(usd_per_h=3600.0)
+    names = ("seen", "joins", "cancelled", "for ever")
+    queued = NodesGranted(request="job-1", nodes=names, waiting=names, paid={"joins": priced})
+    seen = NodesStarted(
+        request="job-1", nodes=("seen", "cancelled"), paid={"seen": Paid(usd_per_h=7200.0, before_s=2.0)}
+    )
+    timed: list[tuple[float, Event]] = [
+        (0.0, Tick()),
+        (10.0, queued),
+        (50.0, WorkerLost(worker="cancelled", cause="the provider has its VM no more")),
+        (100.0, seen),
+        (103.0, NodeAppeared(node="joins", request="job-1")),
+        (105.0, NodeAppeared(node="seen", request="job-1")),
+    ]
+    for now_s, event in timed:
+        ledger.advance(now_s)
+        decision = decide(state, event, now_s)
+        state = decision.state
+        ledger.take(event, DecisionRecord.of(decision))
+    ledger.advance(110.0)
+    account = ledger.account()
+    assert account.total_s == (2.0 + 10.0) + 7.0
+    assert account.bill(None).total_usd == pytest.approx(2 * 12.0 + 7.0)
+    assert ledger.waiting.keys() == {"for ever"}
+    ledger.end_session()
+    assert ledger.waiting == {}
 
 
 def journalled(*lines: tuple[float, Event | Fact | ControllerConfig]) -> Account:

@@ -29,12 +29,16 @@ BEGAN_S = 1_800_000_000.0
 class Desk:
     """Alerts of a run, by a command that writes down what it reads, on a clock that is set."""
 
-    def __init__(self, folder: Path, budget_usd: float | None = None, **notify: object) -> None:
+    def __init__(
+        self, folder: Path, budget_usd: float | None = None, *, forever: bool = False, **notify: object
+    ) -> None:
         self.folder, self.now_s, self.said = folder, BEGAN_S, list[str]()
         (folder / "trackers").mkdir(exist_ok=True)
         notify.setdefault("command", writes_down(folder))
         self.notify = Notify.model_validate(notify)
-        self.alerts = Alerts(folder, "tiny", self.notify, budget_usd, self.said.append, lambda: self.now_s)
+        self.alerts = Alerts(
+            folder, "tiny", self.notify, budget_usd, self.said.append, lambda: self.now_s, forever=forever
+        )
         self.alerts.open()
         noted = folder / "trackers" / "notify.json"
         self._sequence = int(json.loads(noted.read_text())["sequence"]) if noted.exists() else 0
@@ -66,6 +70,10 @@ class Desk:
 
     def trouble(self, kind: str, sentence: str = "vm3 could not be set up") -> None:
         self.tell(Trouble.model_validate({"step": 4, "time_s": self.now_s, "kind": kind, "sentence": sentence}))
+
+    def end(self, outcome: str, sentence: str = "no", **fields: object) -> None:
+        end = {"step": 7, "time_s": self.now_s, "outcome": outcome, "sentence": sentence, **fields}
+        self.tell(RunEnded.model_validate(end))
 
     def told(self) -> list[str]:
         return told(self.folder)
@@ -122,6 +130,40 @@ def test_the_same_trouble_is_told_once_an_hour_and_no_flood_of_any(tmp_path: Pat
     assert desk.told()[5:] == ["ended"] * (alerts.AT_MOST - 2)
     assert Desk(tmp_path, budget_usd=10.0).told() == desk.told()
     assert not desk.alerts.begin(3), "what was told is not told again"
+
+
+def test_a_run_that_rests_is_told_once_until_it_trains_again(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, stopped_min=10)
+    for _ in range(5):
+        desk.end("stopped", "vm3 could not be set up", rests=True)
+        desk.now_s += 7000
+        desk.trouble("setup_failed")
+        desk.alerts.flush()
+    assert desk.told() == ["ended"]
+    assert "it tries again by itself" in (tmp_path / "told.jsonl").read_text()
+    desk.step(8)
+    desk.trouble("setup_failed")
+    desk.end("failed")
+    assert desk.told() == ["ended", "training_goes_on", "setup_failed", "ended"]
+
+
+def test_a_run_forever_is_told_once_until_it_trains_again_and_at_its_end(tmp_path: Path) -> None:
+    for _ in range(3):
+        again = Desk(tmp_path, forever=True, stopped_min=10)  # beside one manager after the other
+        again.end("failed", "the disk is full")
+        again.alerts.manager_gone()
+    killed = Desk(tmp_path, forever=True)
+    killed.alerts.manager_gone()
+    assert killed.told() == ["ended"]
+    killed.step(8)
+    killed.alerts.manager_gone()
+    assert killed.told() == ["ended", "training_goes_on", "manager_gone"]
+    for number, end in enumerate(({"outcome": "finished"}, {"outcome": "stopped", "sentence": "SIGTERM; saved"})):
+        Desk(tmp_path, forever=True).end(**end)
+        assert killed.told()[3:] == ["ended"] * (number + 1)
+    Desk(tmp_path, forever=True).end("stopped", at_limit=True)
+    assert killed.told()[3:] == ["ended"] * 3
+    assert "morph resume" not in (tmp_path / "told.jsonl").read_text()
 
 
 def test_what_happened_long_before_is_not_told(tmp_path: Path) -> None:

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 import sqlite3
+from contextlib import closing
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import cast, get_args, get_type_hints
 
 import pytest
+from pydantic import BaseModel
 from random_history import random_faults
 from simulated_cluster import Faults, JournalledCluster, SimulatedCluster
-from simulated_job import make_config
 
 from benchmarks.journal import Writer, one_worker
+from manager.accounting.account import Account
+from manager.accounting.ledger import Ledger
 from manager.accounting.spent import Prices
+from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import Event
 from manager.controller.state.state import ControllerState, Decision
-from manager.history.lives import lives_in
+from manager.history.lives import LivesReader, lives_in
 from manager.journal import journal as journal_module
-from manager.journal.condensed import Cut
+from manager.journal.condensed import VERSION, Cut, digest_of
 from manager.journal.journal import Journal
 from manager.journal.records import Fact
 from manager.journal.replay import replay
-from manager.report.condenser import Condenser
+from manager.report import condenser as condenser_module
+from manager.report.condenser import Condenser, condense_all
 from manager.report.events import EventReader
-from manager.report.journal_reader import read_ledger, read_report
+from manager.report.journal_reader import RunReader, read_ledger, read_report
 from manager.report.morph_trace import morph_trace
 from manager.run_dir import JOURNAL
 from manager.trackers.reading import HappeningsReader
@@ -43,9 +52,9 @@ class Both(JournalledCluster):
         super().__init__(seed, run_dir / "plain", faults, **fields)
         self.path, self.reopens, self.num_lines = run_dir / JOURNAL, reopens, 0
         self.open_anew()
-        self.short.append_config(self.now_s, make_config(**fields))
+        self.short.append_config(self.now_s, self.state.config)
         plain = self.journal
-        append_decision, append_fact = plain.append_decision, plain.append_fact
+        append_decision, append_fact, append_config = plain.append_decision, plain.append_fact, plain.append_config
 
         def both_decisions(time_s: float, event: Event, decision: Decision) -> None:
             append_decision(time_s, event, decision)
@@ -55,13 +64,18 @@ class Both(JournalledCluster):
             append_fact(time_s, fact)
             self.next_line().append_fact(time_s, fact)
 
+        def both_configs(time_s: float, config: ControllerConfig) -> None:
+            append_config(time_s, config)
+            self.next_line().append_config(time_s, config)
+
         plain.append_decision = both_decisions  # type: ignore[method-assign]
+        plain.append_config = both_configs  # type: ignore[method-assign]
         plain.append_fact = both_facts  # type: ignore[method-assign]
 
     def open_anew(self) -> None:
         """As by another manager."""
         self.short = Journal.open(self.path)
-        self.short.keeper = Condenser(self.short)
+        self.short.condense(Condenser, replay(self.short) if self.short.last_config() else None)
 
     def next_line(self) -> Journal:
         self.num_lines += 1
@@ -77,8 +91,8 @@ class Both(JournalledCluster):
         self.short.close()
 
 
-def told(path: Path) -> dict[str, object]:
-    """What each reader of a journal finds in it."""
+def told(path: Path, *, state: bool = True) -> dict[str, object]:
+    """What each reader of a journal finds in it; ``state``: the controller's too."""
     with Journal.open(path / JOURNAL, read_only=True) as journal:
         happenings = HappeningsReader("mem://checkpoints", PRICES)
         report = read_report(path)
@@ -89,7 +103,7 @@ def told(path: Path) -> dict[str, object]:
             "events": [one for one in EventReader().new(journal) if not one.routine],
             "happenings": [one for _, found in happenings.new(journal, 7) for one in found],
             "morphs": [morph_trace(journal.read(), morph) for morph in report.morphs if morph.resumed_at_s],
-            "state": replay(journal),
+            "state": replay(journal) if state else None,
             "moment": journal.last_moment(),
             "first": journal.first_line(),
         }
@@ -174,7 +188,8 @@ def test_a_manager_killed_while_it_condenses_leaves_the_lines_or_what_they_come_
     """At each statement of the transaction, and where the file is full there: what is read is the same as ever."""
     cluster = Both(0, tmp_path, LOSES_ALL, expected_nodes=6, num_steps=20)
     cluster.run(6)
-    expected, keeper, num = told(tmp_path / "plain"), Condenser(cluster.short), 0
+    expected, keeper, num = told(tmp_path / "plain"), cluster.short.keeper, 0
+    assert isinstance(keeper, Condenser)
     monkeypatch.setattr(journal_module, "NUM_AT_LEVEL", (6, 18))
     real, whole = cluster.short._connection, cluster.short.last_moment()
 
@@ -252,7 +267,7 @@ def test_damaged_steps_never_end_the_run_that_goes_on_with_them(
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 20)
     monkeypatch.setattr(journal_module, "NUM_AT_LEVEL", (60, 600))
     with Journal.open(tmp_path / JOURNAL) as journal:
-        journal.keeper = Condenser(journal)
+        journal.condense(Condenser)
         writer = Writer(journal, one_worker(1000), itertools.count(), 0.0)
         writer.until(50)
         journal._connection.execute("UPDATE steps SET digest = x'00' WHERE name = 'loss'")
@@ -285,15 +300,145 @@ def test_a_journal_of_an_older_version_is_read_once_its_run_is_resumed(tmp_path:
     cluster.journal.close()
     with pytest.raises(RunDirError, match="was written by an older version of Morph"):
         read_report(tmp_path)
-    Journal.open(tmp_path / JOURNAL).close()
+    with Journal.open(tmp_path / JOURNAL) as journal:
+        journal.condense(Condenser)
     assert read_report(tmp_path).outcome == "finished"
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_many_lines_that_nobody_condensed_are_condensed_a_few_at_a_time(
+    goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 10)
+    monkeypatch.setattr(journal_module, "AT_ONCE", 7)
+    (tmp_path / "plain").mkdir()
+    cluster = JournalledCluster(0, tmp_path / "plain", LOSES_ALL, expected_nodes=6, num_steps=40)
+    cluster.run(6)
+    cluster.journal.close()
+    shutil.copy(tmp_path / "plain" / JOURNAL, tmp_path / JOURNAL)
+    with sqlite3.connect(tmp_path / JOURNAL) as file:
+        file.execute("PRAGMA user_version = 1")
+    held, said, largest = [], [], Condenser.cut
+
+    def cut(keeper: Condenser) -> Cut:
+        held.append(len(keeper.run.told))
+        return largest(keeper)
+
+    def tell(line: int, last: int) -> None:
+        said.append((line, last))
+        with pytest.raises(RunDirError, match=f"is condensed up to line [0-9]+ of {last}" if held else "older version"):
+            read_report(tmp_path)
+
+    monkeypatch.setattr(Condenser, "cut", cut)
+    with Journal.open(tmp_path / JOURNAL) as journal:
+        journal.condense(Condenser, cluster.state if goes_on else None, tell)
+        last = journal.last_moment()
+        assert last is not None
+        assert replay(journal) == cluster.state if goes_on else journal.snapshot() is not None
+    assert [line for line, _ in said] == [*range(7, last[0], 7), last[0]]
+    assert len(held) > 5
+    assert max(held) < 40
+    found, plain = told(tmp_path, state=goes_on), told(tmp_path / "plain", state=goes_on)
+    assert found == plain
+    with Journal.open(tmp_path / JOURNAL, read_only=True) as journal:
+        assert len(tuple(journal.tail().entries)) < 60
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 60))])
+@pytest.mark.parametrize("version", [None, 0])
+def test_what_another_version_condensed_is_folded_anew(
+    version: int | None, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a run of another version after every few lines: what an old state holds is never read."""
+    monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 11 + seed)
+    open_anew = Both.open_anew
+
+    def upgraded(cluster: Both) -> None:
+        forget_states(cluster.path, version)
+        open_anew(cluster)
+
+    monkeypatch.setattr(Both, "open_anew", upgraded)
+    faults, num_nodes, _ = random_faults(seed)
+    cluster = Both(seed, tmp_path, faults, reopens=17)
+    cluster.run(num_nodes)
+    cluster.close()
+    forget_states(tmp_path / JOURNAL, version)
+    short, plain = told(tmp_path), told(tmp_path / "plain")
+    for name in ("lives", "state", "moment", "events"):
+        assert short[name] == plain[name], name
+    assert settled_of(short["report"]) == settled_of(plain["report"])
+    accounts = [cast(Ledger, one["ledger"]).account() for one in (short, plain)]
+    assert accounts[0].total == accounts[1].total
+    assert sum(accounts[0].parts_ns.values()) == accounts[0].total_ns
+
+
+def settled_of(report: object) -> dict[str, object]:
+    """All but what was on its way where the journal was condensed, and what nodes spent their time on."""
+    assert isinstance(report, dict)
+    kept = {name: value for name, value in report.items() if name not in ("correction", "next_save", "account")}
+    return kept | {"steps": [step | {"loss_scale": None} for step in kept["steps"]]}
+
+
+def forget_states(path: Path, version: int | None) -> None:
+    """Let another version have written where readers stand, as nothing that this one reads."""
+    with closing(sqlite3.connect(path)) as file, file:
+        for (data,) in file.execute("SELECT data FROM heads").fetchall() if has_heads(file) else ():
+            states = {"run": "?", "life": "{}", "event": "[]", "account": json.loads(data)["account"]}
+            changed = json.dumps(states if version is None else states | {"version": version}).encode()
+            file.execute("UPDATE heads SET data = ?, digest = ?", (changed, digest_of(changed)))
+
+
+def has_heads(file: sqlite3.Connection) -> bool:
+    return file.execute("SELECT 1 FROM sqlite_master WHERE name = 'heads'").fetchone() is not None
+
+
+def test_states_have_the_fields_of_their_version() -> None:
+    """Where this fails, raise ``VERSION`` in manager/journal/condensed.py, and put the new digest here beside it."""
+    assert (VERSION, digest_of(json.dumps(fields_of()).encode()).hex()) == (1, "45269bd07b507e5d6da5c20a7bb6f2f4")
+
+
+def fields_of() -> dict[str, list[str]]:
+    """Of everything that readers keep of where they stand: fields with their types, by class."""
+    left: list[object] = [RunReader, LivesReader, EventReader, Account]
+    found: dict[str, list[str]] = {}
+    while left:
+        kind = left.pop()
+        left += get_args(kind)
+        of_shape = isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, BaseModel))
+        if isinstance(kind, type) and of_shape and kind is not ControllerConfig and kind.__name__ not in found:
+            names = kind.model_fields if issubclass(kind, BaseModel) else [one.name for one in fields(kind)]
+            types = get_type_hints(kind)
+            found[kind.__name__] = [f"{name}: {types[name]}" for name in sorted(names)]
+            left += [types[name] for name in names]
+    return dict(sorted(found.items()))
+
+
+def test_it_is_said_how_far_a_long_journal_is_condensed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "AT_ONCE", 7)
+    monkeypatch.setattr(condenser_module, "LONG", 20)
+    JournalledCluster(0, tmp_path, Faults()).run(3)
+    said: list[str] = []
+    condense_all(tmp_path / JOURNAL, said.append)
+    assert 1 < len(said) < 10
+    assert said[0].startswith("the run's journal is being condensed, once: ")
+
+
+def test_lines_of_another_version_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    cluster = JournalledCluster(0, tmp_path, Faults())
+    cluster.run(3)
+    cluster.journal._connection.execute("UPDATE entries SET payload_json = '{}' WHERE sequence = 5")
+    cluster.journal.close()
+    with pytest.raises(RunDirError, match="line 5 of the journal was written by another version of Morph"):
+        read_report(tmp_path)
 
 
 def test_neither_readers_nor_blocks_grow_with_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 20)
     monkeypatch.setattr(journal_module, "NUM_AT_LEVEL", (16, 64))
     with Journal.open(tmp_path / JOURNAL) as journal:
-        journal.keeper = Condenser(journal)
+        journal.condense(Condenser)
         writer, sizes = Writer(journal, one_worker(1000), itertools.count(), 0.0), []
         for version in (200, 400, 600):
             writer.until(version)

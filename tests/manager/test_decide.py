@@ -31,6 +31,7 @@ from manager.controller.state.events import (
     NobodyHeard,
     NodeAppeared,
     NodesGranted,
+    NodesStarted,
     NoticeGiven,
     NoticeWithdrawn,
     PreCopyReported,
@@ -112,6 +113,8 @@ def events_of(event_type: type[Event], script: Script) -> list[Event]:
         return [PreCopyReported(worker=worker, report=report) for worker in everybody for report in reports]
     if event_type is NodesGranted:
         return [NodesGranted(request=request, nodes=("n8",)) for request in ("job-1", "job-9")]
+    if event_type is NodesStarted:
+        return [NodesStarted(request=request, nodes=("n8",)) for request in ("job-1", "job-9")]
     if event_type is RequestRefused:
         return [RequestRefused(request=request, cause="quota") for request in ("job-1", "job-9")]
     if event_type is NoticeGiven:
@@ -435,6 +438,10 @@ BROKEN: dict[str, tuple[Phase, Break]] = {
         having(requests={"job-1": NodeRequest(count=0, requested_s=0.0)}),
     ),
     "a node boots for one request, and is not up": (Phase.TRAINING, having(requests={"job-1": GRANTED})),
+    "who waits in a queue was granted": (
+        Phase.TRAINING,
+        having(requests={"job-1": NodeRequest(count=1, requested_s=0.0, waiting=frozenset({"n8"}))}),
+    ),
     "a notice is kept of nodes that are not up": (
         Phase.TRAINING,
         having(kept_notices={"n1": KeptNotice(notice="first", taken_s=9.0)}),

@@ -703,7 +703,7 @@ def test_a_stop_by_the_user_is_no_rest() -> None:
     fail_setup(script, "n9")
     assert script.state.provisioning.gives_up
     script.tell(StopRequested(reason="SIGINT"))
-    assert (script.state.stop_reason, script.state.provisioning.gives_up) == ("SIGINT", False)
+    assert (script.state.stop_reason, script.state.provisioning.gives_up) == ("SIGINT", None)
 
 
 def test_memory_that_runs_out_in_a_step_and_in_setups_ends_the_run() -> None:
@@ -730,3 +730,4 @@ def test_what_is_paid_while_nobody_trains_has_a_bound() -> None:
     (finish,) = ends(script.tell(Tick(), at_s=began_s + 33.2))
     assert finish.outcome == "stopped"
     assert "VMs were paid for 0.01 hours together while no step was trained" in finish.sentence
+    assert finish.at_limit

@@ -97,6 +97,29 @@ def test_without_a_checkpoint_before_it_a_run_begins_anew_and_leaps_at_the_same_
     assert (script.state.version, script.state.decided) == (8, Decided(version=8, skipped=True, state_of=4))
 
 
+def test_a_version_to_go_back_to_is_saved_beside_one_that_is_being_written() -> None:
+    script = script_with(when_bad="go_back")
+    versions = []
+    for _ in range(9):  # storage is slow: nothing is complete
+        script.prepared()
+        versions.append(tuple(one.version for one in script.state.saving.under_way))
+    assert versions[2:5] == [(3,), (4,), (4,)]
+    assert versions[-1] == (4,), "a second one begins once the first is complete"
+    script.saved(4)
+    assert script.state.saving.newest == (4,)
+    train(script, 13)
+    assert 12 in script.state.saving.newest
+
+
+def test_losses_that_hardly_differ_make_no_slight_rise_bad() -> None:
+    rules, trend = LossRules(deviations=5.0, window=3), LossTrend()
+    for version in range(1, 6):
+        trend = trend.after(version, {0: 2.0}, {}, rules, bad=False)
+    assert trend.variance == 0.0
+    assert trend.why_bad({0: 2.0001}, {}, rules) == ""
+    assert trend.why_bad({0: 2.02}, {}, rules).startswith("its loss, 2.02, is more than 5 deviations (0.002)")
+
+
 def test_a_bad_step_at_its_milestone_is_left_without_storage() -> None:
     script = script_with(when_bad="go_back")
     train(script, 4)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import simulated_job as jobs
 from simulated_job import SIZES, UNITS, make_plan
 
 from manager.controller.decide import ImpossibleEvent
@@ -45,13 +46,21 @@ def plan_of(depth: int, replicas: int, step_s: float) -> Plan:
 PLANS = {2: plan_of(2, 1, 4.0), 3: plan_of(3, 1, 3.0), 4: plan_of(2, 2, 2.0), 6: plan_of(3, 2, 1.5)}
 
 
+UNEQUAL = {
+    count: plan.model_copy(update={"expected": PLANS[count].expected})
+    for count, plan in jobs.UNEQUAL.items()
+    if count < 5
+}
+"""Beside these the fixed pipelines of the others."""
+
+
 def history_of(seed: int, *, jumps: bool, every: int | None) -> tuple[SpotCluster, list[tuple[float, Event, Decision]]]:
     """Play some hours in which VMs come, are noticed and go."""
     told: list[tuple[float, Event, Decision]] = []
     job = SpotJob(
         name="job",
         batch_size=8,
-        plans=PLANS,
+        plans=PLANS | UNEQUAL if seed % 2 else PLANS,
         units=UNITS,
         unit_bytes=SIZES,
         durations=EXACT,

@@ -12,7 +12,7 @@ import pytest
 from controller_script import Script
 from random_history import random_faults
 from simulated_cluster import Faults, JournalledCluster, SimulatedCluster, played
-from simulated_job import make_config
+from simulated_job import UNEQUAL, make_config
 from typer.testing import CliRunner
 
 from manager.controller.state.events import Event, NodeAppeared, Tick, WorkerAnswered
@@ -254,3 +254,15 @@ def test_setups_that_fail_are_the_first_line_wherever_a_run_is_shown(
     assert sentence not in run.headline
     assert sentence not in summarise(read_report(tmp_path))
     journal.close()
+
+
+def test_the_grid_of_unequal_pipelines_has_a_row_for_each_as_long_as_it_is_deep() -> None:
+    run = LiveRun("job", 12, 8)
+    cluster = SimulatedCluster(0, make_config(plans=UNEQUAL, expected_nodes=5))
+    cluster.observers = (lambda at, _before, event, decision: run.take(at.now_s, event, decision),)
+    cluster.schedule(5)
+    while run.version < 3:
+        cluster.next()
+    assert run.shape == "3x1 + 2x1"
+    assert [len(row) for row in snapshot(run)["grid"]] == [3, 2]
+    assert sorted(map(run.role, run.nodes))[-1] == "stage 2, replica 0"

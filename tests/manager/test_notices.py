@@ -38,11 +38,6 @@ def noticed(script: Script, worker: str, lead_s: float = 2.5, notice: str = "fir
     assert actions == (() if needed else (AcknowledgeNotice(worker=worker, notice=notice),))
 
 
-def shape_of(script: Script) -> str:
-    assert script.state.plan is not None
-    return script.state.plan.shape
-
-
 def test_a_noticed_member_finishes_its_step_and_leaves_at_the_boundary() -> None:
     script = script_in(Phase.TRAINING)
     noticed(script, "n2")

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 from controller_script import Script, receivers
-from simulated_job import PLANS, RULES, make_plan
+from simulated_job import PLANS, RULES, make_plan, make_unequal
 
 from manager.controller.state.actions import EndWorker, ProbeWorker, SendReshape, SendStep
 from manager.controller.state.events import ComputeTimesSeen, WorkerLost, WorkerProbed, WorkerTimes
@@ -208,6 +208,38 @@ def suspects(script: Script) -> list[str]:
 
 def test_with_one_replica_the_profile_says_who_is_slow() -> None:
     assert suspects(pipeline(3, {"n2": SLOW})) == ["n2"]
+
+
+def unequal(slow: dict[str, float], *kinds: tuple[int, int, str]) -> Script:
+    """Pipelines of these kinds report times so much longer than the profile has them; none of them is left out."""
+    plan = make_unequal(*kinds)
+    script = Script(plans={plan.num_workers: plan}, expected_nodes=plan.num_workers, section_compute_s=(1.0,) * 6)
+    script.ready(*(f"n{number}" for number in range(1, plan.num_workers + 1)))
+    script.reshaped()
+    for _ in range(5):
+        against_profile(script, slow)
+    return script
+
+
+def test_a_stage_that_only_one_of_unequal_pipelines_has_is_held_against_the_profile() -> None:
+    script = unequal({"n5": SLOW}, (3, 1, ""), (2, 1, ""))
+    assert suspects(script) == ["n5"]
+    yardstick = script.state.workers["n5"].pace.yardstick
+    assert yardstick is not None
+    assert (yardstick.first_section, yardstick.end_section, yardstick.healthy_s) == (3, 6, 3.0)
+    assert suspects(unequal({}, (3, 1, ""), (2, 1, ""))) == []
+
+
+def test_stages_of_the_same_sections_are_peers_whatever_pipeline_they_are_in() -> None:
+    """Of three alike the median is the measure, though all of them are slower than the profile."""
+    slow = dict.fromkeys(("n1", "n2", "n3", "n4"), SLOW) | {"n4": SLOW * SLOW}
+    same = make_unequal((1, 2, ""), (1, 2, ""))
+    script = Script(plans={4: same}, expected_nodes=4)
+    script.ready("n1", "n2", "n3", "n4")
+    script.reshaped()
+    for _ in range(5):
+        times(script, slow)
+    assert suspects(script) == ["n4"]
 
 
 def test_a_machine_slower_than_its_profile_makes_nobody_slow() -> None:

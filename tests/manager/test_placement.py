@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from simulated_job import SIZES, UNITS, make_plan
+from simulated_job import SIZES, UNEQUAL, UNITS, make_plan, make_unequal
 
 from manager.controller.shape.placement import choose_sources, largest_overlap, place, share_units, spread
 from manager.controller.state.config import units_by_stage
@@ -44,7 +44,7 @@ def test_every_slot_is_filled_once_and_spare_workers_are_left_over() -> None:
 @each_seed(60)
 def test_placement_moves_the_fewest_bytes_there_are(seed: int) -> None:
     draw = random.Random(seed)
-    plan = make_plan(*draw.choice([(2, 1), (3, 1), (2, 2)]))
+    plan = draw.choice([make_plan(2, 1), make_plan(3, 1), make_plan(2, 2), UNEQUAL[3], UNEQUAL[4], UNEQUAL[5]])
     needed = units_by_stage(plan, UNITS)
     workers = [f"n{number}" for number in range(5)] if seed % 2 else ["a.d0", "a.d1", "b.d0", "b.d1", "b.d2"]
     held = {worker: frozenset(draw.sample(sorted(UNITS), draw.randrange(5))) for worker in workers}
@@ -57,6 +57,24 @@ def test_placement_moves_the_fewest_bytes_there_are(seed: int) -> None:
 
     best = max(kept(chosen) for chosen in itertools.permutations(workers, len(stages)))
     assert kept(tuple(slot.worker for slot in slots)) == best
+
+
+@each_seed(40)
+def test_workers_drive_stages_of_their_type_with_the_fewest_bytes_moved(seed: int) -> None:
+    draw = random.Random(seed)
+    plan = make_unequal((2, 1, "fast"), (1, 1, "slow"), (1, 1, ""))
+    needed = units_by_stage(plan, UNITS)
+    types = {"a": "fast", "b": "fast", "c": "slow", "d": "slow", "e": "fast"}
+    held = {worker: frozenset(draw.sample(sorted(UNITS), draw.randrange(7))) for worker in types}
+    slots = place(plan, list(types), held, needed, SIZES, types=types)
+    stages = [slot.stage for slot in slots]
+    wanted = [plan.stages[stage].node_type for stage in stages]
+    kept = {
+        chosen: sum(SIZES[u] for worker, s in zip(chosen, stages, strict=True) for u in needed[s] if u in held[worker])
+        for chosen in itertools.permutations(types, len(stages))
+        if all(of in ("", types[worker]) for worker, of in zip(chosen, wanted, strict=True))
+    }
+    assert kept[tuple(slot.worker for slot in slots)] == max(kept.values())
 
 
 def test_sources_keep_what_is_held_and_spread_the_rest_over_the_holders() -> None:
@@ -164,6 +182,20 @@ def test_a_newcomer_takes_the_stage_that_its_vm_has_not() -> None:
         ["a.d1", "b.d0"],
     ]
     assert {(slot.worker, slot.replica) for slot in slots if slot.worker.startswith("a")} == {("a.d0", 0), ("a.d1", 0)}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "vms", "devices"),
+    [(((3, 1), (2, 1)), 3, 2), (((3, 1), (1, 1)), 2, 3), (((2, 2), (3, 1)), 4, 2), (((4, 1), (1, 1)), 2, 4)],
+)
+def test_unequal_pipelines_survive_the_loss_of_any_vm(
+    kinds: tuple[tuple[int, int], ...], vms: int, devices: int
+) -> None:
+    plan = make_unequal(*((stages, replicas, "") for stages, replicas in kinds))
+    needed = units_by_stage(plan, UNITS)
+    slots = place(plan, crew(vms, devices), {}, needed, SIZES)
+    for unit in UNITS:
+        assert len({vm_of(slot.worker) for slot in slots if unit in needed[slot.stage]}) > 1, (unit, slots)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from simulated_cluster import TIMES, Faults, JournalledCluster
-from simulated_job import SIZES, facts_of, scale_of
+from simulated_job import MIXED, SIZES, TYPES, facts_of, scale_of
 from typer.testing import CliRunner
 
 from manager.controller.state.actions import SendReshape
@@ -66,6 +66,18 @@ def test_expectations_for_shared_cores_stand_beside_those_for_devices(tmp_path: 
     )
     assert told in summarise(report)
     assert ">3,250<" in report_page(report) or ">3250<" in report_page(report)
+
+
+def test_shapes_of_several_types_are_told_with_their_pools_and_what_follows(tmp_path: Path) -> None:
+    cluster = JournalledCluster(0, tmp_path, Faults(node_types=TYPES), expected_nodes=4, plans=MIXED)
+    assert cluster.run(4).outcome == "finished"
+    cluster.journal.close()
+    report = read_report(tmp_path)
+    (shape,) = report.shapes
+    assert (shape.shape, str(shape.pool)) == ("2x1 + 2x1", "fast=2,slow=2")
+    told = summarise(report)
+    assert "shape 2x1 + 2x1 on fast=2,slow=2 from " in told
+    assert "GPUs of 2 types (fast, slow) round differently: weights are equal to the bit only where one type" in told
 
 
 def test_a_forced_morph_is_timed_from_kill_to_next_step(tmp_path: Path) -> None:

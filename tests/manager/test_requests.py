@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from controller_script import Script, changed, receivers, script_in
-from simulated_job import FILES, MANIFEST, PLANS, RULES, make_config
+from simulated_job import FILES, MANIFEST, MIXED, PLANS, RULES, make_config
 
 from manager.controller.node_requests import MAX_SENT
 from manager.controller.shape.formation import GATHER_S
@@ -20,10 +20,12 @@ from manager.controller.state.actions import (
     SendReshape,
     StartWorker,
 )
+from manager.controller.state.config import Offer
 from manager.controller.state.events import (
     NodeAppeared,
     NodeFacts,
     NodesGranted,
+    NodesStarted,
     NoticeGiven,
     RequestRefused,
     Tick,
@@ -57,6 +59,54 @@ def test_what_is_missing_is_asked_for_once() -> None:
     assert script.state.provisioning.requests == {}
 
 
+def asking_types(target: int = 4, fast_usd: float = 3.0, slow_usd: float = 0.5, **policy: object) -> Script:
+    """Fast GPUs are 2.5 times as fast as slow ones."""
+    prices = {"fast": fast_usd, "slow": slow_usd}
+    offers = tuple(Offer(node_type=name, usd_per_h=usd) for name, usd in prices.items())
+    given = make_config().policy.model_copy(update=policy)
+    return Script(target_nodes=target, plans=MIXED, offers=offers, policy=given)
+
+
+def types_in(actions: Sequence[Action]) -> list[tuple[str, int]]:
+    return [(action.node_type, action.count) for action in actions if isinstance(action, RequestNodes)]
+
+
+@pytest.mark.parametrize(
+    ("objective", "slow_usd", "wanted"),
+    [
+        ("throughput", 0.5, [("fast", 4), ("slow", 2)]),
+        ("dollars", 0.5, [("slow", 4), ("fast", 2)]),
+        ("dollars", 2.5, [("fast", 4), ("slow", 2)]),
+    ],
+)
+def test_the_type_that_adds_most_is_asked_for(objective: str, slow_usd: float, wanted: list[tuple[str, int]]) -> None:
+    """The table has at most four of each."""
+    script = asking_types(6, slow_usd=slow_usd, objective=objective)
+    assert types_in(script.tell(Tick())) == wanted
+
+
+def test_a_refused_type_pauses_while_another_is_asked_for() -> None:
+    script = asking_types()
+    assert types_in(script.tell(Tick())) == [("fast", 4)]
+    actions = script.tell(RequestRefused(request="job-1", cause="capacity"))
+    assert types_in(actions) == [("slow", 4)]
+    assert types_in(script.tell(RequestRefused(request="job-2", cause="quota"))) == []
+    assert types_in(script.wake()) == [("fast", 4)], "its pause is over first"
+    script.tell(NodesGranted(request="job-3", nodes=("n1", "n2", "n3", "n4")))
+    assert script.state.provisioning.refused.keys() == {"slow"}
+    for node in ("n1", "n2", "n3", "n4"):
+        script.tell(NodeAppeared(node=node, request="job-3"))
+    assert {entry.facts.node_type for entry in script.state.workers.values()} == {"fast"}
+
+
+def test_what_is_there_and_what_boots_counts_by_its_type() -> None:
+    script = asking_types(5)
+    assert types_in(script.tell(Tick())) == [("fast", 4), ("slow", 1)]
+    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
+    script.tell(NodeAppeared(node="n1", request="job-1"))
+    assert types_in(script.tell(WorkerLost(worker="n1", cause="its VM was taken"))) == [("fast", 1)]
+
+
 def test_a_vms_kind_comes_from_its_grant_or_itself() -> None:
     script, kinds = asking(), {f"n{number}": NodeFacts(provider="azure", zone=str(number)) for number in (1, 2, 3)}
     script.tell(Tick())
@@ -67,6 +117,25 @@ def test_a_vms_kind_comes_from_its_grant_or_itself() -> None:
     for node in ("n3", "n4"):
         script.tell(NodeAppeared(node=node, request="job-1"))
     assert {node: entry.facts for node, entry in script.state.workers.items()} == {**kinds, "n4": NodeFacts()}
+
+
+def test_a_vm_in_a_queue_is_awaited_for_ever_and_given_up_once_it_boots() -> None:
+    script, kind = asking(), NodeFacts(provider="slurm", zone="n7")
+    boot_s = script.state.config.policy.rules.requests.boot_s
+    script.tell(Tick())
+    names = ("n1", "n2", "n3", "n4")
+    script.tell(NodesGranted(request="job-1", nodes=names, waiting=names))
+    script.tell(Tick(), at_s=script.now_s + 10 * boot_s)
+    assert script.state.provisioning.requests["job-1"].granted.keys() == set(names)
+    script.tell(NodesStarted(request="job-1", nodes=("n2", "stranger"), facts={"n2": kind}))
+    script.tell(NodeAppeared(node="n3", request="job-1"))  # before anybody saw it leave the queue
+    lost = script.tell(WorkerLost(worker="n4", cause="the provider has its VM no more"))
+    assert ReleaseNodes(nodes=("n4",)) in lost
+    assert script.tell(NodesStarted(request="job-1", nodes=("n4",))) == ()
+    request = script.state.provisioning.requests["job-1"]
+    assert (request.granted.keys(), request.waiting, request.facts) == ({"n1", "n2"}, {"n1"}, {"n2": kind})
+    script.tell(Tick(), at_s=script.now_s + boot_s)
+    assert script.state.provisioning.requests["job-1"].granted.keys() == {"n1"}, "n2 did not appear in time"
 
 
 def test_a_run_that_brings_its_own_vms_asks_for_none() -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from controller_script import Script, changed, receivers, script_in
-from simulated_job import PLANS, RULES, make_config, make_plan
+from pydantic import ValidationError
+from simulated_job import MIXED, PLANS, RULES, make_config, make_plan
 
 from manager.controller.shape.selection import hold_s, record_flap
 from manager.controller.state.actions import Abort, EndWorker, Finish, SendReshape, SendStep
+from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import NobodyHeard, NodeAppeared, StopRequested, Tick, WorkerAnswered, WorkerLost
 from manager.controller.state.state import Flaps, Phase
 from manager.controller.state.transition import Transition
 from morph.contract.messages import Aborted, WorkerReady
+from morph.contract.pool import Pool
 from morph.contract.rules import Rules
 from morph.contract.salvage import LOSSES, KeptSums, partial_sum
 
@@ -112,6 +117,33 @@ def test_answers_to_small_changes_were_computed_beforehand() -> None:
             if number <= count
         )
     assert config.best_plan(1) is None
+
+
+@pytest.mark.parametrize(
+    ("there", "shape"),
+    [
+        ("fast=1,slow=1", "1x1 + 1x1"),
+        ("fast=9", "2x2"),
+        ("fast=2,slow=1", "2x1 + 1x1"),
+        ("slow=3,fast=9", "2x2 + 2x1 + 1x1"),
+        ("other=4,fast=2", "2x1"),
+        ("other=4", None),
+    ],
+)
+def test_of_a_table_of_pools_the_fastest_that_fits_is_taken(there: str, shape: str | None) -> None:
+    config = make_config(plans=MIXED)
+    kept = ControllerConfig.model_validate_json(config.model_dump_json())
+    for each in (config, kept):
+        best = each.best_plan(Pool.parse(there))
+        assert (best.shape if best is not None else None) == shape
+
+
+def test_keys_of_a_table_of_one_type_are_numbers_in_a_journal() -> None:
+    config = make_config()
+    assert set(json.loads(config.model_dump_json())["plans"]) == {"2", "3", "4", "5", "6"}
+    assert ControllerConfig.model_validate_json(config.model_dump_json()) == config
+    with pytest.raises(ValidationError, match=r"plans\[fast=1\] needs fast=2 workers"):
+        make_config(plans={"fast=1": MIXED[Pool.of({"fast": 2})]})
 
 
 def test_a_pause_for_vms_ends_one_day() -> None:

@@ -15,7 +15,7 @@ from traitlets.config import Config
 from tests.grids import IS_LONG
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
-PLAN, SPOT = "plan_a_job.ipynb", "spot_job.ipynb"
+PLAN, SPOT, ELASTIC = "plan_a_job.ipynb", "spot_job.ipynb", "elastic_loop.ipynb"
 CELL_TIMEOUT_S = 300
 SMALLER = {
     PLAN: {"MAX_GPUS = 128": "MAX_GPUS = 36"},
@@ -24,12 +24,17 @@ SMALLER = {
         "SEEDS = range(4)": "SEEDS = range(2)",
         "SIZES = (24, 36, 48)": "SIZES = (24, 30)",
     },
+    ELASTIC: {
+        "NUM_WORKERS = 4": "NUM_WORKERS = 2",
+        "NUM_STEPS = 150": "NUM_STEPS = 30",
+        "LOSSES = (50, 100)": "LOSSES = (10,)",
+    },
 }
 """What a user sets at the top, and each commit sets to less: as it is written it runs in `make test-long`."""
 pytestmark = pytest.mark.timeout(1200)
 
 
-@pytest.fixture(scope="module", params=[PLAN, SPOT])
+@pytest.fixture(scope="module", params=[PLAN, SPOT, ELASTIC])
 def executed(request: pytest.FixtureRequest) -> nbformat.NotebookNode:
     """A notebook with outputs. Kernel and client talk through files, and leave nothing behind."""
     notebook = nbformat.read(FOLDER / request.param, as_version=4)
@@ -88,7 +93,17 @@ def test_the_notebook_says_how_many_vms_how_long_and_how_much(executed: nbformat
     assert len([output for output in outputs(executed) if "image/png" in output.get("data", {})]) == 2
 
 
-@pytest.mark.parametrize("name", [PLAN, SPOT])
+@pytest.mark.system
+@pytest.mark.parametrize("executed", [ELASTIC], indirect=True)
+def test_the_loop_that_loses_workers_ends_with_the_weights_of_one_worker(executed: nbformat.NotebookNode) -> None:
+    digests = re.findall(r"weights (\w{16})$", outputs(executed)[-1].text, re.MULTILINE)
+    assert len(digests) == 2
+    assert len(set(digests)) == 1
+    tables = [output.data["text/plain"] for output in outputs(executed) if "text/html" in output.get("data", {})]
+    assert len(tables[0].splitlines()) >= 4, "a row for each number of workers"
+
+
+@pytest.mark.parametrize("name", [PLAN, SPOT, ELASTIC])
 def test_it_is_kept_without_outputs_and_without_paths_of_a_machine(name: str) -> None:
     text = (FOLDER / name).read_text(encoding="utf-8")
     notebook = nbformat.reads(text, as_version=4)

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from manager.providers.hosts.ssh import SshHost
 from manager.providers.hosts.static import StaticProvider, StaticSpec
-from manager.providers.interface.provider import RETRYABLE, Provider, ProviderError, Refused, vm_name
+from manager.providers.interface.provider import RETRYABLE, Provider, ProviderError, Refused, RunName, Vm, vm_name
 from manager.providers.local import LocalProvider
+from manager.providers.slurm.provider import SlurmProvider
+from morph.contract.trace import UNKNOWN
+from tests.cloud.waiting import until
 from tests.providers import fake_slurm
 from tests.providers.azure_world import SPEC, provider
 from tests.providers.fake_arm import FakeArm
 from tests.providers.fake_arm import Fault as ArmFault
 from tests.providers.fake_ec2 import REGION, FakeEc2, Fault
+from tests.providers.real_slurm import NODE, RealSlurm, why_none
 
 ROOM = 4
+TYPES = ("t4", "v100")
 LARGE = 4
 """Devices of a VM, where it has several."""
 
@@ -32,7 +38,7 @@ class Fleet:
         self.up: list[str] = []
         self.booted: list[str] = []
 
-    def request(self, node: str, *, answers: str | None = None) -> str:
+    def request(self, node: str, *, answers: str | None = None, instance_type: str = UNKNOWN) -> str:
         assert node not in self.booted
         self.booted.append(node)
         self.up.append(node)
@@ -140,13 +146,88 @@ def aws(region: FakeEc2, directory: Path) -> Case:
     )
 
 
-MARKETS = [static, azure, aws, slurm, slurm_json]
+class Settled(SlurmProvider):
+    """Answers a request once its jobs have begun: until then they change by themselves."""
+
+    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+        names = [vm.name for vm in super().request(request, count, max_vms)]
+        until(lambda: not any(vm.waits for vm in self.list()), "jobs that run")
+        return tuple(next(vm for vm in self.list() if vm.name == name) for name in names)
+
+
+def slurm_real(cluster: RealSlurm, directory: Path) -> Case:
+    def make(run: str = "tiny-1", num_gpus: int = 1) -> Provider:
+        spec = fake_slurm.SPEC.model_copy(update={"num_gpus": num_gpus, "max_jobs": ROOM})
+        script = "#!/bin/sh\nexec sleep 600\n"
+        name = RunName(run=run, job=f"tiny {directory.name}")  # Slurm remembers the jobs of the test before
+        return Settled(spec, name, lambda _node, _grace_s: script, directory)
+
+    def silence(is_silent: bool) -> None:
+        cluster.stop_controller() if is_silent else cluster.start_controller()
+
+    kind = ("slurm", "spot", "", NODE)
+    return Case(make(), make, lambda: make("another"), (kind, kind), lambda: make(num_gpus=LARGE), silence)
+
+
+REAL = pytest.param(slurm_real, marks=[pytest.mark.slow, pytest.mark.skipif(bool(why_none()), reason=why_none())])
+MARKETS = [static, azure, aws, slurm, slurm_json, REAL]
 """Those in which several runs have VMs, and VMs several devices."""
 
 
+def of_two_types(kind: str, arm: Any, directory: Path) -> Provider:
+    """A provider with two VMs of each of two types, at least."""
+    if kind == "aws":
+        types = tuple(
+            known.model_copy(update={"num_gpus": 1, "node_type": of})
+            for known, of in zip(arm.spec.types, TYPES, strict=True)
+        )
+        return arm.provider(directory, spec=arm.spec.model_copy(update={"types": types}))
+    if kind == "local":
+        return LocalProvider(Fleet(), ROOM, 0.25)
+    if kind == "azure":
+        sizes = tuple(
+            SPEC.sizes[0].model_copy(update={"name": f"Standard_{of}", "num_gpus": 1, "node_type": of}) for of in TYPES
+        )
+        return provider(arm, directory, spec=SPEC.model_copy(update={"sizes": sizes}))
+    hosts = tuple(SshHost(address=f"host{index}", node_type=TYPES[index % 2]) for index in range(ROOM))
+    spec = StaticSpec(hosts=hosts, command=("run", "{node}"))
+    return StaticProvider(spec, "tiny", directory / "leases.json", shell=lambda host, remote, secret="": None)
+
+
+@pytest.mark.parametrize("kind", ["local", "static", "azure", "aws"])
+def test_vms_of_the_type_that_is_asked_for_come(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    opened = of_two_types(kind, request.getfixturevalue("ec2" if kind == "aws" else "arm"), tmp_path)
+    for name, of in (("a", "v100"), ("b", "t4")):
+        vms = opened.request(name, 2, node_type=of)
+        assert [vm.node_type for vm in vms] == [of, of]
+    assert sorted(vm.node_type for vm in opened.list()) == ["t4", "t4", "v100", "v100"]
+    if kind == "static":
+        with pytest.raises(Refused, match="none of the 2 hosts with t4 is free"):
+            opened.request("c", 1, node_type="t4")
+
+
 @pytest.fixture(params=[local, *MARKETS], ids=lambda make: make.__name__)
-def case(request: pytest.FixtureRequest, arm: FakeArm, tmp_path: Path) -> Case:
-    return request.param(request.getfixturevalue("ec2") if request.param is aws else arm, tmp_path)
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
+    stand_in = {slurm_real: "cluster", aws: "ec2"}.get(request.param, "arm")
+    return request.param(request.getfixturevalue(stand_in), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def cluster_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSlurm]:
+    cluster = RealSlurm(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture
+def cluster(cluster_of_all: RealSlurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealSlurm]:
+    for name, value in cluster_of_all.environment.items():
+        monkeypatch.setenv(name, value)
+    yield cluster_of_all
+    cluster_of_all.clear()
 
 
 def test_a_request_gets_vms_named_after_it(case: Case) -> None:
@@ -229,7 +310,7 @@ def test_another_run_neither_sees_nor_ends_them(case: Case) -> None:
     assert set(case.provider.list()) == set(granted)
 
 
-@pytest.mark.parametrize("case", [azure, aws, slurm, slurm_json], ids=lambda make: make.__name__, indirect=True)
+@pytest.mark.parametrize("case", [azure, aws, slurm, slurm_json, REAL], ids=lambda make: make.__name__, indirect=True)
 def test_a_market_that_says_nothing_has_lost_no_vm_and_gets_no_second_request(case: Case) -> None:
     assert case.silence is not None
     granted = case.provider.request("a", 2)

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ class Party:
         setup = SETUP.model_copy(update={"worker": name, "num_sections": 6, "secret": SECRET})
         self.name, self.workload = name, workload
         self.news = threading.Event()
-        fakes: Any = workload, FaultPlan(()), lambda: store
+        fakes: Any = workload, FaultPlan(()), lambda: nullcontext(store)
         self.lane = PreCopyLane(setup, *fakes, self.news.set)
         self.units = {unit: workload.trained(unit, index) for index, unit in enumerate(units)}
 
@@ -387,7 +388,8 @@ def test_a_stranger_who_does_not_know_the_secret_is_turned_away(
     incoming = receiver.lane._incoming
     assert incoming is not None
     stranger = Rendezvous(1, "b", guess)
-    told = incoming._open_store().get(stranger.key).decode()
+    with incoming._open_store() as store:
+        told = store.get(stranger.key).decode()
     host, port, *_ = told.split(" ")
     with (
         socket.create_connection((host, int(port)), BOUND_S) as connection,

@@ -113,7 +113,7 @@ class Script(Interrupt):
 
 def no_sums() -> StepSums:
     """Of a worker without units."""
-    rings = Rings({}, frozenset(), lambda _: None, Interrupt(1), FaultPlan([]))
+    rings = Rings({}, frozenset(), range(9), lambda _: None, Interrupt(1), FaultPlan([]))
     return StepSums({}, range(0), range(COUNT), COUNT, 0, rings)
 
 

@@ -5,27 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from morph.contract.messages import WorkerSetup
 from morph.cutting.deferred_init.construct import LazyTensors
 from morph.runtime.workloads.job_workload import JobWorkload
 from tests.runtime.conftest import CutJob
-from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS
+from tests.system.harness import setup_of_tiny_job
 
 
 @pytest.fixture(scope="module")
 def workload(tiny: CutJob) -> JobWorkload:
-    setup = WorkerSetup(
-        worker="w0",
-        job_path=JOB,
-        fingerprint=tiny.model.fingerprint,
-        num_sections=NUM_SECTIONS,
-        micro_batch_size=MICRO_BATCH_SIZE,
-        checkpoint_url="unused",
-        store_host="127.0.0.1",
-        store_port=0,
-        listen_host="127.0.0.1",
-    )
-    return JobWorkload(setup)
+    return JobWorkload(setup_of_tiny_job(tiny.model.fingerprint))
 
 
 @pytest.mark.slow

@@ -18,13 +18,12 @@ from morph.contract.messages import (
     SlowSpell,
     Source,
     StepOrder,
-    WorkerSetup,
 )
 from morph.runtime.process.single import single_plan
 from morph.runtime.process.worker import Worker, set_up
 from morph.runtime.step import pace
 from morph.runtime.step.pace import MICRO_BATCHES, Prober
-from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, load_tiny_job
+from tests.system.harness import MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, load_tiny_job, setup_of_tiny_job
 
 ORDER = ProbeOrder(probe=2, step=0, first_section=0, end_section=1, healthy_s=2.0)
 
@@ -92,18 +91,7 @@ class Alone:
 
     def __init__(self, job: TinyJob, directory: Path, spells: tuple[SlowSpell, ...] = ()) -> None:
         self._job = job
-        setup = WorkerSetup(
-            worker="w",
-            job_path=JOB,
-            fingerprint=job.fingerprint,
-            num_sections=NUM_SECTIONS,
-            micro_batch_size=MICRO_BATCH_SIZE,
-            checkpoint_url=str(directory),
-            store_host="127.0.0.1",
-            store_port=0,
-            listen_host="127.0.0.1",
-            slow_spells=spells,
-        )
+        setup = setup_of_tiny_job(job.fingerprint, worker="w", checkpoint_url=str(directory), slow_spells=spells)
         worker = set_up(setup)
         assert isinstance(worker, Worker)
         self.worker = worker

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from morph.contract.decided import LossScale
 from morph.contract.errors import GenerationAborted
+from morph.contract.plan import reduction_rounds
 from morph.contract.salvage import Salvage
 from morph.cutting.sections.section import ParameterUnit
 from morph.runtime.groups.faults import FaultPlan
@@ -355,6 +356,8 @@ def test_a_step_reduces_units_as_they_are_complete_in_an_order_that_all_members_
 
     split = {unit for unit in UNITS for pipeline in pipelines if len(set(pipeline).intersection(stages_of(unit))) > 1}
 
+    rounds = reduction_rounds([cut[:-1] for cut in dict.fromkeys(cuts)], 4)
+
     def work(name: str) -> None:
         stage, replica = workers[name]
         rings: dict[str, Any] = {}
@@ -364,7 +367,7 @@ def test_a_step_reduces_units_as_they_are_complete_in_an_order_that_all_members_
             members = tuple(other for other, (place, _) in workers.items() if place in stages_of(unit))
             rings.setdefault(of_unit[unit], FakeRing(fake, of_unit[unit], members, name))
         states = {unit: state_of(unit) for unit in mine}
-        given = Rings(of_unit, split, lambda unit: rings[of_unit[unit]], interrupts[name], FaultPlan([]))
+        given = Rings(of_unit, split, rounds, lambda unit: rings[of_unit[unit]], interrupts[name], FaultPlan([]))
         salvage: Salvage | None = None
         sums = StepSums(states, stages[stage], shares[replica], 4, 3, given, salvage=salvage, keep=True)
         chance = random.Random(f"{name}/{seed}")

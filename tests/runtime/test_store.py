@@ -107,6 +107,14 @@ def test_one_generation_after_the_other_meets_over_the_same_connections(opened: 
             each.give_back()
     assert len(opened) == len(workers)
     assert {store.timeout.total_seconds() for store in opened} == {64.0}  # type: ignore[attr-defined]
+    for _ in range(3):
+        with kept["a"].borrow(60.0) as store:
+            store.set("where a listens", b"here")
+    assert len(opened) == len(workers)
+    with pytest.raises(DistStoreError), kept["a"].borrow(0.1) as store:
+        store.get("never written")
+    kept["a"].lend(60.0).open().set("key", b"value")
+    assert len(opened) == len(workers) + 1, "a call on the other one may go on"
 
 
 def test_a_connection_that_is_opened_beforehand_is_the_first_one_used(opened: list[object]) -> None:

@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from morph.contract.messages import WorkerSetup
-from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, cut_for_workers, load_tiny_job
+from tests.system.harness import JOB, cut_for_workers, load_tiny_job, setup_of_tiny_job
 
 EXPORTERS = ("torch.export._trace", "torch._dynamo", "sympy")
 WORKER = f"""
@@ -35,18 +34,7 @@ print(json.dumps([exporters, "torch.export._trace" in before, sorted(set(sys.mod
 
 @pytest.mark.slow
 def test_a_worker_that_is_handed_its_cut_loads_no_exporter_and_nothing_for_its_first_units() -> None:
-    setup = WorkerSetup(
-        worker="w",
-        job_path=JOB,
-        fingerprint=load_tiny_job().fingerprint,
-        num_sections=NUM_SECTIONS,
-        micro_batch_size=MICRO_BATCH_SIZE,
-        checkpoint_url="",
-        store_host="",
-        store_port=0,
-        listen_host="",
-        cut=cut_for_workers(JOB),
-    )
+    setup = setup_of_tiny_job(load_tiny_job().fingerprint, cut=cut_for_workers(JOB))
     command, environment = [sys.executable, "-c", WORKER], {**os.environ, "MORPH_CACHE_DIR": "/dev/null"}
     given = setup.model_dump_json()
     run = subprocess.run(command, env=environment, input=given, capture_output=True, text=True, timeout=200)

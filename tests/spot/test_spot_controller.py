@@ -15,6 +15,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from manager.controller.state.events import NodesGranted, NodesStarted, WorkerLost
 from manager.host.folders import sweep
 from manager.host.processes import wait_gone
 from manager.providers.local import LocalProvider
@@ -46,6 +47,7 @@ from manager.spot.launcher import Launcher, Source
 from manager.spot.local import LocalMachines
 from manager.spot.spec import SpotJob
 from morph.cli.main import app
+from tests.engine.fake_cloud import FakeCloud
 
 
 def after(state: SpotState, *events: tuple[float, Event]) -> tuple[SpotState, list[object]]:
@@ -283,3 +285,22 @@ def test_ctrl_c_while_vms_are_ended_leaves_none_of_them(tmp_path: Path) -> None:
         pytest.fail("it was interrupted")
     assert provider.was_dismantled
     assert provider.list() == ()
+
+
+def test_a_group_has_come_once_its_last_vm_has_left_the_queue() -> None:
+    job = SpotJob(name="job", storage="memory://job")
+    launcher = Launcher(job, ["true"], Source(FakeCloud(), 2), None, None)  # type: ignore[arg-type]
+    nodes = ("job-1-0", "job-1-1")
+
+    def told(item: NodesGranted | NodesStarted | WorkerLost) -> list[Event]:
+        return list(launcher._of_vms(item))
+
+    assert told(NodesGranted(request="job-1", nodes=nodes, waiting=nodes)) == []
+    assert told(NodesStarted(request="job-1", nodes=nodes[:1])) == []
+    assert told(NodesStarted(request="job-1", nodes=nodes[1:])) == [Came("job-1")]
+    assert told(NodesGranted(request="job-2", nodes=nodes, waiting=nodes)) == []
+    (denied,) = told(WorkerLost(worker="job-1-1", cause="cancelled"))
+    assert isinstance(denied, Denied)
+    assert told(WorkerLost(worker="job-1-0", cause="cancelled")) == []
+    assert told(NodesGranted(request="job-3", nodes=nodes)) == [Came("job-3")]
+    launcher._provisioning.close()

@@ -17,7 +17,7 @@ from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import ClusterConfig, LocalVms, Policy
-from morph.contract.messages import Fault, HandedCut, SlowSpell
+from morph.contract.messages import Fault, HandedCut, SlowSpell, WorkerSetup
 from morph.contract.plan import PipelineKind, Plan, Schedule
 from morph.contract.profile import Profile
 from morph.contract.rules import Rules, StutterRules
@@ -27,6 +27,7 @@ from morph.jobs.files import imported_once
 from morph.jobs.snapshot import collect, pack
 from morph.runtime.process.single import run_single
 from simulator import plan, synthetic_profile
+from tests.worker_setup import SETUP
 
 JOB = f"{Path(__file__).resolve().parents[2] / 'configs/jobs/tiny_gpt.py'}:job"
 MICRO_BATCH_SIZE = 2
@@ -119,6 +120,12 @@ def cut_for_workers(
     """What ``morph run`` hands to the workers of a job: they need not cut."""
     with imported_once(job_path):
         return LoadedJob(job_path).handed(num_sections, micro_batch_size)
+
+
+def setup_of_tiny_job(fingerprint: str, **fields: object) -> WorkerSetup:
+    """What a worker of the tiny job, cut as here, is set up with where there is no cluster."""
+    known = {"job_path": JOB, "num_sections": NUM_SECTIONS, "micro_batch_size": MICRO_BATCH_SIZE}
+    return SETUP.model_copy(update={"fingerprint": fingerprint, **known, **fields})
 
 
 @dataclass(frozen=True)

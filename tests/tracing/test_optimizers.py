@@ -28,14 +28,17 @@ class Custom(Optimizer):
     def setup(self) -> None:
         pass
 
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.update()
+
     @property
     def all(self) -> list[torch.nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
 
 class Lion(Custom):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         for parameter in self.all:
             state = self.state[parameter]
             if not state:
@@ -48,8 +51,7 @@ class Lion(Custom):
 class Lamb(Custom):
     """A norm for each tensor, and a ratio that is a tensor."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         for parameter in self.all:
             ratio = parameter.norm() / (parameter.grad.norm() + 1e-6)
             parameter.sub_(parameter.grad * ratio * 0.1)
@@ -58,8 +60,7 @@ class Lamb(Custom):
 class LambWithNumbers(Custom):
     """The same, but the ratio is a Python number."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         for parameter in self.all:
             ratio = parameter.norm().item() / (parameter.grad.norm().item() + 1e-6)
             parameter.sub_(parameter.grad, alpha=0.1 * ratio)
@@ -68,8 +69,7 @@ class LambWithNumbers(Custom):
 class NvLamb(Custom):
     """Divides by the norm of all gradients."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         total = torch.zeros(())
         for parameter in self.all:
             total += parameter.grad.square().sum()  # mixes
@@ -78,25 +78,22 @@ class NvLamb(Custom):
 
 
 class NvLambWithNumbers(Custom):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         total = sum(parameter.grad.square().sum().item() for parameter in self.all) ** 0.5
         for parameter in self.all:
             parameter.sub_(parameter.grad, alpha=1 / total)
 
 
 class Clipped(Custom):
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.all, 1.0)  # mixes
-        with torch.no_grad():
-            torch._foreach_add_(self.all, [parameter.grad for parameter in self.all], alpha=-0.1)
+        torch._foreach_add_(self.all, [parameter.grad for parameter in self.all], alpha=-0.1)
 
 
 class SkipsOverflow(Custom):
     """Loss scaling by hand: one stage's overflow must skip every stage's step."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         found = torch.stack([(~torch.isfinite(parameter.grad)).any() for parameter in self.all]).any()
         if not found:
             for parameter in self.all:
@@ -104,8 +101,7 @@ class SkipsOverflow(Custom):
 
 
 class SkipsOverflowWithPython(Custom):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         if all(bool(torch.isfinite(parameter.grad).all()) for parameter in self.all):
             for parameter in self.all:
                 parameter.sub_(parameter.grad / 1024.0)
@@ -114,8 +110,7 @@ class SkipsOverflowWithPython(Custom):
 class Unscales(Custom):
     """As ``torch.amp.GradScaler`` does it."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         found = torch.zeros(1)
         gradients = [parameter.grad for parameter in self.all]
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.tensor(1 / 1024.0))
@@ -126,32 +121,28 @@ class Unscales(Custom):
 class Flattens(Custom):
     """Works on one vector of everything, as some fused optimizers do."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         convert = torch.nn.utils
         gradients = convert.parameters_to_vector([parameter.grad for parameter in self.all])
         convert.vector_to_parameters(convert.parameters_to_vector(self.all) - 0.1 * gradients, self.all)
 
 
 class CopiesAcross(Custom):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         for parameter in self.all:
             parameter.sub_(parameter.grad, alpha=0.1)
         self.all[-1].copy_(self.all[1])
 
 
 class LeavesThroughNumpy(Custom):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         total = sum(float((parameter.grad.numpy() ** 2).sum()) for parameter in self.all)
         for parameter in self.all:
             parameter.sub_(parameter.grad, alpha=0.1 / total)
 
 
 class ClipsEachEntry(Custom):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         torch.nn.utils.clip_grad_value_(self.all, 0.1)
         gradients = [parameter.grad for parameter in self.all]
         torch._foreach_div_(gradients, torch._foreach_norm(gradients))
@@ -159,8 +150,7 @@ class ClipsEachEntry(Custom):
 
 
 class KeepsAverage(Custom):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         for parameter in self.all:
             parameter.sub_(parameter.grad, alpha=0.1)
             state = self.state[parameter]
@@ -173,8 +163,7 @@ class KeepsAverageInAList(Custom):
     def setup(self) -> None:
         self.averages = [parameter.detach().clone() for parameter in self.all]
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         for parameter, average in zip(self.all, self.averages, strict=True):
             parameter.sub_(parameter.grad, alpha=0.1)
             average.lerp_(parameter, 0.1)  # unsaved
@@ -184,8 +173,7 @@ class CountsInOneTensor(Custom):
     def setup(self) -> None:
         self.num_steps = torch.zeros(())
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         self.num_steps += 1  # common
         for parameter in self.all:
             parameter.sub_(parameter.grad / self.num_steps.sqrt())
@@ -195,8 +183,7 @@ class CountsInPython(Custom):
     def setup(self) -> None:
         self.num_steps = 0
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         self.num_steps += 1
         for parameter in self.all:
             parameter.sub_(parameter.grad, alpha=0.1 / self.num_steps)
@@ -209,8 +196,7 @@ class EstimatesStepSize(Custom):
         for group in self.param_groups:
             group |= {"d": 1e-6, "numerator": 0.0}
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         first = self.param_groups[0]
         d, numerator, denominator = first["d"], first["numerator"], 0.0
         for parameter in self.all:
@@ -229,8 +215,7 @@ class EstimatesStepSize(Custom):
 class EstimatesOutOfSight(Custom):
     """The same, from numbers that cannot be followed; nothing shows until the estimate has grown."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         d = max((self.state[parameter].get("d", 1e-6) for parameter in self.all), default=1e-6)
         way = total = 0.0
         for parameter in self.all:
@@ -243,8 +228,7 @@ class EstimatesOutOfSight(Custom):
 
 
 class ClipsAfterWarmUp(Custom):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
             norm = 1.0
@@ -257,8 +241,7 @@ class ClipsAfterWarmUp(Custom):
 class AveragesByCounters(Custom):
     """As schedule-free optimizers: counters and sums of weights in the groups, which hold no parameter's data."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
             group["weight_sum"] = group.get("weight_sum", 0.0) + group["lr"] ** 2 * min(1.0, group["k"] / 100)
@@ -271,8 +254,7 @@ class AveragesByCounters(Custom):
 class LambWithListedNumbers(Custom):
     """A number for each entry of a list."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         gradients = [parameter.grad for parameter in self.all]
         ratios = [p.norm().item() / (p.grad.norm().item() + 1e-6) for p in self.all]
         torch._foreach_mul_(gradients, ratios)
@@ -280,8 +262,7 @@ class LambWithListedNumbers(Custom):
 
 
 class ReportsTheNorm(Custom):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         norm = sum(parameter.grad.square().sum().item() for parameter in self.all) ** 0.5
         logging.getLogger(__name__).debug("gradient norm %g", norm)
         for parameter in self.all:
@@ -289,8 +270,7 @@ class ReportsTheNorm(Custom):
 
 
 class AddsNoise(Custom):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         for parameter in self.all:
             parameter.sub_(parameter.grad + 0.01 * torch.randn_like(parameter))  # noise
 
@@ -299,8 +279,7 @@ class ReusesMemory(Custom):
     def setup(self) -> None:
         self.scratch = torch.empty(8, 8)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         for parameter in self.all:
             if parameter.dim() == 2:
                 self.scratch.copy_(parameter.grad)
@@ -311,8 +290,7 @@ class ReadsAConstant(Custom):
     def setup(self) -> None:
         self.factor = torch.tensor([0.1])
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         for parameter in self.all:
             parameter.sub_(parameter.grad * self.factor)
 
@@ -448,7 +426,7 @@ def test_an_optimizer_that_wants_a_closure_is_refused_in_a_sentence(tools: Any) 
 def test_a_global_norm_is_a_violation_at_its_line(tools: Any) -> None:
     found = the_violation(report_of(tools, NvLamb))
     assert (found.kind, found.units, found.place.user) == ("mixing", UNITS, line_of(".sum()  # mixes"))
-    assert found.id == f"mixing:add_@{HERE}:step"
+    assert found.id == f"mixing:add_@{HERE}:update"
     assert "flows into 3 units" in found.message
 
 

@@ -303,7 +303,7 @@ def _gain(state: ControllerState, plan: Plan, slots: Sequence[Slot], links: Sequ
     interval_s = 2 * plan.expected.mini_batch_s
     without_s = mean_s_to_fatal_loss(state, now_s, holders_of(slots, needed, ()))
     with_s = mean_s_to_fatal_loss(state, now_s, holders_of(slots, needed, links))
-    saves, most = state.saving.save_times, state.config.stage_bytes(plan) / plan.num_replicas
+    saves, most = state.saving.save_times, state.config.written_bytes(plan)
     stall_s = most / SAVE_COPY_BYTES_PER_S if saves.stall_s is None else saves.stall_s
     durable_s = most / STORAGE_BYTES_PER_S if saves.durable_s is None else saves.durable_s
     every_s = max(cheapest_interval_s(stall_s, without_s), durable_s, interval_s)
@@ -322,7 +322,7 @@ def _copy_every(
 ) -> int:
     """Return after how many micro-batches partial sums are copied; 0: a step is over before that pays."""
     most = SUM_BYTES * max(sum(parameters[unit] for unit in units) for units in needed)
-    share = plan.micro_batches_per_replica[0]
+    share = max(plan.micro_batches_per_replica)
     period_s = plan.expected.mini_batch_s / share
     lost_per_s = rate * len({vm_of(slot.worker) for slot in slots})
     if not period_s or not lost_per_s:

@@ -9,7 +9,14 @@ from manager.controller.shape.followers import redundancy_of, zones_of
 from manager.controller.shape.placement import choose_sources, place
 from manager.controller.shape.pre_copy import with_pre_copy, without_pre_copy
 from manager.controller.shape.salvage import choose_salvage
-from manager.controller.shape.selection import Choice, chosen, cost_of_morph_s, nodes_to_come
+from manager.controller.shape.selection import (
+    Choice,
+    chosen,
+    cost_of_morph_s,
+    faster_with_those_to_come,
+    nodes_to_come,
+    pool_of,
+)
 from manager.controller.state.actions import ReasonCode, SendReshape
 from manager.controller.state.bounds import reshape_bound_s, step_bound_s
 from manager.controller.state.judging import set_back_judged
@@ -17,6 +24,7 @@ from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, Probation, WorkerState
 from manager.controller.state.transition import Transition
 from morph.contract.messages import ReshapeOrder, UnitId, WorkerId
+from morph.contract.pool import Pool
 from morph.contract.vm_names import beside, vm_of
 from morph.words import counted
 
@@ -63,7 +71,7 @@ def form_or_hold(transition: Transition) -> None:
         return form(transition)
     held_until_s = state.waits.hold_until_s if state.phase is Phase.HOLDING else None
     until_s = _hold_until_s(state, choice, now_s) if held_until_s is None else held_until_s
-    if until_s is None or now_s >= until_s or not _worth_holding(state, choice, now_s, until_s):
+    if until_s is None or now_s >= until_s or not faster_with_those_to_come(state, choice, now_s, until_s):
         return form(transition)
     transition.change(phase=Phase.HOLDING, reshape=None, member_units={})
     transition.change_waits(hold_until_s=until_s)
@@ -163,7 +171,8 @@ def _order(state: ControllerState, choice: Choice, now_s: float) -> tuple[Reshap
     restore = kind if version == state.version else None
     held = {worker: state.workers[worker].holds for worker in state.ready_workers}
     needed = state.config.units_of(choice.plan)
-    slots = place(choice.plan, choice.workers, held, needed, state.config.unit_bytes, zones_of(state))
+    types = {worker: state.workers[worker].facts.node_type for worker in choice.workers}
+    slots = place(choice.plan, choice.workers, held, needed, state.config.unit_bytes, zones_of(state), types)
     kept = {worker: sums for worker, sums in state.step.kept.items() if worker in held}
     unable = frozenset[WorkerId]() if state.saving.doubt is None else state.saving.doubt.unable
     redundancy = redundancy_of(state, choice.plan, slots, held, now_s)
@@ -208,17 +217,12 @@ def _wait(transition: Transition) -> None:
 
 def _hold_until_s(state: ControllerState, choice: Choice, now_s: float) -> float | None:
     """Return until when waiting for the next node costs less than taking it in later; None when it never does."""
-    better = state.config.best_plan(len(choice.workers) + 1)
-    if better is None or better.expected.examples_per_s <= choice.examples_per_s or not choice.examples_per_s:
+    coming = nodes_to_come(state, now_s)[:1]
+    better = state.config.speed_on(pool_of(state, choice.workers) + Pool.counting(of for _, of in coming))
+    if better <= choice.examples_per_s or not choice.examples_per_s:
         return None
-    patience_s = cost_of_morph_s(state) * better.expected.examples_per_s / choice.examples_per_s
+    patience_s = cost_of_morph_s(state) * better / choice.examples_per_s
     return now_s + min(patience_s, state.config.policy.rules.wait.hold_patience_s)
-
-
-def _worth_holding(state: ControllerState, choice: Choice, now_s: float, until_s: float) -> bool:
-    coming = sum(time_s <= until_s for time_s in nodes_to_come(state, now_s))
-    better = state.config.best_plan(len(choice.workers) + coming)
-    return better is not None and better.expected.examples_per_s > choice.examples_per_s
 
 
 def _go_by_what_was_learned(transition: Transition) -> None:

@@ -123,6 +123,7 @@ def spread(
     dealt: Sequence[Sequence[int]],
     zones: Mapping[WorkerId, str] = MappingProxyType({}),
     firsts: Set[int] = frozenset({0}),
+    sections: Sequence[range] = (),
 ) -> list[list[int]]:
     """Choose who drives each stage.
 
@@ -132,6 +133,7 @@ def spread(
         dealt: ``dealt[s][k]``: how many of kind k drive stage s.
         zones: Of the workers, where they are known.
         firsts: The stages with which pipelines begin.
+        sections: Of each stage; stages of unequal pipelines have some in common. Absent: no two stages have.
 
     Returns:
         For each stage the workers (positions), by replica.
@@ -145,7 +147,7 @@ def spread(
             sorted(next(queue) for queue, count in zip(queues, counts, strict=True) for _ in range(count))
             for counts in dealt
         ]
-    dealing = _Dealing(homes, len(dealt))
+    dealing = _Dealing(homes, sections or [range(stage, stage + 1) for stage in range(len(dealt))])
     wanted = [[counts[kind] for counts in dealt] for kind in range(len(kinds))]
     settled_first = sorted(range(len(kinds)), key=lambda kind: sum(count > 0 for count in wanted[kind]))
     for kind in settled_first:
@@ -157,13 +159,23 @@ def spread(
 
 
 class _Dealing:
-    """Who drives what so far. ``at[s]``: positions of workers; ``where``: their stages, None for those left over."""
+    """Who drives what so far. ``at[s]``: positions of workers; ``where``: their stages, None for those left over.
 
-    def __init__(self, vms: Sequence[str], num_stages: int) -> None:
+    ``rivals[s]``: the stages that have a section of s, itself among them; ``holders[s]``: those of each such section.
+    """
+
+    def __init__(self, vms: Sequence[str], sections: Sequence[range]) -> None:
         self.vms = vms
         self.rank = {vm: rank for rank, vm in enumerate(dict.fromkeys(self.vms))}
-        self.at: list[set[int]] = [set() for _ in range(num_stages)]
-        self.on: list[Counter[str]] = [Counter() for _ in range(num_stages)]
+        self.at: list[set[int]] = [set() for _ in sections]
+        self.on: list[Counter[str]] = [Counter() for _ in sections]
+        of_section = {
+            section: frozenset(stage for stage, others in enumerate(sections) if section in others)
+            for mine in sections
+            for section in mine
+        }
+        self.holders = [{of_section[section] for section in mine} for mine in sections]
+        self.rivals = [frozenset[int]().union(*holders) for holders in self.holders]
         self.where: dict[int, int | None] = {}
         self.alike: dict[int, Sequence[int]] = {}
 
@@ -183,7 +195,7 @@ class _Dealing:
         free = [worker for _, _, worker in sorted(keyed)]
         left = Counter(self.vms[worker] for worker in free)
         for stage in _pipelines(wanted):
-            on = self.on[stage]
+            on = self._on(self.rivals[stage])
             least = min(on[vm] for vm in left)
             worker = next(worker for worker in free if on[self.vms[worker]] == least)
             free.remove(worker)
@@ -194,8 +206,17 @@ class _Dealing:
         self.alike |= dict.fromkeys(kind, kind)
 
     def at_risk(self, stage: int) -> bool:
-        """Whether one VM takes all of several replicas."""
-        return len(self.on[stage]) == 1 and len(self.at[stage]) > 1
+        """Whether one VM takes a section of a stage with all of several workers that have it."""
+        held = [self._on(holders) for holders in self.holders[stage]]
+        return any(len(on) == 1 and on.total() > 1 for on in held)
+
+    def _on(self, stages: Set[int]) -> Counter[str]:
+        if len(stages) == 1:
+            return self.on[next(iter(stages))]
+        total: Counter[str] = Counter()
+        for stage in stages:
+            total += self.on[stage]
+        return total
 
     def mend(self, stage: int, tried: set[int]) -> bool:
         """Change a worker of a stage at risk for one of its kind on another VM; returns whether no stage is at risk.
@@ -211,8 +232,13 @@ class _Dealing:
         ]
         for mine, other in changes:
             where = self.where[other]
+            touched = self.rivals[stage] if where is None else self.rivals[stage] | self.rivals[where]
+            safe = [one for one in touched if one != where and not self.at_risk(one)]
             self._change(mine, other)
-            if where is None or not self.at_risk(where) or (where not in tried and self.mend(where, tried)):
+            mended = not self.at_risk(stage) and not any(map(self.at_risk, safe))
+            if mended and (
+                where is None or not self.at_risk(where) or (where not in tried and self.mend(where, tried))
+            ):
                 return True
             self._change(other, mine)
         return False
@@ -272,27 +298,39 @@ def place(
     needed: Sequence[Sequence[UnitId]],
     sizes: Mapping[UnitId, int],
     zones: Mapping[WorkerId, str] = MappingProxyType({}),
+    types: Mapping[WorkerId, str] = MappingProxyType({}),
 ) -> tuple[Slot, ...]:
     """Assign workers to slots so that the fewest bytes have to move; ordered by (stage, replica).
 
-    Exact: the assignment has the largest overlap (bytes a worker holds of what its stage needs). Workers that hold
-    the same are interchangeable, so kinds of workers are dealt to stages, and the cost hardly grows with their
-    number. There must be enough workers; some may be left over, later ones first where it makes no difference. Among
-    workers that hold the same, replicas of a stage go to different VMs, or zones; see ``spreading``.
+    Exact: the assignment has the largest overlap (bytes a worker holds of what its stage needs). Workers of a type that
+    hold the same are interchangeable, so kinds of workers are dealt to stages, and the cost hardly grows with their
+    number. There must be enough workers of the type that each stage is for; some may be left over, later ones first
+    where it makes no difference. Among workers of a kind, replicas of a stage go to different VMs, or zones; see
+    ``spread``.
     """
-    kinds: dict[frozenset[UnitId], list[int]] = {}
+    kinds: dict[tuple[frozenset[UnitId], str], list[int]] = {}
     for index, worker in enumerate(workers):
-        kinds.setdefault(frozenset(held.get(worker, ())), []).append(index)
-    overlap = [[sum(sizes[unit] for unit in units if unit in kind) for kind in kinds] for units in needed]
+        kinds.setdefault((frozenset(held.get(worker, ())), types.get(worker, "")), []).append(index)
+    never = -(1 + len(workers) * sum(sizes.values()))  # more than all others together could make good
+    overlap = [
+        [
+            never if stage.node_type not in ("", of) else sum(sizes[unit] for unit in units if unit in holds)
+            for holds, of in kinds
+        ]
+        for stage, units in zip(plan.stages, needed, strict=True)
+    ]
     dealt = largest_overlap(
         overlap,
         [len(plan.replicas_of(stage)) for stage in range(len(needed))],
         [len(queue) for queue in kinds.values()],
     )
+    fits = all(gain >= 0 or not num for row in zip(overlap, dealt, strict=True) for gain, num in zip(*row, strict=True))
+    assert fits, f"no workers of the types that {plan.shape} needs: {plan.pool}"
     firsts = frozenset(stage for stage in range(len(needed)) if plan.is_first(stage))
+    sections = [stage.sections for stage in plan.stages]
     return tuple(
         _slot(workers[index], stage, replica)
-        for stage, indices in enumerate(spread(workers, list(kinds.values()), dealt, zones, firsts))
+        for stage, indices in enumerate(spread(workers, list(kinds.values()), dealt, zones, firsts, sections))
         for replica, index in zip(plan.replicas_of(stage), indices, strict=True)
     )
 

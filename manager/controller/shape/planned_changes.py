@@ -12,6 +12,7 @@ from manager.controller.shape.selection import (
     chosen,
     cost_of_morph_s,
     draining_members,
+    faster_with_those_to_come,
     gain_of,
     nodes_to_come,
     present_speed,
@@ -212,12 +213,12 @@ def worth_giving_up(transition: Transition) -> str | None:
     if formed.salvage is not None and formed.version == state.version:
         num = sum(end - first for first, end in formed.salvage.remaining)
     left_s = order.sent_s + step_s * num / plan.num_micro_batches - now_s
-    depth = plan.pipeline_depth
-    cost_s = cost_of_morph_s(state) + 2 * (depth - 1) * step_s / (plan.micro_batches_per_replica[0] + depth - 1)
+    filling = max((kind.num_stages - 1) / (kind.longest_share + kind.num_stages - 1) for kind in plan.pipeline_kinds)
+    cost_s = cost_of_morph_s(state) + 2 * filling * step_s
     if gain < state.config.policy.min_join_gain or left_s * gain <= MARGIN * cost_s * (1 + gain):
         return None
     patience_s = min(cost_of_morph_s(state) / gain, state.config.policy.rules.wait.join_patience_s)
-    if any(time_s <= now_s + patience_s for time_s in nodes_to_come(state, now_s)):
+    if any(time_s <= now_s + patience_s for time_s, _ in nodes_to_come(state, now_s)):
         return None
     return f"{gain:.1%} faster with more workers, of which {left_s:.0f} s of the step are worth giving it up"
 
@@ -226,6 +227,4 @@ def _next_is_near(state: ControllerState, choice: Choice, gain: float, now_s: fl
     assert state.waits.join_since_s is not None, "nobody waits"
     patience_s = min(cost_of_morph_s(state) / gain, state.config.policy.rules.wait.join_patience_s)
     until_s = state.waits.join_since_s + patience_s
-    coming = sum(time_s <= until_s for time_s in nodes_to_come(state, now_s))
-    better = state.config.best_plan(len(choice.workers) + coming)
-    return now_s < until_s and better is not None and better.expected.examples_per_s > choice.examples_per_s
+    return now_s < until_s and faster_with_those_to_come(state, choice, now_s, until_s)

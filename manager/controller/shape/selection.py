@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from manager.controller.state.nodes import NodeState
@@ -9,6 +10,7 @@ from manager.controller.state.state import ControllerState, Flaps
 from manager.controller.state.transition import Transition
 from morph.contract.messages import WorkerId
 from morph.contract.plan import Plan
+from morph.contract.pool import Pool
 from morph.contract.waits import Backoff
 
 # Machines that come and go: how long one must stay ready before a shape is built on it again.
@@ -52,13 +54,13 @@ def choose(state: ControllerState, now_s: float) -> Choice | None:
     the least slow first, as far as the shape is faster with them. Never one that drains.
     """
     steady, unsteady = _steady(state, now_s)
-    if state.config.best_plan(len(steady)) is None:
+    if state.config.best_plan(pool_of(state, steady)) is None:
         steady, unsteady = _in_order(state, (*steady, *unsteady)), ()
     slow = [worker for worker, entry in state.workers.items() if entry.node is NodeState.SUSPECT]
     slow.sort(key=lambda worker: state.workers[worker].pace.slowdown)
     best: Choice | None = None
     for count in range(len(slow) + 1):
-        plan = state.config.best_plan(len(steady) + count)
+        plan = state.config.best_plan(pool_of(state, (*steady, *slow[:count])))
         if plan is None:
             continue
         slowdown = max(1.0, state.workers[slow[count - 1]].pace.slowdown) if count else 1.0
@@ -66,6 +68,11 @@ def choose(state: ControllerState, now_s: float) -> Choice | None:
         if best is None or speed > best.examples_per_s:
             best = Choice(plan, _in_order(state, (*steady, *slow[:count])) if count else steady, speed)
     return best
+
+
+def pool_of(state: ControllerState, workers: Iterable[WorkerId]) -> Pool:
+    """Return the GPUs of some workers."""
+    return Pool.counting(state.workers[worker].facts.node_type for worker in workers)
 
 
 def present_speed(state: ControllerState) -> float:
@@ -89,13 +96,23 @@ def draining_members(state: ControllerState) -> tuple[WorkerId, ...]:
     return tuple(worker for worker in state.member_units if state.workers[worker].node is NodeState.DRAINING)
 
 
-def nodes_to_come(state: ControllerState, now_s: float) -> tuple[float, ...]:
-    """Return when nodes that are being set up are expected to be ready (seconds), those that are overdue not."""
+def nodes_to_come(state: ControllerState, now_s: float) -> tuple[tuple[float, str], ...]:
+    """Return when nodes that are being set up are expected to be ready (seconds), and their types.
+
+    Those that are overdue are left out.
+    """
     expected_s = (
         state.measured.setup_s if state.measured.setup_s is not None else state.config.policy.rules.wait.setup_s
     )
-    times = [entry.appeared_s + expected_s for entry in state.workers.values() if entry.node is NodeState.WARMING]
-    return tuple(sorted(time_s for time_s in times if now_s <= time_s + expected_s))
+    warming = [entry for entry in state.workers.values() if entry.node is NodeState.WARMING]
+    times = [(entry.appeared_s + expected_s, entry.facts.node_type) for entry in warming]
+    return tuple(sorted((time_s, of) for time_s, of in times if now_s <= time_s + expected_s))
+
+
+def faster_with_those_to_come(state: ControllerState, choice: Choice, now_s: float, until_s: float) -> bool:
+    """Whether a faster shape than this choice fits once those are ready that are expected until then."""
+    coming = Pool.counting(of for time_s, of in nodes_to_come(state, now_s) if time_s <= until_s)
+    return state.config.speed_on(pool_of(state, choice.workers) + coming) > choice.examples_per_s
 
 
 def cost_of_morph_s(state: ControllerState) -> float:

@@ -162,12 +162,14 @@ class ProbeWorker(Value):
 class RequestNodes(Value):
     """Ask the provider for VMs; ``NodesGranted`` or ``RequestRefused`` follows, and ``NodeAppeared`` for each VM.
 
-    The name is new for each attempt; a request that comes again under its name must get no further VMs.
+    The name is new for each attempt; a request that comes again under its name must get no further VMs. ``node_type``:
+    of their GPUs; empty: the run has one type.
     """
 
     kind: Literal["request_nodes"] = "request_nodes"
     request: RequestId
     count: int = Field(ge=1)
+    node_type: str = Field(default="", exclude_if=lambda given: not given)
 
 
 class ReleaseNodes(Value):
@@ -248,7 +250,7 @@ class Finish(Value):
     ``finished``: all steps are committed and checkpointed; ``stopped``: ended on request, resumable from the
     newest checkpoint; ``failed``: the sentence says why, ``cause`` what an error inside a worker was due to, and
     ``traceback`` where in the user's code, if it was there. ``rests``: its VMs are given back, and it is tried again
-    later, for that is the user's policy.
+    later, for that is the user's policy. ``at_limit``: a limit of the user's is reached.
     """
 
     kind: Literal["finish"] = "finish"
@@ -257,6 +259,7 @@ class Finish(Value):
     traceback: Shown = ""
     cause: FailureCause | None = None
     rests: bool = False
+    at_limit: bool = False
 
 
 Action = (

@@ -164,8 +164,7 @@ def storage_bytes_per_s(state: ControllerState) -> float:
     durable_s = state.saving.save_times.durable_s
     if not durable_s or state.plan is None:
         return STORAGE_BYTES_PER_S
-    written_bytes = _stage_bytes(state, state.plan) / state.plan.num_replicas
-    return min(STORAGE_BYTES_PER_S, written_bytes / durable_s) or STORAGE_BYTES_PER_S
+    return min(STORAGE_BYTES_PER_S, state.config.written_bytes(state.plan) / durable_s) or STORAGE_BYTES_PER_S
 
 
 def _mini_batch_s(state: ControllerState, plan: Plan) -> float:

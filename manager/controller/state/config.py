@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from morph.contract.base import Value
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import Policy
 from morph.contract.messages import UnitId
-from morph.contract.plan import Plan, StagePlan
+from morph.contract.plan import Plan, PlanTable, StagePlan, by_pool
+from morph.contract.pool import Pool
 
 
 class ExpectedLosses(Value):
@@ -37,16 +38,48 @@ class ExpectedLosses(Value):
     source: str = Field(default="published traces", description="where this is from, for whoever reads it")
 
 
+class _Ranked:
+    """Plans, the fastest first; of those that are as fast, the one of the smallest pool.
+
+    ``needs``: of each one's pool, GPUs of each type that has a name, and all.
+    """
+
+    def __init__(self, table: list[tuple[Pool, Plan]]) -> None:
+        ranked = sorted(table, key=lambda entry: _rank(entry[1]), reverse=True)
+        self.names = tuple(sorted({name for pool, _ in table for name in pool.types if name}))
+        self.plans = [plan for _, plan in ranked]
+        self.needs = np.array([self._counts(pool) for pool, _ in ranked], np.int64)
+        self.found: dict[Pool, Plan | None] = {}
+
+    def first_that_fits(self, pool: Pool) -> Plan | None:
+        if pool not in self.found:
+            fits = np.all(self.needs <= np.array(self._counts(pool)), axis=1)
+            first = int(fits.argmax())
+            self.found[pool] = self.plans[first] if fits[first] else None
+        return self.found[pool]
+
+    def _counts(self, pool: Pool) -> list[int]:
+        return [*(pool[name] for name in self.names), pool.num_gpus]
+
+
+class Offer(Value):
+    """GPUs of one type that can be asked for."""
+
+    node_type: str = Field(min_length=1)
+    usd_per_h: float | None = Field(default=None, ge=0, description="of one GPU; None: not known")
+    most: int | None = Field(default=None, ge=1, description="there are no more than so many; None: not known")
+
+
 class ControllerConfig(Value):
     """The job as the controller sees it.
 
-    ``plans[G]`` is the best plan that G ready workers can run (it may leave some of them idle); a G for
-    which no plan fits is absent. ``units`` maps each parameter unit to the sections that use it.
+    ``plans[G]`` is the best plan that ready workers on the GPUs of pool G can run (it may leave some of them idle); a G
+    for which no plan fits is absent. ``units`` maps each parameter unit to the sections that use it.
     """
 
     job: str = "job"
     fingerprint: str = Field(description="of the cut model")
-    plans: dict[int, Plan] = Field(min_length=1)
+    plans: PlanTable
     units: dict[UnitId, tuple[int, ...]] = Field(min_length=1)
     unit_bytes: dict[UnitId, int] = Field(description="parameters and optimizer state, bytes")
     state_copies: int = Field(default=1, ge=1, description="``unit_bytes`` over the bytes of the parameters alone")
@@ -68,6 +101,12 @@ class ControllerConfig(Value):
     requests: str = Field(default="", description="what the names of requests begin with; empty: the job's name")
     section_compute_s: tuple[float, ...] = Field(
         default=(), description="forward and backward of one micro-batch, by section; absent: not known"
+    )
+    type_compute_s: dict[str, tuple[float, ...]] = Field(
+        default={}, description="the same by type of GPU, where there are several"
+    )
+    offers: tuple[Offer, ...] = Field(
+        default=(), description="what is asked for, where GPUs of several types may come; absent: any"
     )
     shared_mini_batch_s: dict[str, float] = Field(
         default={},
@@ -94,9 +133,9 @@ class ControllerConfig(Value):
     def _consistent(self) -> ControllerConfig:
         if set(self.unit_bytes) != set(self.units):
             raise ValueError("unit_bytes and units do not name the same units")
-        for count, plan in self.plans.items():
-            if plan.num_workers > count:
-                raise ValueError(f"plans[{count}] needs {plan.num_workers} workers")
+        for count, plan in by_pool(self.plans):
+            if not plan.pool.fits_in(count):
+                raise ValueError(f"plans[{count}] needs {plan.pool} workers")
             if plan.fingerprint != self.fingerprint:
                 raise ValueError(f"plans[{count}] was made for another model ({plan.fingerprint})")
             if self.section_compute_s and plan.num_sections != len(self.section_compute_s):
@@ -112,25 +151,20 @@ class ControllerConfig(Value):
         return self
 
     @cached_property
-    def _ladder(self) -> tuple[list[int], list[Plan]]:
-        """The counts from which a faster plan fits, and that plan."""
-        counts: list[int] = []
-        best: list[Plan] = []
-        for count, planned in sorted(self.plans.items()):
-            plan = self._corrected(planned)
-            if not best or _rank(plan) > _rank(best[-1]):
-                counts.append(count)
-                best.append(plan)
-        return counts, best
+    def _ranked(self) -> _Ranked:
+        return _Ranked([(pool, self._corrected(plan)) for pool, plan in by_pool(self.plans)])
 
-    def best_plan(self, num_workers: int) -> Plan | None:
-        """Return the fastest plan that this many workers can run, the smaller of equals; None when none fits.
+    def best_plan(self, pool: Pool | int) -> Plan | None:
+        """Return the fastest plan that workers on these GPUs can run, the smaller of equals; None when none fits.
 
         Every answer was worked out before the run: no planning stands in a pause, whoever is lost or gained.
         """
-        counts, best = self._ladder
-        index = bisect_right(counts, num_workers)
-        return best[index - 1] if index else None
+        return self._ranked.first_that_fits(Pool.of(pool) if isinstance(pool, int) else pool)
+
+    def speed_on(self, pool: Pool) -> float:
+        """Return how fast these GPUs train at best, examples/s; 0 where no plan fits them."""
+        plan = self.best_plan(pool)
+        return 0.0 if plan is None else plan.expected.examples_per_s
 
     def corrected(self, factors: tuple[float, ...]) -> ControllerConfig:
         """Return the same with shapes chosen by these factors."""
@@ -138,13 +172,17 @@ class ControllerConfig(Value):
         return ControllerConfig.model_construct(**fields | {"factors": factors})
 
     def _corrected(self, plan: Plan) -> Plan:
-        """The plan, slower by as much as its slowest stage is."""
+        """The plan, slower by as much as the stage that takes longest for its micro-batches of a step."""
         if not self.factors:
             return plan
-        as_profiled_s = max(self.expected_compute_s(stage) or 1.0 for stage in plan.stages)
+        shares = [kind.longest_share for kind in plan.pipeline_kinds for _ in range(kind.num_stages)]
+        weights = [share / max(shares) for share in shares]
+        as_profiled_s = max(
+            weight * (self.expected_compute_s(stage) or 1.0) for weight, stage in zip(weights, plan.stages, strict=True)
+        )
         now_s = max(
-            sum(self.section_compute_s[section] * self.factors[section] for section in stage.sections)
-            for stage in plan.stages
+            weight * sum(self._times_of(stage)[section] * self.factors[section] for section in stage.sections)
+            for weight, stage in zip(weights, plan.stages, strict=True)
         )
         ratio, expected = now_s / as_profiled_s, plan.expected
         update = {"mini_batch_s": expected.mini_batch_s * ratio, "examples_per_s": expected.examples_per_s / ratio}
@@ -181,10 +219,26 @@ class ControllerConfig(Value):
         """Return the bytes of the units of the stage that has most."""
         return self._stages_of(plan)[1]
 
+    def written_bytes(self, plan: Plan) -> int:
+        """Return how much of a checkpoint the worker writes that writes most; see ``placement.share_units``."""
+        key = plan.shape, tuple(stage.end_section for stage in plan.stages)
+        if key not in self._written:
+            loads = dict.fromkeys(plan.places, 0)
+            of_stage = [frozenset(units) for units in self.units_of(plan)]
+            for unit in sorted(self.unit_bytes, key=lambda unit: -self.unit_bytes[unit]):
+                writer = min((place for place in loads if unit in of_stage[place[0]]), key=loads.__getitem__)
+                loads[writer] += self.unit_bytes[unit]
+            self._written[key] = max(loads.values())
+        return self._written[key]
+
+    @cached_property
+    def _written(self) -> dict[tuple[str, tuple[int, ...]], int]:
+        return {}
+
     @property
     def fewest_workers(self) -> int:
         """The smallest number of workers that any plan fits."""
-        return self._ladder[0][0]
+        return by_pool(self.plans)[0][0].num_gpus
 
     def expected_on_shared_cores_s(self, plan: Plan) -> float | None:
         """Seconds of a mini-batch of one of the plans, as corrected since; None: each worker has its own device."""
@@ -196,9 +250,11 @@ class ControllerConfig(Value):
 
     def expected_compute_s(self, stage: StagePlan) -> float | None:
         """Seconds of compute that the profile expects of one micro-batch on a stage; None when it is not known."""
-        if not self.section_compute_s:
-            return None
-        return sum(self.section_compute_s[section] for section in stage.sections) or None
+        times_s = self._times_of(stage)
+        return sum(times_s[section] for section in stage.sections) or None if times_s else None
+
+    def _times_of(self, stage: StagePlan) -> tuple[float, ...]:
+        return self.type_compute_s.get(stage.node_type, self.section_compute_s)
 
 
 def units_by_stage(plan: Plan, units: Mapping[UnitId, Sequence[int]]) -> tuple[tuple[UnitId, ...], ...]:

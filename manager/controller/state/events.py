@@ -30,6 +30,7 @@ class NodeFacts(Value):
     size: str = ""
     region: str = ""
     zone: str = Field(default="", description="of a host: its address")
+    node_type: str = Field(default="", description="of its GPUs, as plans name it; empty: the run has one type only")
 
 
 class NodeAppeared(Value):

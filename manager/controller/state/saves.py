@@ -103,7 +103,8 @@ class Saving(Value):
     doubt: Doubt | None = Field(default=None, description="that the newest checkpoint can be loaded")
     pending: PendingCheckpoint | None = Field(default=None, description="the newest that is under way")
     earlier: tuple[PendingCheckpoint, ...] = Field(
-        default=(), description="evaluated versions that may be the best, written before the pending one; ascending"
+        default=(),
+        description="versions that may be the best, or to which a bad step goes back, written before the pending one",
     )
     sealing: tuple[Manifest, ...] = Field(default=(), description="manifests being written")
     sealing_since_s: float | None = None

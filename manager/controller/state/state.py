@@ -83,10 +83,11 @@ class NodeRequest(Value):
 
     ``count``: not granted yet; ``granted``: booting (name -> since when); ``waiting``: those of them that do not boot
     yet, for they are in their market's queue; ``facts``: what kind these are; ``appeared``: who was up before its grant
-    was heard of.
+    was heard of; ``node_type``: what was asked for.
     """
 
     count: int
+    node_type: str = ""
     requested_s: float
     num_sent: int = 1
     granted: dict[WorkerId, float] = Field(default_factory=dict)
@@ -130,17 +131,27 @@ class FailedSetups(Value):
     cause: FailureCause = "run"
 
 
+class Refusals(Value):
+    """Of a type of GPU: how many in a row, and until when it is not asked for."""
+
+    num: int
+    until_s: float
+
+
 class Provisioning(Value):
     """Requests for VMs, how they fared, and notices of VMs."""
 
     requests: dict[RequestId, NodeRequest] = Field(default_factory=dict)
     num_requests: int = 0
     num_refused: int = Field(default=0, description="refusals since the last grant")
+    refused: dict[str, Refusals] = Field(default_factory=dict, description="by type, where there are several")
     num_setups_lost: int = Field(default=0, description="VMs in a row that came to nothing before one got ready")
     setup_lost_s: float | None = Field(default=None, description="when the last of these was")
     num_absent: int = Field(default=0, description="times in a row that granted VMs did not appear at all")
     failed_setups: FailedSetups | None = None
-    gives_up: bool = Field(default=False, description="the run ends, or rests, for nothing comes of its VMs")
+    gives_up: Literal["setups", "limit"] | None = Field(
+        default=None, description="the run ends, or rests, for nothing comes of its VMs: why"
+    )
     next_request_s: float | None = Field(default=None, description="no further request before that")
     kept_notices: dict[WorkerId, KeptNotice] = Field(
         default_factory=dict, description="of nodes that are not known: of open requests, or of VMs that came"
@@ -161,6 +172,7 @@ class Yardstick(Value):
 
     first_section: int
     end_section: int
+    node_type: str = ""
     healthy_s: float
     usual: float | None = None
     by_sums: bool = False

@@ -142,7 +142,10 @@ class Transition:
                 outcome = "failed"
                 trace, cause = provisioning.failed_setups.traceback, provisioning.failed_setups.cause
         aborts = [Abort(worker=worker, generation=self.state.generation) for worker in self.state.busy_workers]
-        finish = Finish(outcome=outcome, sentence=sentence, traceback=trace, cause=cause, rests=rests)
+        at_limit = provisioning.gives_up == "limit" and outcome == "stopped"
+        finish = Finish(
+            outcome=outcome, sentence=sentence, traceback=trace, cause=cause, rests=rests, at_limit=at_limit
+        )
         self.change(phase=Phase.ENDED, finish=finish)
         self.change_step(order=None, awaited=frozenset())
         self.say(ReasonCode(outcome), sentence, *aborts, finish)

@@ -95,14 +95,19 @@ def is_due(state: ControllerState, now_s: float) -> tuple[SaveKind, str] | None:
     That of insurance is the one that was told last: with many workers it is not worked out at each step.
     """
     every, insurance = state.config.policy.checkpoint_every_steps, state.saving.save_times.insurance
-    losses = state.config.policy.rules.losses
-    if losses.when_bad == "go_back" and state.version % losses.back_steps == 0:
+    if goes_back_to(state, state.version):
         return "periodic", "a bad step goes back to it"
     if every is not None and state.version - state.saving.checkpoint_base >= every:
         return "periodic", _as_configured(every)
     if insurance is not None and now_s + step_seconds(state) / 2 >= insurance.due_s:  # the boundary that is nearest
         return insurance.kind, insurance.why
     return None
+
+
+def goes_back_to(state: ControllerState, version: int) -> bool:
+    """Whether a bad step goes back to a version."""
+    losses = state.config.policy.rules.losses
+    return losses.when_bad == "go_back" and version % losses.back_steps == 0
 
 
 def _as_configured(every: int) -> str:
@@ -134,11 +139,8 @@ def duration(seconds: float) -> str:
 
 
 def _most_bytes(state: ControllerState) -> int:
-    """Return how much the member writes that writes most, if the replicas of a stage share its units evenly."""
-    plan = state.plan
-    if plan is None:
-        return 0
-    return state.config.stage_bytes(plan) // plan.num_replicas
+    """Return how much the member writes that writes most."""
+    return 0 if state.plan is None else state.config.written_bytes(state.plan)
 
 
 # Noting what saves and steps take and how VMs fare, and telling when the next save comes.
@@ -164,17 +166,20 @@ def record_shape_left(transition: Transition) -> None:
 
 
 def record_save_begun(transition: Transition, writers: dict[str, WorkerId], kind: SaveKind) -> PendingCheckpoint:
-    """The decided version's state is copied now, and written by these, after evaluated ones that may be the best."""
+    """The decided version's state is copied now, and written by these.
+
+    That is after those versions which may be the best, or to which a bad step goes back.
+    """
     state, now_s = transition.state, transition.now_s
-    evaluated = [
+    earlier = [
         one
         for one in state.saving.under_way
         if one.version < state.version
-        and one.kind == "evaluated"
         and one.debtors <= state.workers.keys()
         and now_s < one.started_s + save_bound_s(state)
     ]
-    earlier = may_be_best(state, evaluated)
+    wanted = {one.version: one for one in may_be_best(state, [one for one in earlier if one.kind == "evaluated"])}
+    wanted |= {one.version: one for one in earlier if goes_back_to(state, one.version)}
     pending = PendingCheckpoint(
         version=state.version,
         writers=writers,
@@ -185,7 +190,7 @@ def record_save_begun(transition: Transition, writers: dict[str, WorkerId], kind
         judged=state.judged,
         losses=state.losses,
     )
-    transition.change_saving(pending=pending, earlier=earlier)
+    transition.change_saving(pending=pending, earlier=tuple(wanted[version] for version in sorted(wanted)))
     transition.change_save_times(since_s=now_s, retry_s=None, insurance=None)
     return pending
 

@@ -25,6 +25,7 @@ from manager.controller.state.state import ControllerState, OutstandingOrder, Ph
 from manager.controller.state.transition import Transition
 from manager.controller.steps.save_timing import (
     emergency_due,
+    goes_back_to,
     is_due,
     record_save_begun,
     record_step_decided,
@@ -430,7 +431,10 @@ def _begin_checkpoint_if_due(transition: Transition) -> tuple[dict[UnitId, Worke
         share = _shares(state)
         record_save_begun(transition, share, "evaluated")
         return share, "it is evaluated, and may be the best"
-    if under_way or saving.sealing:
+    begins = goes_back_to(state, state.version) and not any(
+        goes_back_to(state, one.version) and not one.stale for one in saving.under_way
+    )
+    if (under_way or saving.sealing) and not begins:
         return {}, ""
     if emergency_due(transition):
         kind, why = "emergency", "VMs that hold what no other does are about to be taken"

@@ -59,7 +59,8 @@ function showGrid(run) {
   });
   const head = element("tr");
   head.append(element("th", ""));
-  (run.grid[0] ?? []).forEach((_, stage) => head.append(element("th", `stage ${stage}`)));
+  const longest = run.grid.reduce((most, replica) => (replica.length > most.length ? replica : most), []);
+  longest.forEach((_, stage) => head.append(element("th", `stage ${stage}`)));
   const top = element("thead");
   top.append(head);
   at("grid").replaceChildren(...(rows.length ? [top, ...rows] : [element("caption", "no shape is formed")]));
@@ -98,13 +99,21 @@ function showSeries(id, points, from, to, digits, fromZero) {
     return;
   }
   const values = points.map((point) => point[1]), span = Math.max(to - from, 1e-9);
-  const low = fromZero ? 0 : Math.min(...values), high = Math.max(...values), range = high - low || 1;
+  let low = fromZero ? 0 : Math.min(...values), high = Math.max(...values);
+  if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+  const range = high - low;
   const path = points.map(([time, value]) =>
     `${((time - from) / span * 500).toFixed(1)},${(146 - (value - low) / range * 142).toFixed(1)}`).join(" ");
   const plot = drawn("svg", { viewBox: "0 0 500 150", preserveAspectRatio: "none" });
+  for (const [x1, y1, x2, y2, stroke] of [[0, 4, 500, 4, "#e4e8ec"], [0, 75, 500, 75, "#e4e8ec"], [0, 146, 500, 146, "#8795a1"], [0, 0, 0, 150, "#8795a1"]]) {
+    plot.append(drawn("line", { x1, y1, x2, y2, stroke, "vector-effect": "non-scaling-stroke" }));
+  }
   plot.append(drawn("polyline", { points: path, fill: "none", stroke: "#2f6db3", "stroke-width": 1.8, "vector-effect": "non-scaling-stroke" }));
   const label = (value) => (digits === null ? short(value) : value.toFixed(digits));
-  at(id).replaceChildren(element("span", label(high), "high"), element("span", label(low), "low"), plot);
+  const clock = element("div", undefined, "axis");
+  clock.append(element("span", "0 s"), element("span", duration(span / 2)), element("span", duration(span)));
+  const marks = [["high", high], ["middle", (low + high) / 2], ["low", low]].map(([name, value]) => element("span", label(value), name));
+  at(id).replaceChildren(...marks, plot, clock);
 }
 
 // Learning rate and metrics: as many plots as there are, made when they first come.

@@ -29,8 +29,15 @@ class TraceReplayer:
     that one gives the notices that are in force again, under the same names.
     """
 
-    def __init__(self, host: VmHost, trace: Trace, event_queue: EventQueue, begun: TraceMoment | None = None) -> None:
-        self.fleet = VmFleet(host, event_queue)
+    def __init__(
+        self,
+        host: VmHost,
+        trace: Trace,
+        event_queue: EventQueue,
+        begun: TraceMoment | None = None,
+        node_types: Collection[str] = (),
+    ) -> None:
+        self.fleet = VmFleet(host, event_queue, node_types)
         begun = begun or TraceMoment()
         self._trace = trace
         self._played = trace.events[: begun.num_played]

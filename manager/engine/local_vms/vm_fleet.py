@@ -36,11 +36,12 @@ class VmFleet:
     """Boots VMs from threads of its own; ``request`` and ``revoke`` return at once, from any thread.
 
     A node that is requested again after its revocation gets a new VM id (``name.2``): it is another machine. A notice
-    of a VM that is not up yet is given when it is.
+    of a VM that is not up yet is given when it is. ``node_types``: the instance types that are types of GPU to plans.
     """
 
-    def __init__(self, host: VmHost, event_queue: EventQueue) -> None:
+    def __init__(self, host: VmHost, event_queue: EventQueue, node_types: Collection[str] = ()) -> None:
         self._host = host
+        self._node_types = frozenset(node_types)
         self._event_queue = event_queue
         self._boots: queue.Queue[str | None] = queue.Queue()
         self._wanted: dict[str, str] = {}
@@ -173,7 +174,7 @@ class VmFleet:
         count = self._seen[node] = self._seen.get(node, 0) + 1
         vm = self._wanted[node] = node if count == 1 else f"{node}.{count}"
         size, zone = ("" if told == UNKNOWN else told for told in (instance_type, zone))
-        facts = NodeFacts(provider="local", size=size, zone=zone)
+        facts = NodeFacts(provider="local", size=size, zone=zone, node_type=size if size in self._node_types else "")
         self._said[vm] = facts, None if usd_per_h is None else Paid(usd_per_h=usd_per_h)
         return vm
 

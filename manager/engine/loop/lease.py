@@ -23,7 +23,14 @@ import psutil
 from pydantic import Field, ValidationError
 
 from manager.run_dir import LEASE, holder_of, is_run, write_in_run_dir
-from morph.checkpoint.manifest import files_in, write_atomically
+from morph.checkpoint.manifest import (
+    LEASE_FOLDER,
+    LEASE_NAME,
+    files_in,
+    lease_file,
+    newest_lease,
+    write_atomically,
+)
 from morph.checkpoint.storage import bounded, is_local, reading, writing
 from morph.contract.base import Value
 from morph.contract.errors import CheckpointError, CheckpointsTaken, RunDirError
@@ -32,7 +39,6 @@ LEASE_S = 180.0
 """A lease that was not renewed for so long is free. A third of it lies between two renewals."""
 CLOSE_TIMEOUT_S = 15.0
 TAKE_TIMEOUT_S = 120.0
-_FOLDER, _NAME, _END = "run", "lease-", ".json"
 _MOST_TRIES = 8
 
 
@@ -65,14 +71,17 @@ class Holder(Value):
 def run_name(run_dir: Path) -> str:
     """Return the name by which a run is known to others that want its checkpoints' place; made when it is first asked.
 
-    It stays in the run directory, so that a manager knows the lease of the one before, wherever that was.
+    It stays in the run directory, so that a manager knows the lease of the one before. A copy of that is another run.
     """
-    path = run_dir / LEASE
+    path, folder = run_dir / LEASE, 0
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads(path.read_text(encoding="utf-8"))["run"])
+        folder = run_dir.stat().st_ino
+        known = json.loads(path.read_text(encoding="utf-8"))
+        if known["folder"] == folder:
+            return str(known["run"])
     name = uuid.uuid4().hex
     with contextlib.suppress(RunDirError):  # a full disk: without it one waits for the lease to expire
-        write_in_run_dir(path, json.dumps({"run": name}))
+        write_in_run_dir(path, json.dumps({"run": name, "folder": folder}))
     return name
 
 
@@ -120,6 +129,11 @@ class Lease:
         self._lost: str | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+
+    @property
+    def run(self) -> str:
+        """The name by which the run holds it."""
+        return self._holder.run
 
     def check_free(self) -> None:
         """See that it could be taken; nothing is written.
@@ -257,16 +271,10 @@ class Lease:
 
     def _newest(self) -> tuple[int | None, _Written | None]:
         """The highest number, and what lies there; nothing where it is not what a manager writes."""
-        filesystem, folder = fsspec.core.url_to_fs(f"{self._url}/{_FOLDER}")
-        filesystem.invalidate_cache()
-        names = [name for name in files_in(filesystem, folder) if name.startswith(_NAME) and name.endswith(_END)]
-        numbers = [int(middle) for name in names if (middle := name[len(_NAME) : -len(_END)]).isdecimal()]
-        if not numbers:
-            return None, None
-        number = max(numbers)
+        number, content = newest_lease(self._url)
         try:
-            return number, _Written.model_validate_json(filesystem.cat_file(f"{folder}/{_name_of(number)}"))
-        except (ValidationError, FileNotFoundError):
+            return number, None if content is None else _Written.model_validate_json(content)
+        except ValidationError:
             return number, None
 
     def _content(self, *, released: bool = False) -> bytes:
@@ -277,11 +285,11 @@ class Lease:
 
     def _write(self, number: int | None, *, released: bool = False) -> None:
         assert number is not None
-        write_atomically(f"{self._url}/{_FOLDER}/{_name_of(number)}", self._content(released=released))
+        write_atomically(f"{self._url}/{LEASE_FOLDER}/{lease_file(number)}", self._content(released=released))
 
     def _make(self, number: int) -> bool:
         """Make the file of a number unless there is one; returns whether this lease is in it then."""
-        where = f"{self._url}/{_FOLDER}/{_name_of(number)}"
+        where = f"{self._url}/{LEASE_FOLDER}/{lease_file(number)}"
         filesystem, path = fsspec.core.url_to_fs(where)
         try:
             if is_local(where):
@@ -298,15 +306,11 @@ class Lease:
         return newest == number and written is not None and written.id == self._id
 
     def _remove_before(self, number: int) -> None:
-        filesystem, folder = fsspec.core.url_to_fs(f"{self._url}/{_FOLDER}")
+        filesystem, folder = fsspec.core.url_to_fs(f"{self._url}/{LEASE_FOLDER}")
         for name in files_in(filesystem, folder):
-            if name.startswith(_NAME) and name < _name_of(number):
+            if name.startswith(LEASE_NAME) and name < lease_file(number):
                 with contextlib.suppress(Exception):  # it counts no more
                     filesystem.rm_file(f"{folder}/{name}")
-
-
-def _name_of(number: int) -> str:
-    return f"{_NAME}{number:08d}{_END}"
 
 
 def _make_local(path: Path, content: bytes) -> None:

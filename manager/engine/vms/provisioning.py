@@ -280,7 +280,8 @@ class Provisioning:
                 allowed, why = self._spending.allowed(action.count, living, price)
                 if allowed < self._least_vms:
                     return RequestRefused(request=name, cause="limit", detail=why)
-                vms = self._provider.request(name, action.count, allowed)
+                of_type = {"node_type": action.node_type} if action.node_type else {}
+                vms = self._provider.request(name, action.count, allowed, **of_type)
                 num_devices = sum(vm.num_devices for vm in vms)
                 if why and num_devices < action.count:
                     self._fact("request_reduced", f"{name}: {num_devices} of {action.count} workers: {why}")

@@ -323,6 +323,6 @@ def facts_of(vms: Sequence[Vm]) -> dict[str, NodeFacts]:
     for vm in vms:
         zone = "" if vm.zone == "unknown" else vm.zone
         if vm.provider:
-            said = NodeFacts(provider=vm.provider, size=vm.size, region=vm.region, zone=zone)
+            said = NodeFacts(provider=vm.provider, size=vm.size, region=vm.region, zone=zone, node_type=vm.node_type)
             told |= dict.fromkeys(vm.workers, said)
     return told

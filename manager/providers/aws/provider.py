@@ -87,7 +87,7 @@ class AwsProvider:
         self._new_since_s: dict[str, float] = {}
         self._lock = threading.Lock()
 
-    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+    def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
         """See ``Provider``. Which type, in which zone, is AWS's choice among those with as many devices.
 
         Types with more devices are tried once those with fewer are refused, for what is then missing. What the user
@@ -99,21 +99,23 @@ class AwsProvider:
         if not self._has_template:
             self.account.make_template()
             self._has_template = True
-        most = count if max_vms is None else max_vms
+        most, spec = count if max_vms is None else max_vms, self._spec.of_type(node_type)
         refused: list[Refused | Misconfigured] = []
-        for num_devices in turns(self._spec.types, count, most):
+        for num_devices in turns(spec.types, count, most):
             if any(isinstance(error, Misconfigured) for error in refused):
                 break
             there = {vm.name: vm.num_devices for vm in self.list() if vm.request == request}
             names = [name for _, name in missing(request, there, count, most, num_devices)]
-            refused += self._make(names, request, num_devices)
+            refused += self._make(names, request, num_devices, spec)
         made = tuple(vm for vm in self.list() if vm.request == request)
         if not made:
             raise why_none(request, refused)
         self._operations.answered(request, tuple(vm.name for vm in made))
         return made
 
-    def _make(self, names: Sequence[str], request: str, num_devices: int) -> list[Refused | Misconfigured]:
+    def _make(
+        self, names: Sequence[str], request: str, num_devices: int, spec: AwsSpec
+    ) -> list[Refused | Misconfigured]:
         """Make VMs, some at once; the first that is refused keeps those from being asked for that were not yet."""
         refused: list[Refused | Misconfigured] = []
         failed: list[ProviderError] = []
@@ -122,7 +124,7 @@ class AwsProvider:
             if refused or failed or self.account.stopped.is_set():
                 return
             try:
-                self._make_one(name, request, num_devices)
+                self._make_one(name, request, num_devices, spec)
             except (Refused, Misconfigured) as error:
                 refused.append(error)
             except ProviderError as error:
@@ -137,7 +139,7 @@ class AwsProvider:
             raise Transient(f"{request}: not waited for any more")
         return refused
 
-    def _make_one(self, name: str, request: str, num_devices: int) -> None:
+    def _make_one(self, name: str, request: str, num_devices: int, spec: AwsSpec) -> None:
         """Ask for one VM, or ask again, under the same client token, what an earlier manager asked."""
         kept = self._operations.token(name) or ""
         token = str(uuid.uuid4()) if not kept or kept.startswith("{") else kept
@@ -148,7 +150,7 @@ class AwsProvider:
             made_version = self._ec2.call("create_launch_template_version", f"VM {name}", **wanted)
             with reading(f"VM {name}"):
                 version = str(made_version["LaunchTemplateVersion"]["VersionNumber"])
-            body = fleet_body(self._spec, self._identity, request, name, num_devices, version, token)
+            body = fleet_body(spec, self._identity, request, name, num_devices, version, token)
             answer = self._ec2.call("create_fleet", f"VM {name}", **body)
         except (Refused, Misconfigured):
             self._operations.ended(name)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from manager.providers.interface.cloud import DEVICES_TAG, Identity, Size, dearest, missing, turns
+from manager.providers.interface.cloud import DEVICES_TAG, Identity, Size, dearest, missing, of_type, turns
 from manager.providers.interface.provider import Price, vm_name
 from morph.contract.base import Value
 from morph.contract.cluster import UsdPerHourAtMost
@@ -54,6 +54,16 @@ class AwsSpec(Value):
         pattern=r"^(https://[^\s'\"]+|http://(localhost|127\.\d+\.\d+\.\d+)(:\d+)?/?)$",
         description="of another EC2 than the region's; without TLS on this machine alone",
     )
+
+    @model_validator(mode="after")
+    def _types_of_all(self) -> AwsSpec:
+        if len({known.node_type is None for known in self.types}) > 1:
+            raise ValueError("types: some say their node_type, others do not")
+        return self
+
+    def of_type(self, node_type: str) -> AwsSpec:
+        """The same with the types of one type of GPU; empty: with all."""
+        return self.model_copy(update={"types": of_type(self.types, node_type)})
 
     @property
     def provider(self) -> str:

@@ -342,6 +342,7 @@ class Group:
             usd_per_h=None if known is None else self._usd_per_h(known),
             paid_since_s=paid_since_s(machine.time_created, answered, now_s),
             num_devices=int(machine.tags.get(DEVICES_TAG) or 1),
+            node_type=(known.node_type if known is not None else None) or "",
         )
 
 

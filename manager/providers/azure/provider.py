@@ -91,7 +91,7 @@ class AzureProvider:
         self._taken: frozenset[str] = frozenset()
         self._price: Price | None = None
 
-    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+    def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
         """See ``Provider``. Offers that Azure refuses are followed by the next zone, and then by the next size.
 
         Sizes with more devices are tried once those with fewer are refused, for what is then missing. What the user
@@ -103,19 +103,19 @@ class AzureProvider:
         if not self._has_set:
             self.group.make_set()
             self._has_set = True
-        until_s = time.monotonic() + self._bounds.make_s
+        until_s, spec = time.monotonic() + self._bounds.make_s, self._spec.of_type(node_type)
         most = count if max_vms is None else max_vms
         found = self._of(request)
         there = {vm.name: vm.num_devices for vm, state in found if state not in (*BEING_MADE, *LOST)}
         making = [_Making(vm.name, [], vm.num_devices) for vm, state in found if state in BEING_MADE]
         states = {vm.name: state for vm, state in found}
         refused: list[Refused | Misconfigured] = []
-        for num_devices in turns(self._spec.sizes, count, most):
+        for num_devices in turns(spec.sizes, count, most):
             if time.monotonic() >= until_s or any(isinstance(error, Misconfigured) for error in refused):
                 break
             known = there | {one.name: one.num_devices for one in making}
             making += [
-                _Making(name, self._spec.offers_of(index, num_devices), num_devices)
+                _Making(name, spec.offers_of(index, num_devices), num_devices)
                 for index, name in missing(request, known, count, most, num_devices)
             ]
             given_up = self._make(making, request, states, until_s)

@@ -14,6 +14,7 @@ from manager.providers.interface.cloud import (
     RUN_TAG,
     Size,
     dearest,
+    of_type,
     turns,
 )
 from manager.providers.interface.provider import Price, vm_name
@@ -76,6 +77,16 @@ class AzureSpec(Value):
     def price(self, find: Callable[[AzureSize], float | None]) -> Price | None:
         """Return the price of one hour of the dearest size; see ``dearest``."""
         return dearest(self.sizes, find, "Azure's retail price list")
+
+    @model_validator(mode="after")
+    def _types_of_all(self) -> AzureSpec:
+        if len({size.node_type is None for size in self.sizes}) > 1:
+            raise ValueError("sizes: some say their node_type, others do not")
+        return self
+
+    def of_type(self, node_type: str) -> AzureSpec:
+        """The same with the sizes of one type of GPU; empty: with all."""
+        return self.model_copy(update={"sizes": of_type(self.sizes, node_type)})
 
     def offers_of(self, index: int, num_devices: int) -> list[tuple[AzureSize, str | None]]:
         """Return the offers with so many devices for VM number ``index``: neighbours begin in different zones."""

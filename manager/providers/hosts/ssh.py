@@ -10,7 +10,7 @@ from pydantic import Field
 
 from manager.providers.interface.provider import Misconfigured, Transient
 from morph.contract.base import Value
-from morph.contract.cluster import UsdPerHour
+from morph.contract.cluster import NodeType, UsdPerHour
 from morph.contract.vm_names import MAX_DEVICES
 
 CONNECT_TIMEOUT_S = 10
@@ -48,6 +48,9 @@ class SshHost(Value):
         description="under which the other nodes reach it; absent: that of its way to the manager",
     )
     num_gpus: int = Field(default=1, ge=1, le=MAX_DEVICES, description="devices that Morph drives, a worker each")
+    node_type: NodeType | None = Field(
+        default=None, description="type of these devices, by its name in the profile; absent: all hosts are alike"
+    )
 
     @property
     def is_here(self) -> bool:

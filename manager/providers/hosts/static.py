@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,8 @@ from morph.contract.base import Value
 from morph.contract.cluster import UsdPerHour
 from morph.contract.files import PRIVATE, write_whole
 
+log = logging.getLogger(__name__)
+
 LOOK_AGAIN_S = 30.0
 """Looking at hosts costs nothing: one that is back need not wait until asking a cloud would make sense again."""
 MAX_AT_ONCE = 32
@@ -53,10 +56,21 @@ class Hosts(Value):
         known = [figure for figure in figures if figure is not None]
         return max(known) if len(known) == len(figures) else None
 
+    def usd_per_gpu_h(self, host: SshHost) -> float | None:
+        """What one of a host's devices costs; None: not known."""
+        usd_per_h = self.usd_per_h if host.usd_per_h is None else host.usd_per_h
+        return None if usd_per_h is None else usd_per_h / host.num_gpus
+
     def at(self, usd_per_h: float) -> Self:
         """Return the same hosts at one price for each."""
         hosts = tuple(host.model_copy(update={"usd_per_h": None}) for host in self.hosts)
         return self.model_copy(update={"hosts": hosts, "usd_per_h": usd_per_h})
+
+    @model_validator(mode="after")
+    def _types_of_all(self) -> Self:
+        if len({host.node_type is None for host in self.hosts}) > 1:
+            raise ValueError("hosts: some say their node_type, others do not")
+        return self
 
     @model_validator(mode="after")
     def _distinct(self) -> Self:
@@ -126,9 +140,10 @@ class StaticProvider:
         self._shell: Shell = shell or run_ssh
         self._ending = ending
         self._stopped = threading.Event()
+        self._passed_over: dict[str, str] = {}
         self._hosts = {f"{host.address}:{host.port}": host for host in spec.hosts}
 
-    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+    def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
         """See ``Provider``. A host that does not start is given back, and the next free one is tried.
 
         One that did not answer may have started: unless it can be ended it stays leased, and is listed.
@@ -143,9 +158,11 @@ class StaticProvider:
                 self._start(key, vm)
             except (Transient, Misconfigured) as error:  # leased until it is ended, as one that nobody waits for
                 wrong = error
+                self._pass_over(key, error)
                 continue
             granted.append(vm)
-        tried, tried_names = set[str](), set[str]()
+        others = {key for key, host in self._hosts.items() if node_type not in ("", host.node_type)}
+        tried, tried_names = others.copy(), set[str]()
         while len(granted) < most and not leased and not self._stopped.is_set():
             missing = count - sum(vm.num_devices for vm in granted)
             names = tried_names.union(vm.name for vm in granted)
@@ -158,6 +175,7 @@ class StaticProvider:
                 self._start(key, vm)
             except Transient as error:
                 trouble = str(error)
+                self._pass_over(key, error)
                 if not self._ended(key, vm):
                     tried_names.add(vm.name)  # it may run there: no other node gets its name
                     if isinstance(error, Unanswered):
@@ -166,13 +184,15 @@ class StaticProvider:
                 continue
             except Misconfigured as error:  # of this host: the others may be in order
                 wrong = wrong or error
+                self._pass_over(key, error)
                 self._give_back(key, vm)
                 continue
             granted.append(vm)
         if not granted and wrong is not None:
             raise wrong
         if not granted:
-            raise CapacityShort(trouble or f"none of the {len(self._hosts)} hosts is free", LOOK_AGAIN_S)
+            of_type = f"{len(self._hosts) - len(others)} hosts{f' with {node_type}' if node_type else ''}"
+            raise CapacityShort(trouble or f"none of the {of_type} is free", LOOK_AGAIN_S)
         return tuple(granted)
 
     def list(self) -> tuple[Vm, ...]:
@@ -224,6 +244,12 @@ class StaticProvider:
         """See ``Provider``."""
         return Capabilities(spot=False, max_vms=len(self._hosts), ending=self._ending)
 
+    def _pass_over(self, key: str, error: ProviderError) -> None:
+        """Say that a host is not used, and why, though others are: once, until it is another reason."""
+        if self._passed_over.get(key) != str(error):
+            log.warning("the host %s is passed over: %s", key, error)
+        self._passed_over[key] = str(error)
+
     def _start(self, key: str, vm: Vm) -> None:
         host = self._hosts[key]
         known = {"{node}": vm.name, "{address}": host.node_address or "", "{devices}": str(vm.num_devices)}
@@ -231,6 +257,7 @@ class StaticProvider:
         for name, value in known.items():
             command = [part.replace(name, value) for part in command]
         self._shell(host, start_script(vm.name, command), self._secret)
+        self._passed_over.pop(key, None)
 
     def _end(self, key: str, vm: Vm) -> None:
         """End a node and give its host back."""
@@ -277,7 +304,8 @@ class StaticProvider:
     def _priced(self, key: str, vm: Vm) -> Vm:
         host = self._hosts.get(key)
         usd_per_h = self._spec.usd_per_h if host is None or host.usd_per_h is None else host.usd_per_h
-        known = {"provider": "static", "zone": key, "usd_per_h": usd_per_h}
+        node_type = "" if host is None else host.node_type or ""
+        known = {"provider": "static", "zone": key, "usd_per_h": usd_per_h, "node_type": node_type}
         return vm.model_copy(update=known)
 
     @contextmanager

@@ -23,7 +23,7 @@ from manager.providers.interface.provider import (
     vm_name,
 )
 from morph.contract.base import Value
-from morph.contract.cluster import UsdPerHour
+from morph.contract.cluster import NodeType, UsdPerHour
 from morph.contract.vm_names import MAX_DEVICES
 
 RUN_TAG, JOB_TAG, REQUEST_TAG, DEVICES_TAG = "morph-run", "morph-job", "morph-request", "morph-devices"
@@ -67,6 +67,9 @@ class Size(Value):
     name: str
     num_gpus: int = Field(default=1, ge=0, le=MAX_DEVICES, description="that Morph drives; 0: its processor, as one")
     usd_per_h: UsdPerHour | None = Field(default=None, description="None: what the cloud's prices say")
+    node_type: NodeType | None = Field(
+        default=None, description="type of its GPUs, by its name in the profile; None: all sizes are alike"
+    )
 
     @property
     def num_devices(self) -> int:
@@ -75,6 +78,11 @@ class Size(Value):
 
 
 SizeT = TypeVar("SizeT", bound=Size)
+
+
+def of_type(sizes: Iterable[SizeT], node_type: str) -> tuple[SizeT, ...]:
+    """Return those with GPUs of one type; empty: all."""
+    return tuple(size for size in sizes if node_type in ("", size.node_type))
 
 
 def dearest(sizes: Iterable[SizeT], find: Callable[[SizeT], float | None], listed: str) -> Price | None:

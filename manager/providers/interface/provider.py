@@ -95,6 +95,9 @@ class Vm(Value):
         description="since when it is paid, in seconds since 1970 by this machine's clock; None: its grant",
     )
     num_devices: int = Field(default=1, ge=1, le=MAX_DEVICES, description="that Morph drives")
+    node_type: str = Field(
+        default="", description="of its GPUs; empty: all are alike", exclude_if=lambda given: not given
+    )
     waits: bool = Field(default=False, description="in its market's queue; it costs nothing until it begins")
 
     @property
@@ -128,8 +131,10 @@ class Provider(Protocol):
     An answer that does not say which VMs there are is an error, and never "none".
     """
 
-    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+    def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
         """Get VMs that together have ``count`` devices under a name; the same name again gets no further ones.
+
+        ``node_type``: whose GPUs are of this type, by the name that the user gave it; empty: of any.
 
         Whoever asks. A VM comes only while those that are there have fewer devices, so that none is one too many; the
         last one may bring more devices than were missing. All together have fewer where there are no more VMs, or where

@@ -51,7 +51,7 @@ PROGRAMS = ("sbatch", "squeue", "scancel")
 CALL_TIMEOUT_S = 60.0
 LOOKS = Backoff(0.5, 5.0)
 """Pauses between looks for what was ended: the queue is everybody's."""
-KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "SLURM_CONF", "SLURM_CONF_SERVER", "USER")
+KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "SLURM_CONF", "USER")
 """Of this process's environment: what Slurm's programs get, and so the jobs."""
 SIGNAL_ENDS = "USR1"
 """Ends a node at once; see ``spec.py``."""
@@ -133,7 +133,14 @@ class SlurmProvider:
         self._version: tuple[int, ...] | None = None
         self._grace_s: float | None = spec.grace_s
 
-    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+    def request(
+        self,
+        request: str,
+        count: int,
+        max_vms: int | None = None,
+        *,
+        node_type: str = "",  # noqa: ARG002 (the jobs of a run are alike)
+    ) -> tuple[Vm, ...]:
         """See ``Provider``. Every job is submitted at once; when one begins is Slurm's to say."""
         most = count if max_vms is None else max_vms
         jobs = self._jobs()
@@ -231,7 +238,8 @@ class SlurmProvider:
     def _submit(self, node: str, request: str) -> str:
         mark = Mark(run=self._name.run, job=self._name.job, request=request, devices=self._spec.num_gpus)
         self._logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        command = sbatch_command(self._spec, node, mark, str(self._logs / f"{node}-%j.log").replace("%%", "%"))
+        log = f"{self._logs}/".replace("%", "%%") + f"{node}-%j.log"
+        command = sbatch_command(self._spec, node, mark, log)
         said = self._run(command, self._script(node, self._grace()))
         if said.code:
             raise error_of("sbatch", said.err or said.out)

@@ -156,7 +156,7 @@ def _leader(start: NodeStart, spec: SlurmSpec, node: str, grace_s: float) -> str
         's=$(command -v bash || command -v sh); MORPH_SECRET_FILE="$d/secret"; export MORPH_SECRET_FILE',
         f'(setsid "$s" -lc {shlex.quote(in_session)} 7>&1 8<"$d/alive" >"$d/log" 2>&1 </dev/null &)',
         'exec 9>"$d/alive"; until [ -s "$d/pids" ]; do sleep 0.1; done; read -r guard node <"$d/pids"',
-        'while [ -z "$end" ] && [ -e "/proc/$node/exe" ]; do sleep 1 & wait $!; done',
+        'while [ -z "$end" ] && [ ! -e "$d/left" ] && [ -e "/proc/$node/exe" ]; do sleep 1 & wait $!; done',
         "exec 9>&-",
         'i=0; while [ -e "/proc/$guard/exe" ] && [ $i -lt 150 ]; do sleep 0.1; i=$((i+1)); done',
     ]

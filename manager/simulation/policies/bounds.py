@@ -138,11 +138,11 @@ def _of_pipelines(job: SpotJob) -> Iterator[tuple[int, float, float]]:
 
 
 def _of_plans(plans: list[Plan]) -> Iterator[tuple[int, float, float]]:
-    """What the busiest replica has, and, as slow, less: what a policy counts that gives up samples."""
+    """What the busiest replica of a kind has, and, as slow, less: what a policy counts that gives up samples."""
     for plan in plans:
-        share = plan.num_micro_batches / plan.num_replicas
-        for counted in {share, float(max(plan.micro_batches_per_replica))}:
-            yield plan.pipeline_depth, counted, plan.expected.mini_batch_s
+        for kind in plan.pipeline_kinds:
+            for counted in {sum(kind.micro_batches) / kind.num_replicas, float(kind.longest_share)}:
+                yield kind.num_stages, counted, plan.expected.mini_batch_s
 
 
 def _kind(workers: int, times: dict[float, float], whole: float) -> _Kind:
@@ -191,7 +191,7 @@ def play_on_demand(
     price = None if prices is None else prices.on_demand_usd_per_h
     books = Books(job, None if price is None else 0.0)
     mean_vms = play_ideal(job, trace, until=Until(kind="hours", amount=trace.duration_s / 3600)).vm_s / trace.duration_s
-    plan = job.best_plan(max(min(job.plans), job.gpus_per_vm * round(mean_vms)))
+    plan = job.best_plan(max(job.fewest_workers, job.gpus_per_vm * round(mean_vms)))
     assert plan is not None, "some number of workers fits a plan"
     num_vms = -(-plan.num_workers // job.gpus_per_vm)
     step_s, books.num_vms = plan.expected.mini_batch_s, num_vms * job.gpus_per_vm

@@ -214,8 +214,8 @@ def play_pipelines(
     """Play pipelines that drop samples, or whose VMs compute for their successors: "eflb" or "lflb"."""
     most = math.inf if until.num_steps is None else float(until.num_steps)
     books = Books(job, nothing_paid(trace, prices))
-    plan = job.best_plan(max(job.gpus_per_vm * trace.max_nodes, min(job.plans)))
-    assert plan is not None, "some number of workers fits a plan"
+    plan = job.best_plan(max(job.gpus_per_vm * trace.max_nodes, job.fewest_workers), equal=True)
+    assert plan is not None, "some number of workers fits equal pipelines"
     run = _Run(job, books, plan, None if redundant is None else job.redundant[redundant], most)
     for change, until_s in intervals(trace, job.durations.setup_s, end_of(until, trace), prices, job.gpus_per_vm):
         books.spend(change.time_s, Part.WAITING, 0)

@@ -31,10 +31,9 @@ def stage_pace(plan: Plan, stage: int, step_s: float) -> StagePace:
     A pipeline of even stages ends one micro-batch every t once it is full: P forwards come before the first backward
     of the last stage, and P - s - 1 backwards of later stages before the first of stage s. t is that of the whole step.
     """
-    period_s, _ = _period_s(plan, step_s)
-    forward = _forward_share(plan)
-    depth = plan.pipeline_depth
-    return StagePace((depth * forward + (depth - stage) * (1 - forward)) * period_s, period_s)
+    replica = plan.replicas_of(stage)[0]
+    period_s, forward, depth = period_of(plan, replica, step_s), _forward_share(plan), plan.kind_of(replica).num_stages
+    return StagePace((depth * forward + (depth - plan.position(stage)) * (1 - forward)) * period_s, period_s)
 
 
 def copied(done: int, every: int, share: int) -> int:
@@ -55,19 +54,24 @@ def partial_step_s(plan: Plan, step_s: float, salvage: Salvage | None) -> float:
     """Return what a step takes of which only what is missing runs; ``step_s`` is what a whole one takes."""
     if salvage is None:
         return step_s
-    period_s, rest_s = _period_s(plan, step_s)
-    longest = max(len(share_in(plan, replica, salvage)) for replica in range(plan.num_replicas))
-    partial_s = rest_s + (longest + plan.pipeline_depth - 1) * period_s if longest else rest_s
-    return rounded(partial_s)
+    pipelines_s = [0.0]
+    for replica in range(plan.num_replicas):
+        if num := len(share_in(plan, replica, salvage)):
+            pipelines_s.append((num + plan.kind_of(replica).num_stages - 1) * period_of(plan, replica, step_s))
+    return rounded(_rest_share(plan) * step_s + max(pipelines_s))
 
 
-def _period_s(plan: Plan, step_s: float) -> tuple[float, float]:
-    """Return the time between two micro-batches of a replica, and the time of a step that is not the pipeline's."""
+def period_of(plan: Plan, replica: int, step_s: float) -> float:
+    """Return the time between two micro-batches of a replica, whose kind of pipeline is busy for the whole step."""
+    kind = plan.kind_of(replica)
+    return (1 - _rest_share(plan)) * step_s / (kind.longest_share + kind.num_stages - 1)
+
+
+def _rest_share(plan: Plan) -> float:
+    """Return the part of a step's time that is not the pipelines'."""
     parts_s = plan.expected.parts_s
     known_s = sum(parts_s.values())
-    rest = sum(parts_s.get(part, 0.0) for part in ("all_reduce", "optimizer", "commit")) / known_s if known_s else 0.0
-    filled = plan.micro_batches_per_replica[0] + plan.pipeline_depth - 1
-    return (1 - rest) * step_s / filled, rest * step_s
+    return sum(parts_s.get(part, 0.0) for part in ("all_reduce", "optimizer", "commit")) / known_s if known_s else 0.0
 
 
 def _forward_share(plan: Plan) -> float:

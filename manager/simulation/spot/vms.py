@@ -314,7 +314,7 @@ class _Sums:
         for entry in () if salvage is None else salvage.sums:
             named.setdefault(entry.receiver, {})[entry.holder] = None
         start = StepStart(self._units, shape, first=salvage is not None)
-        in_transit = math.ceil(self._transit_s(shape) / (formed.step_s / formed.plan.micro_batches_per_replica[0]))
+        transit_s = self._transit_s(shape)
         paces = [stage_pace(formed.plan, stage, formed.step_s) for stage in range(len(formed.plan.stages))]
         for slot in formed.order.slots:
             sums = self._workers[slot.worker] = WorkerSums(self._units)
@@ -325,6 +325,8 @@ class _Sums:
             done = paces[slot.stage].num_backwards(len(sums.share), elapsed_s)
             keeper = keepers.get(slot.worker)
             if keeper is not None and slot.worker not in alive:  # what it had last sent is needed
+                period_s = formed.step_s / formed.plan.kind_of(slot.replica).longest_share
+                in_transit = math.ceil(transit_s / period_s)
                 sums.run(copied(done - in_transit, formed.order.copy_sums_every, len(sums.share)))
                 sums.keep(order.step)
                 copies.setdefault(keeper, []).extend(sums.parts)

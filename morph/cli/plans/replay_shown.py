@@ -75,10 +75,12 @@ def draw(name: str, outcomes: Sequence[Outcome], path: Path) -> None:
                 above.barh(place, share, left=left, color=color, height=0.7)
                 left += share
         above.set(yticks=range(len(policies)), yticklabels=list(reversed(policies)), xlim=(0, 1))
+        above.xaxis.set_major_formatter("{x:.0%}")
+        above.set_xlabel("share of the time for which VMs are paid")
         above.set_title(f"{name}: what the VMs' time goes into", loc="left", fontsize=12)
         used = [part for part in PARTS if any(one.parts_s[part] > 1e-3 * one.vm_s for one in outcomes)]
         handles = [above.barh([0], [0], color=PARTS[part][0], label=part.value) for part in used]
-        above.legend(handles=handles, ncols=len(used), loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
+        above.legend(handles=handles, ncols=len(used), loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
         plain_axes(above)
         first = outcomes[0]
         same = [one for one in outcomes if (one.trace, one.seed) == (first.trace, first.seed)]
@@ -92,15 +94,27 @@ def draw(name: str, outcomes: Sequence[Outcome], path: Path) -> None:
             linewidth=1.2,
         )
         middle.set(ylabel="VMs", xlim=(0, longest), ylim=(0, None))
-        middle.set_title(f"on {first.trace or 'the trace'}", loc="left", fontsize=11)
+        middle.set_title(f"VMs and progress on one trace: {first.trace or 'the trace'}", loc="left", fontsize=11)
         plain_axes(middle, grid="y")
-        for place, one in enumerate(same):
-            hours, done = _progress(one)
+        for place, (label, (hours, done)) in enumerate(_curves(same).items()):
             color, style = LINES[place % len(LINES)], STYLES[place // len(LINES) % len(STYLES)]
-            below.plot(hours, done, color=color, linestyle=style, label=one.policy, linewidth=1.6)
+            below.plot(hours, done, color=color, linestyle=style, label=label, linewidth=1.6)
         below.set(xlabel="hours", ylabel="examples trained", xlim=(0, longest), ylim=(0, None))
         below.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
         plain_axes(below, grid="y")
+
+
+def _curves(outcomes: Sequence[Outcome]) -> dict[str, tuple[list[float], list[float]]]:
+    """Progress by the names of the policies; those with the same progress share a curve, which else would hide them."""
+    found: list[tuple[list[str], tuple[list[float], list[float]]]] = []
+    for one in outcomes:
+        curve = _progress(one)
+        names = next((names for names, known in found if known == curve), None)
+        if names is None:
+            found.append(([one.policy], curve))
+        else:
+            names.append(one.policy)
+    return {",\n".join(names): curve for names, curve in found}
 
 
 def _progress(one: Outcome) -> tuple[list[float], list[float]]:

@@ -27,7 +27,7 @@ from manager.run_dir import as_its_folder
 from morph.cli.models.checks import check_device, check_job
 from morph.cli.reading.errors import EXIT_GOES_ON, EXIT_INTERRUPTED, places
 from morph.cli.reading.progress import doing, doing_if_long
-from morph.cli.runs.forever import MOST_SAID, leave_word
+from morph.cli.runs.forever import MOST_SAID, is_kept_up, leave_word
 from morph.cli.views.run_view import run_view
 from morph.contract.errors import TrainingStopped
 from morph.contract.profile import Profile
@@ -82,14 +82,14 @@ def carry_out(
     try:
         with places(run.places):
             view = partial(shown.view, run_dir=directory)
-            finish, report = managed_run(run, _checked, view, if_changed, take_over=take_over)
+            finish, report = managed_run(run, _checked, view, if_changed, take_over=take_over, forever=is_kept_up())
     except KeyboardInterrupt:
         print(
             f"the same command goes on from the newest checkpoint, and so does morph resume {directory}",
             file=sys.stderr,
         )
         raise
-    leave_word(outcome=finish.outcome, sentence=finish.sentence[:MOST_SAID])
+    leave_word(outcome=finish.outcome, sentence=finish.sentence[:MOST_SAID], at_limit=finish.at_limit)
     with redirect_stdout(sys.stderr if shown.as_json else sys.stdout):
         _conclude(finish, report, directory)
         if request.timeline_step is not None:

@@ -98,6 +98,8 @@ def _check_job_file(path: Path, file: JobFile) -> str:
     from manager.run.resolution import resolve
     from morph.cli.models.checks import check_device, check_job
     from morph.cli.reading.errors import places
+    from morph.contract.plan import by_pool
+    from morph.contract.pool import Pool
 
     run = resolve(RunRequest(job=str(path), steps=1), path, file)
     check_device(file, str(path))
@@ -105,10 +107,13 @@ def _check_job_file(path: Path, file: JobFile) -> str:
         with run.job_files.in_use():
             check_job(run.request.job, run.profile)
         config = run.config()
-    largest = config.target_nodes or max(config.plans)
+    pool = by_pool(config.plans)[-1][0]
+    pool = Pool.of(config.target_nodes) if config.target_nodes and pool.types == ("",) else pool
+    plan = config.best_plan(pool)
+    assert plan is not None, "the run would not begin"
     return (
-        f"{run.profile.job.name} fits its profile; {_length(file.job)}, with {largest} workers in shape "
-        f"{config.plans[largest].shape}, with {config.fewest_workers} at least"
+        f"{run.profile.job.name} fits its profile; {_length(file.job)}, with {pool} workers in shape {plan.shape}, "
+        f"with {config.fewest_workers} at least"
     )
 
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 import typer
 
-from manager.host.signals import STOPPED_BY_COMMAND
+from manager.host.signals import BY_USER
 from manager.run_dir import GOES_ON, GoesOn, write_in_run_dir
 from morph.cli.reading.errors import EXIT_GOES_ON, EXIT_INPUT, EXIT_INTERRUPTED
 from morph.contract.base import Value
@@ -27,17 +27,14 @@ from morph.contract.waits import Backoff
 PAUSES = Backoff(first_s=1.0, most_s=3600.0)
 """Between managers that come to nothing; one that decided a step, or lived for the longest of these, begins anew."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_BY_USER = (STOPPED_BY_COMMAND, *(one.name for one in _FORWARDED))
 MOST_SAID = 2000
-_LIMIT = "vms.limits."
-"""Every sentence about a limit of the user's names its setting."""
 
 
 class Ended(Value):
     """What a manager leaves word of.
 
     ``outcome``: as of ``Finish``, or an error, or another manager has taken the run's checkpoints over. ``began``: a
-    session was begun. ``moved``: a step was decided.
+    session was begun. ``moved``: a step was decided. ``at_limit``: a limit of the user's is reached.
     """
 
     outcome: Literal["", "finished", "stopped", "failed", "error", "taken"] = ""
@@ -45,6 +42,7 @@ class Ended(Value):
     run_dir: Path | None = None
     began: bool = False
     moved: bool = False
+    at_limit: bool = False
 
 
 class _Word:
@@ -64,7 +62,12 @@ class _Word:
 
 _word = _Word()
 leave_word = _word.leave
-"""Say what is known so far: ``run_dir``, ``began``, ``moved``, and at the end ``outcome`` and ``sentence``."""
+"""Say what is known so far, by the fields of ``Ended``."""
+
+
+def is_kept_up() -> bool:
+    """Whether this process is one that ``kept_up`` made."""
+    return _word.pipe is not None
 
 
 @contextmanager
@@ -95,8 +98,8 @@ def ends(ended: Ended, code: int, *, asked: bool, has_begun: bool) -> bool:
     """
     if asked or ended.outcome in ("finished", "taken") or code == EXIT_GOES_ON:
         return True
-    by_user = ended.outcome == "stopped" and ended.sentence.startswith(_BY_USER)
-    return by_user or _LIMIT in ended.sentence or (code == EXIT_INPUT and not has_begun)
+    by_user = ended.outcome == "stopped" and ended.sentence.startswith(BY_USER)
+    return by_user or ended.at_limit or (code == EXIT_INPUT and not has_begun)
 
 
 class _Keeper:

@@ -53,11 +53,13 @@ SLURM = """\
 #SBATCH --time=24:00:00
 # The manager of a run of Morph: {what}. Before the time limit it saves and stops, and the job is queued again.
 cd {folder} || exit 2
-again=
+again= asked= pid=
+stop() {{ asked=1; [ -z "$pid" ] || kill -TERM "$pid"; }}
+trap 'again=1; stop' USR2
+trap stop TERM INT
 {command} &
 pid=$!
-trap 'again=1; kill -TERM "$pid"' USR2
-trap 'kill -TERM "$pid"' TERM INT
+[ -z "$asked" ] || kill -TERM "$pid"
 wait "$pid"; code=$?
 while kill -0 "$pid" 2>/dev/null; do wait "$pid"; code=$?; done
 # 0: finished, 75: morph stop, 130: stopped, by scancel or for the time limit
@@ -96,6 +98,8 @@ def service_command(
     from morph.contract.errors import ConfigError
 
     path = Path(run).resolve()
+    if "\n" in f"{path}{Path.cwd()}":
+        raise ConfigError("holds a line break, which a line of a unit or a script cannot", field="RUN_DIR_OR_JOB_FILE")
     if is_job_file(run):
         if not path.is_file():
             raise ConfigError("there is no such file", field="RUN_DIR_OR_JOB_FILE", value=run)
@@ -114,12 +118,17 @@ def service_text(kind: Kind, named: str, path: Path, command: Sequence[str]) -> 
     known = {"what": str(path), "name": f"morph-{named}", "folder": str(Path.cwd()), "stop_s": str(STOP_S)}
     beside = path if path.is_dir() else path.parent
     if kind is Kind.SLURM:
-        log = str(Path.cwd() / f"{known['name']}-%j.log")
-        known = {name: shlex.quote(value) if name == "folder" else value for name, value in known.items()}
-        return SLURM.format(**known, log=log, command=shlex.join(command))
+        log = f"{known['folder']}/{known['name']}".replace("%", "%%") + "-%j.log"
+        known |= {"folder": shlex.quote(known["folder"]), "name": _of_sbatch(known["name"])}
+        return SLURM.format(**known, log=_of_sbatch(log), command=shlex.join(command))
     known = {name: value.replace("%", "%%") for name, value in known.items()}
     environment = str(beside / "service.env").replace("%", "%%")
     return UNIT.format(**known, environment=environment, command=" ".join(map(_of_systemd, command)))
+
+
+def _of_sbatch(value: str) -> str:
+    """Quote a value in a line of ``#SBATCH``, where a backslash escapes within quotes too."""
+    return shlex.quote(value.replace("\\", "\\\\"))
 
 
 def _of_systemd(word: str) -> str:

@@ -61,10 +61,11 @@ def timeline_command(
         allowed = f"0 to {num_replicas - 1}"
         raise RunDirError("has no such replica", source=str(run_dir), field="--replica", value=replica, allowed=allowed)
     console, first = Console(), timelines[0]
+    first_stage = {one.replica: min(o.stage for o in timelines if o.replica == one.replica) for one in timelines}
     rows = [
         (
             timeline.replica,
-            timeline.stage,
+            timeline.stage - first_stage[timeline.replica],
             timeline.worker,
             *(_spent(timeline, kind) for kind in ("forward", "recompute", "backward", "wait", "reduce")),
             f"{timeline.peaks.in_flight} of {timeline.window}",

@@ -1,8 +1,9 @@
 """All-reduces of an emulated worker: really carried out, and taking at least the profile's time.
 
 The order is the simulator's: what a section completes is reduced once the last backward of every replica has passed it,
-one after the other, from the last section to the first; rings of units that several stages of a pipeline hold follow,
-each when all of its stages are free. Every ring agrees by a maximum on when each of its parts begins.
+one after the other, round by round, from the last section to the first; rings of units that several stages of a
+pipeline hold follow, each when all of its stages are free. Every ring agrees by a maximum on when each of its parts
+begins.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -71,17 +73,20 @@ def rings_of(current: Generation, device: EmulatedDevice) -> list[EmulatedRing]:
             parts = num_bytes.setdefault((topology.unit_rings[unit.id], is_split), {})
             parts[completes] = parts.get(completes, 0) + unit.reduced_bytes
     rings = []
-    for (name, _), parts in sorted(num_bytes.items(), key=_turn):
+    for (name, _), parts in sorted(num_bytes.items(), key=partial(_turn, topology.rounds)):
         ring = current.groups.ring(name)
         if ring is not None:
             rings.append(EmulatedRing(ring, left_s(device, members[name], parts)))
     return rings
 
 
-def _turn(entry: tuple[tuple[str, bool], Mapping[int | None, int]]) -> tuple[bool, int, str]:
-    """Order rings as units are reduced: from the last section to the first, then what is split, by name."""
+def _turn(
+    rounds: Sequence[int], entry: tuple[tuple[str, bool], Mapping[int | None, int]]
+) -> tuple[bool, int, int, str]:
+    """Order rings as units are reduced: by rounds, from the last section to the first, then what is split, by name."""
     (name, is_split), parts = entry
-    return is_split, -max(section for section in parts if section is not None) if not is_split else 0, name
+    last = max((section for section in parts if section is not None), default=0)
+    return is_split, 0 if is_split else rounds[last], -last, name
 
 
 def left_s(device: EmulatedDevice, ring_size: int, num_bytes: Mapping[int | None, int]) -> dict[int | None, float]:

@@ -52,6 +52,7 @@ class KnownSums:
             Rings(
                 current.topology.unit_rings,
                 current.topology.split_units,
+                current.topology.rounds,
                 current.ring_of,
                 current.interrupt,
                 self._faults,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 from torch._C._distributed_c10d import Store
@@ -33,11 +34,15 @@ class FollowerLane:
         setup: The worker's.
         workload: Makes the units that are followed.
         faults: Scheduled faults.
-        open_store: Opens a connection to the rendezvous store.
+        open_store: Lends a connection to the rendezvous store while a block runs.
     """
 
     def __init__(
-        self, setup: WorkerSetup, workload: Workload, faults: FaultPlan, open_store: Callable[[], Store]
+        self,
+        setup: WorkerSetup,
+        workload: Workload,
+        faults: FaultPlan,
+        open_store: Callable[[], AbstractContextManager[Store]],
     ) -> None:
         self._setup, self._workload, self._faults, self._open_store = setup, workload, faults, open_store
         self._outgoing: Outgoing | None = None

@@ -10,8 +10,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -91,6 +91,13 @@ class KeptConnections:
     def lend(self, limit_s: float) -> LentConnections:
         """Return what opens connections for one generation. ``limit_s``: of each call on one."""
         return LentConnections(self, limit_s)
+
+    @contextmanager
+    def borrow(self, limit_s: float) -> Iterator[Store]:
+        """Lend one while a block runs. It is not used again where the block fails, for a call on it may still go on."""
+        lent = self.lend(limit_s)
+        yield lent.open()
+        lent.give_back()
 
     def take(self, limit_s: float) -> TCPStore:
         """Return one that answers."""

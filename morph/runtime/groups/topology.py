@@ -17,13 +17,15 @@ class Topology:
     """Groups of one generation, in the global forming order, each unit's reduction group, and what joins stages.
 
     ``edges`` are those of ``groups`` that stages send over, with the sender before the receiver. ``split_units`` are
-    held by several stages of at least one pipeline: they are reduced last, by everybody.
+    held by several stages of at least one pipeline: they are reduced last, by everybody. ``rounds``: by section, when
+    the others are that it completes (:func:`morph.contract.plan.reduction_rounds`).
     """
 
     groups: tuple[GroupSpec, ...]
     unit_rings: dict[str, str]
     split_units: frozenset[str] = frozenset()
     edges: tuple[GroupSpec, ...] = ()
+    rounds: tuple[int, ...] = ()
 
     @property
     def rings(self) -> tuple[GroupSpec, ...]:
@@ -101,6 +103,7 @@ def topology(order: ReshapeOrder, units: Sequence[ParameterUnit]) -> Topology:
         unit_rings=unit_rings,
         split_units=frozenset(split_units),
         edges=tuple(edges),
+        rounds=plan.reduction_rounds,
     )
 
 

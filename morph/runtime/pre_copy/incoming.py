@@ -144,7 +144,8 @@ class Incoming:
     def _meet(self) -> None:
         """Say where this is, and wait until all senders are there: other callers do not prolong that wait."""
         try:
-            self._open_store().set(self._rendezvous.key, self._told)
+            with self._open_store() as store:
+                store.set(self._rendezvous.key, self._told)
             with self._met:
                 if not self._met.wait_for(lambda: self._ended or not self._expected, self._limit_s):
                     raise TimeoutError(f"{self._limit_s:.4g} s are over")

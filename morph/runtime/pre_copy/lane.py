@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 from torch._C._distributed_c10d import Store
 
@@ -26,7 +27,7 @@ class PreCopyLane:
         setup: The worker's.
         workload: Makes the units that are received.
         faults: Scheduled faults.
-        open_store: Opens a connection to the rendezvous store.
+        open_store: Lends a connection to the rendezvous store while a block runs.
         news: Called when ``report`` has something new.
     """
 
@@ -35,7 +36,7 @@ class PreCopyLane:
         setup: WorkerSetup,
         workload: Workload,
         faults: FaultPlan,
-        open_store: Callable[[], Store],
+        open_store: Callable[[], AbstractContextManager[Store]],
         news: Callable[[], None],
     ) -> None:
         self._setup, self._workload, self._faults = setup, workload, faults

@@ -219,7 +219,8 @@ class Outgoing:
             self.end(f"{self._name} broke off: {type(error).__name__}: {error}")
 
     def _connect(self) -> socket.socket:
-        told = self._open_store().get(self._rendezvous.key).decode()
+        with self._open_store() as store:
+            told = store.get(self._rendezvous.key).decode()
         connection = socket.create_connection(self._rendezvous.address(told), CONNECT_TIMEOUT_S)
         connection.settimeout(self._limit_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,7 @@ class StreamContext:
         occasion: Of their rendezvous.
         worker: This one.
         secret: Of the run.
-        open_store: Opens a connection to the rendezvous store.
+        open_store: Lends a connection to the rendezvous store while a block runs.
         faults: Scheduled faults.
         limit_s: Seconds after which the other end is given up that is not there, or takes nothing; a sender may be
             silent for twice as long, because it has nothing to send between two steps.
@@ -75,7 +76,7 @@ class StreamContext:
     occasion: str
     worker: str
     secret: str
-    open_store: Callable[[], Store]
+    open_store: Callable[[], AbstractContextManager[Store]]
     faults: FaultPlan
     limit_s: float = DEFAULT_LIMIT_S
 

@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -163,12 +164,13 @@ class Worker:
         self._writer = CheckpointWriter(
             setup.worker, setup.checkpoint_url, self._faults, setup.checkpoints, on_processor=setup.device == "cpu"
         )
+        self._writer.lease = setup.lease
         self._connections = KeptConnections(setup.store_host, setup.store_port, setup.secret)
         if setup.store_port:
             self._connections.prepare()
-        self._followers = FollowerLane(setup, self._workload, self._faults, self._open_store)
+        self._followers = FollowerLane(setup, self._workload, self._faults, self._borrow_store)
         self._sums = KnownSums(setup.worker, self._followers, self._faults)
-        self._pre_copy = PreCopyLane(setup, self._workload, self._faults, self._open_store, self._writer.wake)
+        self._pre_copy = PreCopyLane(setup, self._workload, self._faults, self._borrow_store, self._writer.wake)
         took_s = time.perf_counter() - start_s
         evaluation = self._workload.evaluation
         self.ready = WorkerReady(worker=setup.worker, pid=os.getpid(), setup_s=took_s, evaluation=evaluation)
@@ -180,6 +182,7 @@ class Worker:
         if setup.code is not None and (self._setup.code is None or setup.code.sha256 != self._setup.code.sha256):
             error = JobError("is not the code that this worker was set up with", source=setup.code.job_path)
             return self._failed(0, error)
+        self._writer.lease = setup.lease
         return self.ready
 
     def reshape(self, order: ReshapeOrder) -> Reshaped | Aborted | Failed:
@@ -239,7 +242,11 @@ class Worker:
 
     # ---- inside ----
 
+    def _borrow_store(self) -> AbstractContextManager[Store]:
+        return self._connections.borrow(self._interrupt.limit_s)
+
     def _open_store(self) -> Store:
+        """A connection of their own for what forms on devices: libraries may keep it for as long as a generation."""
         setup = self._setup
         return connect_store(setup.store_host, setup.store_port, setup.secret, self._interrupt.limit_s)
 

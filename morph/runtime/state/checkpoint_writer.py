@@ -17,10 +17,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from morph.checkpoint.manifest import write_manifest
+from morph.checkpoint.manifest import run_that_holds, write_manifest
 from morph.checkpoint.storage import bounded, is_local
 from morph.checkpoint.unit_files import write_unit
 from morph.contract.checkpoint import Manifest, UnitFile
+from morph.contract.errors import CheckpointError
 from morph.contract.messages import Heartbeat, UnitWritten
 from morph.contract.rules import CheckpointRules
 from morph.cutting import CutModel
@@ -130,6 +131,9 @@ class CheckpointWriter:
         self._faults = faults
         self._rules = rules
         self._on_processor = on_processor
+        self.lease = ""
+        """The name by which the run holds the place; empty: nobody else writes there."""
+        self._looked_at: int | None = None
         self._to_copy: queue.SimpleQueue[Handed] = queue.SimpleQueue()
         self._to_write: queue.SimpleQueue[tuple[Handed, dict[str, Tensor], float]] = queue.SimpleQueue()
         self._returns: list[int] = []
@@ -222,6 +226,18 @@ class CheckpointWriter:
                 self._pause(handed, start_s + written.size_bytes / self._rules.bytes_per_s - time.monotonic())
             self._end(handed, copied, written or error)
 
+    def _check_lease(self, version: int) -> None:
+        """See, before the first file of a version, that no other run has taken the place over.
+
+        Raises:
+            CheckpointError: one has, or storage does not answer.
+        """
+        if self.lease and version != self._looked_at:
+            holder = run_that_holds(self._url)
+            if holder not in (None, self.lease):
+                raise CheckpointError(f"{self._url}: its checkpoints were taken over by another run")
+            self._looked_at = version
+
     def _end(self, handed: Handed, copied: Mapping[str, Tensor] | None, result: UnitWritten | Exception | None) -> None:
         """Report what became of a unit, if it is still wanted; else its file stays, and no manifest names it."""
         with self._condition:
@@ -244,6 +260,7 @@ class CheckpointWriter:
         def write() -> UnitWritten:
             started_s = time.thread_time()
             self._faults.reach("checkpoint", handed.version)
+            self._check_lease(handed.version)
             written = write_unit(self._url, handed.version, handed.unit, self._worker, copied)
             busy_s = copy_s + time.thread_time() - started_s if self._on_processor else 0.0
             return written.model_copy(update={"stall_s": handed.copy.waited_s + busy_s})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,11 +43,13 @@ class Rings:
     """How a worker's units are reduced.
 
     ``of_unit``: by unit, the name of its reduction group; ``split``: the units that several stages of one pipeline
-    hold; ``ring_of``: by unit, the group; None where this worker is alone in it.
+    hold; ``rounds``: by section, when the others are reduced that it completes; ``ring_of``: by unit, the group; None
+    where this worker is alone in it.
     """
 
     of_unit: Mapping[str, str]
     split: Set[str]
+    rounds: Sequence[int]
     ring_of: Callable[[str], Ring | None]
     interrupt: Interrupt
     faults: FaultPlan
@@ -102,9 +104,11 @@ class StepSums:
         self._metric_names: Sequence[str] = ()
         self._reduction = Reduction(rings.interrupt, num_micro_batches)
         split = units.keys() & rings.split
-        self._complete_at: dict[int, list[str]] = {section: [] for section in reversed(sections)}
-        for name in sorted(units.keys() - split):
-            self._complete_at[min(self._sections_of[name])].append(name)
+        completes = {name: min(self._sections_of[name]) for name in units.keys() - split}
+        turns = sorted((rings.rounds[section], -section, name) for name, section in completes.items())
+        self._to_reduce = deque((name, completes[name]) for _, _, name in turns)
+        self._passed: set[int] = set()
+        """Sections whose last backward is through."""
         self._last = sorted(split, key=lambda name: (rings.of_unit[name], name))
         self._gradients: dict[str, list[tuple[str, Tensor]]] = defaultdict(list)
         """By unit, of the section whose backward is not through: they are added together."""
@@ -159,7 +163,9 @@ class StepSums:
             self.accumulators[unit].add_all(gradients)
         self._gradients.clear()
         if micro_batch == self._micro_batches[-1]:
-            self._reduce(self._complete_at.pop(section))
+            self._passed.add(section)
+            while self._to_reduce and self._to_reduce[0][1] in self._passed:
+                self._reduce([self._to_reduce.popleft()[0]])
 
     def finish_reduction(self) -> None:
         """Reduce what is left, and wait for all of it. Raises as ``Interrupt.wait_for``.
@@ -167,9 +173,8 @@ class StepSums:
         Whoever has run no micro-batch reduces everything now, in the order of those who have. Units that several stages
         of a pipeline hold are the last everywhere, so that no two workers wait for each other.
         """
-        for units in self._complete_at.values():
-            self._reduce(units)
-        self._complete_at.clear()
+        self._reduce([name for name, _ in self._to_reduce])
+        self._to_reduce.clear()
         self._reduce(self._last)
         self._reduction.finish()
 

@@ -1,0 +1,441 @@
+"""Which pipelines side by side train fastest: of what depths, on which types of node, with how many micro-batches each.
+
+In a given time each pipeline is through with so many micro-batches; so the question is which pipelines do most in that
+time on the GPUs that there are, which is a knapsack for each type of node, and in what least time that is enough. Most
+depths are known by a bound alone at first. Those that the best answer has are then played, until it has no others.
+What comes near it is played as a whole, with whole micro-batches and the rings that all pipelines form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, permutations, product
+
+import numpy as np
+import numpy.typing as npt
+
+from simulator.costs.answer import SimulatedKind, deal
+from simulator.costs.finish import Ended, finish_together
+from simulator.costs.outcome import Kind, together
+from simulator.costs.reductions import Rings, rings
+from simulator.engine.compilation import compiled, entry
+from simulator.engine.times import Ints
+from simulator.search.pipelines import NEVER, Line, Pipelines
+
+Floats = npt.NDArray[np.float64]
+Group = tuple[int, int]
+"""Equal pipelines: number of their type of node, depth."""
+Chosen = tuple[tuple[Group, int], ...]
+"""How many pipelines of each kind, in their order."""
+_HOPE = 0.3
+"""What is played of other depths is taken to surpass its bound by so much of the least that was seen, at best."""
+_NEAR = 1e-4
+_ROUNDS = 40
+_PLAYED = 8
+_CHANGES = 2
+"""Of the number of replicas, by which reducing takes longer, after which it is left at that."""
+
+
+@entry
+@compiled
+def _knapsack(sizes, gains, most):  # type: ignore[no-untyped-def]
+    """Most gain on each number of GPUs, and the place of the kind taken last; -1: one GPU is left idle."""
+    best = np.zeros(most + 1, np.int64)
+    taken = np.full(most + 1, -1)
+    for number in range(1, most + 1):
+        best[number] = best[number - 1]
+        for place in range(len(sizes)):
+            size = sizes[place]
+            if size <= number and gains[place] > 0:
+                gain = best[number - size] + gains[place]
+                if gain > best[number]:
+                    best[number], taken[number] = gain, place
+    return best, taken
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Pipelines with their micro-batches: of each kind the larger shares first."""
+
+    shares: tuple[tuple[Group, tuple[int, ...]], ...]
+    mini_batch_ns: int
+
+    @property
+    def workers(self) -> dict[int, int]:
+        """By number of a type of node."""
+        used: Counter[int] = Counter()
+        for (kind, depth), counts in self.shares:
+            used[kind] += depth * len(counts)
+        return dict(used)
+
+
+class Mixes:
+    """Mixes of the pipelines of some types of node: one m, one schedule.
+
+    Args:
+        types: Pipelines of each type of node.
+        most_replicas: D at most.
+    """
+
+    def __init__(self, types: Sequence[Pipelines], most_replicas: int | None = None) -> None:
+        self.types = tuple(types)
+        self.total = types[0].total
+        self.most_replicas = min(self.total, most_replicas or self.total)
+        self._found: dict[tuple[int, ...], tuple[float, Mix | None]] = {}
+        self._searches: dict[tuple[int, ...], _Search] = {}
+        self._played: dict[Chosen, Mix | None] = {}
+        self._rings: dict[object, Rings] = {}
+
+    def best(self, gpus: tuple[int, ...], below_ns: float = math.inf) -> Mix | None:
+        """The fastest that is found on all of these GPUs, a number of each type; None where none may take less."""
+        known = self._found.get(gpus)
+        if known is None or (known[1] is None and known[0] < below_ns):
+            known = self._found[gpus] = below_ns, self._search(gpus, below_ns)
+        return known[1]
+
+    def least_ns(self, gpus: tuple[int, ...]) -> float:
+        """No pipelines on these GPUs are faster, side by side."""
+        found = _Search(self, gpus).least_time(frozenset(), 0.0)
+        return math.inf if found is None else found[0] * (1 - _NEAR)
+
+    def most(self, gpus: tuple[int, ...], time_ns: float) -> list[Ints]:
+        """The most micro-batches in so much time on 0, 1, ... GPUs of each type, as far as is known."""
+        search = self._searches.get(gpus) or _Search(self, gpus)
+        return [
+            _knapsack(depths, search.gains(kind, time_ns, frozenset()), number)[0]
+            if len(depths)
+            else np.zeros(number + 1, np.int64)
+            for kind, (depths, number) in enumerate(zip(search.depths, gpus, strict=True))
+        ]
+
+    def _search(self, gpus: tuple[int, ...], below_ns: float) -> Mix | None:
+        search = self._searches[gpus] = _Search(self, gpus)
+        played: dict[Chosen, Mix] = {}
+        for chosen in search.promising(below_ns):
+            found = self.played(chosen)
+            if found is not None:
+                played[chosen] = found
+        if not played:
+            return None
+        least = min(mix.mini_batch_ns for mix in played.values())
+        near = [mix for mix in played.values() if mix.mini_batch_ns <= least]
+        return min(near, key=lambda mix: (len(mix.shares), sum(mix.workers.values())))
+
+    def played(self, chosen: Chosen) -> Mix | None:
+        """These pipelines with the micro-batches that suit them; None where they do not fit or are too many."""
+        if chosen not in self._played:
+            self._played[chosen] = self._settled(chosen)
+        return self._played[chosen]
+
+    def _settled(self, chosen: Chosen) -> Mix | None:
+        num_replicas = sum(number for _, number in chosen)
+        if not 2 <= num_replicas <= self.most_replicas:
+            return None
+        shares = self._shares(dict(chosen), num_replicas)
+        if shares is None:
+            return None
+        best_ns = self._exact_ns(chosen, shares)
+        for _ in range(_ROUNDS):
+            tried = {other: self._exact_ns(chosen, other) for other in _shifted(chosen, shares)}
+            if not tried or min(tried.values()) >= best_ns:
+                break
+            shares = min(tried, key=tried.__getitem__)
+            best_ns = tried[shares]
+        if best_ns >= NEVER:
+            return None
+        dealt = ((group, deal(total, number)) for (group, number), total in zip(chosen, shares, strict=True))
+        return Mix(tuple(dealt), best_ns)
+
+    def _shares(self, chosen: Mapping[Group, int], num_replicas: int) -> tuple[int, ...] | None:
+        """Micro-batches of each kind, so that the slowest pipeline is as fast as can be, if none waits for others."""
+        known: dict[Group, dict[int, int]] = {group: {} for group in chosen}
+
+        def play(group: Group, number: int) -> None:
+            if 1 <= number < self.total and number not in known[group]:
+                kind, depth = group
+                known[group][number] = self.types[kind].alone_ns(depth, number, number, num_replicas)
+
+        level = dict.fromkeys(chosen, max(1, self.total // num_replicas))
+        for _ in range(_ROUNDS):
+            before = sum(map(len, known.values()))
+            for group, number in level.items():
+                play(group, number)
+                play(group, number + 1)
+            if any(max(times.values(), default=NEVER) >= NEVER for times in known.values()):
+                return None
+            if sum(map(len, known.values())) == before:
+                break
+            lines = {group: Line(times.items()) for group, times in known.items()}
+            time_ns = _least_time_ns(self.total, [(lines[group], number) for group, number in chosen.items()])
+            level = {group: min(self.total - 1, max(1, int(lines[group].number(time_ns)))) for group in chosen}
+        return self._whole(chosen, level, known)
+
+    def _whole(
+        self, chosen: Mapping[Group, int], level: Mapping[Group, int], known: Mapping[Group, Mapping[int, int]]
+    ) -> tuple[int, ...] | None:
+        """Deal what is left, or too much, to the pipelines that are through first, or last."""
+        lines = {group: Line(known[group].items()) for group in chosen}
+        totals = {group: level[group] * number for group, number in chosen.items()}
+        while (left := self.total - sum(totals.values())) != 0:
+            next_ns = {
+                group: lines[group].time_ns(-(-(totals[group] + (left > 0)) // number))
+                for group, number in chosen.items()
+                if left > 0 or totals[group] > number
+            }
+            if not next_ns:
+                return None
+            group = min(next_ns, key=next_ns.__getitem__) if left > 0 else max(next_ns, key=next_ns.__getitem__)
+            over = totals[group] % chosen[group]
+            step = min(left, chosen[group] - over) if left > 0 else max(left, -(over or chosen[group]))
+            totals[group] = max(chosen[group], totals[group] + step)
+        return tuple(totals[group] for group in chosen)
+
+    def _exact_ns(self, chosen: Chosen, totals: tuple[int, ...]) -> int:
+        """The whole mini-batch."""
+        ended, numbers = [], []
+        for ((kind, depth), number), total in zip(chosen, totals, strict=True):
+            pipelines, most = self.types[kind], -(-total // number)
+            each = [pipelines.ended(depth, count, most) for count in {most, total // number}]
+            if each[0] is None or total < number:
+                return NEVER
+            backwards = [one.last_backward_ns for one in each if one is not None]
+            last = backwards[0] if len(backwards) == 1 else np.concatenate(backwards, axis=1)
+            ended.append(Ended(each[0].costs, last, each[0].to_come_ns))
+            numbers.append(number)
+        key = (*((id(one.costs), number) for one, number in zip(ended, numbers, strict=True)),)
+        if key not in self._rings:
+            sections = ended[0].costs.sections
+            of_kinds = [(one.costs.reduced, number) for one, number in zip(ended, numbers, strict=True)]
+            self._rings[key] = rings(of_kinds, sections.own_reduced_sum_bytes, sections.shared_units)
+        conditions = [self.types[kind].sweep.shape_simulator.conditions for ((kind, _), _) in chosen]
+        return finish_together(ended, self._rings[key], conditions, numbers)[0].mini_batch_ns
+
+    def described(self, mix: Mix) -> list[SimulatedKind]:
+        """The mix as the parts of an answer."""
+        kinds, names = [], []
+        for (kind, depth), counts in mix.shares:
+            pipelines = self.types[kind]
+            costs = pipelines.costs(depth, max(counts))
+            assert costs is not None, "a mix that does not fit"
+            kinds.append(Kind(pipelines.sweep.shape_simulator, costs, counts))
+            names.append(pipelines.node_type)
+        return [
+            SimulatedKind(outcome, kind.simulator, name)
+            for outcome, kind, name in zip(together(kinds), kinds, names, strict=True)
+        ]
+
+
+def _shifted(chosen: Chosen, totals: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """With the last micro-batch of the busiest pipelines of one kind given to another kind."""
+    for place, other in permutations(range(len(totals)), 2):
+        number = chosen[place][1]
+        step = (totals[place] - 1) % number + 1
+        if totals[place] - step >= number:
+            shifted = list(totals)
+            shifted[place] -= step
+            shifted[other] += step
+            yield tuple(shifted)
+
+
+def _least_time_ns(total: int, lines: Sequence[tuple[Line, int]]) -> float:
+    """In which so many pipelines are through with all micro-batches, parts of one counted too."""
+    low, high = 0.0, float(max(line.time_ns(total) for line, _ in lines))
+    while high - low > _NEAR / 100 * high:
+        middle = (low + high) / 2
+        done = sum(line.number(middle) * number for line, number in lines)
+        low, high = (low, middle) if done >= total else (middle, high)
+    return high
+
+
+class _Search:
+    """The search for one number of GPUs of each type. What it finds depends on nothing but these."""
+
+    def __init__(self, mixes: Mixes, gpus: tuple[int, ...]) -> None:
+        self.mixes, self.gpus, self.total = mixes, gpus, mixes.total
+        self.lines: dict[Group, Line] = {}
+        self.depths = [pipelines.depths(number) for pipelines, number in zip(mixes.types, gpus, strict=True)]
+        self.bounds = [
+            pipelines.bounds_ns[:, depths].astype(np.float64)
+            for pipelines, depths in zip(mixes.types, self.depths, strict=True)
+        ]
+        self.numbers = np.array(mixes.types[0].numbers, np.float64)
+        self.ratios = [np.ones(len(depths)) for depths in self.depths]
+        self.num_replicas = 2
+
+    def promising(self, below_ns: float) -> Iterator[Chosen]:
+        """Mixes that may be the fastest, and take less than so much."""
+        first = self.solve(frozenset(), below_ns=below_ns)
+        if first is None or not first[1]:
+            return
+        time_ns, chosen = first
+        found = {chosen: time_ns}
+        for group, _ in chosen:
+            other = self.solve(frozenset((group,)), time_ns)
+            if other is not None:
+                found.setdefault(other[1], other[0])
+        for other_chosen in self.of_one_depth(time_ns):
+            found.setdefault(other_chosen, self.time_ns(other_chosen))
+        for moved in [moved for near in found for moved in self.moved(near)]:
+            if moved and moved not in found:
+                found[moved] = self.time_ns(moved)
+        hopeful = [each for each in found if found[each] < below_ns]
+        yield from sorted(hopeful, key=lambda each: (found[each], len(each)))[:_PLAYED]
+
+    def solve(
+        self, without: frozenset[Group], least_ns: float = 0.0, below_ns: float = math.inf
+    ) -> tuple[float, Chosen] | None:
+        """The least time and the mix, but for some kinds, as far as is known when all of its kinds have been played.
+
+        None where it is not below this.
+        """
+        low, changes = least_ns, 0
+        while True:
+            found = self.least_time(without, low)
+            if found is None:
+                return None
+            time_ns, chosen = found
+            if time_ns >= below_ns:
+                return None
+            num_replicas = sum(number for _, number in chosen)
+            if abs(num_replicas - self.num_replicas) > self.num_replicas // 8 and changes < _CHANGES:
+                self.num_replicas, low, changes = num_replicas, least_ns, changes + 1
+                self.lines, known = {}, list(self.lines)
+                for group in known:
+                    self.play(group, time_ns)
+                continue
+            new = [group for group, _ in chosen if group not in self.lines]
+            if not new:
+                return time_ns, chosen
+            for group in new:
+                self.play(group, time_ns)
+            low = time_ns * (1 - _NEAR)
+
+    def play(self, group: Group, time_ns: float) -> None:
+        """Replace what is taken of a kind by what a pipeline takes with about as many micro-batches."""
+        (kind, depth), pipelines = group, self.mixes.types[group[0]]
+        place = int(np.searchsorted(self.depths[kind], depth))
+        bounds = self.bounds[kind][:, place]
+        guess = float(np.interp(time_ns / self.ratios[kind][place], bounds, self.numbers))
+        number = min(max(1, int(guess)), max(1, self.total - 1))
+        few = max(1, number * 3 // 4)
+        times = {each: pipelines.alone_ns(depth, each, number, self.num_replicas) for each in {number, few}}
+        self.lines[group] = Line(times.items())
+        if times[number] < NEVER:
+            self.ratios[kind][place] = max(1.0, times[number] / float(np.interp(number, self.numbers, bounds)))
+            known = [int(np.searchsorted(self.depths[kind], deep)) for other, deep in self.lines if other == kind]
+            hoped = 1 + _HOPE * (self.ratios[kind][known].min() - 1)
+            self.ratios[kind][np.delete(np.arange(len(self.depths[kind])), known)] = hoped
+
+    def gains(self, kind: int, time_ns: float, without: frozenset[Group]) -> Ints:
+        """Micro-batches of a pipeline of each depth in so much time."""
+        bounds, scaled = self.bounds[kind], time_ns / self.ratios[kind]
+        above = (bounds <= scaled).sum(axis=0)
+        high = np.clip(above, 1, len(bounds) - 1) if len(bounds) > 1 else above * 0
+        columns = np.arange(bounds.shape[1])
+        low = np.maximum(high - 1, 0)
+        early, late = bounds[low, columns], bounds[high, columns]
+        step = np.where(late > early, (scaled - early) / np.maximum(1.0, late - early), 1.0)
+        numbers = self.numbers[low] + step * (self.numbers[high] - self.numbers[low])
+        numbers[above == 0] = 0.0
+        for (other, depth), line in self.lines.items():
+            if other == kind:
+                numbers[np.searchsorted(self.depths[kind], depth)] = line.number(time_ns)
+        for other, depth in without:
+            if other == kind:
+                numbers[self.depths[kind] == depth] = 0.0
+        whole: Ints = np.clip(np.floor(numbers + 1e-9), 0, self.total).astype(np.int64)
+        return whole
+
+    def most(self, time_ns: float, without: frozenset[Group]) -> tuple[int, Chosen]:
+        """The most micro-batches in so much time, and the pipelines that do them."""
+        done, chosen = 0, Counter[Group]()
+        for kind, (depths, number) in enumerate(zip(self.depths, self.gpus, strict=True)):
+            if len(depths):
+                best, taken = _knapsack(depths, self.gains(kind, time_ns, without), number)
+                done += int(best[number])
+                while number > 0:
+                    place = int(taken[number])
+                    if place < 0:
+                        number -= 1
+                    else:
+                        chosen[kind, int(depths[place])] += 1
+                        number -= int(depths[place])
+        return done, tuple(sorted(chosen.items()))
+
+    def least_time(self, without: frozenset[Group], least_ns: float) -> tuple[float, Chosen] | None:
+        """The least time in which some pipelines are through with all micro-batches."""
+        high = max(least_ns, float(min((bounds.min() for bounds in self.bounds if bounds.size), default=0)))
+        if not high:
+            return None
+        low = high
+        for _ in range(_ROUNDS):
+            done, chosen = self.most(high, without)
+            if done >= self.total:
+                break
+            low, high = high, high * (1.02 if least_ns else 2.0)
+        else:
+            return None
+        while high - low > _NEAR * high:
+            middle = (low + high) / 2
+            done, other = self.most(middle, without)
+            if done >= self.total:
+                high, chosen = middle, other
+            else:
+                low = middle
+        return high, self.needed(chosen, high)
+
+    def needed(self, chosen: Chosen, time_ns: float) -> Chosen:
+        """Without pipelines that the others can do without."""
+        gains = [self.gains(kind, time_ns, frozenset()) for kind in range(len(self.depths))]
+        number_of = {
+            group: int(gains[group[0]][np.searchsorted(self.depths[group[0]], group[1])]) for group, _ in chosen
+        }
+        spare, kept = sum(number_of[group] * number for group, number in chosen) - self.total, dict(chosen)
+        for group in sorted(kept, key=lambda each: -each[1]):
+            drop = min(kept[group], spare // number_of[group]) if number_of[group] else kept[group]
+            kept[group] -= drop
+            spare -= drop * number_of[group]
+        return tuple((group, number) for group, number in sorted(kept.items()) if number)
+
+    def time_ns(self, chosen: Chosen) -> float:
+        """What these pipelines take, as far as is known."""
+        lines = [(self.line(group), number) for group, number in chosen]
+        return _least_time_ns(self.total, lines)
+
+    def line(self, group: Group) -> Line:
+        """What is known of a kind, or taken to be so."""
+        if group in self.lines:
+            return self.lines[group]
+        kind, place = group[0], int(np.searchsorted(self.depths[group[0]], group[1]))
+        times = (self.bounds[kind][:, place] * self.ratios[kind][place]).tolist()
+        return Line(zip(map(int, self.numbers), map(int, times), strict=True))
+
+    def of_one_depth(self, time_ns: float) -> Iterator[Chosen]:
+        """Mixes with one depth for each type."""
+        ways: list[list[tuple[tuple[Group, int], ...]]] = []
+        for kind, (depths, number) in enumerate(zip(self.depths, self.gpus, strict=True)):
+            gains = (
+                self.gains(kind, time_ns, frozenset()) * (number // np.maximum(1, depths)) if len(depths) else depths
+            )
+            best = np.argsort(-gains, kind="stable")[:3]
+            ways.append([(((kind, int(depths[place])), number // int(depths[place])),) for place in best.tolist()])
+        yield from (tuple(chain.from_iterable(each)) for each in product(*(way or [()] for way in ways)))
+
+    def moved(self, chosen: Chosen) -> Iterator[Chosen]:
+        """Mixes with a stage moved from one pipeline to another of the same type, or one pipeline less."""
+        kept = dict(chosen)
+        for (kind, depth), (other, deep) in product(kept, kept):
+            if kind != other or (depth == deep and kept[kind, depth] < 2):
+                continue
+            moved = Counter(kept)
+            moved.subtract([(kind, depth), (kind, deep)])
+            moved.update([(kind, depth - 1), (kind, deep + 1)])
+            known = set(self.depths[kind].tolist())
+            if depth - 1 in known and deep + 1 in known:
+                yield tuple(sorted((group, number) for group, number in moved.items() if number))
+        for group in kept:
+            fewer = kept | {group: kept[group] - 1}
+            yield tuple(sorted((each, number) for each, number in fewer.items() if number))

@@ -1,0 +1,230 @@
+"""The best plan for GPUs of one or several types: equal pipelines on one of them, or unequal ones on all.
+
+Equal pipelines on one type are asked of its :class:`Sweep`. Mixes are then looked for with the micro-batch sizes that
+suit those, and replace them where they take 0.1 % less. A mix of all GPUs is not always the best: those of fewer GPUs
+that might be as fast are looked at too, so that no GPU makes a plan slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from morph.contract.errors import PlanError
+from morph.contract.plan import Schedule
+from morph.contract.pool import Pool
+from morph.contract.profile import Profile
+from simulator.costs.answer import SimulatedKind, Simulation, describe_kinds
+from simulator.costs.outcome import Outcome
+from simulator.inputs.conditions import of_pool_type
+from simulator.inputs.request import PlanRequest
+from simulator.search.mixes import Mix, Mixes
+from simulator.search.pipelines import Pipelines
+from simulator.search.sweep import Sweep
+
+WORTH = 0.999
+"""Of the time of equal pipelines what unequal ones may take at most to replace them."""
+_SIZES = 4
+"""Of micro-batch sizes, those that are looked at because their bounds are least."""
+_SUBSETS = 64
+"""Of fewer GPUs, numbers that are looked at."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One answer: equal pipelines of a type, or a mix."""
+
+    mini_batch_ns: int
+    workers: tuple[int, ...]
+    node_type: str = ""
+    outcome: Outcome | None = None
+    mix: Mix | None = None
+    mixes: Mixes | None = None
+
+    @property
+    def num_kinds(self) -> int:
+        """Kinds of pipelines."""
+        return 1 if self.mix is None else len(self.mix.shares)
+
+
+def allows_unequal(request: PlanRequest) -> bool:
+    """Whether pipelines may be unequal: each worker has a device and a node of its own, and no shape is given."""
+    given = (request.num_gpus_per_node, request.compute_slots, request.jitter_seed, request.slow or None)
+    shape = (request.pipeline_depth, request.num_replicas)
+    return request.unequal and request.objective != "progress" and all(each is None for each in (*given, *shape))
+
+
+class Pools:
+    """Answers for numbers of GPUs of some types.
+
+    Args:
+        profile: What calibration measured.
+        request: How to look for plans.
+        names: Of the types; see :func:`of_pool_type`.
+        sweeps: Of the types, if there are any already.
+        most_replicas: D at most.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        request: PlanRequest,
+        names: Sequence[str],
+        sweeps: Sequence[Sweep] = (),
+        most_replicas: int | None = None,
+    ) -> None:
+        self.names, self.request, self.most_replicas = tuple(names), request, most_replicas
+        self.sweeps = tuple(sweeps) or tuple(
+            Sweep(of_pool_type(profile, name), request, request.conditions(None)) for name in names
+        )
+        self._by_size = [
+            {sweep.settings[0].sections.micro_batch_size: sweep for sweep in each.by_micro_batch_size()}
+            for each in self.sweeps
+        ]
+        self._mixes: dict[tuple[int, Schedule], Mixes] = {}
+
+    def equal(self, gpus: Sequence[int], count: int = 1) -> list[Found]:
+        """The fastest equal pipelines on each type alone, best first.
+
+        Raises:
+            PlanError: the job fits on none of them.
+        """
+        found = []
+        for place, (sweep, number) in enumerate(zip(self.sweeps, gpus, strict=True)):
+            depths = sweep.depths(number, most_replicas=self.most_replicas) if number else ()
+            for outcome in sweep.fastest(number, depths, count, self.most_replicas) if depths else ():
+                found.append(self.of_outcome(place, outcome))
+        if not found:
+            raise self._too_small(gpus)
+        return sorted(found, key=lambda each: (each.mini_batch_ns, sum(each.workers)))
+
+    def of_outcome(self, place: int, outcome: Outcome) -> Found:
+        """Equal pipelines of a type as an answer."""
+        workers = [0] * len(self.names)
+        workers[place] = outcome.shape[0] * outcome.shape[1]
+        return Found(outcome.mini_batch_ns, tuple(workers), self.names[place], outcome)
+
+    def unequal(self, gpus: Sequence[int], equal: Sequence[Found]) -> Found | None:
+        """The fastest mix on these GPUs, or fewer, that surpasses the best equal pipelines; None: there is none."""
+        best, below = None, equal[0].mini_batch_ns * WORTH
+        for size, schedule in self._promising(gpus, equal):
+            mixes = self.mixes(size, schedule)
+            for subset in self._subsets(mixes, tuple(gpus), below):
+                mix = mixes.best(subset, below)
+                if mix is not None and mix.mini_batch_ns < below:
+                    best, below = self._of_mix(mix, mixes), float(mix.mini_batch_ns)
+        return best
+
+    def _promising(self, gpus: Sequence[int], equal: Sequence[Found]) -> list[tuple[int, Schedule]]:
+        """Micro-batch sizes and schedules for mixes: those of equal pipelines on each type, and a few others."""
+        found: dict[tuple[int, Schedule], None] = {}
+        for each in equal:
+            assert each.outcome is not None, "equal pipelines were simulated"
+            costs = each.outcome.costs
+            schedules: tuple[Schedule, ...] = (costs.schedule,) if self.request.schedule else ("varuna", costs.schedule)
+            found |= dict.fromkeys((costs.sections.micro_batch_size, schedule) for schedule in schedules)
+        below_ns = equal[0].mini_batch_ns
+        bounds_ns = {
+            size: self.mixes(size, self.request.schedule or "varuna").least_ns(tuple(gpus)) for size in self.sizes()
+        }
+        for size in sorted(bounds_ns, key=bounds_ns.__getitem__)[:_SIZES]:
+            if bounds_ns[size] < below_ns:
+                found[size, self.request.schedule or "varuna"] = None
+        return list(found)
+
+    def table(
+        self, most: Sequence[int], micro_batch_size: int, equal: Sequence[Mapping[int, Outcome]]
+    ) -> Iterator[tuple[tuple[int, ...], Found]]:
+        """The best answer for every number of GPUs of each type up to ``most``; none where the job does not fit.
+
+        Args:
+            most: GPUs of each type.
+            micro_batch_size: Of all answers.
+            equal: Of each type, by number of GPUs, the fastest equal pipelines, where any fit.
+        """
+        mixes = self.mixes(micro_batch_size, self.request.schedule or "varuna")
+        least: dict[tuple[int, ...], Found] = {}
+        for gpus in product(*(range(number + 1) for number in most)):
+            alone = [
+                self.of_outcome(place, equal[place][number])
+                for place, number in enumerate(gpus)
+                if number in equal[place]
+            ]
+            fewer = [(*gpus[:place], number - 1, *gpus[place + 1 :]) for place, number in enumerate(gpus) if number]
+            known = [least[each] for each in fewer if each in least]
+            if alone:
+                best = min(alone, key=lambda each: (each.mini_batch_ns, sum(each.workers)))
+                below = min([best.mini_batch_ns * WORTH, *(each.mini_batch_ns for each in known)])
+                mix = mixes.best(gpus, below) if sum(gpus) > 1 else None
+                if mix is not None and mix.mini_batch_ns < below:
+                    known.append(self._of_mix(mix, mixes))
+                if known:
+                    least[gpus] = min(known, key=lambda each: each.mini_batch_ns)
+                is_worth = known and least[gpus].mini_batch_ns < best.mini_batch_ns * WORTH
+                yield gpus, least[gpus] if is_worth else best
+
+    def _of_mix(self, mix: Mix, mixes: Mixes) -> Found:
+        workers = tuple(mix.workers.get(place, 0) for place in range(len(self.names)))
+        return Found(mix.mini_batch_ns, workers, mix=mix, mixes=mixes)
+
+    def sizes(self) -> list[int]:
+        """Micro-batch sizes that all types have."""
+        return sorted(set.intersection(*map(set, self._by_size)))
+
+    def of_size(self, micro_batch_size: int) -> list[Sweep]:
+        """The sweep of each type with one micro-batch size."""
+        return [sizes[micro_batch_size] for sizes in self._by_size]
+
+    def mixes(self, micro_batch_size: int, schedule: Schedule) -> Mixes:
+        """Of one micro-batch size and schedule."""
+        key = micro_batch_size, schedule
+        if key not in self._mixes:
+            types = [
+                Pipelines(sizes[micro_batch_size], schedule, name)
+                for sizes, name in zip(self._by_size, self.names, strict=True)
+            ]
+            self._mixes[key] = Mixes(types, self.most_replicas)
+        return self._mixes[key]
+
+    def _subsets(self, mixes: Mixes, gpus: tuple[int, ...], below_ns: float) -> Iterator[tuple[int, ...]]:
+        """All of these GPUs, then fewer that may be enough for so short a mini-batch."""
+        yield gpus
+        done = mixes.most(gpus, below_ns)
+        sums = sum(np.ix_(*done)) if len(done) > 1 else done[0]
+        enough = np.argwhere(np.asarray(sums) >= mixes.total)
+        order = np.argsort(-enough.sum(axis=1), kind="stable")
+        for place in order[1 : 1 + _SUBSETS].tolist():
+            yield tuple(enough[place].tolist())
+
+    def described(self, found: Found) -> Simulation:
+        """The whole answer."""
+        if found.outcome is not None:
+            sweep = self.sweeps[self.names.index(found.node_type)]
+            return describe_kinds([SimulatedKind(found.outcome, sweep.shape_simulator, found.node_type)])
+        assert found.mix is not None, "neither equal nor a mix"
+        assert found.mixes is not None, "a mix of nothing"
+        return describe_kinds(found.mixes.described(found.mix))
+
+    def _too_small(self, gpus: Sequence[int]) -> PlanError:
+        """Say which of the types would do with how many GPUs, and what takes most."""
+        refused = []
+        for name, sweep, number in zip(self.names, self.sweeps, gpus, strict=True):
+            if number:
+                try:
+                    sweep.checked_depths(number, None, None)
+                except PlanError as error:
+                    refused.append((name, sweep.fewest_gpus(), error))
+        if len(refused) == 1:
+            return refused[0][2]
+        ways = [f"{name}={fewest}" for name, fewest, _ in refused if fewest is not None]
+        pool = Pool.of(dict(zip(self.names, gpus, strict=True)))
+        why = "; ".join(f"on {name}, {str(error).split(': ', 2)[-1]}" for name, _, error in refused)
+        return PlanError(
+            f"the job fits on no type of these GPUs alone ({why})",
+            field="pool",
+            value=str(pool),
+            allowed=", or ".join(ways) or "devices with more memory",
+        )

@@ -1,0 +1,148 @@
+"""A real Slurm on this machine: one node with more processors than there are, and a partition whose owner preempts.
+
+It lives in one folder and on ports of its own. Its daemons are ended by their pid files, its jobs before them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from manager.host.processes import wait_gone
+from tests.cloud.waiting import until
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol")
+NODE = socket.gethostname().partition(".")[0]
+CPUS = 16
+GRACE_S = 12
+END_S = 100.0
+CONF = """\
+ClusterName=morph
+SlurmctldHost={node}(127.0.0.1)
+SlurmctldPort={ctld_port}
+SlurmdPort={d_port}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+CryptoType=crypto/munge
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=bf_interval=2,sched_interval=2
+KillWait=5
+PreemptType=preempt/partition_prio
+PreemptMode=CANCEL
+NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=20000 State=UNKNOWN
+PartitionName=spot Nodes={node} Default=YES PriorityTier=1 PreemptMode=CANCEL GraceTime={grace_s} MaxTime=60
+PartitionName=owner Nodes={node} PriorityTier=10 PreemptMode=OFF MaxTime=60
+"""
+
+
+def why_none() -> str:
+    """Why no Slurm can be started here; empty: it can."""
+    if os.geteuid() != 0:
+        return "a Slurm of its own needs root"
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    return f"{missing[0]} is not installed: `make test-slurm` installs it" if missing else ""
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+class RealSlurm:
+    """Started by ``start``, ended by ``close``. Clients find it by ``environment``."""
+
+    def __init__(self, folder: Path, grace_s: int = GRACE_S) -> None:
+        self.folder = folder
+        for name in ("state", "spool"):
+            (folder / name).mkdir(parents=True)
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        folder.chmod(0o755)  # munged wants its socket to be reached, and by nobody changed
+        ports = {"ctld_port": _free_port(), "d_port": _free_port()}
+        known = {"folder": folder, "node": NODE, "cpus": CPUS, "grace_s": grace_s}
+        (folder / "slurm.conf").write_text(CONF.format(**ports, **known), encoding="utf-8")
+        self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
+
+    def start(self) -> None:
+        files = {"key-file": "key", "socket": "sock", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        munge = [f"--{option}={self.folder}/munge.{name}" for option, name in files.items()]
+        self.call("munged", "--force", *munge)
+        self.start_controller()
+        self.call("slurmd", "-N", NODE)
+        until(self._is_idle, f"an idle node of the Slurm in {self.folder}")
+
+    def _is_idle(self) -> bool:
+        try:
+            return "idle" in self.call("sinfo", "--noheader", "--format=%T")
+        except AssertionError:  # it does not listen yet
+            return False
+
+    def start_controller(self) -> None:
+        self.call("slurmctld")
+
+    def stop_controller(self) -> None:
+        self._end("slurmctld")
+
+    def call(self, *command: str, given: str = "") -> str:
+        """Run a program of it; returns what it writes."""
+        with tempfile.TemporaryFile("w+") as out:  # a daemon keeps what it was given, and nobody reads to its end
+            known = {**os.environ, **self.environment}
+            done = subprocess.run(command, env=known, input=given, stdout=out, stderr=out, text=True, timeout=END_S)
+            out.seek(0)
+            said = out.read()
+        assert done.returncode == 0, (command, said)
+        return said
+
+    def owner(self, cpus: int) -> str:
+        """Have an owner's job come, for which others are preempted; returns its number."""
+        options = ["--parsable", "--partition=owner", f"--cpus-per-task={cpus}", "--output=/dev/null"]
+        return self.call("sbatch", *options, given="#!/bin/sh\nexec sleep 3600\n").strip()
+
+    def states(self) -> dict[str, str]:
+        """The state of each job that is in the queue, by name."""
+        lines = self.call("squeue", "--noheader", "--format=%j %T").splitlines()
+        return dict(line.rsplit(" ", 1) for line in lines)
+
+    def clear(self) -> None:
+        """Cancel every job, and wait until none is left."""
+        self.call("scancel", "--user=root")
+        until(lambda: not self.states(), "an empty queue")
+
+    def close(self) -> None:
+        with suppress(Exception):
+            self.clear()
+        for name in ("slurmd", "slurmctld", "munge"):
+            self._end(name)
+
+    def _end(self, name: str) -> None:
+        try:
+            process = psutil.Process(int((self.folder / f"{name}.pid").read_text()))
+        except (OSError, ValueError, psutil.NoSuchProcess):
+            return
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+        for left in wait_gone([process], END_S):
+            left.kill()
