@@ -172,7 +172,7 @@ def mixed_config(
 ) -> ControllerConfig:
     """The same as ``controller_config`` where GPUs may come of several types: plans for every pool of them.
 
-    Each type has the memory that its profile says; local VMs share this machine's, or what the cluster file says.
+    Each type has the memory that the profile says, where it says that of all; else what the cluster file says counts.
 
     Raises:
         PlanError: a type is none of the profile's, or no pool can run the job.
@@ -186,9 +186,13 @@ def mixed_config(
         most = Pool.of({offer.node_type: min(each, offer.most or each) for offer in offers})
     memory = memory_of(vms, profile, num_vms=most.num_gpus)
     limits: dict[str, Any] = {"memory_bytes": memory.device_bytes, "host_memory_bytes": memory.host_bytes}
+    own = [of.environment.device_memory_bytes for of in profiles.values()]
+    each_has_its_own = not isinstance(vms, LocalVms) and all(own)
+    if each_has_its_own:
+        memory = replace(memory, device_bytes=min(filter(None, own)))  # a follower may be on any of them
     request = replace(
         request,
-        **(limits if isinstance(vms, LocalVms) else {}),
+        **({} if each_has_its_own else limits),
         redundancy=policy.redundancy,
         links=vms.links,
         rings=vms.rings,
