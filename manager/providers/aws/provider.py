@@ -229,9 +229,9 @@ class AwsProvider:
         self._end([one for one in self._instances() if one.is_there])
         return self.account.end_rest(time.monotonic() + self._bounds.delete_s)
 
-    def price(self) -> Price | None:
+    def price(self, node_type: str = "") -> Price | None:
         """See ``Provider``. A type without a price makes the whole unknown."""
-        return self._spec.price(self._prices.dearest)
+        return self._spec.of_type(node_type).price(self._prices.dearest)
 
     def capabilities(self) -> Capabilities:
         return Capabilities(spot=self._spec.spot, zones=self._spec.zones, notices="aws", ending=self._ending)
