@@ -212,7 +212,7 @@ def test_data_that_differs_when_read_again_is_refused_by_every_command(given: Gi
     commands = {"calibrate": ("calibrate", job, "-o", given.folder / "new.json"), "cut": ("cut", job)}
     line = given.run_refused(job=job) if command == "run" else given.refused(*commands[command])
     assert "jobs.py:" in line
-    assert "dataset()[0]['x']: is another value when the sample is read again; allowed: random numbers from" in line
+    assert "dataset()[0]['x']: has another value when the sample is read again; allowed: random numbers from" in line
 
 
 @pytest.mark.parametrize("command", ["run", "calibrate", "cut", "trace-deps"])

@@ -24,6 +24,7 @@ from tests.providers.real_slurm import NODE, RealSlurm, why_none
 
 ROOM = 4
 TYPES = ("t4", "v100")
+USD = {"t4": 0.5, "v100": 3.0}
 LARGE = 4
 """Devices of a VM, where it has several."""
 
@@ -158,11 +159,14 @@ def of_two_types(kind: str, arm: FakeArm, directory: Path) -> Provider:
     if kind == "local":
         return LocalProvider(Fleet(), ROOM, 0.25)
     if kind == "azure":
+        one = SPEC.sizes[0].model_copy(update={"num_gpus": 1})
         sizes = tuple(
-            SPEC.sizes[0].model_copy(update={"name": f"Standard_{of}", "num_gpus": 1, "node_type": of}) for of in TYPES
+            one.model_copy(update={"name": f"Standard_{of}", "node_type": of, "usd_per_h": USD[of]}) for of in TYPES
         )
         return provider(arm, directory, spec=SPEC.model_copy(update={"sizes": sizes}))
-    hosts = tuple(SshHost(address=f"host{index}", node_type=TYPES[index % 2]) for index in range(ROOM))
+    hosts = tuple(
+        SshHost(address=f"host{index}", node_type=of, usd_per_h=USD[of]) for index, of in enumerate(TYPES * 2)
+    )
     spec = StaticSpec(hosts=hosts, command=("run", "{node}"))
     return StaticProvider(spec, "tiny", directory / "leases.json", shell=lambda host, remote, secret="": None)
 
@@ -174,6 +178,8 @@ def test_vms_of_the_type_that_is_asked_for_come(kind: str, arm: FakeArm, tmp_pat
         vms = opened.request(name, 2, node_type=of)
         assert [vm.node_type for vm in vms] == [of, of]
     assert sorted(vm.node_type for vm in opened.list()) == ["t4", "t4", "v100", "v100"]
+    each = [0.25] * 3 if kind == "local" else [0.5, 3.0, 3.0]
+    assert [price.usd_per_h for of in (*TYPES, "") if (price := opened.price(of)) is not None] == each
     if kind == "static":
         with pytest.raises(Refused, match="none of the 2 hosts with t4 is free"):
             opened.request("c", 1, node_type="t4")

@@ -91,7 +91,7 @@ class AzureProvider:
         self._ending = ending
         self._has_set = False
         self._taken: frozenset[str] = frozenset()
-        self._price: Price | None = None
+        self._prices: dict[str, Price] = {}
 
     def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
         """See ``Provider``. Offers that Azure refuses are followed by the next zone, and then by the next size.
@@ -180,11 +180,12 @@ class AzureProvider:
         self._has_set = False
         return self.group.end_all(time.monotonic() + self._bounds.delete_s)
 
-    def price(self) -> Price | None:
+    def price(self, node_type: str = "") -> Price | None:
         """See ``Provider``. A size without a price makes the whole unknown."""
-        if self._price is None:
-            self._price = self._spec.price(self._find_price)
-        return self._price
+        found = self._prices.get(node_type) or self._spec.of_type(node_type).price(self._find_price)
+        if found is not None:
+            self._prices[node_type] = found
+        return found
 
     def capabilities(self) -> Capabilities:
         """See ``Provider``."""
