@@ -121,14 +121,14 @@ def plan_command(
     on_types = None if pool is None else Pool.parse(pool, "--pool")
     with from_options(context, profile, chosen):
         measured = of_node_type(load_profile(profile), node_type)
-    request = request_of(context, chosen)
+    request = replace(request_of(context, chosen), unequal=True)
     with from_options(context, profile, chosen), doing_if_long(f"simulating shapes ({COMPILED_ONCE})"):
         if numbers is not None and len(numbers) > 1:
             from simulator.render.curve import show_curve
 
             show_curve(measured, numbers, request, csv=csv, png=png, as_json=as_json)
             return
-        request = replace(request, objective=_OBJECTIVES[aim], unequal=True)
+        request = replace(request, objective=_OBJECTIVES[aim])
         choice = plan(measured, request, num_gpus=None if numbers is None else numbers[0], pool=on_types)
     for sentence in other_links(measured, request.links, request.rings):
         print(f"warning: {sentence}", file=sys.stderr)
