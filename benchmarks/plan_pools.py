@@ -39,7 +39,7 @@ def timed(profile: Profile, pool: Mapping[str, int] | int, *, unequal: bool) -> 
     given = {"num_gpus": pool} if isinstance(pool, int) else {"pool": pool}
     for _ in range(2):
         begin_s = time.process_time()
-        found = plan(profile, num_runners_up=0, unequal=unequal, **given)  # type: ignore[arg-type]
+        found = plan(profile, num_runners_up=0, unequal=unequal, **given)
         needed_s = time.process_time() - begin_s
     return found, needed_s
 
