@@ -232,11 +232,13 @@ class Pools:
     def _subsets(self, mixes: Mixes, gpus: tuple[int, ...], below_ns: float) -> Iterator[tuple[int, ...]]:
         """All of these GPUs, then fewer that may be enough for so short a mini-batch."""
         yield gpus
-        done = mixes.most(gpus, below_ns)
+        count = _SUBSETS[sum(gpus) <= _MANY]
+        least = np.array([max(0, number - count) for number in gpus])
+        done = [each[fewest:] for each, fewest in zip(mixes.most(gpus, below_ns), least.tolist(), strict=True)]
         sums = sum(np.ix_(*done)) if len(done) > 1 else done[0]
-        enough = np.argwhere(np.asarray(sums) >= mixes.total)
+        enough = least + np.argwhere(np.asarray(sums) >= mixes.total)
         order = np.argsort(-enough.sum(axis=1), kind="stable")
-        for place in order[1 : 1 + _SUBSETS[sum(gpus) <= _MANY]].tolist():
+        for place in order[1 : 1 + count].tolist():
             yield tuple(enough[place].tolist())
 
     def described(self, found: Found) -> Simulation:
