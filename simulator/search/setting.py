@@ -10,7 +10,7 @@ import numpy as np
 
 from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
-from simulator.costs.memory import MOMENTS, spans
+from simulator.costs.memory import MOMENTS, NEVER, spans
 from simulator.costs.stage_costs import SectionCosts, StageCosts, stage_costs
 from simulator.engine.schedules import recomputes, stage_windows
 from simulator.engine.times import Ints
@@ -72,6 +72,7 @@ class Setting:
         self._room: dict[tuple[bool, bool, tuple[int, ...]], tuple[int, ...]] = {}
         self._tight: dict[tuple[Rule, int, bool], PartitionTable] = {}
         self._cuts: dict[tuple[Rule, int, int], tuple[int, ...] | None] = {}
+        self._alike: dict[bool, Ints] = {}
         self._bounds: dict[int, Ints] = {}
         self._reduces: dict[tuple[bool, int], int] = {}
         self._unlimited: Setting | None = None
@@ -116,7 +117,7 @@ class Setting:
 
     def fits(self, depth: int, most: int) -> bool:
         """Whether P stages fit in memory somehow, where the busiest replica has ``most`` micro-batches."""
-        return self.memory_bytes is None or any(self.cut(rule, depth, most) for rule in self._frugal(most))
+        return self.memory_bytes is None or any(self.has_room(rule, depth, most) for rule in self._frugal(most))
 
     def least_bytes(self, depth: int, most: int) -> int:
         """The least memory per device that P stages need."""
@@ -167,6 +168,17 @@ class Setting:
             even = self._most_even(rule.schedule, depth)
             self._cuts[key] = even if self._holds(rule, even, most) else self._tight_cut(rule, depth, most)
         return self._cuts[key]
+
+    def has_room(self, rule: Rule, depth: int, most: int) -> bool:
+        """Whether P stages fit in memory somehow, under this rule; of GPipe no cut is worked out for that."""
+        if self.memory_bytes is None:
+            return True
+        if rule.schedule != "gpipe":
+            longest = self.num_micro_batches - 1  # has the largest windows, and one table for every number
+            if most < longest and self.cut(rule, depth, longest) is not None:
+                return True
+            return self.cut(rule, depth, most) is not None
+        return -(-most // rule.slope) <= int(self._widest_alike(self.single(most))[depth])
 
     def stages(
         self, rule: Rule, most: int, layout: Layout, boundaries: tuple[int, ...] | None = None, *, depth: int = 0
@@ -255,14 +267,33 @@ class Setting:
             self._room[key] = tuple(found.tolist())
         return all(map(le, stage_windows(rule.schedule, depth, most, rule.slope), self._room[key]))
 
+    def _widest_alike(self, single: bool) -> Ints:
+        """The largest window that all of P stages can have in some cut, by P; 0 where none fits: int64[K + 1]."""
+        assert self.memory_bytes is not None, "only memory limits windows"
+        if single not in self._alike:
+            num_sections, memory = self.sections.num_sections, self.sections.memory(single=single)
+            begin, end = np.triu_indices(num_sections)
+            rooms = np.zeros((num_sections, num_sections + 1), np.int64)
+            usable = memory.usable_bytes(self.memory_bytes)
+            rooms[begin, end + 1] = memory.most_windows(begin, end + 1, self.sections.recompute, usable)
+            behind, widest = np.append(np.zeros(num_sections, np.int64), NEVER), [0]
+            for _ in range(num_sections):
+                behind = np.append(np.minimum(rooms, behind).max(axis=1), 0)
+                widest.append(int(behind[0]))
+            self._alike[single] = np.array(widest, np.int64)
+        return self._alike[single]
+
     def _tight_cut(self, rule: Rule, depth: int, most: int) -> tuple[int, ...] | None:
+        if rule.schedule == "gpipe" and not self.has_room(rule, depth, most):
+            return None
+        rule = rule._replace(schedule="varuna") if rule.schedule == "1f1b" else rule  # their windows are the same
         key = (rule, min(most, rule.slope * (self.sections.num_sections - 1) + 1), self.single(most))
         if rule.schedule == "gpipe":  # every stage has the same window, which is all of the rule that counts
             key = (Rule("gpipe", 1), -(-most // rule.slope), self.single(most))
         if key not in self._tight:
             self._tight[key] = partition_table(
                 self.sections,
-                rule.schedule,
+                key[0].schedule,
                 num_micro_batches=key[1],
                 slope=key[0].slope,
                 memory_bytes=self.memory_bytes,

@@ -168,6 +168,8 @@ class Trial:
         """Of one schedule, those that fit in memory: by growing windows, GPipe's by growing number of rounds."""
 
         def fits(slope: int) -> bool:
+            if schedule == "gpipe" and boundaries is None:
+                return self.setting.has_room(Rule(schedule, slope), self.depth, self.most)
             return self._stages(Rule(schedule, slope), boundaries) is not None
 
         slopes: Iterable[int] = (self.slope or 1,)

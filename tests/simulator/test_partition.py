@@ -1,4 +1,4 @@
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -8,6 +8,7 @@ from simulator.costs.stage_costs import SectionCosts, stage_costs
 from simulator.engine.schedules import stage_windows
 from simulator.inputs.synthetic import synthetic_profile
 from simulator.search.partition import least_bytes, partition_table
+from simulator.search.setting import SCHEDULES, Rule, Setting
 from tests.seeds import each_seed
 
 
@@ -66,3 +67,26 @@ def test_the_last_stage_takes_more_sections_since_it_does_not_recompute() -> Non
     assert table.boundaries(4) == (0, 3, 6, 9)
     assert table.bottleneck_ns[4] == 3 * (1 + 1 + 2) * forward_ns == 4 * (1 + 2) * forward_ns
     assert partition_table(costs, "gpipe", num_micro_batches=8).bottleneck_ns[4] == 4 * (1 + 1 + 2) * forward_ns
+
+
+@each_seed(6)
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("single", [False, True])
+def test_a_setting_has_room_where_some_cut_fits(seed: int, grouped: bool, single: bool) -> None:
+    profile, fitting = _random_profile(seed), set()
+    free = Setting(profile, 1, True, SCHEDULES, None)
+    most = free.num_micro_batches if single else free.num_micro_batches // 2
+    limit = int(least_bytes(free.sections, "varuna", num_micro_batches=most, single=single)[3])
+    setting = Setting(profile, 1, True, SCHEDULES, limit, grouped=grouped)
+    for schedule, slope, depth in product(SCHEDULES, (1, 2, 3, most), range(1, 8)):
+        table = partition_table(
+            setting.sections,
+            schedule,
+            num_micro_batches=most,
+            slope=slope,
+            memory_bytes=setting.memory_bytes,
+            single=single,
+        )
+        assert setting.has_room(Rule(schedule, slope), depth, most) == table.fits(depth), (schedule, slope, depth)
+        fitting.add(table.fits(depth))
+    assert fitting == {False, True}
