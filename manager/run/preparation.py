@@ -126,14 +126,14 @@ def controller_config(
         rings=vms.rings,
     )
     most, request = requested.num_replicas, replace(requested, num_replicas=None)
-    plans = plan_table(profile, max_nodes, request, most_replicas=most)
+    plans = plan_table(profile, max_nodes, request, most_replicas=most, unequal=True)
     if not plans or most is not None:
         # raises where no such shape can be, and says what would do
         plan(profile, request, num_gpus=max_nodes, num_replicas=most)
     if not plans:
         raise PlanError("no plan fits", field="num_vms", value=max_nodes)
     if num_beyond:
-        plans = plan_table(profile, max_nodes + num_beyond, request, most_replicas=most)
+        plans = plan_table(profile, max_nodes + num_beyond, request, most_replicas=most, unequal=True)
     micro_batch_size = next(iter(plans.values())).micro_batch_size
     return ControllerConfig(
         **_facts_of(profile),

@@ -137,7 +137,7 @@ def job_from_profile(
     """
     plans: Mapping[Any, Plan]
     if isinstance(most, int):
-        plans = plan_table(profile, most, request)
+        plans = plan_table(profile, most, request, unequal=True)
     else:
         plans = by_need(pool_plan_table(profile, most, request).values())
     if not plans:
