@@ -1,4 +1,4 @@
-"""What a run looked like. Times are wall-clock seconds as the shell stamped them, durations seconds unless named."""
+"""Values of a report. Times are wall-clock seconds as the shell stamped them; durations are seconds unless named."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SourceKind = Literal["keep", "peer", "ahead", "checkpoint", "initial"]
 
 
 def numbers_text(numbers: Mapping[str, float]) -> str:
-    """Metrics and the like in one line."""
+    """Return metrics and similar numbers in one line."""
     return ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
 
 
 def rates_text(rates: tuple[float, float]) -> str:
-    """The learning rate, or the lowest and the highest."""
+    """Return the learning rate, or the lowest and the highest, as text."""
     return " to ".join(dict.fromkeys(f"{rate:.4g}" for rate in rates))
 
 
@@ -38,7 +38,7 @@ class EvaluationRecord(Value):
 
     @property
     def text(self) -> str:
-        """Loss and metrics in one line."""
+        """Return loss and metrics in one line."""
         loss = "loss is not a number" if self.loss is None else f"loss {self.loss:.4f}"
         return f"{loss}, {numbers_text(self.metrics)}" if self.metrics else loss
 
@@ -63,24 +63,24 @@ class ShapeSpan(Value):
 
     @property
     def expected_here_s(self) -> float:
-        """Expected seconds of a mini-batch on what the workers really have."""
+        """The expected seconds of a mini-batch on the workers' real devices."""
         return self.expected_mini_batch_s if self.shared_mini_batch_s is None else self.shared_mini_batch_s
 
     @property
     def examples_per_s(self) -> float | None:
-        """Measured speed while stepping."""
+        """The measured speed while stepping."""
         return self.batch_size / self.measured_mini_batch_s if self.measured_mini_batch_s else None
 
 
 class SourceSum(Value):
-    """How many (worker, unit) states came from one kind of source, and their bytes."""
+    """The number of (worker, unit) states from one kind of source, and their bytes."""
 
     count: int
     size_bytes: int
 
 
 class MorphRecord(Value):
-    """From losing a generation, or leaving it on purpose, to the next decided step; several attempts are one morph."""
+    """One morph, from losing a generation, or leaving it on purpose, to the next decided step, with all attempts."""
 
     planned: bool = Field(description="at a step boundary, for newcomers")
     cause: str
@@ -104,49 +104,49 @@ class MorphRecord(Value):
 
     @property
     def pause_ms(self) -> float | None:
-        """From the kill (else the detection) to the next decided step, that step included."""
+        """The time from the kill (else the detection) to the end of the next decided step."""
         return None if self.resumed_at_s is None else (self.resumed_at_s - self._began_s) * 1e3
 
     @property
     def reshape_ms(self) -> float | None:
-        """From the kill (else the detection) to the first order of the new generation."""
+        """The time from the kill (else the detection) to the first order of the new generation."""
         return None if self.reformed_at_s is None else (self.reformed_at_s - self._began_s) * 1e3
 
     @property
     def _began_s(self) -> float:
-        """The kill, unless training had stopped before it: for newcomers, or by another loss."""
+        """The time of the kill, unless training had stopped before it, for newcomers or because of another loss."""
         return self.detected_at_s if self.killed_at_s is None else min(self.killed_at_s, self.detected_at_s)
 
 
 class VmCount(Value):
-    """From this time on there were so many VMs."""
+    """A record: the number of VMs from this time on."""
 
     time_s: float
     num_vms: int
 
 
 class SessionBegun(Value):
-    """A manager began, from this version; ``saved``: the checkpoint that it is of."""
+    """A record: a manager began from this version; ``saved``: the checkpoint that it comes from."""
 
     version: int
     saved: int | None
 
 
 class ShapeLeft(Value):
-    """The shape that was formed last is left; so many steps were decided in it."""
+    """A record: the last shape that was formed is left; ``num_steps`` steps were decided in it."""
 
     end_s: float
     num_steps: int
 
 
 class Saved(Value):
-    """This version is a complete checkpoint."""
+    """A record: this version is a complete checkpoint."""
 
     version: int
 
 
 class RunOver(Value):
-    """The run, or its session, has ended at this version. ``rests``, ``at_limit``: see ``Finish``."""
+    """A record: the run, or its session, has ended at this version. ``rests``, ``at_limit``: see ``Finish``."""
 
     version: int
     outcome: Literal["finished", "stopped", "failed"]
@@ -156,7 +156,7 @@ class RunOver(Value):
 
 
 class RunReport(Value):
-    """A run as its journal tells it; a resumed run is told whole."""
+    """A run as its journal records it; a resumed run includes its earlier sessions."""
 
     job: str
     num_steps: int
@@ -181,23 +181,23 @@ class RunReport(Value):
 
     @property
     def losses(self) -> dict[int, float]:
-        """Loss by step, the last run of each."""
+        """The loss by step, of the last run of each step."""
         steps, losses = self.steps.column("step").tolist(), self.steps.column("loss").tolist()
         return {step: loss for step, loss in zip(steps, losses, strict=True) if loss == loss}
 
     @property
     def first_step(self) -> StepRecord | None:
-        """The first of the decided steps that count."""
+        """The first decided step that counts."""
         rows = np.flatnonzero(~self.steps.redone)
         return self.steps[int(rows[0])] if len(rows) else None
 
     @property
     def last_step(self) -> StepRecord | None:
-        """The step decided last, of those that count."""
+        """The last decided step that counts."""
         rows = np.flatnonzero(self.steps.column("step") < self.version)
         return self.steps[int(rows[-1])] if len(rows) else None
 
     @property
     def num_skipped(self) -> int:
-        """How many steps that count left the weights as they were."""
+        """The number of steps that count and left the weights unchanged."""
         return int(np.count_nonzero(self.steps.column("skipped").astype(np.bool_) & ~self.steps.redone))
