@@ -1,4 +1,4 @@
-"""What ``morph spot-run`` is told: its YAML file, checked."""
+"""The checked YAML file of ``morph spot-run``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from morph.contract.lives import InOrder, Lifetimes
 
 
 class Preemptions(Value):
-    """VMs that are taken on purpose, to try a job out: after exponential times, each with a notice."""
+    """VMs that are taken on purpose, to test a job: after exponential times, each with a notice."""
 
     mttp_s: float = Field(gt=0, description="mean time until a VM is taken")
     notice_s: float = Field(default=0.0, ge=0, description="before that; 0: without a notice")
@@ -19,7 +19,7 @@ class Preemptions(Value):
 
 
 def lives_of(given: Preemptions) -> Lifetimes:
-    """Return how VMs that are taken on purpose live."""
+    """Return the lives of VMs that are taken on purpose."""
     return Lifetimes(InOrder(given.seed, given.mttp_s), notice_s=given.notice_s)
 
 
