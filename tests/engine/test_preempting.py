@@ -242,7 +242,7 @@ def test_the_injector_ends_with_the_run_or_with_its_trace(tmp_path: Path, monkey
         return inject(tmp_path, injection, lambda start_s: Lifetimes(by_name(1, 60.0), start_s), told.append)
 
     assert ended() == "the run has ended"
-    assert told[1:] == ["the run does not answer now, for it starts, or is about to end: waiting for it"]
+    assert told[1:] == ["the run does not answer now because it starts or is about to end: waiting for it"]
     (tmp_path / ATTACHMENT).touch()
     answers = [PreemptionAnswer(now_s=5.0, vms={})]
     assert ended().startswith("the run's manager was killed")
