@@ -27,7 +27,7 @@ class Certificates:
 
     @property
     def ray_environment(self) -> dict[str, str]:
-        """Return the environment variables that Ray reads once, when it is imported."""
+        """The environment variables that Ray reads once, when it is imported."""
         return {
             "RAY_USE_TLS": "1",
             "RAY_TLS_SERVER_CERT": str(self.certificate),

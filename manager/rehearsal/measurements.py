@@ -39,7 +39,7 @@ class Measured:
 
     @property
     def mini_batches_s(self) -> tuple[float, ...]:
-        """Return the times from decision to decision of the steps that count."""
+        """The times from decision to decision of the steps that count."""
         counted = self.decided_s[WARM_UP_STEPS - 1 :]
         return tuple(after - before for before, after in itertools.pairwise(counted))
 
@@ -50,7 +50,7 @@ class Measured:
 
     @property
     def turn_s(self) -> float:
-        """Return the median time from a decision until the last worker of the first stage has begun the next step.
+        """The median time from a decision until the last worker of the first stage has begun the next step.
 
         It includes the manager's round trip, and the optimizer step of that stage.
         """
@@ -62,7 +62,7 @@ class Measured:
 
     @property
     def late_s(self) -> float:
-        """Return the longest delay of a task's end, which shows how far behind the host was."""
+        """The longest delay of a task's end, which shows how far behind the host was."""
         return max(answer.times.late_s for step in self.counted_steps for _, _, answer in self.prepared[step])
 
     def parts_s(self) -> dict[str, float]:
@@ -73,7 +73,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class _Counters:
-    """Return the busy seconds of all cores since the machine started, and those of this process and its descendants."""
+    """The busy seconds of all cores since the machine started, and those of this process and its descendants."""
 
     busy_s: float
     total_s: float

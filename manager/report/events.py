@@ -86,7 +86,7 @@ class Told(Value):
 
     @property
     def line(self) -> str:
-        """Return the event as text: time of day (UTC), version, code, sentence."""
+        """The event as text: time of day (UTC), version, code, sentence."""
         clock = datetime.fromtimestamp(self.time_s, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
         at = "-" if self.version is None else str(self.version)
         return f"{clock}  {at:>6}  {self.code:<20}  {' | '.join(self.sentence.splitlines())}"

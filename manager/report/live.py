@@ -163,7 +163,7 @@ class LiveRun:
 
     @property
     def headline(self) -> str:
-        """Return one line: phase, shape, step, speed, loss, newest checkpoint, dollars."""
+        """The run in one line: phase, shape, step, speed, loss, newest checkpoint, dollars."""
         parts = [self.phase + (f": {self.trouble}" if self.trouble else ""), *([self.shape] if self.shape else [])]
         parts.append(f"step {self.version}" + (f"/{self.num_steps}" if self.num_steps else ""))
         if self.examples_per_s:

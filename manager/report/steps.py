@@ -75,7 +75,7 @@ class Cost:
         return cls(total.vm_ns / share_h, total.unpriced_ns / share_h, total.cost / UNITS_PER_USD, dearest)
 
     def dollars(self, prices: Prices | None) -> float | None:
-        """The cost in dollars, as ``Account.bill`` has it; None if no price is known."""
+        """Return the cost in dollars, as ``Account.bill`` has it; None if no price is known."""
         given = None if prices is None else prices.paid_usd_per_h
         if given is not None and prices is not None and prices.for_all:
             return self.vm_h * given
@@ -180,7 +180,7 @@ class Steps(Sequence[StepRecord]):
 
     @property
     def names(self) -> list[str]:
-        """Return the columns' names: the fields of ``StepRecord``, and metrics with ``metric:`` before the name."""
+        """The columns' names: the fields of ``StepRecord``, and metrics with ``metric:`` before the name."""
         return list(dict.fromkeys((*self._condensed.names(), *self._newer)))
 
     def column(self, name: str, rows: range | None = None) -> Column:

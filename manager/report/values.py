@@ -38,7 +38,7 @@ class EvaluationRecord(Value):
 
     @property
     def text(self) -> str:
-        """Return loss and metrics in one line."""
+        """The loss and the metrics in one line."""
         loss = "loss is not a number" if self.loss is None else f"loss {self.loss:.4f}"
         return f"{loss}, {numbers_text(self.metrics)}" if self.metrics else loss
 

@@ -48,7 +48,7 @@ class Cloud:
         return self.market.offers(self.described, self.vms)
 
     def price(self) -> Price | None:
-        """The price of one VM; may query the provider's price list."""
+        """Return the price of one VM; may query the provider's price list."""
         if self.vms.usd_per_h is not None:
             return Price(usd_per_h=self.vms.usd_per_h, source="the cluster file")
         return self.market.price(self.described, self.path)

@@ -107,7 +107,7 @@ class RunCode:
         return known["dataset"].num_samples
 
     def of(self, run_dir: RunDir) -> JobCode:
-        """What a run trains on, as far as is known without loading the job.
+        """Return the code that a run trains on, as far as it is known without loading the job.
 
         Raises:
             RunDirError: the stored code is damaged, or the code was changed since and the user has not said what to do.
@@ -188,7 +188,7 @@ class RunCode:
         print(f"going on with what was changed: {files}{self._accepted}", file=sys.stderr)
 
     def facts(self, code: JobCode) -> tuple[Fact, ...]:
-        """The journal's description of the code."""
+        """Return the journal's facts about the code."""
         told = [Fact(name="job_code", detail=f"sha256 {code.sha256}: {', '.join(sorted(self._files.files))}")]
         if self._changed:
             name = "changed_code_accepted" if self._if_changed is IfChanged.ACCEPT else "changed_code_ignored"

@@ -115,14 +115,14 @@ class PreparedRun:
         )
 
     def offers(self) -> tuple[Offer, ...]:
-        """The GPU types that the cluster file, or the file that it names, gives to VMs; empty if all are alike."""
+        """Return the GPU types that the cluster file, or a file that it names, gives to VMs; empty if all are alike."""
         vms = self.cluster.vms
         if isinstance(vms, LocalVms):
             return tuple(Offer(node_type=name, usd_per_h=vms.usd_per_h) for name in vms.node_types)
         return () if self.cloud is None else self.cloud.offers()
 
     def facts(self, planned: Callable[[], ControllerConfig]) -> RunFacts:
-        """The identity that the run directory belongs to; plans are made only if the planner chooses m.
+        """Return the identity that the run directory belongs to; plans are made only if the planner chooses m.
 
         Raises:
             InputError: see ``config``.
@@ -138,7 +138,7 @@ class PreparedRun:
         )
 
     def prices(self) -> Prices | None:
-        """The command line's price applies to all VMs; else the provider's or cluster file's, to VMs without a price.
+        """Return the command line's prices, for all VMs, else the provider's or cluster file's, for VMs without one.
 
         Raises:
             InputError: there is a price to compare with, but no price that is paid.
@@ -155,7 +155,7 @@ class PreparedRun:
         return None if prices is None else prices.model_copy(update={"for_all": False})
 
     def _kept_micro_batch_size(self) -> int | None:
-        """The m of a resumed run, if the planner chose it: m may not change during a run."""
+        """Return the m of a resumed run, if the planner chose it: m may not change during a run."""
         if self.profile.job.micro_batch_size is not None or not is_run(self.run_dir):
             return None
         kept = read_facts(self.run_dir)

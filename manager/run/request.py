@@ -53,7 +53,7 @@ class RunRequest(Value):
 
     @property
     def is_job_file(self) -> bool:
-        """Return whether ``job`` is a job file, which sets options instead of the command line."""
+        """Whether ``job`` is a job file, which sets options instead of the command line."""
         return is_job_file(self.job)
 
     def absolute(self) -> RunRequest:

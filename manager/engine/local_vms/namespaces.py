@@ -122,11 +122,11 @@ class HostNetwork:
         return "10.201.0.1"
 
     def namespace(self, host: int) -> str:
-        """The namespace of a host."""
+        """Return the namespace of a host."""
         return f"morph-{os.getpid()}-{host}"
 
     def address(self, host: int) -> str:
-        """The address of a host."""
+        """Return the address of a host."""
         return f"10.201.{1 + host // 250}.{1 + host % 250}"
 
     def open(self) -> None:

@@ -128,7 +128,7 @@ class VmFleet:
         kill()
 
     def may_take(self, vm: str) -> bool:
-        """Whether a VM is up."""
+        """Return whether a VM is up."""
         with self._lock:
             return vm in self._up
 

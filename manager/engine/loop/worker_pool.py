@@ -55,7 +55,7 @@ class Launcher(Protocol):
         """End a worker's process, if it exists."""
 
     def has_ended(self, worker: str) -> bool:
-        """Whether the process of a worker that has not called yet is known to be gone."""
+        """Return whether the process of a worker that has not called yet is known to be gone."""
 
     def adopt(self) -> Collection[str]:
         """Return the workers that another manager started and that may be alive."""

@@ -44,7 +44,7 @@ class _Children:
     store: int = 0
 
     def living(self) -> dict[str, int]:
-        """The running workers. A dead worker is not reaped, so that no other process can get its number."""
+        """Return the running workers. A dead worker is not reaped, so that no other process can get its number."""
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return {name: pid for name, pid in self.workers.items() if os.waitid(os.P_PID, pid, flags) is None}
 

@@ -58,7 +58,7 @@ class DriverLine:
 
     @property
     def nodes(self) -> dict[str, str]:
-        """Return the workers that have nodes, with their addresses.
+        """The workers that have nodes, with their addresses.
 
         Raises:
             ClusterError: no driver is connected.

@@ -244,7 +244,7 @@ class VmRegistry:
             return living, self._num_over
 
     def end(self, vms: Collection[str]) -> End | None:
-        """Note that stray VMs are to be ended; None: there are none."""
+        """Note that stray VMs are to be ended, and return that; None: there are none."""
         with self._lock:
             return self._end(vms)
 
