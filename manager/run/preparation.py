@@ -172,7 +172,7 @@ def mixed_config(
 ) -> ControllerConfig:
     """Do the same as ``controller_config`` for GPUs of several types: plan for every pool of them.
 
-    Each type has the memory of its profile; local VMs share this machine's memory, or have what the cluster file sets.
+    Each type has the memory that the profile gives, if it does so for all types; else that of the cluster file.
 
     Raises:
         PlanError: a type is not in the profile, or no pool can run the job.
@@ -186,9 +186,13 @@ def mixed_config(
         most = Pool.of({offer.node_type: min(each, offer.most or each) for offer in offers})
     memory = memory_of(vms, profile, num_vms=most.num_gpus)
     limits: dict[str, Any] = {"memory_bytes": memory.device_bytes, "host_memory_bytes": memory.host_bytes}
+    own = [of.environment.device_memory_bytes for of in profiles.values()]
+    each_has_its_own = not isinstance(vms, LocalVms) and all(own)
+    if each_has_its_own:
+        memory = replace(memory, device_bytes=min(filter(None, own)))  # a follower may be on any of them
     request = replace(
         request,
-        **(limits if isinstance(vms, LocalVms) else {}),
+        **({} if each_has_its_own else limits),
         redundancy=policy.redundancy,
         links=vms.links,
         rings=vms.rings,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import heapq
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from morph.contract import ranges
@@ -21,7 +22,7 @@ from simulator.inputs.placement import node_sizes
 from simulator.inputs.request import ObjectiveName, PlanRequest
 from simulator.search.mini_batch import simulate
 from simulator.search.objectives import Shape, usd_per_h_of
-from simulator.search.pools import Pools, allows_unequal
+from simulator.search.pools import Found, Pools, allows_unequal
 from simulator.search.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -244,14 +245,26 @@ def _plan_pool(profile: Profile, request: PlanRequest, pool: Pool, num_runners_u
     """
     _check_pool(request, pool)
     gpus, pools = [pool[name] for name in pool.types], Pools(profile, request, pool.types)
-    equal = pools.equal(gpus, 1 + num_runners_up)
-    best_of_type = list({each.node_type: each for each in reversed(equal)}.values())
-    mix = pools.unequal(gpus, sorted(best_of_type, key=lambda each: each.mini_batch_ns)) if request.unequal else None
+    equal, prices = pools.equal(gpus, 1 + num_runners_up), _prices(request, pool)
+    if prices is None:
+        best_of_type = list({each.node_type: each for each in reversed(equal)}.values())
+        best_of_type.sort(key=lambda each: each.mini_batch_ns)
+        mix = pools.unequal(gpus, best_of_type)
+    else:
+        equal = _cheapest_equal(pools, gpus, prices, 1 + num_runners_up)
+        mix = pools.cheapest(gpus, equal, prices)
     ranked = ([mix] if mix else []) + equal
     simulations = tuple(pools.described(each) for each in ranked[: 1 + num_runners_up])
+    batch_size, values = profile.job.batch_size, [simulation.expected.examples_per_s for simulation in simulations]
+    if prices is not None:
+        usd_per_h = [sum(map(operator.mul, each.workers, prices)) for each in ranked[: 1 + num_runners_up]]
+        values = [
+            usd / 3600 * simulation.expected.mini_batch_s / batch_size
+            for usd, simulation in zip(usd_per_h, simulations, strict=True)
+        ]
     return PlanChoice(
         simulations=simulations,
-        values=tuple(simulation.expected.examples_per_s for simulation in simulations),
+        values=tuple(values),
         objective=request.objective,
         num_gpus=pool.num_gpus,
         num_shapes=len(ranked),
@@ -385,12 +398,46 @@ def _fastest(sweep: Sweep, num_gpus: int, most_replicas: int | None) -> Outcome 
     return sweep.fastest(num_gpus, depths, 1, most_replicas)[0] if depths else None
 
 
+def _prices(request: PlanRequest, pool: Pool) -> list[float] | None:
+    """Dollars per GPU-hour of each type, for dollars per example; None for examples per second.
+
+    Raises:
+        PlanError: a type without a price.
+    """
+    if request.objective != "usd_per_example":
+        return None
+    price, field = request.usd_per_gpu_hour, "usd_per_gpu_hour"
+    by_type = dict(price.items()) if isinstance(price, Mapping) else dict.fromkeys(pool.types, price)
+    found = [float(by_type.get(name) or math.nan) for name in pool.types]
+    if any(each not in ranges.USD_PER_HOUR for each in found):
+        allowed = f"dollars per GPU-hour of each of {', '.join(pool.types)}"
+        raise PlanError("is not a price of each type", field=field, value=price, allowed=allowed)
+    return found
+
+
+def _usd_per_h(price: float, shape: Shape) -> float:
+    return price * shape[0] * shape[1]
+
+
+def _cheapest_equal(pools: Pools, gpus: Sequence[int], prices: Sequence[float], count: int) -> list[Found]:
+    """The cheapest equal pipelines on each type alone, best first."""
+    found = []
+    for place, (sweep, number, price) in enumerate(zip(pools.sweeps, gpus, prices, strict=True)):
+        depths = sweep.depths(number)
+        shapes = [
+            (depth, replicas) for depth in depths for replicas in sweep.replicas(min(number // depth, sweep.total))
+        ]
+        aim = Cheapest(sweep.profile.job.batch_size, partial(_usd_per_h, price))
+        found += [pools.of_outcome(place, outcome) for outcome in sweep.best(shapes, count, aim)]
+    return sorted(found, key=lambda each: each.mini_batch_ns * sum(map(operator.mul, each.workers, prices)))
+
+
 def _check_pool(request: PlanRequest, pool: Pool) -> None:
     if not pool:
         raise PlanError("has no GPUs", field="pool", value=str(pool), allowed=Pool.EXAMPLE)
-    if request.objective != "examples_per_s" or not allows_unequal(replace(request, unequal=True)):
+    if request.objective == "progress" or not allows_unequal(replace(request, unequal=True)):
         raise PlanError(
-            "is answered by examples per second, each GPU on a node of its own",
+            "is answered by examples per second or dollar, each GPU on a node of its own",
             field="pool",
             value=str(pool),
             allowed="a pool without nodes, shapes, shared cores, slow workers or jitter",

@@ -27,10 +27,12 @@ from simulator.search.sweep import Sweep
 
 WORTH = 0.999
 """Of the time of equal pipelines what unequal ones may take at most to replace them."""
-_SIZES = 4
-"""Of micro-batch sizes, those that are looked at because their bounds are least."""
-_SUBSETS = 64
-"""Of fewer GPUs, numbers that are looked at."""
+_SIZES, _MANY = 4, 64
+"""Of micro-batch sizes, those that are looked at because their bounds are least; one of more GPUs than that."""
+_SLOWER, _LENGTHS = 16.0, 24
+"""How much longer mini-batches may be that cost less, and of how many lengths they are looked for."""
+_SUBSETS = {True: 16, False: 2}
+"""Of fewer GPUs, numbers that are looked at: where there are few, and where there are many."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,19 @@ def allows_unequal(request: PlanRequest) -> bool:
     given = (request.num_gpus_per_node, request.compute_slots, request.jitter_seed, request.slow or None)
     shape = (request.pipeline_depth, request.num_replicas)
     return request.unequal and request.objective != "progress" and all(each is None for each in (*given, *shape))
+
+
+def _cheap_subsets(
+    mixes: Mixes, gpus: tuple[int, ...], fastest_ns: int, usd_per_h: Sequence[float]
+) -> list[tuple[int, ...]]:
+    """The cheapest GPUs of these that may be enough, for mini-batches of several lengths."""
+    found: dict[tuple[int, ...], None] = {}
+    for time_ns in np.geomspace(fastest_ns, fastest_ns * _SLOWER, _LENGTHS).tolist():
+        done = mixes.most(gpus, time_ns)
+        enough = np.argwhere(sum(np.ix_(*done)) >= mixes.total)
+        if len(enough):
+            found[tuple(enough[(enough @ np.array(usd_per_h)).argmin()].tolist())] = None
+    return [subset for subset in found if sum(subset) > 1]
 
 
 class Pools:
@@ -130,10 +145,35 @@ class Pools:
         bounds_ns = {
             size: self.mixes(size, self.request.schedule or "varuna").least_ns(tuple(gpus)) for size in self.sizes()
         }
-        for size in sorted(bounds_ns, key=bounds_ns.__getitem__)[:_SIZES]:
+        num_sizes = _SIZES if sum(gpus) <= _MANY else 1
+        for size in sorted(bounds_ns, key=bounds_ns.__getitem__)[:num_sizes]:
             if bounds_ns[size] < below_ns:
                 found[size, self.request.schedule or "varuna"] = None
         return list(found)
+
+    def cheapest(self, gpus: Sequence[int], equal: Sequence[Found], usd_per_h: Sequence[float]) -> Found | None:
+        """The mix with fewest dollars per example that surpasses equal pipelines; None: there is none.
+
+        Args:
+            gpus: Of each type, at most; what is not used is not paid.
+            equal: The cheapest equal pipelines, best first, on whose micro-batch size mixes go.
+            usd_per_h: Price of a GPU of each type.
+        """
+
+        def cost(found: Found) -> float:
+            return found.mini_batch_ns * float(np.dot(found.workers, usd_per_h))
+
+        best, below = None, cost(equal[0]) * WORTH
+        for size, schedule in self._promising(gpus, equal):
+            mixes = self.mixes(size, schedule)
+            fastest = mixes.best(tuple(gpus))
+            for subset in (
+                [] if fastest is None else _cheap_subsets(mixes, tuple(gpus), fastest.mini_batch_ns, usd_per_h)
+            ):
+                mix = mixes.best(subset)
+                if mix is not None and cost(found := self._of_mix(mix, mixes)) < below:
+                    best, below = found, cost(found)
+        return best
 
     def table(
         self, most: Sequence[int], micro_batch_size: int, equal: Sequence[Mapping[int, Outcome]]
@@ -196,7 +236,7 @@ class Pools:
         sums = sum(np.ix_(*done)) if len(done) > 1 else done[0]
         enough = np.argwhere(np.asarray(sums) >= mixes.total)
         order = np.argsort(-enough.sum(axis=1), kind="stable")
-        for place in order[1 : 1 + _SUBSETS].tolist():
+        for place in order[1 : 1 + _SUBSETS[sum(gpus) <= _MANY]].tolist():
             yield tuple(enough[place].tolist())
 
     def described(self, found: Found) -> Simulation:
@@ -221,7 +261,9 @@ class Pools:
             return refused[0][2]
         ways = [f"{name}={fewest}" for name, fewest, _ in refused if fewest is not None]
         pool = Pool.of(dict(zip(self.names, gpus, strict=True)))
-        why = "; ".join(f"on {name}, {str(error).split(': ', 2)[-1]}" for name, _, error in refused)
+        why = "; ".join(
+            f"on {name}, {str(error).split('; allowed')[0].rsplit(': ', 1)[-1]}" for name, _, error in refused
+        )
         return PlanError(
             f"the job fits on no type of these GPUs alone ({why})",
             field="pool",

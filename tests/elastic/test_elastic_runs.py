@@ -182,7 +182,7 @@ def test_a_script_that_gives_up_after_a_loss_has_not_come_to_the_end(
 def test_too_few_stop_and_say_so(start: Callable[..., Job]) -> None:
     job = start("--workers", "3", FAULTS=json.dumps({"3": {"kill": [0, 2]}}))
     assert job.wait() == 1
-    assert "too few to go on without the others" in job.log
+    assert "too few to continue without the others" in job.log
     assert job.ends() == []
 
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 CALIBRATE_HELP = """Measure a job once on this machine, section by section, and write its profile.
 
-    The profile does not depend on how many GPUs the job will get; another machine can read it. On a machine of
-    another type, --add-node-type adds to a profile what is different there. With --peer, another node on which
-    `morph calibrate-peer` listens, links and all-reduces are measured between the two.
+    The profile does not depend on how many GPUs the job will get, and any machine can read it. On a machine of another
+    type, --add-node-type adds the measurements that differ there to a profile. With --peer, links and all-reduces to
+    another node, on which `morph calibrate-peer` listens, are measured.
 
     \b
     Example:
@@ -63,7 +63,7 @@ def calibrate_command(
     job: JobArgument,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="Where the profile goes. Default: profile.json, or what --profile names."),
+        typer.Option("-o", "--output", help="File to write. Default: profile.json, or the file of --profile."),
     ] = None,
     micro_batch: Annotated[
         list[int] | None,
@@ -71,11 +71,11 @@ def calibrate_command(
             "--micro-batch",
             "-m",
             min=1,
-            help="Micro-batch size to measure, repeatable; default: the job's, or growing.",
+            help="Micro-batch size to measure, repeatable; default: the job's, or increasing sizes.",
         ),
     ] = None,
     samples: Annotated[
-        int, typer.Option(min=5, help="Samples of each time, at most: fewer once the median is stable.")
+        int, typer.Option(min=5, help="Most samples per measured time; fewer suffice once the median is stable.")
     ] = 100,
     device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
     checkpoint_url: Annotated[
@@ -95,10 +95,10 @@ def calibrate_command(
         Path | None, typer.Option("--token-file", help=f"With --peer: {TOKEN_HELP}", show_default=False)
     ] = None,
     links: Annotated[
-        LinkName, typer.Option("--links", help="Measure messages within a node as vms.links of the run: with cuda.")
+        LinkName, typer.Option("--links", help="How messages travel within a node: vms.links of the run, with cuda.")
     ] = LinkName.STAGED,
     rings: Annotated[
-        RingName, typer.Option("--rings", help="Measure reductions as vms.rings of the run: with cuda.")
+        RingName, typer.Option("--rings", help="How reductions run: vms.rings of the run, with cuda.")
     ] = RingName.GLOO,
     node_type: Annotated[
         str | None, typer.Option("--add-node-type", metavar="NAME", help="Add this machine's type to --profile.")
@@ -107,7 +107,7 @@ def calibrate_command(
         Path | None, typer.Option("--profile", help="With --add-node-type: the profile to add to.", show_default=False)
     ] = None,
 ) -> None:
-    """Its help is CALIBRATE_HELP."""
+    """Measure a job once on this machine; the help text is CALIBRATE_HELP."""
     from morph.cli.reading.errors import places
     from morph.contract.errors import ProfileError
     from morph.contract.files import check_output
@@ -168,7 +168,7 @@ calibrate_command.__doc__ = CALIBRATE_HELP
 
 
 def _check_job(subject: Subject) -> None:
-    """Check what a run would refuse; the data was, when the subject was loaded."""
+    """Refuse a job that a run would refuse; its data was checked when the subject was loaded."""
     from calibrate.timing.environment import available_bytes
     from morph.preflight.checks import CutJob, Effort, check
 
@@ -180,7 +180,7 @@ def _check_job(subject: Subject) -> None:
 
 
 def _busy_note() -> str | None:
-    """What to tell when other work takes much of the machine: it shares caches and clock with what is measured."""
+    """Return a warning if the machine is busy: other work shares caches and clock with the measurements."""
     num_cores = os.cpu_count() or 1
     load = os.getloadavg()[0]
     if load <= _BUSY_SHARE * num_cores:
@@ -195,7 +195,7 @@ def _check_options(node_type: str | None, profile: Path | None, others: Mapping[
         raise ConfigError(message, source="morph calibrate", field=field, value=value, allowed=allowed)
 
     if profile is not None and node_type is None:
-        refuse("--profile", "is read only to add to it", str(profile), "with --add-node-type")
+        refuse("--profile", "is used only with --add-node-type", str(profile), "with --add-node-type")
     if node_type is None:
         return
     if not node_type.strip():
@@ -204,7 +204,7 @@ def _check_options(node_type: str | None, profile: Path | None, others: Mapping[
         refuse("--add-node-type", "needs a profile to add to", node_type, "with --profile")
     for field, value in others.items():
         if value:
-            refuse(field, "contradicts --add-node-type, which measures what the profile has", value, "one of the two")
+            refuse(field, "contradicts --add-node-type, which measures sizes of the profile", value, "one of the two")
 
 
 def _peer_address(peer: str | None, token_file: Path | None) -> PeerAddress | None:
@@ -212,7 +212,7 @@ def _peer_address(peer: str | None, token_file: Path | None) -> PeerAddress | No
 
     if peer is None:
         if token_file is not None:
-            raise ConfigError("means nothing without --peer", field="--token-file", value=str(token_file))
+            raise ConfigError("has no effect without --peer", field="--token-file", value=str(token_file))
         return None
     from calibrate.helpers.token import TOKEN_VARIABLE, find_token
     from calibrate.links.two_nodes import PeerAddress, parse_address
