@@ -104,7 +104,7 @@ def forget_lives(path: Path, kind: Mapping[str, str]) -> int:
 
 @contextmanager
 def _opened(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
-    """A transaction in the file; a writing one holds the lock from its beginning."""
+    """Open a transaction in the file; a writing one holds the lock from its beginning."""
     try:
         if mode == "rwc":
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

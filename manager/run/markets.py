@@ -113,7 +113,7 @@ class Market(ABC):
         raise ConfigError("has no policy", field="--kind", value=self.mark, allowed="aws")
 
     def planned(self, _described: Any, *_names: Any) -> list[dict[str, Any]]:
-        """Return what a request would create: for ``run``, ``job``, ``request``, ``count`` and the shown part of its boot.
+        """Return what a request would create, for ``run``, ``job``, ``request``, ``count`` and the shown part of boots.
 
         Raises:
             ConfigError: VMs of this kind are not created.
@@ -299,7 +299,7 @@ class StaticMarket(Market):
 
 
 def _offers(sizes: Iterable[SizeT], find: Callable[[SizeT], float | None]) -> tuple[Offer, ...]:
-    """Return the GPU types among sizes, with the price of one GPU; ``find``: the price of a size without a user's price."""
+    """Return the GPU types among sizes, with the price of one GPU; ``find``: finds prices that the user omitted."""
     by_type: dict[str, list[float | None]] = {}
     for size in sizes:
         if size.node_type is not None:
