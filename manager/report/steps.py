@@ -36,13 +36,13 @@ class StepRecord(Value):
     decided_at_s: float
     duration_s: float = Field(description="order to decision, overflow attempts included")
     compute_s: float = Field(description="longest step_s that a member reported")
-    loss: float | None = Field(description="mean over micro-batches, in their order; None: none that is a number")
-    metrics: dict[str, float] = Field(default_factory=dict, description="means likewise; those that are numbers")
-    weight: float | None = Field(default=None, description="of all its losses; None: they are means over samples")
+    loss: float | None = Field(description="mean over micro-batches, in their order; None: not a number")
+    metrics: dict[str, float] = Field(default_factory=dict, description="likewise; only those that are numbers")
+    weight: float | None = Field(default=None, description="sum of its losses' weights; None: losses are means")
     learning_rates: tuple[float, float] | None = Field(default=None, description="lowest and highest; None: unknown")
-    gradient_norm: float | None = Field(default=None, description="before clipping; None: the job does not ask for it")
-    skipped: bool = Field(default=False, description="a gradient was not finite, or nothing counted: weights stayed")
-    loss_scale: float | None = Field(default=None, description="of this step; None: the job has none")
+    gradient_norm: float | None = Field(default=None, description="before clipping; None: not requested by the job")
+    skipped: bool = Field(default=False, description="a gradient was not finite, or nothing counted: no update")
+    loss_scale: float | None = Field(default=None, description="used in this step; None: the job has none")
     num_attempts: int
     redone_later: bool = False
 

@@ -49,17 +49,17 @@ class ShapeSpan(Value):
     generation: int
     shape: str = Field(description='"PxD"')
     num_workers: int
-    pool: Pool | None = Field(default=None, description="its GPUs, where they are told apart by type")
+    pool: Pool | None = Field(default=None, description="its GPUs, if they have several types")
     batch_size: int
     start_s: float
     end_s: float | None
     first_version: int
     num_steps: int
-    expected_mini_batch_s: float = Field(description="of workers that have a device each")
+    expected_mini_batch_s: float = Field(description="for workers with a device each")
     shared_mini_batch_s: float | None = Field(
-        default=None, description="expected of workers that share this machine's cores; None: each has its own"
+        default=None, description="expected for workers that share this machine's cores; None: each has its own"
     )
-    measured_mini_batch_s: float | None = Field(description="median over its steps; None: it decided none")
+    measured_mini_batch_s: float | None = Field(description="median over its steps; None: there are none")
 
     @property
     def expected_here_s(self) -> float:
@@ -85,19 +85,19 @@ class MorphRecord(Value):
     planned: bool = Field(description="at a step boundary, for newcomers")
     cause: str
     lost_workers: tuple[WorkerId, ...]
-    joined: tuple[WorkerId, ...] = Field(default=(), description="of the generation that went on, not of the one left")
-    left: tuple[WorkerId, ...] = Field(default=(), description="the other way round, and not lost")
-    injected: tuple[WorkerId, ...] = Field(default=(), description="of those lost or left: by `morph inject`")
-    killed_at_s: float | None = Field(description="first of its VMs killed, when the shell noted it")
+    joined: tuple[WorkerId, ...] = Field(default=(), description="in the new generation, but not in the old one")
+    left: tuple[WorkerId, ...] = Field(default=(), description="not lost, but not in the new generation")
+    injected: tuple[WorkerId, ...] = Field(default=(), description="lost or left because of `morph inject`")
+    killed_at_s: float | None = Field(description="first kill of its VMs, if the shell noted it")
     detected_at_s: float
-    reformed_at_s: float | None = Field(description="first order of the generation that went on")
+    reformed_at_s: float | None = Field(description="first order of the new generation")
     resumed_at_s: float | None = Field(description="next decided step; None: the run ended before")
-    num_generations: int = Field(description="formed until one went on")
+    num_generations: int = Field(description="generations formed until one trained")
     from_shape: str
     to_shape: str | None
-    version: int = Field(description="decided when it began")
+    version: int = Field(description="the decided version when it began")
     steps_redone: int
-    sources: dict[SourceKind, SourceSum] = Field(description="of the generation that went on")
+    sources: dict[SourceKind, SourceSum] = Field(description="of the new generation")
     groups_s: float = Field(description="longest of its members")
     state_s: float = Field(description="longest of its members")
     received_bytes: int
@@ -162,7 +162,7 @@ class RunReport(Value):
     num_steps: int
     start_s: float
     end_s: float
-    version: int = Field(description="decided last")
+    version: int = Field(description="last decided version")
     checkpoint_version: int | None
     outcome: Literal["finished", "stopped", "failed", "running", "unmanaged"]
     sentence: str
@@ -170,14 +170,14 @@ class RunReport(Value):
     shapes: tuple[ShapeSpan, ...]
     morphs: tuple[MorphRecord, ...]
     steps: Steps
-    steps_redone: int = Field(default=0, description="decided steps that were run again, for their state was lost")
-    first_loss: tuple[int, float] | None = Field(default=None, description="the first step with a loss, and that")
+    steps_redone: int = Field(default=0, description="decided steps that were run again because of a loss")
+    first_loss: tuple[int, float] | None = Field(default=None, description="the first step with a loss, and the loss")
     last_loss: tuple[int, float] | None = None
     evaluations: tuple[EvaluationRecord, ...] = ()
     account: Account
     vms: tuple[VmCount, ...]
     correction: Correction | None = Field(default=None, description="of the profile, as learned in the last session")
-    next_save: NextSave | None = Field(default=None, description="as last told; None: the run is over, or none is due")
+    next_save: NextSave | None = Field(default=None, description="as last known; None: the run is over, or none is due")
 
     @property
     def losses(self) -> dict[int, float]:

@@ -38,7 +38,7 @@ class RunRequest(Value):
     profile: Path | None = None
     cluster: Path | None = None
     steps: int = Field(ge=1)
-    epochs: int | None = Field(default=None, ge=1, description="of the job's data set, in place of ``steps``")
+    epochs: int | None = Field(default=None, ge=1, description="passes over the data set, in place of ``steps``")
     checkpoint_url: str | None = None
     trace: Path | None = None
     trace_speed: float = Field(default=1.0, gt=0)
@@ -49,7 +49,7 @@ class RunRequest(Value):
     num_replicas: int | None = Field(default=None, ge=1)
     price: float | None = Field(default=None, ge=0)
     on_demand_price: float | None = Field(default=None, ge=0)
-    settings: tuple[str, ...] = Field(default=(), description="KEY=VALUE each, in place of what the YAML file says")
+    settings: tuple[str, ...] = Field(default=(), description="KEY=VALUE each, overriding the YAML file")
 
     @property
     def is_job_file(self) -> bool:

@@ -41,17 +41,17 @@ POLICIES: Mapping[str, tuple[Play, str]] = {
     "morph": (play_morph, "Morph in place: the shape changes between two steps, and state comes from who is left"),
     "morph-salvage": (
         partial(play_morph, redundancy="salvage"),
-        "Morph, with a second VM for what only one holds, whether that pays or not",
+        "Morph, with a second holder for state and partial sums that only one VM has, even if it does not pay",
     ),
     "morph-state": (
         partial(play_morph, redundancy="state"),
-        "Morph, with a second VM for what only one holds, but a step that is given up is repeated",
+        "Morph, with a second holder for state that only one VM has; a given-up step is repeated",
     ),
-    "morph-off": (partial(play_morph, redundancy="off"), "Morph without second holders: what is lost is repeated"),
-    "restart": (play_restart, "every loss restarts the job from a checkpoint, saved as often as costs least"),
+    "morph-off": (partial(play_morph, redundancy="off"), "Morph without second holders: lost steps are repeated"),
+    "restart": (play_restart, "every loss restarts the job from a checkpoint, saved at the interval of least cost"),
     "adaptive": (
         partial(play_restart, adaptive=True),
-        "the same, but nothing is saved besides where every notice leaves time for a save",
+        "the same, but only notices cause saves, if every notice leaves time for one",
     ),
     "restart-100": (partial(play_restart, every_steps=100), "the same, saved every 100 steps"),
     "drop": (
@@ -66,9 +66,9 @@ POLICIES: Mapping[str, tuple[Play, str]] = {
         partial(play_pipelines, redundant="lflb"),
         "the same, but nothing is computed for a successor until it is lost",
     ),
-    "mix-50": (partial(play_mix, on_demand_share=0.5), "Morph, on as many VMs, half of which are never taken"),
-    "on-demand": (play_on_demand, "as many VMs as there are on average, never taken, at their price"),
-    "ideal": (play_ideal, "changes are free, instant and lose nothing, and pipelines may differ: the bound"),
+    "mix-50": (partial(play_mix, on_demand_share=0.5), "Morph on as many VMs, half of which are never taken"),
+    "on-demand": (play_on_demand, "the average number of VMs, never taken, at the on-demand price"),
+    "ideal": (play_ideal, "the bound: changes are free and instant, nothing is lost, and pipelines may differ"),
 }
 COMPARED = tuple(name for name in POLICIES if not name.startswith("morph-"))
 """All policies except those that measure the worth of one part of Morph."""

@@ -31,21 +31,21 @@ class Durations(Value):
     The defaults come from this project's measurements and from the papers, as noted.
     """
 
-    noticed_s: float = Field(default=0.1, ge=0, description="from the end of a VM until the manager knows")
+    noticed_s: float = Field(default=0.1, ge=0, description="from a VM's end until the manager knows it")
     aborted_s: float = Field(default=0.05, ge=0, description="until workers have given up a step")
     groups_s: float = Field(default=0.2, ge=0, description="forming the groups of another shape")
-    setup_s: float = Field(default=30.0, ge=0, description="from a VM that is up to a ready worker")
+    setup_s: float = Field(default=30.0, ge=0, description="from when a VM is up to its ready worker")
     order_s: float = Field(default=0.002, ge=0, description="the manager's round at a step's boundary")
-    link_bytes_per_s: float = Field(default=1.25e9, gt=0, description="of state, from worker to worker; 10 Gb/s")
-    storage_bytes_per_s: float = Field(default=2.5e8, gt=0, description="of one worker, from or to storage")
-    copy_bytes_per_s: float = Field(default=5e9, gt=0, description="of state to host memory, while training waits")
-    stall_s: float | None = Field(default=None, ge=0, description="of one save, instead of what the copy takes")
-    durable_s: float | None = Field(default=None, ge=0, description="of one save, instead of what the upload takes")
+    link_bytes_per_s: float = Field(default=1.25e9, gt=0, description="for state, between workers; 10 Gb/s")
+    storage_bytes_per_s: float = Field(default=2.5e8, gt=0, description="for one worker, from or to storage")
+    copy_bytes_per_s: float = Field(default=5e9, gt=0, description="for state to host memory, while training waits")
+    stall_s: float | None = Field(default=None, ge=0, description="for one save, instead of the copy's time")
+    durable_s: float | None = Field(default=None, ge=0, description="for one save, instead of the upload's time")
     manifest_s: float = Field(default=0.5, ge=0, description="writing a manifest")
     restart_s: float = Field(
-        default=60.0, ge=0, description="where a policy restarts every process: until they can load a checkpoint"
+        default=60.0, ge=0, description="until processes can load a checkpoint, if a policy restarts all of them"
     )
-    slowness: float = Field(default=1.0, gt=0, description="of a step: what it takes over what is planned; by waiting")
+    slowness: float = Field(default=1.0, gt=0, description="a step's time over the planned time, because of waiting")
     spread: float = Field(default=0.0, ge=0, lt=1, description="standard deviation of a step's time, as a share of it")
 
     def save_stall_s(self, num_bytes: float) -> float:
@@ -60,7 +60,7 @@ class Durations(Value):
 class RedundantCost(Value):
     """The cost of redundant computation, as shares of a step without it (Bamboo; simulator/costs/redundant.py)."""
 
-    overhead: float = Field(ge=0, description="of every step")
+    overhead: float = Field(ge=0, description="in every step")
     pause: float = Field(ge=0, description="when a VM is lost, on average")
 
 
@@ -85,16 +85,16 @@ class SpotJob(Value):
     plans: PlanTable
     units: dict[UnitId, tuple[int, ...]]
     unit_bytes: dict[UnitId, int]
-    state_copies: int = Field(default=3, ge=1, description="unit_bytes over those of the parameters: Adam's 3")
+    state_copies: int = Field(default=3, ge=1, description="unit_bytes over the parameters' bytes: 3 for Adam")
     section_compute_s: tuple[float, ...] = ()
-    node_types: dict[str, str] = Field(default={}, description="types of GPU by a trace's instance types; one: empty")
+    node_types: dict[str, str] = Field(default={}, description="GPU types by a trace's instance types; empty if one")
     type_compute_s: dict[str, tuple[float, ...]] = Field(default={}, description="section_compute_s by type")
     durations: Durations = Durations()
     policy: Policy = Policy()
     expected_losses: ExpectedLosses = ExpectedLosses()
     redundant: dict[str, RedundantCost] = PUBLISHED
     equal_plans: PlanTable | None = Field(
-        default=None, description="of equal pipelines, for policies that know no others; None: among ``plans``"
+        default=None, description="plans of equal pipelines, for policies without others; None: in ``plans``"
     )
     pipelines: dict[int, tuple[tuple[int, float], ...]] = Field(default_factory=dict)
 
@@ -232,10 +232,10 @@ class OneVmJob(Value):
     """
 
     name: str = Field(default="job", min_length=1)
-    step_s: PositiveBetween = Field(description="of one iteration, without a save")
-    save_s: Between = Field(description="for which training waits for a save")
+    step_s: PositiveBetween = Field(description="time of one iteration, without a save")
+    save_s: Between = Field(description="time that training waits for a save")
     upload_s: Between = Field(description="from a save until it outlives the VM")
-    preparation_s: Between = Field(description="from a VM that is up until it trains")
+    preparation_s: Between = Field(description="from when a VM is up until it trains")
     batch_size: int = Field(default=1, ge=1, description="examples of one iteration")
 
     def drawn(self, seed: int) -> SpotJob:
