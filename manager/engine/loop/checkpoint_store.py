@@ -134,7 +134,7 @@ class CheckpointStore:
         limit_s = self._rules.file_limit_s
         try:
             found, passed_over = newest_whole(self._checkpoint_url, every_byte=True, limit_s=limit_s, at_most=at_most)
-        except Exception as error:  # each kind of storage has its own
+        except Exception as error:  # any error of storage
             damaged = isinstance(error, CheckpointDamaged)
             self._event_queue.put(CheckpointNotFound(error=str(error), damaged=damaged))
             return

@@ -113,7 +113,7 @@ class Driver:
 
     Args:
         state: The controller's initial state.
-        event_queue: Where events and facts arrive.
+        event_queue: Brings events and facts.
         pool: Carries orders.
         journal: Gets every event and decision before its actions are carried out.
         checkpoint_url: Where manifests go.

@@ -27,7 +27,7 @@ from manager.journal.records import Fact
 from morph.contract.messages import Answer, Heartbeat, Probed, WorkerId
 from morph.contract.timeline import MicroBatchTimes
 
-# The clock of a run: seconds as the wall clock said when the run began, counted on by the monotonic clock.
+# The clock of a run: the wall clock's seconds when the run began, advanced by the monotonic clock.
 
 
 class RunClock:

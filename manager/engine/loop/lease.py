@@ -45,8 +45,8 @@ _MOST_TRIES = 8
 class Holder(Value):
     """A manager.
 
-    ``run``: a name that its run directory stores. ``processes``: the set of processes in which ``pid`` counts; "": not
-    known.
+    ``run``: a name that its run directory stores. ``processes``: identifies the system and namespace of ``pid``; "":
+    not known.
     """
 
     run: str

@@ -62,7 +62,7 @@ class End:
 
 
 class VmRegistry:
-    """See the module's docstring. Thread-safe; only ``wait_ended`` blocks.
+    """The VMs of a run and their states. Thread-safe; only ``wait_ended`` blocks.
 
     The controller's nodes are workers, one for each device of a VM; a VM is ended once none of its workers is wanted.
     """
@@ -141,7 +141,7 @@ class VmRegistry:
         return vms - self._granted.keys()
 
     def request_of(self, node: str) -> RequestId | None:
-        """Return the request that a VM answers, granted or under way; None: it is none of ours, or was given back."""
+        """Return the request that a VM answers, granted or under way; None: the VM is not ours, or was given back."""
         vm = vm_of(node)
         with self._lock:
             return self._granted.get(vm) or self._under_way_of(vm)

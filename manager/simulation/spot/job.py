@@ -209,7 +209,7 @@ def _bounds(value: object) -> object:
         return (value, value)
     if isinstance(value, list | tuple) and len(value) == 2:
         return tuple(value)
-    raise ValueError("is neither a number of seconds nor a list of two, between which it is")
+    raise ValueError("is neither a number of seconds nor a list of two bounds")
 
 
 def _in_order(bounds: tuple[float, float]) -> tuple[float, float]:

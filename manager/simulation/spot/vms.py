@@ -320,7 +320,7 @@ class _Sums:
             sums = self._workers[slot.worker] = WorkerSums(self._units)
             holders = (before[holder] for holder in named.get(slot.worker, ()) if holder in before)
             sums.parts = [part for holder in holders for part in holder.parts]
-            assert sums.begin(start, slot, order.step), "what is named is there"
+            assert sums.begin(start, slot, order.step), "the named sums exist"
             elapsed_s = now_s - begun_s + (aborted_s if slot.worker in alive else 0.0)
             done = paces[slot.stage].num_backwards(len(sums.share), elapsed_s)
             keeper = keepers.get(slot.worker)
