@@ -205,7 +205,7 @@ class LivesReader:
 
     @classmethod
     def at(cls, journal: Journal, head: Head | None) -> LivesReader:
-        """Return the reader as it stood behind the last line that is condensed; without one, at the beginning."""
+        """Return the reader in its state after the last condensed line; without one, at the beginning."""
         if head is not None and head.version == VERSION:
             return _STATE.validate_json(head.states[OF_LIVES])
         reader = cls()

@@ -104,7 +104,7 @@ class EventReader:
 
     @classmethod
     def at(cls, journal: Journal, head: Head) -> EventReader:
-        """Return the reader as it stood behind the last line that is condensed."""
+        """Return the reader in its state after the last condensed line."""
         if head.version == VERSION:
             reader = _STATE.validate_json(head.states[OF_EVENTS])
         else:

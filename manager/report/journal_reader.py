@@ -283,7 +283,7 @@ class RunReader:
 
     @classmethod
     def at(cls, journal: Journal, head: Head | None) -> RunReader:
-        """Return the reader as it stood behind the last line that is condensed; without one, at the beginning."""
+        """Return the reader in its state after the last condensed line; without one, at the beginning."""
         if head is None:
             return cls()
         if head.version == VERSION:
@@ -297,7 +297,7 @@ class RunReader:
     def _fold(self, journal: Journal, head: Head) -> None:
         """Read the condensed part: lines that are kept, the columns of the steps between them, and records.
 
-        They lack only what is unfinished at the head: when the next save is due, a correction, half an evaluation, and
+        Only unfinished values at the head are missing: when the next save is due, a correction, half an evaluation, and
         the loss scale of one step.
         """
         names = (SEQUENCE, "step", "decided_at_s", "compute_s", "loss")

@@ -60,7 +60,7 @@ class LiveRun:
     continues from; ``trouble``: why workers cannot be set up now; ``saved_version``: the newest complete checkpoint.
     ``metrics`` and ``learning_rates``: of the last decided step. ``ledger``: the account of earlier sessions;
     ``takes_over``: the last of them was a manager's whose nodes live on. ``shapes``: each shape (None: no shape) with
-    the time since when. ``counts``: the number of nodes, at each change.
+    the time of its beginning. ``counts``: the number of nodes, at each change.
     """
 
     job: str

@@ -102,7 +102,7 @@ class Books:
         self.usd_per_h += change.usd_per_h
 
     def spend(self, until_s: float, part: Part, members: int) -> None:
-        """Book the time from ``now_s`` on: ``members`` VMs get this part, other ready ones are spare, the rest warm up."""
+        """Book time from ``now_s`` on: ``members`` VMs get this part, other ready ones are spare, the rest warm up."""
         for_s = max(0.0, until_s - self.now_s)
         num_ready = len(self.ready)
         self.parts_s[part] += members * for_s
