@@ -46,7 +46,7 @@ class Entry(Value):
 
 
 class Fact(Value):
-    """What the shell knows beside events, such as the time when it killed a VM (``name`` is then ``VM_KILLED``)."""
+    """A fact from the shell that is not an event, such as the kill of a VM (``name`` is then ``VM_KILLED``)."""
 
     name: str
     worker: WorkerId | None = None

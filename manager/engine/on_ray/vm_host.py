@@ -89,7 +89,7 @@ class _ConfinedHead:
             *("--num-cpus=0", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}"),
             f"--plasma-directory={directory / 'ray' / 'tmp'}",  # Ray's usual one is open to all
             "--include-dashboard=false",
-            "--include-log-monitor=false",  # it holds a file for each worker ever started, which are never read
+            "--include-log-monitor=false",  # it keeps a file open for each worker ever started, unread
             "--no-monitor",  # the autoscaler's metrics are open to all, at a port of Ray's choice
             *Ports(first_port).options(),
         ]
