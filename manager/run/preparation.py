@@ -19,7 +19,7 @@ from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import LocalVms, Policy, Vms
 from morph.contract.errors import CheckpointError, PlanError, TraceError
 from morph.contract.messages import Slot
-from morph.contract.plan import Plan
+from morph.contract.plan import Plan, by_need
 from morph.contract.pool import Pool
 from morph.contract.profile import Profile
 from morph.contract.trace import UNKNOWN, Trace, TraceEvent
@@ -198,7 +198,7 @@ def mixed_config(
         rings=vms.rings,
     )
     most_replicas, request = request.num_replicas, replace(request, num_replicas=None)
-    plans = pool_plan_table(profile, most, request, most_replicas=most_replicas)
+    plans = by_need(pool_plan_table(profile, most, request, most_replicas=most_replicas).values())
     if not plans:
         raise PlanError("no plan fits", field="pool", value=str(most))
     micro_batch_size = next(iter(plans.values())).micro_batch_size

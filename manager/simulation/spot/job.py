@@ -15,7 +15,7 @@ from morph.contract.base import Value
 from morph.contract.cluster import Policy
 from morph.contract.errors import PlanError
 from morph.contract.messages import UnitId
-from morph.contract.plan import Expectation, Plan, PlanTable, StagePlan, by_pool
+from morph.contract.plan import Expectation, Plan, PlanTable, StagePlan, by_need, by_pool
 from morph.contract.pool import Pool
 from morph.contract.profile import Profile
 from morph.contract.vm_names import MAX_DEVICES
@@ -137,7 +137,10 @@ def job_from_profile(
         PlanError: no plan fits even the largest number.
     """
     plans: Mapping[Any, Plan]
-    plans = plan_table(profile, most, request) if isinstance(most, int) else pool_plan_table(profile, most, request)
+    if isinstance(most, int):
+        plans = plan_table(profile, most, request)
+    else:
+        plans = by_need(pool_plan_table(profile, most, request).values())
     if not plans:
         if isinstance(most, int):
             plan(profile, request, num_gpus=most)  # raises, and says what is allowed
