@@ -105,7 +105,7 @@ def set_in(described: Described, dotted: str, value: object) -> None:
         ("vms.environment.files", ["../x.py"], "vms.environment.files: '../x.py' is not below"),
         ("vms.environment.files", ["/x.py"], "vms.environment.files: '/x.py' is not below"),
         ("vms.environment.files", ["x.py"], "vms.environment.files: there is no such file or folder (got 'x.py')"),
-        ("vms.environment.image", "a:b:c:d", "vms.environment: image: these hosts are not made from images"),
+        ("vms.environment.image", "a:b:c:d", "vms.environment: image: static hosts are not made from images"),
         ("vms.environment.pakages", [], "vms.environment.pakages: unknown key"),
         ("job.checkpoint_url", None, "job.checkpoint_url: is not given"),
         ("job.checkpoint_url", "ckpt", "job.checkpoint_url: is on this machine"),

@@ -350,7 +350,7 @@ def trained_from(crew: ShapesCrew, job: str, run: Path, shape: str) -> dict[str,
 def test_imported_frozen_weights_are_trained_over_and_kept_once(crew: ShapesCrew, tmp_path: Path) -> None:
     file = write(tmp_path / "w.safetensors", shift=torch.ones(8))
     code, said = morph("import", spec_of("plain"), file, tmp_path / "given")
-    assert (code, "frozen, and kept once for the run: shift" in said) == (0, True)
+    assert (code, "frozen, and stored once for the run: shift" in said) == (0, True)
     assert "kept once" not in morph("import", spec_of("shifted"), file, tmp_path / "own")[1]
     given = trained_from(crew, "plain", tmp_path / "given", "2x1")
     own = trained_from(crew, "shifted", tmp_path / "own", "1x2")
