@@ -1,4 +1,4 @@
-"""``morph cloud``: what would be created on a cloud, and ending what was left there."""
+"""``morph cloud``: show what would be created on a cloud, and end what a run left there."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import typer
 from morph.words import counted
 
 cloud_app = typer.Typer(
-    help="Look at what a cloud file would create, and end what a run left.",
+    help="Show what a cloud file would create, or clean up.\n\n\b\nExample:\n"
+    "  morph cloud dry-run configs/clouds/azure.yaml --count 2",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
 CloudFile = Annotated[Path, typer.Argument(metavar="FILE", help="Cloud file (YAML).", show_default=False)]
-RunOption = Annotated[str, typer.Option("--run", help="Name of the run, as its VMs are tagged.")]
-JobOption = Annotated[str, typer.Option("--job", help="Name of the job, as its VMs are tagged.")]
+RunOption = Annotated[str, typer.Option("--run", help="Name of the run in the tags of its VMs.")]
+JobOption = Annotated[str, typer.Option("--job", help="Name of the job in the tags of its VMs.")]
 
 
 @cloud_app.command("dry-run")
 def dry_run_command(
     file: CloudFile,
     count: Annotated[
-        int, typer.Option(min=1, max=1000, help="Devices to ask for: VMs with one, or fewer with several.")
+        int, typer.Option(min=1, max=1000, help="Devices to request: VMs with one, or fewer VMs with several.")
     ] = 1,
     run: RunOption = "run",
     job: JobOption = "job",
@@ -33,7 +34,7 @@ def dry_run_command(
         Path | None, typer.Option(help="Cluster or job file: show the cloud-config of its VMs, without the secrets.")
     ] = None,
 ) -> None:
-    """Print, as JSON, what a request for VMs would create. No request is sent, nothing is created.
+    """Print, as JSON, what a request for VMs would create. No request is sent; nothing is created.
 
     \b
     Example:
@@ -50,7 +51,7 @@ def dry_run_command(
 
 
 def _cloud_config_of(path: Path) -> Callable[[str, int], Any]:
-    """Return what is shown of the cloud-config of VMs that a cluster file describes."""
+    """Return the visible part of the cloud-config of VMs that a cluster file describes."""
     import json
 
     from pydantic import SecretStr
@@ -64,7 +65,7 @@ def _cloud_config_of(path: Path) -> Callable[[str, int], Any]:
 
     vms = load_config(path).vms
     if not isinstance(vms, AzureVms):
-        raise ConfigError("no VM of these has one", source=str(path), field="vms.kind", value=vms.kind, allowed="azure")
+        raise ConfigError("these VMs have none", source=str(path), field="vms.kind", value=vms.kind, allowed="azure")
     ray = f"{vms.address}:{vms.ray_port}"
     start = node_start(vms, vms.notice_port, "", make_wheel(), "", ray_address=ray, gpus=vms.device == "cuda")
     start = start.model_copy(update={"ray_token": SecretStr("(secret)"), "node_secret": SecretStr("(secret)")})
@@ -82,12 +83,13 @@ def reconcile_command(
     run: RunOption,
     job: JobOption,
     kind: Annotated[
-        str | None, typer.Option(help="As vms.kind; absent: as the file's keys show.", show_default=False)
+        str | None,
+        typer.Option(help="vms.kind of the file. Default: recognised by the file's keys.", show_default=False),
     ] = None,
 ) -> None:
-    """End every VM that a run left on a cloud, and its scale set, or on hosts; nothing else, whatever its name.
+    """End every VM that a run left on a cloud or on hosts, and the run's scale set; nothing else is ended.
 
-    RUN_DIR/vms.json holds both names. Where nothing of that run is there, a name may be misspelt: exit status 1.
+    RUN_DIR/vms.json holds both names. If nothing of the run is found, a name may be misspelt: exit status 1.
 
     \b
     Example:
@@ -103,7 +105,7 @@ def reconcile_command(
         ended = market.end_run(load_yaml(file, market.described), file, run, job, _told)
     except ProviderError as error:
         raise ClusterError(
-            f"{error}; the same command goes on" if isinstance(error, RETRYABLE) else str(error)
+            f"{error}; repeat the command to continue" if isinstance(error, RETRYABLE) else str(error)
         ) from error
     for vm in ended:
         print(f"ended {vm.name} ({vm.request}, {vm.size}, zone {vm.zone})")
