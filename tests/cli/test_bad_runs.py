@@ -59,7 +59,7 @@ def test_a_wrong_option_is_refused_with_its_value(given: Given, option: str, val
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("vms: {gpus: 3}", "vms.gpus: unknown key (got 3); allowed: the keys kind, launcher, num_vms, memory_bytes, d"),
+        ("vms: {gpus: 3}", "vms.gpus: unknown key (got 3); allowed: the keys kind, launcher, num_vms, node_types, "),
         (
             "vms: {num_vms: two}",
             "vms.num_vms: Input should be a valid integer (got 'two'); allowed: an integer at least 1",
@@ -482,7 +482,7 @@ def test_what_is_no_duration_is_refused_with_its_option(text: str) -> None:
     ("options", "problem"),
     [
         ((), "exactly one option chooses the VMs; allowed: --mttp, --trace or --vm"),
-        ((*BY_LIFETIMES, "--vm", "a"), "said by one option (got '--mttp --vm'); allowed: --mttp, --trace or --vm"),
+        ((*BY_LIFETIMES, "--vm", "a"), "one option chooses the VMs (got '--mttp --vm'); allowed: --mttp, --trace or --vm"),
         (
             ("--vm", "a", "--dry-run"),
             "--vm: takes a VM now, so there is nothing to predict; allowed: no --dry-run",

@@ -50,7 +50,7 @@ def test_no_history_is_one_sentence(own_history: Path) -> None:
 def test_each_kind_is_a_row() -> None:
     fill()
     shown = history().stdout
-    assert shown.splitlines()[-1].startswith("expected: losses that the next run reckons with")
+    assert shown.splitlines()[-1].startswith("expected: losses that the next run assumes")
     assert "expected per VM-hour" in shown
     rows = [line.split() for line in shown.splitlines() if line.lstrip().startswith(("azure", "local"))]
     azure = "azure Standard_NC24ads_A100_v4 westeurope 2 3 20 2"

@@ -117,7 +117,7 @@ def _check_job_file(path: Path, file: JobFile) -> str:
     assert plan is not None, "the run would not begin"
     return (
         f"{run.profile.job.name} fits its profile; {_length(file.job)}, with {pool} workers in shape {plan.shape}, "
-        f"at least {config.fewest_workers}"
+        f"at least {config.fewest_workers} needed"
     )
 
 
