@@ -225,7 +225,7 @@ def load_optimizer_state(
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Return whether a tensor is aligned like torch's own; otherwise other kernels may be chosen that round otherwise."""
+    """Return whether a tensor is aligned like torch's own; else other kernels, which round otherwise, may be chosen."""
     alignment = ALIGNMENT if tensor.device.type == "cpu" else DEVICE_ALIGNMENT
     return tensor.is_contiguous() and tensor.data_ptr() % alignment == 0
 
