@@ -27,8 +27,8 @@ import psutil
 from benchmarks.harness import head, machine, option, row
 from manager.rehearsal import Planned, RehearsalSpec, Rehearsed, plan_rehearsal, rehearse, run_facts
 from manager.run_dir import RunDir
-from morph.contract.profile import LinkProfile, Profile, SendTime, Timing
-from simulator import synthetic_profile
+from morph.contract.profile import LinkProfile, NodeTypeProfile, Profile, SendTime, Timing
+from simulator import plan, synthetic_profile
 
 NUM_SECTIONS = 24
 FORWARD_S = 0.00125
@@ -37,13 +37,20 @@ FORWARD_S = 0.00125
 MICRO_BATCH_SIZE = 4
 NUM_MICRO_BATCHES = 48
 TARGET_MEAN, TARGET_WORST = 0.015, 0.03
+OWN, SLOW = "synthetic", "slow"
+"""Types of node: what a synthetic profile calls its own, and one that is added."""
+
 NUM_QUANTILES = 21
 IDLE_PERCENT = 15.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape; ``links`` and ``tasks`` name the profile's."""
+    """One shape; ``links`` and ``tasks`` name the profile's.
+
+    ``pool``: instead, the plan for these GPUs, in unequal pipelines: of one type, or of two, of which the slow one
+    takes twice as long for a task.
+    """
 
     shape: str
     note: str = ""
@@ -51,6 +58,7 @@ class Case:
     jittery_tasks: bool = False
     uneven: bool = False
     tied: bool = False
+    pool: dict[str, int] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -89,6 +97,16 @@ CASES = (
     Case("6x1", "1f1b, slow links", links="slow", options={"schedule": "1f1b"}),
     Case("4x1", "stage 2 slow by 1.3", options={"slow": {2: 1.3}}),
     Case("6x2", "one worker slow by 1.4", options={"slow": {(3, 1): 1.4}}),
+    Case("pool", "of 5", pool={OWN: 5}),
+    Case("pool", "of 7", pool={OWN: 7}),
+    Case("pool", "of 11, uneven sections", uneven=True, pool={OWN: 11}),
+    Case("pool", "of 13, slow links", links="slow", pool={OWN: 13}),
+    Case("pool", "of 3 fast and 3 slow", pool={OWN: 3, SLOW: 3}),
+    Case("pool", "of 4 fast and 5 slow", pool={OWN: 4, SLOW: 5}),
+    Case("pool", "of 6 fast and 2 slow, tied", tied=True, pool={OWN: 6, SLOW: 2}),
+    Case("pool", "of 5 fast and 7 slow, uneven sections", uneven=True, pool={OWN: 5, SLOW: 7}),
+    Case("pool", "of 4 fast and 4 slow, slow links", links="slow", pool={OWN: 4, SLOW: 4}),
+    Case("pool", "of 8 fast and 8 slow", pool={OWN: 8, SLOW: 8}),
 )
 
 
@@ -122,7 +140,20 @@ def profile_of(case: Case) -> Profile:
             for section in profile.sections
         )
         profile = profile.model_copy(update={"sections": sections})
-    return profile
+    return with_slow_type(profile) if SLOW in case.pool else profile
+
+
+def with_slow_type(profile: Profile) -> Profile:
+    """The profile with a second type of node, on which each task takes twice as long."""
+    slow = profile.corrected((2.0,) * profile.num_sections).sections
+    added = NodeTypeProfile(
+        name=SLOW,
+        environment=profile.environment,
+        forward=tuple(section.forward for section in slow),
+        backward=tuple(section.backward for section in slow),
+        optimizer_step=tuple(section.optimizer_step for section in slow),
+    )
+    return profile.model_copy(update={"node_types": (added,)})
 
 
 def _jittery_link(link: LinkProfile) -> LinkProfile:
@@ -145,17 +176,27 @@ def _spread(timing: Timing, relative: float) -> Timing:
 
 
 def run_case(case: Case, steps: int, seed: int, forgive_ms: float | None) -> tuple[Planned, Rehearsed]:
-    """Rehearse and simulate one shape."""
+    """Rehearse and simulate one shape, or what is planned for a pool."""
+    if case.pool:
+        found = plan(profile_of(case), pool=case.pool, unequal=True, micro_batch_size=MICRO_BATCH_SIZE).best
+        return rehearsed(case, {"plan": found, "num_hosts": found.num_workers}, steps, seed, forgive_ms)
     depth, replicas = map(int, case.shape.split("x"))
+    shape = {} if "boundaries" in case.options else {"num_stages": depth}
+    given = {"num_replicas": replicas, "num_hosts": depth * replicas, **shape}
+    return rehearsed(case, given, steps, seed, forgive_ms)
+
+
+def rehearsed(
+    case: Case, shape: dict[str, Any], steps: int, seed: int, forgive_ms: float | None
+) -> tuple[Planned, Rehearsed]:
+    """Rehearse and simulate one shape that is given by fields of a ``RehearsalSpec``."""
     jittery = case.links == "jittery" or case.jittery_tasks
     given: dict[str, Any] = {
         "profile": profile_of(case),
-        "num_replicas": replicas,
-        "num_hosts": depth * replicas,
         "steps": steps,
         "jitter_seed": seed if jittery else None,
         "forgiven_s": forgive_ms / 1e3 if forgive_ms is not None else None,
-        **({} if "boundaries" in case.options else {"num_stages": depth}),
+        **shape,
         **case.options,
     }
     planned = plan_rehearsal(RehearsalSpec(**given))
@@ -179,10 +220,9 @@ def error_of(found: Rehearsed) -> float:
 
 def cells(case: Case, planned: Planned, found: Rehearsed) -> tuple[str, ...]:
     """One line of the table."""
-    depth, replicas = map(int, case.shape.split("x"))
     return (
-        case.label,
-        f"{depth * replicas}",
+        f"{planned.plan.shape} {case.note}".strip(),
+        f"{planned.plan.num_workers}",
         f"{planned.scales.time:g}",
         f"{found.measured_s:.3f} ({min(found.mini_batches_s):.3f}-{max(found.mini_batches_s):.3f})",
         f"{found.expected_s:.3f}",

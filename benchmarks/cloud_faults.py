@@ -2,10 +2,10 @@
 
     python -m benchmarks cloud_faults
 
-The controller, the thread that asks for VMs, Azure's SDK and the agents are real, over HTTP and TCP on loopback; the
-VMs are names, and time runs 20 times as fast for the controller. Each case checks by itself that the run has its VMs
-again and leaves nothing: tests/cloud/provider_faults.py, ending_faults.py and notice_faults.py, which
-tests/cloud/test_faults.py runs.
+The controller, the thread that asks for VMs, the clouds' SDKs and the agents are real, over HTTP and TCP on loopback,
+AWS's on moto; the VMs are names, and time runs 20 times as fast for the controller. Each case checks by itself that the
+run has its VMs again and leaves nothing: tests/cloud/provider_faults.py, ending_faults.py, notice_faults.py and
+aws_faults.py, which tests/cloud/test_faults.py runs.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import time
 from pathlib import Path
 
 from benchmarks.harness import head, row
-from tests.cloud import ending_faults, notice_faults, provider_faults
+from tests.cloud import aws_faults, ending_faults, notice_faults, provider_faults
 from tests.providers.fake_arm import served
+from tests.providers.fake_ec2 import ec2_region
 
 SHORTER = (
     (r"http://127\.0\.0\.1:\d+/metadata/", ""),
     (r"HTTPConnectionPool\(.*?\): ", ""),
     (r"\('Connection aborted\.', RemoteDisconnected\('(.*?)'\)\)", r"\1"),
     (r"VM (tiny-\d-\d): ", r"\1: "),
+    (r" ?\(?\bi-[0-9a-f]{17}\)?", ""),
 )
 
 
@@ -39,16 +41,23 @@ def sentence(told: list[str]) -> str:
 
 def main() -> None:
     begin_s, failed = time.monotonic(), 0
-    tables = {"the provider": provider_faults.CASES, "an end": ending_faults.CASES, "notices": notice_faults.CASES}
-    for title, cases in tables.items():
-        head(f"fault of {title} | what Morph did")
+    tables = {
+        "fault of the provider": (served, provider_faults.CASES),
+        "fault of an end": (served, ending_faults.CASES),
+        "fault of notices": (served, notice_faults.CASES),
+        "fault of AWS": (ec2_region, aws_faults.CASES),
+        "fault of an end on AWS": (ec2_region, aws_faults.ENDING_CASES),
+        "fault of AWS's notices": (ec2_region, aws_faults.NOTICE_CASES),
+    }
+    for title, (opened, cases) in tables.items():
+        head(f"{title} | what Morph did")
         for name, play in cases.items():
-            with served() as arm, tempfile.TemporaryDirectory(prefix="morph-faults-") as directory:
+            with opened() as arm, tempfile.TemporaryDirectory(prefix="morph-faults-") as directory:
                 try:
                     did = sentence(play(arm, Path(directory)))
                 except Exception as error:
                     failed, did = failed + 1, f"**FAILED** {type(error).__name__}: {error}"
             row(name, did)
-    count = sum(len(cases) for cases in tables.values())
+    count = sum(len(cases) for _, cases in tables.values())
     print(f"\n{count - failed} of {count} faults borne, nothing left; {time.monotonic() - begin_s:.0f} s")
     sys.exit(1 if failed else 0)

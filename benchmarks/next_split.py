@@ -248,5 +248,5 @@ def main(only: Annotated[str, option("jobs with this in their name")] = "") -> N
             today, cells = today or plain[0], [plain]
             if variant.profile.num_sections == profile.num_sections:
                 cells += [max(plain, replace(variant, num_holders=each).best(cluster)) for each in (1, 2)]
-            texts = [f"{rate:.3g} ({rate / today - 1:+.0%}): {shape}" for rate, shape in cells]
+            texts = [f"{rate:.4g} ({rate / today - 1:+.0%}): {shape}" for rate, shape in cells]
             row(variant.label, *texts, *["not tried"] * (3 - len(texts)))

@@ -1,6 +1,7 @@
 """Mini-batch simulator, planner, spot traces and synthetic profiles. Pure: no torch, Ray, sockets or clock.
 
-``plan`` finds the best P x D for a number of GPUs, ``plan_table`` and ``plan_frame`` for every number up to one,
+``plan`` finds the best P x D for a number of GPUs or a pool of several types, ``plan_table`` and ``plan_frame`` for
+every number up to one, ``pool_plan_table`` for every pool up to one,
 ``simulate`` answers for one shape and ``simulate_plan`` for a plan as it stands; a ``PlanRequest`` says how.
 """
 
@@ -10,7 +11,7 @@ from simulator.costs.answer import Simulation
 from simulator.inputs.request import PlanRequest
 from simulator.inputs.synthetic import synthetic_profile
 from simulator.search.mini_batch import simulate, simulate_plan
-from simulator.search.planner import PlanChoice, pipeline_times, plan, plan_frame, plan_table
+from simulator.search.planner import PlanChoice, pipeline_times, plan, plan_frame, plan_table, pool_plan_table
 from simulator.traces.model import TraceModel, spot_model
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "plan",
     "plan_frame",
     "plan_table",
+    "pool_plan_table",
     "simulate",
     "simulate_plan",
     "spot_model",

@@ -26,7 +26,7 @@ from manager.controller.state.actions import Finish
 from manager.controller.state.config import ControllerConfig, units_by_stage
 from manager.controller.state.events import NodeAppeared, WorkerAnswered, WorkerLost
 from manager.controller.state.state import initial_state
-from manager.engine.loop.driver import Driver, Observed, Observer
+from manager.engine.loop.driver import Driver, Observed, Observer, Requests
 from manager.engine.loop.event_queue import EventQueue
 from manager.journal.journal import Journal
 from manager.report.journal_reader import read_report
@@ -578,8 +578,14 @@ class ManagedCrew:
         self._checkpoint_url = ""
         self._ending = threading.Event()
 
-    def run(self, config: ControllerConfig, run_dir: RunDir, observer: Callable[[ManagedCrew], Observer]) -> Finish:
-        """Run a session to its end on as many workers as it expects."""
+    def run(
+        self,
+        config: ControllerConfig,
+        run_dir: RunDir,
+        observer: Callable[[ManagedCrew], Observer],
+        market: Callable[[EventQueue], Requests] | None = None,
+    ) -> Finish:
+        """Run a session to its end on as many workers as it expects; ``market``: which the run has to ask for them."""
         self._event_queue, self._store = EventQueue(), StoreHost(LOOPBACK)
         self._checkpoint_url, self._members, self._lost = run_dir.checkpoint_url, {}, set()
         self._ending.clear()
@@ -590,8 +596,10 @@ class ManagedCrew:
                 journal.append_config(0.0, config)
                 observers = [observer(self)]
                 url = run_dir.checkpoint_url
-                driver = Driver(initial_state(config), self._event_queue, self, journal, url, observers)
-                self.add(*(f"w{index}" for index in range(config.expected_nodes)))
+                requests = market(self._event_queue) if market else None
+                driver = Driver(initial_state(config), self._event_queue, self, journal, url, observers, requests)
+                if requests is None:
+                    self.add(*(f"w{index}" for index in range(config.expected_nodes)))
                 return driver.run()
         finally:
             self._ending.set()
@@ -609,6 +617,7 @@ class ManagedCrew:
         num_steps: int,
         watch: Callable[[ManagedCrew, Observed], None] = lambda crew, observed: None,
         rules: Rules | None = None,
+        market: Callable[[EventQueue], Requests] | None = None,
     ) -> tuple[Finish, RunReport, str]:
         """Run the job to its end.
 
@@ -618,6 +627,7 @@ class ManagedCrew:
             num_steps: Where it ends, if not before.
             watch: Called with each decision.
             rules: Of the policy.
+            market: As of ``run``.
 
         Returns:
             How it ended, the report, and where the checkpoints are.
@@ -640,6 +650,7 @@ class ManagedCrew:
             num_steps=num_steps,
             policy=Policy(checkpoint_every_steps=7, rules=rules or Rules()),
             expected_nodes=max(shapes),
+            target_nodes=max(shapes) if market else 0,
         )
         facts = RunFacts(
             job=self._job_path,
@@ -649,8 +660,12 @@ class ManagedCrew:
             num_sections=job.num_sections,
         )
         with RunDir(path, facts) as run_dir:
-            finish = self.run(config, run_dir, lambda crew: lambda observed: watch(crew, observed))
+            finish = self.run(config, run_dir, lambda crew: lambda observed: watch(crew, observed), market)
             return finish, read_report(path), run_dir.checkpoint_url
+
+    def fork(self, count: int) -> None:
+        """Make processes for so many workers, before other threads may hold what a child would wait for."""
+        self._idle += [Member(f"spare-{index}") for index in range(count)]
 
     def close(self) -> None:
         for member in self._idle:

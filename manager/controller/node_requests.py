@@ -67,8 +67,8 @@ def is_awaited(state: ControllerState) -> bool:
 
 
 MAX_SENT = 8
-MOST_WEIGHED = 16
-"""GPUs of one type that are considered together when it is chosen which type to ask for."""
+WEIGHED = (1, 2, 3, 4, 6, 8, 12, 16)
+"""So many GPUs of one type are considered together when it is chosen which type to ask for."""
 COUNTED = (NodeState.WARMING, NodeState.READY, NodeState.SUSPECT)
 ENDING = (Phase.COMMITTING, Phase.SEALING, Phase.ENDED)
 
@@ -132,7 +132,7 @@ def types_wanted(state: ControllerState, missing: int, now_s: float) -> dict[str
         for offer in offers:
             room = missing if offer.most is None else min(missing, offer.most - pool[offer.node_type])
             price = offer.usd_per_h if by_price and offer.usd_per_h else 1.0
-            for count in range(1, min(room, MOST_WEIGHED) + 1):
+            for count in (number for number in WEIGHED if number <= room):
                 gain = config.speed_on(pool + Pool.of({offer.node_type: count})) - speed
                 best = max(best, (gain / count / price, offer.node_type, count), key=lambda choice: choice[0])
         _, node_type, count = best

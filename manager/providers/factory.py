@@ -6,14 +6,18 @@ import shlex
 from functools import partial
 from pathlib import Path
 
-from manager.providers.azure.prices import RetailPrices, disk_price
+from manager.providers.aws.spec import AwsSpec
+from manager.providers.azure.prices import disk_price, retail_prices
 from manager.providers.azure.spec import AzureSpec
-from manager.providers.boot.cloud_init import NodeStart, cloud_init, custom_data
+from manager.providers.boot.cloud_init import NodeStart, cloud_init, custom_data, user_data
 from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
 from manager.providers.hosts.static_node import secret_of, static_node
+from manager.providers.interface.cloud import Identity
+from manager.providers.interface.operations import Operations
 from manager.providers.interface.provider import Provider, RunName
 from manager.providers.slurm.provider import SlurmProvider
 from manager.providers.slurm.spec import SlurmSpec, job_script
+from morph.contract.errors import ConfigError
 
 OPERATIONS_NAME = "operations.json"
 
@@ -24,6 +28,20 @@ def azure_spec(spec: AzureSpec, image: str | None, usd_per_h: float | None) -> A
     if usd_per_h is not None:
         sizes = tuple(size.model_copy(update={"usd_per_h": usd_per_h}) for size in sizes)
     return spec.model_copy(update={"sizes": sizes, "image": image or spec.image})
+
+
+def aws_spec(spec: AwsSpec, image: str | None, usd_per_h: float | None) -> AwsSpec:
+    """Return the spec with the image and the price that the cluster file gives, if it does; it is checked anew.
+
+    Raises:
+        ConfigError: what the cluster file gives is no image of AWS's.
+    """
+    if image is not None and not image.startswith("ami-"):
+        raise ConfigError("is no image of AWS's", field="vms.environment.image", value=image, allowed="ami-...")
+    types = spec.types
+    if usd_per_h is not None:
+        types = tuple(known.model_copy(update={"usd_per_h": usd_per_h}) for known in types)
+    return spec.model_copy(update={"types": types, "image": image or spec.image})
 
 
 def ending_command(path: Path, name: RunName) -> str:
@@ -38,8 +56,6 @@ def open_azure(spec: AzureSpec, path: Path, name: RunName, run_dir: Path, start:
         ProviderError: what an earlier manager noted in the run directory is damaged.
     """
     from manager.providers.azure.client import azure_client
-    from manager.providers.azure.group import Identity
-    from manager.providers.azure.operations import Operations
     from manager.providers.azure.provider import AzureProvider
 
     return AzureProvider(
@@ -48,8 +64,25 @@ def open_azure(spec: AzureSpec, path: Path, name: RunName, run_dir: Path, start:
         Identity(run=name.run, job=name.job),
         Operations(run_dir / OPERATIONS_NAME),
         lambda node, num_devices: custom_data(cloud_init(start, node, "azure", num_devices)),
-        find_price=RetailPrices(spec),
+        find_price=retail_prices(spec),
         find_disk_price=partial(disk_price, spec.location),
+        ending=ending_command(path, name),
+    )
+
+
+def open_aws(spec: AwsSpec, path: Path, name: RunName, run_dir: Path, start: NodeStart) -> Provider:
+    """Open the provider of a run's instances on AWS; nothing is asked yet. ``path``: the cloud file.
+
+    Raises:
+        ProviderError: what an earlier manager noted in the run directory is damaged.
+    """
+    from manager.providers.aws.provider import open_aws
+
+    return open_aws(
+        spec,
+        Identity(run=name.run, job=name.job),
+        Operations(run_dir / OPERATIONS_NAME),
+        lambda node, num_devices: user_data(cloud_init(start, node, "aws", num_devices)),
         ending=ending_command(path, name),
     )
 

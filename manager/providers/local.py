@@ -85,7 +85,7 @@ class LocalProvider:
         self.delete([vm.name for vm in self.list()])
         return ()
 
-    def price(self) -> Price | None:
+    def price(self, node_type: str = "") -> Price | None:  # noqa: ARG002 (each costs the same)
         """See ``Provider``."""
         return None if self._usd_per_h is None else Price(usd_per_h=self._usd_per_h, source="the cluster file")
 

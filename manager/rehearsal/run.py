@@ -17,10 +17,10 @@ from manager.rehearsal.spec import worker_name
 from manager.run.preparation import section_compute_s
 from manager.run.session import RunSpec, run_session
 from manager.run_dir import WORKERS_LOG, RunDir, RunFacts
-from morph.contract.cluster import ClusterConfig, Policy
+from morph.contract.cluster import ClusterConfig, LocalVms, Policy
 from morph.contract.emulation import EmulatedDevice, Slowdown
 from morph.contract.errors import TrainingStopped
-from morph.contract.trace import Trace, TraceEvent
+from morph.contract.trace import UNKNOWN, Trace, TraceEvent
 from simulator.inputs.conditions import of_pool_type, slow_workers
 from simulator.inputs.transfer import bandwidth_bytes_per_s
 
@@ -163,12 +163,18 @@ def device_of(planned: Planned) -> EmulatedDevice:
 def _run_spec(planned: Planned, run_dir: RunDir, temporary: bool) -> RunSpec:
     spec, profile = planned.spec, planned.profile
     workers = [worker_name(index) for index in range(spec.num_workers)]
+    types = [planned.plan.stages[stage].node_type for stage, _ in planned.plan.places]
     config = controller_config_of(planned)
     return RunSpec(
         job_path=f"rehearsal of {profile.job.name}",
         config=config,
-        cluster=ClusterConfig(policy=config.policy),
-        trace=Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=worker) for worker in workers)),
+        cluster=ClusterConfig(policy=config.policy, vms=LocalVms(node_types=dict.fromkeys(filter(None, types), 1))),
+        trace=Trace(
+            events=tuple(
+                TraceEvent(time_s=0, event="add", node_id=worker, instance_type=node_type or UNKNOWN)
+                for worker, node_type in zip(workers, types, strict=True)
+            )
+        ),
         num_sections=profile.num_sections,
         micro_batch_size=planned.plan.micro_batch_size,
         emulation=device_of(planned),
@@ -187,7 +193,7 @@ def controller_config_of(planned: Planned) -> ControllerConfig:
     return ControllerConfig(
         job=planned.profile.job.name,
         fingerprint=planned.plan.fingerprint,
-        plans={planned.plan.num_workers: planned.plan},
+        plans={planned.plan.pool: planned.plan},
         units={unit.id: unit.sections for unit in units},
         unit_bytes={unit.id: unit.parameter_bytes for unit in units},
         num_steps=WARM_UP_STEPS + planned.spec.steps,
@@ -198,6 +204,11 @@ def controller_config_of(planned: Planned) -> ControllerConfig:
         ),
         expected_nodes=planned.plan.num_workers,
         section_compute_s=section_compute_s(planned.profile, planned.plan.micro_batch_size),
+        type_compute_s={
+            name: section_compute_s(of_pool_type(planned.profile, name), planned.plan.micro_batch_size)
+            for name in planned.plan.pool.types
+            if name
+        },
     )
 
 

@@ -16,7 +16,7 @@ from manager.engine.machines.provider_machines import Providing
 from manager.providers.interface.provider import Price, RunName
 from manager.run.markets import Market, market_of
 from morph.contract.base import Value
-from morph.contract.cluster import AzureVms, ProvidedVms
+from morph.contract.cluster import CloudVms, ProvidedVms
 from morph.contract.errors import ConfigError
 
 
@@ -94,7 +94,7 @@ def check_storage(vms: ProvidedVms, checkpoint_url: str | None, source: str, fie
     if vms.shared_storage:
         return
     if checkpoint_url is not None and _scheme(checkpoint_url) not in ("", "file", "local"):
-        if isinstance(vms, AzureVms) and vms.uid and not vms.metadata and not vms.pass_variables:
+        if isinstance(vms, CloudVms) and vms.uid and not vms.metadata and not vms.pass_variables:
             raise ConfigError(
                 "the VMs have nothing to show there",
                 source=source,

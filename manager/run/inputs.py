@@ -11,7 +11,7 @@ from manager.accounting.spent import Prices, no_price, prices_of
 from manager.controller.state.config import ControllerConfig, Offer
 from manager.controller.state.events import NodeFacts
 from manager.run.cloud import Cloud
-from manager.run.preparation import constant_trace, controller_config, mixed_config, of_pool_type
+from manager.run.preparation import constant_trace, controller_config, mixed_config
 from manager.run.request import RunRequest, absolute_job
 from manager.run_dir import RunFacts, is_run, read_facts
 from morph.contract.base import Value
@@ -20,6 +20,7 @@ from morph.contract.profile import Profile
 from morph.contract.trace import Trace
 from morph.jobs.files import JobFiles
 from simulator import PlanRequest
+from simulator.inputs.conditions import of_pool_type
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,11 +22,15 @@ from typing import Any
 from manager.controller.state.config import Offer
 from manager.controller.state.events import NodeFacts
 from manager.engine.machines.provider_machines import Providing
-from manager.providers.azure.prices import RetailPrices
+from manager.providers.aws import spec as aws
+from manager.providers.aws.spec import AwsSpec, AwsType
+from manager.providers.azure import spec as azure
+from manager.providers.azure.prices import retail_prices
 from manager.providers.azure.spec import PUBLIC_AZURE, AzureSpec
-from manager.providers.factory import azure_spec, open_azure, open_slurm, open_static
+from manager.providers.factory import aws_spec, azure_spec, open_aws, open_azure, open_slurm, open_static
 from manager.providers.hosts.ssh import SshHost
 from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
+from manager.providers.interface.cloud import Finding, SizeT
 from manager.providers.interface.provider import Misconfigured, Price, RunName, Vm, end_all
 from manager.providers.slurm.provider import PROGRAMS, SlurmProvider
 from manager.providers.slurm.spec import SlurmSpec
@@ -65,6 +69,9 @@ class Market(ABC):
                 value=self.extra,
             )
 
+    mark: str = ""
+    """A field that files of this market alone have, by which a file's kind is known."""
+
     @abstractmethod
     def most_devices(self, described: Any) -> int:
         """Return how many devices a VM has at most."""
@@ -89,6 +96,30 @@ class Market(ABC):
     def providing(self, described: Any, vms: ProvidedVms, path: Path, name: RunName, run_dir: Path) -> Providing:
         """Say how the provider of a run is opened. ``path``: of what is described."""
 
+    def findings(self, _described: Any, _count: int) -> Iterator[Finding]:
+        """Look whether a run with ``count`` devices would get its VMs; asks the cloud, and changes nothing there.
+
+        Raises:
+            ConfigError: nothing is known to look at for this kind.
+        """
+        raise ConfigError("has no checks of its own", field="--kind", value=self.mark, allowed="aws")
+
+    def policy(self, _described: Any) -> dict[str, Any]:
+        """Return the least that who runs the manager must be allowed.
+
+        Raises:
+            ConfigError: nobody asks for rights here.
+        """
+        raise ConfigError("has no policy", field="--kind", value=self.mark, allowed="aws")
+
+    def planned(self, _described: Any, *_names: Any) -> list[dict[str, Any]]:
+        """Say what a request would create: for ``run``, ``job``, ``request``, ``count`` and what is shown of its boot.
+
+        Raises:
+            ConfigError: VMs of this kind are not created.
+        """
+        raise ConfigError("has nothing to show: nothing is created for these", field="--kind", value=self.mark)
+
     @abstractmethod
     def end_run(self, described: Any, path: Path, run: str, job: str, told: Callable[[str], None]) -> tuple[Vm, ...]:
         """End what a run left, known by its name and its job's alone; returns the VMs that were there.
@@ -103,6 +134,7 @@ class AzureMarket(Market):
 
     described = AzureSpec
     needs, extra = ("azure.core", "azure.identity", "azure.mgmt.compute"), "azure"
+    mark = "resource_group"
 
     def most_devices(self, described: AzureSpec) -> int:
         """See ``Market``."""
@@ -121,18 +153,11 @@ class AzureMarket(Market):
     def offers(self, described: AzureSpec, vms: ProvidedVms) -> tuple[Offer, ...]:
         """See ``Market``."""
         spec = azure_spec(described, None, vms.usd_per_h)
-        by_type: dict[str, list[float | None]] = {}
-        prices = RetailPrices(spec)
-        for size in spec.sizes:
-            if size.node_type is not None:
-                usd_per_h = prices(size) if size.usd_per_h is None else size.usd_per_h
-                each = None if usd_per_h is None else usd_per_h / size.num_devices
-                by_type.setdefault(size.node_type, []).append(each)
-        return tuple(Offer(node_type=name, usd_per_h=_dearest(each)) for name, each in by_type.items())
+        return _offers(spec.sizes, retail_prices(spec))
 
     def price(self, described: AzureSpec, _path: Path) -> Price | None:
         """See ``Market``."""
-        return described.price(RetailPrices(described))
+        return described.price(retail_prices(described))
 
     def providing(self, described: AzureSpec, vms: ProvidedVms, path: Path, name: RunName, run_dir: Path) -> Providing:
         """See ``Market``."""
@@ -149,11 +174,78 @@ class AzureMarket(Market):
 
         return end_run(described, run, job, told=told)
 
+    def planned(self, described: AzureSpec, *names: Any) -> list[dict[str, Any]]:
+        """See ``Market``."""
+        return azure.planned(described, *names)
+
+
+class AwsMarket(Market):
+    """Spot instances on AWS."""
+
+    described = AwsSpec
+    needs, extra = ("boto3", "botocore"), "aws"
+    mark = "subnets"
+
+    def most_devices(self, described: AwsSpec) -> int:
+        return max(known.num_devices for known in described.types)
+
+    def vm_kind(self, described: AwsSpec) -> NodeFacts:
+        (known, *more_types), zones = described.types, described.zones
+        return NodeFacts(
+            provider=described.provider,
+            size="" if more_types else known.name,
+            region=described.region,
+            zone=zones[0] if len(zones) == 1 else "",
+        )
+
+    def offers(self, described: AwsSpec, vms: ProvidedVms) -> tuple[Offer, ...]:
+        spec = aws_spec(described, None, vms.usd_per_h)
+        return _offers(spec.types, self._price_of(spec))
+
+    def price(self, described: AwsSpec, _path: Path) -> Price | None:
+        return described.price(self._price_of(described))
+
+    def _price_of(self, described: AwsSpec) -> Callable[[AwsType], float | None]:
+        """Return what says the price of a type for which the user gives none."""
+        if all(known.usd_per_h is not None for known in described.types):
+            return lambda known: known.usd_per_h
+        self.check("the cloud file")
+        from manager.providers.aws.client import aws_client
+        from manager.providers.aws.prices import prices_of
+
+        return prices_of(described, partial(aws_client, described)).dearest
+
+    def providing(self, described: AwsSpec, vms: ProvidedVms, path: Path, name: RunName, run_dir: Path) -> Providing:
+        spec = aws_spec(described, vms.environment.image, vms.usd_per_h)
+        return Providing(partial(open_aws, spec, path, name, run_dir), lock_path=run_dir / LOCK_NAME)
+
+    def end_run(
+        self, described: AwsSpec, path: Path, run: str, job: str, told: Callable[[str], None]
+    ) -> tuple[Vm, ...]:
+        self.check(str(path))
+        from manager.providers.aws.provider import end_run
+
+        return end_run(described, run, job, told)
+
+    def findings(self, described: AwsSpec, count: int) -> Iterator[Finding]:
+        self.check("the cloud file")
+        from manager.providers.aws.checks import Checks
+        from manager.providers.aws.client import aws_client
+
+        return Checks(described, partial(aws_client, described), count).run()
+
+    def policy(self, described: AwsSpec) -> dict[str, Any]:
+        return aws.policy(described)
+
+    def planned(self, described: AwsSpec, *names: Any) -> list[dict[str, Any]]:
+        return aws.planned(described, *names)
+
 
 class StaticMarket(Market):
     """Hosts that the user has."""
 
     described = Hosts
+    mark = "hosts"
 
     def most_devices(self, described: Hosts) -> int:
         """See ``Market``."""
@@ -206,6 +298,17 @@ class StaticMarket(Market):
         return leased
 
 
+def _offers(sizes: Iterable[SizeT], find: Callable[[SizeT], float | None]) -> tuple[Offer, ...]:
+    """The types of GPUs among sizes, with the price of one GPU; ``find``: of a size for which the user gives none."""
+    by_type: dict[str, list[float | None]] = {}
+    for size in sizes:
+        if size.node_type is not None:
+            usd_per_h = find(size) if size.usd_per_h is None else size.usd_per_h
+            each = None if usd_per_h is None else usd_per_h / size.num_devices
+            by_type.setdefault(size.node_type, []).append(each)
+    return tuple(Offer(node_type=name, usd_per_h=_dearest(each)) for name, each in by_type.items())
+
+
 def _dearest(prices: Sequence[float | None]) -> float | None:
     """Any of them may come; None where one is not known."""
     known = [price for price in prices if price is not None]
@@ -216,6 +319,7 @@ class SlurmMarket(Market):
     """Jobs of a cluster of Slurm, in a partition whose jobs may be preempted."""
 
     described = SlurmSpec
+    mark = "partition"
 
     def check(self, source: str) -> None:
         """See ``Market``: Slurm's own programs."""
@@ -264,7 +368,12 @@ class SlurmMarket(Market):
         return left
 
 
-_BUILT_IN: dict[str, type[Market]] = {"azure": AzureMarket, "slurm": SlurmMarket, "static": StaticMarket}
+_BUILT_IN: dict[str, type[Market]] = {
+    "azure": AzureMarket,
+    "aws": AwsMarket,
+    "slurm": SlurmMarket,
+    "static": StaticMarket,
+}
 
 
 def market_of(kind: str) -> Market:
@@ -290,7 +399,6 @@ def market_of(kind: str) -> Market:
 
 
 def market_of_file(data: Any, kind: str | None) -> Market:
-    """Return the market that a cloud file is of. ``kind``: as the user says; None: what the file's keys show."""
-    shown = {"hosts": "static", "partition": "slurm"}
-    known = next((shown[key] for key in shown if isinstance(data, dict) and key in data), "azure")
-    return market_of(kind or known)
+    """Return the market that a cloud file is of. ``kind``: as the user says; None: as its fields say, else Azure's."""
+    fields = data if isinstance(data, dict) else {}
+    return market_of(kind or next((known for known, market in _BUILT_IN.items() if market.mark in fields), "azure"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,27 +19,18 @@ from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import LocalVms, Policy, Vms
 from morph.contract.errors import CheckpointError, PlanError, TraceError
 from morph.contract.messages import Slot
-from morph.contract.plan import Plan
+from morph.contract.plan import Plan, by_need
 from morph.contract.pool import Pool
 from morph.contract.profile import Profile
 from morph.contract.trace import UNKNOWN, Trace, TraceEvent
 from morph.contract.vm_names import workers_of
-from simulator import PlanRequest, plan, plan_table, simulate_plan
+from simulator import PlanRequest, plan, plan_table, pool_plan_table, simulate_plan
+from simulator.inputs.conditions import of_pool_type
 from simulator.inputs.request import RedundancyName
 from simulator.inputs.transfer import bandwidth_bytes_per_s
 
 _ANY_BYTES = int(ranges.MEMORY_BYTES.high)
 """Of a host of which nothing is known."""
-
-
-def of_pool_type(profile: Profile, name: str) -> Profile:
-    """Until the planner has one."""
-    return profile.for_node_type(name) if any(one.name == name for one in profile.node_types) else profile
-
-
-def pool_plan_table(_profile: Profile, most: Pool, _request: PlanRequest) -> dict[Pool, Plan]:
-    """Until the planner has one."""
-    raise PlanError("pools of several types cannot be planned", field="pool", value=str(most))
 
 
 def constant_trace(vms: Vms) -> Trace:
@@ -181,7 +172,7 @@ def mixed_config(
 ) -> ControllerConfig:
     """The same as ``controller_config`` where GPUs may come of several types: plans for every pool of them.
 
-    Each type has the memory that its profile says; local VMs share this machine's, or what the cluster file says.
+    Each type has the memory that the profile says, where it says that of all; else what the cluster file says counts.
 
     Raises:
         PlanError: a type is none of the profile's, or no pool can run the job.
@@ -189,20 +180,25 @@ def mixed_config(
     """
     names = [offer.node_type for offer in offers]
     profiles = {name: of_pool_type(profile, name) for name in names}
-    most = most_at_once(trace, names)
+    most = most_of_types([trace], {name: name for name in names}, "vms.node_types")
     if vms.keep is not None:
         each = vms.keep + num_beyond
         most = Pool.of({offer.node_type: min(each, offer.most or each) for offer in offers})
     memory = memory_of(vms, profile, num_vms=most.num_gpus)
     limits: dict[str, Any] = {"memory_bytes": memory.device_bytes, "host_memory_bytes": memory.host_bytes}
+    own = [of.environment.device_memory_bytes for of in profiles.values()]
+    each_has_its_own = not isinstance(vms, LocalVms) and all(own)
+    if each_has_its_own:
+        memory = replace(memory, device_bytes=min(filter(None, own)))  # a follower may be on any of them
     request = replace(
         request,
-        **(limits if isinstance(vms, LocalVms) else {}),
+        **({} if each_has_its_own else limits),
         redundancy=policy.redundancy,
         links=vms.links,
         rings=vms.rings,
     )
-    plans = pool_plan_table(profile, most, request)
+    most_replicas, request = request.num_replicas, replace(request, num_replicas=None)
+    plans = by_need(pool_plan_table(profile, most, request, most_replicas=most_replicas).values())
     if not plans:
         raise PlanError("no plan fits", field="pool", value=str(most))
     micro_batch_size = next(iter(plans.values())).micro_batch_size
@@ -219,23 +215,26 @@ def mixed_config(
     )
 
 
-def most_at_once(trace: Trace, names: Collection[str]) -> Pool:
-    """The most VMs of each of these instance types that a trace has at once.
+def most_of_types(traces: Iterable[Trace], node_types: Mapping[str, str], field: str) -> Pool:
+    """The most VMs of each type of GPU that traces have at once.
+
+    Args:
+        traces: The traces.
+        node_types: Types by instance type.
+        field: Where these are from, for errors.
 
     Raises:
-        TraceError: it has VMs of another one.
+        TraceError: it has VMs of another instance type.
     """
-    living, most = Counter[str](), Counter[str]()
-    for event in trace.events:
-        if event.instance_type not in names:
-            raise TraceError(
-                "is none of the types of vms.node_types",
-                field="instance_type",
-                value=event.instance_type,
-                allowed=", ".join(names),
-            )
-        living[event.instance_type] += 1 if event.event == "add" else -1
-        most |= living
+    most = Counter[str]()
+    for trace in traces:
+        living = Counter[str]()
+        for event in trace.events:
+            if event.instance_type not in node_types:
+                message, allowed = f"has no type in {field}", ", ".join(node_types)
+                raise TraceError(message, field="instance_type", value=event.instance_type, allowed=allowed)
+            living[node_types[event.instance_type]] += 1 if event.event == "add" else -1
+            most |= living
     return Pool.of(most)
 
 

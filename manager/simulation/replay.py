@@ -165,6 +165,27 @@ def policies_of(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def types_of(text: str, gpus_per_vm: int, policies: Sequence[str]) -> dict[str, str]:
+    """Read types of GPU by instance type, as ``p3.2xlarge=v100,g4dn.xlarge=t4``.
+
+    Raises:
+        ConfigError: the text means nothing, or what is to be simulated knows one type only.
+    """
+    field, found = "--node-types", {}
+    for part in text.split(","):
+        instance_type, _, node_type = (each.strip() for each in part.partition("="))
+        if not instance_type or not node_type or instance_type in found:
+            allowed = "each instance type once, as p3.2xlarge=v100,g4dn.xlarge=t4"
+            raise ConfigError("are no types", field=field, value=text, allowed=allowed)
+        found[instance_type] = node_type
+    if gpus_per_vm > 1:
+        raise ConfigError("is for VMs with one GPU", field=field, value=text, allowed="without --gpus-per-vm")
+    if others := [name for name in policies if not name.startswith("morph")]:
+        allowed = "--policy morph, or variants of it"
+        raise ConfigError(f"is nothing that {others[0]} knows", field=field, value=text, allowed=allowed)
+    return found
+
+
 def frame_of(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """One row for each outcome; columns ``share_*`` are what the VMs' time went into, 0 to 1."""
     import pandas as pd  # slow to import

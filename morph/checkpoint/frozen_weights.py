@@ -1,7 +1,7 @@
-"""Frozen weights that a run was given by ``morph import``: kept once for the run, beside its checkpoints.
+"""Frozen weights that ``morph import`` gave to a run: stored once for the run, beside its checkpoints.
 
-They are a checkpoint of their own, ``frozen/v00000000`` below the run's, with a file for each tensor, so that a worker
-reads those of its own sections. No checkpoint of a step holds them; each says by a digest which ones it belongs to.
+They are a checkpoint of their own, ``frozen/v00000000`` below the run's, with one file per tensor, so that a worker
+reads only those of its own sections. Checkpoints of steps do not include them; each states their digest.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _VALUE = "value"
 
 
 def frozen_url(checkpoint_url: str) -> str:
-    """Where they are."""
+    """Return the URL of a run's frozen weights."""
     return f"{checkpoint_url.rstrip('/')}/frozen"
 
 
 class FrozenWeights(Mapping[str, Tensor]):
-    """What a run was given, by name in the job's model; read, and checked byte for byte, when it is requested.
+    """The weights that a run was given, by name in the job's model; each is read and checked when it is requested.
 
     Raises:
-        CheckpointError: they cannot be read, or are damaged.
+        CheckpointError: the weights cannot be read, or are damaged.
     """
 
     def __init__(self, checkpoint_url: str) -> None:
@@ -37,7 +37,7 @@ class FrozenWeights(Mapping[str, Tensor]):
 
     @property
     def digest(self) -> str:
-        """Of all of them; empty where the run was given none."""
+        """The digest of all frozen weights; empty if the run was given none."""
         return "" if self._manifest is None else self._manifest.fingerprint
 
     def __getitem__(self, name: str) -> Tensor:
@@ -56,10 +56,10 @@ class FrozenWeights(Mapping[str, Tensor]):
 
 
 def write_frozen_weights(checkpoint_url: str, names: Iterable[str], read: Callable[[str], Tensor]) -> str:
-    """Write what is read by these names, one at a time, and return a digest of all.
+    """Write the weights that ``read`` returns for these names, one at a time, and return a digest of all.
 
     Raises:
-        OSError: of the storage.
+        OSError: the storage failed.
     """
     files: list[UnitFile] = []
     for name in sorted(names):

@@ -1,4 +1,4 @@
-"""What a user is told of each stored version: whether it is whole, how big, how old, of which kind."""
+"""Reports to the user on each stored version: whether it is whole, and its size, age and kind."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from morph.contract.errors import CheckpointDamaged
 
 
 class State(StrEnum):
-    """Of a stored version.
+    """The state of a stored version.
 
-    INCOMPLETE: it has no manifest, because it is being written, or its writing was broken off. DAMAGED: it has one, and
-    is not what that says; also one that was set aside for it.
+    INCOMPLETE: it has no manifest, because it is being written, or its writing was interrupted. DAMAGED: it differs
+    from its manifest, or was set aside because it did.
     """
 
     WHOLE = "whole"
@@ -30,27 +30,27 @@ class State(StrEnum):
 
 
 class VersionStatus(Value):
-    """What is known of one version."""
+    """The report on one version."""
 
     version: int
     state: State
-    kept: bool = Field(description="by a user, so that it is never deleted as an old one")
-    best: bool = Field(default=False, description="as evaluations found")
+    kept: bool = Field(description="whether a user keeps it, so that it is never deleted as an old one")
+    best: bool = Field(default=False, description="whether it is the best evaluated version")
     kind: SaveKind | None = None
     shape: str = ""
-    size_bytes: int = Field(description="of everything in its folder")
+    size_bytes: int = Field(description="size of all files in its folder")
     saved_s: float | None = Field(default=None, description="wall-clock seconds (epoch); None: not known")
     where: str
     problem: str = Field(default="", description="a sentence that names the file, where it is damaged")
 
 
 def inspect_versions(url: str, versions: tuple[int, ...] = (), *, every_byte: bool) -> Iterator[VersionStatus]:
-    """Look at each version, ascending; at all that are there where none is named.
+    """Yield a report on each version, ascending; on all that are stored if none is named.
 
     Args:
-        url: Where checkpoints are.
-        versions: Only these.
-        every_byte: Read all of each, file by file; else files are held against their sizes.
+        url: The URL of the checkpoints.
+        versions: The only versions to inspect; empty: all.
+        every_byte: Whether to read all of each version, file by file; otherwise only file sizes are checked.
 
     Raises:
         CheckpointError: storage does not answer.
@@ -64,7 +64,7 @@ def inspect_versions(url: str, versions: tuple[int, ...] = (), *, every_byte: bo
 
 
 def inspect_version(url: str, stored: StoredVersion, *, every_byte: bool) -> VersionStatus | None:
-    """Look at one version; None: it was deleted meanwhile."""
+    """Return a report on one version; None if it was deleted meanwhile."""
     where = version_url(url, stored.version)
     seen = VersionStatus(
         version=stored.version,
@@ -106,9 +106,9 @@ def _is_there(where: str, name: str) -> bool:
 
 
 def _written_s(where: str) -> float | None:
-    """When storage says that a file was written."""
+    """Return when a file was written, in epoch seconds, according to storage; None if storage does not say."""
     filesystem, path = fsspec.core.url_to_fs(where)
     try:
         return float(filesystem.modified(path).timestamp())
-    except Exception:  # not every kind of storage says it
+    except Exception:  # not every kind of storage has this time
         return None

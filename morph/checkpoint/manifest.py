@@ -24,16 +24,16 @@ from morph.contract.errors import CheckpointDamaged
 
 MANIFEST = "manifest.json"
 ALIGNMENT = 64
-"""Bytes: of torch's own memory, so that what is computed does not depend on where a tensor came from."""
+"""Alignment of torch's own memory in bytes, so that results do not depend on where a tensor came from."""
 DEVICE_ALIGNMENT = 512
-"""Likewise of what torch's allocator gives on a device; libraries there choose kernels by up to 256."""
+"""Alignment of torch's allocator on a device in bytes; libraries choose kernels by alignments up to 256."""
 PIECE_BYTES = 1 << 22
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
-"""Where a file appears whole or not at all, when its upload is complete; they have no folders and no renaming."""
+"""Protocols where a file appears whole or not at all, when its upload is complete, without folders and renaming."""
 
 
 def version_url(url: str, version: int) -> str:
-    """Directory of one version's files."""
+    """Return the URL of the folder of one version's files."""
     return f"{url.rstrip('/')}/v{version:08d}"
 
 
@@ -57,7 +57,7 @@ def write_atomically(url: str, *parts: bytes | memoryview) -> None:
                 os.fsync(out.fileno())
         filesystem.mv(temporary, path)
     except BaseException:
-        with contextlib.suppress(Exception):  # a full disk is not to be filled further by what is left behind
+        with contextlib.suppress(Exception):  # leave nothing behind on a full disk
             filesystem.rm_file(temporary)
         raise
     if local:
@@ -65,7 +65,7 @@ def write_atomically(url: str, *parts: bytes | memoryview) -> None:
 
 
 def _sync_directory(path: str) -> None:
-    """Make a rename durable: what is deleted afterwards must not outlast it in a power cut."""
+    """Make a rename durable: files deleted afterwards must not outlast it in a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -74,7 +74,7 @@ def _sync_directory(path: str) -> None:
 
 
 class StoredManifest(Manifest):
-    """As it is stored. ``sha256``: of the rest as compact JSON; older ones have none."""
+    """A manifest as stored. ``sha256``: of the other fields as compact JSON; older manifests have none."""
 
     sha256: str | None = None
 
@@ -84,17 +84,17 @@ def _digest(manifest: Manifest) -> str:
 
 
 def write_manifest(url: str, manifest: Manifest) -> None:
-    """Make a set of unit files a checkpoint."""
+    """Write the manifest that makes a set of unit files a checkpoint."""
     data = StoredManifest(**dict(manifest), sha256=_digest(manifest)).model_dump_json(indent=2).encode()
     write_atomically(f"{version_url(url, manifest.version)}/{MANIFEST}", data)
 
 
 def read_manifest(url: str, version: int, name: str = MANIFEST) -> Manifest:
-    """Read one version's manifest; ``name``: of the file, where it is called otherwise.
+    """Return one version's manifest; ``name``: the name of the file, if it is not ``manifest.json``.
 
     Raises:
-        CheckpointDamaged: when it is missing, or is not a manifest of that version.
-        CheckpointError: when it is unreadable.
+        CheckpointDamaged: it is missing, or is not a manifest of that version.
+        CheckpointError: it cannot be read.
     """
     where = f"{version_url(url, version)}/{name}"
     try:
@@ -109,34 +109,34 @@ def read_manifest(url: str, version: int, name: str = MANIFEST) -> Manifest:
         raise CheckpointDamaged(": ".join(part for part in (where, field, problem) if part)) from error
     manifest = Manifest(**{name: getattr(stored, name) for name in Manifest.model_fields})
     if stored.sha256 is not None and stored.sha256 != _digest(manifest):
-        raise CheckpointDamaged(f"{where}: the file is not what was written (its sha256 differs)")
+        raise CheckpointDamaged(f"{where}: the file differs from what was written (its sha256 differs)")
     if manifest.version != version:
         raise CheckpointDamaged(f"{where}: version is {manifest.version}, expected {version}")
     return manifest
 
 
 class Hash(Protocol):
-    """As hashlib has them."""
+    """The part of a hashlib object that is used here."""
 
     def update(self, data: memoryview, /) -> None:
-        """Take more in."""
+        """Add bytes to the hash."""
 
     def hexdigest(self) -> str:
-        """Of all that was taken in."""
+        """Return the digest of all bytes added, in hexadecimal."""
 
 
 def read_file(url: str, version: int, entry: UnitFile, *, sha256: bool = False) -> memoryview:
-    """Read a file of a version into memory of its own, and hold every byte against what its manifest says.
+    """Return a file of a version in memory of its own, after checking every byte against its manifest.
 
     Args:
-        url: Where checkpoints are.
-        version: One of them.
-        entry: What the manifest says of the file.
-        sha256: By this, though what is quicker finds any damage too.
+        url: The URL of the checkpoints.
+        version: The version of the file.
+        entry: The file's entry in the manifest.
+        sha256: Whether to check by SHA-256, although the quicker checksum finds any damage too.
 
     Raises:
-        CheckpointDamaged: when it is missing or differs.
-        CheckpointError: when it is unreadable.
+        CheckpointDamaged: the file is missing or differs.
+        CheckpointError: it cannot be read.
     """
     where = f"{version_url(url, version)}/{entry.file}"
     quick, hashed = None if sha256 else entry.xxh3_128, cast(Hash, hashlib.sha256())
@@ -157,7 +157,7 @@ def read_file(url: str, version: int, entry: UnitFile, *, sha256: bool = False) 
 
 
 def _read_local(path: str, size_bytes: int, hashed: Hash) -> memoryview:
-    """Read a file of this size into memory; each piece is hashed while it is in the processor's cache."""
+    """Return a file of this size, read into memory; each piece is hashed while it is in the processor's cache."""
     with open_file(path) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
         data = _memory(file.read(8), size_bytes + 1)
@@ -170,7 +170,7 @@ def _read_local(path: str, size_bytes: int, hashed: Hash) -> memoryview:
 
 
 def _own(given: bytes, hashed: Hash) -> memoryview:
-    """The same for what a client of storage has read, which nobody may write to."""
+    """Return a writable copy of bytes from a storage client, hashed in the same way."""
     source, data = memoryview(given), _memory(given[:8], len(given))
     for begin in range(0, len(given), PIECE_BYTES):
         end = begin + PIECE_BYTES
@@ -180,17 +180,17 @@ def _own(given: bytes, hashed: Hash) -> memoryview:
 
 
 def _memory(head: bytes, size_bytes: int) -> memoryview:
-    """Memory for a safetensors file that begins so: what follows its header is aligned for any kernel."""
+    """Return memory for a safetensors file with this head: the data after its header is aligned for any kernel."""
     before = -(8 + int.from_bytes(head, "little")) % ALIGNMENT
     memory = mmap.mmap(-1, before + size_bytes + 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return memoryview(memory)[before : before + size_bytes]
 
 
 def complete_versions(url: str) -> tuple[int, ...]:
-    """Versions that have a manifest, ascending.
+    """Return the versions that have a manifest, ascending.
 
     Raises:
-        CheckpointError: when the storage cannot be read.
+        CheckpointError: the storage cannot be read.
     """
     with reading(url):
         return _list_complete(url)
@@ -203,7 +203,7 @@ def _list_complete(url: str) -> tuple[int, ...]:
 
 
 def version_folders(filesystem: fsspec.AbstractFileSystem, path: str) -> dict[int, str]:
-    """Find the folders of versions, complete or not, in ascending order; what else lies there is not looked at."""
+    """Return the folders of versions, complete or not, ascending; other files and folders there are ignored."""
     filesystem.invalidate_cache()  # workers write there too
     found = {}
     with contextlib.suppress(FileNotFoundError):
@@ -216,7 +216,7 @@ def version_folders(filesystem: fsspec.AbstractFileSystem, path: str) -> dict[in
 
 
 def files_in(filesystem: fsspec.AbstractFileSystem, folder: str) -> dict[str, int]:
-    """Bytes of each file of a folder, by name; none where the folder is gone."""
+    """Return the size of each file of a folder in bytes, by name; empty if the folder is gone."""
     with contextlib.suppress(FileNotFoundError):
         filesystem.invalidate_cache(folder)
         entries = filesystem.ls(folder, detail=True)
@@ -229,12 +229,12 @@ LEASE_FOLDER, LEASE_NAME, _LEASE_END = "run", "lease-", ".json"
 
 
 def lease_file(number: int) -> str:
-    """The name of the file of a lease: of a place's leases the one with the highest number counts."""
+    """Return the name of a lease's file: of all leases of a place, the one with the highest number counts."""
     return f"{LEASE_NAME}{number:08d}{_LEASE_END}"
 
 
 def newest_lease(url: str) -> tuple[int | None, bytes | None]:
-    """The highest number, and what the file holds; nothing where there is none."""
+    """Return the highest lease number and the content of its file; None for both if there is no lease."""
     filesystem, folder = fsspec.core.url_to_fs(f"{url.rstrip('/')}/{LEASE_FOLDER}")
     filesystem.invalidate_cache()
     names = [name for name in files_in(filesystem, folder) if name.startswith(LEASE_NAME) and name.endswith(_LEASE_END)]
@@ -248,7 +248,7 @@ def newest_lease(url: str) -> tuple[int | None, bytes | None]:
 
 
 def run_that_holds(url: str) -> str | None:
-    """The name of the run that holds the newest lease of a place; None where there is none that can be read."""
+    """Return the name of the run that holds the newest lease of a place; None if no lease can be read."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(newest_lease(url)[1] or b"{}")["holder"]["run"])
     return None

@@ -1,4 +1,4 @@
-"""The newest checkpoint that is whole: one that is damaged is passed over, kept aside and told of."""
+"""Finds the newest whole checkpoint: damaged ones are skipped, set aside and reported."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ LimitOf = Callable[[int], float]
 def newest_whole(
     url: str, *, every_byte: bool = False, limit_s: LimitOf | None = None, at_most: int | None = None
 ) -> tuple[Manifest | None, tuple[str, ...]]:
-    """Return the newest whole checkpoint, None where there is none at all; and a sentence for each that is damaged.
+    """Return the newest whole checkpoint, None if there is none at all; and a sentence for each damaged one.
 
-    Those are set aside, once an older one is found whole: else they would be taken for newer ones when the oldest are
-    deleted. With none that is whole nothing is changed.
+    Damaged ones are set aside once an older one is found whole: otherwise they would count as newer ones when the
+    oldest are deleted. If none is whole, nothing is changed.
 
     Args:
-        url: Where the run's checkpoints are.
-        every_byte: Read all of each; else that every file is there with its size is enough, and a worker that loads one
-            finds the rest.
-        limit_s: Within what a file of so many bytes is read (seconds), a listing of 0; None: storage is waited for.
-        at_most: Newer versions do not count.
+        url: The URL of the run's checkpoints.
+        every_byte: Whether to read all of each; otherwise it is enough that every file exists with its size, and a
+            worker that loads one finds other damage.
+        limit_s: Returns the time limit in seconds to read a file of so many bytes (0: a listing); None: no limit.
+        at_most: Newer versions than this are ignored.
 
     Raises:
         CheckpointDamaged: there are checkpoints, and all of them are damaged.
-        CheckpointError: storage does not answer, or what is damaged cannot be set aside. Nothing is known then.
+        CheckpointError: storage does not answer, or a damaged one cannot be set aside. The result is unknown then.
     """
     manifest, damaged = find_whole(url, every_byte=every_byte, limit_s=limit_s, at_most=at_most)
     for version in damaged:
@@ -55,7 +55,7 @@ def newest_whole(
 def find_whole(
     url: str, *, every_byte: bool = False, limit_s: LimitOf | None = None, at_most: int | None = None
 ) -> tuple[Manifest | None, Mapping[int, CheckpointDamaged]]:
-    """Return the newest whole checkpoint as ``newest_whole`` does, and what is wrong with each newer one.
+    """Return the newest whole checkpoint as ``newest_whole`` does, and the error of each newer one, by version.
 
     Nothing is changed.
     """
@@ -77,21 +77,21 @@ def find_whole(
 
 
 def told_of(manifest: Manifest | None, damaged: Mapping[int, CheckpointDamaged]) -> tuple[str, ...]:
-    """Say of each damaged checkpoint that it is passed over, and for which."""
+    """Return a sentence for each damaged checkpoint, which says that it is skipped, and for which version."""
     found = None if manifest is None else manifest.version
     return tuple(
-        f"{error}; version {passed} is passed over, and version {found} is the newest that is whole"
+        f"{error}; version {passed} is passed over, and version {found} is the newest whole version"
         for passed, error in damaged.items()
     )
 
 
 def check_files(url: str, manifest: Manifest, *, every_byte: bool, limit_s: LimitOf | None = None) -> None:
-    """See that every file of a version is there with its size; with ``every_byte`` also that it is what was written.
+    """Check that every file of a version exists with its size; with ``every_byte`` also its content.
 
     Reads one file after the other, each within its ``limit_s``.
 
     Raises:
-        CheckpointDamaged: naming the file.
+        CheckpointDamaged: a file is missing or damaged; the message names it.
         CheckpointError: storage does not answer.
     """
     where = version_url(url, manifest.version)
@@ -108,7 +108,7 @@ def check_files(url: str, manifest: Manifest, *, every_byte: bool, limit_s: Limi
 
 
 def _within_limit(where: str, limit_s: LimitOf | None, call: Callable[[], T], num_bytes: int = 0) -> T:
-    """What storage answers, or a CheckpointError; also where it does not within this time."""
+    """Return the result of ``call``; a CheckpointError also if storage does not answer within the limit."""
     with reading(where):
         return call() if limit_s is None else bounded(call, limit_s(num_bytes), "storage")
 
@@ -118,7 +118,7 @@ def _set_aside(url: str, version: int) -> None:
     try:
         filesystem, path = fsspec.core.url_to_fs(f"{where}/{MANIFEST}")
         data = b""
-        with suppress(CheckpointDamaged):  # it is no file, of which nothing could be kept
+        with suppress(CheckpointDamaged):  # it is not a file: there is nothing to keep
             data = read_whole(filesystem, path)
         write_atomically(f"{where}/{SET_ASIDE}", data)
         filesystem.rm_file(path)

@@ -26,7 +26,7 @@ class PlainFile:
     """An opened file, or all files of a folder; entries are read when they are requested. Nothing in it is executed.
 
     Raises:
-        InputError: it is missing, unreadable, or no safetensors file; or two files have an entry of the same name.
+        InputError: it is missing, unreadable, or not a safetensors file; or two files have an entry of the same name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class PlainFile:
             self._files |= dict.fromkeys(names, opened)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read one entry."""
+        """Return one entry, read from its file."""
         try:
             tensor: Tensor = self._files[name].get_tensor(name)
         except (SafetensorError, OSError) as error:
@@ -61,27 +61,27 @@ class PlainFile:
 
 
 def check_plain_name(path: Path) -> None:
-    """Refuse a file whose name does not say what is in it.
+    """Refuse a file whose name does not show its format.
 
     Raises:
-        InputError: the name ends otherwise than those of safetensors and torch.
+        InputError: the name ends neither like those of safetensors nor like those of torch.
     """
     if path.suffix.lower() not in (SAFETENSORS, *TORCH):
         allowed = (
             f"a name that ends in {SAFETENSORS}, or in {', '.join(TORCH)} for a file of torch.save; none: a folder"
         )
-        raise InputError("does not say by its name which format is wanted", source=str(path), allowed=allowed)
+        raise InputError("has a name that does not show the wanted format", source=str(path), allowed=allowed)
 
 
 def write_folder(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a folder, whole or not at all; files of these names that are there already are replaced.
+    """Write a folder, whole or not at all; existing files of the same names are replaced.
 
     Args:
         path: The folder.
-        write: Fills a new one.
+        write: Fills a new folder.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: the folder cannot be written.
     """
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
@@ -103,12 +103,12 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_plain_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a state_dict, in the format that the file's name says.
+    """Write a state_dict in the format that the file's name shows.
 
     ``load_state_dict`` takes either, read by ``safetensors.torch.load_file`` or ``torch.load(weights_only=True)``.
 
     Raises:
-        InputError: the name says no format, or the file cannot be written.
+        InputError: the name shows no format, or the file cannot be written.
     """
     check_plain_name(path)
     plain = {name: tensor.detach() for name, tensor in tensors.items()}
@@ -128,6 +128,6 @@ def write_plain_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
         raise InputError(
             "cannot be written", source=str(path), field=wrong, value=error.args[0], allowed=allowed
         ) from error
-    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch's, of a full disk
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch raises RuntimeError on a full disk
         partial.unlink(missing_ok=True)
         raise InputError(f"cannot be written: {error}", source=str(path)) from error

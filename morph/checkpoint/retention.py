@@ -1,4 +1,4 @@
-"""Which versions stay and which go, decided apart from the deleting."""
+"""Decides which versions stay and which are deleted, apart from deleting them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def keep(url: str, version: int) -> None:
 
 
 def let_go(url: str, version: int) -> None:
-    """Let a version be deleted in its turn again.
+    """Release a kept version, so that it may be deleted in its turn again.
 
     Raises:
         CheckpointError: storage cannot be written.
@@ -45,7 +45,8 @@ def let_go(url: str, version: int) -> None:
 
 
 def mark_best(url: str, best: Best) -> None:
-    """Mark the checkpoint of the best version, if it is there, and unmark every other; a crash between leaves two.
+    """Mark the checkpoint of the best version, if it is stored, and unmark all others; a crash between leaves two
+    marks.
 
     Raises:
         CheckpointError: storage cannot be read or written.
@@ -65,7 +66,7 @@ def mark_best(url: str, best: Best) -> None:
 
 
 def best_version(url: str) -> int | None:
-    """Return the version that is marked as the best, the newest of several; None: none is.
+    """Return the version that is marked as the best, the newest of several; None if none is marked.
 
     Raises:
         CheckpointError: storage cannot be read.
@@ -76,41 +77,41 @@ def best_version(url: str) -> int | None:
 def refusal(
     inspect_versions: Sequence[VersionStatus], version: int, *, force: bool, holder: int | None
 ) -> tuple[str, str] | None:
-    """Say why a version is not removed, and what is allowed; None: it may be.
+    """Return why a version must not be removed, and what is allowed; None if it may be removed.
 
-    A run goes back to the newest version that is whole, and writes newer ones: a manifest must not be put beside files
-    that were just removed. Older ones it never touches but to delete them.
+    A run resumes from the newest whole version, and writes newer ones: a manifest must not be put beside files that
+    were just removed. The run touches older ones only to delete them.
 
     Args:
-        looks: Every version that is there.
-        version: One of them.
-        force: The user means it.
-        holder: The process that manages their run now, if that is known.
+        inspect_versions: Every stored version.
+        version: The version to remove.
+        force: Whether the user insists.
+        holder: The process that now manages their run, if known.
     """
     newest = max((look.version for look in inspect_versions if look.state is State.WHOLE), default=-1)
     if version == newest:
-        what = "is the newest that is whole"
+        what = "is the newest whole version"
     elif version > newest:
-        what = "is not whole, and may be on its way, for no newer one is whole"
+        what = "is not whole, but may become so: no newer one is whole"
     elif not force and next(look.kept or look.best for look in inspect_versions if look.version == version):
         best = next(look.best for look in inspect_versions if look.version == version)
-        return "is the best" if best else "is kept", "those that are neither kept nor the best; or --force"
+        return "is the best" if best else "is kept", "versions that are neither kept nor the best; or --force"
     else:
         return None
     if holder is not None:
-        return f"{what}; and process {holder} manages its run", "older ones; or any once the run was stopped"
-    return None if force else (what, "older ones; or --force")
+        return f"{what}; and process {holder} manages its run", "older versions; or any once the run has stopped"
+    return None if force else (what, "older versions; or --force")
 
 
 def superfluous(
     versions: Iterable[StoredVersion], rules: CheckpointRules, back_steps: int | None = None
 ) -> tuple[int, ...]:
-    """Return the versions that go, ascending. Nothing goes before ``keep_newest`` newer ones are complete.
+    """Return the versions to delete, ascending. Nothing is deleted before ``keep_newest`` newer ones are complete.
 
-    Versions that a user keeps stay, complete or not, and do not count among the newest: keeping one costs no other its
-    place. The best one stays, and so do the first complete version of each span of ``keep_every_steps`` steps, and the
-    newest that ``back_steps`` divides, to which a bad step goes back. What is not complete, or was set aside, goes with
-    what is older than the newest; what is newer may still be on its way.
+    Versions that a user keeps stay, complete or not, and do not count among the newest, so keeping one costs no other
+    its place. The best one stays, and so do the first complete version of each span of ``keep_every_steps`` steps, and
+    the newest that ``back_steps`` divides, to which the run returns after a bad step. Incomplete versions, and those
+    set aside, are deleted with the ones that are older than the newest; newer ones may still be being written.
     """
     found = sorted(versions, key=lambda stored: stored.version)
     complete = [stored.version for stored in found if stored.complete]
@@ -128,11 +129,11 @@ def superfluous(
 
 
 def delete_superfluous(url: str, rules: CheckpointRules, back_steps: int | None = None) -> None:
-    """Delete what goes, the oldest first.
+    """Delete the superfluous versions, the oldest first.
 
     Raises:
         CheckpointError: the storage cannot be read.
-        Exception: it does not delete, of whatever kind this storage's errors are.
+        Exception: the storage fails to delete; the type depends on the storage.
     """
     for version in superfluous(stored_versions(url), rules, back_steps):
         delete_version(url, version)

@@ -1,4 +1,4 @@
-"""What storage does not do, told in one sentence: each kind has errors of its own, which have no common class."""
+"""Turns failures of storage into one sentence: each kind of storage has its own errors, without a common class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def is_local(url: str) -> bool:
-    """Whether a URL is of this machine's file system, which does not fail for a moment as a network does."""
+    """Whether a URL is in this machine's file system, which has no short failures as a network has."""
     return _is_local(fsspec.core.url_to_fs(url)[0])
 
 
@@ -30,17 +30,17 @@ def _is_local(filesystem: Any) -> bool:
 
 
 def read_whole(filesystem: Any, path: str) -> bytes:
-    """Return what a file of a checkpoint holds; raises as ``open_file``, and whatever storage raises."""
+    """Return the content of a checkpoint's file; raises as ``open_file`` does, and the errors of the storage."""
     if _is_local(filesystem):
         open_file(path).close()
     return cast(bytes, filesystem.cat_file(path))
 
 
 def open_file(path: str) -> io.FileIO:
-    """Open a file of this machine; whoever can write there may have put something else, which would never end.
+    """Open a file of this machine, unless it is one that would never end, which anyone who can write there may create.
 
     Raises:
-        CheckpointDamaged: it is a named pipe, a device or the like.
+        CheckpointDamaged: it is a named pipe, a device or similar.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     file = io.FileIO(descriptor)
@@ -51,13 +51,13 @@ def open_file(path: str) -> io.FileIO:
 
 
 def bounded(call: Callable[[], T], limit_s: float, what: str, *, spent_s: float = 0.0) -> T:
-    """Return what ``call`` returns, and raise what it raises; give it up after ``limit_s``, less what is spent of it.
+    """Return the result of ``call``, or raise its error; give up after ``limit_s``, less ``spent_s``.
 
-    No bound is kept by every kind of storage: a network file system that is gone blocks for good. The thread of a call
-    that was given up is left behind, and ends with it.
+    Some kinds of storage keep no time limit: a network file system that is gone blocks for good. The thread of a call
+    that was given up is left behind, and ends with the call.
 
     Raises:
-        TimeoutError: it took longer.
+        TimeoutError: the call took longer.
     """
     outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
@@ -79,7 +79,7 @@ def bounded(call: Callable[[], T], limit_s: float, what: str, *, spent_s: float 
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Tell whatever storage raises as a CheckpointError; a file that is not there stays a FileNotFoundError."""
+    """Raise any error of storage as a CheckpointError, except that of a missing file, which stays FileNotFoundError."""
     try:
         yield
     except (FileNotFoundError, MorphError):
@@ -90,7 +90,7 @@ def reading(where: str) -> Iterator[None]:
 
 @contextmanager
 def writing(where: str) -> Iterator[None]:
-    """Tell whatever storage raises as a CheckpointError, where something is written or deleted."""
+    """Raise any error of storage as a CheckpointError, in code that writes or deletes."""
     try:
         yield
     except MorphError:

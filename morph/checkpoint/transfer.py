@@ -1,4 +1,4 @@
-"""A checkpoint copied to other storage: every byte is checked on the way, and the manifest is written last."""
+"""Copies a checkpoint to other storage: every byte is checked on the way, and the manifest is written last."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from morph.contract.errors import CheckpointDamaged, InputError
 
 
 def copy_version(url: str, manifest: Manifest, target_url: str) -> bool:
-    """Copy a version, file by file, and what its run left beside it; returns False where it is there already.
+    """Copy a version, file by file, and the recovery file of its run; return False if the version is already there.
 
-    A copy that breaks off is no checkpoint, and is begun again by the same call.
+    An interrupted copy is not a checkpoint, and the same call begins it again.
 
     Raises:
-        InputError: other checkpoints are there, which these are not to be mixed with.
-        CheckpointDamaged: a file is not what its manifest says.
+        InputError: the target has other checkpoints, with which these must not be mixed.
+        CheckpointDamaged: a file differs from its manifest.
         CheckpointError: storage cannot be read, or not written.
     """
     for version in complete_versions(target_url):
@@ -38,7 +38,7 @@ def copy_version(url: str, manifest: Manifest, target_url: str) -> bool:
                 if there.fingerprint == manifest.fingerprint
                 else "holds checkpoints of another model",
                 source=target_url,
-                allowed="a place that is empty, or has checkpoints of the same run",
+                allowed="a place that is empty, or holds checkpoints of the same run",
             )
         if version == manifest.version and _is_whole(target_url, there):
             return False
@@ -49,7 +49,7 @@ def copy_version(url: str, manifest: Manifest, target_url: str) -> bool:
         except CheckpointDamaged:
             if manifest.version not in complete_versions(target_url):
                 with writing(where):
-                    delete_version(target_url, manifest.version)  # the half that is there is of no use
+                    delete_version(target_url, manifest.version)  # an incomplete copy is of no use
             raise
         with writing(f"{where}/{unit.file}"):
             write_atomically(f"{where}/{unit.file}", data)
@@ -63,7 +63,7 @@ def copy_version(url: str, manifest: Manifest, target_url: str) -> bool:
 
 
 def _copy_recovery(url: str, target_url: str) -> None:
-    """Copy what a run left beside its checkpoints, so that the copy can be gone on with by itself too."""
+    """Copy the recovery file beside a run's checkpoints, so that the run can resume from the copy alone."""
     source, target = (f"{place.rstrip('/')}/{RECOVERY}" for place in (url, target_url))
     try:
         with reading(source):

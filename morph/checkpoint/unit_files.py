@@ -35,17 +35,17 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""By the names that safetensors gives them."""
+"""Types by the names that safetensors gives them."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 AS_REALS = "complex"
-"""In the metadata: names of complex tensors of a type that safetensors lacks, written with a last dimension of 2."""
+"""Key in the metadata: names of complex tensors that safetensors lacks, written with a last dimension of 2."""
 
 
 def layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
-    """Return the header of tensors as a safetensors file has it, and the order of their bytes behind it.
+    """Return the safetensors header for these tensors, and the order of their bytes after it.
 
-    In contrast to what the library writes, large tensors come first, so that each can be used where it lies once all
-    are in memory: first those that a device could use there, then those that a processor could.
+    In contrast to the library's files, large tensors come first, so that each can be used in place once all are in
+    memory: first those that a device could use there, then those that a processor could.
     """
     header: dict[str, Any] = {}
     end = 0
@@ -74,28 +74,28 @@ def parts_of(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
 
 
 def to_payload(tensors: Mapping[str, Tensor]) -> bytes:
-    """The same in one piece."""
+    """Return host tensors as a safetensors file in one piece."""
     return b"".join(parts_of(tensors))
 
 
 def from_payload(payload: bytes | memoryview) -> dict[str, Tensor]:
-    """The inverse of ``to_payload``. Where the payload may be written to, the tensors are views of it.
+    """Return the tensors of a payload: the inverse of ``to_payload``. They are views of it if it is writable.
 
     Raises:
-        ValueError: it is no safetensors file.
+        ValueError: the payload is not a safetensors file.
     """
     data = memoryview(payload)
     if data.readonly:
         data = memoryview(bytearray(data))
     begin = 8 + int.from_bytes(data[:8], "little")
     if begin > len(data):
-        raise ValueError("a unit's state has no whole header")
+        raise ValueError("a unit's state has an incomplete header")
     _, make = views(bytes(data[8:begin]))
     return make(torch.frombuffer(data, dtype=torch.uint8)[begin:])
 
 
 def views(header: bytes) -> tuple[list[tuple[int, int]], Callable[[Tensor], dict[str, Tensor]]]:
-    """Read a header: beginning and end of each tensor behind it, and what makes tensors of the bytes there."""
+    """Return begin and end of each tensor after a header, and a function that makes tensors of the bytes there."""
     entries = json.loads(header)
     as_reals = json.loads(entries.pop("__metadata__", {}).get(AS_REALS, "[]"))
     offsets = sorted((int(first), int(end)) for entry in entries.values() for first, end in (entry["data_offsets"],))
@@ -108,10 +108,10 @@ def views(header: bytes) -> tuple[list[tuple[int, int]], Callable[[Tensor], dict
 
 
 def _view(body: Tensor, name: str, entry: Mapping[str, Any]) -> Tensor:
-    """One tensor as a view of the data after the header; a copy where it does not lie as its type wants."""
+    """Return one tensor as a view of the data after the header; a copy if it is not aligned for its type."""
     dtype, (first, end) = DTYPES.get(entry["dtype"]), entry["data_offsets"]
     if dtype is None or not 0 <= first <= end <= len(body) or end - first != math.prod(entry["shape"]) * dtype.itemsize:
-        raise ValueError(f"a unit's state is not as its header says: {name}")
+        raise ValueError(f"a unit's state does not match its header: {name}")
     part = body[first:end]
     if part.data_ptr() % dtype.itemsize:
         part = part.clone()
@@ -119,15 +119,15 @@ def _view(body: Tensor, name: str, entry: Mapping[str, Any]) -> Tensor:
 
 
 def write_unit(url: str, version: int, unit: str, worker: str, tensors: Mapping[str, Tensor]) -> UnitWritten:
-    """Write one unit of a checkpoint; blocks until the storage has it."""
+    """Write one unit of a checkpoint, and return its entry; blocks until the storage has it."""
     parts = parts_of(tensors)
     sha256, xxh3 = hashlib.sha256(), xxhash.xxh3_128()
     for part in [memoryview(part) for part in parts]:
-        for begin in range(0, len(part), PIECE_BYTES):  # the second one reads it from the processor's cache
+        for begin in range(0, len(part), PIECE_BYTES):  # the second hash reads the piece from the processor's cache
             sha256.update(part[begin : begin + PIECE_BYTES])
             xxh3.update(part[begin : begin + PIECE_BYTES])
     digest, size_bytes = sha256.hexdigest(), sum(len(part) for part in parts)
-    # named by content: a late writer of a history that was set back cannot replace what a manifest names
+    # named by content: a late writer of an abandoned history cannot replace a file that a manifest names
     file = f"{unit.replace('+', '_')}-{digest[:16]}.safetensors"
     write_atomically(f"{version_url(url, version)}/{file}", *parts)
     return UnitWritten(
@@ -142,11 +142,11 @@ def write_unit(url: str, version: int, unit: str, worker: str, tensors: Mapping[
 
 
 def read_unit(url: str, manifest: Manifest, unit: str) -> dict[str, Tensor]:
-    """Read one unit of a checkpoint; nobody else has the tensors' memory.
+    """Return the tensors of one unit of a checkpoint, in memory that is not shared.
 
     Raises:
-        CheckpointDamaged: when the file is missing or differs from the manifest.
-        CheckpointError: when it is unreadable.
+        CheckpointDamaged: the file is missing or differs from the manifest.
+        CheckpointError: the file cannot be read.
     """
     entry = next((entry for entry in manifest.units if entry.unit == unit), None)
     if entry is None:

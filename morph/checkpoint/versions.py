@@ -1,8 +1,8 @@
-"""What lies in the folder of each version, and deleting one so that half of it is never a checkpoint.
+"""Lists the folder of each version, and deletes a version so that half of it is never a checkpoint.
 
-Beside its files and its manifest a version may have markers, for which no manifest has to be rewritten: a file
-``kept``, which a user puts there, and a file ``best``, with the metric by which it is that.
-``manifest.damaged.json`` is the manifest of a version that was passed over.
+Beside its files and its manifest a version may have markers, which need no change of the manifest: a file ``kept``,
+which a user puts there, and a file ``best``, with the metric by which it is the best.
+``manifest.damaged.json`` is the manifest of a version that was skipped as damaged.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from morph.checkpoint.storage import read_whole, reading
 from morph.contract.errors import CheckpointDamaged
 
 SET_ASIDE = "manifest.damaged.json"
-"""What the manifest of a version is called that was passed over: it is no checkpoint then, and loses no byte."""
+"""Name of the manifest of a skipped version, which then is not a checkpoint, but loses no byte."""
 KEPT = "kept"
 BEST = "best"
 RECOVERY = "run/recovery.json"
-"""Below the checkpoint URL: with what the run can be gone on with elsewhere."""
+"""A file below the checkpoint URL, with which the run can resume elsewhere."""
 
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """One version. ``files``: bytes of each file in its folder, by name."""
+    """One stored version. ``files``: the size of each file in its folder in bytes, by name."""
 
     version: int
     files: Mapping[str, int]
 
     @property
     def complete(self) -> bool:
-        """Whether it is a checkpoint, as far as its manifest says so."""
+        """Whether it is a checkpoint, judging by its manifest alone."""
         return MANIFEST in self.files
 
     @property
     def set_aside(self) -> bool:
-        """Whether it was passed over as damaged, and not written again since."""
+        """Whether it was skipped as damaged, and has not been written again since."""
         return SET_ASIDE in self.files and not self.complete
 
     @property
@@ -49,20 +49,20 @@ class StoredVersion:
 
     @property
     def best(self) -> bool:
-        """Whether it was the best one that was evaluated, when it was marked."""
+        """Whether it was the best evaluated version when it was marked."""
         return BEST in self.files and self.complete
 
     @property
     def size_bytes(self) -> int:
-        """Of all its files."""
+        """The size of all its files in bytes."""
         return sum(self.files.values())
 
 
 def stored_versions(url: str) -> tuple[StoredVersion, ...]:
-    """Every version of which anything is there, complete or not, ascending.
+    """Return every version of which any file is stored, complete or not, ascending.
 
     Raises:
-        CheckpointError: when the storage cannot be read.
+        CheckpointError: the storage cannot be read.
     """
     with reading(url):
         filesystem, path = fsspec.core.url_to_fs(url)
@@ -71,9 +71,9 @@ def stored_versions(url: str) -> tuple[StoredVersion, ...]:
 
 
 def delete_version(url: str, version: int, *, even_kept: bool = False) -> bool:
-    """Delete a version: first it stops being a checkpoint, then its files go.
+    """Delete a version: first it stops being a checkpoint, then its files are deleted. Return whether it is gone.
 
-    One that a user begins to keep meanwhile is left as it was, unless ``even_kept``; returns whether it is gone.
+    A version that a user begins to keep meanwhile is left as it was, unless ``even_kept``.
     """
     where = version_url(url, version)
     filesystem, folder = fsspec.core.url_to_fs(where)
@@ -90,7 +90,7 @@ def delete_version(url: str, version: int, *, even_kept: bool = False) -> bool:
             if data is not None:
                 write_atomically(f"{where}/{MANIFEST}", data)
             return False
-        filesystem.rm_file(marker)  # what is left after a crash in what follows is nobody's to keep
+        filesystem.rm_file(marker)  # after a crash below, nobody keeps the remaining files
     with contextlib.suppress(FileNotFoundError):  # an object store has no empty folders
         filesystem.rm(folder, recursive=True)
     return True

@@ -236,10 +236,9 @@ class ProvidedVms(Value):
         return self
 
 
-class AzureVms(ProvidedVms):
-    """Spot VMs on Azure."""
+class CloudVms(ProvidedVms):
+    """VMs that are made from an image, and whose first boot Morph gives."""
 
-    kind: Literal["azure"] = Field(description=KIND)
     job_uid: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
         default=None,
         description="number of the VM user that runs the job's code, created if it is missing; absent: a user of "
@@ -262,8 +261,20 @@ class AzureVms(ProvidedVms):
     @classmethod
     def _is_reached(cls, address: str) -> str:
         if ipaddress.IPv4Address(address).is_loopback:
-            raise ValueError("is a loopback address, which no VM on Azure can reach")
+            raise ValueError("is a loopback address, which no VM of a cloud can reach")
         return address
+
+
+class AzureVms(CloudVms):
+    """Spot VMs on Azure."""
+
+    kind: Literal["azure"] = Field(description=KIND)
+
+
+class AwsVms(CloudVms):
+    """Spot instances on AWS."""
+
+    kind: Literal["aws"] = Field(description=KIND)
 
 
 class StaticVms(ProvidedVms):
@@ -299,7 +310,7 @@ class OtherVms(ProvidedVms):
 
 
 OTHER = "a kind of another package"
-BUILT_IN = ("local", "azure", "slurm", "static")
+BUILT_IN = ("local", "azure", "aws", "slurm", "static")
 
 
 def market_entry_points() -> dict[str, EntryPoint]:
@@ -315,6 +326,7 @@ def _kind(vms: Any) -> str:
 Vms = Annotated[
     Annotated[LocalVms, Tag("local")]
     | Annotated[AzureVms, Tag("azure")]
+    | Annotated[AwsVms, Tag("aws")]
     | Annotated[SlurmVms, Tag("slurm")]
     | Annotated[StaticVms, Tag("static")]
     | Annotated[OtherVms, Tag(OTHER)],

@@ -336,6 +336,16 @@ def by_pool(plans: Mapping[int, Plan] | Mapping[Pool, Plan]) -> list[tuple[Pool,
     return sorted(found, key=lambda entry: (entry[0].num_gpus, entry[0]))
 
 
+def by_need(plans: Iterable[Plan]) -> dict[Pool, Plan]:
+    """Return the fastest of some plans for each pool that one needs: a table of pools without what others say too."""
+    found: dict[Pool, Plan] = {}
+    for plan in plans:
+        known = found.get(plan.pool)
+        if known is None or plan.expected.examples_per_s > known.expected.examples_per_s:
+            found[plan.pool] = plan
+    return found
+
+
 def kinds_in(shape: str) -> tuple[tuple[int, int], ...]:
     """Read a shape as ``Plan.shape`` writes it: (stages, replicas) of each kind of pipeline."""
     return tuple((int(stages), int(replicas)) for stages, replicas in re.findall(r"(\d+)x(\d+)", shape))

@@ -1,4 +1,4 @@
-"""Which samples belong to which micro-batch, and loading them; samplers are in ``morph.data.order``."""
+"""Assigns samples to micro-batches, and loads them; samplers are in ``morph.data.order``."""
 
 from __future__ import annotations
 

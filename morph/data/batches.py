@@ -1,8 +1,8 @@
-"""From items of a data set to the batch that a loss gets: a nest of tensors, which Morph handles as entries by name.
+"""Makes the batch that a loss gets from items of a data set: a nest of tensors, which Morph handles as named entries.
 
-An item, or what ``collate_fn`` makes of several, may nest dicts, mappings such as ``BatchEncoding``, tuples, lists and
-dataclasses. Its tensors, arrays and numbers are *entries*, named by their path (``inputs.ids``, ``0.mask``); a
-:class:`Form` is the nest without them, from which the loss gets its batch back.
+An item, or the batch that ``collate_fn`` makes of several, may nest dicts, mappings such as ``BatchEncoding``, tuples,
+lists and dataclasses. Its tensors, arrays and numbers are *entries*, named by their path (``inputs.ids``, ``0.mask``);
+a :class:`Form` is the nest without its entries, from which the batch for the loss is rebuilt.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from morph.data.seeding import own_generators, seed_of
 Collate = Callable[[list[Any]], Any]
 Entries = dict[str, Tensor]
 ALONE = "samples"
-"""The name of an entry that is not in a nest: items that are tensors."""
+"""The name of the only entry of an item that is a tensor and not a nest."""
 _MOST_LISTED = 64
 _ALLOWED = (
     "a nest (dict, tuple, list, dataclass) of dense tensors, numpy arrays and numbers; text, which stays on the host"
@@ -33,7 +33,7 @@ _ALLOWED = (
 
 
 class HostText:
-    """Stands in a batch for text: it is not sent to devices, and no loss can be traced through it."""
+    """Stands for text in a batch: text is not sent to devices, and no loss can be traced through it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -41,8 +41,8 @@ class HostText:
     def _refuse(self, *_: object) -> Any:
         raise wrong_job(
             f"batch entry {self._name!r}",
-            "is text, which stays on the host: a loss gets tensors alone",
-            allowed="numbers made of it in the data set or in collate_fn",
+            "is text, which stays on the host: a loss gets only tensors",
+            allowed="numbers that the data set or collate_fn makes from it",
         )
 
     __getattr__ = __getitem__ = __iter__ = __len__ = __str__ = _refuse
@@ -56,11 +56,11 @@ class Form:
     """A nest without its tensors.
 
     Attributes:
-        kind: What is here.
-        name: Of the entry or text that is here.
-        value: The number, flag or None that is here, the same in every batch.
+        kind: The kind of this part: a nest, an entry, a text or a constant.
+        name: The name of the entry or text.
+        value: The constant (number, flag or None), the same in every batch.
         make: The type of a nest, with its ``keys`` and ``parts``.
-        template: A nest of that type to copy, where it is a dataclass.
+        template: A nest of that type to copy, if it is a dataclass.
     """
 
     kind: Literal["entry", "text", "constant", "nest"]
@@ -92,7 +92,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Flat:
-    """A nest taken apart; ``texts`` by name, as ``entries``."""
+    """A nest taken apart; ``texts`` by name, like ``entries``."""
 
     entries: Entries
     texts: dict[str, Any]
@@ -101,7 +101,7 @@ class Flat:
 
 @dataclass
 class _Flattening:
-    """``numbers``: numbers are entries, not constants. ``lists``: so are lists of them, and foreign objects text."""
+    """``numbers``: numbers are entries, not constants. ``lists``: so are lists of them, and other objects are text."""
 
     where: str
     numbers: bool
@@ -110,7 +110,7 @@ class _Flattening:
     texts: dict[str, Any] = field(default_factory=dict)
 
     def form(self, value: Any, name: str) -> Form:
-        """Take ``value`` apart."""
+        """Take ``value`` apart, and return its form."""
         if isinstance(value, np.ndarray | np.generic) and np.asarray(value).dtype.kind in "biufc":
             value = torch.as_tensor(value)
         if self.lists and isinstance(value, list) and value and all(type(item) in (int, float, bool) for item in value):
@@ -141,7 +141,7 @@ class _Flattening:
         elif isinstance(value, tuple | list):
             keys, values = getattr(type(value), "_fields", tuple(range(len(value)))), list(value)
             if len(values) > _MOST_LISTED and not isinstance(values[0], Tensor | Mapping | tuple | list):
-                raise self._refused(name, f"a {type(value).__name__} of {len(values)}")
+                raise self._refused(name, f"a {type(value).__name__} of {len(values)} values")
         elif self.lists:
             return Form("text", self._put(self.texts, name, value))
         else:
@@ -153,7 +153,7 @@ class _Flattening:
     def _put(self, where: dict[str, Any], name: str, value: Any) -> str:
         name = name or ALONE
         if name in self.entries or name in self.texts:
-            raise self._refused(name, "two of this name")
+            raise self._refused(name, "two entries of this name")
         where[name] = value
         return name
 
@@ -163,15 +163,15 @@ class _Flattening:
 
 
 def flat_sample(sample: object, where: str, *, collated: bool = False) -> Flat:
-    """Take an item apart.
+    """Take an item apart into its form, entries and texts.
 
     Args:
         sample: The item.
-        where: What errors call it.
-        collated: ``collate_fn`` makes batches of items: they may hold anything.
+        where: The name of the item in errors.
+        collated: Whether ``collate_fn`` makes batches of items, which may then hold anything.
 
     Raises:
-        JobError: it holds something that batches are not made of.
+        JobError: the item holds a value that cannot be in a batch.
     """
     return _flat(sample, _Flattening(where, numbers=True, lists=collated))
 
@@ -188,11 +188,11 @@ class Recipe:
     """How micro-batches are made of samples.
 
     Attributes:
-        seed: The job's.
-        collate_fn: The job's.
-        buckets: The job's.
-        padding: The job's.
-        shapes: What entries of samples are like, where there are buckets.
+        seed: The job's seed.
+        collate_fn: The job's ``collate_fn``.
+        buckets: The job's buckets.
+        padding: The job's padding.
+        shapes: The shapes of samples' entries, if there are buckets.
     """
 
     seed: int = 0
@@ -202,7 +202,7 @@ class Recipe:
     shapes: Mapping[str, Shape] = field(default_factory=dict)
 
     def read(self, dataset: Any, places: Iterable[Place]) -> list[Any]:
-        """Read samples; what one draws from the global generators depends on (seed, epoch, index) alone."""
+        """Return samples; what one draws from the global generators depends only on (seed, epoch, index)."""
         samples, places = [], list(places)
         expect = getattr(dataset, "expect_samples", None)
         if expect is not None:
@@ -214,29 +214,29 @@ class Recipe:
         return samples
 
     def flat(self, sample: object, where: str) -> Flat:
-        """Take an item apart, to look at it."""
+        """Take an item apart for inspection."""
         return flat_sample(sample, where, collated=self.collate_fn is not None)
 
     def rows(self, dataset: Any, indices: Sequence[int]) -> list[Entries]:
-        """Return the entries of some samples, each as it is in a batch of its own, without padding."""
+        """Return the entries of some samples, each as in a batch of its own, without padding."""
         alone = replace(self, shapes={})
         made = (alone.batch(self.read(dataset, [(0, i)]), [(0, i)], "dataset()").entries for i in indices)
         return [{name: entry[0] for name, entry in entries.items()} for entries in made]
 
     def like(self, dataset: Any) -> Entries:
-        """Return what each sample of a batch is like, in the longest bucket: item 0 where there are none."""
+        """Return the entries of a typical sample, in the longest bucket; without buckets, those of item 0."""
         if not self.buckets:
             return self.rows(dataset, [0])[0]
         sizes = {name: (shape.at(self.buckets[-1]), shape.dtype) for name, shape in self.shapes.items()}
         return {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in sizes.items()}
 
     def nest(self, samples: Sequence[Any], places: Sequence[Place], field: str, length: int | None = None) -> Any:
-        """Make one batch of samples, as a ``DataLoader`` does; dataclasses are stacked too.
+        """Return one batch of samples, made as a ``DataLoader`` does; dataclasses are stacked too.
 
-        What ``collate_fn`` draws from the global generators depends on the seed and the samples' places alone.
+        What ``collate_fn`` draws from the global generators depends only on the seed and the samples' places.
 
         Raises:
-            JobError: samples that make no batch.
+            JobError: the samples cannot form a batch.
         """
         if self.collate_fn is None or self.shapes:
             made = self.batch(samples, places, field, None, length)
@@ -257,17 +257,17 @@ class Recipe:
         keys: Iterable[str] | None = None,
         length: int | None = None,
     ) -> Flat:
-        """Make one batch of samples, taken apart; every entry is [len(samples), ...].
+        """Return one batch of samples, taken apart; every entry is [len(samples), ...].
 
         Args:
-            samples: As they were read.
-            places: Of each.
-            field: The data set in errors.
-            keys: The entries that are wanted, where they can be made alone; None: all.
-            length: To which they are padded; None: to the smallest bucket that holds them, where there are buckets.
+            samples: The samples as they were read.
+            places: The places of the samples.
+            field: The name of the data set in errors.
+            keys: The wanted entries, if entries can be made separately; None: all.
+            length: The length to which samples are padded; None: the smallest bucket that holds them, if there are any.
 
         Raises:
-            JobError: samples that make no batch.
+            JobError: the samples cannot form a batch.
         """
         if self.collate_fn is None:
             wheres = [f"{field}[{index}]" for _, index in places]
@@ -317,16 +317,16 @@ class Recipe:
         keys: Iterable[str] | None = None,
         length: int | None = None,
     ) -> Entries:
-        """Make one batch of samples that must be like another one, for which the sections were made.
+        """Return one batch of samples, whose entries must have the shapes for which the sections were made.
 
         Args:
-            samples: As they were read.
-            places: Of each.
-            like: The other one.
-            field: The data set in errors.
-            allowed: How the other one is called there.
+            samples: The samples as they were read.
+            places: The places of the samples.
+            like: A sample with the right entries and shapes.
+            field: The name of the data set in errors.
+            allowed: The description of ``like`` in errors.
             keys: As for ``batch``.
-            length: As for ``batch``; padding sees to shapes then.
+            length: As for ``batch``; if given, padding makes the shapes equal.
 
         Raises:
             JobError: an entry is missing, or has another shape or type.
@@ -359,7 +359,7 @@ def stack_entry(samples: Sequence[Mapping[str, Tensor]], key: str) -> Tensor:
     """Stack one entry of the samples to [len(samples), ...].
 
     Raises:
-        JobError: when a sample lacks the entry, or has another shape or dtype than the first.
+        JobError: a sample lacks the entry, or its entry differs in shape or dtype from the first sample's.
     """
     for position, sample in enumerate(samples):
         if key not in sample:
@@ -377,10 +377,10 @@ def stack_entry(samples: Sequence[Mapping[str, Tensor]], key: str) -> Tensor:
 
 
 def require_alike(sample: Mapping[str, Tensor], like: Mapping[str, Tensor], field: str, allowed: str) -> None:
-    """Refuse a sample without an entry of another, or with one of another shape or type.
+    """Refuse a sample that lacks an entry of another, or has one of another shape or type.
 
     Raises:
-        JobError: naming the entry, behind ``field``, and what is ``allowed``, behind the other's shape.
+        JobError: an entry is missing or differs; the message names it after ``field``, and ends with ``allowed``.
     """
     for key, wanted in like.items():
         found = sample.get(key)

@@ -1,7 +1,7 @@
-"""A data worker: a process that reads samples beside the worker that started it, and ends with it.
+"""A data worker: a process that reads samples for the worker that started it, and ends with that worker.
 
-``python -m morph.data.data_worker LINE MEMORY``: descriptors of the connection to the worker and of the memory that the
-two share; what it is set up with is on standard input. Everything said is JSON, for nothing that is read is unpickled.
+``python -m morph.data.data_worker LINE MEMORY``: LINE and MEMORY are descriptors of the connection to the worker and of
+the shared memory; standard input holds the setup. All messages are JSON, because nothing that is read is unpickled.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # until all is imported, which stays: to look through it again and again takes a sixth of that time
+    gc.disable()  # until all is imported: collecting lasting objects again and again takes a sixth of the time
 
 import json
 import mmap
@@ -38,10 +38,10 @@ Message = dict[str, Any]
 
 
 def main() -> int:
-    """Read what is requested until the worker is gone."""
+    """Read requested micro-batches until the worker is gone; return the exit code."""
     gc.freeze()
     gc.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker handles Ctrl-C, and ends this process
     line, memory_fd = Connection(int(sys.argv[1])), int(sys.argv[2])
     setup = json.load(sys.stdin.buffer)
     heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -49,11 +49,11 @@ def main() -> int:
     try:
         job = _load(setup)
         begin = heard.get()
-        # torch.use_deterministic_algorithms loads torch's compiler, for a second
+        # torch.use_deterministic_algorithms loads torch's compiler, which takes a second
         torch.set_deterministic_debug_mode(begin["determinism"])
         slots = Slots(begin["micro_batch_size"], begin["entries"])
         memory = torch.frombuffer(mmap.mmap(memory_fd, slots.num_bytes), dtype=torch.uint8)
-    except BaseException as error:  # the job's file may raise anything, SystemExit too
+    except BaseException as error:  # the job's file may raise anything, even SystemExit
         _tell(line, {"failed": _shown(error)})
         return 1
     _tell(line, {"ready": True})
@@ -62,12 +62,12 @@ def main() -> int:
 
 
 def _hear(line: Connection, heard: queue.SimpleQueue[Message]) -> None:
-    """Take in what the worker says, also while a sample is read. A line that ends says that the worker is gone."""
+    """Receive the worker's messages, also while a sample is read. The line ends when the worker is gone."""
     try:
         with suppress(EOFError, OSError):
             while True:
                 heard.put(json.loads(line.recv_bytes()))
-    finally:  # also where something else came than JSON
+    finally:  # also if a message was not JSON
         os._exit(0)
 
 
@@ -80,7 +80,7 @@ def _load(setup: Message) -> Job:
     """Load the job as the worker did, and build its data sets.
 
     Raises:
-        JobError: a job that cannot be loaded, or data that is not what the run began with.
+        JobError: the job cannot be loaded, or the data differs from the data with which the run began.
     """
     sys.path[:] = setup["path"]
     torch.set_num_threads(setup["num_threads"])
@@ -96,14 +96,14 @@ def _load(setup: Message) -> Job:
 
 
 def _answer(job: Job, slots: Slots, memory: torch.Tensor, request: Mapping[str, Any]) -> Message:
-    """Read one micro-batch into a slot. Whatever is raised, the worker reads it again, and raises it itself."""
+    """Read one micro-batch into a slot. If an error is raised, the worker reads the samples itself and raises it."""
     slot = request["slot"]
     try:
         samples, count, recipe = [], slots.num_read(memory), recipe_of(job)
         places = [(epoch, index) for epoch, index in slots.samples(memory, slot).tolist()]
         for epoch, index in places:
             samples += recipe.read(data_of(job, "eval_data" if epoch == EPOCH else "dataset"), [(epoch, index)])
-            count += 1  # seen by the worker: the memory is shared
+            count += 1  # the worker sees it: the memory is shared
         made = recipe.alike(
             samples, places, slots.like, "dataset()", "as in item 0", request["keys"], request["length"]
         )

@@ -16,26 +16,26 @@ from morph.data.prefetch import DataWorkers
 from morph.jobs.job import MapDataset
 
 EPOCH = -1
-"""Not one of training's; every evaluation draws alike, so that they can be compared."""
+"""An epoch that training never has; every evaluation draws alike, so that evaluations can be compared."""
 
 
 class EvaluationLoader:
-    """Loads micro-batch ``j``: samples ``j*m .. (j+1)*m - 1``; samples that fill no micro-batch are left out.
+    """Loads micro-batch ``j``: samples ``j*m .. (j+1)*m - 1``; samples that do not fill a micro-batch are left out.
 
-    Where lengths vary, samples of like length share micro-batches.
+    If lengths vary, samples of similar length share micro-batches.
 
     Args:
         dataset: The evaluation data.
-        seed: The job's.
-        training_sample: What samples must look like, for sections were made for that.
+        seed: The job's seed.
+        training_sample: A training sample, whose entries and shapes the evaluation data must have.
         micro_batch_size: m.
-        num_samples: How many samples to take at most; None: all.
-        prefetcher: Reads what is expected.
+        num_samples: The greatest number of samples to use; None: all.
+        prefetcher: Reads expected micro-batches ahead.
         recipe: How micro-batches are made of samples; None: by stacking.
-        lengths: Of each sample, where they vary.
+        lengths: The length of each sample, if lengths vary.
 
     Raises:
-        JobError: too few samples, or a first sample that differs from those of training.
+        JobError: there are too few samples, or the first sample differs from those of training.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class EvaluationLoader:
         available = check_map_style(dataset, "eval_data")
         self.num_micro_batches = min(available, num_samples or available) // micro_batch_size
         if num_samples is not None and num_samples > available:
-            raise wrong_job("eval_samples", "are more than there are", num_samples, f"{available}")
+            raise wrong_job("eval_samples", "is too large", num_samples, f"{available}")
         if self.num_micro_batches == 0:
             allowed = f"at least one micro-batch of {micro_batch_size} samples"
             field, value = ("eval_data", available) if num_samples is None else ("eval_samples", num_samples)
@@ -69,15 +69,15 @@ class EvaluationLoader:
         self._read(MicroBatch(((EPOCH, 0),)))
 
     def length(self, micro_batch: int) -> int | None:
-        """Return the bucket of a micro-batch; None: lengths do not vary."""
+        """Return the bucket of a micro-batch; None if lengths do not vary."""
         return self._micro_batches[micro_batch].length
 
     def order(self) -> NDArray[np.int64]:
-        """Return where each sample of the data is among those of all micro-batches."""
+        """Return the position of each sample among the samples of all micro-batches, as int64 [samples]."""
         return np.argsort([index for part in self._micro_batches for _, index in part.places], kind="stable")
 
     def expect(self, micro_batches: Sequence[int], keys: Iterable[str], over: Callable[[], bool]) -> None:
-        """Have these prefetched. See ``DataWorkers.expect``."""
+        """Have these micro-batches prefetched. See ``DataWorkers.expect``."""
         if self._prefetcher is not None:
             self._expected = tuple(sorted(keys))
             batches = [(EPOCH, micro_batch, self._expected) for micro_batch in micro_batches]

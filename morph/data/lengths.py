@@ -1,4 +1,4 @@
-"""Samples whose lengths vary: which of them share a micro-batch, and padding to one of a few declared lengths."""
+"""Samples whose lengths vary: they are assigned to micro-batches, and padded to one of a few declared lengths."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from morph.contract.errors import wrong_job
 from morph.data.order import Place
 
 LABELS, IGNORED = "labels", -100
-"""Entries of this name are padded with what losses ignore, as transformers does."""
+"""Entries of this name are padded with the value that losses ignore, as in transformers."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The samples of one micro-batch, in order; ``length``: what they are padded to, None where lengths do not vary."""
+    """The samples of one micro-batch, in order; ``length``: their padded length, None if lengths do not vary."""
 
     places: tuple[Place, ...]
     length: int | None = None
@@ -29,17 +29,18 @@ class MicroBatch:
 def divided(
     places: Sequence[Place], size: int, lengths: NDArray[np.int64] | None = None, buckets: Sequence[int] = ()
 ) -> list[MicroBatch]:
-    """Divide the samples of a mini-batch, or of an evaluation, among micro-batches.
+    """Divide the samples of a mini-batch, or of an evaluation, among micro-batches, and return these.
 
-    With lengths, samples are sorted by them, and each micro-batch is as long as the smallest bucket that holds its
-    longest sample. Micro-batches are numbered so that any range of them, which is what a replica runs, has short and
-    long ones in like proportion. All of it depends on the samples and ``size`` alone, so it is the same in every shape.
+    With lengths, samples are sorted by length, and each micro-batch is as long as the smallest bucket that holds its
+    longest sample. Micro-batches are numbered so that any range of them, such as the range that a replica runs, has
+    short and long ones in similar proportion. The result depends only on the samples and ``size``, so it is the same
+    in every shape.
 
     Args:
-        places: In the order of the data.
-        size: m.
-        lengths: Of each sample of the data set.
-        buckets: Ascending.
+        places: The places of the samples, in the order of the data.
+        size: m, the number of samples per micro-batch.
+        lengths: The length of each sample of the data set.
+        buckets: The lengths to pad to, ascending.
     """
     starts = range(0, len(places), size)
     if lengths is None:
@@ -56,7 +57,7 @@ def divided(
 
 @lru_cache(maxsize=8)
 def _spread(count: int) -> tuple[int, ...]:
-    """An order of 0 .. count - 1 in which every range is spread evenly: that of numbers whose bits are reversed."""
+    """Return 0 .. count - 1 in an order in which every range is spread evenly: sorted by the reversed bits."""
     bits = max(1, (count - 1).bit_length())
     reversed_bits = [int(f"{number:0{bits}b}"[::-1], 2) for number in range(count)]
     ranks = {value: rank for rank, value in enumerate(sorted(reversed_bits))}
@@ -64,16 +65,16 @@ def _spread(count: int) -> tuple[int, ...]:
 
 
 def checked_lengths(found: object, num_samples: int, buckets: Sequence[int], field: str) -> NDArray[np.int64]:
-    """Return the lengths of a data set's samples.
+    """Return the lengths of a data set's samples, as int64 [samples].
 
     Raises:
-        JobError: they are no lengths, or the longest bucket does not hold one.
+        JobError: the values are not lengths, or a sample is longer than the longest bucket.
     """
     lengths = np.asarray(found)
     if lengths.shape != (num_samples,) or lengths.dtype.kind not in "iu" or lengths.min() < 0:
         raise wrong_job(
             f"lengths({field})",
-            "returns no lengths",
+            "does not return lengths",
             f"{list(lengths.shape)} {lengths.dtype}",
             f"a whole number for each of the {num_samples} samples",
         )
@@ -89,25 +90,25 @@ def checked_lengths(found: object, num_samples: int, buckets: Sequence[int], fie
 
 
 def examples(lengths: NDArray[np.int64], count: int) -> list[int]:
-    """Numbers of samples of all lengths, from the shortest to the longest."""
+    """Return the numbers of ``count`` samples of all lengths, from the shortest to the longest."""
     order = np.argsort(lengths, kind="stable")
     return sorted({int(order[part * (len(order) - 1) // max(1, count - 1)]) for part in range(count)})
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The form of one entry of a sample: its sizes, None where it is as long as the micro-batch."""
+    """The form of one entry of a sample: its sizes; None for a size that equals the micro-batch's length."""
 
     sizes: tuple[int | None, ...]
     dtype: torch.dtype
 
     def at(self, length: int | None) -> tuple[int, ...]:
-        """Return the sizes in a micro-batch of this length."""
+        """Return the entry's sizes in a micro-batch of this length."""
         return tuple(size if size is not None else length or 0 for size in self.sizes)
 
 
 def shapes_of(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Shape]:
-    """See which dimensions vary among samples; anything else is checked when they are loaded."""
+    """Find which dimensions vary among samples; other differences are found when samples are loaded."""
     found = {}
     for name, first in samples[0].items():
         others = [sample[name] for sample in samples if name in sample and sample[name].dim() == first.dim()]
@@ -117,18 +118,18 @@ def shapes_of(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Shape]:
 
 
 def pad(entry: Tensor, shape: Shape, length: int, value: float, *, rows: bool, field: str) -> Tensor:
-    """Pad an entry to a length, behind its end.
+    """Return an entry padded at its end to a length.
 
     Args:
-        entry: Of a sample, or of a batch.
-        shape: Of a sample's.
-        length: To which.
-        value: With what.
-        rows: It is of a batch, whose samples are the first dimension.
-        field: The entry in errors.
+        entry: An entry of a sample, or of a batch.
+        shape: The shape of this entry in a sample.
+        length: The length to pad to.
+        value: The value to pad with.
+        rows: Whether the entry is of a batch, whose samples are the first dimension.
+        field: The name of the entry in errors.
 
     Raises:
-        JobError: it is longer, or of another form.
+        JobError: the entry is longer, or of another form.
     """
     wanted = (*entry.shape[:1], *shape.at(length)) if rows else shape.at(length)
     fits = len(wanted) == entry.dim() and entry.dtype == shape.dtype
@@ -149,6 +150,6 @@ def pad(entry: Tensor, shape: Shape, length: int, value: float, *, rows: bool, f
 
 
 def padding_of(name: str, padding: Mapping[str, float]) -> float:
-    """Return what an entry is padded with."""
+    """Return the value that an entry is padded with."""
     default = IGNORED if name.rpartition(".")[2] == LABELS else 0
     return padding.get(name, default)

@@ -1,4 +1,4 @@
-"""Load the batch entries of one micro-batch from the user's data set, which has a length and numbered items."""
+"""Loads the entries of one micro-batch from the user's data set, which has a length and numbered items."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ _STEPS_OF_A_MIX = 64
 class MicroBatchLoader:
     """Loads micro-batch ``j`` of step ``t``: samples ``j*m .. (j+1)*m - 1`` of that mini-batch.
 
-    The last few micro-batches are remembered, so that several sections of one stage load a sample once.
+    The loader keeps the last few micro-batches, so that several sections of one stage load a sample once.
 
     Args:
         dataset: The data set.
-        seed: The job's.
+        seed: The job's seed.
         batch_size: M.
         micro_batch_size: m.
-        prefetcher: Reads what is expected. It is told what samples look like, so the first one is read now.
+        prefetcher: Reads expected micro-batches ahead. It needs the form of samples, so the first one is read now.
         recipe: How micro-batches are made of samples; None: by stacking.
-        order: Of the samples; None: the default one.
-        lengths: Of each sample, where they vary.
+        order: The order of the samples; None: the default one.
+        lengths: The length of each sample, if lengths vary.
 
     Raises:
-        JobError: something else than a data set, or a first sample that is none.
+        JobError: ``dataset`` is not a data set, or its first sample is not a sample.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class MicroBatchLoader:
     def expect(
         self, places: Iterable[tuple[int, int]], keys: Iterable[str], over: Callable[[], bool], window: int
     ) -> None:
-        """Have these micro-batches prefetched, if anything prefetches, and forget what was expected before.
+        """Have these micro-batches prefetched, if there is a prefetcher, and drop earlier expectations.
 
         Args:
-            places: Step and number of each, in the order in which they will be loaded.
+            places: Step and number of each micro-batch, in the order in which they will be loaded.
             keys: The entries that will be wanted.
-            over: Says that nobody waits for them any more.
+            over: Returns whether the micro-batches are no longer needed.
             window: How many are in use at once: each is loaded again before its backward.
         """
         if self._prefetcher is None:
@@ -109,8 +109,8 @@ class MicroBatchLoader:
         """Return the wanted entries, each [micro_batch_size, ...]. They are shared: do not write to them.
 
         Raises:
-            JobError: when an item is not a dict of tensors, lacks a key, or differs in shape or dtype from item 0,
-                for which the sections were made.
+            JobError: an item is not a dict of tensors, lacks a key, or differs in shape or dtype from item 0, for which
+                the sections were made.
         """
         wanted = tuple(keys)
         if not wanted:
@@ -125,7 +125,7 @@ class MicroBatchLoader:
         return {key: stacked[key] for key in wanted}
 
     def _remembered(self, place: tuple[int, int]) -> dict[str, Tensor]:
-        """The entries of a micro-batch that were stacked so far; those of others are let go in its favour."""
+        """Return the entries of a micro-batch that were stacked so far; drop the oldest micro-batch to make room."""
         stacked = self._stacked.setdefault(place, {})
         self._stacked.move_to_end(place)
         while len(self._stacked) > self._num_kept:
@@ -134,7 +134,7 @@ class MicroBatchLoader:
         return stacked
 
     def length(self, step: int, micro_batch: int) -> int | None:
-        """Return the bucket of a micro-batch, which every stage knows without being told; None: lengths do not vary."""
+        """Return the bucket of a micro-batch, which every stage can compute by itself; None if lengths do not vary."""
         return None if self._lengths is None else self._micro_batch(step, micro_batch).length
 
     def samples_of(self, step: int) -> tuple[int, ...]:
@@ -142,12 +142,12 @@ class MicroBatchLoader:
         return tuple(int(index) for _, index in self._order.mini_batch(step))
 
     def typical(self) -> int:
-        """Return a micro-batch of step 0 of middling length."""
+        """Return the number of a micro-batch of step 0 whose length is in the middle."""
         numbers = sorted(range(len(self._divided(0))), key=lambda number: self.length(0, number) or 0)
         return 0 if self._lengths is None else numbers[len(numbers) // 2]
 
     def example(self, length: int | None, keys: Iterable[str]) -> dict[str, Tensor]:
-        """Return entries of a micro-batch that is padded to a length; of the first one where lengths do not vary."""
+        """Return entries of a micro-batch that is padded to ``length``; of the first one if lengths do not vary."""
         if length is None or self._lengths is None:
             return self.load(0, 0, keys)
         lengths = self._lengths[: num_at_hand(self._dataset)]
@@ -185,9 +185,9 @@ class MicroBatchLoader:
 
 
 def data_of(job: Job, field: DataField = "dataset") -> MapDataset:
-    """Return a job's data set, which is built the first time: that may mean reading or tokenising a corpus.
+    """Return a job's data set, which is built on first use: that may mean reading or tokenising a corpus.
 
-    What it draws from the global generators while it is built depends on the job's seed alone.
+    What the code draws from the global generators while it builds the data set depends only on the job's seed.
     """
     built = job.__dict__.setdefault(_BUILT, {})
     if field not in built:
@@ -200,17 +200,17 @@ def data_of(job: Job, field: DataField = "dataset") -> MapDataset:
 
 
 def forget_data(job: Job, field: DataField) -> None:
-    """Let go of a job's data set; it is built anew when it is next requested."""
+    """Drop a job's data set; the next use builds it anew."""
     job.__dict__.get(_BUILT, {}).pop(field, None)
 
 
 def num_at_hand(dataset: Any) -> int:
-    """How many of its first samples can be read at any time, to look at some: not all, where they lie in shards."""
+    """Return how many of the first samples can be read at any time for inspection: not all if they lie in shards."""
     return int(getattr(dataset, "num_at_hand", len(dataset)))
 
 
 def numbered(dataset: Any) -> Any:
-    """Return a data set whose samples have numbers: an ``IterableDataset`` of known length becomes one."""
+    """Return a data set with numbered samples: an ``IterableDataset`` of known length is converted to one."""
     if not isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         return dataset
     from morph.data.streams import Iterated, Stream
@@ -219,7 +219,7 @@ def numbered(dataset: Any) -> Any:
 
 
 def recipe_of(job: Job) -> Recipe:
-    """How micro-batches are made of a job's samples; with buckets, some samples are read for that."""
+    """Return how micro-batches are made of a job's samples; with buckets, this reads some samples."""
     built = job.__dict__.setdefault(_BUILT, {})
     if _RECIPE not in built:
         recipe = Recipe(job.seed, job.collate_fn, job.buckets, job.padding)
@@ -229,7 +229,7 @@ def recipe_of(job: Job) -> Recipe:
 
 
 def measured(recipe: Recipe, dataset: MapDataset, lengths: NDArray[np.int64] | None) -> Recipe:
-    """Return the recipe with what entries are like, as samples of all lengths show it; as it is without lengths."""
+    """Return the recipe with the shapes of entries, found from samples of all lengths; unchanged without lengths."""
     if lengths is None:
         return recipe
     known = examples(lengths[: num_at_hand(dataset)], _NUM_MEASURED)
@@ -240,7 +240,7 @@ def varying_dims(job: Job) -> dict[str, tuple[int, ...]]:
     """Return the dimensions of each entry of a batch that are as long as the micro-batch.
 
     Raises:
-        JobError: there are none.
+        JobError: there are no such dimensions.
     """
     shapes = recipe_of(job).shapes
     found = {name: tuple(d for d, size in enumerate(shape.sizes, 1) if size is None) for name, shape in shapes.items()}
@@ -249,13 +249,13 @@ def varying_dims(job: Job) -> dict[str, tuple[int, ...]]:
             "buckets",
             "have nothing to pad: no entry of the samples varies in length",
             job.buckets,
-            "samples, or a collate_fn, that leave the padding to Morph; or no buckets",
+            "samples, or a collate_fn, that leaves the padding to Morph; or no buckets",
         )
     return found
 
 
 def mix_of(job: Job, micro_batch_size: int) -> dict[int | None, float]:
-    """Return which share of micro-batches is padded to each bucket, in an epoch or the first of its steps."""
+    """Return the fraction of micro-batches that is padded to each bucket, in an epoch or in its first steps."""
     lengths = lengths_of(job)
     if lengths is None:
         return {None: 1.0}
@@ -267,10 +267,10 @@ def mix_of(job: Job, micro_batch_size: int) -> dict[int | None, float]:
 
 
 def lengths_of(job: Job, field: DataField = "dataset") -> NDArray[np.int64] | None:
-    """Return the length of each sample of a job's data set; None where lengths do not vary.
+    """Return the length of each sample of a job's data set, as int64 [samples]; None if lengths do not vary.
 
     Raises:
-        JobError: they are no lengths, or too long.
+        JobError: the values are not lengths, or are too long.
     """
     if job.lengths is None:
         return None
@@ -283,12 +283,12 @@ def lengths_of(job: Job, field: DataField = "dataset") -> NDArray[np.int64] | No
 
 
 def order_of(job: Job) -> EpochOrder:
-    """The order of a job's training samples."""
+    """Return the order of a job's training samples."""
     return EpochOrder(data_of(job), job.seed, job.batch_size, job.sampler)
 
 
 def form_of(job: Job) -> Form:
-    """The form of a job's batches: a loss gets its batch in it, whatever entries Morph passes on."""
+    """Return the form of a job's batches, in which a loss gets its batch, whatever entries Morph transfers."""
     built = job.__dict__.setdefault(_BUILT, {})
     if _FORM not in built:
         recipe = recipe_of(job)
@@ -301,14 +301,14 @@ _ALLOWED = "a map-style data set: len(dataset), and dataset[i] -> a dict, tuple 
 
 
 def check_map_style(dataset: object, field: str) -> int:
-    """Return the number of samples.
+    """Return the number of samples of a map-style data set.
 
     Args:
-        dataset: What the job's function returned.
+        dataset: The result of the job's function.
         field: That function's name in the job.
 
     Raises:
-        JobError: it is something else, or is empty.
+        JobError: the result is not a map-style data set, or is empty.
     """
     problem, allowed = None, _ALLOWED
     if isinstance(dataset, DataLoader):
@@ -326,17 +326,17 @@ def check_map_style(dataset: object, field: str) -> int:
     return size
 
 
-# What a job's data sets are known by: read where the job is checked, and again by every worker before it joins.
+# Facts that identify a job's data sets: read where the job is checked, and again by every worker before it joins.
 
 
 NUM_SAMPLED = 8
 
 
 def data_facts(job: Job) -> dict[str, DataFacts]:
-    """Look at a job's data sets.
+    """Return the facts of each of a job's data sets, by field.
 
     Raises:
-        JobError: a sample that is none.
+        JobError: a sample is not valid.
     """
     found = {"dataset": _facts(data_of(job), recipe_of(job))}
     if job.eval_data is not None:
@@ -345,7 +345,7 @@ def data_facts(job: Job) -> dict[str, DataFacts]:
 
 
 def _facts(dataset: MapDataset, recipe: Recipe) -> DataFacts:
-    """Length, and samples spread evenly from the first to the last at hand."""
+    """Return the length of a data set, and digests of samples spread evenly over those that are quick to read."""
     length, last = len(dataset), num_at_hand(dataset) - 1
     indices = sorted({place * last // (NUM_SAMPLED - 1) for place in range(NUM_SAMPLED)}) if length else []
     samples = zip(indices, recipe.read(dataset, [(0, index) for index in indices]), strict=True)
@@ -362,7 +362,7 @@ def _entries(recipe: Recipe, sample: object, index: int) -> dict[str, str]:
 
 
 def _is_text(value: object) -> bool:
-    """Whether it is text, and no object of the user's, which may show its address."""
+    """Whether a value is text, and not a user's object, whose representation may contain its address."""
     return isinstance(value, str | bytes) or (isinstance(value, list | tuple) and all(map(_is_text, value)))
 
 

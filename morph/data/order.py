@@ -1,9 +1,10 @@
 """Sample order: a function of (seed, step) alone, so the same in every shape and after every restart.
 
-An epoch is a list of sample numbers that a *sampler* returns, as ``Job.sampler`` or ``morph.elastic.batches`` is given
-one: ``sampler(dataset, seed, epoch)``. Steps take ``batch_size`` of them at a time, and an epoch may end inside a step.
-``shuffled`` is the default; ``weighted``, ``stratified`` and ``grouped`` make samplers. A data set may have an order of
-its own, ``sample_order(seed, epoch)``, in place of ``shuffled``: a ``morph.data.streams.Stream`` has.
+An epoch is a list of sample numbers that a *sampler* returns: ``sampler(dataset, seed, epoch)``, given as
+``Job.sampler`` or to ``morph.elastic.batches``. Each step takes the next ``batch_size`` of them, and an epoch may end
+inside a step. ``shuffled`` is the default; ``weighted``, ``stratified`` and ``grouped`` make samplers. A data set may
+have an order of its own, ``sample_order(seed, epoch)``, in place of ``shuffled``, as a ``morph.data.streams.Stream``
+has.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from morph.contract.errors import wrong_job
 from morph.data.seeding import own_generators, seed_of
 
 Place = tuple[int, int]
-"""Epoch and index of a sample. What the sample draws from global generators depends on both; a sample that comes again
-within an epoch has ``AGAIN`` added to its epoch each time, so that it draws anew."""
+"""Epoch and index of a sample. What the sample draws from global generators depends on both; each time a sample comes
+again within an epoch, ``AGAIN`` is added to its epoch, so that it draws anew."""
 AGAIN = 1 << 32
 Sampler = Callable[[Any, int, int], ArrayLike]
 OfDataSet = ArrayLike | Callable[[Any], ArrayLike]
@@ -28,7 +29,7 @@ OfDataSet = ArrayLike | Callable[[Any], ArrayLike]
 
 
 class Order(Protocol):
-    """Which samples a step has: all that loading asks of an order."""
+    """Returns the samples of a step: the only method that loading needs of an order."""
 
     def mini_batch(self, step: int) -> Sequence[Place]:
         """Return the places of the samples of one step, in order."""
@@ -40,9 +41,9 @@ class EpochOrder:
 
     Args:
         dataset: The data set.
-        seed: The job's.
+        seed: The job's seed.
         batch_size: M.
-        sampler: None: the data set's ``sample_order``, or ``shuffled``.
+        sampler: The sampler; None: the data set's ``sample_order``, or ``shuffled``.
     """
 
     def __init__(self, dataset: Any, seed: int, batch_size: int, sampler: Sampler | None = None) -> None:
@@ -53,7 +54,7 @@ class EpochOrder:
         """See ``Order``.
 
         Raises:
-            JobError: a sampler that returns something else than numbers of samples, as many in every epoch.
+            JobError: the sampler does not return numbers of samples, or not the same number of them in every epoch.
         """
         if self._sampler is None:
             first, size = step * self._batch_size, len(self._dataset)
@@ -65,7 +66,7 @@ class EpochOrder:
         return [self._place(epoch, offset) for epoch, offset in places]
 
     def epoch(self, epoch: int) -> NDArray[np.int64]:
-        """Return the numbers of an epoch's samples, in order."""
+        """Return the numbers of an epoch's samples in order, as int64 [samples]."""
         if self._sampler is None:
             own = getattr(self._dataset, "sample_order", None)
             return shuffled(self._dataset, self._seed, epoch) if own is None else np.asarray(own(self._seed, epoch))
@@ -76,7 +77,7 @@ class EpochOrder:
         return epoch + AGAIN * int(again[offset]), int(indices[offset])
 
     def _sampled(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Sample numbers, and how often each came before in the epoch."""
+        """Return sample numbers, and how often each has already come in the epoch, both int64 [samples]."""
         if epoch not in self._epochs:
             assert self._sampler is not None
             with own_generators() as seed_all:
@@ -99,7 +100,7 @@ class EpochOrder:
                 shown = f"{found.min()} to {found.max()}"
             raise wrong_job(
                 f"sampler(dataset, seed, {epoch})",
-                "returns no order",
+                "does not return an order",
                 shown,
                 f"{wanted}whole numbers from 0 to {size - 1}, as many in every epoch",
             )
@@ -123,10 +124,10 @@ def sample_indices(
 ) -> NDArray[np.int64]:
     """Return the data set indices of one mini-batch in the default order, as int64 [batch_size].
 
-    Samples have global positions 0, 1, 2, ...; ``step`` covers positions ``step * batch_size`` onwards. Position g
-    is the ``g % dataset_size``-th entry of a permutation drawn for epoch ``g // dataset_size``, so every sample
-    comes exactly once per epoch, and an epoch may end inside a mini-batch. ``sample_order(seed, epoch)`` gives another
-    one, which is only asked for its entries at an array of places.
+    Samples have global positions 0, 1, 2, ...; ``step`` covers positions ``step * batch_size`` onwards. Position g is
+    the ``g % dataset_size``-th entry of a permutation drawn for epoch ``g // dataset_size``, so every sample comes
+    exactly once per epoch, and an epoch may end inside a mini-batch. ``sample_order(seed, epoch)`` returns another
+    permutation, of which only the entries at an array of places are read.
     """
     positions = np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64)
     epochs, offsets = np.divmod(positions, dataset_size)
@@ -139,22 +140,22 @@ def sample_indices(
 
 
 def shuffled(dataset: Any, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Every sample once, in random order: the default."""
+    """Return every sample once, in random order: the default."""
     return _permutation(seed, epoch, len(dataset))
 
 
 def weighted(weights: OfDataSet, num_samples: int | None = None) -> Sampler:
-    """Draw samples in proportion to their weights, with replacement, as torch's ``WeightedRandomSampler``.
+    """Return a sampler that draws by weight, with replacement, like torch's ``WeightedRandomSampler``.
 
     Args:
-        weights: Of each sample, at least 0.
-        num_samples: How many make an epoch; None: as many as the data set has.
+        weights: The weight of each sample, at least 0.
+        num_samples: How many samples make an epoch; None: as many as the data set has.
     """
 
     def sampler(dataset: Any, seed: int, epoch: int) -> NDArray[np.int64]:
         sums = np.cumsum(_numbers_of(weights, dataset, "weights").astype(np.float64))
         if not 0 < sums[-1] < np.inf or np.any(np.diff(sums, prepend=0) < 0):
-            raise wrong_job("sampler: weights", "cannot be drawn by", allowed="numbers from 0, not all 0")
+            raise wrong_job("sampler: weights", "are not weights to draw by", allowed="numbers from 0, not all 0")
         drawn = _uniform(seed, epoch, num_samples or len(dataset)) * sums[-1]
         found: NDArray[np.int64] = np.minimum(np.searchsorted(sums, drawn, side="right"), len(sums) - 1)
         return found
@@ -163,7 +164,7 @@ def weighted(weights: OfDataSet, num_samples: int | None = None) -> Sampler:
 
 
 def stratified(labels: OfDataSet) -> Sampler:
-    """Every sample once, in random order, with each label spread evenly over the epoch: so over its mini-batches."""
+    """Return a sampler of every sample once, in random order, with each label spread evenly over mini-batches."""
 
     def sampler(dataset: Any, seed: int, epoch: int) -> NDArray[np.int64]:
         kinds = np.unique(_numbers_of(labels, dataset, "labels"), return_inverse=True)[1]
@@ -178,12 +179,14 @@ def stratified(labels: OfDataSet) -> Sampler:
 
 
 def grouped(lengths: OfDataSet, batch_size: int, *, window: int = 50) -> Sampler:
-    """Every sample once, with samples of like length in one mini-batch, as ``group_by_length`` of transformers.
+    """Return a sampler of every sample once that puts samples of similar length into one mini-batch.
+
+    It works like ``group_by_length`` of transformers.
 
     Args:
-        lengths: Of each sample.
+        lengths: The length of each sample.
         batch_size: M.
-        window: Mini-batches among whose samples the like ones are sought; 1: none but those of the default order.
+        window: The number of mini-batches whose samples are sorted together; 1 keeps the samples of each mini-batch.
     """
 
     def sampler(dataset: Any, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -201,12 +204,12 @@ def grouped(lengths: OfDataSet, batch_size: int, *, window: int = 50) -> Sampler
 def _numbers_of(values: OfDataSet, dataset: Any, name: str) -> NDArray[Any]:
     found = np.asarray(values(dataset) if callable(values) else values)
     if found.shape != (len(dataset),):
-        raise wrong_job(f"sampler: {name}", "are not one for each sample", str(list(found.shape)), f"{len(dataset)}")
+        raise wrong_job(f"sampler: {name}", "must be one for each sample", str(list(found.shape)), f"{len(dataset)}")
     return found
 
 
 def _words(seed: int, epoch: int, count: int, key: tuple[int, ...] = ()) -> NDArray[np.uint64]:
-    """Raw random words: unlike ``Generator``'s methods, numpy promises that stream for all versions."""
+    """Return raw random words: numpy promises their stream for all versions, unlike ``Generator``'s methods."""
     found: NDArray[np.uint64] = np.random.PCG64(
         np.random.SeedSequence(entropy=seed, spawn_key=(epoch, *key))
     ).random_raw(count)

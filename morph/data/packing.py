@@ -1,4 +1,4 @@
-"""Packing: several documents in one sample of fixed length, each with positions of its own, as in transformers."""
+"""Packing: several documents in one sample of fixed length, each with its own positions, as in transformers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def packs(lengths: Sequence[int], length: int) -> list[list[int]]:
     """Distribute documents among samples: the longest first, each to the fullest sample that has room for it.
 
     Args:
-        lengths: Of each document, at most ``length``.
-        length: Of a sample.
+        lengths: The length of each document, at most ``length``.
+        length: The length of a sample.
 
     Returns:
-        The numbers of each sample's documents, ascending; of all samples in the order of their first documents.
+        The numbers of each sample's documents, ascending; samples are in the order of their first documents.
     """
     found: list[list[int]] = []
     with_room: dict[int, list[int]] = {}
-    rooms = 0  # bit r: some sample has room for r more
+    rooms = 0  # bit r: a sample has room for r more tokens
     for document in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         size = lengths[document]
         fitting = rooms >> size
@@ -49,18 +49,18 @@ def packs(lengths: Sequence[int], length: int) -> list[list[int]]:
 class Packed:
     """A data set of packed samples: dicts of the documents' entries, one behind the other, and ``position_ids``.
 
-    Positions begin at 0 in each document, by which transformers and :func:`document_mask` know where it begins. What no
-    document fills is padded as one more document. The first entry of ``labels`` of each document is ignored, for it
+    Positions begin at 0 in each document, which shows transformers and :func:`document_mask` where it begins. The rest
+    of a sample is padded as one more document. The first entry of ``labels`` of each document is ignored, because it
     would be predicted from the document before.
 
     Args:
-        dataset: Of documents: dicts of tensors, arrays or lists, each as long as the document.
-        length: Of a sample.
-        lengths: Of each document, or a function of the data set that returns them.
-        padding: What entries are padded with, by name; others with 0, and ``labels`` with -100.
+        dataset: A data set of documents: dicts of tensors, arrays or lists, each as long as the document.
+        length: The length of a sample.
+        lengths: The length of each document, or a function of the data set that returns the lengths.
+        padding: The values with which entries are padded, by name; default 0, and -100 for ``labels``.
 
     Raises:
-        JobError: no lengths, or a document that is longer than a sample.
+        JobError: ``lengths`` are not lengths, or a document is longer than a sample.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class Packed:
         return len(self._packs)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return a sample, every entry of which has the length.
+        """Return a sample, every entry of which is [length].
 
         Raises:
-            JobError: a document with an entry of another length than its own.
+            JobError: an entry of a document is not as long as the document.
         """
         parts: dict[str, list[Tensor]] = {}
         filled = 0
@@ -113,11 +113,11 @@ class Packed:
 
 
 def document_mask(position_ids: Tensor, *, causal: bool = True) -> Tensor:
-    """Return who sees whom in packed samples: tokens of the same document, and with ``causal`` none that comes later.
+    """Return which tokens attend to which in packed samples: those of one document, with ``causal`` only earlier ones.
 
     Args:
         position_ids: int [samples, length], 0 where a document begins.
-        causal: Whether tokens see earlier ones alone.
+        causal: Whether tokens attend only to themselves and earlier tokens.
 
     Returns:
         bool [samples, 1, length, length], as ``scaled_dot_product_attention`` takes it: the query's place first.

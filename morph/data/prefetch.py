@@ -1,7 +1,7 @@
-"""Micro-batches that data workers read before the thread that computes asks for them.
+"""Micro-batches that data workers read before the training thread asks for them.
 
-What is not there in time, for whatever reason, that thread reads itself: nothing here decides what a sample is, and a
-sample that fails fails again where the user sees it. Used by that thread alone.
+The training thread itself reads what is not ready in time, for whatever reason: no data worker changes what a sample
+is, and a sample that fails fails again where the user sees it. Used by the training thread alone.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ log = logging.getLogger(__name__)
 Batch = tuple[int, int, tuple[str, ...]]
 """Step, micro-batch, and the names of the wanted entries."""
 SamplesOf = Callable[[int, int], MicroBatch]
-"""The samples of a micro-batch, by step and number."""
+"""Returns the samples of a micro-batch, by step and number."""
 PATIENCE_S = 30.0
-"""A data worker that has read no sample for so long, while one is waited for, hangs: below any bound on a step."""
+"""A data worker that reads no sample for this long while one is awaited hangs; less than any bound on a step."""
 MOST_FAILURES = 8
-"""Of data workers, before the worker does without them for a while."""
+"""Failures of data workers after which the worker does without them for a while."""
 NUM_RESTORING = 32
-"""So many micro-batches read in a row make earlier failures count no more."""
+"""After this many micro-batches read in a row, earlier failures no longer count."""
 WITHOUT = Backoff(first_s=60.0, most_s=3600.0)
-"""For so long a worker does without data workers that failed too often."""
+"""How long a worker does without data workers that have failed too often."""
 _LOOK_S = 0.05
 _END_S = 2.0
 
 
 class DataWorkers:
-    """The data workers of one worker; they are started at once, and read once ``begin`` said what samples look like.
+    """The data workers of one worker; they start at once, and read as soon as ``begin`` has given the form of samples.
 
     Args:
-        count: How many.
+        count: The number of data workers.
         job_path: path/to/file.py:name, which each of them loads.
-        known: What their data sets must show, by the job's fields.
-        pinned: Micro-batches go to pinned memory.
+        known: The facts that their data sets must show, by the job's fields.
+        pinned: Whether micro-batches go to pinned memory.
         patience_s: See ``PATIENCE_S``.
-        clock: Seconds that only grow.
+        clock: Returns seconds that only grow.
 
-    ``notes``: what a user should know, until somebody takes it.
+    ``notes``: sentences for the user, until they are fetched.
     """
 
     def __init__(
@@ -90,23 +90,23 @@ class DataWorkers:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of those that live."""
+        """The process ids of the data workers that are alive."""
         return tuple(reader.process.pid for reader in self._readers)
 
     def begin(self, sample: Mapping[str, Tensor], micro_batch_size: int) -> None:
-        """Say what samples look like. Torch's setting of deterministic kernels becomes theirs."""
+        """Set the form of samples. Data workers adopt torch's setting of deterministic kernels."""
         entries = {key: (str(value.dtype).removeprefix("torch."), tuple(value.shape)) for key, value in sample.items()}
         self._slots = Slots(micro_batch_size, entries)
         for reader in tuple(self._readers):
             self._begin(reader, self._slots)
 
     def expect(self, batches: Iterable[Batch], samples_of: SamplesOf, over: Callable[[], bool]) -> None:
-        """Read these micro-batches, in this order, and forget what was expected before.
+        """Read these micro-batches, in this order, and drop earlier expectations.
 
         Args:
-            batches: What will be taken.
-            samples_of: Its samples.
-            over: Says that nobody waits for anything any more.
+            batches: The micro-batches that will be taken.
+            samples_of: Returns the samples of a micro-batch.
+            over: Returns whether nothing is needed any more.
         """
         self._wanted = dict.fromkeys(batches, samples_of)
         self._over = over
@@ -122,10 +122,10 @@ class DataWorkers:
         self._ask()
 
     def take(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the entries of an expected micro-batch, each [m, ...], waiting for one that is being read.
+        """Return the entries of an expected micro-batch, each [m, ...]; waits for one that is being read.
 
-        Empty: it was not read, and will not be. A wait ends with the data worker, or once that has read no sample for
-        ``patience_s``, or with ``over``.
+        Empty if the micro-batch was not read, and will not be. A wait ends when the data worker ends, when it has read
+        no sample for ``patience_s``, or when ``over`` returns true.
         """
         if batch not in self._wanted:
             return {}
@@ -151,7 +151,7 @@ class DataWorkers:
         try:
             reader = _Reader(self._setup)
         except OSError as error:
-            self._note(f"a data worker cannot be started: {error}")
+            self._note(f"cannot start a data worker: {error}")
             return
         self._readers.append(reader)
         if self._slots is not None:
@@ -161,11 +161,11 @@ class DataWorkers:
         try:
             reader.begin(slots)
         except OSError as error:
-            self._note(f"a data worker gets no memory: {error}")
+            self._note(f"no memory for a data worker: {error}")
             self._end(reader)
 
     def _look_through(self) -> None:
-        """See what is wanted and asked of nobody."""
+        """Assign wanted micro-batches that no data worker has been asked for, and detect data workers that hang."""
         self._unrequested = deque(
             batch for batch in self._wanted if not any(reader.has(batch) for reader in self._readers)
         )
@@ -189,10 +189,10 @@ class DataWorkers:
             self._hear(_LOOK_S)
 
     def _hear(self, wait_s: float) -> None:
-        """Take in what there is to hear; where there is nothing, wait for it so long."""
+        """Process messages of data workers; if there are none, wait for one for at most ``wait_s``."""
         while ready := wait([reader.line for reader in self._readers], wait_s):
             for reader in [reader for reader in self._readers if reader.line in ready]:
-                if reader not in self._readers:  # ended by what another one said
+                if reader not in self._readers:  # ended because of another one's message
                     continue
                 try:
                     self._take_in(reader, json.loads(reader.line.recv_bytes()))
@@ -201,8 +201,8 @@ class DataWorkers:
             wait_s = 0.0
 
     def _take_in(self, reader: _Reader, said: Mapping[str, Any]) -> None:
-        if "failed" in said:  # so would another
-            self._note(f"a data worker cannot be used: {said['failed']}")
+        if "failed" in said:  # another one would fail, too
+            self._note(f"cannot use a data worker: {said['failed']}")
             self._end(reader)
         elif "ready" in said:
             reader.ready = True
@@ -218,10 +218,10 @@ class DataWorkers:
         self._ask()
 
     def _failed(self, what: str, reader: _Reader | None) -> None:
-        """Start another data worker in the place of ``reader``, unless that was done too often."""
+        """Start another data worker in place of ``reader``, unless data workers have failed too often."""
         self._failures_left -= 1
         self._num_read = 0
-        log.warning("a data worker %s; the worker reads that itself", what)
+        log.warning("a data worker %s; the worker reads the samples itself", what)
         if reader is not None:
             self._end(reader)
             if self._failures_left > 0:
@@ -244,10 +244,10 @@ class DataWorkers:
 
 
 class _Reader:
-    """One data worker's process, as the worker that started it sees it.
+    """One data worker's process, on the side of the worker that started it.
 
     Raises:
-        OSError: no process, or no descriptor, is to be had.
+        OSError: a process or a descriptor is not available.
     """
 
     def __init__(self, setup: bytes) -> None:
@@ -257,7 +257,7 @@ class _Reader:
         self.read: dict[Batch, tuple[int, Mapping[str, tuple[Sequence[int], Sequence[int]]]]] = {}
         self._slots: Slots | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
-        # no name and no file system: neither is anything left of it, nor is it limited by the size of /dev/shm
+        # memory without a name or file system: nothing is left of it, and the size of /dev/shm does not limit it
         self._memory_fd = os.memfd_create("morph-data-worker")
         self.line, theirs = Pipe()
         command = [sys.executable, "-m", "morph.data.data_worker", str(theirs.fileno()), str(self._memory_fd)]
@@ -273,14 +273,14 @@ class _Reader:
 
     @property
     def num_read(self) -> int:
-        """How many samples it has read."""
+        """How many samples the process has read."""
         return 0 if self._slots is None else int(self._slots.num_read(self._memory))
 
     def begin(self, slots: Slots) -> None:
-        """Say how it is to lay out what it reads.
+        """Send the layout of the samples that are to be read.
 
         Raises:
-            OSError: there is no memory for that.
+            OSError: there is not enough memory.
         """
         os.ftruncate(self._memory_fd, slots.num_bytes)
         shared = mmap.mmap(self._memory_fd, slots.num_bytes)
@@ -294,18 +294,18 @@ class _Reader:
         )
 
     def has(self, batch: Batch) -> bool:
-        """Whether it reads a micro-batch, or has read it."""
+        """Whether the process is reading a micro-batch, or has read it."""
         return batch in self.requested or batch in self.read
 
     def ask(self, batch: Batch, wanted: MicroBatch) -> None:
-        """Have it read a micro-batch into a free slot."""
+        """Ask the process to read a micro-batch into a free slot."""
         assert self._slots is not None
         slot = self.requested[batch] = self.free.pop()
         self._slots.samples(self._memory, slot).copy_(torch.tensor(wanted.places))
         self._say({"slot": slot, "keys": batch[2], "length": wanted.length})
 
     def answered(self, said: Mapping[str, Any], wanted: Mapping[Batch, object]) -> Batch:
-        """Note what came of a slot; returns the micro-batch."""
+        """Record the answer about a slot; return its micro-batch."""
         slot = said["slot"]
         batch = next(batch for batch, its_slot in self.requested.items() if its_slot == slot)
         del self.requested[batch]
@@ -316,7 +316,7 @@ class _Reader:
         return batch
 
     def take(self, batch: Batch, *, pinned: bool) -> dict[str, Tensor]:
-        """Copy out a micro-batch that was read; its slot is free again."""
+        """Return a copy of a micro-batch that was read, and free its slot."""
         assert self._slots is not None
         slot, laid_out = self.read.pop(batch)
         found = {key: self._slots.get(self._memory, slot, key, *laid_out[key], pinned=pinned) for key in laid_out}
@@ -324,12 +324,12 @@ class _Reader:
         return found
 
     def forget_but(self, wanted: Mapping[Batch, object]) -> None:
-        """Free the slots of what was read and is wanted no more."""
+        """Free the slots of micro-batches that were read and are no longer wanted."""
         for batch in self.read.keys() - wanted.keys():
             self.free.append(self.read.pop(batch)[0])
 
     def end(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, whatever it is doing."""
         self.line.close()
         os.close(self._memory_fd)
         self.process.kill()
@@ -337,18 +337,18 @@ class _Reader:
             self.process.wait(_END_S)
 
     def _say(self, message: Mapping[str, Any]) -> None:
-        with suppress(OSError):  # it has ended, as is about to be heard
+        with suppress(OSError):  # it has ended, as its connection will show
             self.line.send_bytes(json.dumps(message).encode())
 
 
 def _end_all(readers: list[_Reader], pid: int) -> None:
-    """End them in the process that started them; in a fork of it they are not its own."""
+    """End the processes if this is the process that started them, and not a fork of it."""
     while readers and os.getpid() == pid:
         readers.pop().end()
 
 
 def _setup_message(job_path: str, known: Mapping[str, DataFacts]) -> bytes:
-    """What a data worker needs to load the job as this process did."""
+    """Return the message from which a data worker loads the job as this process did."""
     files = held(Path(split_job(job_path)[0]))
     return json.dumps({
         "job_path": job_path,

@@ -1,6 +1,6 @@
-"""Global random generators for the user's code: seeded for each piece of it, and put back behind it.
+"""Global random generators for the user's code: seeded for each part of it, and restored afterwards.
 
-Only the training thread may enter: the generators are the process's, and no other thread of Morph draws from them.
+Only the training thread may enter: the generators belong to the process, and no other thread of Morph draws from them.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import torch
 from numpy.random import mtrand
 
 _NUMPY = np.random.MT19937(0)
-"""Making one takes longer than reading many a sample."""
+"""Creating a generator takes longer than reading many a sample."""
 
 
 def seed_of(*key: object) -> int:
-    """A 63-bit seed made of the key."""
+    """Return a 63-bit seed made from the key."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @contextmanager
 def own_generators() -> Iterator[Callable[[int], None]]:
-    """Give the block states of its own; yields a function that seeds torch, ``numpy.random`` and ``random``.
+    """Give the block its own generator states; yields a function that seeds torch, ``numpy.random`` and ``random``.
 
-    numpy's generator is exchanged, not copied, for a copy takes longer than many a sample; so a normal number that it
-    keeps for its next call is drawn anew. Generators of CUDA devices are seeded and not put back.
+    numpy's generator is exchanged, not copied, because a copy takes longer than many a sample; a normal number that it
+    keeps for its next call is therefore drawn anew. Generators of CUDA devices are seeded, but not restored.
     """
     torch_state, python_state = torch.default_generator.get_state(), random.getstate()
     numpy_generator = mtrand.get_bit_generator()

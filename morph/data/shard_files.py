@@ -1,8 +1,8 @@
-"""Samples in files, wherever fsspec finds them: which shards there are, how many samples each has, and local copies.
+"""Samples in files that fsspec can open: the list of shards, the number of samples in each, and local copies.
 
-A shard is a stretch of a file that is read at once. Where shards begin and how many samples they have is found out
-once, by reading the files through, and kept as an index. Shards of local files are read in place; the others are copied
-into the user's cache, one copy for all processes of a machine; the oldest copies are removed when there are too many.
+A shard is a part of a file that is read at once. The files are read through once to find where shards begin and how
+many samples they have; the result is kept as an index. Shards of local files are read in place; others are copied into
+the user's cache, one copy for all processes of a machine; the oldest copies are removed when there are too many.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _COPIED_AT_ONCE = 8 << 20
 _PACKED = {".tgz": "gzip", ".zstd": "zstd"}
 """Suffixes that fsspec does not know."""
 _MADE = ("mtime", "LastModified", "last_modified", "created", "updated", "ETag", "etag")
-"""Where file systems say which version of a file there is."""
+"""The fields in which file systems give the version of a file."""
 
 
 @dataclass(frozen=True)
 class File:
-    """A file with samples. ``version`` changes with its content, if the file system says so; ``size`` in bytes."""
+    """A file with samples. ``version`` changes with the content, if the file system has one; ``size`` in bytes."""
 
     name: str
     size: int
@@ -49,14 +49,14 @@ class File:
 
     @property
     def compression(self) -> str | None:
-        """How it is compressed, by its suffix."""
+        """The compression of the file, by its suffix."""
         found = _PACKED.get(PurePosixPath(self.name).suffix) or infer_compression(self.name)
         return None if found is None else str(found)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """``num_samples`` samples of a file, from ``start`` to ``stop``: bytes, of what is compressed in the file too."""
+    """``num_samples`` samples of a file, from byte ``start`` to ``stop``, counted in the compressed file."""
 
     file: File
     start: int
@@ -65,7 +65,7 @@ class Shard:
 
 
 class Mapped:
-    """The bytes of a shard at its place in a file: ``shard[a:b]``, counted from its start."""
+    """The bytes of a shard at its place in a file: ``shard[a:b]``, counted from the shard's start."""
 
     def __init__(self, file: IO[bytes], start: int, stop: int) -> None:
         self._shift = start % mmap.ALLOCATIONGRANULARITY
@@ -79,25 +79,25 @@ class Mapped:
 
     @property
     def whole(self) -> memoryview:
-        """All of it, without a copy."""
+        """Return all bytes of the shard, without a copy."""
         return memoryview(self._memory)[self._shift :]
 
 
 class ShardedFiles(ABC):
-    """What ``Jsonl``, ``Tar``, ``Parquet`` and ``Mds`` have in common: a source of ``Stream``, in files.
+    """The base of ``Jsonl``, ``Tar``, ``Parquet`` and ``Mds``: a source of ``Stream``, in files.
 
     Args:
-        urls: Folder, file or pattern (``s3://bucket/c4/*.jsonl.gz``), or several of them, in any file system of
+        urls: A folder, file or pattern (``s3://bucket/c4/*.jsonl.gz``), or several of them, in any file system of
             fsspec. Files are taken in the order of their names.
-        index: Where to keep the index, for all processes and machines: a URL that they can read, and the first of them
-            write. None: each machine makes its own, for which it reads all files once.
-        options: Of the file system, as fsspec takes them.
-        cache: Folder for copies of shards. None: in the user's cache.
-        cache_bytes: Of all copies together.
-        shard_bytes: How long a shard is to be. Compressed files are one shard each.
+        index: A URL that all processes and machines can read, where the first to write keeps the index. None: each
+            machine makes its own, for which it reads all files once.
+        options: Options of the file system, as fsspec takes them.
+        cache: A folder for copies of shards. None: in the user's cache.
+        cache_bytes: The greatest size of all copies together.
+        shard_bytes: The intended size of a shard. A compressed file is one shard.
 
     Raises:
-        JobError: no such files, or files that are not of this kind.
+        JobError: there are no such files, or they are not of this kind.
     """
 
     kind = ""
@@ -126,10 +126,10 @@ class ShardedFiles(ABC):
 
     @abstractmethod
     def _read(self, shard: Shard, file: IO[bytes], start: int) -> Sequence[Any]:
-        """Return the samples of a shard, which begins at ``start`` of a file at hand."""
+        """Return the samples of a shard, which begins at ``start`` of the open file."""
 
     def _fetch(self, shard: Shard, into: BinaryIO) -> None:
-        """Copy a shard, unpacked."""
+        """Copy a shard, uncompressed, into a file."""
         if shard.file.compression is None:
             for begin in range(shard.start, shard.stop, _COPIED_AT_ONCE):
                 into.write(self.fs.cat_file(shard.file.name, begin, min(begin + _COPIED_AT_ONCE, shard.stop)))
@@ -146,7 +146,7 @@ class ShardedFiles(ABC):
         """Return the samples of a shard.
 
         Raises:
-            JobError: there is no room for a copy, or it is not what the index says.
+            JobError: there is no room for a copy, or the shard differs from the index.
         """
         given = self.shards[shard]
         if self._copies(given):
@@ -161,16 +161,16 @@ class ShardedFiles(ABC):
         return found
 
     def prepare(self, shard: int) -> None:
-        """Have a copy of a shard at hand, where one is needed. Any thread may call this."""
+        """Make a copy of a shard if one is needed. Any thread may call this."""
         given = self.shards[shard]
         if self._copies(given):
             self._copy(given).close()
 
     def _opened(self, file: File) -> Any:
-        """Open a file, unpacked, for reading.
+        """Return a file opened for reading, uncompressed.
 
         Raises:
-            JobError: it is compressed in a way that this machine does not know.
+            JobError: this machine does not know the file's compression.
         """
         try:
             return self.fs.open(file.name, "rb", compression=file.compression)
@@ -189,11 +189,11 @@ class ShardedFiles(ABC):
             raise self._wrong(problem, "cache", str(self._cache), allowed, shard.file.name) from error
 
     def _told(self) -> list[str]:
-        """What else decides about the content of a copy."""
+        """Return what else determines the content of a copy."""
         return []
 
     def _found(self, urls: Sequence[str]) -> tuple[Any, list[File]]:
-        """The files behind URLs."""
+        """Return the file system and the files that the URLs name."""
         if not urls:
             raise self._wrong("names no file", "urls", None, "at least one file, folder or pattern")
         found: dict[str, File] = {}
@@ -226,7 +226,7 @@ class ShardedFiles(ABC):
 
     @abstractmethod
     def _shards(self, files: Sequence[File], index: str | None) -> list[Shard]:
-        """The shards of these files, in their order."""
+        """Return the shards of these files, in their order."""
 
     def _wrong(
         self, message: str, field: str, value: object, allowed: str | None, source: str | None = None
@@ -235,14 +235,14 @@ class ShardedFiles(ABC):
 
 
 class ScannedFiles(ShardedFiles):
-    """Files whose shards are found by reading them through, once: an index is kept of that."""
+    """Files whose shards are found by reading the files through once; the result is kept as an index."""
 
     @abstractmethod
     def _scan(self, file: File) -> Iterator[tuple[int, int, int]]:
-        """Read a file through; yields start, stop and number of samples of each shard."""
+        """Read a file through; yield start, stop and number of samples of each shard."""
 
     def _shards(self, files: Sequence[File], index: str | None) -> list[Shard]:
-        """What the index says of the files, which is made and kept where there is none."""
+        """Return the shards from the index of the files; the index is made and kept if there is none."""
         common = os.path.commonpath([str(PurePosixPath(file.name).parent) for file in files])
         told = [[os.path.relpath(file.name, common), file.size] for file in files]
         head = {"version": _VERSION, "kind": self.kind, "shard_bytes": self._shard_bytes, "files": told}
@@ -253,9 +253,7 @@ class ScannedFiles(ShardedFiles):
         if content is not None and (known := _parsed(content, head)) is not None:
             return [Shard(files[number], *place) for number, *place in known]
         if index is None and not self._is_local:
-            log.info(
-                "the number of samples in %d %s files is not known here: they are read once", len(files), self.kind
-            )
+            log.info("reading %d %s files once, to count their samples", len(files), self.kind)
         with ThreadPoolExecutor(min(_SCANS_AT_ONCE, len(files))) as pool:
             found = list(pool.map(lambda file: list(self._scan(file)), files))
         shards = [[number, *place] for number, places in enumerate(found) for place in places]
@@ -274,7 +272,7 @@ class ScannedFiles(ShardedFiles):
             return None
 
     def _write_index(self, url: str, content: bytes) -> None:
-        """Write it whole or not at all: object stores do, and elsewhere a file is renamed."""
+        """Write the index whole or not at all: object stores do so anyway, elsewhere a file is renamed."""
         fs, path = fsspec.core.url_to_fs(url, **self._options)
         partial = f"{path}.{os.getpid()}.partial" if isinstance(fs, LocalFileSystem) else path
         try:
@@ -287,7 +285,7 @@ class ScannedFiles(ShardedFiles):
 
 
 def _parsed(content: bytes, head: Mapping[str, Any]) -> list[list[int]] | None:
-    """The shards of an index: number of the file, start, stop and number of samples; None: it is of other files."""
+    """Return an index's shards: number of the file, start, stop and number of samples; None if files differ."""
     try:
         known = json.loads(content)
         shards = known.pop("shards")
@@ -302,7 +300,7 @@ def _parsed(content: bytes, head: Mapping[str, Any]) -> list[list[int]] | None:
 def cut_into_shards(
     entries: Iterator[tuple[int, int]], shard_bytes: int, size_of: Callable[[int, int], int] = lambda a, b: b - a
 ) -> Iterator[tuple[int, int, int]]:
-    """Put neighbouring entries, each with its start and stop, together until a shard is long enough."""
+    """Join neighbouring entries, each with its start and stop, until a shard is long enough; yield as ``_scan``."""
     start = stop = num = 0
     for begin, end in entries:
         if num == 0:

@@ -20,9 +20,9 @@ _NEW_LINE, _RETURN = 10, 13
 
 
 class Jsonl(ScannedFiles):
-    """Files of one JSON value a line; a sample is what ``json.loads`` makes of it. Empty lines are skipped.
+    """Files with one JSON value per line; a sample is the result of ``json.loads``. Empty lines are skipped.
 
-    Arguments are those of ``ShardedFiles``.
+    The arguments are those of ``ShardedFiles``.
     """
 
     kind = "jsonl"
@@ -54,7 +54,7 @@ class Jsonl(ScannedFiles):
 
 
 def _lines(content: bytes | memoryview) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Start and stop of every line that is not empty."""
+    """Return start and stop of every line that is not empty."""
     symbols = np.frombuffer(content, np.uint8)
     stops = np.flatnonzero(symbols == _NEW_LINE)
     if len(symbols) and symbols[-1] != _NEW_LINE:
@@ -83,10 +83,10 @@ class _JsonLines(Sequence[Any]):
 
 
 class Tar(ScannedFiles):
-    """Tar archives as WebDataset's: neighbouring files whose names are equal up to the first dot are one sample.
+    """Tar archives in WebDataset's format: neighbouring files whose names agree up to the first dot are one sample.
 
-    A sample is a dict from suffix (``jpg``, ``cls``, ``seg.png``) to bytes, and ``__key__`` to the name before it.
-    Arguments are those of ``ShardedFiles``.
+    A sample is a dict from suffix (``jpg``, ``cls``, ``seg.png``) to bytes, and from ``__key__`` to the name before it.
+    The arguments are those of ``ShardedFiles``.
     """
 
     kind = "tar"
@@ -113,13 +113,13 @@ class Tar(ScannedFiles):
 def _tar_samples(
     file: Any, name: str, size: int | None, until: int | None = None
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield start and stop of each sample of an archive, and by suffix where its parts begin and end.
+    """Yield start and stop of each sample of an archive, and where its parts begin and end, by suffix.
 
     Args:
-        file: The archive, from where it is now.
+        file: The archive, read from the present position.
         name: Its name.
-        size: Its bytes; None: it can only be read from the beginning to the end.
-        until: Where to stop.
+        size: Its size in bytes; None: it can only be read from the beginning to the end.
+        until: The position at which to stop.
     """
     key, start, stop, parts = None, 0, 0, dict[str, Any]()
     try:
@@ -143,10 +143,10 @@ def _tar_samples(
             parts[suffix] = member.offset_data, end
             stop = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
             stop = stop if size is None else min(stop, size)
-            archive.members = []  # type: ignore[attr-defined]  # or it remembers every member of a long archive
+            archive.members = []  # type: ignore[attr-defined]  # otherwise it keeps every member of a long archive
     except tarfile.TarError as error:
         raise JobError(f"is not a tar archive: {error}", source=name) from error
-    if size is not None and size % _BLOCK:  # tarfile takes a header that is cut off for the end
+    if size is not None and size % _BLOCK:  # tarfile mistakes a truncated header for the end
         raise JobError("ends within a sample", source=name, value=size, allowed=f"blocks of {_BLOCK} bytes")
     if parts:
         yield start, stop, parts
@@ -167,7 +167,7 @@ class _TarSamples(Sequence[Any]):
 
 
 class Parquet(ScannedFiles):
-    """Parquet files; a sample is a row, as a dict from column to what pyarrow makes of it. Needs pyarrow.
+    """Parquet files; a sample is a row, as a dict from column to the value that pyarrow returns. Needs pyarrow.
 
     Args:
         urls: As for ``ShardedFiles``.
@@ -190,7 +190,7 @@ class Parquet(ScannedFiles):
         super().__init__(urls, **options)
 
     def _scan(self, file: File) -> Iterator[tuple[int, int, int]]:
-        """Start and stop are numbers of row groups; what is read is the end of the file."""
+        """Yield shards whose start and stop are numbers of row groups; only the end of the file is read."""
         with self._parquet(file) as found:
             groups = [found.metadata.row_group(number) for number in range(found.metadata.num_row_groups)]
         size = np.concatenate([[0], np.cumsum([group.total_byte_size for group in groups])])
@@ -200,7 +200,7 @@ class Parquet(ScannedFiles):
             yield start, stop, int(rows[stop] - rows[start])
 
     def _copies(self, shard: Shard) -> bool:  # noqa: ARG002
-        """Rows are unpacked once, into what can be looked at row by row."""
+        """Whether a shard is read from a copy: always, with rows unpacked once so that each can be read by itself."""
         return True
 
     def _fetch(self, shard: Shard, into: BinaryIO) -> None:
@@ -241,10 +241,10 @@ class _TableRows(Sequence[Any]):
 
 
 class Mds(ShardedFiles):
-    """A folder that MosaicML's ``MDSWriter`` wrote, with its ``index.json``; a sample is a dict from column to value.
+    """A folder that MosaicML's ``MDSWriter`` wrote, with ``index.json``; a sample is a dict from column to value.
 
     Columns of bytes, texts, numbers, JSON and numpy arrays are decoded as by Mosaic; pictures (``jpeg``, ``png``) stay
-    bytes. Pickles are refused, for reading one can run code. Other arguments are those of ``ShardedFiles``.
+    bytes. Pickles are refused, because reading one can run code. The other arguments are those of ``ShardedFiles``.
     """
 
     kind = "mds"
@@ -285,7 +285,7 @@ class Mds(ShardedFiles):
 
 
 class _Columns:
-    """The columns of a shard, as its entry in the index describes them."""
+    """The columns of a shard, as the shard's entry in the index describes them."""
 
     def __init__(self, entry: Mapping[str, Any], source: str) -> None:
         self.names, self.sizes = entry["column_names"], entry["column_sizes"]
@@ -296,7 +296,7 @@ class _Columns:
                 raise JobError("cannot be decoded", source=source, field=name, value=encoding, allowed=allowed)
 
     def sample(self, content: bytes) -> dict[str, Any]:
-        """Take a sample apart: first the sizes of columns that vary, then the columns."""
+        """Return the values of a sample: its bytes hold first the sizes of columns that vary, then the columns."""
         place, sizes = 0, []
         for size in self.sizes:
             if size is None:
@@ -337,11 +337,11 @@ _BITS = {
     f"{kind}{bits}": bits + number for bits in (8, 16, 32, 64) for number, kind in enumerate(("uint", "int", "float"))
 }
 _NUMBER_OF = {code: name for name, code in _BITS.items() if name != "float8"}
-"""How MDS writes the type of an array whose column has none of its own."""
+"""MDS's codes for the type of an array whose column does not fix one."""
 
 
 def _decoder(encoding: str) -> Callable[[bytes], Any] | None:
-    """What makes a value of the bytes of a column; None: nothing here."""
+    """Return the function that decodes the bytes of a column; None if there is none."""
     if encoding in _NUMBERS:
         return lambda content: np.frombuffer(content, encoding)[0]
     kind, *given = encoding.split(":")
@@ -352,7 +352,7 @@ def _decoder(encoding: str) -> Callable[[bytes], Any] | None:
 
 
 def _array(content: bytes, dtype: str | None, shape: tuple[int, ...] | None) -> NDArray[Any]:
-    """Decode an array: in front of its numbers are its type and its shape, where its column has none."""
+    """Return an array; its bytes begin with its type and shape, unless its column fixes them."""
     place = 0
     if dtype is None:
         dtype, place = _NUMBER_OF[content[0]], 1

@@ -1,4 +1,4 @@
-"""The order of samples that lie in shards: random, and yet shards are read mostly one after the other."""
+"""The order of samples that lie in shards: random, but shards are read mostly one after the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHORTEST_STRETCH = 4096
 
 
 def _words(seed: int, key: tuple[int, ...], first: int, last: int) -> NDArray[np.uint64]:
-    """Words ``first .. last - 1`` of a stream of random ones, which numpy promises to be the same in all versions."""
+    """Return words ``first .. last - 1`` of a stream of random words, which numpy promises for all versions."""
     words = np.random.PCG64(np.random.SeedSequence(entropy=seed, spawn_key=key)).advance(first)
     return np.asarray(words.random_raw(last - first), dtype=np.uint64)
 
@@ -21,15 +21,15 @@ def _words(seed: int, key: tuple[int, ...], first: int, last: int) -> NDArray[np
 class ShardOrder:
     """Orders for samples that lie in shards, which are read mostly one after the other.
 
-    In each epoch the shards stand in a row, whose order is drawn. The sample at place i of the row gets the key
+    In each epoch the shards form a row, whose order is drawn. The sample at place i of the row gets the key
     ``i + d``, where d is drawn from ``0 .. window - 1``, and samples come in the order of their keys. So a sample comes
     less than ``window`` places before or after its place in the row, and only the shards of that stretch are in use at
     once. Any part of the order is computed by itself: nothing is as long as the data set.
 
     Args:
-        sizes: Samples of each shard.
-        window: See above; 1 leaves the samples of the row as they are.
-        shuffle_shards: Draw the order of shards; else they stay in theirs.
+        sizes: The number of samples in each shard.
+        window: The range of the drawn offsets; 1 leaves the samples of the row as they are.
+        shuffle_shards: Whether the order of shards is drawn; else shards keep their order.
     """
 
     def __init__(self, sizes: Sequence[int], window: int, *, shuffle_shards: bool = True) -> None:
@@ -42,7 +42,7 @@ class ShardOrder:
         return int(self._starts[-1])
 
     def shard_of(self, index: int) -> tuple[int, int]:
-        """Return a sample's shard, and its place in that."""
+        """Return the shard of a sample, and its place in that shard."""
         shard = int(np.searchsorted(self._starts, index, side="right")) - 1
         return shard, index - int(self._starts[shard])
 
@@ -61,7 +61,7 @@ class ShardOrder:
 
 
 class ShardedEpoch:
-    """The samples of one epoch of ``ShardOrder``, by which it is made. ``row``: the shards in their order."""
+    """The samples of one epoch, made by ``ShardOrder``. ``row``: the shards in the epoch's order."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class ShardedEpoch:
         self._seed, self._epoch, self._starts, self._window = seed, epoch, starts, window
         self.row = row
         self.place_of = np.argsort(self.row, kind="stable")
-        """By shard: its place in the row."""
+        """The place in the row, by shard."""
         self._ends = np.cumsum(sizes[self.row])
         self._begins = self._ends - sizes[self.row]
         self._length = max(window, _SHORTEST_STRETCH)
@@ -96,11 +96,11 @@ class ShardedEpoch:
         return found
 
     def _stretch(self, number: int) -> NDArray[np.int64]:
-        """Indices at places ``number * length`` onwards.
+        """Return the indices at places ``number * length`` onwards.
 
         A key is less than ``window`` above its place, so at least ``key - window + 1`` and at most ``key`` samples have
-        a smaller one: the sample that comes at g has a key of ``g .. g + window - 1``, and those whose place is more
-        than a window before it all have smaller keys, and those as far behind larger ones.
+        a smaller key: the sample that comes at g has a key of ``g .. g + window - 1``. Samples placed more than a
+        window before it all have smaller keys, and samples placed as far behind it all have larger ones.
         """
         if number not in self._stretches:
             first, last = number * self._length, min((number + 1) * self._length, len(self))

@@ -1,4 +1,4 @@
-"""The memory that a worker shares with one of its data workers: what is to be read, and what was."""
+"""The memory that a worker shares with one of its data workers: requests, and the samples that were read."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 NUM_SLOTS = 2
-"""Micro-batches that one data worker has read, or is to read, at once: while one is waited for, the next is begun."""
+"""Micro-batches that a data worker holds at once, read or requested: it begins one while another is awaited."""
 _ALIGNED = 64
 
 
 class Slots:
-    """How ``NUM_SLOTS`` micro-batches lie in a byte tensor, behind a count of the samples read.
+    """How ``NUM_SLOTS`` micro-batches lie in a byte tensor, after a count of the samples read.
 
     Args:
         micro_batch_size: m.
-        entries: Type, by its name in torch, and shape of each entry of a sample; the longest where lengths vary.
+        entries: Type (torch's name) and shape of each entry of a sample; the longest shape if lengths vary.
     """
 
     def __init__(self, micro_batch_size: int, entries: Mapping[str, tuple[str, Sequence[int]]]) -> None:
@@ -31,7 +31,7 @@ class Slots:
         self.like = {
             key: torch.empty(shape[1:], dtype=dtype, device="meta") for key, (dtype, shape) in self._kinds.items()
         }
-        """A sample without numbers."""
+        """A sample without values, for its shapes."""
         sizes = [2 * torch.int64.itemsize * micro_batch_size]
         sizes += [dtype.itemsize * math.prod(shape) for dtype, shape in self._kinds.values()]
         starts = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
@@ -40,18 +40,18 @@ class Slots:
         self.num_bytes = _ALIGNED + NUM_SLOTS * self._slot_bytes
 
     def num_read(self, memory: Tensor) -> Tensor:
-        """How many samples were read in the data worker's life, as int64 []."""
+        """Return a view of the number of samples that the data worker has read in its life, as int64 []."""
         return memory[: torch.int64.itemsize].view(torch.int64)[0]
 
     def samples(self, memory: Tensor, slot: int) -> Tensor:
-        """Epoch and index of each sample of a slot's micro-batch, int64 [m, 2]."""
+        """Return a view of epoch and index of each sample of a slot's micro-batch, int64 [m, 2]."""
         return self._view(memory, slot, 0, torch.int64, (self.micro_batch_size, 2), (2, 1))
 
     def put(self, memory: Tensor, slot: int, key: str, tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Copy an entry into a slot; returns shape and stride, which decide about kernels, and so about bits.
+        """Copy an entry into a slot; return its shape and stride, which affect the choice of kernels, and so the bits.
 
         Raises:
-            ValueError: a tensor that is not as the slots were made for.
+            ValueError: the tensor is not one for which the slots were made.
         """
         dtype, shape = self._kinds[key]
         plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
@@ -59,14 +59,14 @@ class Slots:
         fits = tensor.dim() == len(shape) and all(size <= most for size, most in zip(tensor.shape, shape, strict=True))
         if not plain or tensor.dtype != dtype or not fits or 0 < tensor.numel() < extent:
             kind = f"{type(tensor).__name__} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-            raise ValueError(f"{key!r} is a {kind}, which is not passed on")
+            raise ValueError(f"{key!r} is a {kind}, which data workers do not transfer")
         self._view(memory, slot, self._starts[key], dtype, tensor.shape, tensor.stride()).copy_(tensor.detach())
         return tuple(tensor.shape), tensor.stride()
 
     def get(
         self, memory: Tensor, slot: int, key: str, shape: Sequence[int], stride: Sequence[int], *, pinned: bool
     ) -> Tensor:
-        """Copy an entry out of a slot: with its stride, or contiguous into pinned memory, from where devices copy."""
+        """Return a copy of a slot's entry: with its stride, or contiguous in pinned memory for copies to devices."""
         dtype, _ = self._kinds[key]
         source = self._view(memory, slot, self._starts[key], dtype, shape, stride)
         if pinned:

@@ -33,37 +33,37 @@ Samples = Sequence[Any]
 
 
 class Source(Protocol):
-    """Where samples come from, in shards: all that ``Stream`` needs to know of it.
+    """The source of samples, in shards: everything that ``Stream`` needs of it.
 
-    A source whose shards must be fetched may have a ``prepare(shard)``, which is called in another thread, some time
-    before ``open(shard)``. With ``in_order = True``, shards are opened in their order alone.
+    A source whose shards must be fetched may have a ``prepare(shard)``, which another thread calls some time before
+    ``open(shard)``. With ``in_order = True``, shards are opened only in their order.
     """
 
     @property
     def sizes(self) -> Sequence[int]:
-        """How many samples each shard has: the same wherever and whenever the source is made."""
+        """Return how many samples each shard has: the same wherever and whenever the source is made."""
         ...
 
     def open(self, shard: int) -> Samples:
-        """Return the samples of a shard, to be looked at in any order. It is kept for a while."""
+        """Return the samples of a shard, which are read in any order. The result is kept for a while."""
         ...
 
 
 class Stream:
     """A data set of the samples of a source: for ``Job.dataset``, ``Job.eval_data`` and ``morph.elastic.batches``.
 
-    The order of an epoch is drawn by seed and epoch: shards in random order, and samples among those of ``window``
-    shards. So what a step trains on depends on the step alone: there is no position to save, and a run can be resumed
-    anywhere.
+    Seed and epoch determine the order of an epoch: shards in random order, and samples shuffled among those of
+    ``window`` shards. So the samples of a step depend only on the step: there is no position to save, and a run can
+    resume anywhere.
 
     Args:
         source: ``Jsonl``, ``Tar``, ``Parquet``, ``Mds``, ``Rows``, ``Iterated``, or any other ``Source``.
-        sample: Makes a sample, a dict of tensors, of what the source has. None: that is one.
+        sample: Makes a sample, a dict of tensors, from an item of the source. None: an item is already a sample.
         window: Shards of average size among which samples are shuffled; 0: samples of a shard stay in their order.
-        shuffle: Draw the order of shards.
+        shuffle: Whether the order of shards is drawn.
 
     Raises:
-        JobError: no samples, or a window that is not a whole number.
+        JobError: there are no samples, or ``window`` is not a whole number.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Stream:
         self._prepared = deque[int](maxlen=4 * (window + _PREPARED_AHEAD))
         self._preparing: threading.Thread | None = None
         self.num_at_hand = next(size for size in sizes if size)
-        """How many of its first samples can be read at any time without reading much else: to look at some."""
+        """How many of the first samples can be read at any time without reading much else, for inspection."""
 
     def __len__(self) -> int:
         return len(self._order)
@@ -103,7 +103,7 @@ class Stream:
         return self._order(seed, epoch)
 
     def expect_samples(self, seed: int, places: Iterable[tuple[int, int]]) -> None:
-        """Fetch what comes after these samples, each an epoch and an index, beside what is computed."""
+        """Fetch the shards that follow these samples, each an epoch and an index, in the background."""
         prepare = getattr(self.source, "prepare", None)
         *_, (epoch, index) = ((-1, 0), *places)
         if prepare is None or epoch < 0 or (self._preparing is not None and self._preparing.is_alive()):
@@ -131,12 +131,12 @@ def _prepare(prepare: Callable[[int], object], shards: Iterable[int]) -> None:
     try:
         for shard in shards:
             prepare(shard)
-    except Exception as error:  # who reads the shard fetches it itself, and says what is wrong
+    except Exception as error:  # the reader fetches the shard itself, and reports errors
         log.info("a shard was not fetched ahead: %s: %s", type(error).__name__, error)
 
 
 def reading_warning(dataset: Any, name: str) -> str | None:
-    """What it costs that a data set can only be read from its beginning; None: it need not be."""
+    """Return a warning if a data set can be read only from its beginning, which is slow; None if it need not be."""
     if not isinstance(dataset, Stream) or not isinstance(dataset.source, Iterated):
         return None
     return (
@@ -146,11 +146,11 @@ def reading_warning(dataset: Any, name: str) -> str | None:
 
 
 class Rows:
-    """A map-style data set as a source, so that it is read mostly in its own order: one on a disk, or memory-mapped.
+    """A map-style data set as a source, read mostly in its own order, for data that is on disk or memory-mapped.
 
     Args:
-        dataset: Has a length and numbered samples, as a ``datasets.Dataset`` does.
-        shard_size: Neighbouring samples that make a shard.
+        dataset: Has a length and numbered samples, as a ``datasets.Dataset`` has.
+        shard_size: The number of neighbouring samples that make a shard.
     """
 
     def __init__(self, dataset: Any, shard_size: int = 1000) -> None:
@@ -173,19 +173,19 @@ class _View(Sequence[Any]):
 
 
 class Iterated:
-    """What can only be read from its beginning, as a source: an ``IterableDataset``, a stream of ``datasets``.
+    """Data that can be read only from its beginning, as a source: an ``IterableDataset``, a stream of ``datasets``.
 
-    Each process that reads samples reads all of it, up to the sample that it needs; the order of blocks stays as it is.
-    So prefer shards, and data of which one process can read as fast as the whole run trains.
+    Each process that reads samples reads all data up to the sample that it needs; the order of blocks stays as it is.
+    So prefer shards, or data that one process can read as fast as the whole run trains.
 
     Args:
         make: Returns a new iterable of the same samples each time it is called.
         num_samples: How many of them make an epoch.
         block_size: How many are read at once, and kept in memory.
-        bookmarks: Folder, in any file system of fsspec, for the states of an iterable that has ``state_dict`` and
-            ``load_state_dict``, one for each block: whoever begins in the middle reads from there. A state that does
-            not lead back to the same samples is not used. None: reading always starts at the beginning.
-        options: Of that file system.
+        bookmarks: A folder, in any file system of fsspec, for the states of an iterable that has ``state_dict`` and
+            ``load_state_dict``, one per block: a process that begins in the middle reads from there. A state that
+            does not lead back to the same samples is not used. None: reading always starts at the beginning.
+        options: Options of that file system.
     """
 
     in_order = True
@@ -211,7 +211,7 @@ class Iterated:
         """See ``Source``.
 
         Raises:
-            JobError: there are fewer samples than was said.
+            JobError: there are fewer samples than ``num_samples``.
         """
         block, found = self._go_near(shard)
         while block != shard:
@@ -219,18 +219,18 @@ class Iterated:
         return found
 
     def _go_near(self, shard: int) -> tuple[int, list[Any]]:
-        """Read a block, or one before it from where it is reached by reading on."""
+        """Read a block, or an earlier one from which reading on reaches it; return its number and samples."""
         marks, marked = self._bookmarks, None
         if marks is not None and (self._iterator is None or self._block != shard):
             marked = marks.last(shard, self._block if self._iterator is not None and self._block <= shard else 0)
         if marks is not None and marked is not None:
             block, state, digest = marked
             self._begin(block, state)
-            with suppress(JobError):  # it ends too soon
+            with suppress(JobError):  # the iterable ends too soon
                 found = self._read_block()
                 if _digest(found[1]) == digest:
                     return found
-            log.warning("a state of the stream does not lead back to the same samples: it is read from its beginning")
+            log.warning("the stream is read from its beginning: a state does not lead back to the same samples")
             self._bookmarks, self._iterator = None, None
         if self._iterator is None or self._block > shard:
             self._begin(0, None)
@@ -242,15 +242,15 @@ class Iterated:
             made = self._make()
             if made is self._moved:
                 allowed = "a function that makes a new one at each call, where there are bookmarks"
-                raise JobError("returns what it returned before", source="Iterated", field="make", allowed=allowed)
+                raise JobError("returns the same iterable again", source="Iterated", field="make", allowed=allowed)
             self._iterable = made
             if state is not None:
                 self._moved = made
-                made.load_state_dict(state)  # type: ignore[attr-defined]  # it has given this state
+                made.load_state_dict(state)  # type: ignore[attr-defined]  # it returned this state
             self._iterator, self._block = iter(made), block
 
     def _read_block(self) -> tuple[int, list[Any]]:
-        """Read the next block; returns its number too."""
+        """Read the next block; return its number and samples."""
         assert self._iterator is not None
         block, marks = self._block, self._bookmarks
         state = marks.state_of(self._iterable) if marks is not None and block else None
@@ -271,13 +271,13 @@ class Iterated:
 
 
 class _Bookmarks:
-    """States of an iterable in front of blocks, each with a digest of the block."""
+    """States of an iterable before blocks, each with a digest of the block."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self._fs, self._folder = fsspec.core.url_to_fs(url, **options)
 
     def last(self, block: int, now: int) -> tuple[int, Any, str] | None:
-        """The one that is nearest before a block, if there is one behind ``now``: block, state and digest."""
+        """Return the nearest bookmark before a block and after ``now``, as block, state and digest, or None."""
         try:
             names = self._fs.ls(self._folder, detail=False)
         except FileNotFoundError:
@@ -293,7 +293,7 @@ class _Bookmarks:
             return None
 
     def state_of(self, iterable: Any) -> Any:
-        """The state of an iterable, where it has one that can be written."""
+        """Return the state of an iterable, if it has one that can be written."""
         take = getattr(iterable, "state_dict", None)
         try:
             state = None if take is None else take()
@@ -302,7 +302,7 @@ class _Bookmarks:
             return None
 
     def keep(self, block: int, state: Any, samples: Sequence[Any]) -> None:
-        """Write one, unless it is there."""
+        """Write a bookmark, unless there is one."""
         try:
             if not self._fs.exists(self._path(block)):
                 content = {"state": state, "samples": _digest(samples)}
@@ -316,7 +316,7 @@ class _Bookmarks:
 
 
 def _digest(sample: Any) -> str:
-    """Tell samples apart: by all bytes of tensors and arrays in them, and what others show."""
+    """Return a digest of a sample: of all bytes of its tensors and arrays, and the representation of other values."""
     found = hashlib.sha256()
 
     def take(value: Any) -> None:
@@ -339,7 +339,7 @@ def _digest(sample: Any) -> str:
 
 
 def _even(total: int, size: int, source: str, field: str) -> list[int]:
-    """Sizes of shards of equal size, the last one smaller."""
+    """Return the sizes of shards of equal size, the last one smaller."""
     for name, value in (("num_samples", total), (field, size)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise JobError("is not right", source=source, field=name, value=value, allowed="a whole number from 1")

@@ -1,6 +1,6 @@
-"""Training loops that Morph does not run: data-parallel workers that go on when some of them are lost (Spotnik).
+"""Data-parallel training loops that Morph does not run, whose workers continue when some of them are lost (Spotnik).
 
-Started by ``morph elastic -- python train.py``; without it, a script trains alone. Loads torch when it is first used.
+``morph elastic -- python train.py`` starts such a loop; without it, the script trains alone. Loads torch on first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How a joiner gets the state while the others train: a copy of it, and each later step's gradients, which it applies.
+"""How a joiner gets the state while the others train: it gets a copy and applies the gradients of each later step.
 
-Whoever lets joiners in keeps both ready for as long as somebody wants them. Where models differ there is nothing to
-apply: a joiner gets the state when it comes in.
+The member that lets joiners in keeps both for as long as a joiner needs them. While models differ there are no common
+gradients to apply, so a joiner gets the state only when it enters the ring.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from morph.elastic.shelf import Shelf
 from morph.elastic.state import TrainingState
 
 SNAPSHOT, STEP = "snapshot", "step/"
-"""Names on the shelf: the copy, without a byte where a joiner is to come in without one; and the step after so many."""
+"""Names on the shelf: the copy (empty if joiners are to enter without it), and the step after this many steps."""
 MOST_STATES, LEAST_BOUND_BYTES = 2, 256 * 2**20
-"""Steps are kept up to so many times the bytes of the copy, or so many bytes."""
+"""Limits of the kept steps: a multiple of the copy's size, or a number of bytes, whichever is more."""
 
 
 class CatchUpLog:
-    """Used by the training thread of the member that lets in."""
+    """The copy and the steps kept for joiners. Used by the training thread of the member that lets joiners in."""
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
@@ -29,21 +29,21 @@ class CatchUpLog:
 
     @property
     def is_open(self) -> bool:
-        """Whether steps are kept."""
+        """Whether steps are being kept."""
         return self._most_bytes > 0
 
     def covers(self, num_steps: int) -> bool:
-        """Whether a joiner can get from the copy to the state after so many steps."""
+        """Whether a joiner can get from the copy to the state after this many steps."""
         return self.is_open and self._num_steps == num_steps
 
     def boundary(self, state: TrainingState, step: tuple[Tensor, ...], *, is_wanted: bool, is_apart: bool) -> None:
-        """After a step: keep it, and begin or end where joiners come or have come in.
+        """Keep a completed step, and start or stop keeping steps when joiners arrive or have entered.
 
         Args:
-            state: After the step.
-            step: As ``TrainingState`` packs it, if this was open when the step was computed; else nothing.
-            is_wanted: Somebody is on the way.
-            is_apart: Models differ.
+            state: The state after the step.
+            step: The step as ``TrainingState`` packs it, if the log was open when the step was computed; else empty.
+            is_wanted: Whether a joiner is on its way in.
+            is_apart: Whether the workers' models differ.
         """
         if not is_wanted:
             self.close()
@@ -65,14 +65,14 @@ class CatchUpLog:
                 self._refuse()
 
     def _refuse(self) -> None:
-        """The joiners get the state when they come in."""
+        """Stop keeping steps: the joiners get the state when they enter."""
         if not self._is_refused:
             self.close()
             self._put(SNAPSHOT, torch.empty(0, dtype=torch.uint8))
         self._is_refused = True
 
     def close(self) -> None:
-        """Keep nothing any more."""
+        """Discard everything that is kept."""
         for name in self._names:
             self._shelf.drop(name)
         self._names.clear()

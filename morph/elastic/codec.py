@@ -1,4 +1,4 @@
-"""Messages between members as JSON, with the addresses that whoever reads them may not have."""
+"""Messages between members as JSON, with the addresses that the receiver may lack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from morph.elastic.consensus.messages import Accept, Ballot, Excluded, Message, 
 
 
 class Address(NamedTuple):
-    """Where a member listens, and where its rendezvous store does."""
+    """Where a member listens, and where its rendezvous store listens."""
 
     host: str
     port: int
@@ -21,7 +21,7 @@ Book = dict[int, Address]
 
 
 def encode(message: Message, book: Mapping[int, Address]) -> bytes:
-    """Return the bytes of a message; those of an attempt bring the addresses of its joiners."""
+    """Return a message as bytes; a message of an attempt includes the addresses of the attempt's joiners."""
     joiners = message.joiners if isinstance(message, Reconcile) else ()
     addresses = {str(one): book[one] for one in joiners if one in book}
     return json.dumps([type(message).__name__, message, addresses], separators=(",", ":")).encode()
@@ -31,7 +31,7 @@ def decode(body: bytes) -> tuple[Message, Book]:
     """Return the message and the addresses that came with it.
 
     Raises:
-        ValueError: it is none.
+        ValueError:  these bytes are not a message.
     """
     try:
         name, parts, addresses = json.loads(body)
@@ -41,10 +41,10 @@ def decode(body: bytes) -> tuple[Message, Book]:
 
 
 def book_of(addresses: Mapping[str, Any]) -> Book:
-    """Return addresses by member, out of JSON.
+    """Return addresses by member, read from JSON.
 
     Raises:
-        ValueError, TypeError: they are none.
+        ValueError, TypeError: these are not addresses.
     """
     return {int(number): Address(str(host), int(port), int(store)) for number, (host, port, store) in addresses.items()}
 

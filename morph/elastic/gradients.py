@@ -1,4 +1,4 @@
-"""A worker's shares of a step: it runs them, and their gradients are summed while the backward goes on."""
+"""Runs a worker's shares of a step, and sums their gradients during the backward pass."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from morph.runtime.state.accumulators import Reduced
 from morph.runtime.state.parts import Memory
 
 MOST_WORKERS = 4096
-"""With a loop's own batches each worker contributes once: exact sums leave room for so many."""
+"""With a loop's own batches each worker contributes once; exact sums leave room for this many workers."""
 
 KEPT_BYTES = 31 * 2**20
-"""glibc returns what is freed to the system above twice the largest block so far that it mapped, of at most 32 MiB."""
+"""glibc gives freed memory back to the system above twice the largest block that it has mapped, at most 32 MiB."""
 
 
 class Try(NamedTuple):
-    """One try of a step."""
+    """One attempt at a step."""
 
     place: Place
     batch: Batch | None
@@ -41,11 +41,11 @@ class Try(NamedTuple):
 
 
 class Gradients:
-    """Takes the gradients of a model's parameters whenever one is trained.
+    """Collects the gradients of a model's parameters whenever one is trained.
 
     Args:
-        state: This worker's.
-        accumulation: How gradients are summed.
+        state: This worker's training state.
+        accumulation: How gradients are summed: ``exact`` or ``fast``.
 
     Raises:
         InputError: the model lies on several devices.
@@ -65,24 +65,24 @@ class Gradients:
         self._is_in_backward = False
         self._strayed: str | None = None
         self._left: list[Tensor] = []
-        torch.empty(KEPT_BYTES, dtype=torch.uint8)  # freed at once, so that gradients come to pages that are there
+        torch.empty(KEPT_BYTES, dtype=torch.uint8)  # freed at once, so that gradients use mapped pages
         self.overflow: tuple[Place, dict[str, int]] | None = None
-        """Scales for the next try of a step, and where a sum of the last one overflowed."""
+        """Scales for the next attempt at a step, and the place where a sum of the last attempt overflowed."""
         self.num_shares = 0
         for name, parameter in self._parameters.items():
             self._listen(name, parameter)
 
     def drop(self) -> None:
-        """The step under way is over."""
+        """End the current step without applying it."""
         self._sums = None
 
     def release(self) -> None:
-        """The step's gradients are applied: the next one may use their memory."""
+        """Note that the step's gradients are applied: the next step may use their memory."""
         assert self._sums is not None
         self._left = list(self._sums.memory.used.values())
 
     def compute(self, given: Try, ring: Ring | None, membership: Membership) -> tuple[list[Reduced], dict[str, int]]:
-        """Run this worker's shares; return gradients summed over the ring, or its own alone, and the next scales."""
+        """Run this worker's shares; return the gradients, summed over the ring or only its own, and the next scales."""
         self.look_at_settings()
         is_shared = self._state.pace.sync == S_SGD
         place, batch = given.place, given.batch
@@ -91,13 +91,13 @@ class Gradients:
         kind = self._kind(num_shares + 1, self._state.summed if is_shared else self.settings["trained"])
         mine = [rank] if batch is None else shares_of(rank, size, num_shares, is_shared=is_shared)
         num_summed = len(mine) if not is_shared else size if batch is None else num_shares
-        # Whoever left a ring may not know that a sum overflowed there: all begin with the scales before it.
+        # A member that left a ring may not know that a sum overflowed there: all begin with the scales before it.
         scales = self.overflow[1] if self.overflow and self.overflow[0] is place else self._state.exponents
         self.num_shares = len(mine)
         buffers = {name: one.clone() for name, one in self._state.buffers().items()}
         try:
             while True:
-                # Of a step that was given up nothing is left: an operation of its ring may still write into it.
+                # No memory is reused after a step that was given up: an operation of its ring may still write into it.
                 memory, self._left = Memory(self._device, self._left), []
                 self._sums = StepSums(kind, scales, ring, place.interrupt, num_summed, memory)
                 if is_shared and membership.has_ready_joiners:
@@ -141,11 +141,11 @@ class Gradients:
             self._is_in_backward = False
 
     def _listen(self, name: str, parameter: Parameter) -> None:
-        """Take the parameter's gradients whenever it is trained, even if it is frozen now."""
+        """Collect the parameter's gradients whenever it is trained, even if it is frozen now."""
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return
         is_trained = parameter.requires_grad
-        parameter.requires_grad_(True)  # else it takes no hook
+        parameter.requires_grad_(True)  # a frozen parameter accepts no hook
         hook: Any = partial(self._take_gradient, name)
         parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call] # as backward
         parameter.requires_grad_(is_trained)
@@ -160,10 +160,10 @@ class Gradients:
             raise InputError("runs backward itself", field="loss_of", allowed=allowed)
 
     def check(self) -> None:
-        """Refuse what a step would ignore: gradients that a backward of the loop's own has left.
+        """Refuse gradients that the loop's own backward has left, because a step would ignore them.
 
         Raises:
-            InputError: naming a parameter that has one.
+            InputError: a parameter has such a gradient; the message names it.
         """
         name, self._strayed = self._strayed, None
         if name is not None and self._parameters[name].grad is not None:
@@ -181,10 +181,10 @@ class Gradients:
                 one.copy_(buffers[name])
 
     def look_at_settings(self) -> None:
-        """Read the settings that the loop's own code has left, and make a digest of them.
+        """Read the settings as the loop's own code has left them, and compute their digest.
 
         Raises:
-            InputError: some cannot be followed.
+            InputError: Morph cannot follow some of the settings.
         """
         self._state.check_parameters()
         settings = self._state.settings()
@@ -195,7 +195,7 @@ class Gradients:
         self.digest = Digest(self._groups_text + json.dumps({**self.settings, "groups": None}))
 
     def _kind(self, num_contributions: int, summed: str) -> Kind:
-        """How this step is summed: parameters that were not ``summed`` in the last one come late."""
+        """Return how this step is summed: parameters that were not ``summed`` in the last step are reduced last."""
         late = "".join("01"[now > before] for now, before in zip(self.settings["trained"], summed, strict=True))
         if self._buckets[0] != summed:
             self._buckets = (summed, buckets_of(self._state.parameters(summed)))

@@ -1,4 +1,4 @@
-"""How a process that ``morph elastic`` starts is to take part: its environment. Loads no torch."""
+"""The environment by which ``morph elastic`` tells a process how to take part. Loads no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LISTEN, LISTEN_FD, JOIN, FOUNDERS, SECRET, SILENCE = NAMES = (
     "MORPH_ELASTIC_SECRET",
     "MORPH_ELASTIC_SILENCE_S",
 )
-"""What ``morph elastic`` sets for the processes that it starts."""
+"""Variables that ``morph elastic`` sets for the processes that it starts."""
 SILENCE_S = 5.0
 LOOPBACK = "127.0.0.1"
 
@@ -34,17 +34,17 @@ class Invitation:
 
     @property
     def credential(self) -> str:
-        """Return what this process shows to others of the job, and demands of them."""
+        """The credential that this process shows to the job's other processes, and demands of them."""
         from morph.link.authority import credential_of
 
         return credential_of(self.secret)
 
     @classmethod
     def of_environment(cls) -> Invitation:
-        """What ``morph elastic`` said; without it, a ring of this process alone.
+        """Return the invitation that ``morph elastic`` set; without one, a ring of this process alone.
 
         Raises:
-            InputError: a variable is not what it should be.
+            InputError: a variable has a value that is not allowed.
         """
         found = {name: os.environ.get(name) for name in NAMES}
         fd, join = found[LISTEN_FD], found[JOIN]
@@ -62,10 +62,10 @@ class Invitation:
 
 
 def parse_address(text: str, field: str) -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT``.
+    """Return the host and the port of ``HOST:PORT``.
 
     Raises:
-        InputError: it is none.
+        InputError: the text is not an address.
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:

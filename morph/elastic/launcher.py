@@ -1,4 +1,4 @@
-"""Starts workers on this machine as processes of their own, and ends them with it. Loads no torch."""
+"""Starts workers on this machine as child processes, and ends them when the launcher ends. Loads no torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LOOK_EVERY_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Who is to be started. ``join``: the address of a worker of the job, whose ring these are to join or found.
+    """The workers to start. ``join``: the address of a worker of the job whose ring they join or found.
 
-    ``num_founders``: how many workers begin together, on all machines; more come in later. ``is_open``: others know
-    the secret, and can join.
+    ``num_founders``: how many workers begin together, on all machines; more may join later. ``is_open``: other machines
+    know the secret, and their workers can join.
     """
 
     command: tuple[str, ...]
@@ -40,13 +40,13 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """Exit codes of workers that ended, by process id."""
+    """Exit codes of the workers that have ended, by process id."""
 
     codes: dict[int, int] = field(default_factory=dict)
 
     @property
     def code(self) -> int:
-        """0 where a worker came to the end: the others' loss was made good."""
+        """0 if at least one worker finished: it has made up for the loss of the others."""
         return 0 if 0 in self.codes.values() else 1
 
 
@@ -54,7 +54,7 @@ def launch(plan: Plan) -> Outcome:
     """Run the workers until the last has ended.
 
     Raises:
-        OSError: the address cannot be listened on, or the command cannot be started.
+        OSError: the launcher cannot listen on the address, or cannot start the command.
         KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the workers have been ended.
     """
     outcome = Outcome()
@@ -75,10 +75,10 @@ def launch(plan: Plan) -> Outcome:
 
 
 def _start(plan: Plan, workers: list[subprocess.Popen[bytes]]) -> None:
-    """Start the workers; the first founder inherits the socket at which it listens, so that the others find it."""
+    """Start the workers; the first founder inherits the listening socket, so that the others can find it."""
     environment = {name: value for name, value in os.environ.items() if name not in NAMES}
     environment |= {SECRET: plan.secret, LISTEN: plan.listen[0], SILENCE: f"{plan.silence_s:g}"}
-    environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun; sums within an operation depend on it
+    environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; sums within an operation depend on it
     join = plan.join
     while len(workers) < plan.num_workers:
         if join is None:
@@ -89,7 +89,7 @@ def _start(plan: Plan, workers: list[subprocess.Popen[bytes]]) -> None:
                 workers.append(_process(plan.command, environment | of_first, (fd,)))
             if plan.is_open:
                 missing = plan.num_founders - plan.num_workers
-                others = f"; {missing} more of them are waited for" if missing > 0 else ""
+                others = f"; waiting for {missing} more" if missing > 0 else ""
                 print(f"workers can join at {join[0]}:{join[1]}{others}", file=sys.stderr)
         else:
             workers.append(_process(plan.command, {**environment, JOIN: f"{join[0]}:{join[1]}"}, ()))
@@ -108,7 +108,7 @@ def _ended(code: int) -> str:
 
 
 def _end(workers: Sequence[subprocess.Popen[bytes]], interrupted: Interrupted) -> None:
-    """End whoever is left, with all that it started: at once, where a signal comes while they take their time."""
+    """End the remaining workers and all their processes; a signal during their grace period ends them at once."""
     num_signals = interrupted.num_signals
     left = [worker for worker in workers if worker.poll() is None]
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -125,13 +125,13 @@ def _end(workers: Sequence[subprocess.Popen[bytes]], interrupted: Interrupted) -
 
 @dataclass
 class Interrupted:
-    """What came of SIGINT (Ctrl-C), SIGTERM and SIGHUP (the terminal was closed). ``is_deaf``: only counted."""
+    """Counts SIGINT (Ctrl-C), SIGTERM and SIGHUP (the terminal was closed). ``is_deaf``: signals are only counted."""
 
     num_signals: int = 0
     is_deaf: bool = False
 
     def __call__(self, _number: int, _frame: FrameType | None) -> None:
-        """Count one; the first is a KeyboardInterrupt."""
+        """Count a signal; the first one raises KeyboardInterrupt."""
         self.num_signals += 1
         if self.num_signals == 1 and not self.is_deaf:
             raise KeyboardInterrupt
@@ -139,9 +139,9 @@ class Interrupted:
 
 @contextmanager
 def interrupted_once() -> Iterator[Interrupted]:
-    """Let the first SIGINT, SIGTERM or SIGHUP end the block by KeyboardInterrupt; what ends with it is not interrupted.
+    """Let the first SIGINT, SIGTERM or SIGHUP end the block with KeyboardInterrupt; the cleanup is not interrupted.
 
-    A signal that was ignored before stays so, as nohup wants it.
+    A signal that was ignored before stays ignored, as nohup expects.
     """
     interrupted = Interrupted()
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]

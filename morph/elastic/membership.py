@@ -1,7 +1,7 @@
-"""A live member: it hears messages and losses, steps the consensus, and does what comes out.
+"""A live member: it receives messages and losses, steps the consensus, and performs the resulting actions.
 
-Everything that happens is taken in one at a time, under one lock, by the thread that brings it. The training thread
-asks for the ring it is in, and waits on that ring's ``Interrupt``, which ends as soon as the member leaves the ring.
+Events are processed one at a time, under one lock, by the thread that brings them. The training thread asks for the
+current ring, and waits on that ring's ``Interrupt``, which fires as soon as the member leaves the ring.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from morph.runtime.groups.interrupt import Interrupt
 log = logging.getLogger("morph.elastic")
 
 NUM_SUCCESSORS = 3
-"""Connections that a member holds: so many may be lost at once before one must be made."""
+"""Connections that a member holds in advance: this many members may be lost at once before it must make a new one."""
 CONSENSUS_TIMEOUT_S = 60.0
 MOST_FOUNDERS = 1024
 
 
 @dataclass(frozen=True)
 class Place:
-    """A member's place in one ring. ``interrupt`` ends every wait as soon as it leaves."""
+    """A member's place in one ring. ``interrupt`` ends every wait as soon as the member leaves the ring."""
 
     ring: Ring
     num_steps: int
@@ -59,10 +59,10 @@ class Place:
 
 @dataclass
 class Door:
-    """Whom the rendezvous waits for, or has let in.
+    """The joiners that the rendezvous waits for or has let in.
 
-    ``coming``: numbers of those who are on the way in. ``ready``: of those, and theirs who may be let in now.
-    ``caught_up``: who have caught up with this member's steps, and need only the newest ones.
+    ``coming``: numbers of the joiners that are on the way in. ``ready``: those of them that may be let in now, and
+    their connections. ``caught_up``: those that have this member's steps, and need only the newest ones.
     """
 
     num_founders: int = 0
@@ -74,14 +74,14 @@ class Door:
 
 
 class Membership:
-    """One member of the rings of a job. All but ``found`` and ``begin`` may be called from any thread.
+    """One member of the rings of a job. All methods except ``found`` and ``begin`` may be called from any thread.
 
     Args:
         listening: A listening socket, which is closed with this object.
-        host: The address under which the others reach it.
-        store_port: Where this process's rendezvous store listens.
-        credential: That follows from the secret of the job.
-        silence_s: A member that does not answer for so long is taken for lost.
+        host: The address under which the others reach this member.
+        store_port: The port of this process's rendezvous store.
+        credential: The credential that follows from the job's secret.
+        silence_s: A member that does not answer for this many seconds counts as lost.
     """
 
     def __init__(self, listening: socket.socket, host: str, store_port: int, credential: str, silence_s: float) -> None:
@@ -107,13 +107,13 @@ class Membership:
         """Wait for the other founders, and begin with them.
 
         Raises:
-            WaitTimeout: they do not come.
+            WaitTimeout: they do not all arrive in time.
         """
         with self._changed:
             self._door.num_founders = num_founders
             if not self._changed.wait_for(lambda: len(self._door.callers) == num_founders - 1, timeout_s):
                 come = len(self._door.callers) + 1
-                raise WaitTimeout(f"{come} of {num_founders} workers came within {timeout_s:g} s")
+                raise WaitTimeout(f"only {come} of {num_founders} workers arrived within {timeout_s:g} s")
             self.begin(member.founder(0, tuple(range(num_founders))), {0: self.address, **self._door.callers})
 
     def begin(self, state: MemberState, book: Book) -> None:
@@ -127,7 +127,7 @@ class Membership:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Take part no more: the others notice at once."""
+        """Leave the job: the others notice at once."""
         with self._changed:
             if self._halted is None:
                 self._halted = "this worker has ended"
@@ -145,14 +145,14 @@ class Membership:
     @property
     def me(self) -> int:
         """This member's number."""
-        assert self._state is not None, "it has not begun"
+        assert self._state is not None, "the member has not begun"
         return self._state.me
 
     def place(self, after: Ballot | None = None, timeout_s: float = CONSENSUS_TIMEOUT_S) -> Place:
-        """Wait for a ring, another one than that of the ballot ``after``.
+        """Return this member's place in a ring, which is not that of the ballot ``after``; waits for it.
 
         Raises:
-            TrainingStopped: this member trains no more; says why.
+            TrainingStopped: this member trains no more; the message says why.
             WaitTimeout: the members do not agree in time.
         """
 
@@ -161,14 +161,14 @@ class Membership:
 
         with self._changed:
             if not self._changed.wait_for(is_there, timeout_s):
-                raise WaitTimeout(f"waited {timeout_s:g} s for the other workers to agree on who goes on")
+                raise WaitTimeout(f"waited {timeout_s:g} s for the other workers to agree on who continues")
             if self._halted is not None:
                 raise TrainingStopped(self._halted)
             assert self._place is not None
             return self._place
 
     def address_of(self, number: int) -> Address:
-        """Where a member is."""
+        """Return the addresses of a member."""
         with self._changed:
             return self._book[number]
 
@@ -181,50 +181,50 @@ class Membership:
             return self._state.num_steps > before
 
     def copied(self, ballot: Ballot) -> bool:
-        """Whether this member may take over the state that came in a ring; if so, it counts as its own from now on."""
+        """Whether this member may adopt the state that came in a ring; if so, it counts as its own from now on."""
         with self._changed:
             self._happen(Copied(ballot))
             return self._place is not None and self._place.ring.ballot == ballot
 
     def admit(self) -> None:
-        """At a boundary, let in who is ready. Does nothing at any but the ring's lowest member."""
+        """Let in the joiners that are ready, at a boundary. Does nothing unless this is the ring's lowest member."""
         with self._changed:
             if self._state is not None and member.may_admit(self._state):
                 self._happen(Admit(tuple(sorted(self._door.ready))))
 
     def reform(self) -> None:
-        """Form the ring anew with the members it has, after a connection for tensors failed between living ones."""
+        """Form the ring anew with its members, after a connection for tensors failed although both ends are alive."""
         self._happen(Admit(()))
 
     @property
     def has_ready_joiners(self) -> bool:
-        """Whether somebody waits at this member, which is the one that lets in."""
+        """Whether a joiner is ready to be let in by this member."""
         with self._changed:
             return bool(self._door.ready) and self._state is not None and member.may_admit(self._state)
 
     @property
     def has_joiners(self) -> bool:
-        """Whether somebody is on the way in at this member."""
+        """Whether a joiner is on its way in at this member."""
         return bool(self._door.coming)
 
     def all_caught_up(self, numbers: Iterable[int]) -> bool:
-        """Whether all these have caught up with this member's steps."""
+        """Whether all these joiners have caught up with this member's steps."""
         with self._changed:
             return self._door.caught_up.issuperset(numbers)
 
     def sponsor_left(self) -> None:
-        """The member that was to let this one in is gone; one that is in already does not mind."""
+        """Halt because the member that was to let this one in is gone; has no effect once this one is in."""
         with self._changed:
             if self._state is not None and self._state.ring is None and self._halted is None:
-                self._halted = "whoever was to let this worker in is gone"
+                self._halted = "the worker that was to let this one in is gone"
                 self._changed.notify_all()
 
     @property
     def was_in_a_ring(self) -> bool:
-        """Whether it has trained with others, or could have."""
+        """Whether this member has trained with others, or could have."""
         return self._state is not None and self._state.ring is not None
 
-    # -- what happens
+    # -- events
 
     def _happen(self, happened: Input) -> None:
         with self._changed:
@@ -259,7 +259,7 @@ class Membership:
         )
 
     def _tend(self) -> None:
-        """Hold connections to those who come next, and notice the loss of whoever is to be watched."""
+        """Hold connections to the next members, and notice the loss of the member that this one must watch."""
         assert self._state is not None
         around = self._state.around
         if self._halted is None and self._state.phase in ("running", "agreeing") and len(around) > 1:
@@ -292,7 +292,7 @@ class Membership:
         looked_s = time.monotonic()
         while not self._over.wait(pause_s):
             now_s = time.monotonic()
-            was_away = now_s - looked_s > self._silence_s / 2  # it was stopped itself, and has not looked at answers
+            was_away = now_s - looked_s > self._silence_s / 2  # this process was stopped, and has read no answers
             looked_s = now_s
             with self._changed:
                 links = [link for link in self._links.values() if link.to not in self._gone]
@@ -304,7 +304,7 @@ class Membership:
                     continue
                 link.send(PING)
 
-    # -- who calls
+    # -- callers
 
     def _serve(self, caller: Caller) -> None:
         incoming = Incoming(caller, self._credential)
@@ -326,7 +326,7 @@ class Membership:
                     self._happen(Received(sender, message))
 
     def _meet(self, incoming: Incoming) -> None:
-        """Somebody wants to become a member."""
+        """Take in a process that wants to become a member."""
         host, port, store_port = json.loads(incoming.receive())
         address = Address(str(host), int(port), int(store_port))
         with self._changed:
@@ -360,7 +360,7 @@ class Membership:
                 self._door.ready[number] = incoming
                 if is_caught_up:
                     self._door.caught_up.add(number)
-            incoming.receive()  # nothing comes: it returns when the joiner is gone
+            incoming.receive()  # the joiner sends nothing: this returns when it is gone
         finally:
             with self._changed:
                 self._door.ready.pop(number, None)

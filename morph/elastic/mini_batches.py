@@ -1,4 +1,4 @@
-"""Mini-batches whose samples and order do not depend on who trains: shares of a fixed size, dealt to whoever trains."""
+"""Mini-batches whose samples and order do not depend on the workers: shares of a fixed size, dealt to the workers."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from morph.data.streams import reading_warning
 
 MOST_SHARES = 32
 TRIAL_S = 1.0
-"""Processor time for which the loss is tried."""
+"""Processor time that the trial of the loss may take."""
 
 
 class BatchUser(Protocol):
-    """What takes the mini-batches of a loop, one step after the other: ``morph.elastic.Optimizer``."""
+    """The consumer of a loop's mini-batches, one per step: ``morph.elastic.Optimizer``."""
 
     @property
     def num_steps(self) -> int:
-        """How many steps the model has."""
+        """How many steps the model has had."""
 
     def settled_steps(self) -> int:
-        """Return how many steps the model has, once this worker is in a ring and has its state."""
+        """Return how many steps the model has had, once this worker is in a ring and has its state."""
 
     def use(self, batch: Batch) -> None:
-        """The next step is of this batch."""
+        """Set the batch of the next step."""
 
     def finish(self) -> None:
-        """Leave in good order after the last step."""
+        """Leave the job in good order after the last step."""
 
 
 _users: list[BatchUser] = []
 
 
 def use_batches_with(user: BatchUser) -> None:
-    """Let loops over ``batches`` in this process belong to this optimizer from now on."""
+    """Make this optimizer the one that loops over ``batches`` in this process belong to from now on."""
     _users.append(user)
 
 
@@ -48,7 +48,7 @@ def the_optimizer() -> BatchUser:
     """Return the process's optimizer.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no optimizer yet.
     """
     if not _users:
         raise InputError(
@@ -58,7 +58,7 @@ def the_optimizer() -> BatchUser:
 
 
 class Batch:
-    """The samples of one step. Its shares are loaded by whoever computes them."""
+    """The samples of one step. The worker that computes a share loads its samples."""
 
     def __init__(self, batches: Batches, step: int) -> None:
         self.step = step
@@ -67,9 +67,9 @@ class Batch:
         self._shares: list[MicroBatch] | None = None
 
     def share(self, index: int) -> Any:
-        """Load a share's samples, collated as by a ``DataLoader``.
+        """Load a share's samples, collated as a ``DataLoader`` would.
 
-        What a sample draws from the global generators depends on (seed, epoch, sample) alone.
+        What a sample draws from the global generators depends only on (seed, epoch, sample).
         """
         given = self.batches
         if self._shares is None:
@@ -97,7 +97,7 @@ class Batches:
         dataset = numbered(dataset)
         size = check_map_style(dataset, "dataset")
         if global_batch < 1:
-            raise InputError("is no batch", field="global_batch", value=global_batch, allowed="1 or more")
+            raise InputError("is not a batch size", field="global_batch", value=global_batch, allowed="1 or more")
         if share_size is None:
             share_size = next(
                 n for n in range(1, global_batch + 1) if global_batch % n == 0 and n * MOST_SHARES >= global_batch
@@ -106,7 +106,7 @@ class Batches:
             allowed = f"a divisor of global_batch, {global_batch}"
             raise InputError("does not divide the batch", field="share_size", value=share_size, allowed=allowed)
         if num_steps is not None and num_steps < 0:
-            raise InputError("is no number of steps", field="num_steps", value=num_steps, allowed="0 or more")
+            raise InputError("is not a number of steps", field="num_steps", value=num_steps, allowed="0 or more")
         self.dataset, self.global_batch, self.seed, self.share_size = dataset, global_batch, seed, share_size
         self.num_shares = global_batch // share_size
         if bool(recipe.buckets) != (lengths is not None):
@@ -149,35 +149,34 @@ def batches(
 
     Args:
         dataset: Map-style: ``len(dataset)`` and ``dataset[i]``, such as a ``morph.data.streams.Stream``.
-        global_batch: Samples of one step, over all workers.
-        seed: Of the order of samples, of what samples draw, and of what the model draws (dropout).
-        share_size: Samples that are computed at once. It is part of the result, so it does not depend on how many
-            workers there are; one of them computes several shares of a step, or none. None: the smallest that makes
-            at most 32 shares.
-        num_steps: How many steps there are in all; None: one pass over the data.
-        collate_fn: Makes a batch of a list of samples, as in a ``DataLoader``; None: as there by default. What it draws
-            from the global generators is seeded by its samples.
+        global_batch: Samples per step, over all workers.
+        seed: Seeds the order of samples, the draws of samples, and the draws of the model (dropout).
+        share_size: Samples that are computed at once. It affects the result, so it does not depend on the number of
+            workers; each computes any number of shares of a step. None: the smallest size that makes at most 32 shares.
+        num_steps: The number of steps in all; None: one pass over the data.
+        collate_fn: Makes a batch of a list of samples, as in a ``DataLoader``; None: the default of ``DataLoader``. Its
+            draws from the global generators are seeded by its samples.
         sampler: ``sampler(dataset, seed, epoch)`` returns an epoch's samples in order: see ``morph.data.order``.
-        lengths: ``lengths(dataset)`` returns the length of each sample, where lengths vary: like ones share a share.
+        lengths: ``lengths(dataset)`` returns the length of each sample, if lengths vary: similar ones share a share.
         buckets: Lengths, ascending, to which shares are padded: each to the smallest that holds its samples. ``labels``
-            are padded with -100, others with 0.
+            are padded with -100, other keys with 0.
 
     Raises:
-        InputError: naming what is wrong.
+        InputError: an argument is wrong; the message names it.
     """
     recipe = Recipe(seed, collate_fn, tuple(buckets))
     return Batches(dataset, global_batch, seed, share_size, num_steps, recipe, sampler, lengths)
 
 
 def loss_warnings(batches: Batches, model: nn.Module, loss_of: Callable[[Any], Any]) -> tuple[str, ...]:
-    """Say, as ``morph run`` does, how the loss differs from the mean over samples that Morph takes it for.
+    """Return warnings where the loss differs from the mean over samples that Morph takes it for, as ``morph run`` does.
 
-    Also what reading the data costs, where it must be read from its beginning.
+    Warns also of the cost of reading the data, if it can be read only from its beginning.
 
-    Calls ``loss_of`` several times without gradients, with unlike samples of the data set. Says nothing where that
-    fails, or where it cannot tell samples apart: if something is wrong, the step, which calls it next, says so.
+    Calls ``loss_of`` several times without gradients, with different samples of the data set. Returns nothing if that
+    fails, or if samples cannot be told apart: the step calls ``loss_of`` next, and reports what is wrong.
     """
-    from morph.preflight.mean_loss import LossTrial, mean_warnings  # not before it is needed
+    from morph.preflight.mean_loss import LossTrial, mean_warnings  # imported only where it is needed
 
     def read(indices: Sequence[int]) -> list[Any]:
         return batches.recipe.read(batches.dataset, [(0, index) for index in indices])
@@ -190,5 +189,5 @@ def loss_warnings(batches: Batches, model: nn.Module, loss_of: Callable[[Any], A
     known = () if costs is None else (costs,)
     try:
         return (*known, *mean_warnings(trial, running_s=TRIAL_S))
-    except Exception:  # the loss and the data set are the user's, who may do anything with samples of any kind
+    except Exception:  # the user's loss and data set may raise anything
         return known

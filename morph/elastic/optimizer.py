@@ -1,4 +1,4 @@
-"""The optimizer of a loop that Morph does not run: a step of all workers, applied by all or by none of them."""
+"""The optimizer of a loop that Morph does not run: each step is applied by all workers, or by none."""
 
 from __future__ import annotations
 
@@ -45,34 +45,34 @@ from morph.runtime.state.unit_state import squared_norm
 log = logging.getLogger("morph.elastic")
 
 CLIP_EPSILON = 1e-6
-"""As in ``torch.nn.utils.clip_grad_norm_``."""
+"""The same constant as in ``torch.nn.utils.clip_grad_norm_``."""
 
 MODEL = "model"
-"""Under this name a replica of ad-psgd lies ready for others."""
+"""The shelf holds a replica of ad-psgd for the others under this name."""
 
 
 class Optimizer:
     """Wraps a ``torch.optim`` optimizer; ``step`` runs the loss, sums gradients over all workers and applies them.
 
-    The optimizer's gradients lie in memory that the next step uses again: what is to be kept of them must be copied.
+    The optimizer's gradients lie in memory that the next step reuses: copy what you want to keep of them.
     Parameters may be frozen and thawed between two steps (``requires_grad``), and added to the optimizer, in the same
     way at all workers.
 
     Args:
-        optimizer: Of parameters of the model; its ``step`` takes no closure.
-        model: The model, whole, on its device.
-        accumulation: ``exact``: with ``morph.elastic.batches`` the weights are bit for bit those of a run that nothing
-            disturbs, with any number of workers. ``fast``: ordinary floating point.
+        optimizer: An optimizer of the model's parameters; its ``step`` takes no closure.
+        model: The whole model, on its device.
+        accumulation: ``exact``: with ``morph.elastic.batches`` the weights are bit for bit those of an undisturbed run,
+            with any number of workers. ``fast``: ordinary floating point.
         sync: ``s-sgd``: gradients are averaged over all workers at each step. ``sma``: each worker applies its own
-            gradients, and moves towards the mean of all models. ``ad-psgd``: each worker averages its model with one
-            other worker's, and waits for nobody. ``auto``: s-sgd, and ad-psgd while the network is the bottleneck.
-        lr_scheduler: The optimizer's schedule, or a function that makes it from the optimizer. It is stepped after each
-            step, not by the loop, and its state is part of what workers share.
-        clip_grad_norm: Largest 2-norm of all gradients together, as they are applied; ``math.inf``: only measured.
+            gradients, and moves towards the mean of all models. ``ad-psgd``: each worker averages its model with
+            another's, and never waits for it. ``auto``: s-sgd, but ad-psgd while the network is the bottleneck.
+        lr_scheduler: The optimizer's schedule, or a function that makes it from the optimizer. Morph steps it after
+            each step (the loop must not), and workers share its state.
+        clip_grad_norm: Largest 2-norm of all gradients together, as they are applied; ``math.inf`` only measures it.
 
     Raises:
-        InputError: an argument is not what it should be.
-        WaitTimeout: the other workers do not come.
+        InputError: an argument has a value that is not allowed.
+        WaitTimeout: the other workers do not arrive in time.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class Optimizer:
         clip_grad_norm: float | None = None,
     ) -> None:
         if accumulation not in ("exact", "fast"):
-            raise InputError("is no kind of sum", field="accumulation", value=accumulation, allowed="exact or fast")
+            raise InputError("is not a kind of sum", field="accumulation", value=accumulation, allowed="exact or fast")
         if sync not in SYNCS:
-            raise InputError("is no way to synchronise", field="sync", value=sync, allowed=" or ".join(SYNCS))
+            raise InputError("is not a way to synchronise", field="sync", value=sync, allowed=" or ".join(SYNCS))
         if isinstance(optimizer, torch.optim.SparseAdam):
-            allowed = "one of dense gradients, such as torch.optim.Adam: workers sum sparse ones as dense ones"
-            raise InputError("wants sparse gradients", field="optimizer", value="SparseAdam", allowed=allowed)
+            allowed = "an optimizer for dense gradients (torch.optim.Adam): workers sum all gradients as dense"
+            raise InputError("requires sparse gradients", field="optimizer", value="SparseAdam", allowed=allowed)
         if clip_grad_norm is not None and (isinstance(clip_grad_norm, bool) or not clip_grad_norm > 0):
             allowed = "a number above 0, or None"
-            raise InputError("is no bound of a norm", field="clip_grad_norm", value=clip_grad_norm, allowed=allowed)
+            raise InputError("is not a bound of a norm", field="clip_grad_norm", value=clip_grad_norm, allowed=allowed)
         if sync != S_SGD:
             log.warning("sync=%s: workers' models may differ until the end, so results are not exact", sync)
         self._optimizer, self._clip_grad_norm = optimizer, clip_grad_norm
@@ -112,7 +112,7 @@ class Optimizer:
 
     @property
     def num_steps(self) -> int:
-        """How many steps the model has."""
+        """How many steps the model has had."""
         return self._state.num_steps
 
     @property
@@ -122,7 +122,7 @@ class Optimizer:
 
     @property
     def rank(self) -> int:
-        """This worker's place among them, from 0."""
+        """This worker's rank among the workers, from 0."""
         return self._participation.place.ring.members.index(self._participation.membership.me)
 
     @property
@@ -132,24 +132,24 @@ class Optimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's."""
+        """The parameter groups of the wrapped optimizer."""
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         return groups
 
     def settled_steps(self) -> int:
-        """Return how many steps the model has, once this worker is in a ring and has its state."""
+        """Return how many steps the model has had, once this worker is in a ring and has its state."""
         self._participation.settle()
         self._state.pass_boundary()
         return self._state.num_steps
 
     def use(self, batch: Batch) -> None:
-        """The next step is of this batch."""
+        """Set the batch of the next step."""
         self._batch = batch
 
     def finish(self) -> None:
-        """Leave in good order after the last step, with the mean of all models where they differ.
+        """Leave the job in good order after the last step, with the mean of all models if they differ.
 
-        The end of ``batches``, or of the process, does it too.
+        The end of ``batches``, or of the process, does so too.
         """
         self._participation.finish()
 
@@ -159,7 +159,7 @@ class Optimizer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave in good order, or at once where the block ends by an exception, ``SystemExit`` with code 0 excepted."""
+        """Leave in good order; leave at once if the block raised anything except ``SystemExit`` with code 0."""
         if isinstance(error, SystemExit):
             self._participation.will_exit(error)
         if error is None or (isinstance(error, SystemExit) and not error.code):
@@ -168,21 +168,21 @@ class Optimizer:
             self._participation.close()
 
     def step(self, loss_of: Callable[[Any], Tensor | Loss]) -> float:
-        """Do one step with all other workers, however often it must be begun again.
+        """Do one step together with all other workers; the attempt is repeated when workers are lost.
 
         Args:
             loss_of: Returns the mean loss of a share of the batch, or a :class:`morph.Loss`: totals of all shares are
                 divided by the sum of all weights, and a step in which nothing has a weight changes no parameter. It may
                 be called several times, or not at all. In a loop with batches of its own it is called with None, once
-                for each try.
+                for each attempt.
 
         Returns:
-            The mean loss, the same at every worker; under ``ad-psgd`` this worker's own. NaN where nothing counts.
+            The mean loss, the same at every worker; under ``ad-psgd`` this worker's own. NaN if nothing has a weight.
 
         Raises:
-            InputError: gradients were computed outside of this; or the settings are not those of the oldest worker.
+            InputError: gradients were computed outside ``loss_of``, or the settings are not those of the oldest worker.
             NonFiniteGradient: a gradient is NaN or infinite.
-            TrainingStopped: this worker trains no more; says why.
+            TrainingStopped: this worker trains no more; the message says why.
         """
         self._gradients.check()
         batch, self._batch = self._batch, None
@@ -192,7 +192,7 @@ class Optimizer:
             for sentence in loss_warnings(batch.batches, self._state.model, loss_of):
                 log.warning("%s", sentence)
         num_tries = 0
-        while self._state.num_steps == wanted:  # it may come with the state of somebody who has this step
+        while self._state.num_steps == wanted:  # the step may arrive with another worker's state
             begin_s = time.monotonic()
             place = self._participation.settle()
             sync = self._state.pace.sync
@@ -237,7 +237,7 @@ class Optimizer:
 
     def _step_sma(self, given: Try) -> None:
         place, weights = given.place, self._state.weights()
-        total = Sum(as_vector(weights), self._participation.ring)  # of what the step begins with, while it computes
+        total = Sum(as_vector(weights), self._participation.ring)  # of the weights before the step, while it computes
         reduced, exponents = self._gradients.compute(given, None, self._participation.membership)
         signals = self._signals(_mean_loss(reduced[-1].gradients))
         mean = total.wait("the sum of all replicas") / len(place.ring.members)
@@ -249,7 +249,7 @@ class Optimizer:
             self._cross(place, rate, is_joined)
 
     def _step_ad_psgd(self, given: Try) -> None:
-        """Needs nobody: the partner may be lost, and the ring."""
+        """Do one step that needs nobody else: the partner may be lost, and even the ring."""
         members, weights, membership = given.place.ring.members, self._state.weights(), self._participation.membership
         other = partner(members, membership.me, self._state.num_steps)
         fetch = None if other is None else self._participation.fetch(other, MODEL, given.place.interrupt)
@@ -267,7 +267,7 @@ class Optimizer:
         return is_sync_step(state.pace.sync, state.num_steps) and state.met_at != state.num_steps
 
     def _synchronise(self) -> None:
-        """Try once to meet the others, unless somebody's state comes that was there."""
+        """Try once to meet the others, unless a worker that has met them sends its state first."""
         place = self._participation.settle()
         if not self._is_sync_due():
             return
@@ -305,14 +305,14 @@ class Optimizer:
         return Signals(loss, self._rate, self._gradients.digest, has_joiners=has_joiners)
 
     def _is_agreed(self, place: Place) -> bool:
-        """Whether what was reduced counts; if so, all who go on will have it."""
+        """Whether the reduced values count; if so, all workers that continue will have them."""
         is_agreed = self._participation.membership.reduced(place.ring.ballot)
         if not is_agreed:
             self._participation.leave(place)
         return is_agreed
 
     def _cross(self, place: Place, rate: float | None, is_joined: bool, step: tuple[Tensor, ...] = ()) -> None:
-        """At a boundary: change the strategy, keep the step for joiners, and let in who waits."""
+        """Pass a boundary: change the strategy, keep the step for joiners, and let waiting joiners in."""
         if rate is not None:
             self._state.pace, reason = observed(self._state.pace, rate, len(place.ring.members))
             if reason is not None:
@@ -323,10 +323,10 @@ class Optimizer:
             self._participation.cross_boundary(place)
 
     def _compare(self, place: Place) -> None:
-        """Settings differ: end unless this worker's are the oldest's; those that are left begin the step again.
+        """End this worker if its settings are not the oldest worker's; the remaining workers begin the step again.
 
         Raises:
-            InputError: they are not.
+            InputError: the settings are not those of the oldest worker.
         """
         try:
             oldest = exchanged(self._participation.ring, self._gradients.settings)[0]
@@ -338,7 +338,7 @@ class Optimizer:
         self._participation.leave(place)
 
     def _clip(self, gradients: Mapping[str, Tensor]) -> None:
-        """Shrink gradients to the wanted norm; with the same bits in any ring, as means of exact sums have."""
+        """Scale gradients down to the wanted norm; means of exact sums get the same bits in any ring."""
         if self._clip_grad_norm is not None:
             self.gradient_norm = math.sqrt(squared_norm(gradients.values()))
             shrink = min(1.0, self._clip_grad_norm / (self.gradient_norm + CLIP_EPSILON))
@@ -346,12 +346,12 @@ class Optimizer:
                 gradient.mul_(shrink)
 
     def _apply(self, reduced: list[Reduced], exponents: dict[str, int], *, is_kept: bool = False) -> tuple[Tensor, ...]:
-        """Apply a step; return it as joiners need it, if it is to be kept for them."""
+        """Apply a step; return it in the form that joiners need, if it is to be kept for them, else empty."""
         aside = reduced[-1].gradients
         gradients = {name: one for part in reduced[:-1] for name, one in part.gradients.items()}
         weight = float(aside[WEIGHT])
         if weight == 0:
-            log.info("step %d: nothing in it counts: parameters stay as they are", self._state.num_steps)
+            log.info("step %d: nothing in it has a weight, so parameters stay as they are", self._state.num_steps)
             gradients = {}
         elif weight != 1:
             for gradient in gradients.values():
@@ -375,6 +375,6 @@ class Optimizer:
 
 
 def _mean_loss(aside: Mapping[str, Tensor]) -> float:
-    """Return the loss over its weight; NaN where nothing counts."""
+    """Return the loss divided by its weight; NaN if nothing has a weight."""
     weight = float(aside[WEIGHT])
     return float(aside[LOSS]) / weight if weight else math.nan

@@ -1,4 +1,4 @@
-"""A process's part in a job: it settles in one ring after another, with that ring's state, and leaves in order."""
+"""A process's part in a job: it enters one ring after another, with that ring's state, and leaves in good order."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ NUM_TRIES_TO_JOIN = 20
 
 
 class Participation:
-    """Used by the training thread alone.
+    """A member's place, state and connections. Used by the training thread alone.
 
     Args:
-        state: What this member trains.
+        state: The state that this member trains.
         invitation: How it takes part.
-        become_one: Makes members' states equal at the end.
+        become_one: Makes the members' states equal at the end.
     """
 
     def __init__(self, state: TrainingState, invitation: Invitation, become_one: Callable[[], object]) -> None:
@@ -52,10 +52,10 @@ class Participation:
         self._num_tries = 0
         self._has_abandoned = False
         self.ring: Ring | None = None
-        """What reduces sums; None: this member is alone."""
+        """Reduces sums; None: this member is alone."""
         self.is_over = False
         self._code = 0
-        """With which the process is about to end, as far as this object has seen."""
+        """The exit code with which the process is about to end, as far as this object knows."""
         atexit.register(self._at_exit)
 
     @property
@@ -65,17 +65,17 @@ class Participation:
 
     @property
     def place(self) -> Place:
-        """Where this member is, or was when the step under way began."""
+        """This member's place now, or when the current step began."""
         return self._place if self._place is not None else self.settle()
 
     def settle(self) -> Place:
-        """Be in a ring, with its state; waits for the others where they must agree first.
+        """Return the place in a ring, once this member has the ring's state; waits until the members agree on a ring.
 
         Raises:
             TrainingStopped: this member trains no more.
             WaitTimeout: the others do not answer.
         """
-        self._code = 0  # it trains on
+        self._code = 0  # it continues to train
         while True:
             place = self._next_place()
             if place is self._place:
@@ -89,17 +89,17 @@ class Participation:
             return place
 
     def leave(self, place: Place) -> None:
-        """The ring of this place is no more, or one of its connections: wait for another one before going on."""
+        """Note that the ring of this place, or one of its connections, is gone: ``settle`` then waits for another."""
         self._left = place.ring.ballot
         self._drop_groups()
 
     def cross_boundary(self, place: Place) -> None:
-        """Somebody is to be let in now: every member calls this after the same step."""
+        """Wait for the ring that lets a joiner in: every member calls this after the same step."""
         self._membership.admit()
         self.leave(place)
 
     def finish(self) -> None:
-        """End in good order: no member goes before all have every step. Called after the last one."""
+        """End in good order after the last step: no member leaves before all members have every step."""
         if self.is_over:
             return
         with suppress(MorphError):
@@ -118,7 +118,7 @@ class Participation:
         self.close()
 
     def close(self) -> None:
-        """Leave at once; the others go on without this member."""
+        """Leave at once; the others continue without this member."""
         if self.is_over:
             return
         self.is_over = True
@@ -131,12 +131,12 @@ class Participation:
         self._membership.close()
 
     def fetch(self, other: int, name: str, interrupt: Interrupt, wait_s: float = 0.0) -> Fetch:
-        """Begin to get what another member holds ready under a name, or will within so many seconds."""
+        """Begin to get what another member offers under a name now, or will offer within ``wait_s`` seconds."""
         address = self._membership.address_of(other)
         return self._fetcher.fetch(self._membership.me, other, address, name, interrupt, wait_s)
 
     def _catch_up(self, sponsor: Sponsor) -> bool:
-        """Before this member is let in, get the state beside the others' steps, and then each step they do."""
+        """Get the sponsor's state and each later step before this member is let in; return whether that worked."""
         interrupt = Interrupt(0)
         packed = self.fetch(sponsor.number, SNAPSHOT, interrupt, RENDEZVOUS_TIMEOUT_S).wait()
         is_caught_up = packed is not None and len(packed) > 0
@@ -158,7 +158,7 @@ class Participation:
         return self._membership.place(timeout_s=0.0)
 
     def _take_step(self, source: int, interrupt: Interrupt) -> bool:
-        """Whether another member holds the step after those of this one's state, which it is then part of."""
+        """Apply the step after this member's state, if another member holds that step; return whether it did."""
         packed = self.fetch(source, f"{STEP}{self._state.num_steps}", interrupt).wait()
         if packed is None:
             return False
@@ -166,7 +166,7 @@ class Participation:
         return True
 
     def _next_place(self) -> Place:
-        """Wait for a ring; a broken one is formed again if nobody is missed from it."""
+        """Wait for the next ring; if none of its members is lost, a broken ring is formed again."""
         while True:
             sponsor, self._sponsor = self._sponsor, None
             try:
@@ -184,7 +184,7 @@ class Participation:
                     raise
 
     def _rejoin(self) -> bool:
-        """Whether this member was never in a ring, and so asks once more."""
+        """Ask once more to be let in, unless this member has been in a ring; return whether it asked."""
         self._num_tries += 1
         if self._membership.was_in_a_ring or self._invitation.join is None or self._num_tries > NUM_TRIES_TO_JOIN:
             return False
@@ -194,13 +194,13 @@ class Participation:
         return True
 
     def _enter(self, place: Place) -> None:
-        self._drop_groups()  # of a ring that ended between two steps
+        self._drop_groups()  # groups of a ring that ended between two steps
         if self._held is not None:
             self._membership.shelf.drop(self._held)
             self._held = None
         ballot, members = place.ring.ballot, tuple(str(number) for number in place.ring.members)
         me, source = str(self._membership.me), str(place.source)
-        # Before the first step the founders' models may differ: all take the source's.
+        # Before the first step the founders' models may differ: all members take the source's model.
         behind = [str(one) for one in (place.behind if place.num_steps else place.ring.members) if one != place.source]
         name = f"elastic/{ballot.epoch}.{ballot.initiator}"
         fresh = place.fresh if place.num_steps else ()
@@ -221,14 +221,14 @@ class Participation:
             packed = self._copied(groups.channel(copying.name, source), is_source=me == source)
             if me in behind:
                 if not self._membership.copied(ballot):
-                    raise GenerationAborted("the ring whose state came is no more")
+                    raise GenerationAborted("the ring whose state was received has ended")
                 self._state.unpack(packed)
         if self._membership.me in fresh:
             self._begin_fresh(place, name)
         self.ring = groups.ring(ring.name)
 
     def _hold_for_fresh(self, fresh: tuple[int, ...], name: str) -> None:
-        """Hold ready what those who are new in a ring begin with: the whole state, or what completes their own."""
+        """Offer what new members of a ring begin with: the whole state, or the part that completes their own."""
         is_caught_up = self.catch_up_log.covers(self._state.num_steps) and self._membership.all_caught_up(fresh)
         self._membership.shelf.put(name, self._state.pack_facts() if is_caught_up else self._state.pack())
         self._held = name
@@ -237,14 +237,14 @@ class Participation:
         told = self.fetch(place.source, name, place.interrupt, DEFAULT_LIMIT_S).wait()
         place.interrupt.check()
         if told is None:
-            raise PeerLost("nothing came to begin with")
+            raise PeerLost("no state to begin with was received")
         goal, is_whole = self._state.read(told)
         while not is_whole and self._state.num_steps < goal:
             if not self._take_step(place.source, place.interrupt):
                 place.interrupt.check()
-                raise PeerLost("a step did not come")
+                raise PeerLost("a step was not received")
         if not self._membership.copied(place.ring.ballot):
-            raise GenerationAborted("the ring whose state came is no more")
+            raise GenerationAborted("the ring whose state was received has ended")
         if is_whole:
             self._state.unpack(told)
         else:
@@ -270,7 +270,7 @@ class Participation:
         self._reaper.reap(groups)
 
     def will_exit(self, exit: SystemExit) -> None:
-        """Keep the code of a ``SystemExit`` on its way, which Python forgets before it calls what is registered."""
+        """Keep the code of a ``SystemExit`` on its way, because Python forgets it before it calls exit handlers."""
         self._code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
 
     def _at_exit(self) -> None:
@@ -280,7 +280,7 @@ class Participation:
         else:
             self.close()
         if self._has_abandoned:
-            # An operation of a ring that was left may end now, while the interpreter that it calls is half gone.
+            # An operation of a ring that was left may end now, while the interpreter is half torn down.
             for stream in (sys.stdout, sys.stderr):
                 with suppress(OSError, ValueError):
                     stream.flush()

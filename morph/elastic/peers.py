@@ -1,6 +1,6 @@
-"""Connections between members: each calls those that follow it in the ring; both ends show that they know the secret.
+"""Connections between members: each calls those that follow it in the ring; both ends prove that they know the secret.
 
-The end of a connection that a member made is how it learns of a loss, and silence on it for too long.
+A member learns of a loss when a connection that it made ends, or is silent for too long.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from morph.link.wire import Wire
 
 PING, PONG = b"ping", b"pong"
 MEMBER, JOINER, FETCH = "member", "joiner", "fetch"
-"""What a caller wants: to send messages as a member, to become one, or to get what this one holds ready."""
+"""A caller's purpose: to send messages as a member, to become a member, or to get what this member offers."""
 
 
 class Outgoing:
-    """A connection to one member, made in the background. All may be called from any thread.
+    """A connection to one member, made in the background. All methods may be called from any thread.
 
     Args:
-        to: Whom it calls.
-        home: Where, and with which credential.
-        gone: Told once, in the connection's own thread, that it has ended or could not be made.
+        to: The number of the called member.
+        home: Its address, and the credential of this one.
+        gone: Called once, in the connection's own thread, when the connection has ended or could not be made.
     """
 
     def __init__(self, to: int, home: Home, gone: Callable[[int], object]) -> None:
         self.to = to
         self.heard_s = time.monotonic()
-        """When it last answered, or was called."""
+        """When the other member last answered, or was called."""
         self._home, self._gone = home, gone
         self._call: Call | None = None
         self._waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -44,7 +44,7 @@ class Outgoing:
         threading.Thread(target=self._run, name=f"morph-elastic-to-{to}", daemon=True).start()
 
     def send(self, body: bytes) -> None:
-        """Send a message now, or as soon as there is a connection; one that is lost is noticed by its reader."""
+        """Send a message now, or as soon as there is a connection; the reader notices a connection that is lost."""
         with self._lock:
             if self._call is None:
                 self._waiting.put(body)
@@ -54,7 +54,7 @@ class Outgoing:
             call.send(body)
 
     def close(self) -> None:
-        """End it; nobody is told."""
+        """End the connection without calling ``gone``."""
         with self._lock:
             self._is_closed, call = True, self._call
         if call is not None:
@@ -64,7 +64,7 @@ class Outgoing:
         try:
             with suppress(OSError, ValueError):
                 self._hear()
-        finally:  # whatever it was
+        finally:  # whatever ended the connection
             if not self._is_closed:
                 self._gone(self.to)
             self.close()
@@ -82,10 +82,10 @@ class Outgoing:
 
 
 class Incoming(Session):
-    """The called end of a connection, once the caller has shown that it knows the secret.
+    """The called end of a connection, once the caller has proven that it knows the secret.
 
     Raises:
-        OSError: it does not, or is gone.
+        OSError: the caller does not know the secret, or is gone.
     """
 
     def __init__(self, caller: Caller, credential: str) -> None:
@@ -97,5 +97,5 @@ class Incoming(Session):
 
 
 def home_at(address: Address, me: str, credential: str) -> Home:
-    """Where and as whom to call a member."""
+    """Return the address and the credential for a call to a member, under the name ``me``."""
     return Home(worker=me, host=address.host, port=address.port, secret=credential)

@@ -1,4 +1,4 @@
-"""How a process becomes a member: it founds the first ring, or asks a member to be let in."""
+"""How a process becomes a member: it founds the first ring, or asks a member to let it in."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ RETRY_S = 0.05
 
 
 class Sponsor:
-    """The member that lets this one in, by number."""
+    """The member that lets this one in, and the connection to it."""
 
     def __init__(self, number: int, call: Call, membership: Membership) -> None:
         self.number, self._call, self._membership = number, call, membership
         threading.Thread(target=self._hold, name="morph-elastic-joiner", daemon=True).start()
 
     def ready(self, *, is_caught_up: bool) -> None:
-        """Say that this one may be let in; ``is_caught_up``: the sponsor's newest steps complete its state."""
+        """Say that this member may be let in; ``is_caught_up``: the sponsor's newest steps complete its state."""
         with suppress(OSError):
             self._call.send(json.dumps(is_caught_up).encode())
 
     def _hold(self) -> None:
-        """If the sponsor goes before this one is in, this attempt to join is over."""
+        """Give up the attempt to join if the sponsor is gone before this member is in."""
         try:
             with suppress(OSError):
                 self._call.receive()
-        finally:  # whatever it was
+        finally:  # whatever ended the connection
             self._membership.sponsor_left()
 
 
 def meet(invitation: Invitation) -> tuple[Membership, StoreHost, Sponsor | None]:
-    """Become a member, or one that is to be let in by a sponsor.
+    """Become a member, or a joiner that a sponsor will let in.
 
     Raises:
-        WaitTimeout: the others do not come, or nobody answers.
+        WaitTimeout: the others do not arrive in time, or nobody answers.
     """
     if invitation.listen_fd is not None:
         listening = socket.socket(fileno=os.dup(invitation.listen_fd))
@@ -76,7 +76,7 @@ def _ask(membership: Membership, where: tuple[str, int], credential: str) -> Spo
         try:
             call = Call(home_at(Address(host, port, 0), "", credential), JOINER)
         except (OSError, ValueError) as error:
-            problem, (host, port) = error, where  # whoever was named may be gone
+            problem, (host, port) = error, where  # the named worker may be gone
             time.sleep(RETRY_S)
             continue
         with suppress(OSError, ValueError, KeyError):

@@ -1,4 +1,4 @@
-"""Replicas that differ: as vectors, averaged over a ring or with another one, and made equal again."""
+"""Replicas that differ: as vectors, averaged over a ring or with one other replica, and made equal again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from morph.runtime.groups.channels import Ring, Transfer
 
 
 def as_vector(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """Return a copy of all values on the CPU: float32, or float64 where one of them is wider; or in another dtype."""
+    """Return a copy of all values as a vector [values] on the CPU: float32, float64 if one is wider, or ``dtype``."""
     wide = any(one.dtype == torch.float64 for one in tensors)
     dtype = dtype or (torch.float64 if wide else torch.float32)
     if not tensors:
@@ -23,14 +23,14 @@ def as_vector(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Te
 
 
 def move_to(tensors: Sequence[Tensor], vector: Tensor, part: float) -> None:
-    """Move tensors, in place, this part of the way to the values of a vector; 1: they become those."""
+    """Move tensors, in place, this fraction of the way to the values of a vector; 1: they take those values."""
     with torch.no_grad():
         for one, values in zip(tensors, torch.split(vector, [one.numel() for one in tensors]), strict=True):
             goal = values.view(one.shape).to(one.device, one.dtype)
             if part == 1.0:
                 one.copy_(goal)
             else:
-                one.lerp_(goal, part)  # a value that is there already stays as it is
+                one.lerp_(goal, part)  # a value that is already equal keeps its bits
 
 
 class Sum:
@@ -43,10 +43,10 @@ class Sum:
             self._pending = ring.reduce(vector, torch.distributed.ReduceOp.SUM)
 
     def wait(self, what: str) -> Tensor:
-        """Return the sum, the same bytes at every worker.
+        """Return the sum as a vector [values], the same bytes at every worker. ``what``: named if the wait times out.
 
         Raises:
-            GenerationAborted, PeerLost: the ring is no more.
+            GenerationAborted, PeerLost: the ring has ended.
         """
         if self._pending is not None:
             self._pending.wait(what)
@@ -54,19 +54,19 @@ class Sum:
 
 
 class _Value(NamedTuple):
-    """One tensor of a replica's state, and the ranks of those who have it; others have zeros for now."""
+    """One tensor of a replica's state, and the ranks that have it; the others contribute zeros for now."""
 
     tensor: Tensor
     holders: Sequence[int]
 
 
 class Union:
-    """Replicas on their way to become one: the mean of floating-point values, the first one's integers.
+    """Replicas that are being made equal: the mean of floating-point values, the first replica's integers.
 
-    State that only some optimizers keep (the parameter got no gradient elsewhere) is the mean of theirs.
+    State that only some optimizers have (elsewhere the parameter got no gradient) becomes the mean over those.
 
     Raises:
-        GenerationAborted, PeerLost: the ring is no more.
+        GenerationAborted, PeerLost: the ring has ended.
     """
 
     def __init__(self, state: TrainingState, ring: Ring | None, rank: int, num_workers: int) -> None:
@@ -98,13 +98,13 @@ class Union:
         """Wait for all values; nothing is changed yet.
 
         Raises:
-            GenerationAborted, PeerLost: the ring is no more.
+            GenerationAborted, PeerLost: the ring has ended.
         """
         for one in self._sums:
             one.wait("the mean of all replicas")
 
     def apply(self) -> None:
-        """Become what was waited for."""
+        """Set this worker's state to the values that were waited for."""
         floats, chosen = (one.vector for one in self._sums)
         sizes = [one.tensor.numel() for one in self._means]
         for part, one in zip(torch.split(floats, sizes), self._means, strict=True):

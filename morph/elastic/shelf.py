@@ -1,4 +1,4 @@
-"""What a member holds ready for others, as bytes, and how they get it without its training thread."""
+"""Holds a member's data ready for others, as bytes, and sends it without the training thread."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from morph.runtime.groups.interrupt import Interrupt
 
 
 class Shelf:
-    """Bytes by name, the newest of each; nobody changes them. All may be called from any thread."""
+    """Bytes by name, the newest version of each; they are never changed. All methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[Tensor, ...]] = {}
         self._changed = threading.Condition()
 
     def put(self, name: str, *parts: Tensor) -> None:
-        """Hold flat CPU tensors ready, one behind the other."""
+        """Offer flat CPU tensors under a name, one behind the other."""
         with self._changed:
             self._held[name] = tuple(part.view(torch.uint8) for part in parts)
             self._changed.notify_all()
 
     def drop(self, name: str) -> None:
-        """Hold nothing under a name any more."""
+        """Offer nothing under a name any more."""
         with self._changed:
             self._held.pop(name, None)
 
@@ -39,7 +39,7 @@ class Shelf:
         """Answer one member until it hangs up.
 
         Raises:
-            OSError: it did.
+            OSError: the member has hung up.
         """
         while True:
             name, wait_s = json.loads(incoming.receive())
@@ -54,7 +54,7 @@ class Shelf:
 
 
 class Fetch:
-    """What one member holds, on its way to this one."""
+    """Data of another member, on its way to this one."""
 
     def __init__(self, work: Callable[[], Tensor | None], interrupt: Interrupt) -> None:
         self._work, self._interrupt = work, interrupt
@@ -70,7 +70,7 @@ class Fetch:
             self._interrupt.notify()
 
     def wait(self) -> Tensor | None:
-        """Return it; None: the other one has nothing, or is lost, or this member's ring is no more."""
+        """Return the bytes, uint8 [bytes]; None: the other has nothing or is lost, or this member's ring has ended."""
         try:
             self._interrupt.wait_for(lambda: self._is_done, "another worker's model", DEFAULT_LIMIT_S)
         except (GenerationAborted, PeerLost, WaitTimeout):
@@ -79,7 +79,7 @@ class Fetch:
 
 
 class Fetcher:
-    """Gets what others hold; keeps a connection to each. A fetch that is not done when the next begins is given up."""
+    """Gets data from other members over one connection to each. A new fetch gives up the one before it."""
 
     def __init__(self, credential: str) -> None:
         self._credential = credential
@@ -89,7 +89,7 @@ class Fetcher:
     def fetch(
         self, me: int, other: int, address: Address, name: str, interrupt: Interrupt, wait_s: float = 0.0
     ) -> Fetch:
-        """Begin to get what another member holds under a name, or will within so many seconds."""
+        """Begin to get what another member offers under a name now, or will offer within ``wait_s`` seconds."""
         busy, self._busy = self._busy, None
         if busy is not None:
             busy.reset()
@@ -116,7 +116,7 @@ class Fetcher:
 
 
 def _received(call: Call, name: str, wait_s: float) -> Tensor | None:
-    """Return the bytes that the called member holds under a name, as uint8 [bytes]; None: nothing."""
+    """Return the bytes that the called member offers under a name, as uint8 [bytes]; None: it offers nothing."""
     call.send(json.dumps([name, wait_s]).encode())
     num_bytes = json.loads(call.receive())
     if num_bytes is None:

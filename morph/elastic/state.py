@@ -1,7 +1,7 @@
-"""What a member needs to train like the others, as bytes. Nothing is unpickled.
+"""Everything that a member needs to train like the others, as bytes. Nothing is unpickled.
 
-Settings are what a loop's own code may change from step to step: hyperparameters of parameter groups, parameters that
-are added to the optimizer, which parameters are trained (``requires_grad``), and the state of a schedule.
+Settings are values that a loop's own code may change from step to step: hyperparameters of parameter groups, parameters
+that it adds to the optimizer, which parameters are trained (``requires_grad``), and the state of a schedule.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from morph.runtime.state.optimizer_state import (
 
 @dataclass
 class TrainingState:
-    """One member's. ``num_steps``: how many steps it has. ``exponents``: scales of exact sums, by name.
+    """One member's state. ``num_steps``: how many steps it has had. ``exponents``: scales of exact sums, by name.
 
-    ``differs``: the others' replicas may not be equal to this one. ``met_at``: steps that it had at the last
+    ``differs``: the others' replicas may not be equal to this one. ``met_at``: ``num_steps`` at the last
     synchronisation. ``scheduler``: stepped with each step. ``summed``: which parameters were trained in the last step
-    that all members had together, as ``trained`` says it. ``agreed``: what must be the same at all members for good, by
-    name.
+    that all members had together, in the form of ``trained``. ``agreed``: values that must always be the same at all
+    members, by name.
 
     Raises:
         InputError: the optimizer has parameters that are not the model's, or hyperparameters that are not plain.
@@ -56,7 +56,7 @@ class TrainingState:
 
     def __post_init__(self) -> None:
         self.named = dict(self.model.named_parameters())
-        """All parameters of the model by name; tied ones once."""
+        """All parameters of the model by name; tied parameters appear once."""
         self._places = {id(one): place for place, one in enumerate(self.named.values())}
         self._passed: tuple[int, Settings] | None = None
         self._read_groups: list[dict[str, Any]] = []
@@ -65,19 +65,19 @@ class TrainingState:
         self._schedule = self.settings()["scheduler"]
 
     def trained(self) -> str:
-        """For each parameter of the model, 1 if its gradients are wanted now, else 0."""
+        """Return a 1 for each parameter of the model that now requires a gradient, and a 0 for each other parameter."""
         return "".join("01"[one.requires_grad] for one in self.named.values())
 
     def parameters(self, trained: str | None = None) -> dict[str, Parameter]:
-        """The parameters that are trained, or that ``trained`` marks, by name."""
+        """Return the parameters that are trained, or that ``trained`` marks, by name."""
         flags = trained or self.trained()
         return {name: one for flag, (name, one) in zip(flags, self.named.items(), strict=True) if flag == "1"}
 
     def settings(self) -> Settings:
-        """Return the settings as they are now, as JSON can hold them; ``groups`` is the same object until they change.
+        """Return the current settings, in types that JSON can hold; ``groups`` is the same object until they change.
 
         Raises:
-            InputError: see the class.
+            InputError: as for the class.
         """
         try:
             if not self._are_groups_as_read():
@@ -99,7 +99,7 @@ class TrainingState:
         return {"groups": self._groups, "trained": self.trained(), "scheduler": schedule}
 
     def _are_groups_as_read(self) -> bool:
-        """Whether no group has changed since it was read last, as far as that can be seen without reading it anew."""
+        """Whether no group has changed since it was last read, as far as a look without reading it anew can tell."""
         groups = self.optimizer.param_groups
         return len(groups) == len(self._read_groups) and all(
             len(group) == len(read) and all(_is_same(value, read.get(key)) for key, value in group.items())
@@ -107,27 +107,27 @@ class TrainingState:
         )
 
     def check_parameters(self) -> None:
-        """Compare the model's parameters with those that it had at first.
+        """Compare the model's parameters with its first ones.
 
         Raises:
-            InputError: they are others.
+            InputError: the parameters have changed.
         """
         if [id(one) for one in self.model.parameters()] != list(self._places):
-            allowed = "the parameters that it had when morph.elastic.Optimizer was made"
+            allowed = "the same parameters as when morph.elastic.Optimizer was created"
             raise InputError("has other parameters than before", field="model", allowed=allowed)
 
     def check_schedule(self, settings: Settings) -> None:
-        """Compare the schedule's state with that after its last step.
+        """Compare the schedule's state with the state after its last step.
 
         Raises:
-            InputError: it was stepped since.
+            InputError: the loop has stepped the schedule since.
         """
         if settings["scheduler"] != self._schedule:
             allowed = "no scheduler.step() of your own: morph.elastic.Optimizer steps it after each step"
             raise InputError("was stepped by the loop", field="lr_scheduler", allowed=allowed)
 
     def pass_boundary(self) -> None:
-        """The loop's own code for the next step comes now; who gets this state before that step runs it too."""
+        """Note that the loop's own code for the next step follows: who gets this state before that step runs it too."""
         self._passed = (self.num_steps, self.settings())
 
     def advance_schedule(self) -> None:
@@ -137,7 +137,7 @@ class TrainingState:
             self._schedule = self.settings()["scheduler"]
 
     def pack(self) -> Tensor:
-        """Return everything as uint8 [bytes]."""
+        """Return the whole state as uint8 [bytes]."""
         tensors, numbers = self.model_tensors(), list[dict[str, Any]]()
         for index, parameter in enumerate(self.optimized()):
             values = self.optimizer.state.get(parameter, {})
@@ -148,7 +148,7 @@ class TrainingState:
         return _packed(tensors, {**self._facts(), **self._settings_to_tell(), "numbers": numbers})
 
     def pack_facts(self) -> Tensor:
-        """Return what there is beside tensors as uint8 [bytes]."""
+        """Return everything except tensors as uint8 [bytes]."""
         return _packed({}, {**self._facts(), **self._settings_to_tell()})
 
     def pack_gradients(self, gradients: Mapping[str, Tensor]) -> Tensor:
@@ -156,16 +156,16 @@ class TrainingState:
         return _packed(gradients, {})
 
     def pack_applied(self, settings: Settings) -> Tensor:
-        """Return what else the last applied step consists of, as uint8 [bytes]; ``settings``: those before it."""
+        """Return the rest of the last applied step as uint8 [bytes]; ``settings``: the settings before that step."""
         return _packed(self.buffers(), {**self._facts(), **settings})
 
     def unpack_step(self, packed: Tensor) -> None:
-        """Apply the step that another member packed, first what it applied and then gradients, to the state before it.
+        """Apply a step that another member packed (``pack_applied``, then ``pack_gradients``) to the state before it.
 
-        The result is its state, bit for bit.
+        The result is that member's state, bit for bit.
 
         Raises:
-            InputError, ValueError, KeyError, RuntimeError: it is of another model or optimizer.
+            InputError, ValueError, KeyError, RuntimeError: the step is of another model or optimizer.
         """
         size = _size_of(packed)
         buffers, facts = _unpacked(packed[:size])
@@ -183,12 +183,12 @@ class TrainingState:
 
     @staticmethod
     def read(packed: Tensor) -> tuple[int, bool]:
-        """Return how many steps a packed state has, and whether its tensors are there too."""
+        """Return how many steps a packed state has had, and whether it includes tensors."""
         tensors, facts = _unpacked(packed)
         return int(facts["num_steps"]), len(tensors) > 0
 
     def unpack_facts(self, packed: Tensor) -> None:
-        """Take over what another member packed without tensors: this one has those."""
+        """Adopt what another member packed without tensors: this member already has the tensors."""
         _, facts = _unpacked(packed)
         self._take_facts(facts)
         self._take_settings(facts)
@@ -211,7 +211,7 @@ class TrainingState:
         self.differs, self.met_at, self.summed = facts["differs"], facts["met_at"], facts["summed"]
 
     def _settings_to_tell(self) -> Settings:
-        """Those before the loop's own code for the next step, if it may have changed them."""
+        """Return the settings from before the loop's own code for the next step, if that code may have changed them."""
         has_passed = self._passed is not None and self._passed[0] == self.num_steps
         return self._passed[1] if self._passed is not None and has_passed else self.settings()
 
@@ -225,7 +225,7 @@ class TrainingState:
             one.requires_grad_(flag == "1")
         if (self.scheduler is None) != (facts["scheduler"] is None):
             given = "not given" if self.scheduler is None else "given"
-            allowed = "what the other workers' scripts give"
+            allowed = "the same as in the other workers' scripts"
             raise InputError(f"is {given} at this worker alone", field="lr_scheduler", allowed=allowed)
         if self.scheduler is not None:
             load_scheduler(self.scheduler, facts["scheduler"])
@@ -241,14 +241,14 @@ class TrainingState:
         mine = [group["parameters"] for group in self.settings()["groups"]]
         if mine != [group["parameters"] for group in told]:
             allowed = "an optimizer of the same parameters, in the same groups, at all workers"
-            raise InputError("is not the one that the others train with", field="optimizer", allowed=allowed)
+            raise InputError("is not the one that the other workers train with", field="optimizer", allowed=allowed)
         load_groups(self.optimizer, [group["values"] for group in told])
 
     def unpack(self, packed: Tensor) -> None:
-        """Become what another member packed, but keep the settings of a step whose own code the loop has run here.
+        """Adopt the state that another member packed, but keep settings that the loop has set here for the next step.
 
         Raises:
-            InputError, ValueError, KeyError, RuntimeError: it is of another model or optimizer.
+            InputError, ValueError, KeyError, RuntimeError: the state is of another model or optimizer.
         """
         tensors, facts = _unpacked(packed)
         with torch.no_grad():
@@ -275,13 +275,13 @@ class TrainingState:
         return dict(self.model.named_buffers())
 
     def weights(self) -> list[Tensor]:
-        """What is averaged while replicas differ: parameters and buffers but integers, complex ones as reals."""
+        """Return what is averaged while replicas differ: parameters and buffers except integers, complex as reals."""
         return [as_real(one) for one in self.model_tensors().values() if is_averaged(one)]
 
     def layout(self) -> dict[str, Any]:
-        """Say what the optimizer keeps: (parameter, key, type, shape) of tensors, (parameter, key, value) of others.
+        """Return the optimizer's state: (parameter, key, type, shape) of tensors, (parameter, key, value) of others.
 
-        Members whose replicas differ may keep different things, for a parameter without a gradient has no state.
+        Members whose replicas differ may have different entries, because a parameter without a gradient has no state.
         """
         kept = [
             (index, key, value)
@@ -300,7 +300,7 @@ class TrainingState:
         return {f"model/{name}": one for name, one in named}
 
     def optimized(self) -> list[Parameter]:
-        """The optimizer's parameters, in its order."""
+        """Return the optimizer's parameters, in its order."""
         return [one for group in self.optimizer.param_groups for one in group["params"]]
 
 
@@ -308,7 +308,7 @@ _IMMUTABLE = (bool, int, float, str, type(None))
 
 
 def _is_same(value: Any, read: Any) -> bool:
-    """Whether a group's value is the one that was read: this is not known of one that can change in place."""
+    """Whether a group's value is the one that was read; false for a value that can be changed in place."""
     if type(value) is list:  # its parameters
         return type(read) is list and len(value) == len(read) and all(map(operator.is_, value, read))
     if type(value) is tuple:
@@ -322,14 +322,14 @@ def is_averaged(tensor: Tensor) -> bool:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """View complex numbers as two real ones each."""
+    """Return complex numbers viewed as pairs of real numbers."""
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
 
 def _packed(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Tensor:
-    """Return a safetensors file; made here, for the library would copy each byte three times."""
-    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # so that each lies aligned
-    wide = [name for name, one in tensors.items() if one.dtype == torch.complex128]  # no type of safetensors
+    """Return a safetensors file as uint8 [bytes]; built here because the library would copy each byte three times."""
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # so that each is aligned
+    wide = [name for name, one in tensors.items() if one.dtype == torch.complex128]  # safetensors lacks the type
     tensors = {name: as_real(one) if name in wide else one for name, one in tensors.items()}
     header: dict[str, Any] = {"__metadata__": {"facts": json.dumps(facts), "complex": json.dumps(wide)}}
     end = 0
@@ -354,13 +354,13 @@ def _header(packed: Tensor) -> tuple[int, dict[str, Any]]:
 
 
 def _size_of(packed: Tensor) -> int:
-    """Return how many bytes the first of several files has."""
+    """Return the size of the first of several concatenated files, in bytes."""
     first, header = _header(packed)
     return first + max((one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"), default=0)
 
 
 def _unpacked(packed: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return tensors, which lie in ``packed``, and facts."""
+    """Return the tensors, which share the memory of ``packed``, and the facts."""
     first, header = _header(packed)
     told = {key: json.loads(text) for key, text in header.pop("__metadata__").items()}
     tensors = {}
@@ -384,5 +384,5 @@ _TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What safetensors calls them."""
+"""Names of types in safetensors."""
 _DTYPES = {name: dtype for dtype, name in _TYPES.items()}

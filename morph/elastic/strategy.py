@@ -5,12 +5,12 @@ strategy  a step
 ========= ============================================================================================================
 s-sgd     applies the mean gradient of all workers: replicas are equal
 sma       moves each replica towards the mean of all, then applies its own gradient (Koliousis et al., CROSSBOW, VLDB
-          2019; as KungFu has it, without momentum of the mean)
-ad-psgd   averages each replica with that of one other worker, then applies its own gradient (Lian et al., 2018); nobody
-          waits for anybody but at a synchronisation, every ``SYNC_STEPS`` steps
+          2019; as in KungFu, without momentum of the mean)
+ad-psgd   averages each replica with one other worker's, then applies its own gradient (Lian et al., 2018); workers
+          wait for others only at a synchronisation, every ``SYNC_STEPS`` steps
 ========= ============================================================================================================
 
-``auto`` begins with s-sgd and goes by the throughput of a worker, as Spotnik does (HotCloud 2020, section 4).
+``auto`` begins with s-sgd and decides by the throughput of a worker, as Spotnik does (HotCloud 2020, section 4).
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from random import Random
 
 S_SGD, SMA, AD_PSGD, AUTO = SYNCS = ("s-sgd", "sma", "ad-psgd", "auto")
 PULL = 0.1
-"""How far a step of sma moves a replica towards the mean: KungFu's."""
+"""How far a step of sma moves a replica towards the mean: KungFu's value."""
 SYNC_STEPS = 16
-"""Steps of ad-psgd after which workers meet: to let joiners in, and to decide."""
+"""Steps of ad-psgd after which workers meet, to let joiners in and to decide."""
 WINDOW = 8
-"""Steps of s-sgd of which the median throughput counts."""
+"""Steps of s-sgd whose median throughput counts."""
 LEAVE_BELOW, RETURN_ABOVE = 0.4, 0.6
-"""Shares of the reference throughput: s-sgd is left below the first (Spotnik's), and kept on trial above the second."""
+"""Fractions of the reference throughput: s-sgd is left below the first (Spotnik's), kept on trial above the second."""
 FIRST_WAIT, MOST_WAIT = 4, 64
-"""Synchronisations until s-sgd is tried again; each trial that fails doubles them."""
+"""Synchronisations until s-sgd is tried again; each failed trial doubles the number."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What the workers of a job have agreed on; equal at all of them after each boundary.
+    """The state of ``auto`` on which the workers of a job agree; equal at all of them after each boundary.
 
     ``reference``: the best throughput of a worker under s-sgd so far, in shares per second. ``other``: the newest one
-    under ad-psgd. ``rates``: those of this ring and strategy. ``wait``: synchronisations until the next trial.
+    under ad-psgd. ``rates``: throughputs in this ring under this strategy. ``wait``: synchronisations until the next
+    trial.
     """
 
     sync: str
@@ -53,17 +54,17 @@ class Pace:
 
 
 def begun(sync: str) -> Pace:
-    """The pace of a job whose user requested this."""
+    """Return the first pace of a job, for the strategy that the user requested."""
     return Pace(S_SGD if sync == AUTO else sync, is_auto=sync == AUTO)
 
 
 def observed(pace: Pace, rate: float, num_workers: int) -> tuple[Pace, str | None]:
-    """Take in one worker's mean throughput at a boundary; returns why the strategy changes, if it does.
+    """Record the workers' mean throughput at a boundary; return the new pace, and a reason if the strategy changes.
 
     Args:
-        pace: Up to now.
-        rate: In shares per second: of one step under s-sgd, of those since the last synchronisation under ad-psgd.
-        num_workers: In the ring.
+        pace: The pace up to now.
+        rate: In shares per second: of one step under s-sgd, of the steps since the last synchronisation under ad-psgd.
+        num_workers: How many workers the ring has.
     """
     if not pace.is_auto:
         return pace, None
@@ -93,24 +94,24 @@ def _judged(pace: Pace) -> tuple[Pace, str | None]:
 
 
 def is_sync_step(sync: str, num_steps: int) -> bool:
-    """Whether workers meet after so many steps; the first does it too, so that nobody goes back to the first model."""
+    """Whether workers meet after this many steps; they meet after step 1, so that none returns to the first model."""
     return sync == AD_PSGD and num_steps % SYNC_STEPS == 1
 
 
 def partner(members: Sequence[int], me: int, step: int) -> int | None:
-    """With whom a member averages after a step: any other one, equally often. None: it is alone."""
+    """Return the member with which a member averages after a step: each other one equally often. None if alone."""
     others = [member for member in members if member != me]
     return Random(f"{me}/{step}").choice(others) if others else None
 
 
 def shares_of(rank: int, num_workers: int, num_shares: int, *, is_shared: bool) -> list[int]:
-    """Which shares of a mini-batch a worker computes; a replica of its own has one at least.
+    """Return the shares of a mini-batch that a worker computes; with a replica of its own it computes at least one.
 
     Args:
         rank: The worker's place in the ring.
-        num_workers: In the ring.
-        num_shares: Of the mini-batch.
-        is_shared: The sum over all workers is applied, so no share may count twice.
+        num_workers: How many workers the ring has.
+        num_shares: How many shares the mini-batch has.
+        is_shared: Whether the sum over all workers is applied, so that no share may count twice.
     """
     mine = list(range(rank, num_shares, num_workers))
     return mine if mine or is_shared else [rank % num_shares]

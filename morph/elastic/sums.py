@@ -1,7 +1,7 @@
-"""Sums of one step: gradients in buckets, reduced while the backward goes on; and what else all members must know.
+"""The sums of one step: gradients in buckets, reduced during the backward, and other values that all members need.
 
-A step has sums of its own, so that reductions of a ring that was left cannot write into those of the next one. Nothing
-is applied before all of them are complete.
+Each step has its own sums, so that reductions of a ring that was left cannot write into those of the next ring. Nothing
+is applied before all sums are complete.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from morph.runtime.state.reduction import Reduction
 Accumulation = Literal["exact", "fast"]
 BUCKET_BYTES = 25 * 2**20
 LOSS, JOINING, DIGEST = "/loss", "/joining", "/digest"  # and WEIGHT, "/weight"
-"""Names of what is summed beside gradients and buffers; a parameter's cannot begin so."""
+"""Names of sums other than gradients and buffers; a parameter's name cannot begin so."""
 
 
 def buckets_of(parameters: Mapping[str, Parameter]) -> list[list[str]]:
-    """Names by bucket, in the order in which a backward usually meets them: the last first."""
+    """Return names by bucket, in the order in which a backward usually reaches them: the last first."""
     buckets: list[list[str]] = []
     size = BUCKET_BYTES
     for name, one in reversed(list(parameters.items())):
@@ -52,11 +52,11 @@ def buckets_of(parameters: Mapping[str, Parameter]) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Kind:
-    """How sums are made: the same for every member.
+    """How sums are formed, the same at every member.
 
-    ``buckets``: of parameters that were trained in the step before. ``late``: of those that are not among them, but are
-    trained now. A member cannot know whether the others train them too before it has their digests, so these are
-    reduced behind everything else, this once.
+    ``buckets``: parameters that were trained in the step before. ``late``: other parameters that are trained now. A
+    member cannot know whether the others train those too before it has their digests, so in this one step they are
+    reduced after everything else.
     """
 
     accumulation: Accumulation
@@ -68,7 +68,7 @@ class Kind:
 
 
 class Signals:
-    """Numbers beside the sums that all workers must know, summed over the ring."""
+    """Numbers other than gradients that all workers need, summed over the ring."""
 
     def __init__(self, loss: float, rate: float | None, digest: Digest, *, has_joiners: bool) -> None:
         told = torch.tensor([loss, rate or 0.0, rate is not None, has_joiners], dtype=torch.float64)
@@ -76,11 +76,11 @@ class Signals:
         self._digest = digest
 
     def reduce(self, ring: Ring | None, num_workers: int) -> tuple[float, float | None, bool]:
-        """Return the mean loss, the mean throughput of those who know theirs, and whether anybody is to be let in.
+        """Return the mean loss, the mean throughput of the workers that know theirs, and whether a joiner waits.
 
         Raises:
-            GenerationAborted, PeerLost: the ring is no more.
-            SettingsDiffer: not all have the same settings.
+            GenerationAborted, PeerLost: the ring has ended.
+            SettingsDiffer: not all members have the same settings.
         """
         if ring is not None:
             ring.reduce(self._told, torch.distributed.ReduceOp.SUM).wait("the others to meet")
@@ -93,12 +93,12 @@ class StepSums:
     """The sums of one member in one step.
 
     Args:
-        kind: How they are made.
-        exponents: Scales of exact sums; those that are missing are the first ones.
-        ring: What reduces them; None: this member is alone.
-        interrupt: The ring's.
-        divisor: By how many the sums are divided.
-        memory: On the parameters' device; what it has left is of a step before this one whose gradients are applied.
+        kind: How sums are formed.
+        exponents: Scales of exact sums; a missing one is the initial scale.
+        ring: Reduces the sums; None: this member is alone.
+        interrupt: The interrupt of the ring.
+        divisor: The number by which the sums are divided.
+        memory: Memory on the parameters' device; it may hold blocks of an earlier step whose gradients are applied.
     """
 
     def __init__(
@@ -147,17 +147,17 @@ class StepSums:
         return ExactAccumulator(named, scales, self._kind.num_contributions, changes=changes, memory=memory)
 
     def add_gradient(self, name: str, parameter: Parameter) -> None:
-        """Take a parameter's gradient of one share; with the last share's, its bucket may be complete.
+        """Add a parameter's gradient of one share; in the last share this may complete the parameter's bucket.
 
         Raises:
-            InputError: it was not trained when the step began.
+            InputError: the parameter was not trained when the step began.
         """
         if name not in self._accumulator_of:
-            allowed = "such changes between two steps, not in the function that returns the loss"
+            allowed = "changes between two steps, not in the function that returns the loss"
             raise InputError("requires_grad was set within a step", field=name, allowed=allowed)
         gradient = parameter.grad
         assert gradient is not None
-        # an embedding's with sparse=True: sums are dense
+        # the gradient of an embedding with sparse=True: sums are dense
         gradient = gradient if gradient.layout == torch.strided else gradient.to_dense()
         self._accumulator_of[name].add(name, gradient)
         parameter.grad = None
@@ -172,16 +172,16 @@ class StepSums:
             self._accumulators[-1].add(name, torch.tensor(value, dtype=torch.float64))
 
     def add_changes(self, before: Mapping[str, Tensor]) -> None:
-        """Add by how much one share changed the buffers."""
+        """Add the change that one share made to the buffers."""
         for name, buffer in self._kind.buffers.items():
             self._accumulators[-1].add(name, change_of(before[name], buffer).cpu())
 
     def add_joining(self) -> None:
-        """Say that somebody waits to be let in."""
+        """Signal that a joiner waits to be let in."""
         self._accumulators[-1].add(JOINING, torch.ones((), dtype=torch.float64))
 
     def add_digest(self, digest: Digest) -> None:
-        """Compare this one's settings with those of the ring's other members."""
+        """Add the digest of this member's settings, to compare it with those of the ring's other members."""
         self._digest = digest
         self._accumulators[-1].add(DIGEST, digest.numbers)
 
@@ -190,10 +190,13 @@ class StepSums:
         self._num_started += 1
 
     def reduced(self, step: int) -> list[Reduced]:
-        """Reduce what is left, and wait for all. ``step``: for messages. What is no gradient comes last.
+        """Reduce the remaining sums, wait for all, and return them; those that are not gradients come last.
+
+        Args:
+            step: The number of the step, for messages.
 
         Raises:
-            GenerationAborted, PeerLost: the ring is no more.
+            GenerationAborted, PeerLost: the ring has ended.
             NonFiniteGradient: a gradient is NaN or infinite.
             SettingsDiffer: not all members have the same settings.
         """

@@ -1,4 +1,4 @@
-"""What has changed in a job since its run began, besides its code: settings and data."""
+"""Finds changes in a job since its run began, except in its code: settings and data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from morph.contract.job_facts import JobFacts
 
 
 class Change(Value):
-    """One thing in a job that has changed since the run began: a setting, or an entry of its data."""
+    """One change in a job since the run began: of a setting, or of an entry of its data."""
 
     what: Literal["setting", "data"]
     name: str
@@ -20,13 +20,13 @@ class Change(Value):
     was: str | int
 
     def refusal(self, source: str) -> JobError:
-        """Return the error that says so of a job."""
+        """Return the error that reports this change of a job."""
         message = f"is not the {self.what} that the run began with"
         return JobError(message, source=source, field=self.name, value=self.now, allowed=str(self.was))
 
     @property
     def cannot_apply(self) -> str | None:
-        """Why a run cannot go on from its checkpoints with it; None: it can."""
+        """Why the run cannot resume from its checkpoints with this change; None: it can."""
         if self.what == "data" or not _FIXED.fullmatch(self.name):
             return None
         if not self.name.endswith(" needs"):
@@ -41,7 +41,7 @@ _UNIT = re.compile(r"^(optimizer|lr_scheduler)\(([^)]*)\)")
 
 
 def told(accepted: Iterable[Change]) -> str:
-    """Say what was accepted; a change that parameter units share is said once."""
+    """Return a sentence on accepted changes; a change that parameter units share is named once."""
     units: dict[tuple[str, str | int, str | int], list[str]] = {}
     for change in accepted:
         unit = _UNIT.match(change.name)
@@ -55,10 +55,10 @@ def told(accepted: Iterable[Change]) -> str:
 
 
 def changes(found: JobFacts, began: JobFacts) -> Iterator[Change]:
-    """Every difference between a job, as it was loaded here, and the one that a run began with.
+    """Yield every difference between a job as it was loaded here and the job with which a run began.
 
-    What ``began`` does not name is not compared, nor are settings that there are not here: another version of torch may
-    know more.
+    Facts that ``began`` lacks are not compared, nor are settings that are missing here: another version of torch may
+    know more settings.
     """
     for name, was in began.settings.items():
         now = found.settings.get(name, was)
@@ -79,15 +79,15 @@ def changes(found: JobFacts, began: JobFacts) -> Iterator[Change]:
 
 
 def require_same(found: JobFacts, began: JobFacts, source: str) -> None:
-    """See that a job, as it was loaded here, is the one that a run began with.
+    """Check that a job as it was loaded here is the job with which a run began.
 
     Args:
-        found: As it is here.
-        began: As it was.
+        found: The facts of the job here.
+        began: The facts of the job when the run began.
         source: The job, for errors.
 
     Raises:
-        JobError: naming the first setting or entry that differs.
+        JobError: a setting or entry differs; the message names the first one.
     """
     first = next(changes(found, began), None)
     if first is not None:

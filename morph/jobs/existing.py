@@ -1,4 +1,4 @@
-"""Fields of a job from objects that exist: a model, its optimizer and its schedule, a data loader."""
+"""Fields of a job from existing objects: a model, its optimizer and its schedule, a data loader."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _OF_THE_MODEL = ("params", "param_names")
 
 
 def copied(model: nn.Module, clone: Callable[[Tensor], Tensor] = Tensor.clone) -> nn.Module:
-    """Copy a model as ``Job.model``: tensors are cloned, which can be recorded, in place of their storages.
+    """Return a copy of a model, for ``Job.model``: its tensors are cloned, which can be traced, not its storages.
 
-    ``clone``: makes another tensor for each one, without a graph.
+    ``clone``: makes a new tensor for each tensor, without a graph.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -36,9 +36,9 @@ def copied(model: nn.Module, clone: Callable[[Tensor], Tensor] = Tensor.clone) -
 
 
 def order_of(loader: DataLoader[Any], batch_size: int) -> Callable[[Any, int, int], list[int]]:
-    """The order in which a loader reads samples, as ``Job.sampler``; with ``drop_last`` an epoch has whole batches."""
+    """Return the order in which a loader reads samples, as ``Job.sampler``; with ``drop_last`` in whole batches."""
     batches: Any = loader.batch_sampler
-    while hasattr(batches, "batch_sampler"):  # of accelerate
+    while hasattr(batches, "batch_sampler"):  # a wrapper of accelerate
         batches = batches.batch_sampler
     sampler = batches.sampler
 
@@ -52,21 +52,21 @@ def order_of(loader: DataLoader[Any], batch_size: int) -> Callable[[Any, int, in
 
 
 class WholeModel:
-    """A ``Job.model`` that copies a model which exists. Its numbers must be the same in every process.
+    """A ``Job.model`` that copies an existing model, whose weights must be the same in every process.
 
     Args:
-        model: Trained nowhere else.
+        model: A model that is not trained elsewhere.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def __call__(self) -> nn.Module:
-        """Return a copy."""
+        """Return a copy of the model."""
         return copied(self._model)
 
     def digest(self) -> str:
-        """By what workers find out that they have other numbers than the run began with."""
+        """Return a digest of the weights, by which workers detect that theirs differ from those the run began with."""
         state = xxhash.xxh3_128()
         for name, tensor in sorted(self._model.state_dict().items()):
             state.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -76,12 +76,12 @@ class WholeModel:
 
 
 class WholeModelOptimizer:
-    """Builds optimizers like one that exists, with all of its groups: those without a parameter of the unit are empty.
+    """Builds optimizers like an existing one, with all of its groups; groups without a parameter of the unit are empty.
 
     Args:
         named: Names and parameters of the model.
-        optimizer: Has these parameters in its groups, and has made no step.
-        scheduler: Its schedule, at its beginning.
+        optimizer: An optimizer that has these parameters in its groups, and has made no step.
+        scheduler: The optimizer's schedule, at its beginning.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class WholeModelOptimizer:
         return self._scheduler is not None
 
     def optimizer(self, named: Iterable[tuple[str, Parameter]]) -> Optimizer:
-        """As ``Job.optimizer``.
+        """Return an optimizer of these parameters, as ``Job.optimizer`` does.
 
         Raises:
-            JobError: the optimizer's class wants more than its defaults and its groups.
+            JobError: the optimizer's class needs more arguments than its defaults and its groups.
         """
         settings = [
             {key: value for key, value in group.items() if key not in _OF_THE_MODEL}
@@ -128,14 +128,14 @@ class WholeModelOptimizer:
                 "optimizer",
                 f"cannot be built for a part of the parameters: {error}",
                 kind.__name__,
-                "a class whose arguments are the parameters and what its groups hold",
+                "a class whose arguments are the parameters and the values of its groups",
             ) from error
         return made
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler:
-        """As ``Job.lr_scheduler``: a copy of the one that exists, for an optimizer made here."""
+        """Return a copy of the existing schedule for another optimizer, as ``Job.lr_scheduler`` does."""
         assert self._scheduler is not None, "there is no schedule to copy"
-        LambdaLR(optimizer, lambda _step: 1.0)  # has the optimizer say that it stepped, which every schedule asks
+        LambdaLR(optimizer, lambda _step: 1.0)  # makes the optimizer record its steps, which every schedule checks
         for group, whole in zip(optimizer.param_groups, self._whole.param_groups, strict=True):
             group.update({key: value for key, value in whole.items() if key not in _OF_THE_MODEL})
         return deepcopy(self._scheduler, {id(self._whole): optimizer})

@@ -1,7 +1,7 @@
-"""The Python files of a job as they were when its run began, and importing from them rather than from the disk.
+"""The Python files of a job as they were when its run began, and imports from them instead of from the disk.
 
-Loads no torch. What is imported keeps its path: ``__file__`` names the file in the job's folder, so that data beside
-it is found and tracebacks name the user's own files, with the lines that are really run.
+Loads no torch. Imported modules keep their path: ``__file__`` names the file in the job's folder, so that data beside
+it is found and tracebacks name the user's own files, with the lines that really run.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _OF_PYTHON = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platl
 
 
 def split_job(job_path: str) -> tuple[str, str]:
-    """Take ``path/to/file.py:name``, or ``path/to/file.py:name(argument=value)``, apart; both empty: it is neither."""
+    """Split ``path/to/file.py:name`` or ``path/to/file.py:name(argument=value)``; both parts are empty for others."""
     found = _JOB.fullmatch(job_path)
     return (found["path"], found["name"]) if found else ("", "")
 
 
 class JobFiles:
-    """A finder for ``sys.meta_path``: what Python would import from a job's folder comes from here.
+    """A finder for ``sys.meta_path``: modules that Python would import from a job's folder come from here.
 
     Args:
         folder: The job's folder, an absolute path.
-        files: Contents by path below it.
-        growing: Takes in whatever is imported from the folder and is not here yet. Otherwise that is refused, with an
-            ImportError: no worker trains on code that the run did not begin with.
+        files: Contents by path below the folder.
+        growing: Whether modules imported from the folder are added if they are missing. Otherwise such an import raises
+            an ImportError: no worker trains on code with which the run did not begin.
     """
 
     def __init__(self, folder: Path, files: Mapping[str, bytes], *, growing: bool = False) -> None:
@@ -52,13 +52,13 @@ class JobFiles:
         self._real_folders: dict[str, str] = {}
 
     def install(self) -> None:
-        """Import from here for as long as this process lives."""
+        """Import from these files for as long as this process lives."""
         place = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else len(sys.meta_path)
-        sys.meta_path.insert(place, self)  # what Python has built in goes before
+        sys.meta_path.insert(place, self)  # after Python's finders of built-in modules
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Import from here while the block runs, and forget afterwards what was: another job may have like names."""
+        """Import from these files during the block, and forget them afterwards: another job may use the same names."""
         search = list(sys.path)
         stale = {name: sys.modules.pop(name) for name in list(sys.modules) if self._has(sys.modules[name])}
         self.install()
@@ -72,12 +72,12 @@ class JobFiles:
             sys.modules.update(stale)
 
     def main(self, name: str, path: Path) -> ModuleSpec | None:
-        """How the file that defines the job is imported as a module of this name; None: it is not here."""
+        """Return the spec to import the job's file as a module of this name; None if it is not among the files."""
         inside = self.inside(str(path))
         return self._spec(name, inside) if inside in self.files and inside.endswith(".py") else None
 
     def inside(self, path: str) -> str | None:
-        """The path below the job's folder; None: it is elsewhere, or there and installed (a virtual environment)."""
+        """Return the path below the job's folder; None if it is elsewhere, or installed (in a virtual environment)."""
         if path not in self._known:
             self._known[path] = self._inside(path)
         return self._known[path]
@@ -91,9 +91,10 @@ class JobFiles:
         return None
 
     def _real(self, path: str) -> str:
-        """The path without links. Its folder is followed once: thousands of modules lie in a few hundred.
+        """Return the path without links. Its folder is resolved once: thousands of modules lie in a few hundred
+        folders.
 
-        Of what is installed only the package is, and once in a process: the path in it has none.
+        For an installed file only its package is resolved, once per process: the path within a package has no links.
         """
         for installed in _OF_PYTHON:
             if path.startswith(installed):
@@ -114,7 +115,7 @@ class JobFiles:
         """See ``importlib.abc.MetaPathFinder``.
 
         Raises:
-            ImportError: it would come from the job's folder, and is not among the files.
+            ImportError: the module would come from the job's folder, and is not among the files.
         """
         if fullname.partition(".")[0] in OWN:
             return None
@@ -131,11 +132,11 @@ class JobFiles:
         if self.growing:
             self.files[inside] = content
         elif self.files.get(inside) != content:
-            raise ImportError(f"{spec.origin} is not what the run began with", name=fullname, path=spec.origin)
+            raise ImportError(f"{spec.origin} is not code that the run began with", name=fullname, path=spec.origin)
         return self._spec(fullname, inside) if isinstance(spec.loader, SourceFileLoader) else spec
 
     def _below(self, entry: str, fullname: str) -> str | None:
-        """Where the files have a module, if Python looked for it in this folder."""
+        """Return the path of a module among the files, if Python searches this folder for it."""
         if (folder := self.inside(entry)) is None:
             return None
         base = "/".join(filter(None, (folder, fullname.rpartition(".")[2])))
@@ -162,7 +163,7 @@ class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002
         if self.path.endswith(".py"):
             lines = decode_source(self._source).splitlines(keepends=True)
-            linecache.cache[self.path] = (len(self._source), None, lines, self.path)  # without a time: never re-read
+            linecache.cache[self.path] = (len(self._source), None, lines, self.path)  # no time: never read again
         code: CodeType = compile(self._source, self.path, "exec", dont_inherit=True)
         return code
 
@@ -176,21 +177,21 @@ def _real_package(path: str) -> str:
 
 
 def is_installed(path: Path, inside: Path) -> bool:
-    """Whether a file belongs to Python's library or to an installed package; ``inside``: the part of it that tells."""
+    """Whether a file is of Python's library or of an installed package; ``inside``: the part of its path tested."""
     return any(path.is_relative_to(folder) for folder in _STANDARD) or not _INSTALLED.isdisjoint(inside.parts)
 
 
 def file_of(module: ModuleType) -> str | None:
-    """The file a module was made from, without waking those that load themselves when they are looked at."""
+    """Return the file of a module, without triggering modules that load lazily when their attributes are read."""
     try:
         file = object.__getattribute__(module, "__dict__").get("__file__")
-    except AttributeError:  # whatever it is that stands among the modules
+    except AttributeError:  # not every entry of sys.modules is a module
         return None
     return file if isinstance(file, str) else None
 
 
 def held(path: Path) -> JobFiles | None:
-    """The files in use that hold a job's file."""
+    """Return the files in use that include a job's file, None if there are none."""
     for finder in sys.meta_path:
         if isinstance(finder, JobFiles) and finder.inside(str(path)) in finder.files:
             return finder
@@ -199,7 +200,7 @@ def held(path: Path) -> JobFiles | None:
 
 @contextmanager
 def imported_once(job_path: str) -> Iterator[None]:
-    """While the block runs: what is imported from the folder of ``path/to/file.py:name`` is as it was at first."""
+    """During the block, imports from the folder of ``path/to/file.py:name`` return the files as first imported."""
     path = Path(split_job(job_path)[0]).resolve()
     if held(path) is not None or not path.is_file():
         yield

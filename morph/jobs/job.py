@@ -1,4 +1,4 @@
-"""What the user writes: a :class:`Job`, and reading one from ``path/to/file.py:name``.
+"""Defines :class:`Job`, which the user writes, and loads one from ``path/to/file.py:name``.
 
 Importing this module loads no torch; the job file itself does.
 """
@@ -39,20 +39,20 @@ Boundary = Literal["same", "bf16"]
 MOST_DATA_WORKERS = 64
 _MOST_TRIED, _MOST_SHOWN = 100_000, 40
 _CALLED = {
-    "model": (0, "lambda: MyModel(), that builds a new one"),
-    "loss": (2, "loss(model, batch), that calls the model"),
-    "dataset": (0, "lambda: MyDataset(), that builds it"),
+    "model": (0, "lambda: MyModel(), which builds a new one"),
+    "loss": (2, "loss(model, batch), which calls the model"),
+    "dataset": (0, "lambda: MyDataset(), which builds it"),
     "optimizer": (1, "lambda parameters: torch.optim.SGD([p for _, p in parameters], lr=0.1)"),
     "lr_scheduler": (1, "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10), or None"),
-    "eval_data": (0, "lambda: MyDataset(), that builds it, or None"),
+    "eval_data": (0, "lambda: MyDataset(), which builds it, or None"),
     "sample": (2, "lambda model, step: generate(model, 'Once upon a time'), or None"),
     "eval_metrics": (1, "lambda values: {'perplexity': math.exp(values['loss'])}, or None"),
-    "collate_fn": (1, "collate_fn of torch's DataLoader, that makes a batch of a list of samples, or None"),
+    "collate_fn": (1, "collate_fn of torch's DataLoader, which makes a batch of a list of samples, or None"),
     "sampler": (3, "lambda dataset, seed, epoch: numpy.arange(len(dataset)), or None"),
     "lengths": (1, "lambda dataset: [len(text) for text in dataset.texts], or None"),
 }
 _OPTIONAL = frozenset({"lr_scheduler", "eval_data", "eval_metrics", "sample", "collate_fn", "sampler", "lengths"})
-"""Fields that are functions: with how many arguments they are called, and an example."""
+"""Fields that are functions: the number of arguments they are called with, and an example."""
 MOST_BUCKETS = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -71,14 +71,14 @@ class MapDataset(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaling:
-    """Dynamic loss scaling, as ``torch.amp.GradScaler`` does it with factors 2 and 1/2.
+    """Dynamic loss scaling, as in ``torch.amp.GradScaler`` with factors 2 and 1/2.
 
     Args:
-        initial: First scale, a power of two.
-        growth_steps: Good steps in a row after which the scale is doubled.
+        initial: The first scale, a power of two.
+        growth_steps: The number of good steps in a row after which the scale is doubled.
 
     Raises:
-        JobError: naming the field, its value and what is allowed.
+        JobError: a field is not right; the message names the field, its value and what is allowed.
     """
 
     initial: float = 65536.0
@@ -93,18 +93,18 @@ class LossScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """Which evaluated version of a job is the best, and when training ends because no better one came.
+    """Defines which evaluated version of a job is the best, and when training ends for lack of a better one.
 
     The checkpoint of the best version is kept, and ``morph export --best`` writes it.
 
     Args:
         metric: ``loss``, or the name of a metric of the evaluation.
         mode: Whether the smallest (``min``) or the largest (``max``) value is the best.
-        patience: Training ends after so many evaluations in a row that were not better; None: it does not.
-        min_delta: By how much an evaluation must be better for this.
+        patience: Training ends after this many evaluations in a row that were not better; None: never.
+        min_delta: By how much a metric must improve to count as better.
 
     Raises:
-        JobError: naming the field, its value and what is allowed.
+        JobError: a field is not right; the message names the field, its value and what is allowed.
     """
 
     metric: str = "loss"
@@ -130,56 +130,56 @@ class Job:
         model: Builds the model with fresh random weights.
         loss: ``loss(model, batch)`` calls the model and returns the scalar mean loss over the samples of ``batch``
             (every entry of which has the samples as its first dimension), or a :class:`morph.Loss` of a total and its
-            weight, as of a mean over tokens; or ``(loss, {"name": scalar, ...})`` with
-            metrics that are means over the samples too.
-        dataset: Builds the data set. Order and contents must be the same in every process; numbers that an item draws
-            from the global generators of torch, numpy and Python are (seeded by seed, epoch and sample). Items are
-            nests (dicts, tuples, dataclasses) of tensors, arrays and numbers, or whatever ``collate_fn`` takes.
+            weight, for example for a mean over tokens; or ``(loss, {"name": scalar, ...})`` with metrics that are also
+            means over the samples.
+        dataset: Builds the data set. Order and contents must be the same in every process; random numbers that an item
+            draws from the global generators of torch, numpy and Python are (seeded by seed, epoch and sample). Items
+            are nests (dicts, tuples, dataclasses) of tensors, arrays and numbers, or whatever ``collate_fn`` takes.
         optimizer: Builds the optimizer for some named parameters; it is called once per parameter unit.
         batch_size: Global batch M: samples per optimizer step, in every shape of the job.
         name: Short name, used in files and logs.
         micro_batch_size: m, a divisor of M. None: the planner picks it from the profile.
         num_sections: K. None: chosen from the model's narrow places.
-        cut_points: Names of modules, as in ``model.named_modules()``, in front of which to cut, and nowhere else.
+        cut_points: Names of modules (``model.named_modules()``) before which the model is cut, and nowhere else.
         seed: Seeds the weights, the sample order and all randomness of training.
         accumulation: ``exact`` sums gradients in 64-bit fixed point, so that the result is bit-identical in every
             shape; ``fast`` sums in floating point.
         lr_scheduler: Builds the learning-rate schedule of one optimizer; stepped once per applied step.
         clip_grad_norm: Largest 2-norm of the whole model's gradient; ``math.inf`` reports the norm and clips nothing.
-        precision: Type in which autocast lets suitable operations run; parameters and optimizer stay as they are.
-        boundary: Type in which wider floating-point tensors and their gradients cross cut-points; ``same``: their own.
-        master_weights: The optimizer works on fp32 copies of parameters that have fewer bits (bf16, fp16).
-        loss_scaling: Dynamic loss scaling; None: none, but for ``fp16``, which then has its defaults.
-        compile: Sections are compiled by torch.compile.
+        precision: The type in which autocast runs suitable operations; parameters and optimizer keep theirs.
+        boundary: The type in which wider floating-point tensors and gradients cross cut-points; ``same``: their own.
+        master_weights: Whether the optimizer works on fp32 copies of parameters in fewer bits (bf16, fp16).
+        loss_scaling: Dynamic loss scaling. None: no scaling, except ``fp16``, which then uses its defaults.
+        compile: Whether sections are compiled by torch.compile.
         optimizer_device: ``cpu`` keeps the optimizer's state and its step in host memory.
         collate_fn: Makes the batch of a micro-batch's samples, as in torch's DataLoader: a nest of tensors that have
-            the samples as their first dimension. None: tensors are stacked. What it draws is seeded as for items.
+            the samples as their first dimension. None: tensors are stacked. Its random numbers are seeded as for items.
         sampler: ``sampler(dataset, seed, epoch)`` returns the numbers of an epoch's samples, in order; see
             ``morph.data.order``. None: each once, shuffled.
-        lengths: ``lengths(dataset)`` returns the length of each sample, where lengths vary. Given with ``buckets``.
-        buckets: Lengths to which micro-batches are padded, ascending: each to the smallest that holds its samples, and
-            samples of like length share micro-batches.
-        padding: What entries are padded with, by name; others with 0, and those named ``labels`` with -100.
+        lengths: ``lengths(dataset)`` returns the length of each sample, if lengths vary. Given with ``buckets``.
+        buckets: Lengths to which micro-batches are padded, ascending: each to the smallest that holds its samples;
+            samples of similar length share micro-batches.
+        padding: Values with which entries are padded, by name; default 0, and -100 for entries named ``labels``.
         data_workers: Processes beside each worker that read its next micro-batches while it computes: ``num_workers``
             of torch's DataLoader; each builds the data set for itself. 0: the worker reads them between its tasks.
         eval_data: Builds the data set to evaluate on.
-        eval_every_steps: Evaluate whenever so many steps were applied.
-        eval_every_epochs: Evaluate whenever so many epochs of ``dataset`` are over, at the end of the step in which the
-            last of their samples is; in addition to ``eval_every_steps`` where both are given.
-        eval_samples: How many of its first samples to take; None: as many whole micro-batches as there are.
-        eval_metrics: Computes metrics that are no means, once, of a whole evaluation: it is called with ``loss``, the
+        eval_every_steps: Evaluate each time this many steps have been applied.
+        eval_every_epochs: Evaluate each time this many epochs of ``dataset`` are over, at the end of the step that has
+            the last of their samples; in addition to ``eval_every_steps`` if both are given.
+        eval_samples: How many of the first samples to use; None: as many whole micro-batches as there are.
+        eval_metrics: Computes metrics that are not means, once per evaluation: it is called with ``loss``, the
             metrics (means), every :class:`morph.Sum` (a number) and every :class:`morph.PerSample` (a numpy array with
-            one row a sample, in their order) by name, and returns numbers by name.
+            one row per sample, in order) by name, and returns numbers by name.
         step_entry: Name of an entry of the batch, a whole number in each sample, that is replaced by the number of the
-            step: an input of the loss, as for annealing. In an evaluation it is the number of steps applied.
-        best: Which evaluated version is kept as the best, and when training ends early.
+            step, which the loss may need for annealing. In an evaluation it is the number of applied steps.
+        best: Defines which evaluated version is kept as the best, and when training ends early.
         sample: ``sample(model, step)`` is called beside the run with the model of a checkpoint in evaluation mode
             (``samples`` in the YAML file, or ``morph sample``); the text, numbers, lists or dicts it returns are kept.
-        allowed_dependencies: Ids of findings of ``morph trace-deps`` that may stay as they are: each parameter unit is
-            then stepped by itself.
+        allowed_dependencies: Ids of findings of ``morph trace-deps`` that are accepted: each parameter unit is then
+            stepped by itself.
 
     Raises:
-        JobError: naming the field, its value and what is allowed.
+        JobError: a field is not right; the message names the field, its value and what is allowed.
     """
 
     model: Callable[[], nn.Module]
@@ -219,7 +219,7 @@ class Job:
 
     @property
     def effective_loss_scaling(self) -> LossScaling | None:
-        """What is given, or what ``fp16`` has by default."""
+        """The given scaling, or the default of ``fp16``."""
         return LossScaling() if self.loss_scaling is None and self.precision == "fp16" else self.loss_scaling
 
     def __post_init__(self) -> None:
@@ -309,11 +309,11 @@ def load_job(spec: str) -> Job:
 
     ``path/to/file.py:name(width=512, text="a")`` calls the function with these arguments.
 
-    The file's folder is put on ``sys.path``, so that the file can import its neighbours. Where ``JobFiles`` are in use
-    that hold the file, it and its neighbours come from these.
+    The file's folder is put on ``sys.path``, so that the file can import its neighbours. If ``JobFiles`` that include
+    the file are in use, the file and its neighbours are imported from them.
 
     Raises:
-        JobError: in one line, when the spec, the file, its import or the named object is not right.
+        JobError: the spec, the file, its import or the named object is not right; the message is one line.
     """
     path_text, name = split_job(spec)
     if not path_text:
@@ -350,10 +350,10 @@ def load_job(spec: str) -> Job:
 
 
 def _arguments(call: str) -> dict[str, Any]:
-    """The arguments of ``name(width=512, text="a")``.
+    """Return the arguments of ``name(width=512, text="a")``.
 
     Raises:
-        JobError: they are not all named, or not plain values.
+        JobError: an argument has no name, or is not a plain value.
     """
     try:
         parsed = ast.parse(call, mode="eval").body
@@ -404,7 +404,7 @@ def _call(function: Callable[..., Any], path: Path, attribute: str) -> Any:
 
 
 def _placed(error: JobError, path: Path) -> JobError:
-    """Name the line of the job's file in an error that only says which field of a Job is wrong."""
+    """Return an error that names the line of the job's file, for one that only names a field of a Job."""
     if error.source != "Job":
         return error
     source = f"{path}:{_line_in(error, path.resolve())}"
@@ -436,10 +436,10 @@ def _divisors(number: int) -> str:
 
 
 def _require_function(field: str, value: Any, num_given: int, hint: str) -> None:
-    """See that a field is a function that takes what it is called with, and not what it ought to return."""
+    """Check that a field is a function that accepts its arguments, and not the value that it ought to return."""
     torch = sys.modules.get("torch")
     is_module = torch is not None and isinstance(value, torch.nn.Module)
-    of_torch = str(getattr(value, "__module__", "")).startswith("torch.nn.")  # a loss of outputs and targets
+    of_torch = str(getattr(value, "__module__", "")).startswith("torch.nn.")  # a loss function of outputs and targets
     if not callable(value) or (is_module and field == "model") or (of_torch and field == "loss"):
         raise wrong_job(
             field,
@@ -449,7 +449,7 @@ def _require_function(field: str, value: Any, num_given: int, hint: str) -> None
         )
     try:
         signature = inspect.signature(value)
-    except (TypeError, ValueError):  # of C code
+    except (TypeError, ValueError):  # a function in C
         return
     try:
         signature.bind(*[None] * num_given)

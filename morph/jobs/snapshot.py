@@ -1,4 +1,4 @@
-"""The snapshot of a job's files on which a run trains: found, packed, and imported in place of those on the disk."""
+"""The snapshot of a job's files on which a run trains: collected, packed, and imported instead of the files on disk."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from morph.jobs.files import OWN, JobFiles, file_of, imported_once, is_installed
 from morph.jobs.job import load_job
 
 MAX_BYTES = 32 * 1024 * 1024
-"""Of all files together: they travel to each worker with its setup."""
+"""Limit of all files together: they travel to each worker with its setup."""
 _LEFT_OUT = {"__pycache__", ".git"}
 _SECRETS = ".env"
 _Name = tuple[str, ...]
 
 
 def collect(job_path: str, files: Sequence[str] = (), source: str = "") -> JobFiles:
-    """Gather the file that defines a job, what it imports from its folder, and what else is named.
+    """Collect the file that defines a job, the files that it imports from its folder, and other named files.
 
-    Nothing of it is run. What it imports under names that it makes up as it goes is taken in when the job is checked.
+    No file is run. Imports under computed names are added when the job is checked.
 
     Args:
-        job_path: path/to/file.py:name; without such a file there is nothing to gather.
+        job_path: path/to/file.py:name; if there is no such file, the result is empty.
         files: Files and folders, relative to that file's folder.
         source: The file that names them, for errors.
 
     Raises:
-        ConfigError: one of them is missing, a link or anything else than a file or folder.
+        ConfigError: one of ``files`` is missing, or is neither a file nor a folder.
     """
     code = Path(split_job(job_path)[0]).resolve()
     found = JobFiles(code.parent, {}, growing=True)
@@ -53,15 +53,15 @@ def collect(job_path: str, files: Sequence[str] = (), source: str = "") -> JobFi
 
 
 def pack(job_path: str, found: JobFiles, *, unpack: bool = False) -> JobCode:
-    """Pack what was gathered; the same files give the same bytes.
+    """Pack collected files; the same files give the same bytes.
 
     Args:
         job_path: path/to/file.py:name.
-        found: What ``collect`` returned.
-        unpack: Its workers do not see this machine's folders.
+        found: The result of ``collect``.
+        unpack: Whether workers write the files to a folder, because they do not see this machine's folders.
 
     Raises:
-        ConfigError: all are too long together.
+        ConfigError: the files are too long together.
     """
     path, name = split_job(job_path)
     files, num_bytes = dict(sorted(found.files.items())), 0
@@ -72,7 +72,7 @@ def pack(job_path: str, found: JobFiles, *, unpack: bool = False) -> JobCode:
                 "the files of the job's code are too long together",
                 source=str(found.folder),
                 value=inside,
-                allowed=f"at most {MAX_BYTES} bytes; data lies elsewhere",
+                allowed=f"at most {MAX_BYTES} bytes; keep data elsewhere",
             )
     archive = packed(files)
     return JobCode(
@@ -85,10 +85,10 @@ def pack(job_path: str, found: JobFiles, *, unpack: bool = False) -> JobCode:
 
 
 def files_of(code: JobCode) -> dict[str, bytes]:
-    """The files by their path below the job's folder.
+    """Return the files by their path below the job's folder.
 
     Raises:
-        JobError: it is not what its digest says, or a file would lie outside of the folder.
+        JobError: the code differs from its digest, or a file would lie outside the folder.
     """
     if hashlib.sha256(code.archive).hexdigest() != code.sha256:
         raise JobError("is not the code that the run began with: its digest differs", source=code.job_path)
@@ -96,18 +96,18 @@ def files_of(code: JobCode) -> dict[str, bytes]:
         for name in archive.namelist():
             inside = PurePosixPath(name)
             if inside.is_absolute() or ".." in inside.parts:
-                raise JobError("would be written outside of the job's folder", source=name)
+                raise JobError("would be written outside the job's folder", source=name)
         return {name: archive.read(name) for name in archive.namelist()}
 
 
 def use(code: JobCode) -> str:
-    """Import the job from these files from now on; returns the job's path.
+    """Import the job from these files from now on; return the job's path.
 
-    A worker of the manager's machine finds data beside them in the folder they came from. Elsewhere they are written
-    into a new folder of this user's alone, removed at exit.
+    A worker on the manager's machine finds data beside the files, in their original folder. Elsewhere the files are
+    written into a new folder that only this user can read, and that is removed at exit.
 
     Raises:
-        JobError: as ``files_of``.
+        JobError: as for ``files_of``.
     """
     files, folder = files_of(code), Path(code.folder)
     if code.unpack:
@@ -122,13 +122,13 @@ def use(code: JobCode) -> str:
 
 
 def imported_for_forks(job_path: str) -> bool:
-    """Import what a job does; say whether this process can still be forked: no thread, and children may use CUDA.
+    """Import the job; return whether this process can still be forked: it has no threads, and children may use CUDA.
 
-    A worker that cannot load the job says what is wrong with it.
+    An error is ignored: a worker that cannot load the job reports it.
     """
-    import torch  # the manager, which reads files alone, does without
+    import torch  # the manager only reads files, and needs no torch
 
-    # torch.cuda.is_available() then asks NVML, not the driver, after which children may still use CUDA
+    # torch.cuda.is_available() then asks NVML, not the driver, so that children may still use CUDA
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     with imported_once(job_path), suppress(JobError, SystemExit):
         load_job(job_path)
@@ -137,7 +137,7 @@ def imported_for_forks(job_path: str) -> bool:
 
 
 def _child_may_use_cuda() -> bool:
-    """Try it: a call as harmless as ``torch.cuda.device_count()`` ends that, and ``is_initialized()`` does not tell."""
+    """Try CUDA in a child: even ``torch.cuda.device_count()`` may prevent it, ``is_initialized()`` does not tell."""
     import torch
 
     child = os.fork()
@@ -147,7 +147,7 @@ def _child_may_use_cuda() -> bool:
             torch.cuda.init()  # type: ignore[no-untyped-call] # torch ships no types
             code = 0
         except (RuntimeError, AssertionError) as error:
-            code = int("fork" in str(error))  # without a device, or with a broken driver, workers say so themselves
+            code = int("fork" in str(error))  # workers report a missing device or a broken driver themselves
         finally:
             os._exit(code)
     _, status = os.waitpid(child, 0)
@@ -155,17 +155,17 @@ def _child_may_use_cuda() -> bool:
 
 
 def has_threads() -> bool:
-    """Whether this process has threads; Linux alone."""
+    """Whether this process has more than one thread; Linux only."""
     return len(os.listdir("/proc/self/task")) > 1  # noqa: PTH208
 
 
 def digests(files: Mapping[str, bytes]) -> dict[str, str]:
-    """sha256 of each file, by its name."""
+    """Return the SHA-256 of each file in hexadecimal, by its name."""
     return {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
 
 
 def changed(began: Mapping[str, str], now: JobFiles) -> list[str]:
-    """Names of the files in which what ``collect`` found now differs from what a run began with, by their digests."""
+    """Return the names of files that ``collect`` found now and that differ from those a run began with, by digest."""
     names = sorted(began.keys() | now.files.keys())
     missing = {name: now.folder / name for name in names if name not in now.files}
     there = digests(now.files | {name: path.read_bytes() for name, path in missing.items() if path.is_file()})
@@ -173,7 +173,7 @@ def changed(began: Mapping[str, str], now: JobFiles) -> list[str]:
 
 
 def from_elsewhere(found: JobFiles, before: set[str]) -> list[str]:
-    """Files of packages that were imported since ``before`` and are neither installed nor among the job's files."""
+    """Return files of packages imported since ``before`` that are neither installed nor among the job's files."""
     elsewhere: dict[str, Path] = {}
     for name, module in list(sys.modules.items()):
         top, named = name.partition(".")[0], file_of(module)
@@ -187,7 +187,7 @@ def from_elsewhere(found: JobFiles, before: set[str]) -> list[str]:
 
 
 def _imported(code: Path, found: JobFiles) -> set[Path]:
-    """Files of the job's folder to which its imports lead, wherever they stand in the code; none is run."""
+    """Return the files of the job's folder that its imports reach, anywhere in the code; none of them is run."""
     elsewhere = [entry for entry in sys.path if found.inside(entry) is None]
     files: set[Path] = {code}
     to_visit: list[tuple[Path, _Name]] = [(code, ())]
@@ -204,10 +204,10 @@ def _imported(code: Path, found: JobFiles) -> set[Path]:
 
 
 def imported_names(source: bytes, package: _Name = ()) -> Iterator[_Name]:
-    """Full names that a file of this package imports: of modules, and of what may be one."""
+    """Yield the full names that a file of this package imports: of modules, and names that may be modules."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # told when it is imported, if it is; an extension has none
+    except (SyntaxError, ValueError):  # the import reports it, if there is one; extensions have no source
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -219,7 +219,7 @@ def imported_names(source: bytes, package: _Name = ()) -> Iterator[_Name]:
 
 
 def _leads_to(folder: Path, name: _Name) -> Iterator[tuple[Path, _Name]]:
-    """The files that an import of this name runs, in order, each with the package it is in."""
+    """Yield the files that an import of this name runs, in order, each with its package."""
     for length in range(1, len(name) + 1):
         base = folder.joinpath(*name[:length])
         for file, package in (
@@ -232,7 +232,7 @@ def _leads_to(folder: Path, name: _Name) -> Iterator[tuple[Path, _Name]]:
 
 
 def _is_elsewhere(top: str, search: list[str]) -> bool:
-    """Whether Python finds this outside of the job's folder, which it looks through last."""
+    """Whether Python finds this module outside the job's folder, which it searches last."""
     if top in sys.stdlib_module_names or top in OWN:
         return True
     spec = PathFinder.find_spec(top, search)
@@ -247,7 +247,7 @@ def _files(folder: Path, given: str, source: str) -> Iterator[Path]:
         if part.is_symlink():
             raise _error("is a link", given, source, "a file or folder")
     if not place.exists():
-        raise _error("there is no such file or folder", given, source, f"what lies in {folder}")
+        raise _error("there is no such file or folder", given, source, f"a file or folder in {folder}")
     for file in [place] if place.is_file() else sorted(place.rglob("*")):
         if _LEFT_OUT.intersection(file.parts) or (file != place and file.name.startswith(_SECRETS)):
             continue

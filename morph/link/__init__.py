@@ -1,1 +1,1 @@
-"""How a manager and its workers talk: messages, proofs, certificates, and the connection from either end."""
+"""How a manager and its workers communicate: messages, proofs, certificates, and both ends of the connection."""

@@ -1,8 +1,8 @@
-"""Certificate authorities, made with ``cryptography``: what a secret becomes, so that TLS proves who has it.
+"""Certificate authorities, made with ``cryptography``: derived from a secret, so that TLS proves who knows it.
 
-Everyone who has a secret derives the same authority from it, so nothing has to be exchanged beforehand: each end shows
-a certificate of that authority and demands one. Who is given a *credential*, and not the secret, may call under the one
-name that is in its certificate, and can make no other certificate.
+Everyone who knows a secret derives the same authority from it, so nothing has to be exchanged beforehand: each end
+shows a certificate of that authority and demands one. A process that gets a *credential* instead of the secret may call
+only under the name in the credential's certificate, and cannot make another certificate.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from morph.link.wire import LISTENER
 AUTHORITY_NAME = "Authority of one Morph run"
 CURVE = ec.SECP256R1
 ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-"""Of the group of that curve: a private key is less."""
+"""The order of that curve's group: a private key is smaller."""
 LOOPBACK = "127.0.0.1"
 CLOCK_SLACK = datetime.timedelta(hours=1)
 ALWAYS = tuple(datetime.datetime(year, 1, 1, tzinfo=datetime.UTC) for year in (2000, 9999))
-"""What follows from a secret is worth as much as the secret, so clocks that differ between VMs decide nothing."""
+"""Certificates derived from a secret are worth as much as the secret, so their validity ignores VMs' clocks."""
 CALLS, LISTENS = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
 
 PrivateKey = ec.EllipticCurvePrivateKey
@@ -37,19 +37,19 @@ Life = tuple[datetime.datetime, ...]
 
 @lru_cache(maxsize=8)
 def authority_of(secret: str) -> Authority:
-    """Return the authority that follows from a secret; of an easily guessed secret it can be guessed as well."""
+    """Return the authority that follows from a secret; if the secret is easily guessed, so is the authority."""
     found = HKDF(hashes.SHA512(), 64, salt=None, info=b"morph: certificate authority").derive(secret.encode())
     return Authority(ec.derive_private_key(int.from_bytes(found, "big") % (ORDER - 1) + 1, CURVE()))
 
 
 @lru_cache(maxsize=8)
 def credential_of(secret: str) -> str:
-    """Return the credential of a holder of the secret, to call and to be called; the same while this process lives."""
+    """Return the credential of a holder of the secret, for calling and listening; the same in all of this process."""
     return authority_of(secret).credential()
 
 
 class Authority:
-    """Signs certificates; none of them signs another."""
+    """Signs certificates, none of which can sign another."""
 
     def __init__(self, key: PrivateKey) -> None:
         self._key, name = key, name_of(AUTHORITY_NAME)
@@ -63,7 +63,11 @@ class Authority:
 
     @classmethod
     def load(cls, pem: bytes) -> Authority:
-        """Read one back by its ``key_pem``; raises ValueError when that is not what is there."""
+        """Return the authority with the given ``key_pem``.
+
+        Raises:
+            ValueError: ``pem`` is not the key of an authority.
+        """
         key = serialization.load_pem_private_key(pem, None)
         if not isinstance(key, PrivateKey):
             raise ValueError("the authority's key is of another kind")
@@ -71,19 +75,20 @@ class Authority:
 
     @property
     def key_pem(self) -> bytes:
-        """What it signs with."""
+        """The private key with which it signs, as PEM."""
         return key_pem(self._key)
 
     @property
     def pem(self) -> bytes:
-        """The certificate, by which everybody knows what this authority signed. No secret."""
+        """The certificate as PEM, with which anyone can verify this authority's signatures. It is not secret."""
         return self._certificate.public_bytes(serialization.Encoding.PEM)
 
     def credential(self, caller: str = "") -> str:
-        """Return what one end shows (``morph.link.wire``), with a new key, as one line of text.
+        """Return the credential of one end (``morph.link.wire``), with a new key, as one line of text.
 
         Args:
-            caller: The only name under which it may be used, and only to call; empty: for one who has the secret.
+            caller: The only name under which the credential may be used, and then only to call; empty: for an end that
+                knows the secret.
         """
         key = new_key()
         usages = (CALLS,) if caller else (CALLS, LISTENS)
@@ -94,14 +99,14 @@ class Authority:
     def certify(
         self, key: PublicKey, node: str, address: str, life: datetime.timedelta, begin: datetime.datetime
     ) -> bytes:
-        """Return a certificate for one address, and for the loopback of whoever has the key; it may call and listen.
+        """Return a PEM certificate for one address and the key holder's own loopback; its holder may call and listen.
 
         Args:
-            key: Of the node.
-            node: Its name, at most 64 characters.
-            address: At which others reach it.
-            life: How long it is valid.
-            begin: The moment from which it is valid, less ``CLOCK_SLACK`` for clocks that differ.
+            key: The public key of the node.
+            node: The name of the node, at most 64 characters.
+            address: The address at which others reach the node.
+            life: How long the certificate is valid.
+            begin: The time from which it is valid; ``CLOCK_SLACK`` is subtracted for clocks that differ.
         """
         addresses = dict.fromkeys(map(ipaddress.ip_address, (address, LOOPBACK)))
         names = [*map(x509.IPAddress, addresses), x509.DNSName("localhost")]
@@ -128,12 +133,12 @@ class Authority:
 
 
 def new_key() -> PrivateKey:
-    """Make the key of one end, or of a node."""
+    """Return a new key for one end, or for a node."""
     return ec.generate_private_key(CURVE())
 
 
 def key_pem(key: PrivateKey) -> bytes:
-    """Return a key as unencrypted PEM: whoever can read it can use it."""
+    """Return a key as unencrypted PEM: anyone who can read it can use it."""
     return _written(key, serialization.Encoding.PEM)
 
 
@@ -142,7 +147,7 @@ def _written(key: PrivateKey, encoding: serialization.Encoding) -> bytes:
 
 
 def name_of(name: str) -> x509.Name:
-    """Return a subject."""
+    """Return a name as the subject of a certificate."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 

@@ -1,4 +1,4 @@
-"""A worker's connections to the manager, whichever there is: it calls, and calls again for as long as it lives."""
+"""A worker's connections to the current manager: it calls, and calls again for as long as the worker lives."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from morph.link.wire import Wire
 CALL_TIMEOUT_S = 10.0
 RETRY_S = 0.1
 UNTAKEN_MS = 10_000
-"""After this a connection is over on which nothing of what was sent arrives, whether anybody said so or not."""
+"""A connection ends if data sent on it is not acknowledged for this long, even if neither side has closed it."""
 TALK, LIVENESS = ROLES = ("talk", "liveness")
 
 
 def bounded(connection: socket.socket) -> None:
-    """Send small messages at once, and give a connection up that takes nothing."""
+    """Make a connection send small messages at once, and end if the other side takes nothing for ``UNTAKEN_MS``."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNTAKEN_MS)
 
 
 class Call(Session):
-    """One connection to the manager, both ends of which have shown who they are.
+    """One connection to the manager; both ends have proven who they are.
 
     Raises:
-        OSError: nobody is there within ``CALL_TIMEOUT_S``, or somebody else is.
+        OSError: nobody answers within ``CALL_TIMEOUT_S``, or the answering process is not the manager.
     """
 
     def __init__(self, home: Home, role: str) -> None:
@@ -46,19 +46,19 @@ class Call(Session):
             raise
 
     def reset(self) -> None:
-        """End it as one that broke, for its end in good order would say that this process is gone."""
+        """Reset the connection as if it broke: a regular close would tell the manager that this process is gone."""
         _reset(self._connection)
 
 
 def _reset(connection: socket.socket) -> None:
     with suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        connection.shutdown(socket.SHUT_RD)  # wakes whoever waits on it
+        connection.shutdown(socket.SHUT_RD)  # wakes a thread that waits on it
     connection.close()
 
 
 def called(home: Home, role: str) -> Call:
-    """Call until the manager, or its successor, answers."""
+    """Call until the manager, or its successor, answers; return the connection."""
     while True:
         try:
             return Call(home, role)
@@ -67,22 +67,22 @@ def called(home: Home, role: str) -> Call:
 
 
 def keep_liveness(home: Home, held: Callable[[], object] = lambda: None) -> None:
-    """Hold the connection whose end tells that this process is gone; does not return. ``held``: told of each."""
+    """Hold the connection whose end shows that this process is gone; never returns. ``held``: called for each one."""
     while True:
         call = called(home, LIVENESS)
         held()
         with suppress(OSError):
-            while True:  # nothing ever comes: it returns when the connection is gone
+            while True:  # the manager sends nothing: this returns when it is gone
                 call.receive()
         call.reset()
 
 
 class Talk:
-    """The connection over which orders come, made anew whenever it ends; ``send`` may be called from any thread.
+    """The connection over which orders arrive, made anew whenever it ends; ``send`` may be called from any thread.
 
     Args:
-        home: Where to call.
-        again: Called on each new connection, in the thread that hears.
+        home: The manager's address, and the credential.
+        again: Called on each new connection, in the thread that runs ``hear``.
         heard: Called with each message, in that thread.
     """
 
@@ -92,7 +92,7 @@ class Talk:
         self._call: Call | None = None
 
     def hear(self) -> None:
-        """Hear managers, one after the other; does not return."""
+        """Receive the orders of one manager after another; never returns."""
         while True:
             call = called(self._home, TALK)
             with self._changed:
@@ -107,13 +107,13 @@ class Talk:
             call.reset()
 
     def send(self, body: bytes) -> None:
-        """Send a message if there is a manager; whether it arrives is not said."""
+        """Send a message if there is a manager; whether it arrives stays unknown."""
         call = self._call
         if call is not None:
-            with suppress(OSError):  # the thread that hears makes another one
+            with suppress(OSError):  # the receiving thread makes a new connection
                 call.send(body)
 
     def wait(self) -> None:
-        """Wait until there is a manager."""
+        """Wait until a manager is connected."""
         with self._changed:
             self._changed.wait_for(lambda: self._call is not None)

@@ -1,8 +1,8 @@
-"""What the manager and a worker say to one another, as it travels: what it is, a line break, and the rest as JSON.
+"""Messages between the manager and a worker as bytes: the name of the message, a line break, and the rest as JSON.
 
-An order is ``setup``, ``reshape``, ``step``, ``commit`` or ``probe``; it is answered with ``answer``. Beside the orders
-go generations to abort, probes to leave and what to pre-copy, which nobody answers; and ``beat``, the worker's
-heartbeats.
+An order is ``setup``, ``reshape``, ``step``, ``commit`` or ``probe``; the worker replies with ``answer``. The manager
+also sends generations to abort, probes to leave and state to pre-copy, which get no reply; and workers send their
+heartbeats as ``beat``.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ _READERS = {name: TypeAdapter(kind) for name, kind in {**ORDERS, **CONTROLS}.ite
 
 
 def pack(name: str, order: object) -> bytes:
-    """An order, or what is said beside them, as it travels."""
+    """Return an order, or a message that gets no reply, as bytes."""
     return name.encode() + b"\n" + _READERS[name].dump_json(order)
 
 
 def packed(name: str, said: Value) -> bytes:
-    """An answer, or a heartbeat."""
+    """Return an answer, or a heartbeat, as bytes."""
     return name.encode() + b"\n" + said.model_dump_json().encode()
 
 
 def parts(message: bytes) -> tuple[str, bytes]:
-    """What a message is, and the rest of it."""
+    """Return the name of a message, and the rest of it."""
     name, _, payload = message.partition(b"\n")
     return name.decode("ascii", errors="replace"), payload
 
 
 def unpack(message: bytes) -> tuple[str, Any]:
-    """The inverse of ``pack``.
+    """Return the name of a message and its content: the inverse of ``pack``.
 
     Raises:
-        ValueError: it is nothing that a manager says.
+        ValueError: no manager sends such a message.
     """
     name, payload = parts(message)
     if name not in _READERS:
-        raise ValueError(f"no order is called {name[:20]!r}")
+        raise ValueError(f"unknown order {name[:20]!r}")
     return name, _READERS[name].validate_json(payload)

@@ -1,4 +1,4 @@
-"""Where a worker calls the manager."""
+"""The address at which a worker calls the manager."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from morph.contract.base import Value
 
 
 class Home(Value):
-    """Where the manager listens to one worker; ``secret`` is a credential that is this worker's alone."""
+    """The address at which the manager listens to one worker; ``secret`` is a credential for this worker only."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
 

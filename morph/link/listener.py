@@ -1,9 +1,9 @@
-"""Taking in callers whom nobody knows yet, so that none of them can keep the others out.
+"""Accepts callers that are not yet authenticated, so that none of them can keep the others out.
 
 Every socket on which Morph itself listens to more than its own user is behind a ``Listener`` or, where a library
-accepts, a ``PendingCallers``. A caller is pending until it has proven who it is. Pending callers are bounded in time
-and in number, of one address and in all: one more sends the one away that has kept silent for longest. Whoever speaks
-at once, as Morph's own processes do, is known before that.
+accepts connections, a ``PendingCallers``. A caller is pending until it has proven who it is. Pending callers are
+limited in time and in number, per address and in all: one more drops the caller that has been pending for longest.
+Morph's own processes authenticate at once, before that can happen to them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 10.0
 MOST_PENDING = 128
 MOST_OF_SOURCE = 64
-"""Of one address: also all workers of one machine, which come together when a job starts."""
+"""Pending callers per address: a job's start may bring all workers of one machine from the same address."""
 MOST_KNOWN = 4096
 BACKLOG = 1024
-"""A caller that finds it full is heard a second later at the earliest: a thousand workers may come at once."""
+"""A caller that finds it full must retry after a second or more: a thousand workers may call at once."""
 LOOK_EVERY_S = 0.5
 PAUSE_S = 0.05
 JOIN_TIMEOUT_S = 5.0
@@ -39,7 +39,7 @@ class _PendingCaller:
 
 
 class PendingCallers:
-    """Callers who have not proven yet who they are. All may be called from any thread."""
+    """Callers that have not yet proven who they are. All methods may be called from any thread."""
 
     def __init__(self, most: int = MOST_PENDING, most_of_source: int = MOST_OF_SOURCE) -> None:
         self._most, self._most_of_source = most, most_of_source
@@ -50,7 +50,7 @@ class PendingCallers:
         return len(self._waiting)
 
     def add(self, caller: Hashable, source: str, send_away: Callable[[], object]) -> None:
-        """Take one in, and send the oldest one away where there are too many. ``send_away`` ends its connection."""
+        """Add a caller, and drop the oldest one if there are too many. ``send_away`` ends this caller's connection."""
         with self._lock:
             of_source = [key for key, caller in self._waiting.items() if caller.source == source]
             gone = of_source[:1] if len(of_source) >= self._most_of_source else list(self._waiting)[:1]
@@ -60,12 +60,12 @@ class PendingCallers:
         _end(left)
 
     def remove(self, caller: Hashable) -> bool:
-        """Forget one, who is known now or gone; returns whether it was there, and not sent away before."""
+        """Remove a caller that is authenticated or gone; return whether it was still pending."""
         with self._lock:
             return self._waiting.pop(caller, None) is not None
 
     def expire(self, timeout_s: float) -> None:
-        """Send those away who are pending for longer than this."""
+        """Drop the callers that have been pending for longer than ``timeout_s``."""
         before_s = time.monotonic() - timeout_s
         with self._lock:
             late = [key for key, caller in self._waiting.items() if caller.since_s < before_s]
@@ -73,7 +73,7 @@ class PendingCallers:
         _end(left)
 
     def send_oldest_away(self) -> None:
-        """Make room, if anybody is there."""
+        """Drop the oldest caller, if there is one."""
         with self._lock:
             left = [self._waiting.pop(key) for key in list(self._waiting)[:1]]
         _end(left)
@@ -86,30 +86,30 @@ def _end(pending: list[_PendingCaller]) -> None:
 
 
 class Caller:
-    """One connection, and the address that it comes from. ``number``: counts connections of a listener from 1 on."""
+    """One connection and its source address. ``number``: counts the connections of a listener from 1 on."""
 
     def __init__(self, connection: socket.socket, source: str, number: int, become_known: Callable[[], None]) -> None:
         self.connection, self.source, self.number = connection, source, number
         self._become_known = become_known
 
     def known(self) -> None:
-        """It has proven who it is: it may stay.
+        """Mark the caller as authenticated, so that it may stay.
 
         Raises:
-            ConnectionError: it took too long, and was sent away; or too many are here.
+            ConnectionError: it took too long and was dropped, or there are too many connections.
         """
         self._become_known()
 
 
 class Listener:
-    """Accepts connections in a thread of its own, and serves each in another; goes on whatever happens.
+    """Accepts connections in its own thread and serves each in another; continues after any error.
 
     Args:
         listening: A listening socket, which is closed with this object.
-        serve: Has one connection until it returns, which closes it; calls ``Caller.known`` once it knows who is there.
-            What it raises ends this connection alone.
-        name: Of the threads.
-        hello_timeout_s: Who is not known by then is sent away.
+        serve: Serves one connection, which is closed when it returns; calls ``Caller.known`` once the caller is
+            authenticated. An exception that it raises ends this connection only.
+        name: The name of the threads.
+        hello_timeout_s: A caller that is not authenticated within this time is dropped.
     """
 
     def __init__(
@@ -134,21 +134,21 @@ class Listener:
 
     @classmethod
     def at(cls, host: str, port: int, serve: Callable[[Caller], None], name: str) -> Listener:
-        """Listen on an address; port 0: any free one.
+        """Return a listener on an address; port 0 means any free port.
 
         Raises:
-            OSError: it cannot be listened on.
+            OSError: the address cannot be listened on.
         """
         return cls(socket.create_server((host, port), backlog=BACKLOG), serve, name)
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens."""
+        """The host and the port on which it listens."""
         host, port = self._listening.getsockname()[:2]
         return str(host), int(port)
 
     def stop(self) -> None:
-        """Let nobody in any more; those who are known stay."""
+        """Accept no more callers; authenticated connections stay open."""
         self._over.set()
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
@@ -156,7 +156,7 @@ class Listener:
         self.pending.expire(-1.0)
 
     def close(self, join_timeout_s: float = JOIN_TIMEOUT_S) -> None:
-        """Let nobody in any more, and send everybody away; waits so long for the threads to end."""
+        """Accept no more callers, and end all connections; waits at most ``join_timeout_s`` for the threads to end."""
         self.stop()
         with self._lock:
             self._is_closed = True
@@ -164,7 +164,7 @@ class Listener:
         for connection in connections:
             _hang_up(connection)
         until_s = time.monotonic() + join_timeout_s
-        self._thread.join(join_timeout_s)  # it takes in nobody after that
+        self._thread.join(join_timeout_s)  # it accepts nobody after that
         with self._lock:
             threads = self._threads - {threading.current_thread()}
         for thread in threads:
@@ -177,9 +177,9 @@ class Listener:
                 connection, address = self._listening.accept()
             except TimeoutError:
                 continue
-            except OSError as error:  # no descriptor is left, mostly: theirs go first
+            except OSError as error:  # usually out of descriptors: drop pending callers first
                 if not self._over.is_set():
-                    log.warning("%s: no connection can be accepted: %s", self._name, error)
+                    log.warning("%s: cannot accept a connection: %s", self._name, error)
                     self.pending.send_oldest_away()
                     self._over.wait(PAUSE_S)
                 continue
@@ -191,11 +191,11 @@ class Listener:
                 self.pending.expire(-1.0)
             thread = threading.Thread(target=self._run, args=(caller,), name=f"{self._name}-caller", daemon=True)
             try:
-                with self._lock:  # ``close`` waits for none that has not started
+                with self._lock:  # ``close`` can join only a thread that has started
                     thread.start()
                     self._threads.add(thread)
-            except RuntimeError as error:  # no thread is left
-                log.warning("%s: no connection can be served: %s", self._name, error)
+            except RuntimeError as error:  # out of threads
+                log.warning("%s: cannot serve a connection: %s", self._name, error)
                 self._end(connection)
 
     def _know(self, connection: socket.socket) -> None:
@@ -211,7 +211,7 @@ class Listener:
     def _run(self, caller: Caller) -> None:
         try:
             self._serve(caller)
-        except (OSError, ValueError, KeyError, TypeError) as error:  # gone, or does not speak as it should
+        except (OSError, ValueError, KeyError, TypeError) as error:  # the caller is gone, or breaks the protocol
             log.debug("%s: %s: %s", self._name, caller.source, error)
         except Exception:
             log.exception("%s: %s", self._name, caller.source)
@@ -229,6 +229,6 @@ class Listener:
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """End a connection, and whatever waits on it."""
+    """End a connection, and wake the threads that wait on it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,7 @@
 """One connection between two ends that show certificates of the same authority.
 
-Each is opened elsewhere, by a socket or by a listener. A manager's other end may be an old Python that has nothing but
-the standard library (``manager.providers.boot``): nothing here needs more than 3.8.
+The connection is opened elsewhere, by a socket or by a listener. The process at a manager's other end may be an old
+Python that has nothing but the standard library (``manager.providers.boot``): this module must run on 3.8.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import ssl
 import threading
 import time
 from contextlib import suppress
-from typing import Any, Tuple  # noqa: UP035 (a VM that boots may have Python 3.8)
+from typing import Any, Tuple  # noqa: UP035 (a booting VM may have Python 3.8)
 
 from morph.link.wire import CHUNK_BYTES, Wire
 
 
 class Session:
-    """One end of a connection. One thread reads; any may write, also meanwhile.
+    """One end of a connection. One thread reads; any thread may write, also at the same time.
 
-    What it raises is an OSError: ``ConnectionError`` when the other end is gone, or did not send what came;
-    ``ssl.SSLError`` when it does not show a certificate that it should; ``TimeoutError`` when a whole message is not
-    there in time. A time of None is without end.
+    Every error is an OSError: ``ConnectionError`` if the other end is gone or the data is not what it sent;
+    ``ssl.SSLError`` if the other end does not show a valid certificate; ``TimeoutError`` if no whole message has
+    arrived in time. A ``timeout_s`` of None waits without limit.
     """
 
     def __init__(self, connection: socket.socket, wire: Wire) -> None:
@@ -31,12 +31,12 @@ class Session:
 
     @property
     def own_address(self) -> str:
-        """This end's address on the way to the other."""
+        """This end's IP address on the connection."""
         return str(self._connection.getsockname()[0])
 
     @property
     def other_address(self) -> str:
-        """The other end's address."""
+        """The other end's IP address."""
         return str(self._connection.getpeername()[0])
 
     @property
@@ -46,7 +46,7 @@ class Session:
             return self._wire.other_name
 
     def send(self, body: bytes, timeout_s: float | None = None) -> None:
-        """Send a message. Where another thread reads, its own time counts, so none may be given."""
+        """Send a message. Give no timeout if another thread reads: the reader's timeout applies."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
             for part in self._wire.parts(body):
@@ -55,7 +55,7 @@ class Session:
                 self._connection.sendall(part)
 
     def receive(self, timeout_s: float | None = None) -> bytes:
-        """Wait for the next message; the time is for all of it, however slowly it comes."""
+        """Wait for the next message and return it; the timeout covers all of it, however slowly it arrives."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -75,7 +75,7 @@ class Session:
                 self._connection.sendall(self._wire.encrypt(data[first : first + CHUNK_BYTES]))
 
     def fill(self, data: memoryview) -> None:
-        """Wait for bytes that the other end pours, until ``data`` is full of them."""
+        """Receive bytes that the other end pours, until ``data`` is full."""
         first = 0
         while True:
             with self._lock:
@@ -103,7 +103,7 @@ class Session:
         self.send(json.dumps(value).encode())
 
     def hear(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Wait for the next object; raises ConnectionError also where the message is none."""
+        """Wait for the next JSON object and return it; raises ConnectionError also if the message is not one."""
         try:
             found = json.loads(self.receive(timeout_s))
         except (ValueError, RecursionError) as error:
@@ -113,7 +113,7 @@ class Session:
         return found
 
     def greet(self, *facts: str, timeout_s: float | None = None) -> None:
-        """Call: show a certificate, say who this end is, and wait until the listener lets it in."""
+        """Greet as the caller: show a certificate, say who this end is, and wait until the listener lets it in."""
         with self._lock:
             self._connection.settimeout(timeout_s)
             self._connection.sendall(self._wire.shake())
@@ -121,15 +121,15 @@ class Session:
         self.receive(timeout_s)
 
     def welcome(self, num_facts: int, timeout_s: float | None = None) -> Tuple[str, ...]:  # noqa: UP006
-        """Be called: return what a caller with a certificate says of itself; it then waits for ``let_in``."""
+        """Receive a caller's greeting: return the facts that it states; the caller then waits for ``let_in``."""
         return facts_of(self.receive(timeout_s), num_facts)
 
     def let_in(self) -> None:
-        """Let the caller go on."""
+        """Let the caller in: its ``greet`` returns."""
         self.send(WELCOME)
 
     def close(self) -> None:
-        """Close the connection; a thread that reads is told so. May be called twice."""
+        """Close the connection, and wake a thread that reads. May be called twice."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -139,10 +139,10 @@ WELCOME = b"welcome"
 
 
 def facts_of(message: bytes, num_facts: int) -> Tuple[str, ...]:  # noqa: UP006
-    """Read what a caller says of itself.
+    """Return the facts that a caller states about itself.
 
     Raises:
-        ConnectionError: it says something else.
+        ConnectionError: the message is not such a list of facts.
     """
     try:
         said = json.loads(message)

@@ -1,8 +1,8 @@
-"""Messages out of the bytes of a connection and back, over TLS 1.3, without the connection itself.
+"""Turns messages into bytes of a TLS 1.3 connection and back, without the connection itself.
 
-Both ends show a certificate of the same authority (``morph.link.authority``). What an end shows and whom it trusts
-comes as one line of text, its *credential*. A manager's other end may be an old Python that has nothing but the
-standard library (``manager.providers.boot``): nothing here needs more than 3.8.
+Both ends show a certificate of the same authority (``morph.link.authority``). An end's certificate and key, and the
+authority that it trusts, are one line of text, its *credential*. The process at a manager's other end may be an old
+Python that has nothing but the standard library (``manager.providers.boot``): this module must run on 3.8.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import struct
 import tempfile
 from contextlib import suppress
 from functools import lru_cache
-from typing import Iterator, cast  # noqa: UP035 (a VM that boots may have Python 3.8)
+from typing import Iterator, cast  # noqa: UP035 (a booting VM may have Python 3.8)
 
 LISTENER = "listener"
-"""The name in the certificate of an end that may be called."""
+"""The name in the certificate of an end that may listen."""
 MOST_BYTES = 64 * 1024 * 1024
-"""The longest message: a setup with the largest code that a job may have fits."""
+"""The longest message, in bytes: a setup with the largest code that a job may have fits."""
 CHUNK_BYTES = 1 << 18
 PART_BYTES = 1 << 16
 RECORD_BYTES = 1 << 14
-"""TLS decrypts so much at a time."""
+"""TLS decrypts this many bytes at a time."""
 SIZE = struct.Struct(">I")
 
 
 @lru_cache(maxsize=8)
 def context(credential: str, *, listens: bool) -> ssl.SSLContext:
-    """Return what one end shows and demands. A caller also demands that the other end may listen.
+    """Return the TLS context of one end. A caller also demands that the other end may listen.
 
     Raises:
-        ValueError: this is not a credential.
+        ValueError: the text is not a credential.
     """
     try:
         key, certificate, authority = (base64.b64decode(part, validate=True) for part in credential.split("."))
@@ -44,12 +44,12 @@ def context(credential: str, *, listens: bool) -> ssl.SSLContext:
     except (ValueError, ssl.SSLError) as error:
         raise ValueError("this is not a credential") from error
     if listens:
-        made.num_tickets = 0  # they would lie unread on connections on which nothing else comes
+        made.num_tickets = 0  # they would stay unread on one-way connections
     return made
 
 
 def _show(made: ssl.SSLContext, key: bytes, certificate: bytes) -> None:
-    """Have a context show a certificate; it takes the key from a file alone, which is in memory where that can be."""
+    """Make a context show a certificate; it accepts the key only from a file, which is kept in memory if possible."""
     begin, end = (f"-----{word} PRIVATE KEY-----\n" for word in ("BEGIN", "END"))
     text = begin + base64.encodebytes(key).decode() + end + ssl.DER_cert_to_PEM_cert(certificate)
     in_memory = hasattr(os, "memfd_create")
@@ -60,14 +60,14 @@ def _show(made: ssl.SSLContext, key: bytes, certificate: bytes) -> None:
 
 
 class Wire:
-    """One end of a connection. The caller locks: two threads in one TLS object at once would break it.
+    """One end of a connection. The caller must lock: two threads in one TLS object at once would break it.
 
     Args:
-        credential: What this end shows, and whom it trusts.
-        listens: This is the end that was called.
+        credential: What this end shows, and the authority that it trusts.
+        listens: Whether this end was called.
 
     Raises:
-        ValueError: this is not a credential.
+        ValueError: ``credential`` is not a credential.
     """
 
     def __init__(self, credential: str, *, listens: bool) -> None:
@@ -79,13 +79,13 @@ class Wire:
 
     @property
     def other_name(self) -> str:
-        """The name in the other end's certificate; empty before both ends are known."""
+        """The name in the other end's certificate; empty before the handshake is complete."""
         found = self._tls.getpeercert() if self._is_shaken else None
         names = (found or {}).get("subjectAltName", ())
         return str(names[0][1]) if names else ""
 
     def put(self, body: bytes) -> bytes:
-        """Return what is to be sent for a message, for now: before both ends are known it waits.
+        """Return the bytes to send now for a message; before the handshake is complete, the message waits.
 
         Raises:
             ConnectionError: the message is too long.
@@ -99,7 +99,7 @@ class Wire:
         return b""
 
     def parts(self, body: bytes) -> Iterator[bytes]:
-        """Return what is to be sent for a message, piece by piece, so that a long one is in memory once for all ends.
+        """Yield the bytes to send for a message piece by piece, so that a long message is in memory once for all ends.
 
         Raises:
             ConnectionError: the message is too long.
@@ -115,17 +115,17 @@ class Wire:
             yield self.encrypt(data[first : first + PART_BYTES])
 
     def encrypt(self, data: bytes | memoryview) -> bytes:
-        """Return what is to be sent for bytes that are not a message, once both ends are known."""
+        """Return the bytes to send for data that is not a message, once the handshake is complete."""
         left = memoryview(data)
-        while left:  # it takes a record at a time
+        while left:  # TLS takes a record at a time
             left = left[self._tls.write(left) :]
         return self._out.read()
 
     def shake(self) -> bytes:
-        """Begin the handshake, or go on with it; returns what is to be sent for it.
+        """Begin the handshake, or continue it; return the bytes to send for it.
 
         Raises:
-            OSError: the other end does not show what it should.
+            OSError: the other end does not show a valid certificate.
         """
         if not self._is_shaken:
             with suppress(ssl.SSLWantReadError):
@@ -136,23 +136,23 @@ class Wire:
         return self._out.read()
 
     def take(self, data: bytes) -> bytes:
-        """Take in what came; returns what is to be sent for it.
+        """Take received bytes; return the bytes to send in reply.
 
         Raises:
-            OSError: as ``shake``.
+            OSError: as for ``shake``.
         """
         self._in.write(data)
         return self.shake()
 
     def alert(self) -> bytes:
-        """Return what tells the other end why the handshake failed."""
+        """Return the bytes that tell the other end why the handshake failed."""
         return self._out.read()
 
     def next(self) -> bytes | None:
-        """Return the next message that is whole, if there is one. Later ones are not looked at yet.
+        """Return the next whole message, None if there is none yet. Later messages are not examined yet.
 
         Raises:
-            OSError: it is too long; or changed, repeated, out of order or of somebody else.
+            OSError: the message is too long, was changed, repeated or reordered, or is from another sender.
         """
         while True:
             if len(self._received) >= SIZE.size:
@@ -172,10 +172,10 @@ class Wire:
             self._received += memoryview(part)[:num_bytes]
 
     def fill(self, data: memoryview) -> int:
-        """Write bytes that are not a message to ``data``; returns how many were there.
+        """Write received bytes that are not a message to ``data``; return how many there were.
 
         Raises:
-            OSError: they were changed on their way.
+            OSError: the bytes were changed on their way.
         """
         num_bytes = min(len(self._received), len(data))
         if num_bytes:
@@ -186,7 +186,7 @@ class Wire:
         return num_bytes
 
     def _decrypt(self, data: memoryview) -> int:
-        """Write as much as a record has to ``data``; returns how much, 0 where no record is whole."""
+        """Write the content of one record to ``data``; return its size in bytes, 0 if no record is whole yet."""
         if not self._is_shaken:
             return 0
         try:

@@ -1,1 +1,1 @@
-"""What is checked of a job before it starts: its data, its loss, and Morph's gradients beside the plain model's."""
+"""Checks of a job before it starts: its data, its loss, and Morph's gradients against the plain model's."""

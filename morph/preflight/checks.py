@@ -1,4 +1,4 @@
-"""What is checked of a job before it starts: one list, the cheapest first, for every command that looks at a job."""
+"""The checks of a job before it starts: one list, the cheapest first, for every command that examines a job."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from morph.runtime.workloads.job_workload import check_training
 from morph.tracing import DependencyReport, check_dependencies, require_no_violation
 
 TRIED_ONCE = 200_000_000
-"""Parameters of the largest model that is run on two samples where a job is looked at: some seconds."""
+"""Parameters of the largest model that is run on two samples when a job is examined, which takes some seconds."""
 TRIED_BEFORE_RUNS = 20_000_000
-"""The same where a run may have to be taken over."""
+"""The same limit for a run that may have to be taken over."""
 
 
 class Needs(StrEnum):
-    """What a check costs, by what it needs; each kind costs more than the one before."""
+    """What a check needs, and so its cost; each kind costs more than the one before."""
 
     NOTHING = "nothing: names, shapes and settings"
     DATA = "some samples of the data"
@@ -45,7 +45,7 @@ class Needs(StrEnum):
 
 @dataclass(frozen=True)
 class CutJob:
-    """What is checked: a job, exported and cut. ``path``: path/to/file.py:name."""
+    """A job to check, exported and cut. ``path``: path/to/file.py:name."""
 
     path: str
     job: Job
@@ -58,12 +58,12 @@ class Effort:
     """How much a command spends on its checks.
 
     Args:
-        memory_bytes: What trials may take.
-        device: Where the sections run.
-        quick: Leave alone what takes more than some seconds.
-        most_parameters: The loss of a larger model is not tried.
-        leave_out: Checks that the command does not ask for, by name.
-        refuse: Refuse a job whose step mixes sections; otherwise the report says so.
+        memory_bytes: Memory that trials may use.
+        device: The device on which the sections run.
+        quick: Whether to skip checks that take more than some seconds.
+        most_parameters: The loss of a model with more parameters is not tried.
+        leave_out: Names of checks that the command does not need.
+        refuse: Whether to refuse a job whose step mixes sections; otherwise the report says so.
         say: Called with a sentence when a check begins.
     """
 
@@ -78,14 +78,14 @@ class Effort:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found of a job that may start.
+    """The result of checking a job that may start.
 
     Args:
-        settings: What it trains with, as text by name.
-        dependencies: Between its sections; None: not looked for.
-        warnings: Why reading the data costs much, why the loss or a metric is neither a mean over samples nor a total
-            with its weight, and masks of attention that keep flash kernels out for nothing.
-        compared: With the plain model; None: not compared.
+        settings: The settings that it trains with, as text by name.
+        dependencies: Dependencies between its sections; None: not examined.
+        warnings: Sentences on data that is slow to read, on a loss or metric that is neither a mean over samples nor a
+            total with its weight, and on needless attention masks that exclude flash kernels.
+        compared: The comparison with the plain model; None: not compared.
     """
 
     settings: dict[str, str] = field(default_factory=dict)
@@ -95,12 +95,12 @@ class Report:
 
     @property
     def comparison(self) -> str:
-        """What was compared with the plain model, as a sentence."""
+        """A sentence on the comparison with the plain model."""
         return "" if self.compared is None else comparison_note(self.compared)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was checked less thoroughly than could be."""
+        """Sentences on checks that were less thorough than they could be."""
         compared = self.compared
         is_whole = compared is None or (compared.how == "whole" and compared.num_steps > 0)
         dependencies = () if self.dependencies is None else self.dependencies.notes
@@ -109,7 +109,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Check:
-    """One entry of the list. ``carry_out`` adds to a report, and raises ``InputError`` for a job that may not start."""
+    """One check of the list. ``carry_out`` adds to a report, and raises ``InputError`` if the job may not start."""
 
     name: str
     needs: Needs
@@ -118,12 +118,12 @@ class Check:
 
 
 def check(checked: CutJob, effort: Effort) -> Report:
-    """Carry out the checks that a command asks for, the cheapest first.
+    """Carry out the checks that a command needs, the cheapest first, and return the report.
 
     Raises:
-        JobError: an optimizer, a schedule or data that cannot be used; a step that mixes sections, unless that is only
-            reported; or a loss or a plain model that fails on real samples.
-        ExportError: the sections do not compute what the plain model does.
+        JobError: an optimizer, a schedule or data cannot be used; a step mixes sections, unless that is only reported;
+            or a loss or a plain model fails on real samples.
+        ExportError: the sections do not compute the same as the plain model.
     """
     report = Report()
     for entry in CHECKS:
@@ -163,12 +163,12 @@ def _masks(checked: CutJob, _effort: Effort, report: Report) -> Report:
         return report
     where = node_line(found[0])
     sentence = (
-        f"warning: {where + ': ' if where else ''}a mask given to attention hides no more than is_causal=True does, or "
-        f"nothing, and keeps flash kernels out ({len(found)} calls)"
+        f"warning: {where + ': ' if where else ''}a mask given to attention hides nothing, or no more than "
+        f"is_causal=True does, and keeps flash kernels out ({len(found)} calls)"
     )
     if "transformers" in sys.modules:
         version = metadata.version("transformers")
-        sentence += f". Morph leaves out those that transformers 5.0 to 5.23 make; installed is {version}"
+        sentence += f". Morph removes masks made by transformers 5.0 to 5.23; version {version} is installed"
     return replace(report, warnings=(*report.warnings, sentence))
 
 
@@ -204,13 +204,13 @@ CHECKS = (
 
 @contextmanager
 def users_code(job_path: str) -> Iterator[None]:
-    """Around code that imports or exports a job: the process does not end in it, and a refusal stays one line.
+    """Run code that imports or exports a job: the process does not end in it, and a refusal stays one line.
 
     torch logs and prints whole graphs when it refuses a model. So standard error is held back until the block ends,
-    and forgotten when an ``ExportError`` ends it, which says what a user needs of it.
+    and dropped if an ``ExportError`` ends it, which says all that a user needs.
 
     Raises:
-        JobError: when the job's code ends the process.
+        JobError: the job's code ends the process.
     """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""What was found equal to its plain model is kept, in a file for each job, code and version of torch."""
+"""Keeps the result of each comparison with a plain model, in one file per job, code and version of torch."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _FOLDER = "agreements"
 
 
 def compare_once(job: Job, exported: ExportedJob, model: CutModel, limits: Limits) -> Comparison:
-    """Compare, unless this user did already; see ``morph.preflight.plain_comparison``.
+    """Compare, unless this user already did, and return the result; see ``morph.preflight.plain_comparison``.
 
     Raises:
-        ExportError: the sections do not compute what the plain model does.
+        ExportError: the sections do not compute the same as the plain model.
         JobError: the plain model fails on real samples; or the optimizer fails, or works differently for each unit
             alone.
     """
@@ -43,7 +43,7 @@ def compare_once(job: Job, exported: ExportedJob, model: CutModel, limits: Limit
         return kept
     found = compare_with_plain(job, exported, len(model.sections), limits)
     all_was_tried = limits.steps and limits.shorten
-    if found.how != "none" and (found.num_steps or all_was_tried):  # what another command may do better is not kept
+    if found.how != "none" and (found.num_steps or all_was_tried):  # a result that others may improve is not kept
         cache_comparison(folder, key, found)
     return found
 
@@ -51,10 +51,10 @@ def compare_once(job: Job, exported: ExportedJob, model: CutModel, limits: Limit
 def comparison_key(
     job: Job, exported: ExportedJob, fingerprint: str, device: torch.device, settings: Mapping[str, str]
 ) -> str:
-    """Return what stands for the cut model, the settings it trains with, the code behind it, and what runs it.
+    """Return a key of the cut model, its training settings, the code behind it, and the software that runs it.
 
-    Code is the files of the classes and functions that make up job and model, and whatever else is loaded from the
-    job's folder.
+    The code is that of the files of job and model, down to their classes and functions, and all other modules loaded
+    from the job's folder.
     """
     lines = [fingerprint, torch.__version__, morph.__version__, platform.python_version(), device.type]
     lines += sorted(f"{name} {value}" for name, value in settings.items())
@@ -64,7 +64,7 @@ def comparison_key(
     files = {_file_of(sys.modules.get(name)) for name in names} - {None}
     folder = _file_of(sys.modules.get(_defined(job.loss).__module__))
     if folder is not None:
-        near = folder.parent.name  # to make a path of each of thousands of modules takes longer than all else
+        near = folder.parent.name  # making a path for each of thousands of modules takes longest
         loaded = [_file_of(module) for module in list(sys.modules.values()) if near in (file_of(module) or "")]
         files |= {file for file in loaded if file is not None and file.is_relative_to(folder.parent)}
     digests = sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file is not None)
@@ -72,7 +72,7 @@ def comparison_key(
 
 
 def cached_comparison(folder: Path, key: str) -> Comparison | None:
-    """Return what was kept in the user's cache; None where nothing was, or it cannot be read."""
+    """Return the result in the user's cache; None if there is none, or it cannot be read."""
     content = read_kept(folder / _FOLDER, key)
     with contextlib.suppress(ValueError, TypeError):
         return Comparison(**json.loads(content)) if content is not None else None
@@ -80,7 +80,7 @@ def cached_comparison(folder: Path, key: str) -> Comparison | None:
 
 
 def cache_comparison(folder: Path, key: str, comparison: Comparison) -> None:
-    """Write one; see ``user_cache.keep``."""
+    """Write a result to the user's cache; see ``user_cache.keep``."""
     keep(folder / _FOLDER, key, json.dumps(asdict(comparison)).encode())
 
 

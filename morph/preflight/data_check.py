@@ -1,4 +1,4 @@
-"""Read samples of the user's data set more than once: every stage reads for itself, so they must come out the same."""
+"""Reads samples of the user's data set more than once: every stage reads for itself, so they must be the same."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from morph.jobs.job import Job, MapDataset
 
 _NUM_SAMPLES = 8
 _READ_AGAIN = (
-    "is another value when the sample is read again",
+    "has another value when the sample is read again",
     "random numbers from torch, numpy.random and random, which Morph seeds for each sample and epoch; nothing from a "
     "clock, the network, or a counter or generator that the data set keeps: make one from the index, as in "
     "numpy.random.default_rng(index)",
 )
 _BUILT_AGAIN = (
-    "is another value when the data set is built again",
+    "has another value when the data set is built again",
     "a data set that has the same contents wherever and whenever it is built",
 )
 _COLLATED_AGAIN = (
-    "is another value when the same samples are collated again",
+    "has another value when the same samples are collated again",
     "random numbers from torch, numpy.random and random, which Morph seeds for each micro-batch; no generator or "
     "counter that collate_fn keeps",
 )
@@ -47,10 +47,10 @@ _COLLATED_AGAIN = (
 def check_data(job: Job) -> None:
     """Read some samples of training and of evaluation twice, and once more from a data set that is built anew.
 
-    What ``collate_fn`` makes of them, and the order of a sampler, are made twice too.
+    The batches that ``collate_fn`` makes of them, and the order of a sampler, are made twice too.
 
     Raises:
-        JobError: they differ, which names the entry; or the data set fails by itself.
+        JobError: they differ, and the message names the entry; or the data set itself fails.
     """
     fields: tuple[DataField, ...] = ("dataset", "eval_data")
     for field in fields:
@@ -61,7 +61,7 @@ def check_data(job: Job) -> None:
 
 
 def reading_warnings(job: Job) -> tuple[str, ...]:
-    """Say what it costs that a data set can only be read from its beginning."""
+    """Return warnings for data sets that can be read only from their beginning, which is slow."""
     fields: tuple[DataField, ...] = ("dataset", "eval_data")
     found = [reading_warning(data_of(job, field), field) for field in fields if getattr(job, field) is not None]
     return tuple(sentence for sentence in found if sentence is not None)
@@ -83,7 +83,7 @@ def _check(job: Job, field: DataField) -> None:
     again = read(dataset, indices[::-1])[::-1]
     if job.collate_fn is not None:
         run_users_code(partial(_check_collated, job, recipe, dataset, indices), job, None, "collate_fn")
-    del dataset  # two of them may not fit
+    del dataset  # two data sets may not fit in memory
     forget_data(job, field)
     anew = read(data_of(job, field), indices)
     for found, (problem, allowed), source in (
@@ -111,19 +111,19 @@ def _check_collated(job: Job, recipe: Recipe, dataset: MapDataset, indices: Sequ
             "returns numbers or names that differ between batches",
             source=line,
             field="collate_fn",
-            allowed="the same names and plain numbers in every batch; what differs goes into tensors",
+            allowed="the same names and plain numbers in every batch; put values that differ into tensors",
         )
 
 
 def _check_lengths(job: Job, field: DataField) -> None:
-    """The data set was built anew since its lengths were first taken."""
+    """Compare lengths with those of the data set that was built anew since lengths were first read."""
     lengths, again = lengths_of(job, field), np.asarray(job.lengths(data_of(job, field)))  # type: ignore[misc]
     if not np.array_equal(lengths, again):  # type: ignore[arg-type]  # there are some
         raise JobError(
             "returns other lengths when the data set is built again",
             source=definition_line(job.lengths),
             field=f"lengths({field})",
-            allowed="a length for each sample that depends on the data set alone",
+            allowed="a length for each sample that depends only on the data set",
         )
 
 
@@ -134,7 +134,7 @@ def _check_order(job: Job) -> None:
             "returns another order when it is called again",
             source=definition_line(job.sampler),
             field="sampler",
-            allowed="numbers that depend on the data set, seed and epoch alone, or on global random generators",
+            allowed="numbers that depend only on the data set, seed, epoch and global random generators",
         )
 
 

@@ -1,4 +1,4 @@
-"""A mode in which samples cannot meet by chance or by statistics: every draw is the same, and batch norm is frozen."""
+"""A mode in which samples cannot affect each other by draws or statistics: draws are equal, batch norm is frozen."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch.utils._pytree import tree_leaves
 _STATISTICS = {"native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "cudnn_batch_norm"}
 _MIDDLE = 0.5
 _CONSTANT = ("rand", "normal", "uniform", "exponential", "log_normal", "cauchy")
-"""Operations, by how their names begin, whose draws do not depend on a sample."""
+"""Prefixes of operations whose draws do not depend on a sample."""
 _DROPOUT = {"dropout_p", "dropout"}
-"""Names of arguments of attention and of recurrent layers."""
+"""Names of dropout arguments of attention and of recurrent layers."""
 
 
 class EqualDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
-    """Draws one constant for each sample, keeps all of a dropout, and gives batch norm mean 0 and variance 1.
+    """Draws the same constant for each sample, keeps all of a dropout, and gives batch norm mean 0 and variance 1.
 
     From a distribution that a tensor describes, its mean or likeliest element is drawn, which depends on each sample
-    alone. So the loss of a batch can be held against the losses of its samples, in training mode.
+    alone. So the loss of a batch can be compared with the losses of its samples, in training mode.
 
     Attributes:
-        coarsest: The largest ``eps`` of a floating-point type in which something was computed.
+        coarsest: The largest ``eps`` of the floating-point types used in the computation.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class EqualDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
         self.coarsest = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry out ``func``, with these exceptions."""
+        """Run ``func``, with these exceptions."""
         result = _carry_out(func, args, kwargs or {})
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -71,7 +71,7 @@ def _carry_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _described(name: str, given: dict[str, Any]) -> Any:
-    """What stands for a draw from a distribution that a tensor describes; None for others."""
+    """Return the value drawn from a distribution that a tensor describes; None for other operations."""
     if name.startswith("rrelu_with_noise"):
         slope = (given.get("lower", 1 / 8) + given.get("upper", 1 / 3)) / 2
         return torch.nn.functional.leaky_relu(given["self"], slope)

@@ -1,8 +1,8 @@
-"""Whether the loss is the mean over samples that Morph takes it for: it is run on samples together and alone.
+"""Checks that the loss is a mean over samples, as Morph assumes: it is run on samples together and alone.
 
-The loss itself is the judge. A mean over samples gives two samples together the mean of what it gives each of them;
-any other loss differs for most pairs. So the pairs are chosen to be unlike: for each entry of the samples those with
-the most and the fewest filled elements, and those that show its rarest and its commonest labels.
+The loss itself decides. A mean over samples gives two samples together the mean of their separate losses; any other
+loss differs for most pairs. So the pairs are chosen to be unlike: for each entry of the samples, those with the most
+and the fewest filled elements, and those with its rarest and its commonest labels.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from morph.preflight.unlike_pairs import IGNORED, Look, entries, look, num_other
 _FEWEST_READ, _MOST_READ, _READ_AT_ONCE = 32, 512, 32
 _READING_S = 1.0
 _RUNNING_S = 3.0
-"""Of this thread's processor; one pair is tried however long it takes."""
+"""Processor time of this thread, in seconds; one pair is tried however long it takes."""
 _MOST_TOGETHER = 16
 _TOLERANCE = 2e-5
 _ROUNDINGS = 4.0
-"""Of the type with the fewest bits that takes part."""
+"""Rounding errors, in units of the type with the fewest bits that takes part."""
 _SURE = 10.0
-"""A pair must be off the mean by this many tolerances to tell why."""
+"""A pair must be off the mean by this many tolerances to show the reason."""
 _NOTHING = 1e-3
-"""A share of weight up to this counts as none."""
+"""A share of the weight up to this counts as none."""
 _TIMES_WEIGHT = "return morph.Loss(total, weight), which is divided by the weight of the whole mini-batch"
 
 
@@ -53,13 +53,13 @@ class LossTrial:
     """A loss to be tried.
 
     Attributes:
-        loss: Of a batch: a scalar, or (scalar, metrics by name).
-        model: What it computes with. What the loss writes into its buffers is undone.
-        num_samples: Of the data set.
+        loss: Returns the loss of a batch: a scalar, or (scalar, metrics by name).
+        model: The model of the loss. Changes that the loss makes to its buffers are undone.
+        num_samples: The size of the data set.
         read: Returns samples by number: dicts, tuples or lists of tensors and numbers.
         collate: Makes a batch of samples.
-        part: What Morph divides a batch into.
-        setting: The name of the setting that says how large a part is.
+        part: The name of the parts into which Morph divides a batch.
+        setting: The name of the setting that gives the size of a part.
     """
 
     loss: Callable[[Any], Any]
@@ -72,21 +72,21 @@ class LossTrial:
 
     @property
     def parts(self) -> str:
-        """More than one part."""
+        """The plural of ``part``."""
         return f"{self.part}es" if self.part.endswith("h") else f"{self.part}s"
 
 
 def loss_warnings(job: Job) -> tuple[str, ...]:
     """Try a job's loss; see ``mean_warnings``.
 
-    The model is really built. Its weights are moved a little from where they begin, because a last layer of zeros would
-    give all samples the same loss; weights of fewer than 32 bits are widened where the model permits that.
+    The model is really built. Its weights are moved a little from their initial values, because a last layer of zeros
+    would give all samples the same loss; weights of fewer than 32 bits are widened where the model permits that.
 
     Returns:
-        A sentence for the loss and for each metric that is no mean; none where the trial fails.
+        A sentence for the loss, and for each metric, that is not a mean; none if the trial fails.
 
     Raises:
-        JobError: the loss fails on real numbers; fakes, on which a job is exported, do not see all that may be wrong.
+        JobError: the loss fails on real numbers; fakes, on which a job is exported, do not show every error.
     """
     try:
         return _job_warnings(job)
@@ -94,7 +94,7 @@ def loss_warnings(job: Job) -> tuple[str, ...]:
         try:
             run_really(job, example_batch(job))
         except JobError as error:
-            if not isinstance(error.__cause__, NotImplementedError):  # an operation that only another device has
+            if not isinstance(error.__cause__, NotImplementedError):  # an operation that only other devices have
                 raise
         return ()
 
@@ -121,7 +121,7 @@ def _job_warnings(job: Job) -> tuple[str, ...]:
 
     try:
         return tried(_widened)
-    except LossFailed:  # what the model does may be written for narrow types
+    except LossFailed:  # the model may be written for narrow types
         return tried(lambda tensor: tensor)
 
 
@@ -132,7 +132,7 @@ def _widened(tensor: Tensor) -> Tensor:
 def mean_warnings(trial: LossTrial, *, running_s: float = _RUNNING_S) -> tuple[str, ...]:
     """Run a loss on pairs of unlike samples together and alone, with equal draws and no gradients.
 
-    Samples whose own loss is not a finite number are left out, which a sentence says. A model that refuses one sample
+    Samples whose own loss is not finite are left out, and a sentence says so. A model that refuses a single sample
     (batch norm over one value) is given each sample twice.
 
     Args:
@@ -143,7 +143,7 @@ def mean_warnings(trial: LossTrial, *, running_s: float = _RUNNING_S) -> tuple[s
         A sentence for the loss, and for each metric, that is not a mean over samples.
 
     Raises:
-        LossFailed: reading samples, or the loss of them, raised an error.
+        LossFailed: reading samples, or computing their loss, raised an error.
     """
     runs, looks = _Runs(trial), _look_over(trial)
     devices = {parameter.device for parameter in trial.model.parameters() if parameter.device.type == "cuda"}
@@ -164,16 +164,16 @@ def mean_warnings(trial: LossTrial, *, running_s: float = _RUNNING_S) -> tuple[s
 
 
 class _Runs:
-    """Values of the loss (named ``""``) and of metrics of samples that come together, each set computed once."""
+    """Losses (named ``""``) and metrics of sets of samples that are batched together, each set computed once."""
 
     def __init__(self, trial: LossTrial) -> None:
         self.trial = trial
         self.spent_s = 0.0
         self.copies = 1
         self.totals: set[str] = set()
-        """Values that are totals, or their weights: of samples together the sum of their own, not the mean."""
+        """Names of totals and weights: the value of samples together is the sum, not the mean, of the separate ones."""
         self.precision = 0.0
-        """The largest ``eps`` of a type that took part."""
+        """The largest ``eps`` of the types that took part."""
         self._values: dict[tuple[int, ...], Mapping[str, float]] = {}
         self._samples: dict[int, Any] = {}
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in trial.model.buffers()]
@@ -181,7 +181,7 @@ class _Runs:
 
     @property
     def tried(self) -> list[int]:
-        """Samples that came alone, in their order."""
+        """The samples that were run alone, in order."""
         return [indices[0] for indices in self._values if len(indices) == 1]
 
     def is_finite(self, index: int) -> bool:
@@ -189,17 +189,17 @@ class _Runs:
         return math.isfinite(self.of((index,))[""])
 
     def entries(self, index: int) -> dict[str, Tensor]:
-        """A sample's entries by their names in sentences."""
+        """Return a sample's entries by their names in messages."""
         return entries(self._sample(index))
 
     def of(self, indices: tuple[int, ...]) -> Mapping[str, float]:
-        """Compute the values of these samples together."""
+        """Return the values of these samples together, by name."""
         if indices not in self._values:
             self._values[indices] = self._run(indices) if self._values else self._first_run(indices)
         return self._values[indices]
 
     def _first_run(self, indices: tuple[int, ...]) -> Mapping[str, float]:
-        """Find out whether one sample can stand alone."""
+        """Run the first samples, and find out whether one sample can be run alone."""
         values: Mapping[str, float] | None = None
         try:
             values = self._run(indices)
@@ -208,7 +208,7 @@ class _Runs:
         except LossFailed:
             self.copies = 2
             return self._run(indices)
-        self.copies = 2  # its own statistics may be no numbers
+        self.copies = 2  # statistics of one sample may be NaN
         twice = self._run(indices)
         if math.isfinite(twice[""]):
             return twice
@@ -242,7 +242,7 @@ class _Runs:
         return self._samples[index]
 
     def _restore(self) -> None:
-        """Give the model the buffers it began with: counters, running statistics and vectors of spectral norm."""
+        """Restore the model's initial buffers: counters, running statistics and vectors of spectral norm."""
         for buffer, value in self._buffers:
             if not torch.equal(buffer, value):
                 buffer.copy_(value)
@@ -251,7 +251,7 @@ class _Runs:
 
 
 def _look_over(trial: LossTrial) -> list[Look]:
-    """Read samples from all over the data set: a few, and more as long as that is quick."""
+    """Read samples from all over the data set: a few, and more as long as reading is quick."""
     order = random.Random(0).sample(range(trial.num_samples), min(trial.num_samples, _MOST_READ))
     begun_s, looks = time.monotonic(), list[Look]()
     for first in range(0, len(order), _READ_AT_ONCE):
@@ -273,7 +273,7 @@ def _read(trial: LossTrial, indices: Sequence[int]) -> Sequence[Any]:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one value of samples that came together is, and their own values."""
+    """One value of samples that were run together, and their separate values."""
 
     indices: tuple[int, ...]
     whole: float
@@ -287,17 +287,17 @@ class _Seen:
 
     @property
     def off(self) -> float:
-        """How far it is from the mean, or from the sum."""
+        """The distance of the value from the mean, or the sum, of the separate values."""
         return abs(self.whole - sum(self.parts) / (1 if self.is_total else len(self.parts)))
 
     @property
     def apart(self) -> float:
-        """How far the two own values of a pair are from each other."""
+        """The distance between the two separate values of a pair."""
         return abs(self.parts[-1] - self.parts[0])
 
 
 class _Judge:
-    """Says what one value, the loss or a metric, is if it is not a mean over samples."""
+    """Reports how one value, the loss or a metric, differs from a mean over samples."""
 
     def __init__(self, runs: _Runs, looks: Sequence[Look], name: str, sets: Sequence[tuple[int, ...]]) -> None:
         self._runs, self._looks, self._name = runs, looks, name
@@ -314,13 +314,13 @@ class _Judge:
         return _Seen(indices, value(indices), parts, self._name in self._runs.totals)
 
     def _is_wrong(self, seen: _Seen) -> bool:
-        """A sample without a loss of its own has none in company either, if the loss is a mean."""
+        """Whether the value contradicts a mean: samples without a finite loss of their own must have none together."""
         if seen.is_known:
             return not seen.off <= self._error
         return math.isfinite(seen.whole)
 
     def sentence(self) -> str | None:
-        """Return it; None for a mean."""
+        """Return the report; None for a mean."""
         if not self._wrong:
             return None
         telling = max(self._wrong, key=lambda seen: (math.isfinite(seen.off), len(seen.indices) == 2, seen.off))
@@ -331,28 +331,28 @@ class _Judge:
         if self._name in self._runs.totals:
             what = f"{'weight' if self._name.endswith(WEIGHT) else 'total'} of {what}"
             return (
-                f"the {what} of samples that come together is not the sum of their own ({shown}): Morph adds up "
+                f"the {what} of samples run together is not the sum of their separate ones ({shown}): Morph adds up "
                 f"{parts}, so the result changes with {setting}, though not with the shape"
             )
         if self._is_sum():
             return (
                 f"{what} is a sum over the samples, not their mean ({shown}): Morph averages {parts}, so it comes out "
-                f"m/M of what a plain loop over M samples has, and changes with {setting}; divide by the number of "
+                f"m/M of the value in a plain loop over M samples, and changes with {setting}; divide by the number of "
                 "samples"
             )
         weighing = self._by_entry(telling) or self._by_class()
         if weighing is not None:
             how, instead = weighing
             return (
-                f"{what} weighs samples {how} ({shown}): Morph averages {parts}, so samples count otherwise than in a "
+                f"{what} weighs samples {how} ({shown}): Morph averages {parts}, so samples count unlike in a "
                 f"plain loop, and the result changes with {setting}; {instead}"
             )
         return (
-            f"{what} of samples that come together is not the mean of their own ({shown}): they are weighed (by "
-            "class, by token) or affect each other, as by negatives of the same batch (contrastive losses), statistics "
-            f"or load balancing over a batch; with Morph only the m samples of a {part} come together, so the result "
-            f"changes with {setting}, though not with the shape; morph.Loss(total, weight) is divided by the weight of "
-            "the whole mini-batch"
+            f"{what} of samples run together is not the mean of their separate ones ({shown}): they are weighed (by "
+            "class, by token) or affect each other, by negatives of the same batch (contrastive losses), statistics or "
+            f"load balancing over a batch; in Morph only the m samples of a {part} run together, so the result changes "
+            f"with {setting}, though not with the shape; morph.Loss(total, weight) is divided by the weight of the "
+            "whole mini-batch"
         )
 
     def _is_sum(self) -> bool:
@@ -372,7 +372,7 @@ class _Judge:
         return f"samples {numbers} together{twice}: {seen.whole:.6g}; alone: {own}"
 
     def _by_entry(self, telling: _Seen) -> tuple[str, str] | None:
-        """By a number that some entry of the samples holds, if all that was seen fits."""
+        """Explain the differences by a number in some entry of the samples, if it fits all values seen."""
         tokens = "return morph.Loss(total, weight), or average within each sample first"
         best: tuple[str, str] | None = None
         least = math.inf
@@ -385,7 +385,7 @@ class _Judge:
                 )
                 for ignored, start in itertools.product(
                     IGNORED, (0, 1) if entry.dim() else (0,)
-                )  # labels may be shifted
+                )  # labels may be shifted by one
             ]
             if entry.numel() == 1 and not entry.is_complex():
                 ways.append((f"by their entry {key} ({{}})", partial(_value, key), _TIMES_WEIGHT))
@@ -397,7 +397,7 @@ class _Judge:
         return best
 
     def _off(self, weigh: Callable[[Mapping[str, Tensor]], float]) -> float:
-        """How far off values are if samples are weighed so; infinite where that is not the explanation."""
+        """Return how far values are off if samples are weighed like this; infinite if this is not the explanation."""
         worst = 0.0
         for seen in self._seen:
             weights = [weigh(self._runs.entries(index)) for index in seen.indices]
@@ -411,7 +411,7 @@ class _Judge:
         return worst
 
     def _by_class(self) -> tuple[str, str] | None:
-        """By a label: other samples with the two labels are weighed alike, and those with the same label equally."""
+        """Explain them by a label: samples with these two labels are weighed alike, those with one label equally."""
         pairs = [seen for seen in self._wrong if len(set(seen.indices)) == 2 and seen.is_known]
         pair = max(pairs, key=lambda seen: seen.off, default=None)
         if pair is None or not min(pair.off, pair.apart) > _SURE * self._error:
@@ -436,7 +436,7 @@ class _Judge:
         return float(entry) if entry.numel() == 1 else None
 
     def _another(self, key: str, label: float | None, index: int) -> int:
-        """A further sample with a label; the same where there is none."""
+        """Return another sample with a label; the same sample if there is none."""
         having = (look.index for look in self._looks if look.labels.get(key) == frozenset({label}))
         return next((other for other in having if other != index), index)
 
@@ -450,10 +450,10 @@ def _mix(pair: _Seen, share: float) -> float:
 
 
 def _ratio(key: str, labels: Sequence[float | None], share: float) -> str:
-    """Say how much more one label counts than the other."""
+    """Return a sentence on how much more one label counts than the other."""
     (light, least), (heavy, most) = sorted(zip(labels, (1 - share, share), strict=True), key=lambda entry: entry[1])
     if least <= _NOTHING:
-        return f"a sample whose {key} is {light:g} counts nothing"
+        return f"a sample whose {key} is {light:g} does not count"
     return f"a sample whose {key} is {heavy:g} counts {most / least:.3g} times as much as one whose {key} is {light:g}"
 
 
@@ -466,7 +466,7 @@ def _value(key: str, entries: Mapping[str, Tensor]) -> float:
 
 
 def _left_out(runs: _Runs) -> list[str]:
-    """Name the samples that could not be judged."""
+    """Return a sentence that names the samples that could not be judged."""
     lost = {index: runs.of((index,))[""] for index in runs.tried if not runs.is_finite(index)}
     if not lost:
         return []

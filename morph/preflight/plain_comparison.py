@@ -1,9 +1,9 @@
-"""Before a job trains: do its sections compute what the plain model computes: loss, gradients and next weights?
+"""Checks before training that a job's sections compute the same loss, gradients and next weights as the plain model.
 
-Both are given the same weights and samples, and the same draws: torch's generator is seeded once, and the sections
-draw on from each other as the parts of the whole do. Attention uses its plain kernel on both sides, because a trace
-masks by an ``attention_mask`` that hides nothing, and other kernels round and draw differently. What is left are other
-orders of the same sums: see ``_check``.
+Both get the same weights, samples and draws: torch's generator is seeded once, and the sections draw one after the
+other as the parts of the whole model do. Attention uses its plain kernel on both sides, because a trace masks by an
+``attention_mask`` that hides nothing, and other kernels round and draw differently. The only remaining difference is
+the order of the same sums: see ``_check``.
 
 The sections' gradients then go the way of a run's, through the accumulators and the optimizers of the parameter units:
 see ``step_comparison``.
@@ -40,32 +40,32 @@ from morph.runtime.step.section_run import AddGradient, run_step
 NUM_SEEDS = 3
 NUM_SAMPLES = 2
 QUICK_FLOPS = 1e12
-"""Some ten seconds of one core."""
+"""Some ten seconds of one core, in FLOP."""
 PATIENT_FLOPS = 1e13
-"""One or two minutes of one core."""
+"""One or two minutes of one core, in FLOP."""
 _SHARE_OF_MEMORY = 0.6
 _COPIES, _COPIES_OF_A_STEP = 3, 11
-"""Of all weights: with gradients of both sides; with sums, the optimizers' states and weights of their own as well."""
+"""Copies of all weights in memory: with both sides' gradients; with sums, also optimizer states and own weights."""
 _FLOPS_OF_A_STEP = 1e4
-"""For each weight, as long as both sides' steps take."""
+"""FLOP per weight that take as long as both sides' steps."""
 _RUNS = 6.0
-"""Forward and backward, of both sides, in forwards."""
+"""Cost of forward and backward of both sides, in forwards."""
 _RELATIVE = 1e-3
 _BESIDE_THE_LARGEST = 1e-6
 _ROUNDINGS = 8.0
-"""Of weights in fewer bits than 32."""
+"""Tolerated rounding errors of weights in fewer bits than 32."""
 _SHOWN = 5
 _LACKING = re.compile(r"cuda|nvidia|triton|backend|not enough memory|out of memory", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a comparison may take.
+    """The limits of a comparison.
 
     Attributes:
         available_bytes: Free memory of the device.
-        flops: Of all runs together; see ``QUICK_FLOPS`` and ``PATIENT_FLOPS``.
-        device: Where it runs.
+        flops: The greatest number of FLOP of all runs together; see ``QUICK_FLOPS`` and ``PATIENT_FLOPS``.
+        device: The device of the comparison.
         shorten: Whether a model that is too large may be compared with fewer of its equal blocks.
         steps: Whether the weights after the optimizer's steps are compared too.
     """
@@ -79,16 +79,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was compared.
+    """The result of a comparison.
 
     Attributes:
         how: ``whole``; ``shortened``: with two of each kind of its equal blocks; ``none``.
-        num_seeds: How many times, each with other samples and draws.
-        num_samples: In each.
-        num_steps: After how many steps weights were compared; 0: they were not.
-        largest: The largest difference of a gradient, or of a step, as a share of it; see ``_check``.
-        reason: Why the whole, or anything, was not compared.
-        no_steps: Why weights were not.
+        num_seeds: How many times it was made, each with other samples and draws.
+        num_samples: The number of samples each time.
+        num_steps: The number of steps after which weights were compared; 0: they were not.
+        largest: The largest difference of a gradient, or of a step, relative to its size; see ``_check``.
+        reason: Why not the whole model, or nothing, was compared.
+        no_steps: Why weights were not compared.
     """
 
     how: str
@@ -101,7 +101,7 @@ class Comparison:
 
 
 def comparison_note(found: Comparison) -> str:
-    """Say in one sentence what was compared."""
+    """Return one sentence on what was compared."""
     if found.how == "none":
         return f"loss, gradients and weights were not compared with the plain model: {found.reason}"
     what = "the plain model's" if found.how == "whole" else "the plain model's, both with fewer equal blocks"
@@ -122,7 +122,7 @@ class _Size:
 
     @property
     def num_steps(self) -> int:
-        """Of the optimizer."""
+        """The number of the optimizer's steps."""
         return 0 if self.no_steps else NUM_STEPS
 
 
@@ -139,10 +139,10 @@ class _DoesNotRun(Exception):
 
 
 def compare_with_plain(job: Job, exported: ExportedJob, num_sections: int | None, limits: Limits) -> Comparison:
-    """Compare once; see the module's text.
+    """Compare once, and return the result; see the module's text.
 
     Raises:
-        ExportError: loss or gradients differ; names the parameters that differ most, and by how much.
+        ExportError: loss or gradients differ; the message names the parameters that differ most, and by how much.
         JobError: the plain model fails on real samples.
     """
     size = _size(exported, limits, job.batch_size)
@@ -187,7 +187,7 @@ def _size(exported: ExportedJob, limits: Limits, batch_size: int) -> _Size | str
     specs = exported.initial_parameters.specs.values()
     parameters = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
     no_steps = _no_steps(parameters, sum(math.prod(shape) for shape, _ in specs), limits)
-    if not isinstance(exported, GraphJob):  # its cut runs the whole model anyway, and no size is known of it
+    if not isinstance(exported, GraphJob):  # its cut runs the whole model anyway, and its size is not known
         return _Size(NUM_SEEDS, largest, no_steps)
     analysis = analyse(exported)
     constants = sum(math.prod(shape) * dtype.itemsize for shape, dtype in exported.initial_constants.specs.values())
@@ -207,14 +207,14 @@ def _size(exported: ExportedJob, limits: Limits, batch_size: int) -> _Size | str
 
 
 def _no_steps(num_bytes: int, num_weights: int, limits: Limits) -> str | None:
-    """Why the weights after a step are not compared; None if they are."""
+    """Return why the weights after a step are not compared; None if they are."""
     if not limits.steps:
         return "one optimizer for all of them differs from one for each parameter unit"
     needed = _COPIES_OF_A_STEP * num_bytes
     if needed > _SHARE_OF_MEMORY * limits.available_bytes:
-        return f"that may take {needed / 2**30:.1f} GiB, and {limits.available_bytes / 2**30:.1f} GiB are free"
+        return f"they may take {needed / 2**30:.1f} GiB, and {limits.available_bytes / 2**30:.1f} GiB are free"
     if num_weights * _FLOPS_OF_A_STEP > limits.flops:
-        return f"there are {num_weights / 1e6:.0f} million"
+        return f"there are {num_weights / 1e6:.0f} million of them"
     return None
 
 
@@ -226,7 +226,7 @@ def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _S
         JobError: the plain model fails, or its optimizer works differently for each unit alone.
         _DoesNotRun: there is nothing to compare with.
     """
-    exported = replace(exported, boundary="same")  # its rounding is the job's wish, and hides what is compared
+    exported = replace(exported, boundary="same")  # the user wants its rounding, which would hide differences
     model = cut(exported, num_sections=num_sections, micro_batch_size=size.num_samples)
     keys = sorted(example_batch(job))
     loader = MicroBatchLoader.of(job, size.num_samples)
@@ -243,9 +243,9 @@ def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _S
 
 
 class _Sides:
-    """The plain model and the sections, with the same weights, given one micro-batch after the other.
+    """The plain model and the sections, with the same weights, run on one micro-batch after the other.
 
-    ``trial``: what a run makes of the sections' gradients, where that is compared too.
+    ``trial``: the sums and steps that a run would make of the sections' gradients, if these are compared too.
     """
 
     def __init__(self, job: Job, plain: nn.Module, trial: StepTrial | None, source: str) -> None:
@@ -259,10 +259,10 @@ class _Sides:
     def compare(self, seed: int, batch: Mapping[str, Tensor], model: CutModel) -> None:
         """Compare loss and gradients of a micro-batch; one whose loss is not finite is left out.
 
-        ``model``: as it is cut for the batch's length.
+        ``model``: the model as it is cut for the batch's length.
 
         Raises:
-            ExportError: they differ.
+            ExportError: loss or gradients differ.
             JobError: the plain model fails.
         """
         torch.manual_seed(seed)
@@ -280,7 +280,7 @@ class _Sides:
             self._total[name] = self._total[name] + wide if name in self._total else wide
 
     def largest(self) -> float:
-        """Compare what a run makes of the gradients too, and return the largest difference.
+        """Compare a run's sums and steps of the gradients too, and return the largest difference of all.
 
         Raises:
             ExportError: means or next weights differ.
@@ -315,23 +315,23 @@ class _Sides:
         except Exception as error:
             _raise_if_lacking(error)
             raise ExportError(
-                f"what was traced fails on real samples: {type(error).__name__}: {first_line(error)}",
+                f"the traced model fails on real samples: {type(error).__name__}: {first_line(error)}",
                 source=self._source,
                 field="model",
-                allowed="operations that torch.export writes down" + OR_MARK,
+                allowed="operations that torch.export records" + OR_MARK,
             ) from error
 
 
 def _leave(_name: str, _gradient: Tensor) -> None:
-    """Nothing is made of gradients."""
+    """Ignore a gradient."""
 
 
 def _plain_model(job: Job, exported: ExportedJob, device: torch.device) -> nn.Module:
-    """Build it, its weights a little away from where they begin: zeros at the beginning would hide gradients."""
+    """Return the plain model with slightly moved initial weights, because initial zeros would hide gradients."""
     model = plain_model(job, device)
     torch.manual_seed(job.seed)
     with torch.no_grad():
-        if isinstance(exported, MarkedJob):  # it holds constants of its own, which a run reads
+        if isinstance(exported, MarkedJob):  # it has constants of its own, which a run reads
             held = exported.whole.model.state_dict(keep_vars=True)
             for name, value in model.state_dict(keep_vars=True).items():
                 if not value.requires_grad:
@@ -364,7 +364,7 @@ def _raise_if_lacking(error: Exception) -> None:
 def _run_sections(
     model: CutModel, given: Mapping[str, Tensor], batch: Mapping[str, Tensor], more: AddGradient
 ) -> _Step:
-    """``more`` takes what a run takes: contributions of sections, and changes of buffers."""
+    """``more`` takes the values that a run takes: contributions of sections, and changes of buffers."""
     gradients: dict[str, Tensor] = {}
 
     def add(name: str, gradient: Tensor) -> None:
@@ -377,10 +377,10 @@ def _run_sections(
 
 
 def _check(expected: _Step, found: _Step, source: str, which: str) -> float:
-    """Return the largest difference.
+    """Return the largest relative difference.
 
-    A gradient may differ by a thousandth of its own norm; beside that by a millionth of the largest gradient of any
-    weight, for where a gradient is nearly zero (a bias in front of a softmax), nothing but rounding is left of it.
+    A gradient may differ by a thousandth of its own norm, plus a millionth of the largest gradient of any weight: where
+    a gradient is nearly zero (a bias in front of a softmax), it consists of nothing but rounding.
     """
     largest_rms = max((rms(gradient) for gradient in expected.gradients.values()), default=0.0)
     differences = {}
@@ -403,6 +403,6 @@ def _check(expected: _Step, found: _Step, source: str, which: str) -> float:
         f"{len(wrong)} of {len(worst)} gradients" + (f": {shown}{more}" if wrong else ""),
         source=source,
         field="model",
-        allowed="operations that torch.export writes down: no state kept in Python, no hooks; a backward of its own in "
+        allowed="operations that torch.export records: no state kept in Python, no hooks; a backward of its own in "
         "a torch.autograd.Function" + OR_MARK,
     )

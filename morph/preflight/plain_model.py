@@ -1,4 +1,4 @@
-"""The user's model as it is written, with real weights: what a trace of it is held against."""
+"""The user's model as it is written, with real weights, against which a trace of it is compared."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from morph.cutting.trial_run.trial import built_model
 from morph.jobs.job import Job
 
 _LEAST_BLOCKS = 3
-"""A list of fewer modules of one kind is left as it is."""
+"""A list with fewer modules of one kind is left as it is."""
 
 
 def plain_model(job: Job, device: torch.device) -> nn.Module:
-    """Build the job's model in training mode, with the weights that a run begins with; only they take memory.
+    """Return the job's model in training mode, with the initial weights of a run; only these take memory.
 
     Raises:
-        JobError: it cannot be built.
+        JobError: the model cannot be built.
     """
     built = built_model(job)
     model, tape = built.model, built.tape
@@ -47,11 +47,11 @@ def plain_model(job: Job, device: torch.device) -> nn.Module:
 
 
 def shortened(make: Callable[[], nn.Module]) -> nn.Module:
-    """Build the model with two modules, the first and the last, of each kind in its lists of equal blocks.
+    """Return the model with two modules, the first and the last, of each kind in its lists of equal blocks.
 
     Raises:
-        JobError: it has no list of three equal blocks.
-        Exception: whatever ``make`` raises.
+        JobError: the model has no list of three equal blocks.
+        Exception: any error that ``make`` raises.
     """
     model = make()
     left_out = 0

@@ -1,8 +1,8 @@
-"""What a run makes of its sections' gradients: sums in each unit's accumulator, and steps of each unit's optimizer.
+"""The use that a run makes of its sections' gradients: sums in each unit's accumulator, steps of each unit's optimizer.
 
-The other side is what a plain loop has: one optimizer for all weights, as the job's function builds it, its schedule,
-and clipping by torch. Both are given the mean gradients that came out of the accumulators, because a first step of Adam
-turns gradients that differ in rounding alone into steps in opposite directions.
+The other side is a plain loop: one optimizer for all weights, as the job's function builds it, its schedule, and
+clipping by torch. Both use the mean gradients from the accumulators, because a first step of Adam turns gradients that
+differ only in rounding into steps in opposite directions.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class StepTrial:
-    """The units of a cut model as a run holds them, with the weights of a plain model.
+    """The units of a cut model in the form that a run holds, with the weights of a plain model.
 
-    Without a loss scale: what is compared runs in the weights' own types.
+    There is no loss scale, because the comparison runs in the weights' own types.
     """
 
     job: Job
@@ -44,10 +44,10 @@ class StepTrial:
 
     @classmethod
     def of(cls, job: Job, model: CutModel, plain: nn.Module, device: torch.device, num_micro_batches: int) -> StepTrial:
-        """Build the units' states.
+        """Return a trial with the units' states.
 
         Raises:
-            JobError: an optimizer or schedule that cannot be used.
+            JobError: an optimizer or schedule cannot be used.
         """
         held = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
         rules = replace(update_rules(job, device), loss_scale=None)
@@ -64,18 +64,18 @@ class StepTrial:
         return cls(job, model, held, states)
 
     def new_sums(self) -> Sums:
-        """Begin a step."""
+        """Return empty sums, for the next step."""
         return Sums(self)
 
     def largest_difference(self, mean: Mapping[str, Tensor], source: str) -> float:
-        """Make steps with the mean gradients that the states hold, and return the largest difference of a weight.
+        """Make steps with the mean gradients in the states, and return the largest difference of a weight.
 
         Args:
-            mean: The plain model's, by name; those that have none are left out.
+            mean: The plain model's mean gradients, by name; parameters without one are left out.
             source: The line of the model.
 
         Returns:
-            A share of how far the steps moved the weight.
+            The difference relative to how far the steps moved the weight.
 
         Raises:
             ExportError: the weights differ.
@@ -103,7 +103,7 @@ class StepTrial:
         if not self.job.allowed_dependencies:
             raise wrong_job(
                 "optimizer",
-                f"the weights after {NUM_STEPS} steps differ where each parameter unit has its own optimizer, "
+                f"the weights after {NUM_STEPS} steps differ if each parameter unit has its own optimizer, "
                 f"{len(wrong)} of {len(apart)}: {_named(wrong)}; `morph trace-deps` looks for the cause",
                 allowed="an optimizer that computes each parameter's step from that parameter and its gradient",
             )
@@ -120,7 +120,7 @@ class StepTrial:
         apply_all(self.states.values(), decided)
 
     def _apart(self, groups: Sequence[Iterable[str]], gradients: Mapping[str, Tensor]) -> dict[str, float]:
-        """How far each weight is from a plain loop's with one optimizer a group, as a share of what is allowed."""
+        """Return the distance of each weight from a plain loop with one optimizer per group, relative to the limit."""
         expected = run_users_code(partial(self._plain_steps, groups, gradients), self.job, None, "optimizer")
         found = {name: weight for state in self.states.values() for name, weight in state.parameters.items()}
         apart = {}
@@ -156,7 +156,7 @@ class StepTrial:
 
 
 class Sums:
-    """Gradients of the sections' micro-batches, summed as a run sums them."""
+    """Gradients of the sections' micro-batches, summed as in a run."""
 
     def __init__(self, trial: StepTrial) -> None:
         self._trial = trial
@@ -168,7 +168,7 @@ class Sums:
         self._accumulators[self._unit_of[name]].add(name, gradient)
 
     def reduce(self, num_micro_batches: int) -> dict[str, Tensor] | None:
-        """Give the states their means and return them; None if sums overflowed: they are to be made again."""
+        """Set the states' mean gradients and return them; None if sums overflowed, and must be made again."""
         means: dict[str, Tensor] = {}
         overflowed = False
         for unit, accumulator in self._accumulators.items():

@@ -1,4 +1,4 @@
-"""Which samples to try a loss on: pairs that are as unlike as the samples of a data set are."""
+"""Chooses the samples to try a loss on: pairs that are as unlike as the samples of a data set can be."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ _MOST_COUNTED = 1 << 20
 
 @dataclass(frozen=True)
 class Look:
-    """What one sample says for the choice of pairs.
+    """The facts of one sample that matter for the choice of pairs.
 
     Attributes:
-        index: Its number.
-        amounts: For each entry, by value in ``IGNORED``: how many elements differ; of one element, its value.
-        labels: For each entry of few different values: these.
+        index: The number of the sample.
+        amounts: For each entry, by value in ``IGNORED``: how many elements differ from it; for an entry of one element,
+            its value.
+        labels: For each entry with few different values: these values.
     """
 
     index: int
@@ -38,7 +39,7 @@ class Look:
 
 
 def look(index: int, sample: Any) -> Look:
-    """Look at one sample."""
+    """Return the facts of one sample."""
     amounts: dict[str, dict[object, float]] = {}
     labels: dict[str, frozenset[float]] = {}
     for key, entry in entries(sample).items():
@@ -53,18 +54,18 @@ def look(index: int, sample: Any) -> Look:
 
 
 def entries(sample: Any) -> dict[str, Tensor]:
-    """Tensors and numbers of a sample by the keys, or places, under which it holds them."""
+    """Return tensors and numbers of a sample, by the keys or places under which it holds them."""
     found = flat_sample(sample, "dataset()", collated=True).entries
     return {name if name.isdecimal() or name == ALONE else repr(name): entry for name, entry in found.items()}
 
 
 def num_other(entry: Tensor, ignored: int) -> int:
-    """Count the elements that are filled."""
+    """Return the number of elements that differ from ``ignored``."""
     return int((entry != ignored).sum())
 
 
 def unlike_pairs(looks: Sequence[Look]) -> list[tuple[int, int]]:
-    """Return pairs of unlike samples, the most telling ones first; each entry in turn, so that none hides another."""
+    """Return pairs of unlike samples, the most telling first, for each entry in turn, so that none hides another."""
     keys = sorted(looks[0].amounts, key=lambda key: _VALUE not in looks[0].amounts[key])
     queues = [[*_extremes(looks, key), *_contrasts(looks, key)] for key in keys]
     found = dict.fromkeys(pair for row in itertools.zip_longest(*queues) for pair in row if pair is not None)
@@ -74,7 +75,7 @@ def unlike_pairs(looks: Sequence[Look]) -> list[tuple[int, int]]:
 
 
 def _extremes(looks: Sequence[Look], key: str) -> Iterator[tuple[int, int]]:
-    """The two samples with the least and the most of something in this entry."""
+    """Yield the two samples with the smallest and the largest amounts of this entry."""
     largest, pair = 0.0, None
     for what in looks[0].amounts[key]:
         known = [look for look in looks if math.isfinite(look.amounts.get(key, {}).get(what, math.nan))]
@@ -89,7 +90,7 @@ def _extremes(looks: Sequence[Look], key: str) -> Iterator[tuple[int, int]]:
 
 
 def _contrasts(looks: Sequence[Look], key: str) -> Iterator[tuple[int, int]]:
-    """Samples that show each label: the rarest beside the commonest, then the next rarest, and so on."""
+    """Yield samples with each label: the rarest beside the commonest, then the next rarest, and so on."""
     shown = Counter(label for look in looks for label in look.labels.get(key, ()))
     if not 1 < len(shown) <= _MOST_LABELS:
         return

@@ -11,7 +11,7 @@ Four lines of a script, whatever its framework (the API of Spotify, Table 5.1)::
             save("checkpoint.pt")
             morph.spot.backup("checkpoint.pt")
 
-Started by ``morph spot-run job.yaml -- python train.py``; without it, nothing is saved and nothing restored. Loads no
+Start the script with ``morph spot-run job.yaml -- python train.py``; otherwise nothing is saved or restored. Loads no
 torch.
 """
 
@@ -30,20 +30,20 @@ def _script() -> Script:
 
 
 def step() -> AbstractContextManager[None]:
-    """Mark one training step: its seconds say whether a save is in time."""
+    """Mark one training step: its duration shows whether a save will be in time."""
     return _script().step()
 
 
 def should_save() -> bool:
     """Whether the loop is to save now and call ``backup``, because the VM is about to go or much would be lost.
 
-    In a group of VMs the first one (RANK 0) alone is told.
+    In a group of VMs this is true only at the first one (RANK 0).
     """
     return _script().should_save()
 
 
 def backup(path: str | Path) -> None:
-    """Send a file or folder to storage in the background. It may be written anew as soon as this returns.
+    """Send a file or folder to storage in the background. The loop may overwrite it as soon as this returns.
 
     Raises:
         InputError: there is no such file or folder.
@@ -52,7 +52,7 @@ def backup(path: str | Path) -> None:
 
 
 def restore() -> Path | None:
-    """Return where the newest whole backup lies on this VM, by its own name; None: there is none yet.
+    """Return the path of the newest whole backup on this VM, under its own name; None if there is no backup yet.
 
     Raises:
         CheckpointError: storage cannot be read.

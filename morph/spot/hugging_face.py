@@ -5,7 +5,7 @@
     trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[morph.spot.hugging_face.Spot()])
     trainer.train(resume_from_checkpoint=morph.spot.restore())
 
-The Trainer's checkpoints hold all that it needs to go on: model, optimizer, scheduler, generators, place in the data.
+The Trainer's checkpoints hold all that it needs to continue: model, optimizer, scheduler, generators, data position.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from morph.spot.script import ranks_here
 
 
 class Spot(TrainerCallback):  # type: ignore[misc] # not followed by mypy, see pyproject.toml
-    """Has the Trainer save when ``morph spot-run`` says so, and backs up whatever checkpoint it writes.
+    """Makes the Trainer save when ``morph spot-run`` says so, and backs up every checkpoint that it writes.
 
-    With several ranks all save, and the first one's folder is backed up, with the generators of the others. What is
-    sharded over ranks on several VMs is nowhere whole.
+    With several ranks all save; the first rank's folder is backed up, with the generators of the other ranks. No VM has
+    a whole checkpoint of a model that is sharded over several VMs.
 
     Raises:
-        InputError: as training begins: the model is sharded over several VMs.
+        InputError: when training begins: the model is sharded over several VMs.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Spot(TrainerCallback):  # type: ignore[misc] # not followed by mypy, see p
         )
         if is_sharded and args.world_size > ranks_here():
             raise InputError(
-                "no VM has a whole checkpoint of a model that is sharded over several",
+                "is used with a model that is sharded over several VMs, none of which has a whole checkpoint",
                 field="morph.spot.hugging_face.Spot",
                 allowed="plain data parallelism (DDP), or one VM",
             )
@@ -59,14 +59,14 @@ class Spot(TrainerCallback):  # type: ignore[misc] # not followed by mypy, see p
         self._step.close()
         told = [control.should_save or morph.spot.should_save()]
         if args.world_size > 1:
-            broadcast_object_list(told)  # all ranks save, and the first one is told
+            broadcast_object_list(told)  # all ranks save when the first one must
         control.should_save = told[0]
         return control
 
     def on_save(self, args: TrainingArguments, state: TrainerState, _control: TrainerControl, **_: object) -> None:
         """See ``TrainerCallback``."""
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if args.world_size > 1:  # on other VMs the others' generators lie on other disks; and all have saved by now
+        if args.world_size > 1:  # the others' generators may lie on other VMs' disks; all ranks have saved by now
             mine = folder / f"rng_state_{args.process_index}.pth"
             for name, data in gather_object([(mine.name, mine.read_bytes())]):
                 if state.is_world_process_zero and not (folder / name).exists():

@@ -5,8 +5,9 @@
     trainer = Trainer(max_epochs=3, callbacks=[morph.spot.lightning.Spot()])
     trainer.fit(model, loader, ckpt_path=morph.spot.restore())
 
-Lightning's checkpoints hold model, optimizer, scheduler and counters, this callback's the random generators; the place
-in the data only where the loader has ``state_dict`` and ``load_state_dict``, as torchdata's ``StatefulDataLoader``.
+Lightning's checkpoints hold model, optimizer, scheduler and counters, and this callback adds the random generators.
+They hold the place in the data only if the loader has ``state_dict`` and ``load_state_dict``, as torchdata's
+``StatefulDataLoader`` has.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
 
 class Spot(Callback):  # type: ignore[misc] # not followed by mypy, see pyproject.toml
-    """Saves when ``morph spot-run`` says so, or ``every`` so many batches, and has the generators go on as they were.
+    """Saves when ``morph spot-run`` says so, or every ``every`` batches, and restores the random generators.
 
     Args:
-        every: Batches between saves besides; 0: none.
-        path: Where a checkpoint is written on this VM's disk, before it is backed up.
+        every: Batches between additional saves; 0: none.
+        path: The path on this VM's disk to which a checkpoint is written before it is backed up.
     """
 
     def __init__(self, every: int = 0, path: str | Path = "morph-spot.ckpt") -> None:
@@ -52,13 +53,13 @@ class Spot(Callback):  # type: ignore[misc] # not followed by mypy, see pyprojec
         """
         if type(trainer.strategy).__name__ in SHARDED and trainer.world_size > ranks_here():
             raise InputError(
-                "no VM has a whole checkpoint of a model that is sharded over several",
+                "is used with a model that is sharded over several VMs, none of which has a whole checkpoint",
                 field="morph.spot.lightning.Spot",
                 allowed="plain data parallelism (DDP), or one VM",
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the generators, of all ranks: all call it when one saves."""
+        """Return the states of the generators of all ranks: all ranks call this when one saves."""
         ranks: list[Any] = [self._generators()]
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             ranks *= torch.distributed.get_world_size()
@@ -75,7 +76,7 @@ class Spot(Callback):  # type: ignore[misc] # not followed by mypy, see pyprojec
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep them until the first batch: what comes before it draws, too."""
+        """Keep the states until the first batch, because the code before it draws numbers, too."""
         self._saved = state_dict
 
     def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
@@ -95,7 +96,7 @@ class Spot(Callback):  # type: ignore[misc] # not followed by mypy, see pyprojec
         """See ``Callback``."""
         self._step.close()
         is_due = self._every > 0 and (batch_idx + 1) % self._every == 0
-        if trainer.strategy.broadcast(morph.spot.should_save() or is_due):  # all ranks save, and the first one is told
+        if trainer.strategy.broadcast(morph.spot.should_save() or is_due):  # all ranks save when the first must
             trainer.save_checkpoint(self._path, weights_only=False)
             if trainer.is_global_zero:
                 morph.spot.backup(self._path)

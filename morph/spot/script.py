@@ -1,6 +1,6 @@
-"""What a training script says to whoever started it, and hears, through files in one folder.
+"""How a training script and ``morph spot-run``, which started it, communicate through files in one folder.
 
-``save`` holds the number of the newest order to save; ``events`` takes a line of JSON for each thing that happened.
+``save`` holds the number of the newest order to save; the script appends a line of JSON to ``events`` for each event.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ END_TIMEOUT_S = 600.0
 
 
 def ranks_here() -> int:
-    """Return how many ranks there are on this VM."""
+    """Return the number of ranks on this VM."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _is_first() -> bool:
-    """Whether this rank is the one that is told to save, and whose backups count."""
+    """Whether this rank is the one that receives orders to save, and whose backups count."""
     return os.environ.get("RANK", "0") == "0"
 
 
 class Script:
-    """One script's part. ``folder`` and ``storage``: None where nobody started it that would restore it."""
+    """One script's side. ``folder`` and ``storage``: None if ``morph spot-run`` did not start the script."""
 
     def __init__(self, folder: Path | None, storage: str | None) -> None:
         self._folder, self._storage = folder, storage
@@ -51,7 +51,7 @@ class Script:
 
     @classmethod
     def of_environment(cls) -> Script:
-        """As ``morph spot-run`` says."""
+        """Return the script's side as the environment set by ``morph spot-run`` describes it."""
         folder = os.environ.get(FOLDER)
         return cls(Path(folder) if folder else None, os.environ.get(STORAGE))
 
@@ -94,7 +94,7 @@ class Script:
         with self._changed:
             before, self._waiting = self._waiting, (self._answered, spool, path.name)
             self._changed.notify_all()
-        if before is not None:  # it has not begun, and a newer one is there
+        if before is not None:  # its upload has not begun, and a newer backup replaces it
             shutil.rmtree(before[1], ignore_errors=True)
 
     def restore(self) -> Path | None:
@@ -105,7 +105,7 @@ class Script:
         into, found = self._folder / f"restored-{restart}", self._folder / f"found-{restart}"
         with (self._folder / "restoring").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if ranks_here() > 1 and found.exists():  # another rank on this VM brought it
+            if ranks_here() > 1 and found.exists():  # another rank on this VM fetched it
                 return Path(text) if (text := found.read_text()) else None
             newest = read_newest(self._storage, into)
             found.write_text("" if newest is None else str(newest))
@@ -123,7 +123,7 @@ class Script:
                 assert self._storage is not None
                 write_backup(self._storage, spool / name)
                 self._tell(kind="uploaded", number=number, seconds=time.monotonic() - begin_s)
-            except Exception as error:  # whatever it is, the script's end does not wait for it
+            except Exception as error:  # whatever the error, the script's end must not hang
                 sentence = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
                 self._tell(kind="refused", number=number, sentence=sentence)
             shutil.rmtree(spool, ignore_errors=True)

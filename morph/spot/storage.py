@@ -1,4 +1,4 @@
-"""Backups in storage: a folder for each, whose manifest is written last and names every file with its SHA-256."""
+"""Backups in storage: one folder per backup, whose manifest is written last and lists each file with its SHA-256."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NUM_KEPT = 2
 
 
 def write_backup(url: str, path: Path) -> int:
-    """Store a file or folder as the newest backup, and delete all but the newest ones before; returns its number.
+    """Store a file or folder as the newest backup, delete older backups but the newest, and return the new number.
 
     Raises:
-        CheckpointError: storage does not take it.
+        CheckpointError: storage cannot be written.
     """
     with writing(url):
         filesystem, root = fsspec.core.url_to_fs(url)
@@ -49,9 +49,9 @@ def write_backup(url: str, path: Path) -> int:
 
 
 def read_newest(url: str, into: Path) -> Path | None:
-    """Bring the newest whole backup into a folder, which is emptied; returns its path there, None: there is none.
+    """Fetch the newest whole backup into a folder, which is emptied first; return its path, None if there is none.
 
-    A backup with a byte that is not as it was written is passed over, with a sentence.
+    Corrupted backups are skipped with a warning.
 
     Raises:
         CheckpointError: storage cannot be read.
@@ -76,19 +76,19 @@ def read_newest(url: str, into: Path) -> Path | None:
 
 
 def _fetched(filesystem: fsspec.AbstractFileSystem, folder: str, manifest: dict[str, Any], into: Path) -> str | None:
-    """Bring the files of a backup; returns what is wrong with them."""
+    """Fetch the files of a backup; return the problem with them, None if there is none."""
     into.mkdir(parents=True)
     for name, entry in manifest["files"].items():
         target = into / name
         if not target.resolve().is_relative_to(into.resolve()):
-            return f"{name} would lie elsewhere"
+            return f"{name} would lie outside the folder"
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             filesystem.get_file(f"{folder}/{name}", str(target))
         except FileNotFoundError:
             return f"{name} is missing"
         if _digest(target) != entry["sha256"]:
-            return f"{name} is not as it was written"
+            return f"{name} differs from the file that was written"
     return None
 
 

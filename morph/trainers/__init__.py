@@ -1,1 +1,1 @@
-"""Jobs from what trains elsewhere: a Trainer of transformers, a LightningModule of Lightning."""
+"""Makes jobs from a Trainer of transformers, or from a LightningModule of Lightning."""

@@ -1,4 +1,4 @@
-"""What Morph makes of each argument of a Trainer: honoured, without effect here, or refused."""
+"""How Morph treats each argument of a Trainer: honoured, without effect here, or refused."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ SOURCE = "morph.hf.job"
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one argument.
+    """How one argument is treated.
 
     Attributes:
-        how: ``refused`` is meant for any value but the default.
-        note: The field of the job that it sets, or why it has no effect, or what to do instead.
+        how: ``honoured``, ``no effect`` or ``refused``; the last holds for any value but the default.
+        note: The field of the job that it sets, or the reason why it has no effect, or the alternative.
         allowed: If not empty, the only values that are honoured.
     """
 
@@ -45,7 +45,7 @@ SCHEDULES = (
 )
 _BATCH = "`batch_size` is `per_device_train_batch_size` times `gradient_accumulation_steps`, in every shape"
 _TRACKERS = "[`trackers`](watch.md#trackers) in the run file, `morph status` and the run's page"
-_STEPS = "length of the schedule; that of the run is given to `morph run`, as `--steps` or `--epochs`"
+_STEPS = "the length of the schedule; give the length of the run to `morph run`, as `--steps` or `--epochs`"
 
 ARGUMENTS: Mapping[str, Rule] = {
     "per_device_train_batch_size": _honoured(_BATCH),
@@ -53,7 +53,7 @@ ARGUMENTS: Mapping[str, Rule] = {
     "num_train_epochs": _honoured(_STEPS),
     "max_steps": _honoured(_STEPS),
     "learning_rate": _honoured("`optimizer`"),
-    "weight_decay": _honoured("`optimizer`, for the parameters for which the Trainer has it"),
+    "weight_decay": _honoured("`optimizer`, for the parameters to which the Trainer applies it"),
     "adam_beta1": _honoured("`optimizer`"),
     "adam_beta2": _honoured("`optimizer`"),
     "adam_epsilon": _honoured("`optimizer`"),
@@ -71,15 +71,15 @@ ARGUMENTS: Mapping[str, Rule] = {
     "torch_compile": _honoured("`compile`: each section is compiled"),
     "torch_compile_backend": _honoured("`compile`", None, "inductor"),
     "torch_compile_mode": _honoured("`compile`", None, "default"),
-    "seed": _honoured("`seed`: dropout, and what collators draw, have other random numbers than in a Trainer"),
+    "seed": _honoured("`seed`: dropout and collators draw other random numbers than in a Trainer"),
     "data_seed": _honoured("the order of samples"),
     "train_sampling_strategy": _honoured("the order of samples", "random", "sequential", "group_by_length"),
-    "group_by_length": _honoured("the order of samples: like lengths share a step"),
+    "group_by_length": _honoured("the order of samples: similar lengths share a step"),
     "length_column_name": _honoured("`lengths`, and the order with `train_sampling_strategy='group_by_length'`"),
     "remove_unused_columns": _honoured("`dataset`"),
     "dataloader_num_workers": _honoured("`data_workers`"),
     "dataloader_drop_last": _honoured(
-        "True: the samples of an epoch that fill no batch are left out; False: they share a batch with the next epoch's"
+        "True: an incomplete last batch of an epoch is dropped; False: the next epoch's samples complete it"
     ),
     "eval_strategy": _honoured("`eval_every_steps` or `eval_every_epochs`"),
     "eval_steps": _honoured("`eval_every_steps`"),
@@ -88,9 +88,9 @@ ARGUMENTS: Mapping[str, Rule] = {
     "greater_is_better": _honoured("`best`"),
     "run_name": _honoured("`name`, or else the last part of `output_dir`"),
     "output_dir": _honoured("`name`, if there is no `run_name`; nothing is written there"),
-    **_no_effect("the plan decides what is computed again", "activation_checkpointing", "gradient_checkpointing"),
+    **_no_effect("the plan decides what is recomputed", "activation_checkpointing", "gradient_checkpointing"),
     **_no_effect(
-        "the plan decides what is computed again",
+        "the plan decides what is recomputed",
         "activation_checkpointing_kwargs",
         "gradient_checkpointing_kwargs",
     ),
@@ -112,7 +112,7 @@ ARGUMENTS: Mapping[str, Rule] = {
     **_no_effect("`morph run` continues a run by itself", "restore_callback_states_from_checkpoint"),
     **_no_effect("read by the script, not by the Trainer", "do_train", "do_eval", "do_predict"),
     **_no_effect("with `accumulation='exact'` runs are deterministic", "full_determinism"),
-    **_no_effect("Morph has evaluations use micro-batches of the training's size", "per_device_eval_batch_size"),
+    **_no_effect("evaluations use micro-batches of the same size as training", "per_device_eval_batch_size"),
     **_no_effect("Morph's data workers decide", "dataloader_pin_memory", "dataloader_persistent_workers"),
     **_no_effect("Morph's data workers decide", "dataloader_prefetch_factor", "dataloader_in_order"),
     **_no_effect("Morph's data workers decide", "dataloader_multiprocessing_context"),
@@ -120,7 +120,7 @@ ARGUMENTS: Mapping[str, Rule] = {
     **_no_effect("there is no DistributedDataParallel", "ddp_broadcast_buffers", "ddp_static_graph"),
     **_no_effect("there is no DistributedDataParallel", "ddp_backend", "ddp_timeout", "local_rank"),
     **_no_effect("a loss by token is divided once, by the weight of the whole batch", "average_tokens_across_devices"),
-    **_no_effect("each worker moves the sections that it has to its device", "use_cpu", "no_cuda"),
+    **_no_effect("each worker moves its sections to its device", "use_cpu", "no_cuda"),
     **_no_effect("the model does not generate in training", "use_cache"),
     **_no_effect(
         "the manager gathers means, and logits only for `compute_metrics`",
@@ -130,7 +130,7 @@ ARGUMENTS: Mapping[str, Rule] = {
         "prediction_loss_only",
     ),
     **_no_effect(
-        "the memory of the device is neither reported nor emptied", "skip_memory_metrics", "torch_empty_cache_steps"
+        "Morph neither reports nor empties the device's memory", "skip_memory_metrics", "torch_empty_cache_steps"
     ),
     **_no_effect("used with `fsdp`", "fsdp_config"),
     **_no_effect("used with `push_to_hub`", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"),
@@ -157,32 +157,32 @@ ARGUMENTS: Mapping[str, Rule] = {
     **_refused("an evaluation follows a number of steps", "eval_delay", "eval_on_start"),
     **_refused("the model runs in sections", "debug"),
 }
-"""By name; arguments that some version of transformers has, and that are not here, are refused as well."""
+"""Rules by argument; arguments of any version of transformers that are not listed here are refused as well."""
 
 
 def check_arguments(args: Any) -> None:
-    """See that a Trainer's arguments can be honoured.
+    """Check that a Trainer's arguments can be honoured.
 
     Raises:
-        JobError: naming the first that cannot.
+        JobError: an argument cannot be honoured; the message names the first one.
     """
     for field in fields(args):
         name, value = field.name, getattr(args, field.name)
         rule = ARGUMENTS.get(name, Rule("refused", "Morph does not know this argument"))
         if rule.how == "refused" and not _is_default(value, field):
-            raise refusal(name, value, f"what it is by default; instead: {rule.note}")
+            raise refusal(name, value, f"the default; instead: {rule.note}")
         if rule.allowed and value not in rule.allowed:
             raise refusal(name, value, ", ".join(str(choice) for choice in rule.allowed))
 
 
 def refusal(name: str, value: object, allowed: str) -> JobError:
-    """Return the error that names an argument, or something else of a Trainer, that cannot be honoured."""
+    """Return the error that names an argument, or another part of a Trainer, that cannot be honoured."""
     shown = value if isinstance(value, int | float | str) else getattr(value, "__name__", None) or repr(value)
     return JobError("cannot be honoured", source=SOURCE, field=name, value=str(shown), allowed=allowed)
 
 
 def table() -> str:
-    """The table of the guide, in Markdown."""
+    """Return the table of the guide, as Markdown."""
     meanings = {"honoured": "honoured", "no effect": "no effect here", "refused": "refused unless it is the default"}
     rows = ["| Trainer argument | in Morph | how, why, or what instead |", "|---|---|---|"]
     for how, meaning in meanings.items():
@@ -196,7 +196,7 @@ def table() -> str:
 
 
 def _is_default(value: Any, field: Any) -> bool:
-    """Whether nobody gave an argument; nothing given may have become an empty or a default configuration since."""
+    """Whether an argument was not given; the Trainer may have turned a missing one into an empty or default value."""
     default = field.default if field.default_factory is MISSING else field.default_factory()
     empty = not value and not default
     kind: Any = type(value)

@@ -6,8 +6,8 @@
         ...  # the script as it is
         return morph.hf.job(trainer)
 
-``morph run script.py:main`` then calls ``main`` in every process. The arguments of the Trainer, and what becomes of
-each, are in :data:`morph.trainers.arguments.ARGUMENTS`.
+``morph run script.py:main`` then calls ``main`` in every process. :data:`morph.trainers.arguments.ARGUMENTS` lists the
+arguments of the Trainer, and how Morph treats each.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ REPLACED = (
     *("train", "training_step", "get_batch_samples", "evaluate", "evaluation_loop", "prediction_loop"),
     *("prediction_step", "create_optimizer_and_scheduler"),
 )
-"""Methods of a Trainer that do not run: a subclass that has its own would train otherwise."""
+"""Methods of a Trainer that Morph does not run: a subclass that overrides one would train otherwise."""
 PREDICTIONS, LABELS = "predictions", "label_ids"
 _OWN_CALLBACKS = ("transformers.", "morph.spot.")
 
 
 def job(trainer: Trainer, **replaced: Any) -> Job:
-    """Make a job that trains what ``trainer.train()`` would train.
+    """Return a job that trains what ``trainer.train()`` would train.
 
-    Loss, optimizer with its groups, schedule, collator and data sets are the Trainer's; subclasses may have their own
+    Loss, optimizer with its groups, schedule, collator and data sets are the Trainer's; subclasses may override
     ``compute_loss``, ``create_optimizer``, ``create_scheduler``, ``get_train_dataloader`` and ``get_eval_dataloader``.
-    The model starts with the weights that ``trainer.model`` has now. So every process must make the same: call
+    The model starts with the present weights of ``trainer.model``, so every process must make the same weights: call
     ``transformers.set_seed`` before a model with random weights is made.
 
     Args:
-        trainer: Not trained yet.
-        replaced: Fields of :class:`morph.Job` that count in place of what follows from the Trainer. With ``model``, a
-            function that makes the model, the Trainer's own may be on the ``meta`` device, where it takes no memory.
+        trainer: A Trainer that has not trained yet.
+        replaced: Fields of :class:`morph.Job` that replace those derived from the Trainer. With ``model``, a function
+            that makes the model, the Trainer's own may be on the ``meta`` device, where it takes no memory.
 
     Raises:
-        JobError: naming the first argument that cannot be honoured, or a field that is not right.
+        JobError: an argument cannot be honoured, or a field is not right; the message names the first one.
     """
     from morph.jobs.existing import WholeModel, order_of
 
@@ -92,7 +92,7 @@ def job(trainer: Trainer, **replaced: Any) -> Job:
 
 
 def num_steps(trainer: Trainer) -> int:
-    """How many steps ``trainer.train()`` would make: the schedule's length, and what ``morph run --steps`` is for."""
+    """Return how many steps ``trainer.train()`` would make: the schedule's length, and the value for ``--steps``."""
     args: Any = trainer.args
     return int(args.max_steps) if args.max_steps > 0 else math.ceil(args.num_train_epochs * _steps_per_epoch(trainer))
 
@@ -120,13 +120,13 @@ def _check(trainer: Trainer, replaced: Mapping[str, Any]) -> None:
     if _has_no_numbers(trainer) and "model" not in replaced:
         raise refusal("model", "without numbers, on the meta device", "another argument of morph.hf.job: model=make")
     if any(parameter.device.type not in ("cpu", "meta") for parameter in trainer.model.parameters()):
-        raise refusal("use_cpu", False, "True: each worker moves the sections that it has to its device")
+        raise refusal("use_cpu", False, "True: each worker moves its sections to its device")
     if trainer.args.eval_strategy != "no" and isinstance(trainer.eval_dataset, Mapping):
         raise refusal("eval_dataset", "several data sets", "one data set")
 
 
 def _align_special_tokens(trainer: Trainer, model: Any) -> None:
-    """Give a model the numbers of padding and ends that the tokenizer has, as ``trainer.train()`` does first."""
+    """Give a model the tokenizer's ids of padding, beginning and end, as ``trainer.train()`` does first."""
     from transformers import PreTrainedTokenizerBase, ProcessorMixin, trainer_utils
 
     align = getattr(trainer_utils, "align_special_tokens", None)
@@ -146,7 +146,7 @@ def _aligned(trainer: Trainer, make: Callable[[], nn.Module]) -> Callable[[], nn
 
 
 def _lengths_of(trainer: Any, loader: DataLoader[Any], eval_data: Any, replaced: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a job whose collator pads to the longest sample of each batch."""
+    """Return the fields of a job whose collator pads to the longest sample of each batch."""
     from morph.trainers.lengths import Source, fields_of_lengths
 
     others = [] if eval_data is None else [eval_data()]
@@ -173,7 +173,7 @@ def _name(args: Any) -> str:
 
 
 def _evaluation_of(trainer: Trainer) -> dict[str, Any]:
-    """Fields of a job that evaluates as the Trainer does, keeps the best version and ends early."""
+    """Return the fields of a job that evaluates as the Trainer does, keeps the best version and stops early."""
     args: Any = trainer.args
     if args.eval_strategy == "no":
         return {}
@@ -215,7 +215,7 @@ def _metrics_of(trainer: Any) -> Any:
 
 
 def _of_each_sample(trainer: Any, model: Any, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, PerSample]:
-    """What ``compute_metrics`` gets, as ``Trainer.prediction_step`` takes it from the outputs and the batch."""
+    """Return the input of ``compute_metrics``, taken from outputs and batch as ``Trainer.prediction_step`` does."""
     ignored = {"loss", *getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])}
     named = isinstance(outputs, Mapping)
     logits: Any = tuple(v for k, v in outputs.items() if k not in ignored) if named else tuple(outputs[1:])
@@ -234,10 +234,11 @@ def _of_each_sample(trainer: Any, model: Any, outputs: Any, batch: Mapping[str, 
 
 
 def _loss_of(trainer: Any, loader: DataLoader[Any]) -> tuple[Any, bool]:
-    """The loss, a total and a weight where the Trainer counts items; and whether its batches are to be micro-batches.
+    """Return the loss, and whether the Trainer's batches must be micro-batches.
 
-    Over accumulated batches the Trainer divides by the number of items in all of them, or takes the mean of their
-    means; and where a model accepts the number and ignores it, as BERT does for sequences, it adds the means up.
+    The loss is a total and a weight if the Trainer counts items. Over accumulated batches the Trainer divides by the
+    number of items in all of them, or takes the mean of their means; if a model accepts the number and ignores it, as
+    BERT does for sequences, the Trainer adds up the means.
     """
     accumulated = trainer.args.gradient_accumulation_steps
     by_items, factor = True, 1.0
@@ -274,7 +275,7 @@ def _num_items(trainer: Any, batch: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _uses_number_of_items(trainer: Trainer, batch: dict[str, Tensor]) -> bool:
-    """Whether the loss is divided by the number that it is given: tried on shapes alone, or else with numbers."""
+    """Whether the loss is divided by the number that it is given: tried on shapes alone if possible, else with data."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -283,7 +284,7 @@ def _uses_number_of_items(trainer: Trainer, batch: dict[str, Tensor]) -> bool:
     mask = batch.get("attention_mask")
     pairs = {} if mask is None else {"attention_mask": mask[:, None, None].bool().expand(-1, 1, mask.shape[1], -1)}
     shapes = FakeTensorMode(allow_non_fake_inputs=True)
-    # models look at the values of a mask of tokens, and not at those of a mask of pairs of them
+    # models look at the values of a token mask, but not at those of a mask of token pairs
     for mode, changed in ((shapes, {}), (shapes, pairs), (None, {})):
         if mode is None and _has_no_numbers(trainer):
             break
@@ -292,7 +293,7 @@ def _uses_number_of_items(trainer: Trainer, batch: dict[str, Tensor]) -> bool:
             number = torch.ones((), requires_grad=True)
             try:
                 loss = trainer.compute_loss(model, {**batch, **changed}, num_items_in_batch=number)
-            except (RuntimeError, NotImplementedError):  # a model that looks at its values
+            except (RuntimeError, NotImplementedError):  # the model needs the values of its inputs
                 if mode is None:
                     raise
                 continue

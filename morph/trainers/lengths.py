@@ -1,4 +1,4 @@
-"""Fields of a job whose batches are as long as their longest sample, as a loader's samples and its collator show."""
+"""Fields of a job whose batches are as long as their longest sample, derived from a loader's samples and collator."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _SHOWN = 'lengths=lambda data: [len(sample["input_ids"]) for sample in data], bu
 
 @dataclass(frozen=True)
 class Source:
-    """What a job is made from.
+    """The call from which a job is made.
 
     Attributes:
-        call: The call that makes it, as a user writes it: ``morph.hf.job(trainer``.
-        field: What errors call the collator.
-        collator: The user's own, which the loader's may wrap.
-        column: The lengths that a data set has as a column of its own, if it has.
+        call: The beginning of the call, as a user writes it: ``morph.hf.job(trainer``.
+        field: The name of the collator in errors.
+        collator: The user's own collator, which the loader's collator may wrap.
+        column: Returns the lengths that a data set has as a column of its own, None if it has no such column.
     """
 
     call: str
@@ -41,7 +41,7 @@ class Source:
 
     @property
     def multiple(self) -> int:
-        """Of what number the collator makes every length a multiple."""
+        """The number to whose multiples the collator rounds every length up."""
         return getattr(self.collator, "pad_to_multiple_of", None) or 1
 
     def refusal(self, allowed: str) -> JobError:
@@ -54,16 +54,16 @@ class Source:
 def fields_of_lengths(
     loader: DataLoader[Any], others: Sequence[Any], given: Mapping[str, Any], source: Source
 ) -> dict[str, Any]:
-    """Return ``lengths``, ``buckets`` and ``padding``; nothing where all samples make batches of one length.
+    """Return ``lengths``, ``buckets`` and ``padding``; nothing if all samples make batches of one length.
 
     Args:
-        loader: Of the training data.
+        loader: The loader of the training data.
         others: Data sets to evaluate on.
         given: Fields that the user gave; ``lengths=None`` says that lengths do not vary.
-        source: For errors, and what is known besides.
+        source: The call from which the job is made.
 
     Raises:
-        JobError: lengths vary, and do not follow from the samples; it shows the line to write.
+        JobError: lengths vary, and cannot be derived from the samples; the message shows the line to write.
     """
     data, collate = loader.dataset, loader.collate_fn
     is_list = not isinstance(data, IterableDataset) and hasattr(data, "__getitem__")
@@ -99,9 +99,9 @@ def _collated(collate: Any, samples: list[Any]) -> Entries:
 def _lengths_of(
     data: Any, places: Sequence[int], longest: Sequence[int], varying: Sequence[str], source: Source
 ) -> Callable[[Any], NDArray[np.int64]]:
-    """A function that returns the lengths of a data set's samples: those of their entries that vary in batches.
+    """Return a function that returns the lengths of a data set's samples: those of the entries that vary in batches.
 
-    ``longest`` are those of the batches that the samples at ``places`` make, each by itself.
+    ``longest``: the lengths of the batches that the samples at ``places`` make, each by itself.
     """
     held = flat_sample(data[places[0]], "dataset()[0]", collated=True).entries
     names = [name for name in varying if name in held and held[name].dim() > 0]
@@ -115,7 +115,7 @@ def _lengths_of(
         return rounded([max(len(_entry(sample, name)) for name in names) for sample in samples])
 
     if not names or read(data, places).tolist() != list(longest):
-        allowed = "one whose batches are as long as the samples; or say how long each sample's row in a batch is"
+        allowed = "one whose batches are as long as the samples; or give the length of each sample's row in a batch"
         raise source.refusal(f"{allowed}: {source.call}, {_SHOWN})")
     column = source.column(data)
     has_column = column is not None and rounded([column[place] for place in places]).tolist() == list(longest)
@@ -131,7 +131,7 @@ def _lengths_of(
 
 
 def _entry(sample: Any, name: str) -> Any:
-    """The entry of a sample at a path, as ``flat_sample`` names it."""
+    """Return the entry of a sample at a path, in the notation of ``flat_sample``."""
     if name == ALONE and not isinstance(sample, Mapping):
         return sample
     if isinstance(sample, Mapping) and name in sample:
@@ -145,7 +145,7 @@ def _entry(sample: Any, name: str) -> Any:
 
 
 def _buckets(lengths: Sequence[Any], multiple: int) -> tuple[int, ...]:
-    """The longest length, and below it up to three powers of two that hold samples."""
+    """Return the longest length, and up to three powers of two below it that hold samples, ascending."""
     shortest, longest = (int(of([of(some) for some in lengths])) for of in (min, max))
     power = 1 << max(0, (longest - 1).bit_length() - 1)
     found = [longest]
@@ -157,7 +157,7 @@ def _buckets(lengths: Sequence[Any], multiple: int) -> tuple[int, ...]:
 
 
 def _padding(together: Entries, alone: Sequence[Entries], varying: Sequence[str]) -> dict[str, float]:
-    """With what a collator fills short rows up, where it is not what Morph takes by itself."""
+    """Return the values with which a collator pads short rows, by entry, if they differ from Morph's defaults."""
     found = {}
     for name in varying:
         number, own = min(((n, one[name][0]) for n, one in enumerate(alone)), key=lambda pair: pair[1].shape[0])
@@ -169,7 +169,7 @@ def _padding(together: Entries, alone: Sequence[Entries], varying: Sequence[str]
 
 
 def _fill(row: Tensor, own: Tensor) -> float | None:
-    """What stands behind, or before, a row's own entries, which may be drawn anew in each batch."""
+    """Return the value behind, or before, a row's own entries, which a collator may draw anew in each batch."""
     size = own.shape[0]
     sides = [(row[size:], row[:size]), (row[:-size], row[-size:])]
     even = [bool((fill == fill[0]).all()) for fill, _ in sides]

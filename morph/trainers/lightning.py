@@ -26,24 +26,24 @@ NEVER_CALLED = (
     *("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping"),
     *("transfer_batch_to_device", "configure_model", "configure_sharded_model", "manual_backward"),
 )
-"""Methods of a module that do not run, besides those that begin with ``on_``."""
+"""Methods of a module that Morph does not run, besides those that begin with ``on_``."""
 _HARMLESS = ("on_save_checkpoint", "on_load_checkpoint")
 
 
 def job(module: Any, loader: Any, eval_loader: Any = None, *, trainer: Any = None, **replaced: Any) -> Job:
-    """Make a job that trains a module as ``trainer.fit(module, loader)`` would.
+    """Return a job that trains a module as ``trainer.fit(module, loader)`` would.
 
-    The module starts with the weights that it has now, so every process must make the same: seed before it is made.
+    The module starts with its present weights, so every process must make the same weights: seed before it is made.
 
     Args:
-        module: A LightningModule; its ``training_step`` gives the loss.
+        module: A LightningModule; its ``training_step`` returns the loss.
         loader: A DataLoader of the training data.
-        eval_loader: Of the data to evaluate on; ``eval_every_steps`` is then a further argument.
-        trainer: Of its settings, those for clipping, accumulation and precision count.
-        replaced: Fields of :class:`morph.Job` that count in place of what follows from the others.
+        eval_loader: A DataLoader of the evaluation data; ``eval_every_steps`` is then a further argument.
+        trainer: A Trainer whose settings of clipping, accumulation and precision count; its others do not.
+        replaced: Fields of :class:`morph.Job` that replace those derived from the other arguments.
 
     Raises:
-        JobError: naming what cannot be honoured, or a field that is not right.
+        JobError: a setting cannot be honoured, or a field is not right; the message names it.
     """
     _check(module, loader, trainer)
     whole = _optimizer_of(module)
@@ -92,7 +92,7 @@ def _refusal(field: str, value: object, allowed: str) -> JobError:
 
 
 def _optimizer_of(module: Any) -> WholeModelOptimizer:
-    """Call ``configure_optimizers``, and take what it returned apart."""
+    """Return the optimizer and the schedule that ``configure_optimizers`` returns."""
     made = module.configure_optimizers()
     schedules: Sequence[Any] = ()
     if isinstance(made, tuple) and len(made) == 2 and all(isinstance(part, list) for part in made):
@@ -112,13 +112,13 @@ def _optimizer_of(module: Any) -> WholeModelOptimizer:
     else:
         each = ("epoch", 1)
     if schedule is not None and each != ("step", 1):
-        allowed = '{"scheduler": schedule, "interval": "step"}: Morph has schedules step with the optimizer'
+        allowed = '{"scheduler": schedule, "interval": "step"}: Morph steps schedules with the optimizer'
         raise _refusal("configure_optimizers", f"a schedule by {each[1]} {each[0]}", allowed)
     return WholeModelOptimizer(module.named_parameters(), made, schedule)
 
 
 def _loss(model: Any, batch: Any) -> Any:
-    """Call ``training_step``; what it logs as tensors are metrics."""
+    """Return the loss of ``training_step``; the tensors that it logs become metrics."""
     metrics: dict[str, Tensor] = {}
 
     def log(name: str, value: Any, *_: Any, **__: Any) -> None:

@@ -50,7 +50,7 @@ class MemoryRules:
 
 ObjectiveName = Literal["examples_per_s", "usd_per_example", "progress"]
 RedundancyName = Literal["off", "state", "salvage", "auto"]
-Price = float | Mapping[int, float]
+Price = float | Mapping[int, float] | Mapping[str, float]
 _NEEDS = {"examples_per_s": None, "usd_per_example": "usd_per_gpu_hour", "progress": "revocations_per_hour"}
 
 
@@ -89,7 +89,7 @@ class PlanRequest:
         overlap: "full": a worker computes while its messages are sent, as Morph's do; "none": it does nothing else
             while it sends or receives one, as in frameworks with blocking sends (DeepSpeed). To compare with such.
         objective: "examples_per_s", "usd_per_example" or "progress" (see :mod:`simulator.search.objectives`).
-        usd_per_gpu_hour: Price, one for all nodes or by GPUs per node; for "usd_per_example".
+        usd_per_gpu_hour: Price, one for all nodes, by GPUs per node, or of a pool by type; for "usd_per_example".
         revocations_per_hour: How often a node is revoked; for "progress".
         pause_s: What a morph stops training for; for "progress".
         replacement_s: From the revocation of a node until another one has taken its place; for "progress".

@@ -30,11 +30,17 @@ Group = tuple[int, int]
 """Equal pipelines: number of their type of node, depth."""
 Chosen = tuple[tuple[Group, int], ...]
 """How many pipelines of each kind, in their order."""
-_HOPE = 0.3
+_HOPE = 0.5
 """What is played of other depths is taken to surpass its bound by so much of the least that was seen, at best."""
 _NEAR = 1e-4
 _ROUNDS = 40
-_PLAYED = 8
+_PLAYED, _FEW = {True: 24, False: 8}, 12
+_GUESSED = 6
+"""So many kinds are played before a search is given up by what is guessed of others."""
+_TINY = 8
+"""On so few GPUs all mixes are looked at."""
+_DOUBT = {True: 1.03, False: 1.01}
+"""Mixes that would take so much longer, as far as is known, are looked at all the same: of tiny pools, and others."""
 _CHANGES = 2
 """Of the number of replicas, by which reducing takes longer, after which it is left at that."""
 
@@ -85,9 +91,10 @@ class Mixes:
         self.total = types[0].total
         self.most_replicas = min(self.total, most_replicas or self.total)
         self._found: dict[tuple[int, ...], tuple[float, Mix | None]] = {}
-        self._searches: dict[tuple[int, ...], _Search] = {}
+        self._searches: dict[tuple[int, ...], Search] = {}
         self._played: dict[Chosen, Mix | None] = {}
         self._rings: dict[object, Rings] = {}
+        self.lines: dict[tuple[Group, int, int], Line] = {}
 
     def best(self, gpus: tuple[int, ...], below_ns: float = math.inf) -> Mix | None:
         """The fastest that is found on all of these GPUs, a number of each type; None where none may take less."""
@@ -98,12 +105,12 @@ class Mixes:
 
     def least_ns(self, gpus: tuple[int, ...]) -> float:
         """No pipelines on these GPUs are faster, side by side."""
-        found = _Search(self, gpus).least_time(frozenset(), 0.0)
+        found = Search(self, gpus).least_time(frozenset(), 0.0)
         return math.inf if found is None else found[0] * (1 - _NEAR)
 
     def most(self, gpus: tuple[int, ...], time_ns: float) -> list[Ints]:
         """The most micro-batches in so much time on 0, 1, ... GPUs of each type, as far as is known."""
-        search = self._searches.get(gpus) or _Search(self, gpus)
+        search = self._searches.get(gpus) or Search(self, gpus)
         return [
             _knapsack(depths, search.gains(kind, time_ns, frozenset()), number)[0]
             if len(depths)
@@ -112,7 +119,7 @@ class Mixes:
         ]
 
     def _search(self, gpus: tuple[int, ...], below_ns: float) -> Mix | None:
-        search = self._searches[gpus] = _Search(self, gpus)
+        search = self._searches[gpus] = Search(self, gpus)
         played: dict[Chosen, Mix] = {}
         for chosen in search.promising(below_ns):
             found = self.played(chosen)
@@ -137,9 +144,9 @@ class Mixes:
         shares = self._shares(dict(chosen), num_replicas)
         if shares is None:
             return None
-        best_ns = self._exact_ns(chosen, shares)
+        best_ns = self.exact_ns(chosen, shares)
         for _ in range(_ROUNDS):
-            tried = {other: self._exact_ns(chosen, other) for other in _shifted(chosen, shares)}
+            tried = {other: self.exact_ns(chosen, other) for other in _shifted(chosen, shares)}
             if not tried or min(tried.values()) >= best_ns:
                 break
             shares = min(tried, key=tried.__getitem__)
@@ -193,7 +200,7 @@ class Mixes:
             totals[group] = max(chosen[group], totals[group] + step)
         return tuple(totals[group] for group in chosen)
 
-    def _exact_ns(self, chosen: Chosen, totals: tuple[int, ...]) -> int:
+    def exact_ns(self, chosen: Chosen, totals: tuple[int, ...]) -> int:
         """The whole mini-batch."""
         ended, numbers = [], []
         for ((kind, depth), number), total in zip(chosen, totals, strict=True):
@@ -250,18 +257,22 @@ def _least_time_ns(total: int, lines: Sequence[tuple[Line, int]]) -> float:
     return high
 
 
-class _Search:
+class Search:
     """The search for one number of GPUs of each type. What it finds depends on nothing but these."""
 
     def __init__(self, mixes: Mixes, gpus: tuple[int, ...]) -> None:
         self.mixes, self.gpus, self.total = mixes, gpus, mixes.total
         self.lines: dict[Group, Line] = {}
+        self.played: dict[Group, int] = {}
+        """For how many micro-batches."""
         self.depths = [pipelines.depths(number) for pipelines, number in zip(mixes.types, gpus, strict=True)]
         self.bounds = [
             pipelines.bounds_ns[:, depths].astype(np.float64)
             for pipelines, depths in zip(mixes.types, self.depths, strict=True)
         ]
         self.numbers = np.array(mixes.types[0].numbers, np.float64)
+        self.is_tiny = sum(gpus) <= _TINY
+        self.doubt = _DOUBT[self.is_tiny]
         self.ratios = [np.ones(len(depths)) for depths in self.depths]
         self.num_replicas = 2
 
@@ -278,11 +289,17 @@ class _Search:
                 found.setdefault(other[1], other[0])
         for other_chosen in self.of_one_depth(time_ns):
             found.setdefault(other_chosen, self.time_ns(other_chosen))
+        if self.is_tiny:
+            for group in [(kind, depth) for kind, depths in enumerate(self.depths) for depth in depths.tolist()]:
+                if group not in self.lines:
+                    self.play(group, time_ns)
+            for each in self.all_mixes():
+                found.setdefault(each, self.time_ns(each))
         for moved in [moved for near in found for moved in self.moved(near)]:
             if moved and moved not in found:
                 found[moved] = self.time_ns(moved)
-        hopeful = [each for each in found if found[each] < below_ns]
-        yield from sorted(hopeful, key=lambda each: (found[each], len(each)))[:_PLAYED]
+        hopeful = [each for each in found if found[each] < below_ns * self.doubt]
+        yield from sorted(hopeful, key=lambda each: (found[each], len(each)))[: _PLAYED[self.is_tiny]]
 
     def solve(
         self, without: frozenset[Group], least_ns: float = 0.0, below_ns: float = math.inf
@@ -291,43 +308,53 @@ class _Search:
 
         None where it is not below this.
         """
-        low, changes = least_ns, 0
+        changes = 0
         while True:
-            found = self.least_time(without, low)
+            found = self.least_time(without, least_ns)
             if found is None:
                 return None
             time_ns, chosen = found
-            if time_ns >= below_ns:
+            new = [group for group, _ in chosen if group not in self.lines]
+            if time_ns >= below_ns * self.doubt and (not new or len(self.lines) >= _GUESSED):
                 return None
             num_replicas = sum(number for _, number in chosen)
             if abs(num_replicas - self.num_replicas) > self.num_replicas // 8 and changes < _CHANGES:
-                self.num_replicas, low, changes = num_replicas, least_ns, changes + 1
+                self.num_replicas, changes = num_replicas, changes + 1
                 self.lines, known = {}, list(self.lines)
                 for group in known:
                     self.play(group, time_ns)
                 continue
-            new = [group for group, _ in chosen if group not in self.lines]
             if not new:
                 return time_ns, chosen
             for group in new:
                 self.play(group, time_ns)
-            low = time_ns * (1 - _NEAR)
 
     def play(self, group: Group, time_ns: float) -> None:
         """Replace what is taken of a kind by what a pipeline takes with about as many micro-batches."""
-        (kind, depth), pipelines = group, self.mixes.types[group[0]]
+        kind, depth = group
         place = int(np.searchsorted(self.depths[kind], depth))
         bounds = self.bounds[kind][:, place]
         guess = float(np.interp(time_ns / self.ratios[kind][place], bounds, self.numbers))
         number = min(max(1, int(guess)), max(1, self.total - 1))
-        few = max(1, number * 3 // 4)
-        times = {each: pipelines.alone_ns(depth, each, number, self.num_replicas) for each in {number, few}}
-        self.lines[group] = Line(times.items())
-        if times[number] < NEVER:
-            self.ratios[kind][place] = max(1.0, times[number] / float(np.interp(number, self.numbers, bounds)))
+        self.played[group] = number
+        line = self.lines[group] = self.line_of(group, self.num_replicas)
+        if (time_ns := line.time_ns(number)) < NEVER:
+            self.ratios[kind][place] = max(1.0, time_ns / float(np.interp(number, self.numbers, bounds)))
             known = [int(np.searchsorted(self.depths[kind], deep)) for other, deep in self.lines if other == kind]
             hoped = 1 + _HOPE * (self.ratios[kind][known].min() - 1)
             self.ratios[kind][np.delete(np.arange(len(self.depths[kind])), known)] = hoped
+
+    def line_of(self, group: Group, num_replicas: int) -> Line:
+        """What a kind takes that has been played, one of D pipelines."""
+        key = group, num_replicas, self.played[group]
+        if key not in self.mixes.lines:
+            (kind, depth), number = group, self.played[group]
+            few = max(1, number * 3 // 4)
+            numbers = {few, number, *((number + 1,) if number <= _FEW else ())}
+            alone_ns = self.mixes.types[kind].alone_ns
+            times = [(each, alone_ns(depth, each, number, num_replicas)) for each in numbers]
+            self.mixes.lines[key] = Line(times)
+        return self.mixes.lines[key]
 
     def gains(self, kind: int, time_ns: float, without: frozenset[Group]) -> Ints:
         """Micro-batches of a pipeline of each depth in so much time."""
@@ -402,7 +429,11 @@ class _Search:
 
     def time_ns(self, chosen: Chosen) -> float:
         """What these pipelines take, as far as is known."""
-        lines = [(self.line(group), number) for group, number in chosen]
+        num_replicas = sum(number for _, number in chosen)
+        lines = [
+            (self.line_of(group, num_replicas) if group in self.played else self.line(group), number)
+            for group, number in chosen
+        ]
         return _least_time_ns(self.total, lines)
 
     def line(self, group: Group) -> Line:
@@ -423,6 +454,24 @@ class _Search:
             best = np.argsort(-gains, kind="stable")[:3]
             ways.append([(((kind, int(depths[place])), number // int(depths[place])),) for place in best.tolist()])
         yield from (tuple(chain.from_iterable(each)) for each in product(*(way or [()] for way in ways)))
+
+    def all_mixes(self) -> Iterator[Chosen]:
+        """Every mix of two pipelines or more."""
+
+        def of_type(kind: int, left: int, place: int) -> Iterator[Chosen]:
+            depths = self.depths[kind]
+            if place == len(depths) or depths[place] > left:
+                yield ()
+                return
+            for number in range(left // int(depths[place]) + 1):
+                here: Chosen = (((kind, int(depths[place])), number),) if number else ()
+                for rest in of_type(kind, left - number * int(depths[place]), place + 1):
+                    yield here + rest
+
+        for each in product(*(list(of_type(kind, number, 0)) for kind, number in enumerate(self.gpus))):
+            chosen = tuple(chain.from_iterable(each))
+            if sum(number for _, number in chosen) > 1:
+                yield chosen
 
     def moved(self, chosen: Chosen) -> Iterator[Chosen]:
         """Mixes with a stage moved from one pipeline to another of the same type, or one pipeline less."""

@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -246,7 +246,7 @@ def usd_per_h_of(price: Price, used_sizes: Mapping[int, int]) -> float:
     """
     total = 0.0
     for size, number in used_sizes.items():
-        per_gpu = price.get(size) if isinstance(price, Mapping) else price
+        per_gpu = cast("Mapping[int, float]", price).get(size) if isinstance(price, Mapping) else price
         if per_gpu is None or per_gpu not in ranges.USD_PER_HOUR:
             sizes = ", ".join(map(str, sorted(used_sizes)))
             allowed = f"{ranges.USD_PER_HOUR} in dollars per GPU-hour, for nodes of {sizes} GPUs"

@@ -46,7 +46,7 @@ class Pipelines:
         self.sweep, self.schedule, self.node_type = sweep, schedule, node_type
         self.settings: tuple[Setting, ...] = tuple(setting.under(schedule) for setting in sweep.settings)
         self.total = self.settings[0].num_micro_batches
-        self._costs: dict[tuple[int, int], StageCosts | None] = {}
+        self._costs: dict[tuple[int, int, bool], StageCosts | None] = {}
         self._ended: dict[tuple[int, int], Ended] = {}
 
     @cached_property
@@ -85,14 +85,17 @@ class Pipelines:
         found: Ints = np.flatnonzero(self.bounds_ns[0, : num_gpus + 1] < NEVER)
         return found
 
-    def costs(self, depth: int, num_micro_batches: int) -> StageCosts | None:
-        """The best stages of one pipeline with so many micro-batches; None where it does not fit."""
-        key = depth, min(anchor(num_micro_batches), max(1, self.total - 1))
+    def costs(self, depth: int, num_micro_batches: int, *, moves: bool = True) -> StageCosts | None:
+        """The best stages of one pipeline with so many micro-batches; None where it does not fit.
+
+        ``moves``: whether cuts next to the most even one are tried, which takes most of the time.
+        """
+        key = depth, min(anchor(num_micro_batches), max(1, self.total - 1)), moves
         if key not in self._costs:
             self._costs[key] = self._best(*key)
         return self._costs[key]
 
-    def _best(self, depth: int, number: int) -> StageCosts | None:
+    def _best(self, depth: int, number: int, moves: bool) -> StageCosts | None:
         counts = (number,) * max(2, round(self.total / number))
         best: tuple[int, StageCosts] | None = None
         layout = self.sweep.layouts((depth, len(counts)))[0]
@@ -101,7 +104,7 @@ class Pipelines:
                 continue
             if not setting.fits(depth, number):
                 continue
-            trial = Trial(setting, self.sweep.shape_simulator, layout, depth, counts)
+            trial = Trial(setting, self.sweep.shape_simulator, layout, depth, counts, moves=moves)
             if setting.grouped and best is not None and trial.closest_ns * 101 >= best[0] * 100:
                 continue
             found = trial.best()
@@ -109,9 +112,9 @@ class Pipelines:
                 best = found.mini_batch_ns, found.costs
         return None if best is None else best[1]
 
-    def ended(self, depth: int, number: int, most: int) -> Ended | None:
+    def ended(self, depth: int, number: int, most: int, *, moves: bool = True) -> Ended | None:
         """How one pipeline ends that has so many micro-batches, the busiest of its kind ``most``."""
-        costs = self.costs(depth, most)
+        costs = self.costs(depth, most, moves=moves)
         if costs is None:
             return None
         key = id(costs), number
@@ -121,7 +124,7 @@ class Pipelines:
 
     def alone_ns(self, depth: int, number: int, most: int, num_replicas: int) -> int:
         """What a mini-batch takes of D pipelines like that; ``NEVER`` where it does not fit."""
-        ended = self.ended(depth, number, most)
+        ended = self.ended(depth, number, most, moves=False)
         return NEVER if ended is None else self._through_ns(ended, num_replicas)
 
     def _through_ns(self, ended: Ended, num_replicas: int) -> int:
@@ -142,17 +145,17 @@ class Line:
         self.times_ns = [time_ns for _, time_ns in points]
 
     def number(self, time_ns: float) -> float:
-        """Micro-batches in so much time; below the first point in proportion."""
+        """Micro-batches in so much time."""
         place = bisect_left(self.times_ns, time_ns)
-        if len(self.numbers) == 1 or place == 0:
+        if len(self.numbers) == 1:
             return self.numbers[0] * time_ns / self.times_ns[0]
         (low, high), (early, late) = self._around(place)
-        return low + (time_ns - early) * (high - low) / max(1, late - early)
+        return max(0.0, low + (time_ns - early) * (high - low) / max(1, late - early))
 
     def time_ns(self, number: int) -> float:
         """The time of so many micro-batches."""
         place = bisect_left(self.numbers, number)
-        if len(self.numbers) == 1 or (place == 0 and number < self.numbers[0]):
+        if len(self.numbers) == 1:
             return self.times_ns[0] * number / self.numbers[0]
         (low, high), (early, late) = self._around(place)
         return early + (number - low) * (late - early) / (high - low)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import heapq
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from morph.contract import ranges
@@ -21,7 +22,7 @@ from simulator.inputs.placement import node_sizes
 from simulator.inputs.request import ObjectiveName, PlanRequest
 from simulator.search.mini_batch import simulate
 from simulator.search.objectives import Shape, usd_per_h_of
-from simulator.search.pools import Pools, allows_unequal
+from simulator.search.pools import Found, Pools, allows_unequal
 from simulator.search.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -242,24 +243,28 @@ def _plan_pool(profile: Profile, request: PlanRequest, pool: Pool, num_runners_u
     Raises:
         PlanError: no GPUs, or a request that a pool does not answer.
     """
-    if not pool:
-        raise PlanError("has no GPUs", field="pool", value=str(pool), allowed=Pool.EXAMPLE)
-    if request.objective != "examples_per_s" or not allows_unequal(replace(request, unequal=True)):
-        raise PlanError(
-            "is answered by examples per second, each GPU on a node of its own",
-            field="pool",
-            value=str(pool),
-            allowed="a pool without nodes, shapes, shared cores, slow workers or jitter",
-        )
+    _check_pool(request, pool)
     gpus, pools = [pool[name] for name in pool.types], Pools(profile, request, pool.types)
-    equal = pools.equal(gpus, 1 + num_runners_up)
-    best_of_type = list({each.node_type: each for each in reversed(equal)}.values())
-    mix = pools.unequal(gpus, sorted(best_of_type, key=lambda each: each.mini_batch_ns)) if request.unequal else None
+    equal, prices = pools.equal(gpus, 1 + num_runners_up), _prices(request, pool)
+    if prices is None:
+        best_of_type = list({each.node_type: each for each in reversed(equal)}.values())
+        best_of_type.sort(key=lambda each: each.mini_batch_ns)
+        mix = pools.unequal(gpus, best_of_type)
+    else:
+        equal = _cheapest_equal(pools, gpus, prices, 1 + num_runners_up)
+        mix = pools.cheapest(gpus, equal, prices)
     ranked = ([mix] if mix else []) + equal
     simulations = tuple(pools.described(each) for each in ranked[: 1 + num_runners_up])
+    batch_size, values = profile.job.batch_size, [simulation.expected.examples_per_s for simulation in simulations]
+    if prices is not None:
+        usd_per_h = [sum(map(operator.mul, each.workers, prices)) for each in ranked[: 1 + num_runners_up]]
+        values = [
+            usd / 3600 * simulation.expected.mini_batch_s / batch_size
+            for usd, simulation in zip(usd_per_h, simulations, strict=True)
+        ]
     return PlanChoice(
         simulations=simulations,
-        values=tuple(simulation.expected.examples_per_s for simulation in simulations),
+        values=tuple(values),
         objective=request.objective,
         num_gpus=pool.num_gpus,
         num_shapes=len(ranked),
@@ -322,14 +327,121 @@ def plan_table(
     sweep = Sweep(profile, request, request.conditions(None))
     numbers = range(min_gpus, max_gpus + 1)
     tables = [_Table(each, numbers, request, most_replicas) for each in sweep.by_micro_batch_size()]
+    table = _best_table(tables)
+    if not table.outcomes or not allows_unequal(request):
+        return table.plans
+    pools = Pools(profile, request, ("",), (table.sweep,), most_replicas)
+    size = table.sweep.settings[0].sections.micro_batch_size
+    found = {number: each for (number,), each in pools.table((max_gpus,), size, [table.outcomes])}
+    unequal = {number: pools.described(each).plan for number, each in found.items() if each.mix is not None}
+    return {number: unequal.get(number, plan) for number, plan in table.plans.items()}
+
+
+def _best_table(tables: Sequence[_Table]) -> _Table:
+    """The one with most examples per second on average, filled."""
     if len(tables) == 1:
-        return dict(tables[0].found())
+        dict(tables[0].found())
+        return tables[0]
     steps = [table.bounds() for table in tables]
     heap = [(-next(step), place) for place, step in enumerate(steps)]
     heapq.heapify(heap)
     while (bound := next(steps[heap[0][1]], None)) is not None:  # the most promising table is taken further
         heapq.heapreplace(heap, (-bound, heap[0][1]))
-    return tables[heap[0][1]].plans
+    return tables[heap[0][1]]
+
+
+def pool_plan_table(
+    profile: Profile,
+    most: Pool | Mapping[str, int],
+    request: PlanRequest = PlanRequest(),  # noqa: B008 (frozen)
+    *,
+    most_replicas: int | None = None,
+    **more: Any,
+) -> dict[Pool, Plan]:
+    """The plan with most examples per second for every pool of GPUs up to ``most``: unequal pipelines, if that is best.
+
+    A pool on which nothing fits is absent. All of them have the same m: the one with which the types, each with all of
+    its GPUs, make most examples per second in all. ``more``: fields of the request.
+
+    Raises:
+        PlanError: a pool without GPUs, a type that the profile does not have, or a request that no pool answers.
+    """
+    request, pool = replace(request, **more), most if isinstance(most, Pool) else Pool.of(most)
+    _check_pool(request, pool)
+    counts = [pool[name] for name in pool.types]
+    pools = Pools(profile, request, pool.types, most_replicas=most_replicas)
+
+    def rate(size: int) -> float:
+        every = zip(pools.of_size(size), counts, strict=True)
+        found = [_fastest(sweep, number, most_replicas) for sweep, number in every]
+        return sum(1 / outcome.mini_batch_ns for outcome in found if outcome is not None)
+
+    size = max(pools.sizes(), key=rate) if len(pools.sizes()) > 1 else pools.sizes()[0]
+    tables = [
+        _Table(sweep, range(1, number + 1), request, most_replicas)
+        for sweep, number in zip(pools.of_size(size), counts, strict=True)
+    ]
+    for table in tables:
+        dict(table.found())
+    plans: dict[int, Plan] = {}
+    answers = {}
+    for gpus, found in pools.table(counts, size, [table.outcomes for table in tables]):
+        key = id(found.mix or found.outcome)
+        if key not in plans:
+            plans[key] = pools.described(found).plan
+        answers[Pool.of(dict(zip(pool.types, gpus, strict=True)))] = plans[key]
+    return answers
+
+
+def _fastest(sweep: Sweep, num_gpus: int, most_replicas: int | None) -> Outcome | None:
+    depths = sweep.depths(num_gpus, most_replicas=most_replicas)
+    return sweep.fastest(num_gpus, depths, 1, most_replicas)[0] if depths else None
+
+
+def _prices(request: PlanRequest, pool: Pool) -> list[float] | None:
+    """Dollars per GPU-hour of each type, for dollars per example; None for examples per second.
+
+    Raises:
+        PlanError: a type without a price.
+    """
+    if request.objective != "usd_per_example":
+        return None
+    price, field = request.usd_per_gpu_hour, "usd_per_gpu_hour"
+    by_type = dict(price.items()) if isinstance(price, Mapping) else dict.fromkeys(pool.types, price)
+    found = [float(by_type.get(name) or math.nan) for name in pool.types]
+    if any(each not in ranges.USD_PER_HOUR for each in found):
+        allowed = f"dollars per GPU-hour of each of {', '.join(pool.types)}"
+        raise PlanError("is not a price of each type", field=field, value=price, allowed=allowed)
+    return found
+
+
+def _usd_per_h(price: float, shape: Shape) -> float:
+    return price * shape[0] * shape[1]
+
+
+def _cheapest_equal(pools: Pools, gpus: Sequence[int], prices: Sequence[float], count: int) -> list[Found]:
+    """The cheapest equal pipelines on each type alone, best first."""
+    found = []
+    for place, (sweep, number, price) in enumerate(zip(pools.sweeps, gpus, prices, strict=True)):
+        depths = sweep.depths(number)
+        shapes = [
+            (depth, replicas) for depth in depths for replicas in sweep.replicas(min(number // depth, sweep.total))
+        ]
+        aim = Cheapest(sweep.profile.job.batch_size, partial(_usd_per_h, price))
+        found += [pools.of_outcome(place, outcome) for outcome in sweep.best(shapes, count, aim)]
+    return sorted(found, key=lambda each: each.mini_batch_ns * sum(map(operator.mul, each.workers, prices)))
+
+
+def _check_pool(request: PlanRequest, pool: Pool) -> None:
+    if not pool:
+        raise PlanError("has no GPUs", field="pool", value=str(pool), allowed=Pool.EXAMPLE)
+    if request.objective == "progress" or not allows_unequal(replace(request, unequal=True)):
+        raise PlanError(
+            "is answered by examples per second or dollar, each GPU on a node of its own",
+            field="pool",
+            value=str(pool),
+            allowed="a pool without nodes, shapes, shared cores, slow workers or jitter",
+        )
 
 
 def pipeline_times(
@@ -366,10 +478,10 @@ def _on_nodes(sweep: Sweep, request: PlanRequest, num_gpus: int) -> Sweep:
 
 
 class _Table:
-    """Finds the best plan with one m for each number of GPUs."""
+    """Finds the best plan of equal pipelines with one m for each number of GPUs."""
 
     def __init__(self, sweep: Sweep, numbers: range, request: PlanRequest, most_replicas: int | None) -> None:
-        self.plans: dict[int, Plan] = {}
+        self.sweep, self.plans, self.outcomes = sweep, dict[int, Plan](), dict[int, Outcome]()
         self._batch_size, self._most = sweep.profile.job.batch_size, min(sweep.total, most_replicas or sweep.total)
         self._alone = request.num_gpus_per_node is not None  # the same shape lies elsewhere on other nodes
         self._searches: list[tuple[int, Sweep, list[Shape]]] = []
@@ -411,7 +523,7 @@ class _Table:
                 one = min(one, best, key=lambda outcome: outcome.mini_batch_ns)
             if one.shape not in described:
                 described[one.shape] = describe(one, sweep.shape_simulator).plan
-            self.plans[num_gpus] = described[one.shape]
+            self.plans[num_gpus], self.outcomes[num_gpus] = described[one.shape], one
             yield num_gpus, self.plans[num_gpus]
 
 

@@ -7,8 +7,9 @@ that might be as fast are looked at too, so that no GPU makes a plan slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -26,10 +27,12 @@ from simulator.search.sweep import Sweep
 
 WORTH = 0.999
 """Of the time of equal pipelines what unequal ones may take at most to replace them."""
-_SIZES = 4
-"""Of micro-batch sizes, those that are looked at because their bounds are least."""
-_SUBSETS = 64
-"""Of fewer GPUs, numbers that are looked at."""
+_SIZES, _MANY = 4, 64
+"""Of micro-batch sizes, those that are looked at because their bounds are least; one of more GPUs than that."""
+_SLOWER, _LENGTHS = 16.0, 24
+"""How much longer mini-batches may be that cost less, and of how many lengths they are looked for."""
+_SUBSETS = {True: 16, False: 2}
+"""Of fewer GPUs, numbers that are looked at: where there are few, and where there are many."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,19 @@ def allows_unequal(request: PlanRequest) -> bool:
     given = (request.num_gpus_per_node, request.compute_slots, request.jitter_seed, request.slow or None)
     shape = (request.pipeline_depth, request.num_replicas)
     return request.unequal and request.objective != "progress" and all(each is None for each in (*given, *shape))
+
+
+def _cheap_subsets(
+    mixes: Mixes, gpus: tuple[int, ...], fastest_ns: int, usd_per_h: Sequence[float]
+) -> list[tuple[int, ...]]:
+    """The cheapest GPUs of these that may be enough, for mini-batches of several lengths."""
+    found: dict[tuple[int, ...], None] = {}
+    for time_ns in np.geomspace(fastest_ns, fastest_ns * _SLOWER, _LENGTHS).tolist():
+        done = mixes.most(gpus, time_ns)
+        enough = np.argwhere(sum(np.ix_(*done)) >= mixes.total)
+        if len(enough):
+            found[tuple(enough[(enough @ np.array(usd_per_h)).argmin()].tolist())] = None
+    return [subset for subset in found if sum(subset) > 1]
 
 
 class Pools:
@@ -114,8 +130,7 @@ class Pools:
             for subset in self._subsets(mixes, tuple(gpus), below):
                 mix = mixes.best(subset, below)
                 if mix is not None and mix.mini_batch_ns < below:
-                    workers = tuple(mix.workers.get(place, 0) for place in range(len(gpus)))
-                    best, below = Found(mix.mini_batch_ns, workers, mix=mix, mixes=mixes), float(mix.mini_batch_ns)
+                    best, below = self._of_mix(mix, mixes), float(mix.mini_batch_ns)
         return best
 
     def _promising(self, gpus: Sequence[int], equal: Sequence[Found]) -> list[tuple[int, Schedule]]:
@@ -128,13 +143,80 @@ class Pools:
             found |= dict.fromkeys((costs.sections.micro_batch_size, schedule) for schedule in schedules)
         below_ns = equal[0].mini_batch_ns
         bounds_ns = {
-            size: self.mixes(size, self.request.schedule or "varuna").least_ns(tuple(gpus))
-            for size in set.intersection(*map(set, self._by_size))
+            size: self.mixes(size, self.request.schedule or "varuna").least_ns(tuple(gpus)) for size in self.sizes()
         }
-        for size in sorted(bounds_ns, key=bounds_ns.__getitem__)[:_SIZES]:
+        num_sizes = _SIZES if sum(gpus) <= _MANY else 1
+        for size in sorted(bounds_ns, key=bounds_ns.__getitem__)[:num_sizes]:
             if bounds_ns[size] < below_ns:
                 found[size, self.request.schedule or "varuna"] = None
         return list(found)
+
+    def cheapest(self, gpus: Sequence[int], equal: Sequence[Found], usd_per_h: Sequence[float]) -> Found | None:
+        """The mix with fewest dollars per example that surpasses equal pipelines; None: there is none.
+
+        Args:
+            gpus: Of each type, at most; what is not used is not paid.
+            equal: The cheapest equal pipelines, best first, on whose micro-batch size mixes go.
+            usd_per_h: Price of a GPU of each type.
+        """
+
+        def cost(found: Found) -> float:
+            return found.mini_batch_ns * float(np.dot(found.workers, usd_per_h))
+
+        best, below = None, cost(equal[0]) * WORTH
+        for size, schedule in self._promising(gpus, equal):
+            mixes = self.mixes(size, schedule)
+            fastest = mixes.best(tuple(gpus))
+            for subset in (
+                [] if fastest is None else _cheap_subsets(mixes, tuple(gpus), fastest.mini_batch_ns, usd_per_h)
+            ):
+                mix = mixes.best(subset)
+                if mix is not None and cost(found := self._of_mix(mix, mixes)) < below:
+                    best, below = found, cost(found)
+        return best
+
+    def table(
+        self, most: Sequence[int], micro_batch_size: int, equal: Sequence[Mapping[int, Outcome]]
+    ) -> Iterator[tuple[tuple[int, ...], Found]]:
+        """The best answer for every number of GPUs of each type up to ``most``; none where the job does not fit.
+
+        Args:
+            most: GPUs of each type.
+            micro_batch_size: Of all answers.
+            equal: Of each type, by number of GPUs, the fastest equal pipelines, where any fit.
+        """
+        mixes = self.mixes(micro_batch_size, self.request.schedule or "varuna")
+        least: dict[tuple[int, ...], Found] = {}
+        for gpus in product(*(range(number + 1) for number in most)):
+            alone = [
+                self.of_outcome(place, equal[place][number])
+                for place, number in enumerate(gpus)
+                if number in equal[place]
+            ]
+            fewer = [(*gpus[:place], number - 1, *gpus[place + 1 :]) for place, number in enumerate(gpus) if number]
+            known = [least[each] for each in fewer if each in least]
+            if alone:
+                best = min(alone, key=lambda each: (each.mini_batch_ns, sum(each.workers)))
+                below = min([best.mini_batch_ns * WORTH, *(each.mini_batch_ns for each in known)])
+                mix = mixes.best(gpus, below) if sum(gpus) > 1 else None
+                if mix is not None and mix.mini_batch_ns < below:
+                    known.append(self._of_mix(mix, mixes))
+                if known:
+                    least[gpus] = min(known, key=lambda each: each.mini_batch_ns)
+                is_worth = known and least[gpus].mini_batch_ns < best.mini_batch_ns * WORTH
+                yield gpus, least[gpus] if is_worth else best
+
+    def _of_mix(self, mix: Mix, mixes: Mixes) -> Found:
+        workers = tuple(mix.workers.get(place, 0) for place in range(len(self.names)))
+        return Found(mix.mini_batch_ns, workers, mix=mix, mixes=mixes)
+
+    def sizes(self) -> list[int]:
+        """Micro-batch sizes that all types have."""
+        return sorted(set.intersection(*map(set, self._by_size)))
+
+    def of_size(self, micro_batch_size: int) -> list[Sweep]:
+        """The sweep of each type with one micro-batch size."""
+        return [sizes[micro_batch_size] for sizes in self._by_size]
 
     def mixes(self, micro_batch_size: int, schedule: Schedule) -> Mixes:
         """Of one micro-batch size and schedule."""
@@ -154,7 +236,7 @@ class Pools:
         sums = sum(np.ix_(*done)) if len(done) > 1 else done[0]
         enough = np.argwhere(np.asarray(sums) >= mixes.total)
         order = np.argsort(-enough.sum(axis=1), kind="stable")
-        for place in order[1 : 1 + _SUBSETS].tolist():
+        for place in order[1 : 1 + _SUBSETS[sum(gpus) <= _MANY]].tolist():
             yield tuple(enough[place].tolist())
 
     def described(self, found: Found) -> Simulation:
@@ -179,7 +261,9 @@ class Pools:
             return refused[0][2]
         ways = [f"{name}={fewest}" for name, fewest, _ in refused if fewest is not None]
         pool = Pool.of(dict(zip(self.names, gpus, strict=True)))
-        why = "; ".join(f"on {name}, {str(error).split(': ', 2)[-1]}" for name, _, error in refused)
+        why = "; ".join(
+            f"on {name}, {str(error).split('; allowed')[0].rsplit(': ', 1)[-1]}" for name, _, error in refused
+        )
         return PlanError(
             f"the job fits on no type of these GPUs alone ({why})",
             field="pool",

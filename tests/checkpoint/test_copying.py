@@ -198,12 +198,12 @@ THERE = (look(10), look(20, kept=True), look(30, State.DAMAGED), look(40), look(
         (20, None, False, "is kept"),
         (20, 7, True, None),
         (30, 7, False, None),
-        (40, None, False, "is the newest that is whole"),
+        (40, None, False, "is the newest whole version"),
         (40, None, True, None),
-        (40, 7, True, "is the newest that is whole; and process 7 manages its run"),
-        (50, None, False, "is not whole, and may be on its way, for no newer one is whole"),
+        (40, 7, True, "is the newest whole version; and process 7 manages its run"),
+        (50, None, False, "is not whole, but may become so: no newer one is whole"),
         (50, None, True, None),
-        (50, 7, True, "is not whole, and may be on its way, for no newer one is whole; and process 7 manages its run"),
+        (50, 7, True, "is not whole, but may become so: no newer one is whole; and process 7 manages its run"),
     ],
 )
 def test_what_may_be_removed(version: int, holder: int | None, force: bool, problem: str | None) -> None:

@@ -254,7 +254,7 @@ def test_keys_left_out_keep_their_defaults(tmp_path: Path) -> None:
         ("vms: {num_vms: true}", "vms.num_vms", True, "an integer at least 1 and at most 64"),
         ("vms: {device: tpu}", "vms.device", "tpu", "cpu or cuda"),
         ("vms: {links: nvlink}", "vms.links", "nvlink", "auto or ipc or staged"),
-        ("vms: {kind: moon}", "vms.kind", "moon", "local or azure or slurm or static"),
+        ("vms: {kind: moon}", "vms.kind", "moon", "local or azure or aws or slurm or static"),
         ("vms: {memory_bytes: -1}", "vms.memory_bytes", -1, "an integer at least 1 and at most 1125899906842624"),
         (
             "vms: 6",

@@ -482,7 +482,7 @@ def test_what_is_no_duration_is_refused_with_its_option(text: str) -> None:
     ("options", "problem"),
     [
         ((), "exactly one option chooses the VMs; allowed: --mttp, --trace or --vm"),
-        ((*BY_LIFETIMES, "--vm", "a"), "one option chooses the VMs (got '--mttp --vm'); allowed: --mttp, --trace or --vm"),
+        ((*BY_LIFETIMES, "--vm", "a"), "option chooses the VMs (got '--mttp --vm'); allowed: --mttp, --trace or --vm"),
         (
             ("--vm", "a", "--dry-run"),
             "--vm: takes a VM now, so there is nothing to predict; allowed: no --dry-run",

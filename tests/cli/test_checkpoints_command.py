@@ -85,10 +85,10 @@ def test_verify_reads_every_byte_names_the_file_and_ends_with_one(run_dir: Path)
 def test_rm_removes_what_it_may_and_nothing_where_one_is_refused(run_dir: Path) -> None:
     url = str(run_dir / "checkpoints")
     said("keep", run_dir, 40)
-    assert "is kept (got 40); allowed: those that are neither kept nor the best; or --force" in refused(
+    assert "is kept (got 40); allowed: versions that are neither kept nor the best; or --force" in refused(
         "rm", run_dir, 20, 40
     )
-    assert "is the newest that is whole (got 60); allowed: older ones; or --force" in refused("rm", run_dir, 20, 60)
+    assert "is the newest whole version (got 60); allowed: older versions; or --force" in refused("rm", run_dir, 20, 60)
     assert "has no such checkpoint (got 7)" in refused("rm", run_dir, 7)
     assert complete_versions(url) == (20, 40, 60)
     assert said("rm", run_dir, 20, 20) == "version 20 is removed\n"
@@ -106,7 +106,7 @@ def test_a_copy_of_the_newest_passes_over_what_is_damaged(run_dir: Path, tmp_pat
     result = checkpoints("copy", run_dir, target)
     assert result.exit_code == 0
     assert result.stdout.startswith("copied version 40, ")
-    assert "version 60 is passed over, and version 40 is the newest that is whole" in result.stderr
+    assert "version 60 is passed over, and version 40 is the newest whole version" in result.stderr
     assert [(entry.version, entry.complete) for entry in stored_versions(str(target))] == [(40, True)]
     assert "is there already" in said("copy", url, target, "--version", 40).replace(f"in {target}", "there")
     assert "s1" in refused("copy", url, target, "--version", 60, code=1)

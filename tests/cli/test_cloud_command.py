@@ -174,3 +174,18 @@ def test_reconcile_ends_what_a_run_left_on_hosts(tmp_path: Path, monkeypatch: py
         assert (code, f"run {run} of job {job} has no host: it was ended before" in output) == (1, True), output
     assert sorted(ended) == ["h1", "h3"]
     assert list(json.loads((tmp_path / "leases.json").read_text())) == ["h2:22"]
+
+
+def test_a_cloud_file_for_aws_is_known_by_its_fields(tmp_path: Path) -> None:
+    aws = AZURE.with_name("aws.yaml")
+    code, output = morph("cloud", "dry-run", aws, "--count", 2, "--cluster", AZURE.parents[1] / "runs/aws.yaml")
+    assert code == 0
+    version, fleet = json.loads(output)[1:3]
+    assert version["body"]["LaunchTemplateData"]["MetadataOptions"]["HttpPutResponseHopLimit"] == 1
+    assert list(version["body"]["LaunchTemplateData"]["UserData"]) == ["bootcmd", "write_files", "runcmd"]
+    assert fleet["body"]["Type"] == "instant"
+    code, output = morph("cloud", "policy", aws)
+    assert code == 0
+    assert "ec2:CreateFleet" in json.loads(output)["Statement"][1]["Action"]
+    code, output = morph("cloud", "check", AZURE)
+    assert (code, "has no checks of its own" in output) == (2, True)

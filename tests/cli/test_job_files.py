@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from manager.run.request import RunRequest, run_dir_of
 from manager.run.resolution import prepare, resolve
 from morph.cli.main import app
-from morph.contract.cluster import AzureVms, JobPart, LocalVms, Policy, StaticVms
+from morph.contract.cluster import AwsVms, AzureVms, JobPart, LocalVms, Policy, StaticVms
 from morph.yaml_files import load_job_file
 from tests.cli.given import JOBS, Given, without_phases
 from tests.forked_modules import run_python
@@ -136,7 +136,7 @@ def test_every_key_is_explained_with_where_its_value_comes_from(given: Given) ->
     assert rows["job.pipeline_depth"][4].strip().startswith("P of every shape")
 
 
-@pytest.mark.parametrize("vms", [LocalVms, AzureVms, StaticVms])
+@pytest.mark.parametrize("vms", [LocalVms, AzureVms, AwsVms, StaticVms])
 def test_every_key_has_a_meaning_to_explain(vms: type[BaseModel]) -> None:
     def without(model: type[BaseModel]) -> set[str]:
         found = set()
@@ -212,7 +212,7 @@ def test_data_that_differs_when_read_again_is_refused_by_every_command(given: Gi
     commands = {"calibrate": ("calibrate", job, "-o", given.folder / "new.json"), "cut": ("cut", job)}
     line = given.run_refused(job=job) if command == "run" else given.refused(*commands[command])
     assert "jobs.py:" in line
-    assert "dataset()[0]['x']: is another value when the sample is read again; allowed: random numbers from" in line
+    assert "dataset()[0]['x']: has another value when the sample is read again; allowed: random numbers from" in line
 
 
 @pytest.mark.parametrize("command", ["run", "calibrate", "cut", "trace-deps"])

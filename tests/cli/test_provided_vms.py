@@ -89,7 +89,7 @@ def set_in(described: Described, dotted: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("dotted", "value", "told"),
     [
-        ("vms.kind", "moon", "vms.kind: no such kind (got 'moon'); allowed: local or azure or slurm or static"),
+        ("vms.kind", "moon", "vms.kind: no such kind (got 'moon'); allowed: local or azure or aws or slurm or static"),
         ("vms.keep", 0, "vms.keep"),
         ("vms.num_vms", 3, "vms.num_vms: unknown key"),
         ("vms.address", "gpu1", "vms.address: is not an IPv4 address (got 'gpu1')"),
@@ -133,7 +133,7 @@ def test_what_must_be_said_is_named_when_it_is_not(
 
 def test_the_loopback_is_refused_where_vms_are_elsewhere(tmp_path: Path, described: Described) -> None:
     described["vms"] = {**vms_of("azure"), "address": "127.0.0.1"}
-    assert "vms.address: is a loopback address, which no VM on Azure can reach" in refused(tmp_path, described)
+    assert "vms.address: is a loopback address, which no VM of a cloud can reach" in refused(tmp_path, described)
 
 
 def test_the_loopback_is_refused_where_a_host_is_elsewhere(tmp_path: Path, described: Described) -> None:
@@ -239,7 +239,7 @@ def test_explain_and_schema_know_every_kind(tmp_path: Path, described: Described
     assert explained.exit_code == 0, explained.output
     assert "vms.environment.python" in explained.output
     schema = json.loads(CliRunner().invoke(app, ["config", "schema", "cluster"]).output)
-    assert {"LocalVms", "AzureVms", "StaticVms", "Environment"} <= set(schema["$defs"])
+    assert {"LocalVms", "AzureVms", "AwsVms", "StaticVms", "Environment"} <= set(schema["$defs"])
 
 
 def test_the_example_for_azure_is_a_file_that_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

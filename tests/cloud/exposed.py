@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import stat
 from collections.abc import Iterable
@@ -92,7 +93,7 @@ class Watch:
             shown = {**body, "properties": {**body["properties"], "osProfile": {**profile, "customData": ""}}}
             assert files_with({"body": json.dumps(shown).encode(), "url": urls.encode()}, known) == set()
             if profile:
-                configs.append(base64.b64decode(profile["customData"]))
+                configs.append(gzip.decompress(base64.b64decode(profile["customData"])))
         assert len(configs) >= self._life.keep
         for config in configs:
             assert len({secret for secret in known if holds(config, secret)}) == len(NODE_FILES)

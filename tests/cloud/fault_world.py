@@ -1,8 +1,8 @@
-"""A manager without workers: the controller, the thread that asks a provider, Azure's SDK and the notice server.
+"""A manager without workers: the controller, the thread that asks a provider, a cloud's SDK and the notice server.
 
-Everything but the VMs is real: HTTP to the fake resource manager, sockets to the agents. A VM that is granted appears
-at once, and its worker is ready at once; the run waits for more VMs than there will be, so that nobody trains. Time
-runs ``scale`` times as fast for the controller and for its waits.
+Everything but the VMs is real: HTTP to the fake resource manager, or boto3 on moto, sockets to the agents. A VM that is
+granted appears at once, and its worker is ready at once; the run waits for more VMs than there will be, so that nobody
+trains. Time runs ``scale`` times as fast for the controller and for its waits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from manager.engine.loop.event_queue import EventQueue
 from manager.engine.vms.budget import Spending
 from manager.engine.vms.provisioning import Provisioning
 from manager.journal.records import Fact
-from manager.providers.interface.provider import end_all
+from manager.providers.interface.provider import Provider, end_all
 from morph.contract.cluster import Limits, Policy
 from morph.contract.messages import WorkerReady
 from morph.contract.rules import RequestRules, Rules
@@ -38,7 +38,7 @@ from tests.providers.fake_arm import FakeArm
 
 KEEP = 2
 BOUND_S = 100.0
-Case = Callable[[FakeArm, Path], list[str]]
+Case = Callable[[Any, Path], list[str]]
 
 
 class Cases(dict[str, Case]):
@@ -99,9 +99,12 @@ class Dying(Line):
 
 @dataclass
 class World:
-    """One manager. ``never_join``: VMs that are granted and do not come up; ``look_every_s``: by the real clock."""
+    """One manager. ``never_join``: VMs that are granted and do not come up; ``look_every_s``: by the real clock.
 
-    arm: FakeArm
+    ``arm``: the stand-in for a cloud, on which ``open_provider`` opens a provider: Azure's, if nothing else is said.
+    """
+
+    arm: Any
     directory: Path
     state: ControllerState = field(default_factory=lambda: initial_state(config()))
     limits: Limits = field(default_factory=Limits)
@@ -110,6 +113,7 @@ class World:
     options: dict[str, Any] = field(default_factory=dict)
     never_join: set[str] = field(default_factory=set)
     look_every_s: float | None = None
+    open_provider: Callable[..., Provider] = provider
     told: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -118,9 +122,9 @@ class World:
         self.over = threading.Event()
         self.waited_s: list[float] = []  # at the end, where time passes by waiting alone
         self.event_queue = EventQueue()
-        self.azure = provider(self.arm, self.directory, **self.options)
+        self.provider = self.open_provider(self.arm, self.directory, **self.options)
         self.shell = Provisioning(
-            self.azure,
+            self.provider,
             self.event_queue,
             Spending(self.limits, self.now_s),
             self.pause,
@@ -192,7 +196,7 @@ class World:
     def until_whole(self, *, without: str = "") -> None:
         """Go on until all the VMs that are to be kept are there."""
         self.until(lambda: len(self.ready()) == KEEP and without not in self.ready(), f"{KEEP} VMs")
-        assert set(self.ready()) <= {vm.name for vm in self.azure.list()}
+        assert set(self.ready()) <= {vm.name for vm in self.provider.list()}
 
     def has(self, part: str) -> bool:
         """Whether something of this kind was told."""
@@ -215,7 +219,7 @@ class World:
         """The run ends, unless it did already: nothing is left."""
         if not self.over.is_set():
             self.end()
-            self.azure.dismantle()
+            self.provider.dismantle()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from email.utils import formatdate
 from pathlib import Path
@@ -13,6 +13,7 @@ from manager.controller.state.nodes import NodeState
 from manager.engine.joining.notice_server import NoticeServer
 from manager.notices.agent import Agent
 from manager.notices.azure import AzureNotices
+from manager.notices.source import NoticeSource
 from morph.link.authority import authority_of
 from tests.cloud.fault_world import BOUND_S, Cases, World, whole
 from tests.notices.metadata_server import MetadataServer, Reply, json_reply, served
@@ -50,13 +51,18 @@ def watched(arm: FakeArm, directory: Path, timeout_s: float = TIMEOUT_S) -> Iter
 
 @contextmanager
 def agent(
-    run: World, metadata: MetadataServer, node: str = VM, secret: str = NODE_SECRET, timeout_s: float = TIMEOUT_S
+    run: World,
+    metadata: MetadataServer,
+    node: str = VM,
+    secret: str = NODE_SECRET,
+    timeout_s: float = TIMEOUT_S,
+    sources: Sequence[NoticeSource] = (),
 ) -> Iterator[None]:
-    """The agent of a VM, as it runs there."""
-    source = AzureNotices(metadata.url, first_timeout_s=timeout_s, timeout_s=timeout_s)
+    """The agent of a VM, as it runs there: on Azure, unless other sources are given."""
+    sources = sources or [AzureNotices(metadata.url, first_timeout_s=timeout_s, timeout_s=timeout_s)]
     address = (run.server.host, run.server.port)
     shown = authority_of(secret).credential("node")
-    it = Agent(address, node, shown, [source], lonely_s=600.0, end=lambda: None, every_s=0.05)
+    it = Agent(address, node, shown, sources, lonely_s=600.0, end=lambda: None, every_s=0.05)
     thread = threading.Thread(target=it.run)
     thread.start()
     try:

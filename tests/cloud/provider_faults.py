@@ -45,7 +45,7 @@ def quota(arm: FakeArm, directory: Path) -> list[str]:
 def one_zone(arm: FakeArm, directory: Path) -> list[str]:
     arm.shortages = {(size, "1"): "ZonalAllocationFailed" for size in SIZES}
     with whole(arm, directory) as run:
-        zones = sorted(vm.zone for vm in run.azure.list())
+        zones = sorted(vm.zone for vm in run.provider.list())
         assert zones == ["2", "2"]
         return [*run.told, f"VMs in zones {', '.join(zones)}"]
 
@@ -185,7 +185,7 @@ def not_for_spot(arm: FakeArm, directory: Path) -> list[str]:
     sizes = (AzureSize(name="Standard_B4ms", usd_per_h=0.1), SPEC.sizes[-1])
     with whole(arm, directory, options={"spec": SPEC.model_copy(update={"sizes": sizes})}) as run:
         assert puts(arm) == 2 * KEEP
-        return [*run.told, f"VMs of {', '.join(sorted({vm.size for vm in run.azure.list()}))}"]
+        return [*run.told, f"VMs of {', '.join(sorted({vm.size for vm in run.provider.list()}))}"]
 
 
 def _mended(arm: FakeArm, directory: Path, code: str, text: str) -> list[str]:
@@ -280,7 +280,7 @@ def no_price(arm: FakeArm, directory: Path) -> list[str]:
 @CASES("the budget is spent, and then a VM is lost")
 def budget(arm: FakeArm, directory: Path) -> list[str]:
     with whole(arm, directory, limits=Limits(budget_usd=0.05), scale=200.0) as run:
-        usd_per_h = sum(vm.usd_per_h or 0.0 for vm in run.azure.list())
+        usd_per_h = sum(vm.usd_per_h or 0.0 for vm in run.provider.list())
         assert usd_per_h > 0
         begin_s = run.now_s()
         run.until(lambda: run.now_s() - begin_s > 0.05 / usd_per_h * 3600, "the budget to be spent")

@@ -6,6 +6,7 @@ One thread lets time pass: it ends operations, starts and kills the hosts, and t
 from __future__ import annotations
 
 import base64
+import gzip
 import math
 import secrets
 import ssl
@@ -202,7 +203,9 @@ class Region(FakeArm):
         answer = super().put_machine(path, name, body)
         if answer[0] == 201:
             properties = body["properties"]
-            self._cloud_configs[name] = base64.b64decode(properties["osProfile"]["customData"]).decode()
+            self._cloud_configs[name] = gzip.decompress(
+                base64.b64decode(properties["osProfile"]["customData"])
+            ).decode()
             (interface,) = properties["networkProfile"]["networkInterfaceConfigurations"]
             disk = properties["storageProfile"]["osDisk"]
             self.interfaces[interface["name"]] = name if interface["properties"]["deleteOption"] == "Delete" else ""

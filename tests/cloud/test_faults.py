@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cloud import ending_faults, notice_faults, provider_faults
+from tests.cloud import aws_faults, ending_faults, notice_faults, provider_faults
 from tests.providers.fake_arm import served
+from tests.providers.fake_ec2 import ec2_region
 
 pytestmark = pytest.mark.slow
 
@@ -31,3 +32,12 @@ def test_a_fault_of_notices_is_borne_and_leaves_nothing(fault: str, tmp_path: Pa
     with served() as arm:
         assert notice_faults.CASES[fault](arm, tmp_path)
         assert arm.wrong == []
+
+
+OF_AWS = aws_faults.CASES | aws_faults.ENDING_CASES | aws_faults.NOTICE_CASES
+
+
+@pytest.mark.parametrize("fault", OF_AWS)
+def test_a_fault_of_aws_is_borne_and_leaves_nothing(fault: str, tmp_path: Path) -> None:
+    with ec2_region() as ec2:
+        assert OF_AWS[fault](ec2, tmp_path)

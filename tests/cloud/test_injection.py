@@ -52,13 +52,13 @@ def test_without_a_notice_the_vm_is_deleted_and_nobody_elses(
 ) -> None:
     opened, desk = run
     ended = threading.Event()
-    delete = opened.azure.delete
+    delete = opened.provider.delete
 
     def told(names: list[str]) -> None:
         delete(names)
         ended.set()
 
-    monkeypatch.setattr(opened.azure, "delete", told)
+    monkeypatch.setattr(opened.provider, "delete", told)
     (tmp_path / "other").mkdir()
     stranger = provider(opened.arm, tmp_path / "other", run="tiny-2")
     (foreign,) = stranger.request("b", 1)

@@ -103,8 +103,8 @@ def own_generator_for_each_sample() -> Data:
     return Data(lambda index: torch.from_numpy(np.random.default_rng(index).random(4)))
 
 
-READ = r"\['x'\]: is another value when the sample is read again; allowed: random numbers from torch, numpy.random"
-BUILT = r"\['x'\]: is another value when the data set is built again; allowed: a data set that has the same contents"
+READ = r"\['x'\]: has another value when the sample is read again; allowed: random numbers from torch, numpy.random"
+BUILT = r"\['x'\]: has another value when the data set is built again; allowed: a data set that has the same contents"
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def weight_of_a_mean(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
 )
 def test_a_total_or_a_weight_that_is_no_sum_is_told(tools: Any, loss: Any, what: str) -> None:
     (sentence,) = loss_warnings(tools.make_job(Noisy, loss, ITEMS))
-    assert sentence.startswith(f"the {what} of samples that come together is not the sum of their own (")
+    assert sentence.startswith(f"the {what} of samples run together is not the sum of their separate ones (")
 
 
 @pytest.mark.parametrize("loss", [mean_loss, within_samples_first, by_token])
@@ -112,7 +112,7 @@ def test_a_mean_over_samples_is_not_warned_of_whatever_the_model_draws(tools: An
         (over_tokens, "the loss weighs samples by their number of entries of 'labels' other than -100"),
         (shifted, "the loss weighs samples by their number of entries of 'labels' other than -100"),
         (over_a_mask, "the loss weighs samples by their number of entries of 'mask' other than 0"),
-        (contrastive, "the loss of samples that come together is not the mean of their own"),
+        (contrastive, "the loss of samples run together is not the mean of their separate ones"),
     ],
 )
 def test_a_loss_that_is_no_mean_is_told_by_what_it_is(tools: Any, loss: Any, what: str) -> None:
@@ -125,7 +125,7 @@ def test_a_loss_that_is_no_mean_is_told_by_what_it_is(tools: Any, loss: Any, wha
 
 def test_a_metric_that_is_no_mean_is_told_by_its_name(tools: Any) -> None:
     (sentence,) = loss_warnings(tools.make_job(Noisy, with_metrics, ITEMS))
-    assert sentence.startswith("metric 'largest' of samples that come together is not the mean of their own")
+    assert sentence.startswith("metric 'largest' of samples run together is not the mean of their separate ones")
 
 
 class TakesPairs(nn.Module):
@@ -275,9 +275,12 @@ def hard_ones_of_many(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     ("loss", "what"),
     [
         (over_weights, "the loss weighs samples by their entry 'w' ("),
-        (over_hidden_weights, "the loss of samples that come together is not the mean of their own (samples "),
-        (over_tokens_by_class, "the loss of samples that come together is not the mean of their own (samples "),
-        (hard_ones_of_many, "the loss of samples that come together is not the mean of their own (8 samples together:"),
+        (over_hidden_weights, "the loss of samples run together is not the mean of their separate ones (samples "),
+        (over_tokens_by_class, "the loss of samples run together is not the mean of their separate ones (samples "),
+        (
+            hard_ones_of_many,
+            "the loss of samples run together is not the mean of their separate ones (8 samples together:",
+        ),
     ],
 )
 def test_weights_and_choices_among_samples_are_told_of(tools: Any, loss: Any, what: str) -> None:

@@ -200,7 +200,7 @@ def test_a_sample_that_comes_again_draws_anew() -> None:
 @pytest.mark.parametrize(
     ("found", "told"),
     [
-        ([], r"returns no order \(got '\[0\] float64'\)"),
+        ([], r"does not return an order \(got '\[0\] float64'\)"),
         ([0.5], "float64"),
         ([0, 4], r"got '0 to 4'\); allowed: whole numbers from 0 to 3"),
         ([[0]], r"\[1, 1\]"),
@@ -212,5 +212,7 @@ def test_what_is_no_order_is_refused(found: Any, told: str) -> None:
 
 
 def test_epochs_of_different_sizes_are_refused() -> None:
-    with pytest.raises(JobError, match=r"sampler\(dataset, seed, 1\): returns no order .* allowed: 2 whole numbers"):
+    with pytest.raises(
+        JobError, match=r"sampler\(dataset, seed, 1\): does not return an order .* allowed: 2 whole numbers"
+    ):
         EpochOrder(range(4), 0, 4, lambda dataset, seed, epoch: range(2 + epoch)).mini_batch(0)

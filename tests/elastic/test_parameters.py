@@ -231,8 +231,8 @@ def test_a_mean_over_labels_is_that_of_a_plain_loop_over_whole_batches(
         ]
     assert found == pytest.approx(expected, rel=1e-6, nan_ok=True)
     assert_equal(net, plain)
-    assert [record.message for record in caplog.records if "nothing in it counts" in record.message] == [
-        "step 1: nothing in it counts: parameters stay as they are"
+    assert [record.message for record in caplog.records if "has a weight" in record.message] == [
+        "step 1: nothing in it has a weight, so parameters stay as they are"
     ]
     assert not [record for record in caplog.records if "the sum of" in record.message or "the mean" in record.message]
 
@@ -360,12 +360,12 @@ ELSEWHERE = nn.Linear(1, 1)
 @pytest.mark.parametrize(
     ("make", "options", "said"),
     [
-        (lambda net: torch.optim.SparseAdam(net.parameters()), {}, "wants sparse gradients.*'SparseAdam'"),
+        (lambda net: torch.optim.SparseAdam(net.parameters()), {}, "requires sparse gradients.*'SparseAdam'"),
         (lambda net: torch.optim.SGD(ELSEWHERE.parameters()), {}, "a parameter that is not the model's"),
-        (sgd, {"clip_grad_norm": 0}, "clip_grad_norm: is no bound of a norm"),
-        (sgd, {"clip_grad_norm": True}, "clip_grad_norm: is no bound of a norm"),
+        (sgd, {"clip_grad_norm": 0}, "clip_grad_norm: is not a bound of a norm"),
+        (sgd, {"clip_grad_norm": True}, "clip_grad_norm: is not a bound of a norm"),
         (sgd, {"lr_scheduler": ReduceLROnPlateau}, "lr_scheduler: returns a scheduler whose step needs a value"),
-        (sgd, {"lr_scheduler": StepLR(sgd(ELSEWHERE), 3)}, "lr_scheduler: is of another optimizer"),
+        (sgd, {"lr_scheduler": StepLR(sgd(ELSEWHERE), 3)}, "lr_scheduler: schedules another optimizer"),
         (sgd, {"lr_scheduler": lambda _: 3}, "lr_scheduler: does not return a scheduler"),
     ],
 )
@@ -492,7 +492,7 @@ def test_a_schedule_or_groups_of_one_worker_alone_are_refused_when_it_comes_in()
     with pytest.raises(InputError, match="lr_scheduler: is given at this worker alone"):
         scheduled.unpack(one.pack())
     grouped = TrainingState(nets[2], torch.optim.SGD([{"params": [p]} for p in nets[2].parameters()]))
-    with pytest.raises(InputError, match="optimizer: is not the one that the others train with"):
+    with pytest.raises(InputError, match="optimizer: is not the one that the other workers train with"):
         grouped.unpack(one.pack())
 
 
@@ -501,7 +501,7 @@ def test_a_schedule_or_groups_of_one_worker_alone_are_refused_when_it_comes_in()
     [
         (
             lambda mine: mine.update(trained="0" + mine["trained"][1:]),
-            "phase.requires_grad: is not the oldest worker's in step 7 .got False.; allowed: True",
+            "phase.requires_grad: differs from the oldest worker's in step 7 .got False.; allowed: True",
         ),
         (
             lambda mine: mine["groups"][0]["values"].update(lr=0.5),

@@ -147,9 +147,9 @@ def test_buckets_are_filled_from_the_last_parameter_on() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"global_batch": 0}, "global_batch: is no batch (got 0)"),
+        ({"global_batch": 0}, "global_batch: is not a batch size (got 0)"),
         ({"global_batch": 12, "share_size": 5}, "share_size: does not divide the batch (got 5)"),
-        ({"global_batch": 12, "num_steps": -1}, "num_steps: is no number of steps (got -1)"),
+        ({"global_batch": 12, "num_steps": -1}, "num_steps: is not a number of steps (got -1)"),
     ],
 )
 def test_batches_that_cannot_be_are_refused(given: dict[str, Any], said: str) -> None:

@@ -125,7 +125,7 @@ class FakeCloud:
             self.calls.append("dismantle")
         return self.orphans
 
-    def price(self) -> Price | None:
+    def price(self, node_type: str = "") -> Price | None:
         return None if self.usd_per_h is None else Price(usd_per_h=self.usd_per_h, source="test")
 
     def capabilities(self) -> Capabilities:

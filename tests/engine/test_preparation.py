@@ -2,15 +2,24 @@ from __future__ import annotations
 
 import pytest
 
-from manager.controller.state.config import ControllerConfig, ExpectedLosses
+from manager.controller.state.config import ControllerConfig, ExpectedLosses, Offer
 from manager.host.devices import CudaDevice
-from manager.run.preparation import constant_trace, controller_config, memory_of, redundancy_line, starting_from
+from manager.run.preparation import (
+    constant_trace,
+    controller_config,
+    memory_of,
+    mixed_config,
+    redundancy_line,
+    starting_from,
+)
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.cluster import LinkSetting, LocalVms, Policy, StaticVms
-from morph.contract.errors import CheckpointError, PlanError
+from morph.contract.errors import CheckpointError, PlanError, TraceError
+from morph.contract.pool import Pool
 from morph.contract.trace import Trace, TraceEvent
-from simulator import plan, simulate_plan, synthetic_profile
+from simulator import PlanRequest, plan, pool_plan_table, simulate_plan, synthetic_profile
 from simulator.inputs.request import RedundancyName
+from tests.simulator.test_unequal import with_type
 
 PROFILE = synthetic_profile(num_sections=4, batch_size=16, tied=True)
 VMS = LocalVms(num_vms=4, memory_bytes=10**12)
@@ -55,6 +64,40 @@ def test_a_job_that_fits_only_beyond_the_kept_workers_is_refused() -> None:
     assert 2 in planned(4, memory_bytes)
     with pytest.raises(PlanError):
         planned(1, memory_bytes)
+
+
+MIXED = with_type(with_type(PROFILE, "t4", 2.5), "v100", 1.0)
+
+
+def test_several_types_have_a_plan_for_every_pool_and_times_of_their_own() -> None:
+    vms = LocalVms(node_types={"v100": 2, "t4": 2}, memory_bytes=10**12)
+    offers = (Offer(node_type="v100", usd_per_h=3.0), Offer(node_type="t4", usd_per_h=1.0))
+    trace = constant_trace(vms)
+    config = mixed_config(MIXED, vms, POLICY, trace, 10, PlanRequest(), offers)
+    table = pool_plan_table(MIXED, vms.node_types, micro_batch_size=next(iter(config.plans.values())).micro_batch_size)
+    assert len(table) == 8
+    for pool, best in table.items():
+        assert config.speed_on(pool) == pytest.approx(best.expected.examples_per_s)
+    assert all(best.pool == pool for pool, best in config.plans.items())
+    assert (config.expected_nodes, [offer.node_type for offer in config.offers]) == (4, ["t4", "v100"])
+    assert config.type_compute_s["t4"] == pytest.approx([2.5 * each for each in config.type_compute_s["v100"]])
+    whole = config.best_plan(Pool.parse("t4=2,v100=2"))
+    assert whole is not None
+    assert whole.expected.examples_per_s >= config.speed_on(Pool.parse("v100=2")) > config.speed_on(Pool.parse("t4=2"))
+    assert all(plan.pool.types and "" not in plan.pool.types for plan in config.plans.values())
+    assert ControllerConfig.model_validate_json(config.model_dump_json()) == config
+    kept = vms.model_copy(update={"keep": 3})
+    both = mixed_config(MIXED, kept, POLICY, constant_trace(kept), 10, PlanRequest(), offers)
+    assert (both.target_nodes, both.best_plan(Pool.parse("t4=3")) is not None) == (3, True)
+
+
+def test_a_trace_with_another_type_or_a_type_of_no_profile_is_refused() -> None:
+    vms = LocalVms(node_types={"v100": 2, "t4": 2}, memory_bytes=10**12)
+    offers = (Offer(node_type="v100"), Offer(node_type="t4"))
+    with pytest.raises(TraceError, match=r"instance_type: has no type in vms.node_types \(got 'unknown'\)"):
+        mixed_config(MIXED, vms, POLICY, trace_of((0, "add", "a")), 10, PlanRequest(), offers)
+    with pytest.raises(PlanError, match="k80"):
+        mixed_config(MIXED, vms, POLICY, constant_trace(vms), 10, PlanRequest(), (*offers, Offer(node_type="k80")))
 
 
 def test_every_number_of_vms_that_the_trace_brings_has_a_plan() -> None:

@@ -15,7 +15,7 @@ from simulated_cluster import Faults, JournalledCluster, SimulatedCluster, playe
 from simulated_job import UNEQUAL, make_config
 from typer.testing import CliRunner
 
-from manager.controller.state.events import Event, NodeAppeared, Tick, WorkerAnswered
+from manager.controller.state.events import Event, NodeAppeared, NodesGranted, NodesStarted, Tick, WorkerAnswered
 from manager.controller.state.state import ControllerState, Decision, Phase
 from manager.dashboard.snapshot import snapshot
 from manager.engine.loop.driver import Observed
@@ -60,6 +60,21 @@ def test_the_grid_has_a_node_in_every_place_while_a_shape_trains() -> None:
     assert [node["state"] for node in snapshot(run)["others"]] == ["ready"], "five live, four have a place"
     assert run.headline.startswith("training  2x2  step 6/12")
     assert "on demand" in run.headline
+
+
+def test_vms_in_a_queue_are_told_of_as_they_wait_and_leave_it() -> None:
+    run, script = LiveRun("job", 12, 8), Script(target_nodes=3)
+    granted = NodesGranted(request="job-1", nodes=("a", "b", "c"), waiting=("b", "c"))
+    told: list[tuple[str, str]] = []
+    for event in (Tick(), granted, NodesStarted(request="job-1", nodes=("c",))):
+        script.tell(event)
+        assert script.last is not None
+        told += [(each.code, each.sentence) for each in run.take(script.now_s, event, script.last) if not each.inner]
+    assert told == [
+        ("requested", "3 more requested from the provider"),
+        ("queued", "b, c wait in the queue"),
+        ("nodes_started", "c left the queue and boots"),
+    ]
 
 
 def test_a_series_keeps_its_newest_point_and_stays_small() -> None:

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
-from simulated_job import SIZES, UNITS, make_plan
+from simulated_job import MIXED, SIZES, UNEQUAL, UNITS, make_plan
 
 from manager.accounting.account import Part
 from manager.run.preparation import from_its_first_event
@@ -29,6 +29,7 @@ from manager.simulation.replay import (
     interval,
     play_of,
     policies_of,
+    types_of,
 )
 from manager.simulation.spot.job import (
     PUBLISHED,
@@ -532,3 +533,53 @@ def test_policies_are_read() -> None:
     assert policies_of("morph, ideal,morph") == ("morph", "ideal")
     with pytest.raises(ConfigError, match="restart-0"):
         policies_of("morph,restart-0")
+
+
+def test_a_trace_of_two_types_trains_with_both_and_changes_as_they_come_and_go() -> None:
+    job = SpotJob(
+        name="job",
+        batch_size=8,
+        plans=MIXED,
+        units=UNITS,
+        unit_bytes=SIZES,
+        node_types={"p3": "fast", "g4": "slow"},
+        type_compute_s={"fast": (1.0,) * 6, "slow": (2.5,) * 6},
+        durations=TIMES,
+    )
+    came = [TraceEvent(time_s=0, event="add", node_id=f"v{n}", instance_type="p3" if n < 2 else "g4") for n in range(4)]
+    gone = TraceEvent(time_s=1800, event="remove", node_id="v1", instance_type="p3")
+    back = TraceEvent(time_s=2700, event="add", node_id="v4", instance_type="g4")
+    until = Until(kind="hours", amount=1)
+    both = play_morph(job, Trace(events=(*came, gone, back), end_s=3600), until=until)
+    shapes = [moment.shape for moment in both.moments if moment.shape]
+    assert list(dict.fromkeys(shapes)) == ["2x1 + 2x1", "1x1 + 2x1", "1x1 + 2x1 + 1x1"]
+    fast = play_morph(job, Trace(events=(*came[:2], gone), end_s=3600), until=until)
+    assert both.steps > 1.3 * fast.steps > 0
+    assert both.num_fatal == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "policies", "problem"),
+    [
+        ("p3", 1, ("morph",), "are no types"),
+        ("p3=v100,p3=t4", 1, ("morph",), "are no types"),
+        ("p3=v100,g4=t4", 4, ("morph",), "is for VMs with one GPU"),
+        ("p3=v100,g4=t4", 1, ("morph", "drop"), "is nothing that drop knows"),
+    ],
+)
+def test_types_that_mean_nothing_or_that_a_policy_does_not_know_are_refused(
+    text: str, gpus: int, policies: tuple[str, ...], problem: str
+) -> None:
+    assert types_of("p3=v100, g4=t4", 1, ("morph", "morph-off")) == {"p3": "v100", "g4": "t4"}
+    with pytest.raises(ConfigError, match=f"--node-types: {problem}"):
+        types_of(text, gpus, policies)
+
+
+def test_policies_of_fixed_pipelines_take_equal_ones_where_unequal_ones_are_faster() -> None:
+    job = SpotJob(name="job", batch_size=8, plans=UNEQUAL, units=UNITS, unit_bytes=SIZES, durations=TIMES)
+    equal = job.model_copy(update={"equal_plans": {4: make_plan(2, 2), 6: make_plan(3, 2)}})
+    assert [one.best_plan(6).shape for one in (job, equal)] == ["4x1 + 1x2"] * 2  # type: ignore[union-attr]
+    assert [one.best_plan(6, equal=True).shape for one in (job, equal)] == ["1x2", "3x2"]  # type: ignore[union-attr]
+    trace = Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"v{n}") for n in range(6)), end_s=600)
+    dropped = play_pipelines(equal, trace, until=Until(kind="hours", amount=1 / 6), redundant=None)
+    assert {moment.shape for moment in dropped.moments if moment.shape} == {"3x2"}

@@ -11,7 +11,7 @@ from tests.models import language, own_code, vision
 from tests.models.case import Case, Outcome
 from tests.models.own_code import Applied, around
 
-MEET = "of samples that come together is not the mean of their own"
+MEET = "of samples run together is not the mean of their separate ones"
 SUM = "is a sum over the samples"
 ONE = "marks, or one section"
 WHOLE: dict[str, Any] = {"num_sections": 1}

@@ -13,11 +13,11 @@ from azure.core.pipeline.policies import SansIOHTTPPolicy
 from pydantic import SecretStr
 
 from manager.providers.azure.client import azure_client
-from manager.providers.azure.group import Bounds, Identity
-from manager.providers.azure.operations import Operations
 from manager.providers.azure.provider import AzureProvider
 from manager.providers.azure.spec import AzureSize, AzureSpec
 from manager.providers.boot.cloud_init import NodeStart, cloud_init, custom_data
+from manager.providers.interface.cloud import Bounds, Identity
+from manager.providers.interface.operations import Operations
 from tests.providers.fake_arm import FakeArm
 
 SUBSCRIPTION = "00000000-0000-0000-0000-000000000001"

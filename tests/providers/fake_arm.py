@@ -7,6 +7,7 @@ bodies with code and message. A request without a field that Azure requires is a
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import re
 import sys
@@ -413,7 +414,7 @@ def lacking(body: dict[str, Any], sets: dict[str, Any]) -> str:
         "adminUsername": bool(at("osProfile", "adminUsername")),
         "bootDiagnostics": at("diagnosticsProfile", "bootDiagnostics", "enabled") is True,
         "ssh": bool(at("osProfile", "linuxConfiguration", "ssh", "publicKeys", 0, "keyData")),
-        "customData": base64.b64decode(at("osProfile", "customData") or "").startswith(b"#cloud-config\n"),
+        "customData": gzip.decompress(base64.b64decode(at("osProfile", "customData"))).startswith(b"#cloud-config\n"),
         "tags": {"morph-run", "morph-job", "morph-request"} <= set(body.get("tags", {})),
     }
     return ", ".join(name for name, holds in checks.items() if not holds)

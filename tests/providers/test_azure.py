@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from manager.providers.azure.operations import Operations
+from manager.providers.interface.operations import Operations
 from manager.providers.interface.provider import (
     CapacityShort,
     Misconfigured,

@@ -16,9 +16,9 @@ import pytest
 from pydantic import ValidationError
 
 from manager.providers.azure.client import azure_client
-from manager.providers.azure.group import paid_since_s
-from manager.providers.azure.prices import RETRY_S, RetailPrices, disk_price, retail_price
+from manager.providers.azure.prices import disk_price, retail_price
 from manager.providers.azure.spec import AzureSize, AzureSpec
+from manager.providers.interface.cloud import RETRY_S, Remembered, paid_since_s
 from manager.providers.interface.provider import Price
 from tests.notices.metadata_server import MetadataServer, Reply, json_reply, served
 from tests.providers.azure_world import SPEC
@@ -157,11 +157,11 @@ def test_a_missing_price_is_asked_for_again_and_a_known_one_never() -> None:
     now_s, asked = [5.0], list[tuple[str, float]]()
     said: dict[str, float] = {"known": 0.3}
 
-    def find(size: str) -> float | None:
-        asked.append((size, now_s[0]))
-        return said.get(size)
+    def find(size: AzureSize) -> float | None:
+        asked.append((size.name, now_s[0]))
+        return said.get(size.name)
 
-    prices, sizes = RetailPrices(SPEC, find, lambda: now_s[0]), [AzureSize(name="known"), AzureSize(name="silent")]
+    prices, sizes = Remembered(find, clock=lambda: now_s[0]), [AzureSize(name="known"), AzureSize(name="silent")]
 
     def look(at_s: float) -> list[float | None]:
         now_s[0] = at_s
@@ -225,8 +225,9 @@ def test_a_date_that_is_none_is_passed_over(answered: str) -> None:
 def test_no_cloud_sdk_is_loaded_before_its_provider() -> None:
     code = (
         "import sys, manager.providers.local, manager.providers.hosts.static, manager.providers.azure.spec, "
+        "manager.providers.aws.spec, manager.run.markets, "
         "manager.providers.boot.cloud_init, manager.notices.azure, morph.cli.main; "
-        "print([name for name in ('azure.core', 'azure.mgmt.compute', 'ray', 'torch') if name in sys.modules])"
+        "print({'azure.core', 'azure.mgmt.compute', 'boto3', 'botocore', 'ray', 'torch'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "set()"

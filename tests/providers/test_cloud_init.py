@@ -16,6 +16,7 @@ from manager.providers.boot.cloud_init import (
     AUTHORITY_PATH,
     BOOT_PATH,
     MAX_CUSTOM_DATA_BYTES,
+    MAX_USER_DATA_BYTES,
     SECRET_PATH,
     STAY_PATH,
     TLS_DIRECTORY,
@@ -24,10 +25,12 @@ from manager.providers.boot.cloud_init import (
     cloud_init,
     custom_data,
     ray_command,
+    user_data,
 )
-from manager.providers.boot.first_boot import packed
+from manager.providers.boot.first_boot import packed, program
 from manager.providers.boot.own_wheel import requirements
 from manager.providers.hosts.static_node import secret_of, static_node
+from manager.providers.interface.provider import Misconfigured
 from tests.providers.azure_world import NODE_SECRET, RAY_TOKEN, SPEC, START
 
 
@@ -66,9 +69,13 @@ def test_a_watchdog_comes_first_at_each_boot_and_needs_no_disk(tmp_path: Path) -
     path = f"{tool.parent}:{os.environ['PATH']}"
     subprocess.run(["sh", lines], env={"PATH": path}, check=True, timeout=100)
     brought = tmp_path / "run/morph"
-    assert (brought / "boot.pyz").read_bytes() == base64.b64decode(packed())
+    done = subprocess.run(["python3", "-I", brought / "boot", "--help"], capture_output=True, text=True, timeout=100)
+    assert "--only" in done.stdout, done.stderr
+    assert {path: (brought / "boot" / path).read_text().rstrip() for path in program()} == {
+        path: text.rstrip() for path, text in program().items()
+    }
     assert (brought / "node-secret").read_text().strip() == NODE_SECRET
-    assert {file.stat().st_mode & 0o777 for file in brought.iterdir()} == {0o600}
+    assert {file.stat().st_mode & 0o777 for file in brought.rglob("*") if file.is_file()} == {0o600}
     unit = (tmp_path / "run/systemd/system/morph-watchdog.service").read_text()
     assert "DefaultDependencies=no\n" in unit
     assert "--only=watch" in unit
@@ -112,9 +119,12 @@ def test_units_come_again_after_a_reboot_and_close_the_metadata_first() -> None:
     assert {"--only=close-metadata", "--uid=1000", "--close-metadata"} <= set(shlex.split(line))
 
 
-def test_the_largest_cloud_config_is_well_below_what_azure_takes() -> None:
-    start = START.model_copy(update={"authority": PEM * 20, "requirements": requirements()})
-    assert len(custom_data(cloud_init(start, "tiny-1-0", "azure", 8))) < 0.6 * MAX_CUSTOM_DATA_BYTES
+def test_the_largest_cloud_config_is_well_below_what_clouds_take() -> None:
+    certificate = f"{base64.b64encode(os.urandom(700)).decode()}\n"  # which does not shrink
+    start = START.model_copy(update={"authority": certificate, "requirements": requirements(), "uid": 1000})
+    text = cloud_init(start, "tiny-1-0", "azure", 8)
+    assert len(custom_data(text)) < 0.3 * MAX_CUSTOM_DATA_BYTES
+    assert len(base64.b64decode(user_data(text))) < 0.85 * MAX_USER_DATA_BYTES
 
 
 def test_secrets_stand_in_files_for_root_alone_and_on_no_command_line() -> None:
@@ -197,7 +207,9 @@ def test_a_name_that_could_break_out_is_refused(node: str) -> None:
 
 def test_what_azure_would_not_take_is_refused_before_it_is_sent() -> None:
     with pytest.raises(ValueError, match=str(MAX_CUSTOM_DATA_BYTES)):
-        custom_data("#cloud-config\n" + "x" * MAX_CUSTOM_DATA_BYTES)
+        custom_data("#cloud-config\n" + os.urandom(MAX_CUSTOM_DATA_BYTES).hex())
+    with pytest.raises(Misconfigured, match=rf"compressed, and AWS takes {MAX_USER_DATA_BYTES}: vms.environment.setup"):
+        user_data("#cloud-config\n" + os.urandom(MAX_USER_DATA_BYTES).hex())
 
 
 def test_what_would_be_created_can_be_looked_at_without_the_secrets() -> None:

@@ -7,6 +7,7 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,11 +20,14 @@ from morph.contract.trace import UNKNOWN
 from tests.cloud.waiting import until
 from tests.providers import fake_slurm
 from tests.providers.azure_world import SPEC, provider
-from tests.providers.fake_arm import FakeArm, Fault
+from tests.providers.fake_arm import FakeArm
+from tests.providers.fake_arm import Fault as ArmFault
+from tests.providers.fake_ec2 import REGION, FakeEc2, Fault
 from tests.providers.real_slurm import NODE, RealSlurm, why_none
 
 ROOM = 4
 TYPES = ("t4", "v100")
+USD = {"t4": 0.5, "v100": 3.0}
 LARGE = 4
 """Devices of a VM, where it has several."""
 
@@ -94,7 +98,7 @@ def azure(arm: FakeArm, directory: Path) -> Case:
             return "AllocationFailed" if key in offers and len(made) >= ROOM else default
 
     def silence(is_silent: bool) -> None:
-        arm.faults[:] = [Fault(method, "virtualMachines", 503, times=1000) for method in ("GET", "PUT") if is_silent]
+        arm.faults[:] = [ArmFault(method, "virtualMachines", 503, times=1000) for method in ("GET", "PUT") if is_silent]
 
     arm.shortages = Room()
     return Case(
@@ -125,6 +129,24 @@ def slurm_json(arm: FakeArm, directory: Path) -> Case:
     return slurm(arm, directory, "24.05.4")
 
 
+def aws(region: FakeEc2, directory: Path) -> Case:
+    region.max_spot = ROOM
+
+    def silence(is_silent: bool) -> None:
+        region.faults[:] = [Fault("*", "Unavailable", 503, times=1000)] if is_silent else []
+
+    kind = ("aws", "g4dn.xlarge", REGION, sorted(region.subnets)[1])
+    large = region.spec.model_copy(update={"types": region.spec.types[:1]})
+    return Case(
+        region.provider(directory),
+        lambda: region.provider(directory),
+        lambda: region.provider(directory, run="another"),
+        (kind, kind),
+        lambda: region.provider(directory, spec=large),
+        silence,
+    )
+
+
 class Settled(SlurmProvider):
     """Answers a request once its jobs have begun: until then they change by themselves."""
 
@@ -149,31 +171,42 @@ def slurm_real(cluster: RealSlurm, directory: Path) -> Case:
 
 
 REAL = pytest.param(slurm_real, marks=[pytest.mark.slow, pytest.mark.skipif(bool(why_none()), reason=why_none())])
-MARKETS = [static, azure, slurm, slurm_json, REAL]
+MARKETS = [static, azure, aws, slurm, slurm_json, REAL]
 """Those in which several runs have VMs, and VMs several devices."""
 
 
-def of_two_types(kind: str, arm: FakeArm, directory: Path) -> Provider:
+def of_two_types(kind: str, arm: Any, directory: Path) -> Provider:
     """A provider with two VMs of each of two types, at least."""
+    if kind == "aws":
+        types = tuple(
+            known.model_copy(update={"num_gpus": 1, "node_type": of})
+            for known, of in zip(arm.spec.types, TYPES, strict=True)
+        )
+        return arm.provider(directory, spec=arm.spec.model_copy(update={"types": types}))
     if kind == "local":
         return LocalProvider(Fleet(), ROOM, 0.25)
     if kind == "azure":
+        one = SPEC.sizes[0].model_copy(update={"num_gpus": 1})
         sizes = tuple(
-            SPEC.sizes[0].model_copy(update={"name": f"Standard_{of}", "num_gpus": 1, "node_type": of}) for of in TYPES
+            one.model_copy(update={"name": f"Standard_{of}", "node_type": of, "usd_per_h": USD[of]}) for of in TYPES
         )
         return provider(arm, directory, spec=SPEC.model_copy(update={"sizes": sizes}))
-    hosts = tuple(SshHost(address=f"host{index}", node_type=TYPES[index % 2]) for index in range(ROOM))
+    hosts = tuple(
+        SshHost(address=f"host{index}", node_type=of, usd_per_h=USD[of]) for index, of in enumerate(TYPES * 2)
+    )
     spec = StaticSpec(hosts=hosts, command=("run", "{node}"))
     return StaticProvider(spec, "tiny", directory / "leases.json", shell=lambda host, remote, secret="": None)
 
 
-@pytest.mark.parametrize("kind", ["local", "static", "azure"])
-def test_vms_of_the_type_that_is_asked_for_come(kind: str, arm: FakeArm, tmp_path: Path) -> None:
-    opened = of_two_types(kind, arm, tmp_path)
+@pytest.mark.parametrize("kind", ["local", "static", "azure", "aws"])
+def test_vms_of_the_type_that_is_asked_for_come(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    opened = of_two_types(kind, request.getfixturevalue("ec2" if kind == "aws" else "arm"), tmp_path)
     for name, of in (("a", "v100"), ("b", "t4")):
         vms = opened.request(name, 2, node_type=of)
         assert [vm.node_type for vm in vms] == [of, of]
     assert sorted(vm.node_type for vm in opened.list()) == ["t4", "t4", "v100", "v100"]
+    each = [0.25] * 3 if kind == "local" else [0.5, 3.0, 3.0]
+    assert [price.usd_per_h for of in (*TYPES, "") if (price := opened.price(of)) is not None] == each
     if kind == "static":
         with pytest.raises(Refused, match="none of the 2 hosts with t4 is free"):
             opened.request("c", 1, node_type="t4")
@@ -181,7 +214,8 @@ def test_vms_of_the_type_that_is_asked_for_come(kind: str, arm: FakeArm, tmp_pat
 
 @pytest.fixture(params=[local, *MARKETS], ids=lambda make: make.__name__)
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
-    return request.param(request.getfixturevalue("cluster" if request.param is slurm_real else "arm"), tmp_path)
+    stand_in = {slurm_real: "cluster", aws: "ec2"}.get(request.param, "arm")
+    return request.param(request.getfixturevalue(stand_in), tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +316,7 @@ def test_another_run_neither_sees_nor_ends_them(case: Case) -> None:
     assert set(case.provider.list()) == set(granted)
 
 
-@pytest.mark.parametrize("case", [azure, slurm, slurm_json, REAL], ids=lambda make: make.__name__, indirect=True)
+@pytest.mark.parametrize("case", [azure, aws, slurm, slurm_json, REAL], ids=lambda make: make.__name__, indirect=True)
 def test_a_market_that_says_nothing_has_lost_no_vm_and_gets_no_second_request(case: Case) -> None:
     assert case.silence is not None
     granted = case.provider.request("a", 2)

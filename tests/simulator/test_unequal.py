@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
 
 from morph.contract.errors import PlanError
+from morph.contract.plan import Plan
+from morph.contract.pool import Pool
 from morph.contract.profile import NodeTypeProfile, Profile
-from simulator import Simulation, simulate, simulate_plan, synthetic_profile
+from simulator import (
+    PlanRequest,
+    Simulation,
+    plan,
+    plan_table,
+    pool_plan_table,
+    simulate,
+    simulate_plan,
+    synthetic_profile,
+)
 from simulator.costs.answer import SimulatedKind, deal, describe_kinds
 from simulator.costs.outcome import EngineName, Kind, ShapeSimulator, engine_of, together
 from simulator.costs.stage_costs import SectionCosts, stage_costs
 from simulator.engine.schedules import stage_windows
 from simulator.inputs.conditions import Conditions, of_pool_type
+from simulator.search.mixes import Search
+from simulator.search.pools import WORTH, Pools
 from tests.seeds import each_seed
 from tests.simulator.test_reductions import random_job
 
@@ -64,7 +78,7 @@ def random_mix(rng: np.random.Generator, num_sections: int = 6) -> list[tuple[li
     return found
 
 
-@each_seed(30, in_long=200)
+@each_seed(15, in_long=200)
 def test_mixes_take_as_long_as_in_the_reference_engine(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile, kinds = with_type(random_job(rng), "t4", 2.5), random_mix(rng)
@@ -72,7 +86,7 @@ def test_mixes_take_as_long_as_in_the_reference_engine(seed: int) -> None:
     assert mix(profile, kinds, conditions).plan == mix(profile, kinds, conditions, "reference").plan
 
 
-@each_seed(20)
+@each_seed(10)
 def test_equal_pipelines_told_as_kinds_take_as_long(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_job(rng)
@@ -88,7 +102,7 @@ def test_equal_pipelines_told_as_kinds_take_as_long(seed: int) -> None:
     assert parted.breakdown_s == pytest.approx(whole.breakdown_s)
 
 
-@each_seed(20)
+@each_seed(10)
 def test_unequal_plans_are_simulated_as_they_stand(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile, kinds = with_type(random_job(rng), "t4", 2.5), random_mix(rng)
@@ -120,3 +134,105 @@ def test_slow_workers_of_an_unequal_plan_are_those_of_its_stages() -> None:
     assert shared[0] > shared[1] >= alone
     with pytest.raises(PlanError, match="simulated for equal pipelines"):
         simulate_plan(profile, plan, jitter_seed=1)
+
+
+def random_pool(rng: np.random.Generator) -> tuple[Profile, dict[str, int]]:
+    """A small job, and a few GPUs of one type or two, which are told from a brute force over everything."""
+    count = int(rng.integers(2, 6))
+    profile = synthetic_profile(
+        num_sections=count,
+        forward_s=[float(value) for value in rng.uniform(0.002, 0.01, count)],
+        batch_size=int(rng.choice([4, 8, 12])),
+        micro_batch_sizes=(1,),
+        overhead_s=float(rng.choice([0.0, 0.002])),
+        latency_s=float(rng.choice([0.0, 0.001, 0.004])),
+        bandwidth_bytes_per_s=float(rng.choice([1e7, 1e8, 1e9])),
+        parameter_bytes=int(rng.choice([10_000, 100_000])),
+        tied=bool(rng.integers(2)),
+    )
+    counts = {"": int(rng.integers(1, 5)), "t4": int(rng.integers(1, 4))}
+    if rng.integers(3) == 0:
+        counts = {"": int(rng.integers(3, 8))}
+    return with_type(profile, "t4", float(rng.uniform(1.2, 3))), counts
+
+
+def fastest_of_all(pools: Pools, gpus: Sequence[int]) -> int:
+    """Of every multiset of pipelines with every share, and of equal pipelines on one type."""
+    mixes, best = pools.mixes(1, "varuna"), pools.equal(gpus)[0].mini_batch_ns
+    search = Search(mixes, tuple(gpus))
+    for chosen in search.all_mixes():
+        numbers = [number for _, number in chosen]
+        if sum(numbers) <= mixes.total:
+            for totals in product(*(range(number, mixes.total + 1) for number in numbers[:-1])):
+                last = mixes.total - sum(totals)
+                if last >= numbers[-1]:
+                    best = min(best, mixes.exact_ns(chosen, (*totals, last)))
+    return best
+
+
+@pytest.mark.slow
+@each_seed(10, in_long=300)
+def test_plans_of_small_pools_are_hardly_slower_than_the_best_of_all(seed: int) -> None:
+    profile, counts = random_pool(np.random.default_rng(seed))
+    request = PlanRequest(schedule="varuna", recompute=True)
+    pools, gpus = Pools(profile, request, list(counts)), list(counts.values())
+    equal = pools.equal(gpus)
+    mix = pools.unequal(gpus, equal)
+    found = equal[0].mini_batch_ns if mix is None else mix.mini_batch_ns
+    assert found <= 1.02 * fastest_of_all(pools, gpus)
+
+
+@pytest.mark.slow
+@each_seed(4, in_long=100)
+def test_no_gpu_and_no_type_of_gpu_makes_a_plan_slower(seed: int) -> None:
+    """But for what unequal pipelines have to gain before they replace equal ones."""
+    rng = np.random.default_rng(seed)
+    profile, counts = random_pool(rng)
+    table = pool_plan_table(profile, counts)
+    whole = table[Pool.of(counts)].expected.mini_batch_s
+    assert whole * WORTH <= min(plan.expected.mini_batch_s for plan in table.values())
+    for pool, found in table.items():
+        assert Pool.counting(pool_of(found)).fits_in(pool)
+        alone = plan(profile, pool=pool, schedule=found.schedule).best.expected.mini_batch_s
+        assert alone * WORTH <= found.expected.mini_batch_s, pool
+    numbers = plan_table(profile, 6, unequal=True)
+    times = [each.expected.mini_batch_s for each in numbers.values()]
+    assert all(more * WORTH <= fewer for fewer, more in pairwise(times))
+    for number, found in numbers.items():
+        alone = plan(profile, num_gpus=number, unequal=True).best.expected.mini_batch_s
+        assert alone * WORTH <= found.expected.mini_batch_s, number
+
+
+def pool_of(found: Plan) -> list[str]:
+    """The types of all workers."""
+    return [
+        found.stages[stage].node_type for replica in range(found.num_replicas) for stage in found.stages_of(replica)
+    ]
+
+
+def test_a_second_type_of_gpus_trains_as_much_more_as_it_can() -> None:
+    profile = with_type(synthetic_profile(num_sections=8, batch_size=256, micro_batch_size=1, overhead_s=0), "t4", 2.0)
+    alone = plan(profile, pool={"": 4}).best.expected.examples_per_s
+    both = plan(profile, pool={"": 4, "t4": 4}).best
+    assert both.expected.examples_per_s > 1.4 * alone
+    fast, slow = (kind.micro_batches[0] / kind.num_stages for kind in both.pipeline_kinds)
+    assert 1.8 < fast / slow < 2.2, "shares go by speed"
+    assert simulate_plan(profile, both).plan == both
+    cheap = plan(profile, pool={"": 4, "t4": 4}, objective="usd_per_example", usd_per_gpu_hour={"": 1.0, "t4": 0.1})
+    assert set(pool_of(cheap.best)) == {"t4"}
+    assert cheap.values[0] == pytest.approx(0.1 * cheap.best.num_workers / 3600 / cheap.best.expected.examples_per_s)
+
+
+def test_memory_is_that_of_each_type() -> None:
+    profile = with_type(synthetic_profile(num_sections=4, parameter_bytes=40_000_000), "t4", 2.0, 2**30)
+    found = plan(profile, pool={"": 1, "t4": 4}).best
+    depths = {found.stages[found.stages_of(d)[0]].node_type: len(found.stages_of(d)) for d in range(found.num_replicas)}
+    assert depths[""] == 1
+    assert depths["t4"] > 1, "a small device holds no whole model"
+    with pytest.raises(PlanError, match=r"allowed: at least .*, or at least \d+ GPUs"):
+        plan(profile, pool={"t4": 1})
+    small = with_type(profile, "k80", 3.0, 2**30)
+    with pytest.raises(PlanError, match=r"fits on no type.*allowed: k80=\d, or t4=\d"):
+        plan(small, pool={"t4": 1, "k80": 1})
+    with pytest.raises(PlanError, match="is not a type of this profile"):
+        plan(profile, pool={"a100": 1})

@@ -159,7 +159,7 @@ def test_only_sharding_across_vms_is_refused(monkeypatch: pytest.MonkeyPatch, mo
     spot = import_module(f"morph.spot.{module}").Spot()
     sharded = SimpleNamespace(fsdp="full_shard", deepspeed=None, world_size=4, strategy=type("FSDPStrategy", (), {})())
     begin = spot.on_train_begin if module == "hugging_face" else spot.setup
-    with pytest.raises(InputError, match="no VM has a whole checkpoint"):
+    with pytest.raises(InputError, match="none of which has a whole checkpoint"):
         begin(sharded)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     begin(sharded)

@@ -131,7 +131,7 @@ def test_a_damaged_newest_checkpoint_costs_no_correct_weights(tiny_job: TinyJob,
         assert found.manifest.version < version
         assert vandal.present[index] == set(vandal.pids) - set(vandal.killed[: index + 1])  # nobody else was ended
     events = CliRunner().invoke(app, ["events", str(tmp_path / "run")]).output
-    told = re.findall(r"(?:passed over|gone), and version \d+ is the newest that is whole; \d+ more steps? ", events)
+    told = re.findall(r"(?:passed over|gone), and version \d+ is the newest whole version; \d+ more steps? ", events)
     assert len(told) == len(DAMAGES)
 
 

@@ -191,7 +191,7 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
     with run.resume() as command:
         told = command.wait_for_line("is passed over")
         assert damaged.name in told
-        assert f"version {newest} is passed over, and version {before} is the newest that is whole" in told
+        assert f"version {newest} is passed over, and version {before} is the newest whole version" in told
         command.wait_for_line("finished")
         assert command.wait_for_end() == 0, command.output
         assert "Traceback" not in command.output

@@ -151,7 +151,7 @@ class Keyless(Points):
         ),
         ({"eval_data": Shaped}, "eval_data()[0]['x']: differs from the others (got '(3,) torch.float32')"),
         ({"eval_data": Keyless}, "eval_data()[0]['y']: differs from the others (got 'nothing')"),
-        ({"eval_data": Points, "eval_samples": 99}, "eval_samples: are more than there are (got 99); allowed: 40"),
+        ({"eval_data": Points, "eval_samples": 99}, "eval_samples: is too large (got 99); allowed: 40"),
         ({"eval_data": Points, "eval_samples": 1}, "eval_samples: is too small (got 1)"),
         ({"optimizer": lambda named: optim.LBFGS([p for _, p in named])}, "whose step needs a closure"),
         ({"lr_scheduler": optim.lr_scheduler.ReduceLROnPlateau}, "whose step needs a value"),

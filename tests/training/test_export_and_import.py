@@ -115,7 +115,7 @@ def test_a_file_named_for_torch_is_read_by_torch_load(run_dir: Path, tmp_path: P
 def test_a_name_that_says_no_format_is_refused(run_dir: Path, tmp_path: Path, name: str) -> None:
     code, said = morph("export", run_dir, tmp_path / name)
     assert code == 2
-    assert "does not say by its name which format is wanted; allowed: a name that ends in .safetensors, or" in said
+    assert "has a name that does not show the wanted format; allowed: a name that ends in .safetensors, or" in said
     assert list(tmp_path.iterdir()) == []
 
 
@@ -139,7 +139,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_unless_it_is_asked_for(run_d
     code, said = morph("export", url, out, "--job", job)
     assert (code, f"wrote version {NUM_STEPS} to {out}" in said) == (0, True)
     assert f"{damaged.name}: the file differs from its manifest" in said
-    assert f"version {NUM_STEPS + 1} is passed over, and version {NUM_STEPS} is the newest that is whole" in said
+    assert f"version {NUM_STEPS + 1} is passed over, and version {NUM_STEPS} is the newest whole version" in said
     assert morph("export", run_dir, tmp_path / "other.safetensors")[0] == 0
     assert out.read_bytes() == (tmp_path / "other.safetensors").read_bytes()
     code, said = morph("export", url, out, "--job", job, "--version", NUM_STEPS + 1, "--overwrite")

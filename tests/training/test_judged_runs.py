@@ -82,9 +82,10 @@ def test_the_best_version_is_kept_and_training_ends_early_whatever_is_lost(crew:
     assert CliRunner().invoke(app, ["export", url, str(exported), "--job", JOB, "--best"]).exit_code == 0
     assert all(torch.equal(value, net.state_dict()[name]) for name, value in load_file(exported).items())
 
-    shapes = {1: "1x1", 2: "2x1", 4: "2x2"}
+    shapes = {1: "1x1", 3: "2x1+1x1", 4: "3x1+1x1"}
     disturbed, again, lost_url = crew.train(tmp_path / "lost", shapes, NUM_STEPS, crew.kill_at(3, 6), RULES)
     assert len({worker for morph in again.morphs for worker in morph.lost_workers}) == 2
+    assert [morph.to_shape for morph in again.morphs] == ["2x1 + 1x1", "1x1"]
     assert disturbed.sentence == finish.sentence
     assert again.evaluations == report.evaluations
     last = [read_manifest(where, report.version) for where in (url, lost_url)]

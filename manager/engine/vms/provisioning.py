@@ -276,11 +276,11 @@ class Provisioning:
             try:
                 listed = self._listed()
                 living, num_over = self._registry.living(listed, name)
-                price = self._provider.price()
+                of_type = {"node_type": action.node_type} if action.node_type else {}
+                price = self._provider.price(**of_type)
                 allowed, why = self._spending.allowed(action.count, living, price)
                 if allowed < self._least_vms:
                     return RequestRefused(request=name, cause="limit", detail=why)
-                of_type = {"node_type": action.node_type} if action.node_type else {}
                 vms = self._provider.request(name, action.count, allowed, **of_type)
                 num_devices = sum(vm.num_devices for vm in vms)
                 if why and num_devices < action.count:

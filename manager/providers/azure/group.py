@@ -11,48 +11,26 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 from azure.core.exceptions import DecodeError, HttpResponseError, ResourceNotFoundError
 from azure.core.rest import HttpRequest
 
 from manager.providers.azure.errors import is_gone, translating
-from manager.providers.azure.spec import (
+from manager.providers.azure.spec import AzureSize, AzureSpec, scale_set_body, scale_set_name
+from manager.providers.interface.cloud import (
     DEVICES_TAG,
     JOB_TAG,
     REQUEST_TAG,
     RUN_TAG,
-    AzureSize,
-    AzureSpec,
-    scale_set_body,
-    scale_set_name,
+    Bounds,
+    Identity,
+    paid_since_s,
+    priced,
 )
 from manager.providers.interface.provider import Misconfigured, ProviderError, Transient, Vm, not_ended
 
 STOP_WITHIN_S = 0.5
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """How long to wait, in seconds. ``poll_s``: between two looks at an operation, where Azure names no time."""
-
-    make_s: float = 600.0
-    delete_s: float = 300.0
-    poll_s: float = 5.0
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Whose VMs they are: the tags."""
-
-    run: str
-    job: str
-
-    def owns(self, tags: Mapping[str, str] | None) -> bool:
-        """Whether something with these tags is the run's."""
-        return tags is not None and tags.get(RUN_TAG) == self.run and tags.get(JOB_TAG) == self.job
 
 
 @dataclass(frozen=True)
@@ -257,7 +235,7 @@ class Group:
         requests = {vm.name: vm.request for vm in vms}
         for part in self._parts_of(DISK):
             if part.boots and part.vm in requests and not self._identity.owns(part.tags):
-                own = {RUN_TAG: self._identity.run, JOB_TAG: self._identity.job, REQUEST_TAG: requests[part.vm]}
+                own = self._identity.tags(requests[part.vm])
                 self._send("PATCH", part, {"tags": {**part.tags, **own}})
 
     def _parts_of(self, kind: str) -> Iterator[Part]:
@@ -299,29 +277,28 @@ class Group:
 
     def _end_orphans(self, until_s: float) -> tuple[str, ...]:
         """End interfaces and disks of the run that went with no VM; returns what they are and cost."""
-        priced: dict[str, str] = {}
+        names: dict[str, str] = {}
         left = self._orphans()
         while left:
             errors: dict[str, ProviderError] = {}
             for part in left:
-                priced[part.id] = priced.get(part.id) or self._priced(part)
+                names[part.id] = names.get(part.id) or self._priced(part)
                 try:
                     self._send("DELETE", part)
                 except ProviderError as error:
-                    errors[priced[part.id]] = error
+                    errors[names[part.id]] = error
             if errors:
                 raise not_ended(errors)
             left = self._orphans()
             if left and time.monotonic() >= until_s:
-                raise not_ended({priced.get(part.id, part.shown): Transient("it is still listed") for part in left})
+                raise not_ended({names.get(part.id, part.shown): Transient("it is still listed") for part in left})
             if left:
                 time.sleep(self._bounds.poll_s)
-        return tuple(priced.values())
+        return tuple(names.values())
 
     def _priced(self, part: Part) -> str:
         usd_per_h = self._disk_usd_per_h(part.sku, part.gib) if part.kind == DISK else 0.0
-        cost = "its price is not known" if usd_per_h is None else f"{usd_per_h:.4f} dollars an hour"
-        return f"{part.shown}, {cost}"
+        return priced(part.shown, usd_per_h)
 
     def wait(self, poller: Any, what: str, until_s: float, *, always: bool = False) -> None:
         """Wait for an operation; unless ``always``, no longer than until the run is over.
@@ -381,28 +358,3 @@ def _passing_over_gone() -> Iterator[None]:
     except HttpResponseError as error:  # the SDK's last look at what an operation made raises no narrower one
         if error.status_code != 404 or not is_gone(error):
             raise
-
-
-AGREE_S = 2.0
-"""Clocks that differ by less are taken for equal: an HTTP date has whole seconds, and is some time under way."""
-
-
-def paid_since_s(created: datetime | None, answered: str | None, now_s: float) -> float | None:
-    """Return the second since 1970, by this machine's clock, from which on a VM is paid; None: Azure does not say.
-
-    Args:
-        created: The VM's ``timeCreated``, by Azure's clock.
-        answered: The ``Date`` of the answer that it is from, by Azure's clock too.
-        now_s: This machine's clock when the answer came.
-    """
-    if created is None:
-        return None
-    ahead_s = 0.0
-    if answered is not None:
-        try:
-            ahead_s = parsedate_to_datetime(answered).timestamp() - now_s
-        except ValueError:
-            ahead_s = 0.0
-    if abs(ahead_s) < AGREE_S:
-        ahead_s = 0.0
-    return min(created.timestamp() - ahead_s, now_s)

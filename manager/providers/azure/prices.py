@@ -3,55 +3,21 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Callable
 from urllib.parse import urlencode
 
 from manager.host.plain_http import HttpFailed, fetch
 from manager.providers.azure.spec import AzureSize, AzureSpec
+from manager.providers.interface.cloud import Remembered
 
 PRICES_URL = "https://prices.azure.com/api/retail/prices"
 TIMEOUT_S = 20.0
 MAX_PAGES = 10
-RETRY_S = 600.0
-"""When a list that did not say what a size costs is asked again."""
 
 
-class RetailPrices:
-    """The list's prices of a spec's sizes, each remembered. Thread-safe.
-
-    A price that is known stays; one that the list did not have is looked up again after ``RETRY_S``, so that a list
-    that is not reached holds up a provider's calls once, and not at every look.
-
-    Args:
-        spec: Where the VMs are, and whether they are spot VMs.
-        find: Asks for the price of a size of this name: ``retail_price`` where it is not given. May block.
-        clock: Seconds, never going back.
-    """
-
-    def __init__(
-        self,
-        spec: AzureSpec,
-        find: Callable[[str], float | None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._find = find or (lambda size: retail_price(spec.location, size, spot=spec.spot))
-        self._clock = clock
-        self._known: dict[str, float] = {}
-        self._ask_at_s: dict[str, float] = {}
-        self._lock = threading.Lock()
-
-    def __call__(self, size: AzureSize) -> float | None:
-        """Return what one hour of a size costs in USD; None when it is not known. May block."""
-        with self._lock:
-            if size.name not in self._known and self._clock() >= self._ask_at_s.get(size.name, float("-inf")):
-                usd_per_h = self._find(size.name)
-                if usd_per_h is None:
-                    self._ask_at_s[size.name] = self._clock() + RETRY_S
-                else:
-                    self._known[size.name] = usd_per_h
-            return self._known.get(size.name)
+def retail_prices(spec: AzureSpec) -> Remembered[AzureSize, float]:
+    """Return the list's prices of a spec's sizes."""
+    return Remembered(lambda size: retail_price(spec.location, size.name, spot=spec.spot))
 
 
 def retail_price(location: str, size: str, *, spot: bool, url: str = PRICES_URL) -> float | None:

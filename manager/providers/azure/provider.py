@@ -6,7 +6,6 @@ Names are made from the request, so that a request that comes again, from whoeve
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +15,10 @@ from azure.core.exceptions import AzureError
 
 from manager.host.plain_http import HttpFailed, fetch
 from manager.providers.azure.errors import SizeRefused, translating
-from manager.providers.azure.group import Bounds, Group, Identity, NotInTime
-from manager.providers.azure.operations import Operations
+from manager.providers.azure.group import Group, NotInTime
 from manager.providers.azure.spec import AzureSize, AzureSpec, vm_body
+from manager.providers.interface.cloud import Bounds, Identity, missing, turns, why_none
+from manager.providers.interface.operations import Operations
 from manager.providers.interface.provider import (
     BOOT_LOG_CHARACTERS,
     Capabilities,
@@ -28,9 +28,7 @@ from manager.providers.interface.provider import (
     ProviderError,
     QuotaExceeded,
     Refused,
-    Transient,
     Vm,
-    vm_name,
 )
 
 Offer = tuple[AzureSize, str | None]
@@ -91,7 +89,7 @@ class AzureProvider:
         self._ending = ending
         self._has_set = False
         self._taken: frozenset[str] = frozenset()
-        self._price: Price | None = None
+        self._prices: dict[str, Price] = {}
 
     def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
         """See ``Provider``. Offers that Azure refuses are followed by the next zone, and then by the next size.
@@ -112,15 +110,13 @@ class AzureProvider:
         making = [_Making(vm.name, [], vm.num_devices) for vm, state in found if state in BEING_MADE]
         states = {vm.name: state for vm, state in found}
         refused: list[Refused | Misconfigured] = []
-        for num_devices in spec.turns(count, most):
+        for num_devices in turns(spec.sizes, count, most):
             if time.monotonic() >= until_s or any(isinstance(error, Misconfigured) for error in refused):
                 break
             known = there | {one.name: one.num_devices for one in making}
-            num_vms = max(0, min(-(-(count - sum(known.values())) // num_devices), most - len(known)))
-            free = (index for index in itertools.count() if vm_name(request, index) not in known)
             making += [
-                _Making(vm_name(request, index), spec.offers_of(index, num_devices), num_devices)
-                for index in itertools.islice(free, num_vms)
+                _Making(name, spec.offers_of(index, num_devices), num_devices)
+                for index, name in missing(request, known, count, most, num_devices)
             ]
             given_up = self._make(making, request, states, until_s)
             there |= {one.name: one.num_devices for one in making if one not in given_up}
@@ -130,9 +126,7 @@ class AzureProvider:
         made = tuple(vm for vm, state in found if state not in (*BEING_MADE, *LOST))
         self.group.begin_ends([vm.name for vm, _ in found if vm not in made])  # nobody waits for them any more
         if not made:
-            evicted = Transient(f"{request}: its VMs were made and are gone")
-            first = {Misconfigured: 0, QuotaExceeded: 1}
-            raise min([*refused, evicted], key=lambda error: first.get(type(error), 2))
+            raise why_none(request, refused)
         with contextlib.suppress(ProviderError):  # an account that may not: then its disks are not found later
             self.group.tag_disks(made)
         self._operations.answered(request, tuple(vm.name for vm in made))
@@ -180,11 +174,12 @@ class AzureProvider:
         self._has_set = False
         return self.group.end_all(time.monotonic() + self._bounds.delete_s)
 
-    def price(self) -> Price | None:
+    def price(self, node_type: str = "") -> Price | None:
         """See ``Provider``. A size without a price makes the whole unknown."""
-        if self._price is None:
-            self._price = self._spec.price(self._find_price)
-        return self._price
+        found = self._prices.get(node_type) or self._spec.of_type(node_type).price(self._find_price)
+        if found is not None:
+            self._prices[node_type] = found
+        return found
 
     def capabilities(self) -> Capabilities:
         """See ``Provider``."""

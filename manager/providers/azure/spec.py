@@ -7,31 +7,29 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from manager.providers.interface.cloud import (
+    DEVICES_TAG,
+    JOB_TAG,
+    REQUEST_TAG,
+    RUN_TAG,
+    Size,
+    dearest,
+    of_type,
+    turns,
+)
 from manager.providers.interface.provider import Price, vm_name
 from morph.contract.base import Value
-from morph.contract.cluster import NodeType, UsdPerHour, UsdPerHourAtMost
-from morph.contract.vm_names import MAX_DEVICES
+from morph.contract.cluster import UsdPerHourAtMost
 
-RUN_TAG, JOB_TAG, REQUEST_TAG, DEVICES_TAG = "morph-run", "morph-job", "morph-request", "morph-devices"
 PUBLIC_AZURE = "https://management.azure.com"
 NETWORK_API_VERSION = "2022-07-01"
 _RESOURCE_ID = r"^/subscriptions/[^/]+/resourceGroups/[^/]+/providers/.+$"
 
 
-class AzureSize(Value):
-    """A VM size that may be taken."""
+class AzureSize(Size):
+    """A VM size that may be taken; without a price, it costs what Azure's price list says."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_]+$", description="such as Standard_NC4as_T4_v3")
-    num_gpus: int = Field(default=1, ge=0, le=MAX_DEVICES, description="that Morph drives; 0: its processor, as one")
-    usd_per_h: UsdPerHour | None = Field(default=None, description="None: the retail price of Azure's price list")
-    node_type: NodeType | None = Field(
-        default=None, description="type of its GPUs, by its name in the profile; None: all sizes are alike"
-    )
-
-    @property
-    def num_devices(self) -> int:
-        """Each has a worker."""
-        return max(1, self.num_gpus)
 
 
 class AzureSpec(Value):
@@ -77,16 +75,8 @@ class AzureSpec(Value):
         return "azure" if self.resource_manager.startswith("https:") else "local"
 
     def price(self, find: Callable[[AzureSize], float | None]) -> Price | None:
-        """Return the price of one hour of the dearest size; None when one is not known.
-
-        ``find``: the price of a size that says none itself; None when it is not known.
-        """
-        figures = [find(size) if size.usd_per_h is None else size.usd_per_h for size in self.sizes]
-        known = [figure for figure in figures if figure is not None]
-        if len(known) < len(figures):
-            return None
-        theirs = any(size.usd_per_h is None for size in self.sizes)
-        return Price(usd_per_h=max(known), source="Azure's retail price list" if theirs else "the cluster file")
+        """Return the price of one hour of the dearest size; see ``dearest``."""
+        return dearest(self.sizes, find, "Azure's retail price list")
 
     @model_validator(mode="after")
     def _types_of_all(self) -> AzureSpec:
@@ -96,17 +86,7 @@ class AzureSpec(Value):
 
     def of_type(self, node_type: str) -> AzureSpec:
         """The same with the sizes of one type of GPU; empty: with all."""
-        sizes = tuple(size for size in self.sizes if node_type in ("", size.node_type))
-        return self.model_copy(update={"sizes": sizes})
-
-    def turns(self, count: int, max_vms: int) -> list[int]:
-        """Return how many devices the VMs have that are tried first, next, ... for ``count`` devices.
-
-        Fewest first; where so many VMs would be more than ``max_vms``, those with most come before them.
-        """
-        known = sorted({size.num_devices for size in self.sizes})
-        enough = [number for number in known if number * max_vms >= count]
-        return enough + [number for number in reversed(known) if number not in enough]
+        return self.model_copy(update={"sizes": of_type(self.sizes, node_type)})
 
     def offers_of(self, index: int, num_devices: int) -> list[tuple[AzureSize, str | None]]:
         """Return the offers with so many devices for VM number ``index``: neighbours begin in different zones."""
@@ -194,7 +174,7 @@ def planned(
     """
     group = scale_set_id(spec, run).rsplit("/", 2)[0]
     calls = [{"put": scale_set_id(spec, run), "body": scale_set_body(spec, run, job)}]
-    num_devices = spec.turns(count, count)[0]
+    num_devices = turns(spec.sizes, count, count)[0]
     for index in range(-(-count // num_devices)):
         name = vm_name(request, index)
         names = {"run": run, "job": job, "request": request}

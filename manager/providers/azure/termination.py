@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from manager.providers.azure.client import azure_client
-from manager.providers.azure.group import Bounds, Identity
-from manager.providers.azure.operations import Operations
 from manager.providers.azure.prices import disk_price
 from manager.providers.azure.provider import AzureProvider
 from manager.providers.azure.spec import AzureSpec
+from manager.providers.interface.cloud import Bounds, Identity
+from manager.providers.interface.operations import Operations
 from manager.providers.interface.provider import Misconfigured, ProviderError, Vm, end_all
 
 

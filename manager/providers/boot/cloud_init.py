@@ -7,20 +7,23 @@ network and nothing of what comes later, and ends the VM unless it is told again
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import json
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 from pydantic import Field, SecretStr
 
 from manager.host.ports import RAY_SETTINGS, VM_RESOURCE, Ports
-from manager.providers.boot.first_boot import packed
+from manager.providers.boot.first_boot import program
 from manager.providers.boot.own_wheel import python_version, requirements
+from manager.providers.interface.provider import Misconfigured
 from morph.contract.base import Value
-from morph.contract.cluster import AzureVms, ProvidedVms
+from morph.contract.cluster import CloudVms, ProvidedVms
 from morph.link.authority import authority_of
 
 DIRECTORY = "/etc/morph"
@@ -31,12 +34,14 @@ SECRET_PATH = f"{IN_MEMORY}/node-secret"
 STAY_PATH = f"{IN_MEMORY}/stay"
 AUTHORITY_PATH = f"{DIRECTORY}/authority.pem"
 TLS_DIRECTORY = f"{DIRECTORY}/tls"
-BOOT_PATH = f"{IN_MEMORY}/boot.pyz"
+BOOT_PATH = f"{IN_MEMORY}/boot"
 CODE_DIRECTORY = f"{DIRECTORY}/code"
 OBJECT_STORE_BYTES = 256 * 1024 * 1024
 """Ray would take 30 % of the memory; what goes through it is the job's files and orders."""
 MAX_CUSTOM_DATA_BYTES = 65535
 """Azure takes this much once encoded."""
+MAX_USER_DATA_BYTES = 16384
+"""AWS takes this much before it is encoded."""
 
 
 class NodeStart(Value):
@@ -85,8 +90,8 @@ def node_start(vms: ProvidedVms, port: int, secret: str, wheel: bytes, managemen
         python_version=python_version(),
         wheel_sha256=hashlib.sha256(wheel).hexdigest(),
         requirements=wanted_on(vms),
-        uid=vms.uid if isinstance(vms, AzureVms) else 0,
-        metadata=not isinstance(vms, AzureVms) or vms.metadata,
+        uid=vms.uid if isinstance(vms, CloudVms) else 0,
+        metadata=not isinstance(vms, CloudVms) or vms.metadata,
         lonely_s=vms.lonely_s,
         management_url=management_url,
         **of_ray,
@@ -146,8 +151,8 @@ def _watchdog(start: NodeStart, options: list[str]) -> str:
     lines = [
         f"umask 077; mkdir -p {IN_MEMORY} /run/systemd/system",
         _here(SECRET_PATH, start.node_secret.get_secret_value()),
-        _here(f"{BOOT_PATH}.b64", packed()),
-        f"base64 -d {BOOT_PATH}.b64 >{BOOT_PATH}",
+        f"mkdir -p {shlex.join(sorted({str(PurePosixPath(BOOT_PATH, name).parent) for name in program()}))}",
+        *(_here(f"{BOOT_PATH}/{name}", text) for name, text in program().items()),
         _here("/run/systemd/system/morph-watchdog.service", unit["content"]),
         "systemctl daemon-reload; systemctl --no-block start morph-watchdog.service",
     ]
@@ -168,15 +173,34 @@ def is_closed(start: NodeStart) -> bool:
 
 
 def custom_data(text: str) -> str:
-    """Encode a cloud-config as Azure takes it.
+    """Encode a cloud-config as Azure takes it: compressed, which cloud-init reads too.
 
     Raises:
         ValueError: it is too long.
     """
-    encoded = base64.b64encode(text.encode()).decode()
+    encoded = base64.b64encode(_compressed(text)).decode()
     if len(encoded) > MAX_CUSTOM_DATA_BYTES:
         raise ValueError(f"the cloud-config has {len(encoded)} bytes, at most {MAX_CUSTOM_DATA_BYTES} are taken")
     return encoded
+
+
+def user_data(text: str) -> str:
+    """Encode a cloud-config as AWS takes it: compressed, too.
+
+    Raises:
+        Misconfigured: it is too long, which the user's part of it alone can make it.
+    """
+    compressed = _compressed(text)
+    if len(compressed) > MAX_USER_DATA_BYTES:
+        raise Misconfigured(
+            f"what a VM boots with has {len(compressed)} bytes, compressed, and AWS takes {MAX_USER_DATA_BYTES}: "
+            "vms.environment.setup is too long; have it fetch the rest from storage"
+        )
+    return base64.b64encode(compressed).decode()
+
+
+def _compressed(text: str) -> bytes:
+    return gzip.compress(text.encode(), 9, mtime=0)  # the same text gives the same bytes
 
 
 def boot_command(

@@ -1,6 +1,6 @@
 """What a VM runs before anything else of Morph: it brings the manager's own wheel, and what that requires.
 
-``python -I boot.pyz --manager HOST:PORT --node NAME --devices N --secret-file PATH --folder PATH --python PATH
+``python -I boot --manager HOST:PORT --node NAME --devices N --secret-file PATH --folder PATH --python PATH
 --python-version X.Y.Z --sha256 DIGEST --patience-s S --end azure|group| [--management-url URL] [--uid N
 [--close-metadata]] [--stay PATH] [--only PART] -- REQUIREMENT...``
 
@@ -16,7 +16,7 @@ Whatever goes wrong, the manager is told, and the VM is ended.
 
 With a user's number that user is made if it is missing, and ``--close-metadata`` keeps it from the VM's identity.
 
-``packed`` puts it, with the few modules that it imports, into one file, which travels with the secrets. On the VM there
+``program`` is it, with the few modules that it imports; it travels with the secrets. On the VM there
 may be nothing but Python, and an old one: nothing here needs more than the standard library of Python 3.8.
 
 The manager is asked at the port for notices, where the node's agent calls later (``manager.notices.call``).
@@ -104,17 +104,22 @@ class Unheard(Unfit):
 
 
 @lru_cache(maxsize=1)  # each VM of a run is given it
-def packed() -> str:
-    """Return this program as a file for Python to run, in base 64; the same modules give the same text.
+def program() -> dict[str, str]:
+    """Return this program's files by their paths, for ``python -I`` and the folder that they are put into.
 
     Without what Python does not read, for clouds take little of what a VM is given as it boots.
     """
+    root = Path(__file__).resolve().parents[3]
+    main = {"__main__.py": "from manager.providers.boot.first_boot import main\nmain()\n"}
+    return main | {name: _without_docstrings((root / name).read_text(encoding="utf-8")) for name in MODULES}
+
+
+@lru_cache(maxsize=1)
+def packed() -> str:
+    """Return the program as one file for Python to run, in base 64; the same modules give the same text."""
     from morph.contract import files  # not on the VM
 
-    root = Path(__file__).resolve().parents[3]
-    main = {"__main__.py": b"from manager.providers.boot.first_boot import main\nmain()\n"}
-    modules = {name: _without_docstrings((root / name).read_text(encoding="utf-8")).encode() for name in MODULES}
-    return base64.b64encode(files.packed(main | modules)).decode()
+    return base64.b64encode(files.packed({name: text.encode() for name, text in program().items()})).decode()
 
 
 def _without_docstrings(source: str) -> str:

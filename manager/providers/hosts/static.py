@@ -235,9 +235,10 @@ class StaticProvider:
         self.delete([vm.name for vm in self.list()])
         return ()
 
-    def price(self) -> Price | None:
+    def price(self, node_type: str = "") -> Price | None:
         """See ``Provider``."""
-        usd_per_h = self._spec.dearest_usd_per_h
+        of_type = tuple(host for host in self._spec.hosts if node_type in ("", host.node_type))
+        usd_per_h = self._spec.model_copy(update={"hosts": of_type}).dearest_usd_per_h if of_type else None
         return None if usd_per_h is None else Price(usd_per_h=usd_per_h, source="the file of hosts")
 
     def capabilities(self) -> Capabilities:

@@ -187,8 +187,8 @@ class Provider(Protocol):
             ProviderError: naming what is left; the rest is ended.
         """
 
-    def price(self) -> Price | None:
-        """Return the price of one VM, the dearest that may come; None when it is not known."""
+    def price(self, node_type: str = "") -> Price | None:
+        """Return the price of one VM, the dearest that may come, of this type if one is given; None: not known."""
 
     def capabilities(self) -> Capabilities:
         """Return what it can do."""

@@ -222,7 +222,7 @@ class SlurmProvider:
         self.delete([vm.name for vm in self.list()])
         return ()
 
-    def price(self) -> Price | None:
+    def price(self, node_type: str = "") -> Price | None:  # noqa: ARG002 (each costs the same)
         """See ``Provider``."""
         usd_per_h = self._spec.usd_per_h
         return None if usd_per_h is None else Price(usd_per_h=usd_per_h, source="the cloud file")

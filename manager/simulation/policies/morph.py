@@ -59,7 +59,12 @@ def play_morph(
             event = change.event
             match change.kind:
                 case "came":
-                    facts = NodeFacts(provider="simulated", size=event.instance_type, zone=event.zone)
+                    facts = NodeFacts(
+                        provider="simulated",
+                        size=event.instance_type,
+                        zone=event.zone,
+                        node_type=job.node_types.get(event.instance_type, ""),
+                    )
                     vm = cluster.vm_came(facts, usd_of(event, trace, prices))
                 case "warned":
                     cluster.vm_noticed(vm, change.taken_s - change.time_s)

@@ -311,6 +311,7 @@ def config_of(job: SpotJob, num_steps: int, num_expected: int) -> ControllerConf
         job=job.name,
         fingerprint=next(iter(job.plans.values())).fingerprint or FINGERPRINT,
         plans=job.plans,
+        type_compute_s=job.type_compute_s,
         units=job.units,
         unit_bytes=job.unit_bytes,
         state_copies=job.state_copies,

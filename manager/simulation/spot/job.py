@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -12,12 +15,12 @@ from morph.contract.base import Value
 from morph.contract.cluster import Policy
 from morph.contract.errors import PlanError
 from morph.contract.messages import UnitId
-from morph.contract.plan import Expectation, Plan, PlanTable, StagePlan, by_pool
+from morph.contract.plan import Expectation, Plan, PlanTable, StagePlan, by_need, by_pool
 from morph.contract.pool import Pool
 from morph.contract.profile import Profile
 from morph.contract.vm_names import MAX_DEVICES
-from simulator import PlanRequest, Simulation, pipeline_times, plan, plan_table, simulate_plan
-from simulator.inputs.conditions import RedundantName
+from simulator import PlanRequest, Simulation, pipeline_times, plan, plan_table, pool_plan_table, simulate_plan
+from simulator.inputs.conditions import RedundantName, of_pool_type
 
 FINGERPRINT = "simulated"
 
@@ -83,10 +86,15 @@ class SpotJob(Value):
     unit_bytes: dict[UnitId, int]
     state_copies: int = Field(default=3, ge=1, description="unit_bytes over those of the parameters: Adam's 3")
     section_compute_s: tuple[float, ...] = ()
+    node_types: dict[str, str] = Field(default={}, description="types of GPU by a trace's instance types; one: empty")
+    type_compute_s: dict[str, tuple[float, ...]] = Field(default={}, description="section_compute_s by type")
     durations: Durations = Durations()
     policy: Policy = Policy()
     expected_losses: ExpectedLosses = ExpectedLosses()
     redundant: dict[str, RedundantCost] = PUBLISHED
+    equal_plans: PlanTable | None = Field(
+        default=None, description="of equal pipelines, for policies that know no others; None: among ``plans``"
+    )
     pipelines: dict[int, tuple[tuple[int, float], ...]] = Field(default_factory=dict)
 
     @property
@@ -106,28 +114,36 @@ class SpotJob(Value):
     def best_plan(self, there: Pool | int, *, equal: bool = False) -> Plan | None:
         """The fastest plan for these GPUs, of ``equal`` pipelines if that is asked; None: none fits."""
         there = Pool.of(there) if isinstance(there, int) else there
-        table = by_pool(self.plans)
+        table = by_pool(self.equal_plans if equal and self.equal_plans else self.plans)
         fitting = [plan for pool, plan in table if pool.fits_in(there) and not (equal and plan.kinds)]
         return max(fitting, key=lambda plan: (plan.expected.examples_per_s, -plan.num_workers), default=None)
 
 
 def job_from_profile(
     profile: Profile,
-    most_workers: int,
+    most: int | Pool,
     request: PlanRequest = PlanRequest(),  # noqa: B008 (frozen)
     *,
+    node_types: Mapping[str, str] = MappingProxyType({}),
     durations: Durations = Durations(),  # noqa: B008 (frozen)
     policy: Policy = Policy(),  # noqa: B008 (frozen)
 ) -> SpotJob:
-    """Plan for every number of workers up to this, as a run would. The request says how many of them a VM has.
+    """Plan for every number of workers, or every pool, up to this, as a run would.
+
+    The request says how many workers a VM has. ``node_types``: types of GPU by a trace's instance types, for a pool.
 
     Raises:
         PlanError: when no plan fits even so many.
     """
-    plans = plan_table(profile, most_workers, request)
+    plans: Mapping[Any, Plan]
+    if isinstance(most, int):
+        plans = plan_table(profile, most, request)
+    else:
+        plans = by_need(pool_plan_table(profile, most, request).values())
     if not plans:
-        plan(profile, request, num_gpus=most_workers)  # raises, and says what would do
-        raise PlanError("no plan fits", field="num_gpus", value=most_workers)
+        if isinstance(most, int):
+            plan(profile, request, num_gpus=most)  # raises, and says what would do
+        raise PlanError("no plan fits", field="pool", value=str(most))
     micro_batch_size = next(iter(plans.values())).micro_batch_size
     assert request.num_gpus_per_node is None or isinstance(request.num_gpus_per_node, int), "VMs are alike"
     state_copies = 3 if any(section.optimizer_bytes for section in profile.sections) else 1
@@ -136,17 +152,33 @@ def job_from_profile(
         batch_size=profile.job.batch_size,
         gpus_per_vm=request.num_gpus_per_node or 1,
         plans=plans,
-        pipelines=pipeline_times(profile, most_workers, micro_batch_size, request),
+        equal_plans=_equal_plans(profile, most, replace(request, micro_batch_size=micro_batch_size), plans),
+        pipelines=pipeline_times(profile, most, micro_batch_size, request) if isinstance(most, int) else {},
         units={unit.id: unit.sections for unit in profile.units},
         unit_bytes={unit.id: unit.parameter_bytes * state_copies for unit in profile.units},
         state_copies=state_copies,
-        section_compute_s=tuple(
-            section.forward[micro_batch_size].median_s + section.backward[micro_batch_size].median_s
-            for section in profile.sections
-        ),
+        section_compute_s=_compute_s(profile, micro_batch_size),
+        node_types=dict(node_types),
+        type_compute_s={
+            name: _compute_s(of_pool_type(profile, name), micro_batch_size) for name in set(node_types.values())
+        },
         durations=durations,
         policy=policy,
     )
+
+
+def _equal_plans(
+    profile: Profile, most: int | Pool, request: PlanRequest, plans: Mapping[Any, Plan]
+) -> dict[int, Plan] | None:
+    """The best plans of equal pipelines where those of a table are not; None: they are, or only Morph plays a pool."""
+    if not isinstance(most, int) or not any(plan.kinds for plan in plans.values()):
+        return None
+    return plan_table(profile, most, replace(request, unequal=False)) or None
+
+
+def _compute_s(profile: Profile, micro_batch_size: int) -> tuple[float, ...]:
+    m = micro_batch_size
+    return tuple(section.forward[m].median_s + section.backward[m].median_s for section in profile.sections)
 
 
 def with_redundant_costs(job: SpotJob, profile: Profile, num_workers: int) -> SpotJob:

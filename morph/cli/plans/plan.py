@@ -35,6 +35,7 @@ from morph.cli.reading.options import (
 from morph.cli.reading.progress import COMPILED_ONCE, doing_if_long
 from morph.contract.errors import PlanError
 from morph.contract.files import check_output, write_output
+from morph.contract.pool import Pool
 from morph.yaml_files import read_settings
 
 if TYPE_CHECKING:
@@ -72,6 +73,12 @@ def plan_command(
             help="In place of --gpus: NODESxGPUS, such as 16x1,4x4. This means 16 nodes with 1 GPU and 4 with 4.",
         ),
     ] = None,
+    pool: Annotated[
+        str | None,
+        typer.Option(
+            "--pool", metavar="TYPE=N,...", help="In place of --gpus: GPUs by type. For example v100=12,t4=12."
+        ),
+    ] = None,
     num_gpus_per_node: GpusPerNodeOption = None,
     node_type: NodeTypeOption = None,
     memory_gib: Annotated[
@@ -90,7 +97,10 @@ def plan_command(
     ] = AimName.EXAMPLES,
     usd_per_gpu_hour: Annotated[
         str | None,
-        typer.Option("--price", help="Dollars per GPU-hour, such as 0.9. Or by GPUs per node, such as 1:0.9,4:0.75."),
+        typer.Option(
+            "--price",
+            help="Dollars per GPU-hour, such as 0.9. Or by GPUs per node, 1:0.9,4:0.75, or by type, v100=0.9,t4=0.16.",
+        ),
     ] = None,
     jitter_seed: JitterOption = None,
     settings: SettingsOption = None,
@@ -108,6 +118,7 @@ def plan_command(
       morph plan profile.json --gpus 6
       morph plan profile.json --gpus 128 --memory-gib 16 --json -o plan.json
       morph plan profile.json --nodes 16x1,4x4
+      morph plan profile.json --pool v100=12,t4=12
       morph plan profile.json --gpus 16..128 --csv plans.csv --png plans.png
       morph plan profile.json --gpus 16 --objective progress \\
           --set revocations_per_hour=0.4
@@ -121,9 +132,10 @@ def plan_command(
             check_output(path, PlanError)
     chosen = read_settings(settings or (), PlanSettings)
     numbers = _numbers(given_options(context, chosen), gpus, aim)
+    on_types = None if pool is None else Pool.parse(pool, "--pool")
     with from_options(context, profile, chosen):
         measured = of_node_type(load_profile(profile), node_type)
-    request = request_of(context, chosen)
+    request = replace(request_of(context, chosen), unequal=True)
     with from_options(context, profile, chosen), doing_if_long(f"simulating shapes ({COMPILED_ONCE})"):
         if numbers is not None and len(numbers) > 1:
             from simulator.render.curve import show_curve
@@ -131,7 +143,7 @@ def plan_command(
             show_curve(measured, numbers, request, csv=csv, png=png, as_json=as_json)
             return
         request = replace(request, objective=_OBJECTIVES[aim])
-        choice = plan(measured, request, num_gpus=None if numbers is None else numbers[0])
+        choice = plan(measured, request, num_gpus=None if numbers is None else numbers[0], pool=on_types)
     for sentence in other_links(measured, request.links, request.rings):
         print(f"warning: {sentence}", file=sys.stderr)
     if output is not None:
@@ -149,9 +161,10 @@ def plan_command(
     console.print(tables.stage_table(measured, choice.best_simulation))
     for line in tables.memory_lines(choice.best_simulation):
         console.print(line)
-    memory_bytes = request.memory_bytes or measured.environment.device_memory_bytes
-    host_bytes = request.host_memory_bytes or measured.environment.host_memory_bytes
-    console.print(redundancy_line(measured, choice.best, request.redundancy, memory_bytes, host_bytes))
+    if on_types is None and len(choice.best.pipeline_kinds) == 1:
+        memory_bytes = request.memory_bytes or measured.environment.device_memory_bytes
+        host_bytes = request.host_memory_bytes or measured.environment.host_memory_bytes
+        console.print(redundancy_line(measured, choice.best, request.redundancy, memory_bytes, host_bytes))
     if choice.runners_up:
         console.print(tables.ranking(choice))
     if output is not None:
@@ -164,8 +177,11 @@ def _numbers(given: dict[str, Any], gpus: str | None, aim: AimName) -> range | N
     Raises:
         PlanError: if options are missing or contradict each other.
     """
-    if "--gpus" not in given and "--nodes" not in given:
-        raise PlanError("is missing", field="--gpus", allowed="a number, a range as 16..128, or --nodes instead")
+    if not {"--gpus", "--nodes", "--pool"} & given.keys():
+        allowed = "a number, a range as 16..128, or --nodes or --pool instead"
+        raise PlanError("is missing", field="--gpus", allowed=allowed)
+    other_ways = ["--gpus", "--nodes", "--gpus-per-node", "--node-type", "--jitter-seed", "--set compute_slots"]
+    refuse_together(given, "--pool", [*other_ways, "--objective progress"], "it lists all GPUs, each on its own node")
     refuse_together(given, "--nodes", ["--gpus", "--gpus-per-node"], "it lists all nodes and their GPUs")
     refuse_together(
         given, "--set compute_slots", ["--nodes", "--gpus-per-node"], "it puts all workers on one machine's cores"

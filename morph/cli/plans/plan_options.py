@@ -143,13 +143,15 @@ def node_list(text: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def price_of(text: str) -> float | dict[int, float]:
-    """Parse ``0.9`` dollars per GPU-hour, or prices by GPUs per node: ``1:0.9,4:0.75``.
+def price_of(text: str) -> float | dict[int, float] | dict[str, float]:
+    """Parse ``0.9`` dollars per GPU-hour, prices by GPUs per node ``1:0.9,4:0.75``, or by type ``v100=0.9,t4=0.16``.
 
     Raises:
-        PlanError: if the text is neither.
+        PlanError: if the text is none of them.
     """
-    allowed = "dollars per GPU-hour, as 0.9, or by GPUs per node, as 1:0.9,4:0.75"
+    allowed = "dollars per GPU-hour, as 0.9, by GPUs per node, as 1:0.9,4:0.75, or by type, as v100=0.9,t4=0.16"
+    if "=" in text:
+        return _prices_of_types(text, allowed)
     prices: dict[int, float] = {}
     try:
         if ":" not in text:
@@ -170,6 +172,17 @@ def price_of(text: str) -> float | dict[int, float]:
     if not all(price > 0 and price in ranges.USD_PER_HOUR for price in prices.values()):
         raise PlanError("is not a price", field="--price", value=text, allowed=allowed)
     return prices[0] if 0 in prices and len(prices) == 1 else prices
+
+
+def _prices_of_types(text: str, allowed: str) -> dict[str, float]:
+    prices: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, price = part.partition("=")
+        known = re.fullmatch(r"[0-9]*\.?[0-9]+", price.strip())
+        if not name.strip() or known is None or name.strip() in prices or float(price) not in ranges.USD_PER_HOUR:
+            raise PlanError("is not a price of each type", field="--price", value=text, allowed=allowed)
+        prices[name.strip()] = float(price)
+    return prices
 
 
 def slow_of(texts: Sequence[str]) -> dict[int | tuple[int, int], float]:

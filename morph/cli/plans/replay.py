@@ -87,6 +87,13 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
     gpus_per_vm: Annotated[
         int, typer.Option("--gpus-per-vm", min=1, max=MAX_DEVICES, help="GPUs of each VM. One worker drives each GPU.")
     ] = 1,
+    node_types: Annotated[
+        str | None,
+        typer.Option(
+            "--node-types",
+            help="GPU types of a trace's instance types. For example p3.2xlarge=v100,g4dn.xlarge=t4.",
+        ),
+    ] = None,
     memory_gib: Annotated[float | None, typer.Option("--memory-gib", help="Memory of one GPU in GiB.")] = None,
     jobs: Annotated[
         int, typer.Option("--jobs", min=1, max=_MOST_PROCESSES, help="Number of processes to simulate in.")
@@ -105,7 +112,8 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
       morph replay profile.json --trace trace.csv --png replay.png
       morph replay profile.json --like p3.csv --set zones=3 --seeds 20 --jobs 4
     """
-    from manager.simulation.replay import Replay, advice, frame_of, policies_of
+    from manager.run.preparation import most_of_types
+    from manager.simulation.replay import Replay, advice, frame_of, policies_of, types_of
     from manager.simulation.spot.job import Durations, OneVmJob, SpotJob, job_from_profile, with_redundant_costs
     from manager.simulation.spot.run_end import SpotPrices, Until, most_vms
     from morph.contract.cluster import ClusterConfig
@@ -170,17 +178,20 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
         if most > MOST_VMS:
             allowed = f"1 to {MOST_VMS} GPUs; for more VMs, vms.keep in a --cluster file limits their number"
             raise TraceError("has too many GPUs at once", field="--trace", value=most, allowed=allowed)
+        types = types_of(node_types, gpus_per_vm, names) if node_types is not None else {}
+        pool = most_of_types([trace for _, _, trace in cases], types, "--node-types") if types else None
         nodes = None if gpus_per_vm == 1 else gpus_per_vm
         request = PlanRequest(memory_bytes=memory_bytes, redundancy=decides.redundancy, num_gpus_per_node=nodes)
         with doing_if_long(f"planning for 1 to {most} {'VMs' if nodes is None else 'GPUs'} ({COMPILED_ONCE})"):
             job = job_from_profile(
                 measured,
-                most,
+                most if pool is None else pool,
                 request,
+                node_types=types,
                 durations=Durations(setup_s=chosen.setup_s, restart_s=chosen.restart_s),
                 policy=decides,
             )
-            job = with_redundant_costs(job, measured, most)
+            job = with_redundant_costs(job, measured, most) if pool is None else job
     longest = hours if not traces else min(trace.duration_s for _, _, trace in cases) / 3600
     if bound is not None and bound.kind == "hours" and bound.amount > longest:
         raise ConfigError("is after a trace's end", field="--until", value=until, allowed=f"at most {longest:.4g}h")

@@ -193,7 +193,7 @@ def _check_options(node_type: str | None, profile: Path | None, others: Mapping[
         raise ConfigError(message, source="morph calibrate", field=field, value=value, allowed=allowed)
 
     if profile is not None and node_type is None:
-        refuse("--profile", "is read only to add to it", str(profile), "with --add-node-type")
+        refuse("--profile", "is used only with --add-node-type", str(profile), "with --add-node-type")
     if node_type is None:
         return
     if not node_type.strip():
@@ -202,7 +202,7 @@ def _check_options(node_type: str | None, profile: Path | None, others: Mapping[
         refuse("--add-node-type", "needs a profile to add to", node_type, "with --profile")
     for field, value in others.items():
         if value:
-            refuse(field, "contradicts --add-node-type, which measures what the profile has", value, "one of the two")
+            refuse(field, "contradicts --add-node-type, which measures sizes of the profile", value, "one of the two")
 
 
 def _peer_address(peer: str | None, token_file: Path | None) -> PeerAddress | None:
@@ -210,7 +210,7 @@ def _peer_address(peer: str | None, token_file: Path | None) -> PeerAddress | No
 
     if peer is None:
         if token_file is not None:
-            raise ConfigError("means nothing without --peer", field="--token-file", value=str(token_file))
+            raise ConfigError("has no effect without --peer", field="--token-file", value=str(token_file))
         return None
     from calibrate.helpers.token import TOKEN_VARIABLE, find_token
     from calibrate.links.two_nodes import PeerAddress, parse_address

@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 DEFAULT_LISTEN = "127.0.0.1:7420"
-TOKEN_HELP = "File with the secret that both nodes share, mode 0600. Default: MORPH_PEER_TOKEN in the environment."
+TOKEN_HELP = "File with the shared secret of both nodes, mode 0600. Default: the environment variable MORPH_PEER_TOKEN."
 
 
 def calibrate_peer_command(
     listen: Annotated[
         str,
-        typer.Option("--listen", metavar="HOST:PORT", help="This node's address, as the other node reaches it."),
+        typer.Option("--listen", metavar="HOST:PORT", help="The address at which the other node reaches this one."),
     ] = DEFAULT_LISTEN,
     token_file: Annotated[
         Path | None,

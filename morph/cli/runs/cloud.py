@@ -1,4 +1,4 @@
-"""``morph cloud``: show what would be created on a cloud, and end what a run left there."""
+"""``morph cloud``: show and check what would be created on a cloud, and end what a run left there."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ cloud_app = typer.Typer(
 CloudFile = Annotated[Path, typer.Argument(metavar="FILE", help="Cloud file (YAML).", show_default=False)]
 RunOption = Annotated[str, typer.Option("--run", help="Name of the run in the tags of its VMs.")]
 JobOption = Annotated[str, typer.Option("--job", help="Name of the job in the tags of its VMs.")]
+KindOption = Annotated[
+    str | None,
+    typer.Option(help="vms.kind of the file. Default: recognised by the file's keys.", show_default=False),
+]
 
 
 @cloud_app.command("dry-run")
@@ -33,6 +37,7 @@ def dry_run_command(
     cluster: Annotated[
         Path | None, typer.Option(help="Cluster or job file: show the cloud-config of its VMs, without the secrets.")
     ] = None,
+    kind: KindOption = None,
 ) -> None:
     """Print, as JSON, what a request for VMs would create. No request is sent; nothing is created.
 
@@ -42,12 +47,13 @@ def dry_run_command(
     """
     import json
 
-    from manager.providers.azure.spec import AzureSpec, planned
-    from morph.yaml_files import load_yaml
+    from manager.run.markets import market_of_file
+    from morph.yaml_files import load_yaml, read_yaml
 
-    spec = load_yaml(file, AzureSpec)
+    market = market_of_file(read_yaml(file), kind)
+    spec = load_yaml(file, market.described)
     shown = [_cloud_config_of(cluster)] if cluster else []
-    print(json.dumps(planned(spec, run, job, f"{job}-1", count, *shown), indent=1))
+    print(json.dumps(market.planned(spec, run, job, f"{job}-1", count, *shown), indent=1))
 
 
 def _cloud_config_of(path: Path) -> Callable[[str, int], Any]:
@@ -57,24 +63,72 @@ def _cloud_config_of(path: Path) -> Callable[[str, int], Any]:
     from pydantic import SecretStr
 
     from manager.providers.boot.cloud_init import cloud_init, node_start
-    from manager.providers.boot.first_boot import packed
+    from manager.providers.boot.first_boot import program
     from manager.providers.boot.own_wheel import make_wheel
-    from morph.contract.cluster import AzureVms
+    from morph.contract.cluster import CloudVms
     from morph.contract.errors import ConfigError
     from morph.yaml_files import load_config
 
     vms = load_config(path).vms
-    if not isinstance(vms, AzureVms):
-        raise ConfigError("these VMs have none", source=str(path), field="vms.kind", value=vms.kind, allowed="azure")
+    if not isinstance(vms, CloudVms):
+        raise ConfigError(
+            "these VMs have none", source=str(path), field="vms.kind", value=vms.kind, allowed="azure or aws"
+        )
     ray = f"{vms.address}:{vms.ray_port}"
     start = node_start(vms, vms.notice_port, "", make_wheel(), "", ray_address=ray, gpus=vms.device == "cuda")
     start = start.model_copy(update={"ray_token": SecretStr("(secret)"), "node_secret": SecretStr("(secret)")})
 
     def shown(node: str, num_devices: int) -> Any:
-        text = cloud_init(start, node, "azure", num_devices).replace(packed(), "(the program of the first boot)")
-        return json.loads(text.partition("\n")[2])
+        shown = json.loads(cloud_init(start, node, vms.kind, num_devices).partition("\n")[2])
+        for name, text in program().items():
+            shown["bootcmd"] = [line.replace(f"\n{text.rstrip()}\n", f"\n({name})\n") for line in shown["bootcmd"]]
+        return shown
 
     return shown
+
+
+@cloud_app.command("check")
+def check_command(
+    file: CloudFile,
+    count: Annotated[int, typer.Option(min=1, max=1000, help="Devices of the run.")] = 1,
+    kind: KindOption = None,
+) -> None:
+    """Check whether a run would get its VMs: login, names in the file, permissions, quota, price. Nothing is created.
+
+    On AWS, the requests of a run are sent as dry runs, which AWS checks but does not carry out. Exit status 1: a check
+    failed.
+
+    \b
+    Example:
+      morph cloud check configs/clouds/aws.yaml --count 8
+    """
+    from manager.run.markets import market_of_file
+    from morph.yaml_files import load_yaml, read_yaml
+
+    market = market_of_file(read_yaml(file), kind)
+    all_well = True
+    for finding in market.findings(load_yaml(file, market.described), count):
+        print(f"{'ok   ' if finding.is_well else 'WRONG'} {finding.sentence}", flush=True)
+        all_well &= finding.is_well
+    if not all_well:
+        raise typer.Exit(1)
+
+
+@cloud_app.command("policy")
+def policy_command(file: CloudFile, kind: KindOption = None) -> None:
+    """Print, as JSON, the minimal permissions for running the manager. No request is sent.
+
+    \b
+    Example:
+      morph cloud policy configs/clouds/aws.yaml
+    """
+    import json
+
+    from manager.run.markets import market_of_file
+    from morph.yaml_files import load_yaml, read_yaml
+
+    market = market_of_file(read_yaml(file), kind)
+    print(json.dumps(market.policy(load_yaml(file, market.described)), indent=1))
 
 
 @cloud_app.command("reconcile")
@@ -82,10 +136,7 @@ def reconcile_command(
     file: CloudFile,
     run: RunOption,
     job: JobOption,
-    kind: Annotated[
-        str | None,
-        typer.Option(help="vms.kind of the file. Default: recognised by the file's keys.", show_default=False),
-    ] = None,
+    kind: KindOption = None,
 ) -> None:
     """End every VM that a run left on a cloud or on hosts, and the run's scale set; nothing else is ended.
 

@@ -111,8 +111,9 @@ def _check_job_file(path: Path, file: JobFile) -> str:
         with run.job_files.in_use():
             check_job(run.request.job, run.profile)
         config = run.config()
-    pool = by_pool(config.plans)[-1][0]
-    pool = Pool.of(config.target_nodes) if config.target_nodes and pool.types == ("",) else pool
+    pool = Pool.of(config.target_nodes) if config.target_nodes else by_pool(config.plans)[-1][0]
+    if config.offers:
+        pool = max(config.plans.values(), key=lambda plan: plan.expected.examples_per_s).pool
     plan = config.best_plan(pool)
     assert plan is not None, "the run would not begin"
     return (

@@ -1,1 +1,1 @@
-"""Agreeing on who trains: a pure state machine, the same live and explored."""
+"""How members agree on who trains: a pure state machine, the same code live and in the exhaustive tests."""

@@ -1,20 +1,21 @@
-"""How the members of a ring agree on the next one, after losses or when somebody joins (Spotnik 3.2). Pure.
+"""How the members of a ring agree on the next ring, after losses or when a worker joins (Spotnik 3.2). Pure.
 
 An attempt is a token that goes round three times, from each member to the next one that is left:
 
-1. *reconcile* collects who is lost and what everyone knows. Whoever meets it leaves the ring, and says how many steps
-   its state has: from then on it applies none. Each adds the losses that it found itself.
-2. *accept* names the next ring, which is everyone whom the first round met, and the state that it goes on from: the
-   newest. A member is ready to be in it.
-3. *restart* says that all are: train.
+1. *reconcile* collects the lost members and what each of the others knows. A member that receives it leaves the ring,
+   reports how many steps its state has, and applies no more steps. It also adds the losses that it found itself.
+2. *accept* names the next ring, which is every member that the first round reached, and the state from which the ring
+   continues, which is the newest. A member that passes it on is ready to be in that ring.
+3. *restart* says that all members are ready and train again.
 
-Whoever finds a loss that the attempt it follows does not know of begins another one with a higher epoch. Of two in one
-epoch the lowest initiator's wins, and a token that is beaten ends at whoever follows a better one. A member watches
-only the next one, to whom it sends: a token that is lost was sent to somebody who is gone. So K losses make few more
-than K attempts, each of which costs a member three messages at most, and one for each member that is left out.
+A member that finds a loss unknown to the attempt that it follows begins another attempt with a higher epoch. Of two
+attempts in one epoch, the one with the lower initiator wins; a beaten token ends at the first member that follows a
+better one. A member watches only the next member, to which it sends, so a token is lost only with its receiver. So K
+losses need few more than K attempts, each of which costs a member three messages at most, and one more for each member
+that is left out.
 
-A member that is suspected wrongly is left out like a lost one, and told so (``Excluded``). The paper goes on until a
-list comes back unchanged; here the second round names the ring, so that a loss found late needs no further round.
+A member that is wrongly suspected is left out like a lost one, and is told so (``Excluded``). The paper repeats rounds
+until a list comes back unchanged; here the second round names the ring, so a loss found late needs no further round.
 
 ============  ==================================================================================================
 phase         invariant
@@ -22,7 +23,7 @@ phase         invariant
 ``joining``   has no state; is in no ring
 ``running``   is in ``ring``, promised nothing better than its ballot, applies steps once its state is the ring's
 ``agreeing``  follows the attempt ``promised``; applies nothing
-``halted``    for good
+``halted``    has stopped for good
 ============  ==================================================================================================
 """
 
@@ -58,13 +59,13 @@ from morph.elastic.consensus.messages import (
 
 
 def is_majority(left: Collection[int], of: Collection[int]) -> bool:
-    """Whether more than half is left, or exactly half with the lowest member."""
+    """Whether more than half of the members are left, or exactly half including the lowest member."""
     num_left = sum(member in left for member in of)
     return 2 * num_left > len(of) or (2 * num_left == len(of) and min(of) in left)
 
 
 def voters(reports: Iterable[Report]) -> list[Ring]:
-    """Return the newest ring that was formed, and all that may have been formed after it."""
+    """Return the newest ring that was formed, and all rings that may have been formed after it."""
     told = list(reports)
     formed = [report.ring for report in told if report.ring is not None]
     newest = formed[0]
@@ -75,7 +76,7 @@ def voters(reports: Iterable[Report]) -> list[Ring]:
 
 
 def outvoting(left: Collection[int], reports: Iterable[Report]) -> Ring | None:
-    """Return a ring of which too few are left; None: those who are left may go on."""
+    """Return a ring of which too few members are left; None if those that are left may continue."""
     return next((ring for ring in voters(reports) if not is_majority(left, ring.members)), None)
 
 
@@ -85,11 +86,11 @@ Outputs = tuple[Output, ...]
 
 @dataclass(frozen=True)
 class MemberState:
-    """One member; ``around`` is everyone whom the attempt under way still counts on, or the ring.
+    """One member; ``around`` is every member that the current attempt still counts on, or else the ring.
 
-    ``joiners``: whom attempts since the ring would have let in. ``met``: who was in such attempts, or sent something
-    that was not heard: whoever of them is left out is told. ``goal``: the number of steps that the ring went on from;
-    ``num_steps`` is less until that state has come.
+    ``joiners``: the members that attempts since the ring would have let in. ``met``: the members of such attempts, and
+    those that sent a beaten token; any of them that is left out is told so. ``goal``: the number of steps from which
+    the ring continued; ``num_steps`` is lower until that state has arrived.
     """
 
     me: int
@@ -108,33 +109,33 @@ class MemberState:
     fresh: tuple[int, ...] = ()
 
     def report(self) -> Report:
-        """What it tells in the first round."""
+        """Return what this member reports in the first round."""
         return Report(self.me, self.num_steps, self.ring, self.accepted)
 
     def known(self) -> set[int]:
-        """Who is in its ring, or in one that it accepted since."""
+        """Return the members of its ring, and of the rings that it has accepted since."""
         return set(() if self.ring is None else self.ring.members).union(*(ring.members for ring in self.accepted))
 
 
 def founder(me: int, members: tuple[int, ...]) -> MemberState:
-    """A member of the first ring, of epoch 0."""
+    """Return a member of the first ring, whose epoch is 0."""
     ring = Ring(Ballot(0, members[0]), members)
     return MemberState(me, "running", 0, ring.ballot, members, ring, source=members[0])
 
 
 def joiner(me: int) -> MemberState:
-    """A member that waits to be let in."""
+    """Return a member that waits to be let in."""
     return MemberState(me, "joining", -1, NONE_YET, (me,))
 
 
 def watched(state: MemberState) -> int | None:
-    """Whose loss it must notice: the one to whom it sends. None: nobody's."""
+    """Return the member whose loss this one must notice: the one to which it sends. None if there is none."""
     is_one_of_several = state.phase in ("running", "agreeing") and len(state.around) > 1
     return _next(state) if is_one_of_several else None
 
 
 def step(state: MemberState, happened: Input) -> tuple[MemberState, Outputs]:
-    """Return the next state and what is to be done, in this order."""
+    """Return the next state, and the actions to take, in this order."""
     if state.phase == "halted":
         return state, ()
     match happened:
@@ -163,7 +164,7 @@ def _on_message(state: MemberState, sender: int, message: Message) -> tuple[Memb
 
 
 def _is_from_outside(state: MemberState, sender: int, message: Message) -> bool:
-    """Whether a member in a ring hears from somebody who is not in it, and is not on its way in."""
+    """Whether a member of a ring hears from one that is neither in the ring nor on its way in."""
     if state.phase != "running" or sender in state.known():
         return False
     if not isinstance(message, Reconcile):
@@ -172,7 +173,7 @@ def _is_from_outside(state: MemberState, sender: int, message: Message) -> bool:
 
 
 def may_admit(state: MemberState) -> bool:
-    """Whether it is this member that lets joiners in: the ring's lowest."""
+    """Whether this member is the one that lets joiners in: the lowest of the ring."""
     return state.phase == "running" and state.ring is not None and state.me == state.ring.members[0]
 
 
@@ -186,9 +187,9 @@ def _on_lost(state: MemberState, member: int) -> tuple[MemberState, Outputs]:
 
 
 def initiate(state: MemberState, joiners: tuple[int, ...] = (), above: int = 0) -> tuple[MemberState, Outputs]:
-    """Begin an attempt of a higher epoch than any that it knows, and than ``above``."""
+    """Begin an attempt with a higher epoch than any that this member knows, and than ``above``."""
     if state.ring is None:
-        return _halted(state, "whoever let this worker in is gone")
+        return _halted(state, "the worker that let this one in is gone")
     members = state.known() | state.joiners | set(joiners)
     token = Reconcile(
         ballot=Ballot(max(state.promised.epoch, above) + 1, state.me),
@@ -205,12 +206,12 @@ def initiate(state: MemberState, joiners: tuple[int, ...] = (), above: int = 0) 
 
 
 def _joined_attempt(state: MemberState, token: Reconcile) -> tuple[MemberState, Outputs, Reconcile]:
-    """Join an attempt: leave the ring, and add to the token."""
+    """Join an attempt: leave the ring, and add this member's knowledge to the token."""
     lost = set(token.lost) | (state.suspects & set(token.members))
     if state.ring is not None:
         lost |= (
             set(token.members) - state.known() - set(token.joiners)
-        )  # left out of a ring that the initiator has not heard of
+        )  # they were left out of a ring that the initiator does not know
     left = tuple(member for member in token.members if member not in lost)
     token = token._replace(lost=tuple(sorted(lost)), reports=(*token.reports, state.report()))
     leaves: Outputs = (Leave(),) if state.phase == "running" else ()
@@ -220,7 +221,7 @@ def _joined_attempt(state: MemberState, token: Reconcile) -> tuple[MemberState, 
 
 
 def _next(state: MemberState) -> int:
-    """The next one round the ring."""
+    """Return the next member round the ring."""
     return state.around[(state.around.index(state.me) + 1) % len(state.around)]
 
 
@@ -233,19 +234,19 @@ def _on_reconcile(state: MemberState, sender: int, token: Reconcile) -> tuple[Me
     is_out = state.ring is not None and initiator not in state.known()
     if is_out or (initiator in state.suspects and initiator > state.me):
         return initiate(state, above=token.ballot.epoch)
-    state = replace(state, suspects=state.suspects - {initiator})  # it is alive, and of two the lower one stays
+    state = replace(state, suspects=state.suspects - {initiator})  # it is alive, and the lower initiator wins
     state, outputs, token = _joined_attempt(state, token)
     return state, (*outputs, Send(_next(state), token))
 
 
 def _not_heard(state: MemberState, sender: int) -> tuple[MemberState, Outputs]:
-    """Pass over a token that is beaten."""
+    """Drop a beaten token."""
     is_left_out = state.phase == "agreeing" and sender not in state.around
     return replace(state, met=state.met | {sender}) if is_left_out else state, ()
 
 
 def _conclude(state: MemberState, token: Reconcile) -> tuple[MemberState, Outputs]:
-    """The first round is over."""
+    """End the first round: propose the next ring, or stop if too few members are left."""
     left = tuple(member for member in token.members if member not in token.lost)
     reports = [report for report in token.reports if report.member in left]
     state = replace(state, around=left)
@@ -303,7 +304,7 @@ def _on_accept(state: MemberState, token: Accept) -> tuple[MemberState, Outputs]
 
 
 def _entered(state: MemberState) -> tuple[MemberState, Outputs]:
-    """All accepted: go on in the ring accepted last, and tell whoever is not in it."""
+    """End the third round: train in the ring accepted last, and tell the members that are not in it."""
     ring = state.accepted[-1]
     left_out = (state.known() | state.met).difference(ring.members)
     told = tuple(Send(other, Excluded(ring.ballot)) for other in sorted(left_out))
@@ -313,7 +314,7 @@ def _entered(state: MemberState) -> tuple[MemberState, Outputs]:
 
 
 def _on_stop(state: MemberState, token: Stop) -> tuple[MemberState, Outputs]:
-    reason = f"{token.num_left} of {token.num_before} workers are left, too few to go on without the others"
+    reason = f"{token.num_left} of {token.num_before} workers are left, too few to continue without the others"
     if token.num_before == 0:
         reason = "all workers that had the model are gone"
     following = _next(state)
@@ -324,7 +325,7 @@ def _on_stop(state: MemberState, token: Stop) -> tuple[MemberState, Outputs]:
 def _on_excluded(state: MemberState, ballot: Ballot) -> tuple[MemberState, Outputs]:
     if state.ring is not None and not ballot.beats(state.ring.ballot):
         return state, ()
-    return _halted(state, "the other workers took this one for lost, and go on without it")
+    return _halted(state, "the other workers assumed that this one was lost, and continue without it")
 
 
 def _halted(state: MemberState, reason: str) -> tuple[MemberState, Outputs]:
@@ -339,7 +340,7 @@ def _on_reduced(state: MemberState, ballot: Ballot) -> tuple[MemberState, Output
 
 
 def may_apply(state: MemberState, ballot: Ballot) -> bool:
-    """Whether what was reduced in a ring may still be applied: it is in that ring, with that ring's state."""
+    """Whether sums reduced in this ballot's ring may still be applied: the member is in that ring and has its state."""
     is_there = state.phase == "running" and state.ring is not None and state.ring.ballot == ballot
     return is_there and state.num_steps == state.goal
 

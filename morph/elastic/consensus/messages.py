@@ -1,7 +1,7 @@
-"""What members say to one another, what happens to a member, and what it does. Values only.
+"""The messages between members, the events at a member, and its actions. Values only.
 
-A member is a number; a smaller one came earlier. A ring is the members that train together, in the order of their
-numbers; it is named by the ballot that formed it.
+A member is a number; members that came earlier have smaller numbers. A ring is the members that train together, in the
+order of their numbers; its name is the ballot that formed it.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ from typing import NamedTuple
 
 
 class Ballot(NamedTuple):
-    """One attempt to agree. Of two, the one with the higher epoch wins; of one epoch, that of the lowest initiator."""
+    """One attempt to agree. Of two, the higher epoch wins; within one epoch, the lower initiator wins."""
 
     epoch: int
     initiator: int
 
     def beats(self, other: Ballot) -> bool:
-        """Whether this attempt is joined rather than the other."""
+        """Whether members join this attempt rather than the other."""
         return (self.epoch, -self.initiator) > (other.epoch, -other.initiator)
 
 
 class Ring(NamedTuple):
-    """Members, ascending; ``ballot`` is the attempt that accepted them."""
+    """Members in ascending order; ``ballot`` is the attempt that accepted them."""
 
     ballot: Ballot
     members: tuple[int, ...]
 
 
 class Report(NamedTuple):
-    """What one member knows.
+    """The knowledge of one member.
 
-    ``num_steps``: steps that its state has, -1 for a joiner. ``ring``: where it last trained, None for a joiner.
-    ``accepted``: rings that it accepted since, of which it does not know whether all accepted them.
+    ``num_steps``: how many steps its state has, -1 for a joiner. ``ring``: the ring where it last trained, None for a
+    joiner. ``accepted``: rings that it has accepted since, without knowing whether all other members accepted them.
     """
 
     member: int
@@ -41,7 +41,7 @@ class Report(NamedTuple):
 
 
 class Reconcile(NamedTuple):
-    """First round: who is lost, and what do the others know? Visits all ``members`` but the ``lost``."""
+    """First round: who is lost, and what do the others know? It visits all ``members`` except the ``lost``."""
 
     ballot: Ballot
     members: tuple[int, ...]
@@ -51,9 +51,9 @@ class Reconcile(NamedTuple):
 
 
 class Accept(NamedTuple):
-    """Second round: is everyone ready for this ring, which goes on with the state of ``source``?
+    """Second round: is everyone ready for this ring, which continues from the state of ``source``?
 
-    ``behind``: who has fewer steps than ``num_steps``, and gets that state. ``fresh``: joiners, who have none yet.
+    ``behind``: members that have fewer steps than ``num_steps``, and get its state. ``fresh``: joiners without a state.
     """
 
     ring: Ring
@@ -64,13 +64,13 @@ class Accept(NamedTuple):
 
 
 class Restart(NamedTuple):
-    """Third round: all accepted the ring of this ballot."""
+    """Third round: all members have accepted the ring of this ballot."""
 
     ballot: Ballot
 
 
 class Stop(NamedTuple):
-    """In place of the second round: those who are left are too few, or have no state (``num_before`` is 0)."""
+    """Replaces the second round: too few members are left, or none of them has a state (``num_before`` is 0)."""
 
     ballot: Ballot
     num_left: int
@@ -78,7 +78,7 @@ class Stop(NamedTuple):
 
 
 class Excluded(NamedTuple):
-    """To a member that the ring of this ballot is without, though it may be alive."""
+    """Tells a member, which may be alive, that it is not in the ring of this ballot."""
 
     ballot: Ballot
 
@@ -87,32 +87,32 @@ Message = Reconcile | Accept | Restart | Stop | Excluded
 
 
 class Received(NamedTuple):
-    """A message came."""
+    """A message has arrived."""
 
     sender: int
     message: Message
 
 
 class Lost(NamedTuple):
-    """A connection has ended, or was silent for too long: ``member`` is gone, or seems to be."""
+    """A connection has ended or was silent for too long: ``member`` is gone, or seems to be."""
 
     member: int
 
 
 class Reduced(NamedTuple):
-    """Every sum of the step under way is complete; all of them were formed in this ring."""
+    """Every sum of the current step is complete; all of them were formed in this ring."""
 
     ballot: Ballot
 
 
 class Copied(NamedTuple):
-    """The state that the ring of this ballot goes on from has come."""
+    """The state from which the ring of this ballot continues has arrived."""
 
     ballot: Ballot
 
 
 class Admit(NamedTuple):
-    """At a step boundary of the ring, let these come in; without any, form the ring anew."""
+    """Let these joiners in at a step boundary of the ring; without joiners, form the ring anew."""
 
     joiners: tuple[int, ...]
 
@@ -128,11 +128,11 @@ class Send(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """End every operation of the ring at once: nothing of it may be applied any more."""
+    """End all operations of the ring at once: nothing of them may be applied any more."""
 
 
 class Enter(NamedTuple):
-    """Train in this ring, from the state after ``num_steps`` steps, which ``source`` gives to those who lack it."""
+    """Train in this ring from the state after ``num_steps`` steps, which ``source`` gives to members that lack it."""
 
     ring: Ring
     num_steps: int
@@ -142,11 +142,11 @@ class Enter(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """Apply the step that is reduced."""
+    """Apply the step that has been reduced."""
 
 
 class Halt(NamedTuple):
-    """This member trains no more."""
+    """Stop training at this member."""
 
     reason: str
 

@@ -41,6 +41,10 @@ class Operations:
         """The token of the operation that makes a VM; None when there is none."""
         return self._kept.tokens.get(vm)
 
+    def tokens(self) -> tuple[str, ...]:
+        """All of them."""
+        return tuple(self._kept.tokens.values())
+
     def begun(self, vm: str, token: str) -> None:
         """Note an operation."""
         with self._lock:

@@ -1,0 +1,1 @@
+"""AWS: EC2 instances of instant fleets."""

@@ -1,0 +1,176 @@
+"""What can be known of a cloud file for AWS before a run: by looking, and by calls that are not carried out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from manager.providers.aws.client import Aws, code_of, reading
+from manager.providers.aws.errors import DRY_RUN
+from manager.providers.aws.prices import prices_of
+from manager.providers.aws.spec import AwsSpec, fleet_body, template_body
+from manager.providers.interface.cloud import Finding, Identity, turns
+from manager.providers.interface.provider import ProviderError
+
+IDENTITY = Identity(run="check", job="check")
+LIVING = [{"Name": "instance-state-name", "Values": ["pending", "running"]}]
+
+
+class Checks:
+    """Of one cloud file; nothing is made and nothing is changed.
+
+    Args:
+        spec: The file.
+        open_client: Opens the client of a service.
+        count: Devices that the run is to have.
+    """
+
+    def __init__(self, spec: AwsSpec, open_client: Callable[[str], Any], count: int) -> None:
+        self._spec, self._open, self._count = spec, open_client, count
+        self._ec2 = Aws(lambda: open_client("ec2"))
+        self._types: dict[str, dict[str, Any]] = {}
+
+    def run(self) -> Iterator[Finding]:
+        """Yield what is found, one sentence each; a check that fails keeps no other from being made."""
+        yield from self._found(self._login)
+        for check in (self._known_types, self._image, self._network, self._offers, self._rights, self._quota):
+            yield from self._found(check)
+        price = self._spec.price(prices_of(self._spec, self._open).dearest)
+        if price is None:
+            yield Finding(False, "a type's price is not known: give usd_per_h, or limits in dollars cannot be kept")
+        else:
+            yield Finding(True, f"an instance costs {price.usd_per_h:.4g} dollars an hour at most ({price.source})")
+
+    def _found(self, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+        try:
+            with reading("AWS"):
+                yield from check()
+        except ProviderError as error:
+            yield Finding(False, str(error))
+
+    def _login(self) -> Iterator[Finding]:
+        told = Aws(lambda: self._open("sts")).call("get_caller_identity", "who you are")
+        yield Finding(True, f"AWS knows you as {told['Arn']}")
+
+    def _known_types(self) -> Iterator[Finding]:
+        for known in self._spec.types:
+            told = self._ec2.call("describe_instance_types", known.name, InstanceTypes=[known.name])
+            self._types[known.name] = described = told["InstanceTypes"][0]
+            num_gpus = sum(gpu["Count"] for gpu in described.get("GpuInfo", {}).get("Gpus", []))
+            if known.num_gpus > num_gpus:
+                yield Finding(False, f"{known.name} has {num_gpus} GPUs, and num_gpus is {known.num_gpus}")
+            elif self._spec.spot and "spot" not in described["SupportedUsageClasses"]:
+                yield Finding(False, f"{known.name} is not for spot instances")
+            else:
+                yield Finding(True, f"{known.name} has {num_gpus} GPUs")
+
+    def _image(self) -> Iterator[Finding]:
+        told = self._ec2.call("describe_images", "the image", ImageIds=[self._spec.image])["Images"][0]
+        name, root = f"image {self._spec.image}", told["RootDeviceName"]
+        if told["State"] != "available":
+            yield Finding(False, f"{name} is {told['State']}")
+        if root != self._spec.root_device:
+            yield Finding(False, f"{name} boots from {root}, and root_device is {self._spec.root_device}")
+        for size, described in self._types.items():
+            if told["Architecture"] not in described["ProcessorInfo"]["SupportedArchitectures"]:
+                yield Finding(False, f"{name} is for {told['Architecture']}, which {size} is not")
+        yield Finding(True, f"{name}: {told.get('Name', '-')}")
+
+    def _network(self) -> Iterator[Finding]:
+        subnets = [*self._spec.subnets.values()]
+        told = self._ec2.call("describe_subnets", "the subnets", SubnetIds=subnets)["Subnets"]
+        networks = {one["VpcId"] for one in told}
+        for one in told:
+            if self._spec.subnets.get(one["AvailabilityZone"]) != one["SubnetId"]:
+                yield Finding(
+                    False, f"{one['SubnetId']} is in zone {one['AvailabilityZone']}, not where subnets has it"
+                )
+            elif one["AvailableIpAddressCount"] < self._count:
+                left = one["AvailableIpAddressCount"]
+                yield Finding(False, f"{one['SubnetId']} has {left} addresses left for {self._count} workers")
+        groups = [*self._spec.security_groups]
+        told = self._ec2.call("describe_security_groups", "the security groups", GroupIds=groups)["SecurityGroups"]
+        networks |= {one["VpcId"] for one in told}
+        if len(networks) > 1:
+            yield Finding(False, f"subnets and security groups are in several networks: {', '.join(sorted(networks))}")
+        else:
+            yield Finding(True, f"subnets and security groups are in network {networks.pop()}")
+
+    def _offers(self) -> Iterator[Finding]:
+        filters = [{"Name": "instance-type", "Values": [known.name for known in self._spec.types]}]
+        offers = {
+            (told["InstanceType"], told["Location"])
+            for told, _ in self._ec2.pages(
+                "describe_instance_type_offerings",
+                "InstanceTypeOfferings",
+                "what zones have",
+                LocationType="availability-zone",
+                Filters=filters,
+            )
+        }
+        for known in self._spec.types:
+            zones = [zone for zone in self._spec.subnets if (known.name, zone) in offers]
+            yield Finding(bool(zones), f"{known.name} is offered in {', '.join(zones) or 'none of your zones'}")
+
+    def _rights(self) -> Iterator[Finding]:
+        """What a run asks for, marked not to be carried out: AWS says whether it would be."""
+        template, known = template_body(self._spec, IDENTITY), self._spec.types[0]
+        fleet = fleet_body(self._spec, IDENTITY, "check", "check-0", known.num_devices, "1", "check")
+        instance = {
+            **template["LaunchTemplateData"],
+            **{"InstanceType": known.name, "SubnetId": next(iter(self._spec.subnets.values()))},
+            **({"InstanceMarketOptions": {"MarketType": "spot"}} if self._spec.spot else {}),
+            **{"MinCount": 1, "MaxCount": 1, "TagSpecifications": fleet["TagSpecifications"][1:]},
+        }
+        calls = {"create_launch_template": template, "create_fleet": fleet, "run_instances": instance}
+        for operation, parameters in calls.items():
+            try:
+                self._ec2.call(operation, operation, DryRun=True, **parameters)
+            except ProviderError as error:
+                may = code_of(error) == DRY_RUN
+                yield Finding(may, f"{operation} would be carried out" if may else str(error))
+            else:
+                yield Finding(False, f"{operation}: AWS does not say whether it would be carried out")
+
+    def _quota(self) -> Iterator[Finding]:
+        number = turns(self._spec.types, self._count, self._count)[0]
+        first = next(known for known in self._spec.types if known.num_devices == number)
+        family = first.name.partition(".")[0]
+        quotas = Aws(lambda: self._open("service-quotas"))
+        known = {
+            str(told["QuotaName"]): float(told["Value"])
+            for told, _ in quotas.pages("list_service_quotas", "Quotas", "the quotas", ServiceCode="ec2")
+        }
+        name = quota_of(family, known, spot=self._spec.spot)
+        if name is None:
+            yield Finding(False, f"no quota of EC2 is known for {first.name}")
+            return
+        living = [
+            told for told, _ in self._ec2.pages("describe_instances", "Reservations", "what runs", Filters=LIVING)
+        ]
+        used = sum(
+            one["CpuOptions"]["CoreCount"] * one["CpuOptions"]["ThreadsPerCore"]
+            for reservation in living
+            for one in reservation["Instances"]
+            if (one.get("InstanceLifecycle") == "spot") is self._spec.spot
+            and quota_of(one["InstanceType"].partition(".")[0], known, spot=self._spec.spot) == name
+        )
+        vcpus = self._types[first.name]["VCpuInfo"]["DefaultVCpus"] * -(-self._count // number)
+        said = (
+            f"{self._count} workers on {first.name} take {vcpus} vCPUs; quota {name!r}: {known[name]:g}, {used} in use"
+        )
+        yield Finding(vcpus + used <= known[name], said)
+
+
+def quota_of(family: str, known: dict[str, float], *, spot: bool) -> str | None:
+    """Return which quota counts a family of types, as g4dn, by its name, as "All G and VT Spot Instance Requests"."""
+    read = re.match(r"[a-z]+?(?=\d)", family)
+    letters = read[0] if read else family
+    digits = family[len(letters) : len(letters) + 1]
+    for wanted in (f"{letters}{digits}", letters):  # a generation of its own first, as "All P5 ..."
+        for name in known:
+            kind = name.endswith("Spot Instance Requests") if spot else name.startswith("Running On-Demand")
+            if kind and wanted in re.findall(r"\b[a-z]+\d*\b", re.sub(r"\b(all|spot|on|demand)\b", "", name.lower())):
+                return name
+    return None

@@ -1,0 +1,87 @@
+"""AWS's errors in the words of a provider: by the error's code first, by its status where that says nothing.
+
+Sources: https://docs.aws.amazon.com/AWSEC2/latest/APIReference/errors-overview.html and
+https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/troubleshooting-launch-fleet.html.
+"""
+
+from __future__ import annotations
+
+from manager.providers.interface.provider import (
+    CapacityShort,
+    Misconfigured,
+    ProviderError,
+    QuotaExceeded,
+    Throttled,
+    Transient,
+)
+
+CAPACITY = {
+    "InsufficientCapacity",
+    "InsufficientCapacityOnOutpost",
+    "InsufficientFreeAddressesInSubnet",
+    "InsufficientHostCapacity",
+    "InsufficientInstanceCapacity",
+    "InsufficientReservedInstanceCapacity",
+    "SpotMaxPriceTooLow",
+    "UnfulfillableCapacity",
+    "Unsupported",
+}
+"""No type of the fleet is there now, in whatever zone; ``Unsupported``: a zone that never has a type."""
+QUOTA = {"MaxSpotInstanceCountExceeded", "MaxSpotFleetRequestCountExceeded", "MaxFleetCountExceeded"}
+"""And whatever ends with LimitExceeded."""
+THROTTLED = {
+    "BandwidthLimitExceeded",
+    "EC2ThrottledException",
+    "PriorRequestNotComplete",
+    "RequestLimitExceeded",
+    "RequestThrottled",
+    "RequestThrottledException",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequestsException",
+}
+EXPIRED = {
+    "AuthFailure",
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "InvalidClientTokenId",
+    "RequestExpired",
+    "SignatureDoesNotMatch",
+    "UnrecognizedClientException",
+}
+"""New credentials may be taken: they are looked up once more, and by then somebody may have logged in."""
+NOT_YET = {
+    "IncorrectInstanceState",
+    "InvalidInstanceID.NotFound",
+    "InvalidLaunchTemplateId.NotFound",
+    "InvalidLaunchTemplateName.NotFoundException",
+    "InvalidNetworkInterfaceID.NotFound",
+    "InvalidVolume.NotFound",
+    "VolumeInUse",
+}
+"""What was made a moment ago is not known everywhere yet, nor is what has just been ended."""
+MISMATCH = "IdempotentParameterMismatch"
+TEMPLATE_EXISTS = "InvalidLaunchTemplateName.AlreadyExistsException"
+DRY_RUN = "DryRunOperation"
+MESSAGE_CHARACTERS = 300
+
+
+def provider_error(code: str, message: str, status: int, begin: str = "") -> ProviderError:
+    """Return the error of ours for one of AWS's."""
+    text = f"{begin}{': ' if begin else ''}{code}: {' '.join(message.split())[:MESSAGE_CHARACTERS]}"
+    if code in THROTTLED or status == 429:
+        return Throttled(text)
+    if code in QUOTA or code.endswith("LimitExceeded"):
+        return QuotaExceeded(text)
+    if code in CAPACITY:
+        return CapacityShort(text)
+    if code in EXPIRED or code in NOT_YET or code == MISMATCH or status >= 500 or status < 400:
+        return Transient(text)
+    return Misconfigured(text)
+
+
+def fleet_error(code: str, message: str, begin: str) -> ProviderError:
+    """Return the error of ours for one of a fleet's own, which has no status: one that is not known may pass."""
+    internal = code.startswith(("Internal", "Unavailable", "ServiceUnavailable"))
+    return provider_error(code, message, 500 if internal else 400, begin)

@@ -1,0 +1,263 @@
+"""What the user says about instances on AWS, and the documents that are sent: pure, no SDK."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from manager.providers.interface.cloud import DEVICES_TAG, Identity, Size, dearest, missing, of_type, turns
+from manager.providers.interface.provider import Price, vm_name
+from morph.contract.base import Value
+from morph.contract.cluster import UsdPerHourAtMost
+
+NAME_TAG = "Name"
+PUBLIC_DOMAIN = "amazonaws.com"
+
+
+class AwsType(Size):
+    """An instance type that may be taken; without a price, it costs what AWS's price history or list says."""
+
+    name: str = Field(pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$", description="such as g4dn.xlarge")
+
+
+class AwsSpec(Value):
+    """Where and what. Everything named here exists before; ``docs/aws.md`` says how to make it."""
+
+    region: str = Field(pattern=r"^[a-z]{2}(-[a-z]+)+-\d$")
+    subnets: dict[
+        Annotated[str, Field(pattern=r"^[a-z0-9-]+[a-z]$")], Annotated[str, Field(pattern=r"^subnet-[0-9a-f]+$")]
+    ] = Field(min_length=1, description="the subnet in each zone where an instance may be, by the zone's name")
+    types: tuple[AwsType, ...] = Field(min_length=1)
+    spot: bool = True
+    strategy: Literal["price-capacity-optimized", "capacity-optimized", "capacity-optimized-prioritized"] = Field(
+        default="price-capacity-optimized",
+        description="by which AWS picks type and zone of a spot instance; prioritized: types in their order here",
+    )
+    max_usd_per_h: UsdPerHourAtMost | None = Field(
+        default=None, description="of a spot instance; None: up to the on-demand price"
+    )
+    image: str = Field(pattern=r"^ami-[0-9a-f]+$")
+    security_groups: tuple[Annotated[str, Field(pattern=r"^sg-[0-9a-f]+$")], ...] = Field(min_length=1)
+    instance_profile: str | None = Field(
+        default=None, pattern=r"^[\w+=,.@-]{1,128}$", description="name of the profile whose role the instances have"
+    )
+    key_name: str | None = Field(default=None, min_length=1, max_length=255, description="key pair for ssh; None: none")
+    root_device: str = Field(
+        default="/dev/sda1", pattern=r"^/dev/\w+$", description="the image's: /dev/xvda for Amazon Linux"
+    )
+    root_volume: Literal["gp3", "gp2", "io1", "io2", "st1", "sc1", "standard"] = "gp3"
+    root_gib: int | None = Field(default=None, ge=1, le=16384, description="None: as large as the image")
+    endpoint: str | None = Field(
+        default=None,
+        pattern=r"^(https://[^\s'\"]+|http://(localhost|127\.\d+\.\d+\.\d+)(:\d+)?/?)$",
+        description="of another EC2 than the region's; without TLS on this machine alone",
+    )
+
+    @model_validator(mode="after")
+    def _types_of_all(self) -> AwsSpec:
+        if len({known.node_type is None for known in self.types}) > 1:
+            raise ValueError("types: some say their node_type, others do not")
+        return self
+
+    def of_type(self, node_type: str) -> AwsSpec:
+        """The same with the types of one type of GPU; empty: with all."""
+        return self.model_copy(update={"types": of_type(self.types, node_type)})
+
+    @property
+    def provider(self) -> str:
+        """By what name its VMs are remembered: what a stand-in on this machine does says nothing of a cloud."""
+        return "local" if (self.endpoint or "").startswith("http:") else "aws"
+
+    @property
+    def zones(self) -> tuple[str, ...]:
+        """Where an instance may be."""
+        return tuple(self.subnets)
+
+    def type_of(self, name: str) -> AwsType | None:
+        """Return the type of a name; None: it is none of these."""
+        return next((known for known in self.types if known.name == name), None)
+
+    def price(self, find: Callable[[AwsType], float | None]) -> Price | None:
+        """Return the price of one hour of the dearest type; see ``dearest``."""
+        listed = "AWS's spot price history" if self.spot else "AWS's price list"
+        return dearest(self.types, find, listed)
+
+
+def template_name(run: str) -> str:
+    """Name the launch template of a run."""
+    return f"morph-{vm_name(run, 0).rsplit('-', 1)[0]}"
+
+
+def template_body(spec: AwsSpec, identity: Identity) -> dict[str, Any]:
+    """What all instances of a run are; no secret is in it. What an instance boots with is in a version of its own."""
+    volume: dict[str, Any] = {"DeleteOnTermination": True, "VolumeType": spec.root_volume}
+    if spec.root_gib is not None:
+        volume["VolumeSize"] = spec.root_gib
+    data: dict[str, Any] = {
+        "ImageId": spec.image,
+        "SecurityGroupIds": list(spec.security_groups),
+        "InstanceInitiatedShutdownBehavior": "terminate",  # one that is only stopped goes on costing its volumes
+        "MetadataOptions": {
+            "HttpEndpoint": "enabled",
+            "HttpTokens": "required",  # IMDSv2
+            "HttpPutResponseHopLimit": 1,  # nothing behind another hop, as in a container, gets a token
+        },
+        "BlockDeviceMappings": [{"DeviceName": spec.root_device, "Ebs": volume}],
+    }
+    if spec.instance_profile is not None:
+        data["IamInstanceProfile"] = {"Name": spec.instance_profile}
+    if spec.key_name is not None:
+        data["KeyName"] = spec.key_name
+    return {
+        "LaunchTemplateName": template_name(identity.run),
+        "LaunchTemplateData": data,
+        "TagSpecifications": [_tagged("launch-template", identity.tags())],
+    }
+
+
+def version_body(spec: AwsSpec, identity: Identity, user_data: Any, token: str) -> dict[str, Any]:
+    """A version of the launch template for one instance. ``user_data``: the encoded cloud-config."""
+    body = template_body(spec, identity)
+    return {
+        "LaunchTemplateName": body["LaunchTemplateName"],
+        "LaunchTemplateData": body["LaunchTemplateData"] | {"UserData": user_data},
+        "ClientToken": token,
+    }
+
+
+def fleet_body(
+    spec: AwsSpec, identity: Identity, request: str, name: str, num_devices: int, version: str, token: str
+) -> dict[str, Any]:
+    """One instance, at once or not at all, of whichever type with so many devices, in whichever zone.
+
+    Args:
+        spec: Where and what.
+        identity: Whose it is.
+        request: That it answers.
+        name: The VM's.
+        num_devices: Of its type.
+        version: Of the launch template, with what it boots with.
+        token: By which AWS knows the same request again.
+    """
+    tags = identity.tags(request) | {NAME_TAG: name, DEVICES_TAG: str(num_devices)}
+    types = [known for known in spec.types if known.num_devices == num_devices]
+    limit = {} if spec.max_usd_per_h is None or not spec.spot else {"MaxPrice": f"{spec.max_usd_per_h:g}"}
+    prioritized = spec.strategy == "capacity-optimized-prioritized" or not spec.spot
+    overrides = [
+        {"InstanceType": known.name, "SubnetId": subnet, **limit, **({"Priority": float(rank)} if prioritized else {})}
+        for rank, known in enumerate(types)
+        for subnet in spec.subnets.values()
+    ]
+    market = "spot" if spec.spot else "on-demand"
+    template = {"LaunchTemplateName": template_name(identity.run), "Version": version}
+    how: dict[str, Any] = (
+        {"SpotOptions": {"AllocationStrategy": spec.strategy, "InstanceInterruptionBehavior": "terminate"}}
+        if spec.spot
+        else {"OnDemandOptions": {"AllocationStrategy": "prioritized"}}
+    )
+    return {
+        "Type": "instant",
+        "ClientToken": token,
+        "TargetCapacitySpecification": {"TotalTargetCapacity": 1, "DefaultTargetCapacityType": market},
+        "LaunchTemplateConfigs": [{"LaunchTemplateSpecification": template, "Overrides": overrides}],
+        "TagSpecifications": [_tagged(kind, tags) for kind in ("fleet", "instance", "volume", "network-interface")],
+        **how,
+    }
+
+
+def _tagged(kind: str, tags: dict[str, str]) -> dict[str, Any]:
+    return {"ResourceType": kind, "Tags": [{"Key": key, "Value": value} for key, value in tags.items()]}
+
+
+def planned(
+    spec: AwsSpec,
+    run: str,
+    job: str,
+    request: str,
+    count: int,
+    cloud_config: Callable[[str, int], Any] = lambda _node, _num_devices: "(the cloud-config; it holds secrets)",
+) -> list[dict[str, Any]]:
+    """Return what a request for ``count`` devices would ask for, in order; for the user.
+
+    ``cloud_config``: what is shown of that of a VM of this name, with so many devices; it holds secrets.
+    """
+    identity = Identity(run=run, job=job)
+    calls: list[dict[str, Any]] = [{"call": "CreateLaunchTemplate", "body": template_body(spec, identity)}]
+    num_devices = turns(spec.types, count, count)[0]
+    for index, name in missing(request, {}, count, count, num_devices):
+        token = "(new for each try)"
+        version = version_body(spec, identity, cloud_config(name, num_devices), token)
+        calls.append({"call": "CreateLaunchTemplateVersion", "body": version})
+        body = fleet_body(spec, identity, request, name, num_devices, f"{index + 2}", token)
+        calls.append({"call": "CreateFleet", "body": body})
+    return calls
+
+
+def policy(spec: AwsSpec, account: str = "*") -> dict[str, Any]:
+    """Return the least that who runs the manager must be allowed, as a policy of IAM.
+
+    What is changed or ended must have the tag ``morph-run``; what is created gets it, and tags alone may be set then.
+
+    Args:
+        spec: Where and what.
+        account: Number of the account; ``*``: any, which is then the one whose policy it is.
+    """
+    partition = next((f"aws-{part}" for part in ("cn", "us-gov") if spec.region.startswith(f"{part}-")), "aws")
+    here = f"arn:{partition}:ec2:{spec.region}:{account}"
+    made = ["instance", "volume", "network-interface", "fleet", "launch-template", "spot-instances-request"]
+    used = [f"arn:{partition}:ec2:{spec.region}::image/{spec.image}"]
+    used += [f"{here}:subnet/{subnet}" for subnet in spec.subnets.values()]
+    used += [f"{here}:security-group/{group}" for group in spec.security_groups]
+    used += [f"{here}:key-pair/{spec.key_name}"] if spec.key_name else []
+    ours = {"StringLike": {"ec2:ResourceTag/morph-run": "*"}}
+    statements: list[dict[str, Any]] = [
+        {
+            "Sid": "Look",
+            "Effect": "Allow",
+            "Action": [
+                "ec2:DescribeImages", "ec2:DescribeInstances", "ec2:DescribeInstanceTypeOfferings",
+                "ec2:DescribeInstanceTypes", "ec2:DescribeLaunchTemplates", "ec2:DescribeLaunchTemplateVersions",
+                "ec2:DescribeNetworkInterfaces", "ec2:DescribeSecurityGroups", "ec2:DescribeSpotPriceHistory",
+                "ec2:DescribeSubnets", "ec2:DescribeVolumes", "pricing:GetProducts", "servicequotas:ListServiceQuotas",
+            ],
+            "Resource": "*",
+        },
+        {
+            "Sid": "Make",
+            "Effect": "Allow",
+            "Action": ["ec2:CreateFleet", "ec2:CreateLaunchTemplate", "ec2:RunInstances"],
+            "Resource": [*(f"{here}:{kind}/*" for kind in made), *used],
+        },
+        {
+            "Sid": "TagWhatIsMade",
+            "Effect": "Allow",
+            "Action": ["ec2:CreateTags"],
+            "Resource": [f"{here}:{kind}/*" for kind in made],
+            "Condition": {
+                "StringEquals": {"ec2:CreateAction": ["CreateFleet", "CreateLaunchTemplate", "RunInstances"]}
+            },
+        },
+        {
+            "Sid": "ChangeAndEndWhatIsMorphs",
+            "Effect": "Allow",
+            "Action": [
+                "ec2:CreateLaunchTemplateVersion", "ec2:DeleteLaunchTemplate", "ec2:DeleteNetworkInterface",
+                "ec2:DeleteVolume", "ec2:GetConsoleOutput", "ec2:TerminateInstances",
+            ],
+            "Resource": [f"{here}:{kind}/*" for kind in made[:3] + made[4:5]],
+            "Condition": ours,
+        },
+    ]  # fmt: skip
+    if spec.instance_profile is not None:
+        statements.append(
+            {
+                "Sid": "GiveInstancesTheirRole",
+                "Effect": "Allow",
+                "Action": ["iam:PassRole"],
+                "Resource": [f"arn:{partition}:iam::{account}:role/{spec.instance_profile}"],
+                "Condition": {"StringEquals": {"iam:PassedToService": f"ec2.{PUBLIC_DOMAIN}"}},
+            }
+        )
+    return {"Version": "2012-10-17", "Statement": statements}

@@ -1,0 +1,198 @@
+"""What the providers of clouds share: whose VMs they are, which sizes are tried, what they cost and since when."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from typing import Generic, NamedTuple, TypeVar
+
+from pydantic import Field
+
+from manager.providers.interface.provider import (
+    Misconfigured,
+    Price,
+    ProviderError,
+    QuotaExceeded,
+    Refused,
+    Transient,
+    vm_name,
+)
+from morph.contract.base import Value
+from morph.contract.cluster import NodeType, UsdPerHour
+from morph.contract.vm_names import MAX_DEVICES
+
+RUN_TAG, JOB_TAG, REQUEST_TAG, DEVICES_TAG = "morph-run", "morph-job", "morph-request", "morph-devices"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How long to wait, in seconds. ``poll_s``: between two looks at what goes on, where the cloud names no time."""
+
+    make_s: float = 600.0
+    delete_s: float = 300.0
+    poll_s: float = 5.0
+
+
+class Finding(NamedTuple):
+    """What a look before a run found."""
+
+    is_well: bool
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose VMs they are: the tags."""
+
+    run: str
+    job: str
+
+    def owns(self, tags: Mapping[str, str] | None) -> bool:
+        """Whether something with these tags is the run's."""
+        return tags is not None and tags.get(RUN_TAG) == self.run and tags.get(JOB_TAG) == self.job
+
+    def tags(self, request: str | None = None) -> dict[str, str]:
+        """The tags of something that is the run's, and answers a request."""
+        return {RUN_TAG: self.run, JOB_TAG: self.job, **({} if request is None else {REQUEST_TAG: request})}
+
+
+class Size(Value):
+    """A kind of VM that may be taken."""
+
+    name: str
+    num_gpus: int = Field(default=1, ge=0, le=MAX_DEVICES, description="that Morph drives; 0: its processor, as one")
+    usd_per_h: UsdPerHour | None = Field(default=None, description="None: what the cloud's prices say")
+    node_type: NodeType | None = Field(
+        default=None, description="type of its GPUs, by its name in the profile; None: all sizes are alike"
+    )
+
+    @property
+    def num_devices(self) -> int:
+        """Each has a worker."""
+        return max(1, self.num_gpus)
+
+
+SizeT = TypeVar("SizeT", bound=Size)
+
+
+def of_type(sizes: Iterable[SizeT], node_type: str) -> tuple[SizeT, ...]:
+    """Return those with GPUs of one type; empty: all."""
+    return tuple(size for size in sizes if node_type in ("", size.node_type))
+
+
+def dearest(sizes: Iterable[SizeT], find: Callable[[SizeT], float | None], listed: str) -> Price | None:
+    """Return the price of one hour of the dearest size; None when one is not known.
+
+    ``find``: the price of a size that says none itself; None when it is not known. ``listed``: where those come from.
+    """
+    sizes = tuple(sizes)
+    figures = [find(size) if size.usd_per_h is None else size.usd_per_h for size in sizes]
+    known = [figure for figure in figures if figure is not None]
+    if len(known) < len(figures):
+        return None
+    theirs = any(size.usd_per_h is None for size in sizes)
+    return Price(usd_per_h=max(known), source=listed if theirs else "the cluster file")
+
+
+def turns(sizes: Iterable[Size], count: int, max_vms: int) -> list[int]:
+    """Return how many devices the VMs have that are tried first, next, ... for ``count`` devices.
+
+    Fewest first; where so many VMs would be more than ``max_vms``, those with most come before them.
+    """
+    known = sorted({size.num_devices for size in sizes})
+    enough = [number for number in known if number * max_vms >= count]
+    return enough + [number for number in reversed(known) if number not in enough]
+
+
+def missing(request: str, known: Mapping[str, int], count: int, most: int, num_devices: int) -> list[tuple[int, str]]:
+    """Return number and name of each further VM, with ``num_devices``, that a request for ``count`` devices lacks.
+
+    ``known``: the devices of those that are there or on their way; ``most``: VMs together.
+    """
+    num_vms = max(0, min(-(-(count - sum(known.values())) // num_devices), most - len(known)))
+    free = ((index, name) for index in itertools.count() if (name := vm_name(request, index)) not in known)
+    return list(itertools.islice(free, num_vms))
+
+
+def why_none(request: str, refused: Collection[Refused | Misconfigured]) -> ProviderError:
+    """Return the error of a request that got no VM: first what the user must mend, then quotas."""
+    evicted = Transient(f"{request}: its VMs were made and are gone")
+    first = {Misconfigured: 0, QuotaExceeded: 1}
+    return min([*refused, evicted], key=lambda error: first.get(type(error), 2))
+
+
+def priced(what: str, usd_per_h: float | None) -> str:
+    """Name something that is paid for, with its price."""
+    cost = "its price is not known" if usd_per_h is None else f"{usd_per_h:.4f} dollars an hour"
+    return f"{what}, {cost}"
+
+
+RETRY_S = 600.0
+"""When a list that did not say what something costs is asked again."""
+KeyT = TypeVar("KeyT")
+FigureT = TypeVar("FigureT")
+
+
+class Remembered(Generic[KeyT, FigureT]):
+    """Prices that a list says, each remembered. Thread-safe.
+
+    A price that is known stays for ``keep_s``, and in place of a newer one that the list does not say. One that the
+    list did not have is looked up again after ``RETRY_S``, so that a list that is not reached holds up a provider's
+    calls once, and not at every look.
+
+    Args:
+        find: Asks for the price; None when the list does not say it. May block.
+        keep_s: In seconds.
+        clock: Seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[KeyT], FigureT | None],
+        keep_s: float = float("inf"),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._find, self._keep_s, self._clock = find, keep_s, clock
+        self._known: dict[KeyT, FigureT] = {}
+        self._ask_at_s: dict[KeyT, float] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, key: KeyT) -> FigureT | None:
+        """Return what is known of the price; None: nothing. May block."""
+        with self._lock:
+            if self._clock() >= self._ask_at_s.get(key, float("-inf")):
+                found = self._find(key)
+                self._ask_at_s[key] = self._clock() + (RETRY_S if found is None else self._keep_s)
+                if found is not None:
+                    self._known[key] = found
+            return self._known.get(key)
+
+
+AGREE_S = 2.0
+"""Clocks that differ by less are taken for equal: an HTTP date has whole seconds, and is some time under way."""
+
+
+def paid_since_s(created: datetime | None, answered: str | None, now_s: float) -> float | None:
+    """Return the second since 1970, by this machine's clock, from which on a VM is paid; None: the cloud does not say.
+
+    Args:
+        created: When the VM was created, by the cloud's clock.
+        answered: The ``Date`` of the answer that it is from, by that clock too.
+        now_s: This machine's clock when the answer came.
+    """
+    if created is None:
+        return None
+    ahead_s = 0.0
+    if answered is not None:
+        try:
+            ahead_s = parsedate_to_datetime(answered).timestamp() - now_s
+        except ValueError:
+            ahead_s = 0.0
+    if abs(ahead_s) < AGREE_S:
+        ahead_s = 0.0
+    return min(created.timestamp() - ahead_s, now_s)
