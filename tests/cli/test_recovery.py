@@ -190,7 +190,7 @@ def test_a_directory_that_holds_something_is_refused_and_stays(lost: Given) -> N
     assert "is a run directory already; allowed: a new or empty directory" in result.stderr
     assert is_run(lost.run_dir)
     result = CliRunner().invoke(app, ["resume", str(lost.run_dir), "--job", lost.job], prog_name="morph")
-    assert "--job: is for a URL alone" in result.stderr
+    assert "--job: applies only to a URL" in result.stderr
 
 
 def edited(given: Given, edit: Callable[[dict[str, Any]], object]) -> None:
