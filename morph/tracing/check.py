@@ -144,7 +144,7 @@ def _dry_run(
     optimized = [replace(unit, buffers=()) for unit in model.units if unit.parameters]
     _judge(run_trials(parameters, optimized, job.optimizer, step), job, recorder)
     return (
-        ("the model is too large to run with values: dependencies are checked by shapes, the optimizer on a part",)
+        (f"more than {max_real_elements:,} parameters: dependencies checked by shapes, the optimizer on smaller ones",)
         if large
         else ()
     )

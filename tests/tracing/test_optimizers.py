@@ -578,7 +578,7 @@ def test_a_violation_refuses_the_job_in_one_sentence(tools: Any) -> None:
 def test_a_large_model_is_run_without_numbers(tools: Any) -> None:
     report = tools.trace(tools.make_job(optimizer=tools.optimizer_of(Clipped)), max_real_elements=40)
     assert the_violation(report).operator == "stack"
-    assert "too large to run with values" in report.notes[0]
+    assert "more than 40 parameters" in report.notes[0]
     assert tools.trace(tools.make_job(), max_real_elements=40).violations == ()
 
 
