@@ -272,7 +272,7 @@ def test_vms_without_credentials_for_storage_are_refused_before_any_is_requested
 
     url = "abfs://checkpoints@ACCOUNT.dfs.core.windows.net/tiny-gpt"
     with pytest.raises(
-        ConfigError, match=r"job\.yaml: job\.checkpoint_url: the VMs have nothing to show there"
+        ConfigError, match=r"job\.yaml: job\.checkpoint_url: the VMs have no credentials for it"
     ) as caught:
         check_storage(vms(), url, "job.yaml", "job.checkpoint_url")
     assert "vms.metadata: true" in str(caught.value)

@@ -286,7 +286,7 @@ def test_storage_that_takes_it_not_is_told_once_and_the_run_begins(
     begin(given, asked(given))
     assert len(sessions) == 1
     (note,) = [line for line in capsys.readouterr().err.splitlines() if "403" in line]
-    assert "recovery.json: cannot be written: 403 from the cloud; the run can be gone on with in" in note
+    assert "recovery.json: cannot be written: 403 from the cloud; the run can be resumed in" in note
     with pytest.raises(RunDirError, match="there is nothing to recover a run from"):
         read_recovery(str(given.folder / "ckpt"))
 

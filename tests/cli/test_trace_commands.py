@@ -296,8 +296,8 @@ def test_a_job_on_one_vm_is_described_by_bounded_durations(tmp_path: Path) -> No
     [
         ({"step_s": 0}, "step_s: Input should be greater than 0 (got 0)"),
         ({"save_s": [3, 2]}, "save_s: the first of the two numbers is above the second"),
-        ({"upload_s": "fast"}, "upload_s: is neither a number of seconds nor a list of two, between which it is"),
-        ({"upload_s": [1, 2, 3]}, "upload_s: is neither a number of seconds nor a list of two, between which it is"),
+        ({"upload_s": "fast"}, "upload_s: is neither a number of seconds nor a list of two bounds"),
+        ({"upload_s": [1, 2, 3]}, "upload_s: is neither a number of seconds nor a list of two bounds"),
         ({"backup_s": 1}, "backup_s: unknown key"),
     ],
 )
