@@ -44,7 +44,7 @@ class Checks:
             yield Finding(False, str(error))
             if isinstance(error, Misconfigured):
                 return
-        types = (partial(self._known_type, known) for known in self._spec.types)
+        types: list[Callable[[], Iterator[Finding]]] = [partial(self._known_type, known) for known in self._spec.types]
         for check in (*types, self._image, self._network, self._offers, self._rights, self._quota):
             yield from self._found(check)
         price = self._spec.price(prices_of(self._spec, self._open).dearest)
