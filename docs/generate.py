@@ -1,6 +1,6 @@
 """Hooks of ``make docs``: the pages that are made of the code, and links to files outside of this folder.
 
-``reference/command-line.md`` is what ``morph COMMAND --help`` says, ``reference/job-file.md`` lists every key of a job
+``reference/command-line.md`` has the help of every command in full, ``reference/job-file.md`` lists every key of a job
 or cluster file. Neither is kept in the repository.
 """
 
@@ -29,7 +29,12 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(((?:\.\./)+[^)\s#]+)(#[^)
 
 def command_line() -> Iterator[str]:
     """The page of commands: what each does, an example, arguments and options."""
-    yield from ("# Command line", "", "`morph COMMAND --help` prints the same in a terminal.", "")
+    yield from (
+        "# Command line",
+        "",
+        "`morph COMMAND --help` prints the help of a command; long ones are shortened to fit a screen.",
+        "",
+    )
     yield from _command(typer.main.get_command(app), "morph")
 
 

@@ -1,6 +1,6 @@
 """A run directory: one run's journal, checkpoints and facts; used by one manager at a time.
 
-The names below are all that a run leaves in it by itself. All of it is its user's alone: files 0600, folders 0700.
+The names below are all that a run leaves there by itself. Only its user can read it: files 0600, folders 0700.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from morph.contract.files import NO_ROOM, PRIVATE, write_whole
 from morph.contract.job_facts import JobFacts
 
 RUN = "run.json"
-"""What is run: ``RunFacts``. A directory that has it is a run's."""
+"""The identity of the run: ``RunFacts``. A directory with this file is a run directory."""
 LOCK = "run.lock"
-"""Locked by the manager, whose process id and host are in it. The manager touches it as a sign of life."""
+"""The file locked by the manager, with its process id and host. The manager touches it as a sign of life."""
 GOES_ON = "goes_on.json"
-"""While `morph run --forever` waits between two managers: why, and until when."""
+"""Why, and until when, `morph run --forever` waits between two managers."""
 COMMAND = "command.json"
-"""What was requested of the run, so that its directory alone is enough to resume it."""
+"""The run's request, so that the directory alone suffices to resume it."""
 JOURNAL = "journal.sqlite"
 ATTACHMENT = "attach.json"
-"""While VMs live: how a manager that comes next takes them over."""
+"""How the next manager takes over the VMs, while they live."""
 VMS = "vms.json"
-"""By what names a provider knows the run's VMs."""
+"""The names by which a provider knows the run's VMs."""
 PAGE = "page.json"
-"""While it is served: the address of the run's page, with its token."""
+"""The address of the run's page, with its token, while it is served."""
 CODE = "code"
 """The job's files, packed, by their digest."""
 CHECKPOINTS = "checkpoints"
 LEASE = "lease.json"
-"""Where checkpoints are elsewhere: by what name the run leases their place."""
+"""The name by which the run leases the place of checkpoints outside of its directory."""
 DEVICES = "devices"
 """Files by which local VMs share CUDA devices."""
 RECOVERED = "recovered"
-"""What a run was made of that was recovered from its checkpoints."""
+"""The inputs of a run that was recovered from its checkpoints."""
 WORKERS_LOG = "workers.log"
-"""What workers that are processes of the manager's machine print."""
+"""The output of workers that are processes of the manager's machine."""
 _POLL_S = 0.1
 LIFE_EVERY_S = 10.0
 SILENT_S = 60.0
-"""Without a sign of life for so long a manager counts as silent; one on a host whose lock is not seen here, as gone."""
+"""A manager without a sign of life for this time counts as silent, or as gone if its lock is not visible here."""
 
 
 class RunFacts(Value):
-    """What a run directory belongs to; a resume must agree."""
+    """The identity that a run directory belongs to; a resume must agree."""
 
     schema_version: int = Field(default=1, ge=1, le=1)
     job: str = Field(description="path/to/file.py:name")
@@ -71,10 +71,10 @@ class RunFacts(Value):
 
 
 def read_facts(path: Path) -> RunFacts:
-    """Read what a run directory belongs to.
+    """Read the identity that a run directory belongs to.
 
     Raises:
-        RunDirError: when it is not a run directory.
+        RunDirError: it is not a run directory.
     """
     if not path.is_dir():
         raise RunDirError("there is no such run directory", source=str(path))
@@ -84,15 +84,15 @@ def read_facts(path: Path) -> RunFacts:
 
 
 def is_run(path: Path) -> bool:
-    """Whether something was begun in a directory, which may not be there."""
+    """Return whether a run was begun in a directory, which need not exist."""
     return (path / RUN).exists()
 
 
 def check_free(path: Path) -> None:
-    """See that a run may begin in a directory, which may not be there.
+    """Check that a run may begin in a directory, which need not exist.
 
     Raises:
-        RunDirError: it is none, cannot be read, or holds something else.
+        RunDirError: the path is not a directory, cannot be read, or holds something else.
     """
     where = str(path.resolve())
     if not path.exists():
@@ -104,16 +104,16 @@ def check_free(path: Path) -> None:
     except OSError as error:
         raise RunDirError(f"cannot be read: {error.strerror}", source=where) from error
     others = {name for name in names if name != LOCK and not name.startswith(f".{RUN}.")}
-    if RUN not in names and others:  # the two are there while it is claimed
+    if RUN not in names and others:  # these two exist while it is being claimed
         raise RunDirError("is not empty and is not a run directory", source=where, allowed="a new or empty directory")
 
 
 def write_in_run_dir(path: Path, content: str | bytes) -> None:
-    """Write a file of a run directory, whole or not at all, for its user alone.
+    """Write a file of a run directory atomically, for its user alone.
 
     Raises:
-        RunDirStuck: not now, for its disk is full or read-only.
-        RunDirError: it cannot be written.
+        RunDirStuck: it cannot be written now, because its disk is full or read-only.
+        RunDirError: the file cannot be written.
     """
     try:
         write_whole(path, content, PRIVATE)
@@ -122,7 +122,7 @@ def write_in_run_dir(path: Path, content: str | bytes) -> None:
 
 
 def not_writable(folder: Path, error: OSError) -> RunDirError:
-    """Return what is to be raised for it: ``RunDirStuck`` where that passes."""
+    """Return the error to raise: ``RunDirStuck`` if the cause may pass."""
     kind = RunDirStuck if error.errno in NO_ROOM else RunDirError
     return kind(f"is not writable: {error.strerror}", source=str(folder))
 
@@ -134,7 +134,7 @@ def checkpoint_url(path: Path, facts: RunFacts) -> str:
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Make what this process and its children write meanwhile their user's alone: files 0600, folders 0700."""
+    """Let this process and its children meanwhile write files for their user alone: files 0600, folders 0700."""
     before = os.umask(0o077)
     try:
         yield
@@ -144,7 +144,7 @@ def private_files() -> Iterator[None]:
 
 @contextmanager
 def as_its_folder(path: Path) -> Iterator[None]:
-    """Write a file as private as what else lies in its folder, if that is a run's."""
+    """Write a file, as private as the others in its folder if that is a run directory."""
     with private_files() if is_run(path.parent) else nullcontext():
         yield
 
@@ -160,7 +160,7 @@ class RunDir:
         self.path = path.resolve()
         self.facts = facts
         self.other_job: str | None = None
-        """The job that the run began with, if its file's name, or its name there, is not ours."""
+        """The job that the run began with, if its file's name, or its name in the file, differs from ours."""
         self._lock_file: IO[str] | None = None
         self._held = ExitStack()
         self._over = threading.Event()
@@ -176,10 +176,10 @@ class RunDir:
         return self.path / JOURNAL
 
     def begin_with(self, facts: RunFacts) -> None:
-        """Write down what code and data the run trains on from now on, whole or not at all.
+        """Write atomically which code and data the run trains on from now on.
 
         Raises:
-            RunDirError: it cannot be written.
+            RunDirError: the file cannot be written.
         """
         write_in_run_dir(self.path / RUN, facts.model_dump_json(indent=2) + "\n")
         self.facts = facts
@@ -207,7 +207,7 @@ class RunDir:
             raise RunDirError(f"cannot be made: {error.strerror}", source=where) from error
         check_free(self.path)
         if not is_run(self.path):
-            with suppress(OSError):  # another user's, who lets this one write
+            with suppress(OSError):  # another user's directory, which this user may write to
                 self.path.chmod(0o700)
 
     def _lock(self) -> None:
@@ -226,7 +226,7 @@ class RunDir:
         except OSError as error:
             lock_file.close()
             raise RunDirError(f"cannot be locked: {error.strerror}", source=str(self.path)) from error
-        with suppress(OSError):  # a full disk: it is locked all the same, and others are not told by whom
+        with suppress(OSError):  # a full disk: it is locked even so, but others cannot see by whom
             lock_file.truncate(0)
             os.write(lock_file.fileno(), f"{os.getpid()}\n{socket.gethostname()}\n".encode())
         self._lock_file = lock_file
@@ -234,7 +234,7 @@ class RunDir:
         threading.Thread(target=self._live, name="morph-sign-of-life", daemon=True).start()
 
     def _live(self) -> None:
-        """Give signs of life until the directory is closed. A disk that takes none is no reason to stop."""
+        """Give signs of life until the directory is closed. A disk that does not accept them is no reason to stop."""
         while not self._over.wait(LIFE_EVERY_S):
             with suppress(OSError):
                 os.utime(self.path / LOCK)
@@ -260,7 +260,7 @@ class RunDir:
         )
 
     def belongs_to_another(self, allowed: str = "") -> RunDirError:
-        """Say whose run it is. ``allowed``: what else can be done than to take another directory."""
+        """Return an error that names the run's job. ``allowed``: alternatives to another directory."""
         return RunDirError(
             f"belongs to the job {self.other_job}",
             source=str(self.path),
@@ -283,11 +283,11 @@ class RunDir:
 
 
 class NotRunning(RunDirError):
-    """Nobody manages the run."""
+    """The run has no manager."""
 
 
 def holder_of(run_dir: Path) -> int | None:
-    """Return the process that manages a run now; None when nobody does.
+    """Return the process that manages a run now; None if there is none.
 
     Raises:
         RunDirError: the lock cannot be read.
@@ -308,16 +308,16 @@ def holder_of(run_dir: Path) -> int | None:
 
 
 class GoesOn(Value):
-    """What `morph run --forever` waits for. ``again_s``: seconds since 1970."""
+    """Why `morph run --forever` waits. ``again_s``: seconds since 1970."""
 
     sentence: str
     again_s: float
 
 
 def of_manager(run_dir: Path, now_s: float) -> str:
-    """Say what is wrong with the manager of a run that has not ended, as far as it is seen from here; empty: nothing.
+    """Return what is wrong with the manager of a run that has not ended, as visible from here; empty: nothing.
 
-    It holds the lock of its directory, by which it is known on its host; elsewhere its last sign of life tells.
+    On its host a manager is known by the lock of its directory; elsewhere its last sign of life is used.
 
     Raises:
         RunDirError: the lock cannot be read.
@@ -336,10 +336,10 @@ def of_manager(run_dir: Path, now_s: float) -> str:
 
 
 def check_unused(run_dir: Path) -> None:
-    """See that no process manages a run; its directory need not be there.
+    """Check that no process manages a run; its directory need not exist.
 
     Raises:
-        RunDirError: one does, or the lock cannot be read.
+        RunDirError: a process manages it, or the lock cannot be read.
     """
     holder = holder_of(run_dir) if run_dir.is_dir() else None
     if holder is not None:
@@ -347,7 +347,7 @@ def check_unused(run_dir: Path) -> None:
 
 
 def in_use_by(holder: str, run_dir: Path) -> RunDirError:
-    """Return what is to be raised where another process manages the run."""
+    """Return the error to raise if another process manages the run."""
     return RunDirError(f"is in use by process {holder}", source=str(run_dir.resolve()))
 
 
@@ -355,7 +355,7 @@ def living_holder_of(run_dir: Path) -> int:
     """Return the process that manages a run now.
 
     Raises:
-        NotRunning: nobody does.
+        NotRunning: there is no manager.
         RunDirError: the lock cannot be read.
     """
     holder = holder_of(run_dir)
@@ -365,10 +365,10 @@ def living_holder_of(run_dir: Path) -> int:
 
 
 def ask_to_stop(run_dir: Path) -> int:
-    """Send the manager the signal that asks for a saved end; returns its process id.
+    """Send the manager the signal to save and end; returns its process id.
 
     Raises:
-        RunDirError: nobody manages the run, or the process is not ours to ask.
+        RunDirError: the run has no manager, or the process belongs to another user.
     """
     holder = living_holder_of(run_dir)
     try:
@@ -381,15 +381,15 @@ def ask_to_stop(run_dir: Path) -> int:
 
 
 def others_process(holder: int, run_dir: Path) -> RunDirError:
-    """Return what is to be raised where the manager is not ours to ask."""
+    """Return the error to raise if the manager belongs to another user."""
     return RunDirError(f"process {holder} belongs to another user", source=str(run_dir))
 
 
 def wait_for_end(run_dir: Path, timeout_s: float) -> None:
-    """Block until nobody manages the run any more.
+    """Block until the run has no manager.
 
     Raises:
-        WaitTimeout: it goes on for longer than ``timeout_s``.
+        WaitTimeout: the run goes on for longer than ``timeout_s``.
     """
     until_s = time.monotonic() + timeout_s
     while holder_of(run_dir) is not None:

@@ -1,1 +1,1 @@
-"""Where node-seconds and money of a run went."""
+"""The uses of a run's node-seconds and money."""

@@ -1,4 +1,4 @@
-"""What a run's time went into and what that cost. Integers inside: the parts add up to the whole exactly."""
+"""The uses of a run's time and their cost, as integers, so that the parts add up to the whole exactly."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from morph.contract.base import Value
 
 
 class Part(StrEnum):
-    """What a node's time is spent on, from when it is paid for (its appearance, where none is requested) to its end.
+    """The uses of a node's time, from when it begins to cost money (or appears, if VMs are not requested) to its end.
 
     ``COMPUTE``: forward, recompute and backward of steps that count. ``BUBBLE``: the rest of those steps: waiting for
-    messages, reducing, the manager's round. ``LOST``: steps that were given up or whose result was lost, and attempts
-    that overflowed. ``MORPH``: forming another shape. ``CHECKPOINT``: the last commit and its files, for which training
-    is over. ``WAITING``: ready while no shape is formed. ``WARMING``: booting, and until its worker is ready.
-    ``SPARE``: ready and without a place, or without a worker on a VM whose others live. ``UNMANAGED``: whatever they
-    did after their manager was killed, until another took over or they were gone.
+    messages, reducing, the manager's round. ``LOST``: steps that were given up or lost their result, and attempts that
+    overflowed. ``MORPH``: forming another shape. ``CHECKPOINT``: the last commit and its files, after training has
+    ended. ``WAITING``: ready while no shape is formed. ``WARMING``: booting, and until its worker is ready. ``SPARE``:
+    ready and without a place, or without a worker on a VM whose other workers live. ``UNMANAGED``: all time after the
+    manager was killed, until another took over or the node was gone.
     """
 
     COMPUTE = "compute"
@@ -33,13 +33,13 @@ class Part(StrEnum):
 
 
 class Bill(Value):
-    """What a run cost, by part, in units of which ``UNITS_PER_USD`` are a dollar. ``total`` is summed apart."""
+    """The cost of a run, by part, in units of which ``UNITS_PER_USD`` are a dollar. ``total`` is summed separately."""
 
     parts: dict[Part, int]
     total: int = Field(ge=0)
 
     def part_usd(self, part: Part) -> float:
-        """Dollars of one part."""
+        """Return the dollars of one part."""
         return self.parts[part] / UNITS_PER_USD
 
     @property
@@ -49,9 +49,9 @@ class Bill(Value):
 
 
 class Account(Value):
-    """Node-time of a run, by part, with what it costs. ``total`` is summed apart, over the nodes' lives.
+    """The node-time of a run, by part, with its cost. ``total`` is summed separately, over the nodes' lives.
 
-    ``dearest``: nano-dollars an hour of the dearest VM that was granted; None: none had a price.
+    ``dearest``: the highest price of a granted VM, in nano-dollars an hour; None: none had a price.
     """
 
     parts: dict[Part, Spent]
@@ -69,11 +69,11 @@ class Account(Value):
         return self.total.node_ns
 
     def part_s(self, part: Part) -> float:
-        """Node-seconds of one part."""
+        """Return the node-seconds of one part."""
         return self.parts[part].node_ns / NS_PER_S
 
     def share(self, part: Part) -> float:
-        """Share of the whole, 0 to 1; 0 when there is no whole yet."""
+        """Return the share of the whole, 0 to 1; 0 if there is no node-time yet."""
         return self.parts[part].node_ns / self.total_ns if self.total_ns else 0.0
 
     @property
@@ -82,9 +82,9 @@ class Account(Value):
         return self.total_ns / NS_PER_S
 
     def bill(self, prices: Prices | None = None) -> Bill | None:
-        """What is paid for it; None when no price is known, neither the VMs' own nor one that the user gives.
+        """Return the price paid; None if no price is known, neither the VMs' own nor the user's.
 
-        Where the user gives none, VMs without a price of their own count as the dearest one that has one.
+        If the user gives none, VMs without their own price are charged the highest known price.
         """
         total = self.total.paid(prices, self.dearest)
         parts = {part: spent.paid(prices, self.dearest) for part, spent in self.parts.items()}
@@ -92,7 +92,7 @@ class Account(Value):
         return None if total is None else Bill(parts=known, total=total)
 
     def on_demand_usd(self, prices: Prices | None) -> float | None:
-        """What the same VMs cost on demand; None when the user does not say."""
+        """Return the price of the same VMs on demand; None if the user does not give it."""
         if prices is None or prices.on_demand_usd_per_h is None:
             return None
         return self.total.vm_ns * nano_usd(prices.on_demand_usd_per_h) / UNITS_PER_USD

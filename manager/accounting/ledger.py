@@ -38,7 +38,7 @@ _UNFORMED = (Phase.STARTING, Phase.WAITING, Phase.HOLDING, Phase.RESTING)
 
 @dataclass(slots=True)
 class Stretch:
-    """Decided steps from ``first`` up to ``end`` that can still be lost: between two versions that were to be saved."""
+    """Decided steps from ``first`` up to ``end`` that can still be lost, between two versions that were to be saved."""
 
     first: int
     end: int
@@ -48,16 +48,16 @@ class Stretch:
 
 @dataclass
 class Ledger:
-    """Reads a journal's lines. Call ``advance`` with each line's time before what the line says is taken in.
+    """Reads a journal's lines. Call ``advance`` with each line's time before its content is taken in.
 
-    A clock that was set back stands until it has caught up. ``since_ns``: from when on the present rate of each node
-    that is paid for counts; ``rates``: what a nanosecond of it is; ``unheard``: those of which nobody said yet what
-    they cost; ``idle``: those that are gone while others of their VM live, which is paid whole until the last one goes;
-    ``waiting``: those that wait in their market's queue, and what they will cost;
-    ``outlives_ns``: how long nodes outlive a manager that is killed. ``given_up``: what went into attempts of the
-    present step, and ``kept``, as much of it as made what the next shape goes on with: that was computing, the rest was
-    lost. ``settled``: what would be lost with a loss of everything, in the order of steps; a run goes back to a saved
-    version alone, so that steps are summed up from one save to the next. ``save_at``: where the last one was begun.
+    A clock that was set back stands still until it has caught up. ``since_ns``: for each node that costs money, the
+    time from which its present rate applies; ``rates``: the rate per nanosecond; ``unheard``: nodes whose price is not
+    known yet; ``idle``: nodes that are gone while others of their VM live, which is paid in full until the last one
+    goes; ``waiting``: nodes that wait in their market's queue, and their later price; ``outlives_ns``: how long nodes
+    outlive a killed manager. ``given_up``: the time of given-up attempts of the present step; ``kept``: the part of it
+    whose results the next shape uses, which counts as computing, while the rest is lost. ``settled``: the steps that a
+    loss of everything would lose, in order; a run goes back only to a saved version, so steps are summed from one save
+    to the next. ``save_at``: where the last save began.
     """
 
     now_ns: int = 0
@@ -85,19 +85,19 @@ class Ledger:
     _members: Spent = NOTHING
 
     def account(self) -> Account:
-        """Return what is booked so far; the step under way counts as bubble until it is decided."""
+        """Return the account so far; the running step counts as bubble until it is decided."""
         parts = {**self.parts, Part.BUBBLE: self.parts[Part.BUBBLE] + self.open}
         return Account(parts=parts, total=self.total(), dearest=self.dearest)
 
     def total(self) -> Spent:
-        """Return what all nodes have cost so far."""
+        """Return the cost of all nodes so far."""
         total = self.lives
         for node, since_ns in self.since_ns.items():
             total += self.rates[node] * (self.now_ns - since_ns)
         return total
 
     def begin_session(self, time_s: float) -> None:
-        """A manager begins with nodes of its own; those of one that was killed outlived it by their patience."""
+        """Note that a manager begins with its own nodes; a killed manager's nodes outlived it by their patience."""
         self.outlived(time_s)
         self.end_session()
         self.now_ns = max(self.now_ns, _ns(time_s))
@@ -105,14 +105,14 @@ class Ledger:
         self.settled.clear()
 
     def end_session(self) -> None:
-        """Every node is gone."""
+        """Note that every node is gone."""
         self.waiting.clear()
         self._give_up_step()
         self._keep_nothing()
         self._gone(list(self.since_ns))
 
     def outlived(self, time_s: float) -> None:
-        """Book the time for which nodes outlived a killed manager: until then, and for their patience at most."""
+        """Book the time that nodes outlived a killed manager: until now, and for their patience at most."""
         self.unmanaged(min(time_s, (self.now_ns + self.outlives_ns) / NS_PER_S))
 
     def unmanaged(self, time_s: float) -> None:
@@ -139,9 +139,9 @@ class Ledger:
             self.parts[_OF_MEMBERS[self.phase]] += members * passed_ns
 
     def take(self, event: Event, record: DecisionRecord, decided: Collection[Prepared] | Prepared = ()) -> None:
-        """Take in an event and what was decided.
+        """Take in an event and its decision.
 
-        ``decided``: every member's answer, if that decided a step; or one that is that of each of them.
+        ``decided``: every member's answer, if the event decided a step; or one answer that stands for each member.
         """
         for each in event.events if isinstance(event, Together) else (event,):
             self._heard(each, is_open=record.reason.code is ReasonCode.NODES_GRANTED)
@@ -188,13 +188,13 @@ class Ledger:
                 self._warming -= self.rates[event.worker]
             case WorkerLost():
                 self._gone(event.workers)
-            case ManagerResumed(living=living):  # of the others that warm up it is told apart
+            case ManagerResumed(living=living):  # for other warming nodes this comes separately
                 self._gone([node for node in self.since_ns if node not in self.warming and node not in living])
             case ManifestWritten(version=version):
                 self.saved(version)
 
     def saved(self, version: int) -> None:
-        """Steps before a version can be lost no more."""
+        """Note that steps before a version can no longer be lost."""
         self._part_at(version)
         self.settled = [stretch for stretch in self.settled if stretch.first >= version]
 
@@ -222,9 +222,9 @@ class Ledger:
         self._warming += rate
 
     def _priced(self, node: WorkerId, paid: Paid) -> None:
-        """The grant of a node is heard of after it appeared: what it was paid for until then is booked now.
+        """Note a grant that comes after its node appeared; the node's cost until now is booked.
 
-        What it did since its worker was ready stays without a price of its own.
+        Its time since its worker was ready stays without its own price.
         """
         self.unheard.discard(node)
         appeared_ns, old, new = self.since_ns[node], self.rates[node], rate_of(paid)
@@ -245,7 +245,7 @@ class Ledger:
         self.rates[node] = new
 
     def _back(self, node: WorkerId, paid: Paid | None) -> None:
-        """A node is there again whose VM was paid for all along: its worker is set up as that of a spare."""
+        """Note that a node is back whose VM was paid for all along: its worker is set up as a spare."""
         if paid is not None and node in self.unheard:
             self._noted(paid)
             self._priced(node, paid)
@@ -253,7 +253,7 @@ class Ledger:
         self._idle -= self.rates[node]
 
     def _gone(self, nodes: Collection[WorkerId]) -> None:
-        """Nodes are gone, or were given up: each is paid for until the last one of its VM is."""
+        """Note that nodes are gone or given up; each costs money until the last one of its VM is gone."""
         for node in nodes:
             self.waiting.pop(node, None)
         left = set(nodes) & (self.since_ns.keys() - self.idle)
@@ -279,7 +279,7 @@ class Ledger:
             self.unheard.discard(node)
 
     def settle(self, decided: Collection[Prepared] | Prepared) -> None:
-        """A step is decided, or many like it: its time was computing, as its members say, and bubble."""
+        """Note that one or many equal steps are decided: their time was computing, as members report, and bubble."""
         longest_ns = self.open.node_ns // max(1, len(self.members))
         if isinstance(decided, Prepared):
             step, compute = decided.step, self._members * min(longest_ns, _compute_ns(decided))
@@ -296,7 +296,7 @@ class Ledger:
         self.open = self.kept = self.given_up = NOTHING
 
     def settle_all(self, first: int, end: int, compute_ns: int) -> None:
-        """Many steps are decided, of which only is known how long their slowest members took together."""
+        """Note that many steps are decided, for which only the sum of their slowest members' times is known."""
         compute = (self._members * compute_ns).at_most(self.open)
         bubble = self.open - compute
         self.parts[Part.COMPUTE] += compute
@@ -306,7 +306,7 @@ class Ledger:
         self.version = end
 
     def rebook(self, account: Account) -> None:
-        """Replace what was booked so far by what is known of it: nodes and their rates stay."""
+        """Replace the bookings so far by a known account; nodes and their rates stay."""
         self.parts = {**account.parts, Part.BUBBLE: account.parts[Part.BUBBLE] - self.open}
         self.lives += account.total - self.total()
         self.dearest = account.dearest
@@ -319,7 +319,7 @@ class Ledger:
             last.end, last.compute, last.bubble = step + 1, last.compute + compute, last.bubble + bubble
 
     def _part_at(self, version: int) -> None:
-        """Let a stretch begin here; in the midst of one that was not to be saved here, by the number of its steps."""
+        """Let a stretch begin here; a stretch that spans this version is divided in proportion to its steps."""
         for number, whole in enumerate(self.settled):
             if whole.first < version < whole.end:
                 steps, num_steps = version - whole.first, whole.end - whole.first
@@ -328,7 +328,7 @@ class Ledger:
                 self.settled[number : number + 1] = [Stretch(whole.first, version, compute, bubble), behind]
 
     def _keep(self, order: ReshapeOrder) -> None:
-        """A shape goes on with some micro-batches of the step that was given up: their time was computing."""
+        """Note that a shape uses some micro-batches of the given-up step: their time was computing."""
         kept = NOTHING
         if order.salvage is not None and self.given_up.node_ns:
             total = order.plan.num_micro_batches
@@ -340,13 +340,13 @@ class Ledger:
         self.kept = kept
 
     def _keep_nothing(self) -> None:
-        """Nobody goes on with the step that was given up: all of it was lost."""
+        """Note that no shape uses the given-up step: all of it was lost."""
         self.parts[Part.COMPUTE] -= self.kept
         self.parts[Part.LOST] += self.kept
         self.kept = self.given_up = NOTHING
 
     def _set_back(self, version: int) -> None:
-        """Steps from ``version`` on are lost."""
+        """Note that steps from ``version`` on are lost."""
         self._part_at(version)
         for lost in [stretch for stretch in self.settled if stretch.first >= version]:
             self.parts[Part.COMPUTE] -= lost.compute
@@ -361,7 +361,7 @@ class Ledger:
 
 
 def _saved_at(action: Action) -> int | None:
-    """The version that an order has a worker write."""
+    """Return the version that an order makes a worker write."""
     if isinstance(action, SendStep):
         return action.order.step if action.order.checkpoint_units else None
     return action.order.version if isinstance(action, SendCommit) and action.order.checkpoint_units else None

@@ -1,4 +1,4 @@
-"""Node-time and what it costs, in whole numbers, so that parts add up to their whole exactly, in dollars too."""
+"""Node-time and its cost, in whole numbers, so that parts add up to their whole exactly, in dollars too."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from morph.contract.errors import InputError
 
 NS_PER_S = 1_000_000_000
 SHARES = 720_720
-"""Parts of a VM; every number of nodes on one VM up to 16 divides it."""
+"""The shares of a VM; every number of nodes on one VM up to 16 divides it."""
 NANO_USD = 1_000_000_000
 UNITS_PER_USD = SHARES * NANO_USD * 3600 * NS_PER_S
-"""A cost of one is a billionth of a dollar an hour, for one nanosecond of one share of a VM."""
+"""The units of a dollar: one unit is a billionth of a dollar an hour, for one nanosecond of one share of a VM."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Some time of some nodes.
+    """An amount of node-time.
 
-    ``node_ns``: nanoseconds of nodes. ``vm_ns``: of shares of their VMs, of which a node that is one of k has a k-th.
-    ``unpriced_ns``: those of them whose price is not known. ``cost``: of the others, see ``UNITS_PER_USD``.
+    ``node_ns``: nanoseconds of nodes. ``vm_ns``: nanoseconds of VM shares, where one of k nodes has a k-th of the VM.
+    ``unpriced_ns``: the part of them without a known price. ``cost``: the cost of the others, see ``UNITS_PER_USD``.
     """
 
     node_ns: int = 0
@@ -32,7 +32,7 @@ class Spent:
     cost: int = 0
 
     def __add__(self, other: Spent) -> Spent:
-        """Both together."""
+        """Return the sum."""
         return Spent(
             self.node_ns + other.node_ns,
             self.vm_ns + other.vm_ns,
@@ -41,15 +41,15 @@ class Spent:
         )
 
     def __sub__(self, other: Spent) -> Spent:
-        """What is left without the other."""
+        """Return the difference."""
         return self + other * -1
 
     def __mul__(self, times: int) -> Spent:
-        """So many times as much."""
+        """Return the multiple."""
         return Spent(self.node_ns * times, self.vm_ns * times, self.unpriced_ns * times, self.cost * times)
 
     def part(self, counter: int, denominator: int) -> Spent:
-        """This share of it, rounded down."""
+        """Return this share of it, rounded down."""
         return Spent(
             self.node_ns * counter // denominator,
             self.vm_ns * counter // denominator,
@@ -58,7 +58,7 @@ class Spent:
         )
 
     def at_most(self, whole: Spent) -> Spent:
-        """This, in no respect more than the whole that it is a part of."""
+        """Return this amount, each field limited to that of the whole that it is a part of."""
         return Spent(
             min(self.node_ns, whole.node_ns),
             min(self.vm_ns, whole.vm_ns),
@@ -67,11 +67,11 @@ class Spent:
         )
 
     def paid(self, prices: Prices | None, dearest: int | None) -> int | None:
-        """Return what it costs in units; None: nobody says.
+        """Return the cost in units; None: no price is known.
 
         Args:
-            prices: The user's: for VMs without a price of their own, or for all.
-            dearest: Nano-dollars an hour of the dearest VM that was granted, which counts where nothing else is known.
+            prices: The user's prices, for VMs without their own price or for all.
+            dearest: The highest price of a granted VM in nano-dollars an hour, which applies if no other is known.
         """
         given = None if prices is None or prices.paid_usd_per_h is None else nano_usd(prices.paid_usd_per_h)
         if given is not None and prices is not None and prices.for_all:
@@ -91,7 +91,7 @@ def nano_usd(usd: float) -> int:
 
 
 def rate_of(paid: Paid) -> Spent:
-    """Return what one nanosecond of a node is."""
+    """Return the amount of one nanosecond of a node."""
     shares = max(1, SHARES // paid.num_nodes)
     if paid.usd_per_h is None:
         return Spent(1, shares, shares, 0)
@@ -99,9 +99,9 @@ def rate_of(paid: Paid) -> Spent:
 
 
 class Prices(Value):
-    """Dollars per VM and hour as the user gives them: what is paid, and what the same VM costs on demand.
+    """The user's prices in dollars per VM and hour: the price paid, and the on-demand price of the same VM.
 
-    None: not given. What is paid counts for VMs whose provider says no price, or, ``for_all``, for every one.
+    None: not given. The price paid applies to VMs whose provider gives no price, or with ``for_all`` to every VM.
     """
 
     paid_usd_per_h: float | None = Field(default=None, ge=0)
@@ -110,12 +110,12 @@ class Prices(Value):
 
 
 def prices_of(price: float | None, on_demand_price: float | None) -> Prices | None:
-    """Return the prices given on the command line, which count for all VMs; None for none."""
+    """Return the prices given on the command line, which apply to all VMs; None if there are none."""
     if price is None and on_demand_price is None:
         return None
     return Prices(paid_usd_per_h=price, on_demand_usd_per_h=on_demand_price, for_all=price is not None)
 
 
 def no_price() -> InputError:
-    """Return the error of a price to compare with where none that is paid is known."""
+    """Return the error for a price to compare with, if no price that is paid is known."""
     return InputError("is not given", field="--price", allowed="dollars per VM and hour, with --on-demand-price")

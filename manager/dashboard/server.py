@@ -1,8 +1,8 @@
-"""Serves a run's page on loopback, to whoever has the token.
+"""Serves a run's page on loopback to clients with the token.
 
-``/`` is the empty page: it holds nothing of the run, and reads the token from the address behind the ``#``, which no
-browser sends anywhere. ``/api/run`` and ``/metrics`` want it as a bearer token, and refuse other hosts and origins, so
-that no page from elsewhere can ask with the user's browser. The page only shows; nothing can be changed over it.
+``/`` is the empty page: it has no data of the run, and reads the token from the address after the ``#``, which browsers
+do not send. ``/api/run`` and ``/metrics`` require it as a bearer token, and refuse other hosts and origins, so that no
+other site can send requests through the user's browser. The page is read-only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; conn
 
 
 class PageAddress(Value):
-    """Where a run's page is; the file that holds it is readable by its owner alone."""
+    """The address of a run's page; the file that holds it is readable by its owner alone."""
 
     url: str
     token: str = Field(repr=False)
@@ -51,10 +51,10 @@ class PageAddress(Value):
 
 
 def read_address(run_dir: Path) -> PageAddress:
-    """Return the address of the page of a run that goes on.
+    """Return the address of the page of a running run.
 
     Raises:
-        RunDirError: the run serves no page, or does not go on.
+        RunDirError: the run serves no page, or is not running.
     """
     path = run_dir / PAGE
     if not path.is_file():
@@ -64,7 +64,7 @@ def read_address(run_dir: Path) -> PageAddress:
 
 @contextmanager
 def serving(run: LiveRun, run_dir: Path) -> Iterator[PageAddress]:
-    """Serve a run's page while the block runs, from a thread of its own; nothing is left of it afterwards.
+    """Serve a run's page while the context is open, from its own thread; nothing is left of it afterwards.
 
     Raises:
         ClusterError: the page cannot be served within ``START_TIMEOUT_S``.
@@ -128,7 +128,7 @@ class _Server:
 
 
 class _Bounded(HTTPServer):
-    """Whose connections are all pending, for a token comes with each request: each may be sent away between two."""
+    """A server whose connections all stay pending, as each request has a token: any may be closed between requests."""
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         super().initialize(*args, **kwargs)

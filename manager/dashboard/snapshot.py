@@ -1,4 +1,4 @@
-"""What the page and the metrics endpoint are told of a run."""
+"""The data on a run for the page and the metrics endpoint."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class _Figures(Collector):
         for name, text, value in (
             ("morph_version", "Decided steps; falls when a step was lost.", known["version"]),
             ("morph_generation", "Memberships formed so far.", known["generation"]),
-            ("morph_saved_version", "Of the newest complete checkpoint.", known["saved_version"]),
-            ("morph_loss", "Of the last decided step.", known["loss"]),
+            ("morph_saved_version", "Version of the newest complete checkpoint.", known["saved_version"]),
+            ("morph_loss", "Loss of the last decided step.", known["loss"]),
             (
                 "morph_learning_rate",
-                "The highest, of the last decided step.",
+                "Highest learning rate of the last decided step.",
                 (known["learning_rates"] or (0, None))[1],
             ),
-            ("morph_examples_per_second", "Over the last decided steps.", known["examples_per_s"]),
-            ("morph_workers", "With a place in the present shape.", sum(len(row) for row in known["grid"])),
+            ("morph_examples_per_second", "Speed over the last decided steps.", known["examples_per_s"]),
+            ("morph_workers", "Workers with a place in the present shape.", sum(len(row) for row in known["grid"])),
         ):
             if value is not None:
                 yield GaugeMetricFamily(name, text, value=value)
-        metrics = GaugeMetricFamily("morph_metric", "The job's own, of the last decided step.", labels=["name"])
-        evaluated = GaugeMetricFamily("morph_evaluation", "Loss and metrics, of the newest.", labels=["name"])
+        metrics = GaugeMetricFamily("morph_metric", "The job's own metrics of the last decided step.", labels=["name"])
+        evaluated = GaugeMetricFamily("morph_evaluation", "Loss and metrics of the newest evaluation.", labels=["name"])
         newest = known["evaluations"][-1] if known["evaluations"] else {"metrics": {}, "loss": None}
         for family, values in ((metrics, known["metrics"]), (evaluated, {"loss": newest["loss"], **newest["metrics"]})):
             for name, value in values.items():
@@ -52,20 +52,20 @@ class _Figures(Collector):
         phase = GaugeMetricFamily("morph_phase", "1 for the present phase and shape.", labels=["phase", "shape"])
         phase.add_metric([known["phase"], known["shape"] or ""], 1)
         yield phase
-        seconds = CounterMetricFamily("morph_node_seconds", "Node-seconds by what they went into.", labels=["part"])
+        seconds = CounterMetricFamily("morph_node_seconds", "Node-seconds by use.", labels=["part"])
         for part, spent_s in known["node_seconds"].items():
             seconds.add_metric([part], spent_s)
         yield seconds
         if known["dollars"] is not None:
             yield CounterMetricFamily("morph_dollars", "Spent so far.", value=known["dollars"])
-            dollars = CounterMetricFamily("morph_part_dollars", "Dollars by what they went into.", labels=["part"])
+            dollars = CounterMetricFamily("morph_part_dollars", "Dollars by use.", labels=["part"])
             for part, spent_usd in known["part_dollars"].items():
                 dollars.add_metric([part], spent_usd)
             yield dollars
 
 
 def metrics_text(known: dict[str, Any]) -> bytes:
-    """Return a snapshot as Prometheus reads it."""
+    """Return a snapshot in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Figures(known))
     return generate_latest(registry)

@@ -1,4 +1,4 @@
-"""What a node asks to be certified for Ray's TLS, and what is checked of the request and of the certificate."""
+"""Signing requests of nodes for Ray's TLS, and the checks of requests and certificates."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ UNREADABLE = (
     x509.DuplicateExtension,
     x509.UnsupportedGeneralNameType,
 )
-"""What ``cryptography`` raises for bytes that are no request, or a strange one."""
+"""The errors that ``cryptography`` raises for bytes that are not a request, or are an odd one."""
 
 
 class RequestRefused(MorphError):
-    """A signing request asks for what its sender may not have."""
+    """A signing request asks for something that its sender may not have."""
 
 
 class WrongCertificate(MorphError):
-    """A certificate is not what was requested, or not valid now."""
+    """A certificate differs from the request, or is not valid now."""
 
 
 def now() -> datetime.datetime:
-    """Return the moment, as certificates count it."""
+    """Return the present moment, in the form that certificates use."""
     return datetime.datetime.now(datetime.UTC)
 
 
 def signing_request(key: PrivateKey, node: str, address: str) -> str:
-    """Write what a node asks for, in PEM: a certificate for its key, its name and this address."""
+    """Write a node's signing request in PEM, for its key, its name and this address."""
     names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
     request = x509.CertificateSigningRequestBuilder().subject_name(name_of(node)).add_extension(names, critical=False)
     return request.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM).decode()
 
 
 def requested_key(pem: str, node: str, address: str) -> PublicKey:
-    """Return the key of a signing request by this node from this address, for these and nothing else.
+    """Return the key of a signing request, which must be for this node and this address only.
 
     Raises:
-        RequestRefused: it asks for something else, is damaged, or its sender does not have the key.
+        RequestRefused: the request is for something else, is damaged, or its sender does not have the key.
     """
     try:
         request = x509.load_pem_x509_csr(pem.encode())
@@ -68,17 +68,17 @@ def requested_key(pem: str, node: str, address: str) -> PublicKey:
 
 
 def check_certificate(pem: str, authority: bytes, key: PrivateKey, address: str) -> None:
-    """See that a certificate is of this authority, for this key and address, and valid now.
+    """Check that a certificate is from this authority, for this key and address, and valid now.
 
     Raises:
-        WrongCertificate: it is not.
+        WrongCertificate: a check failed.
     """
     try:
         found, signer = x509.load_pem_x509_certificate(pem.encode()), x509.load_pem_x509_certificate(authority)
         found.verify_directly_issued_by(signer)
         names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound) as error:
-        raise WrongCertificate("the certificate is none of this run's authority") from error
+        raise WrongCertificate("the certificate is not from this run's authority") from error
     if found.public_key() != key.public_key():
         raise WrongCertificate("the certificate is for another key")
     if ipaddress.ip_address(address) not in names.get_values_for_type(x509.IPAddress):

@@ -1,4 +1,4 @@
-"""Files of certificates, readable by their owner alone, and what Ray is told of them. Needs no ``cryptography``."""
+"""Files of certificates, readable by their owner alone, and Ray's settings for them. Needs no ``cryptography``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ FILES = ("authority.pem", "certificate.pem", "key.pem", "authority-key.pem")
 
 @dataclass(frozen=True)
 class Certificates:
-    """Paths of what one machine shows and whom it trusts.
+    """The paths of a machine's certificate and key, and of the authority that it trusts.
 
-    ``authority_key``: there only at the manager of a run whose VMs ask for certificates.
+    ``authority_key``: exists only at the manager of a run whose VMs request certificates.
     """
 
     authority: Path
@@ -22,12 +22,12 @@ class Certificates:
 
     @classmethod
     def below(cls, directory: Path) -> Certificates:
-        """Where they are, or are to be."""
+        """Return where the files are, or will be."""
         return cls(*(directory / name for name in FILES))
 
     @property
     def ray_environment(self) -> dict[str, str]:
-        """What Ray reads once, when it is imported."""
+        """The environment variables that Ray reads once, when it is imported."""
         return {
             "RAY_USE_TLS": "1",
             "RAY_TLS_SERVER_CERT": str(self.certificate),

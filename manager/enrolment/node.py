@@ -3,7 +3,7 @@
 ``python -m manager.enrolment.node --manager HOST:PORT --node NAME --secret-file PATH --authority PATH --directory PATH
 --patience-s S [--address IP] -- COMMAND...``
 
-The key is made here, for each start anew, and leaves the VM never. COMMAND is given ``--node-ip-address``: the address
+The key is made here, a new one for each start, and never leaves the VM. COMMAND gets ``--node-ip-address``: the address
 that the certificate is for.
 """
 
@@ -30,12 +30,12 @@ MakeRequest = Callable[[str], str]
 
 
 class NotEnrolled(MorphError):
-    """There is no certificate, and asking again does not help."""
+    """There is no certificate, and repeating the request does not help."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a node asks, and as who. ``source``: the address it comes from; empty: that of its way there."""
+    """A node's manager, and the node's name. ``source``: the address to call from; empty: the kernel's choice."""
 
     manager: tuple[str, int]
     node: str
@@ -52,10 +52,10 @@ class Granted:
 
 
 def ask(place: Place, make_request: MakeRequest) -> Granted:
-    """Ask once.
+    """Request a certificate once.
 
     Raises:
-        OSError: the manager is not there, is slow, or whoever answers does not prove to be it.
+        OSError: the manager cannot be reached, is slow, or the answering process cannot prove to be the manager.
         NotEnrolled: the manager refuses.
     """
     with called(place.manager, place.secret, place.node, ERRAND, source=place.source) as session:
@@ -68,10 +68,10 @@ def ask(place: Place, make_request: MakeRequest) -> Granted:
 
 
 def ask_for_long(place: Place, make_request: MakeRequest, patience_s: float, retry_s: float = RETRY_S) -> Granted:
-    """Ask until there is an answer, for so many seconds and a try.
+    """Repeat the request until there is an answer, for this number of seconds and one more try.
 
     Raises:
-        NotEnrolled: none came, or the manager refuses.
+        NotEnrolled: no answer came, or the manager refuses.
     """
     until_s = time.monotonic() + patience_s
     while True:
@@ -86,10 +86,10 @@ def ask_for_long(place: Place, make_request: MakeRequest, patience_s: float, ret
 
 
 def enrol(place: Place, authority: Path, directory: Path, patience_s: float) -> tuple[Certificates, str]:
-    """Get a certificate for a new key; returns where both are, and the address that it is for.
+    """Get a certificate for a new key; returns the paths of both, and the address that the certificate is for.
 
     Raises:
-        NotEnrolled: there is none.
+        NotEnrolled: there is no certificate.
     """
     key, trusted = new_key(), authority.read_bytes()
     granted = ask_for_long(place, lambda address: signing_request(key, place.node, address), patience_s)

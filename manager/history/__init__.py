@@ -1,1 +1,1 @@
-"""What became of VMs, over all runs of a user: their lives, out of journals, and what is to be expected of the next."""
+"""The lives of VMs over all runs of a user, read from journals, and what they predict for the next VMs."""

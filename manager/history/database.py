@@ -18,7 +18,7 @@ FILE_NAME = "history.sqlite"
 SCHEMA = 1
 BUSY_S = 2.0
 MOST_LIVES = 50_000
-"""The VMs that ended longest ago go when there are more: some 25 MB."""
+"""With more VMs, those that ended longest ago are removed: about 25 MB."""
 KIND = ("provider", "size", "region", "zone")
 
 _SCHEMA = """
@@ -47,17 +47,17 @@ class HistoryError(InputError):
 
 
 def history_path() -> Path:
-    """Return where this user's history is, or would be."""
+    """Return the path of this user's history, which need not exist."""
     return data_folder() / FILE_NAME
 
 
 def keep_lives(path: Path, run: str, lives: Sequence[Life]) -> None:
-    """Keep the lives of a run's VMs, in place of what was known of the same VMs; all of them or none.
+    """Store the lives of a run's VMs in one transaction, in place of earlier entries for the same VMs.
 
     Waits at most ``BUSY_S`` for another writer.
 
     Raises:
-        HistoryError: the file cannot be written; it is as it was.
+        HistoryError: the file cannot be written; it is unchanged.
     """
     rows = [
         (run, life.vm, life.begun_s, life.ended_s, *_kind(life), life.model_dump_json(exclude_defaults=True))
@@ -73,7 +73,7 @@ def keep_lives(path: Path, run: str, lives: Sequence[Life]) -> None:
 
 
 def kept_lives(path: Path, kind: Mapping[str, str]) -> tuple[Life, ...]:
-    """Return the lives of VMs of a kind, such as ``{"provider": "azure"}``; none where there is no history.
+    """Return the lives of VMs of a kind, such as ``{"provider": "azure"}``; none if there is no history.
 
     Raises:
         HistoryError: the file cannot be read.
@@ -86,14 +86,14 @@ def kept_lives(path: Path, kind: Mapping[str, str]) -> tuple[Life, ...]:
             rows = connection.execute(f"SELECT life_json FROM lives{where} ORDER BY ended_s", values).fetchall()
         return tuple(Life.model_validate_json(row[0]) for row in rows)
     except ValidationError as error:
-        raise HistoryError("is damaged: a VM in it is none", source=str(path)) from error
+        raise HistoryError("is damaged: an entry is not a VM", source=str(path)) from error
 
 
 def forget_lives(path: Path, kind: Mapping[str, str]) -> int:
-    """Forget the VMs of a kind, and all where none is named; returns how many.
+    """Remove the VMs of a kind, or all if no kind is named; returns how many were removed.
 
     Raises:
-        HistoryError: the file cannot be written; it is as it was.
+        HistoryError: the file cannot be written; it is unchanged.
     """
     if _is_empty(path):
         return 0
@@ -104,12 +104,12 @@ def forget_lives(path: Path, kind: Mapping[str, str]) -> int:
 
 @contextmanager
 def _opened(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
-    """A transaction in the file; one that writes has the lock from its beginning."""
+    """Open a transaction in the file; a writing one holds the lock from its beginning."""
     try:
         if mode == "rwc":
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with suppress(FileExistsError):  # which is not opened here: closing it would end this process's locks on it
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))  # its user's alone
+            with suppress(FileExistsError):  # not opened here: a close would end our locks on it
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))  # for its user alone
         uri = f"{path.absolute().as_uri()}?mode={mode}"
         connection = sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None)
         try:
@@ -120,7 +120,7 @@ def _opened(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
             yield connection
             connection.execute("COMMIT")
         finally:
-            connection.close()  # what is not committed is undone
+            connection.close()  # uncommitted changes are undone
     except sqlite3.Error as error:
         done = "read" if mode == "ro" else "written"
         raise HistoryError(f"cannot be {done}: {error}", source=str(path)) from error

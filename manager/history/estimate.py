@@ -1,12 +1,12 @@
-"""From lives of VMs to what is to be expected of the next of a kind. Pure.
+"""Estimates what to expect of the next VM of a kind, from the lives of earlier VMs. Pure.
 
-The kinds are nested: zone in region in size in provider. The rate of losses begins at what published traces say (a
-Gamma prior) and goes from the widest kind to the narrowest. At each step the lives that are of this kind but not of the
-next narrower one are taken in, and all that is known so far counts for no more than the prior does: its weight says how
-far kinds are apart in the traces. So a zone of which much is known goes by its own losses, one of which little is known
-by its region's, and no life counts twice. Shares go the same way (Beta); times are medians of the narrowest kind with
-``ENOUGH`` of them. Losses of several VMs at once are not so many independent ones: losses and hours both count divided
-by the mean number that was lost together.
+The kinds are nested: zone in region in size in provider. The estimate of the loss rate begins with published traces (a
+Gamma prior) and proceeds from the widest kind to the narrowest. Each step adds the lives of this kind that are not of
+the next narrower one, and limits the weight of all that is known so far to the prior's, which reflects how much kinds
+differ in the traces. So a zone with many lives follows its own losses, a zone with few follows its region's, and no
+life counts twice. Shares are estimated in the same way (Beta); times are medians of the narrowest kind with ``ENOUGH``
+of them. Losses of several VMs at once are not independent: losses and hours are both divided by the mean number of VMs
+lost together.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from morph.contract.base import Value
 
 PRIOR = ExpectedLosses()
 WEIGHT_LOSSES = 3.9
-"""Of the prior's ``bulk_share``, by how far the traces are apart in it; ``WEIGHT_EVENTS``: of its ``bulk_fraction``."""
+"""The weight of the prior's ``bulk_share``, by its spread among traces; ``WEIGHT_EVENTS``: of its ``bulk_fraction``."""
 WEIGHT_EVENTS = 4.9
 MOST_WEIGHT_VM_H = 100.0
-"""Of what a run is told: a day unlike all before is to be seen in the run itself."""
+"""The greatest weight of the estimate in a run, so that an unusual day soon shows in the run's own estimate."""
 ENOUGH = 5
 INTERVAL = 0.9
 
 
 class Seen(Value):
-    """Sums over some lives. ``together``: of losses, how many each was of; ``bulk_fractions``: of the VMs, by event."""
+    """Sums over some lives. ``together``: VMs lost together, by loss; ``bulk_fractions``: shares of VMs, by event."""
 
     num_vms: int = 0
     hours: float = 0.0
@@ -46,10 +46,11 @@ class Seen(Value):
 
 
 class Estimate(Value):
-    """What is expected of a kind of VM, and how much it rests on.
+    """The estimate for a kind of VM, and the amount of data behind it.
 
-    ``low_per_vm_h`` to ``high_per_vm_h``: with a probability of ``INTERVAL`` the rate is there. The ``num_...`` are
-    what was seen of VMs as narrow as each figure went by; 0: the prior. ``lead_s``: None: no notice was ever given.
+    ``low_per_vm_h`` to ``high_per_vm_h``: the rate is in this interval with a probability of ``INTERVAL``. ``num_...``:
+    the number of observations of the narrowest kind that each figure used; 0: the prior alone. ``lead_s``: None: no
+    notice was ever given.
     """
 
     expected: ExpectedLosses
@@ -62,7 +63,7 @@ class Estimate(Value):
 
 
 class KindSeen(Value):
-    """What was seen of one kind of VM, and what is expected of it. Times are medians; None: there was none."""
+    """The observations of one kind of VM, and its estimate. Times are medians; None: there were none."""
 
     facts: NodeFacts
     seen: Seen
@@ -90,9 +91,9 @@ def seen(lives: Sequence[Life]) -> Seen:
 
 
 def estimate(lives: Sequence[Life], facts: NodeFacts) -> Estimate:
-    """Say what is to be expected of VMs of a kind: of any size, region or zone where ``facts`` name none.
+    """Return the estimate for VMs of a kind; ``facts`` without a size, region or zone mean any.
 
-    Lives of another provider are not looked at.
+    Lives of other providers are ignored.
     """
     most = max((number for number, field in enumerate(facts.model_dump().values(), 1) if field), default=1)
     depths = [min(most, _depth(life.facts, facts)) for life in lives]
@@ -135,7 +136,7 @@ def estimate(lives: Sequence[Life], facts: NodeFacts) -> Estimate:
 
 
 def kinds(lives: Sequence[Life]) -> tuple[KindSeen, ...]:
-    """Say of each kind of VM what was seen and is expected, by name."""
+    """Return the observations and the estimate of each kind of VM, by name."""
     by_facts: dict[NodeFacts, list[Life]] = {}
     for life in lives:
         by_facts.setdefault(life.facts, []).append(life)
@@ -172,7 +173,7 @@ def gamma_quantile(probability: float, shape: float) -> float:
 
 
 def _gamma_below(x: float, shape: float) -> float:
-    """The regularised lower incomplete gamma function, by its series: Abramowitz and Stegun, 6.5.29."""
+    """Return the regularised lower incomplete gamma function, by its series: Abramowitz and Stegun, 6.5.29."""
     if x <= 0:
         return 0.0
     term = total = 1.0
@@ -185,7 +186,7 @@ def _gamma_below(x: float, shape: float) -> float:
 
 
 def _depth(one: NodeFacts, requested: NodeFacts) -> int:
-    """How many of provider, size, region and zone are as asked, from the left; an empty size, region or zone is any."""
+    """Return how many of provider, size, region and zone match, from the left; an empty size, region or zone is any."""
     if one.provider != requested.provider:
         return 0
     depth = 0
@@ -197,9 +198,9 @@ def _depth(one: NodeFacts, requested: NodeFacts) -> int:
 
 
 def _posterior(steps: Sequence[tuple[float, float]], mean: float, most: float) -> tuple[float, float]:
-    """Take in (events, exposure) from the widest kind to the narrowest; returns mean and weight.
+    """Combine (events, exposure) from the widest kind to the narrowest; returns mean and weight.
 
-    ``most``: what all that is known before a step counts for in it, and the prior's own weight.
+    ``most``: the weight of the prior, and the limit for the weight of all earlier steps.
     """
     weight = most
     for events, exposure in steps:
@@ -210,7 +211,7 @@ def _posterior(steps: Sequence[tuple[float, float]], mean: float, most: float) -
 
 
 def _median(steps: Sequence[Sequence[float | None]], enough: int = ENOUGH) -> tuple[float | None, int]:
-    """The median of the narrowest kind that has enough, and of how many; None and 0: none has."""
+    """Return the median of the narrowest kind with enough values, and their number; None and 0: no kind has enough."""
     known: list[float] = []
     for step in reversed(steps):
         known += [value for value in step if value is not None]

@@ -1,4 +1,4 @@
-"""From the lines of a journal to the lives of the run's VMs: since when, what kind, how each ended. Pure."""
+"""Derives the lives of a run's VMs from its journal's lines: when each began, its kind, and how it ended. Pure."""
 
 from __future__ import annotations
 
@@ -46,19 +46,20 @@ from morph.contract.messages import WorkerReady
 from morph.contract.vm_names import vm_of
 
 TOGETHER_S = 10.0
-"""Losses within so long are one event: a manager learns of some by a closed connection, of others by silence."""
+"""Losses within this time are one event: some show by a closed connection, others by silence."""
 OF_LIVES = "life"
-"""Under which a cut has where this reader stands, and the journal the lives that are over."""
+"""The key of this reader's state in a cut, and the kind of the records of finished lives."""
 
 
 class Ending(StrEnum):
     """How the life of a VM ended, as far as its journal tells.
 
-    ``REVOKED``: its provider took it, or was about to by a notice that held, or all of its workers were lost at a
-    blow after they had been ready. A worker that crashed on a VM with one device is such a loss too: what it held is
-    as lost, and a journal does not tell the two apart. ``FAILED``: lost before any of its workers was ready, with no
-    notice: what it was to start may be to blame. ``INJECTED``: taken on purpose, by ``morph inject``. ``GIVEN_BACK``:
-    the manager ended it, or its worker for an error. ``RUN_OVER``: it would have lived on. Only the first is a loss.
+    ``REVOKED``: its provider took it, or was about to after a valid notice, or all of its workers were lost at once
+    after they had been ready. The crash of a worker on a VM with one device counts as such a loss too: its state is
+    equally lost, and a journal does not distinguish the two. ``FAILED``: lost before any of its workers was ready and
+    without a notice, so that its own start may be the cause. ``INJECTED``: preempted on purpose, by ``morph inject``.
+    ``GIVEN_BACK``: the manager ended the VM, or its worker because of an error. ``RUN_OVER``: it would have lived on.
+    Only the first is a loss.
     """
 
     REVOKED = "revoked"
@@ -69,11 +70,11 @@ class Ending(StrEnum):
 
 
 class Life(Value):
-    """One VM of one run. Times in seconds of the run's clock, which are those since 1970.
+    """One VM of one run. Times are seconds of the run's clock, which counts from 1970.
 
-    ``begun_s``: granted, or up, whichever was told first. ``lead_s``: of the notice by which it was taken; None:
-    without one. ``lost_with``: so many VMs were lost together, itself included, 0 if it was not; ``lost_of``: of so
-    many that the run had.
+    ``begun_s``: when it was granted or up, whichever was reported first. ``lead_s``: the lead of the notice before its
+    loss; None: there was none. ``lost_with``: the number of VMs lost together with it, including itself, 0 if it was
+    not lost; ``lost_of``: the number of VMs that the run had.
     """
 
     vm: str
@@ -92,7 +93,7 @@ class Life(Value):
 
     @property
     def hours(self) -> float:
-        """How long it lived."""
+        """The lifetime."""
         return max(0.0, self.ended_s - self.begun_s) / 3600.0
 
     @property
@@ -102,19 +103,19 @@ class Life(Value):
 
     @property
     def allocation_s(self) -> float | None:
-        """From the request to a VM that was up; None: it never was, or nobody requested it."""
+        """The time from the request until the VM was up; None: it never was, or was not requested."""
         return _between(self.asked_s, self.appeared_s)
 
     @property
     def preparation_s(self) -> float | None:
-        """From a VM that was up to its first ready worker; None: there was none."""
+        """The time from when the VM was up to its first ready worker; None: there was none."""
         return _between(self.appeared_s, self.ready_s)
 
 
 def lives_of(entries: Iterable[Entry]) -> tuple[Life, ...]:
     """Return the lives of all VMs in a journal's lines, in the order in which they ended.
 
-    One that is not over by the last line ends with it, as if the run did.
+    A life that is not over at the last line ends with it, as if the run ended there.
     """
     reader = LivesReader()
     for line in lines(entries):
@@ -124,10 +125,10 @@ def lives_of(entries: Iterable[Entry]) -> tuple[Life, ...]:
 
 
 def lives_in(journal: Journal) -> tuple[Life, ...]:
-    """Return the same of a journal.
+    """Return the same for a journal.
 
     Raises:
-        RunDirError: it cannot be read.
+        RunDirError: the journal cannot be read.
     """
     tail = journal.tail(0, (OF_LIVES,))
     over = [Life.model_validate_json(payload) for _, _, _, payload in tail.records]
@@ -139,7 +140,7 @@ def lives_in(journal: Journal) -> tuple[Life, ...]:
 
 
 def together(lives: Sequence[Life]) -> tuple[Life, ...]:
-    """Mark which of a run's VMs were lost together: of those lost alone one was."""
+    """Mark how many of a run's VMs were lost together; 1 for a VM that was lost alone."""
     marked = {(life.vm, life.begun_s): life for life in lives}
     lost = sorted((life for life in lives if life.is_lost), key=_taken_s)
     taken_s = [_taken_s(life) for life in lost]
@@ -158,7 +159,7 @@ def together(lives: Sequence[Life]) -> tuple[Life, ...]:
 
 @dataclass
 class _Open:
-    """A VM that lives."""
+    """A living VM."""
 
     begun_s: float
     facts: NodeFacts = field(default_factory=NodeFacts)
@@ -173,9 +174,9 @@ class _Open:
 
 @dataclass
 class LivesReader:
-    """``over``: lives that ended, since it was emptied last.
+    """The state of a reader. ``over``: lives that ended since it was last emptied.
 
-    ``gone_s``: in the midst of a take-over, until when a VM lived that did not outlive the manager's absence.
+    ``gone_s``: during a take-over, the end of VMs that did not outlive the manager's absence.
     """
 
     open: dict[str, _Open] = field(default_factory=dict)
@@ -190,7 +191,7 @@ class LivesReader:
     gone_s: float | None = None
 
     def take_line(self, line: Line) -> None:
-        """Take in what a line says."""
+        """Take in the content of a line."""
         time_s = max(line.time_s, self.last_s)
         match line.says:
             case ControllerConfig() as config:
@@ -204,11 +205,11 @@ class LivesReader:
 
     @classmethod
     def at(cls, journal: Journal, head: Head | None) -> LivesReader:
-        """Return the reader as it stood behind the last line that is condensed; without one, at the beginning."""
+        """Return the reader in its state after the last condensed line; without one, at the beginning."""
         if head is not None and head.version == VERSION:
             return _STATE.validate_json(head.states[OF_LIVES])
         reader = cls()
-        if head is not None:  # every line that tells of a VM is kept
+        if head is not None:  # every line about a VM is kept
             for line in lines(journal.each(until=head.sequence)):
                 reader.take_line(line)
             reader.over.clear()
@@ -217,7 +218,7 @@ class LivesReader:
 
     @property
     def state_json(self) -> str:
-        """Where it stands."""
+        """The reader's state."""
         return _STATE.dump_json(self, exclude={"over"}).decode()
 
     def _begin_session(self, config: ControllerConfig) -> None:
@@ -225,7 +226,7 @@ class LivesReader:
         self.grace_s = config.policy.rules.requests.notice_grace_s
 
     def end_all(self, time_s: float) -> None:
-        """The run, or its session, is over, and its VMs with it."""
+        """Note that the run, or its session, is over, and its VMs with it."""
         for vm in list(self.open):
             self._end(vm, time_s, Ending.RUN_OVER)
         for remembered in (self.asked_s, self.early, self.killed, self.injected):
@@ -250,7 +251,7 @@ class LivesReader:
             case NodesGranted(request=request):
                 for node in event.nodes:
                     if node in event.waiting:
-                        continue  # its life begins as it leaves the queue
+                        continue  # its life begins when it leaves the queue
                     if code is ReasonCode.NODES_GRANTED or vm_of(node) in self.open:
                         self._there(node, request, event.paid.get(node), event.facts.get(node), time_s)
             case NodesStarted(request=request):
@@ -304,15 +305,15 @@ class LivesReader:
         vm = self.open.get(name)
         if vm is None:
             self.early[name] = notice
-        elif vm.notice is None or not self._holds(vm.notice, notice[0]):  # it is told again and again
+        elif vm.notice is None or not self._holds(vm.notice, notice[0]):  # the notice is repeated
             vm.notice = notice
 
     def _holds(self, notice: tuple[float, float], time_s: float) -> bool:
-        """Whether a VM that ends now is taken by this notice: one that outlived it by the grace was spared."""
+        """Return whether this notice explains a VM's end now: a VM that outlived it by the grace time was spared."""
         return time_s <= sum(notice) + self.grace_s
 
     def _gone(self, workers: Iterable[str], time_s: float, ending: Ending) -> None:
-        """A VM is gone with the last of its workers."""
+        """Note that a worker is gone; its VM is gone with the last of its workers."""
         for worker in workers:
             vm = self.open.get(vm_of(worker))
             if vm is not None:
@@ -353,7 +354,7 @@ _STATE = TypeAdapter(LivesReader)
 
 
 def _taken_s(life: Life) -> float:
-    """When it was taken, or would have been: VMs with a notice are left at different boundaries before that."""
+    """Return when a VM was taken, or would have been: VMs with a notice are left at different boundaries before."""
     if life.noticed_s is None or life.lead_s is None:
         return life.ended_s
     return max(life.ended_s, life.noticed_s + life.lead_s)

@@ -1,4 +1,4 @@
-"""What one run adds to the user's history of VMs and takes from it. Never in its way: what fails is told once."""
+"""What one run adds to the user's history of VMs and reads from it. Failures are reported once; the run goes on."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from morph.contract.errors import RunDirError
 
 
 class RunHistory:
-    """See the module's docstring.
+    """The connection of a run to the history.
 
     Args:
-        tell: Given a sentence where the history cannot be used; each once.
+        tell: Called once with each sentence on why the history cannot be used.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
@@ -30,9 +30,9 @@ class RunHistory:
         self._told: set[str] = set()
 
     def take_in(self, run_dir: Path) -> None:
-        """Keep what became of the run's VMs so far; again changes nothing. Nothing where it has not begun.
+        """Store the lives of the run's VMs so far; repeating it changes nothing. Does nothing if the run has not begun.
 
-        A run is known by its journal's first line, wherever its directory goes.
+        The journal's first line identifies a run, wherever its directory is moved.
         """
         path = run_dir / JOURNAL
         if not path.is_file():
@@ -44,16 +44,16 @@ class RunHistory:
                 first = f"{line.time_s!r} {line.payload_json}"
                 keep_lives(history_path(), hashlib.sha256(first.encode()).hexdigest()[:16], lives)
         except (HistoryError, RunDirError) as error:
-            self._say(f"what became of this run's VMs is not kept: {error}")
+            self._say(f"the lives of this run's VMs are not stored: {error}")
         except ValidationError:
-            self._say(f"what became of this run's VMs is not kept: {path} was written by another version of Morph")
+            self._say(f"the lives of this run's VMs are not stored: {path} was written by another version of Morph")
 
     def expected(self, facts: NodeFacts) -> ExpectedLosses:
-        """Return what is expected of VMs of this kind, as far as the run knows beforehand of what kind they will be."""
+        """Return the expected losses of VMs of this kind, as far as the run knows their kind beforehand."""
         try:
             return estimate(kept_lives(history_path(), {"provider": facts.provider}), facts).expected
         except HistoryError as error:
-            self._say(f"what became of VMs of earlier runs is not known: {error}")
+            self._say(f"the lives of VMs of earlier runs are not known: {error}")
             return ExpectedLosses()
 
     def _say(self, sentence: str) -> None:

@@ -1,1 +1,1 @@
-"""What this machine and its system give: clocks, processes, folders, ports, signals."""
+"""Services of this machine and its system: clocks, processes, folders, ports, signals."""

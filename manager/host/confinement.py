@@ -1,11 +1,10 @@
-"""Confinement of a process: what it may do with files, the network and other processes. Linux alone can.
+"""Confines a process: limits its use of files, the network and other processes. Only Linux can.
 
-Whoever holds Ray's token may have Ray's head node run code on the manager's machine, and what a VM pickles is read in
-the process that is Ray's driver. So these confine themselves before they speak to anybody. In a mount namespace they
-see the system's programs, Python's, and their own folder: no file of the user's, and no Unix socket of a service.
-Landlock lets them write in that folder alone, look into no process outside and send it no signal, and reach no port
-below 1024, where the metadata services of clouds answer. All that they start is confined with them, and nothing takes
-it back.
+A holder of Ray's token can make Ray's head node run code on the manager's machine, and pickles from VMs are read in the
+process that is Ray's driver. So both processes confine themselves before they communicate. In a mount namespace they
+see the programs of the system and of Python, and their own folder, but no files of the user and no Unix sockets of
+services. Landlock lets them write only in that folder, keeps them from inspecting or signalling outside processes, and
+closes ports below 1024, where the metadata services of clouds answer. All that they start is confined too, irrevocably.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = (1 << bit for bit in range(4))
 _TRUNCATE, _IOCTL = 1 << 14, 1 << 15
 _READING = _EXECUTE | _READ_FILE | _READ_DIR
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL
-"""What a rule for something that is not a folder may name."""
+"""The rights that a rule for a file that is not a folder may have."""
 _NUM_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 _MOST_FILE_RIGHTS = 16
 _CONNECT_TCP, _ABSTRACT_SOCKETS_AND_SIGNALS = 1 << 1, 3
@@ -53,9 +52,9 @@ SYSTEM = (
         "/dev",
     ),
 )
-"""What every program may read."""
+"""Paths that every program may read."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
-"""What every program may write too."""
+"""Devices that every program may also write."""
 
 
 class _Ruleset(ctypes.Structure):
@@ -76,14 +75,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Confined:
-    """What of the confinement this kernel, or its administrator, allows. ``landlock``: its version; 0: none."""
+    """The parts of confinement that this kernel, or its administrator, allows. ``landlock``: its version; 0: none."""
 
     hides_files: bool
     landlock: int
 
     @property
     def lacks(self) -> str:
-        """What is missing, for a user; empty: nothing."""
+        """The missing parts, for a user; empty: none."""
         missing = [
             *([] if self.hides_files else ["user namespaces"]),
             *([] if self.landlock else ["Landlock"]),
@@ -93,14 +92,14 @@ class Confined:
 
 
 def confine(*, reads: Iterable[str | Path], writes: Sequence[str | Path]) -> Confined:
-    """Confine this process, which has one thread, and all that it starts from now on, as far as this machine allows.
+    """Confine this single-threaded process, and all that it starts from now on, as far as this machine allows.
 
     Args:
-        reads: Files and folders that may be read, and programs in them run, beside ``SYSTEM`` and ``of_python``.
-        writes: Folders in which everything is allowed. What does not exist is left out of both.
+        reads: Files and folders that may be read and executed, beside ``SYSTEM`` and ``of_python``.
+        writes: Folders in which everything is allowed. Paths that do not exist are left out of both.
 
     Raises:
-        OSError: what the machine allows did not work.
+        OSError: a step that the machine allows failed.
     """
     version = max(0, _libc.syscall(_CREATE_RULESET, None, 0, _VERSION_ASKED)) if sys.platform == "linux" else 0
     readable = [path for path in map(Path, (*SYSTEM, *of_python(), *reads)) if path.exists()]
@@ -116,7 +115,7 @@ def confine(*, reads: Iterable[str | Path], writes: Sequence[str | Path]) -> Con
 
 
 def of_python() -> list[Path]:
-    """Return where this interpreter and the packages installed for it are."""
+    """Return the folders of this interpreter and its installed packages."""
     packages = [Path(entry) for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
     whole = {"/", str(Path.home())}
     own = dict.fromkeys((sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix))
@@ -124,7 +123,7 @@ def of_python() -> list[Path]:
 
 
 def _own_mounts() -> bool:
-    """Leave the mount namespace of the others; returns whether that is allowed."""
+    """Move to a new mount namespace; returns whether that is allowed."""
     uid, gid = os.geteuid(), os.getegid()
     if _libc.unshare(_NEW_MOUNTS) == 0:
         return True
@@ -136,14 +135,14 @@ def _own_mounts() -> bool:
 
 
 def _see_only(paths: Iterable[Path], place: Path) -> None:
-    """Make these, under the same names, all that there is. ``place``: a folder in which the new root is made."""
+    """Hide all files except these, which keep their names. ``place``: a folder in which the new root is made."""
     here, root = Path.cwd(), Path(tempfile.mkdtemp(dir=place))
     _mount(None, Path("/"), None, _RECURSIVE | _PRIVATE)
     _mount("tmpfs", root, "tmpfs", 0)
     for path in sorted(set(paths)):
         new = root / path.relative_to("/")
         if os.path.lexists(new):
-            continue  # it is below one of the others
+            continue  # it is below another one
         new.parent.mkdir(parents=True, exist_ok=True)
         if path.is_symlink():
             new.symlink_to(path.readlink())
@@ -189,9 +188,9 @@ def _allow(ruleset: int, path: Path, rights: int) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Those of root; one of them is enough to read the memory of every other process all the same."""
+    """Drop root's capabilities, of which one suffices to read the memory of every other process."""
     for capability in range(_MOST_CAPABILITIES):
-        _libc.prctl(_DROP_FROM_BOUND, capability, 0, 0, 0)  # which fails for those that are not known, or not to be had
+        _libc.prctl(_DROP_FROM_BOUND, capability, 0, 0, 0)  # it fails for capabilities that are unknown or not held
     header, none = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
     _checked(_libc.capset(header, none))
 

@@ -1,4 +1,4 @@
-"""The CUDA devices of this machine, asked without opening one, and how local VMs share them."""
+"""The CUDA devices of this machine, listed without opening one, and their division among local VMs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class CudaDevice(NamedTuple):
-    """One device; ``uuid`` names it whatever the order in which CUDA counts."""
+    """One device; ``uuid`` identifies it in whatever order CUDA counts."""
 
     uuid: str
     memory_bytes: int
@@ -38,22 +38,22 @@ def cuda_devices(
     environment: Mapping[str, str] = os.environ,
     ask_parts: Callable[[], str] = _ask_parts,
 ) -> tuple[CudaDevice, ...]:
-    """The devices that a process started here may use: all, or those of ``CUDA_VISIBLE_DEVICES``. Takes up to 30 s.
+    """Return the devices for a process started here: all, or those of ``CUDA_VISIBLE_DEVICES``. Takes up to 30 s.
 
     Args:
-        ask: Returns a line for each: number, UUID and memory in MiB, as nvidia-smi does.
-        environment: Of this process.
-        ask_parts: Returns what ``nvidia-smi -L`` prints, for names of MIG instances.
+        ask: Returns a line for each device: number, UUID and memory in MiB, as nvidia-smi does.
+        environment: The environment of this process.
+        ask_parts: Returns the output of ``nvidia-smi -L``, for names of MIG instances.
 
     Raises:
-        ConfigError: there is none, or none of those named.
+        ConfigError: there is no device, or none of those named.
     """
     try:
         lines = [tuple(cell.strip() for cell in line.split(",")) for line in ask().splitlines() if line.strip()]
         known = [(number, CudaDevice(uuid, int(mebibytes) << 20)) for number, uuid, mebibytes in lines]
         wanted = environment.get(_VISIBLE)
         if wanted is not None and "MIG-" in wanted.upper():
-            # a profile as 1g.10gb has somewhat more than 10e9 bytes
+            # a profile such as 1g.10gb has somewhat more than 10e9 bytes
             parts = [(uuid, int(size) * 10**9) for size, uuid in _PART.findall(ask_parts())]
             known += [(uuid, CudaDevice(uuid, num_bytes)) for uuid, num_bytes in parts]
     except (OSError, subprocess.SubprocessError, ValueError) as error:
@@ -67,14 +67,14 @@ def cuda_devices(
 
 
 def device_share_bytes(devices: Sequence[CudaDevice], num_vms: int) -> int:
-    """Memory that each of so many VMs has of its device: of the smallest one, with as many VMs as any has."""
+    """Return each VM's share of its device's memory: for the smallest device, with the most VMs that any device has."""
     return min(device.memory_bytes for device in devices) // -(-num_vms // len(devices))
 
 
 def device_slots(devices: Sequence[CudaDevice], num_vms: int, folder: Path) -> tuple[str, ...]:
-    """Files for as many VMs: a process that locks one has a share of the device that the file is named after.
+    """Return a file for each VM: a process that locks one has a share of the device in the file's name.
 
-    In the order in which they are to be tried, so that VMs are spread evenly.
+    They are in the order in which to try them, so that VMs are spread evenly.
     """
     rounds = -(-num_vms // len(devices))
     return tuple(str(folder / f"{share}" / device.uuid) for share in range(rounds) for device in devices)

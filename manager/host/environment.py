@@ -1,8 +1,8 @@
-"""What of the manager's environment its VMs on this machine get, and every process of Ray: the known and harmless.
+"""The known and harmless part of the manager's environment, which its local VMs and all processes of Ray get.
 
-Credentials stand in environments under any name, so they are not looked for: what is not on the list stays here. Of
-what is on it by its prefix a name that speaks of a secret stays too. Whatever else a job needs, its user names
-(``vms.pass_variables``); that goes to the workers alone, with their setup.
+Credentials are in environments under any name, so only listed variables are passed on. Variables that are listed by a
+prefix are not passed on if their name hints at a secret. The user names what else a job needs (``vms.pass_variables``);
+only the workers get that, with their setup.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WITH_LOGIN = re.compile(r"//[^/@]*@")
 
 
 def handed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of an environment that is handed on."""
+    """Return the part of an environment that is passed on."""
     return {
         name: value
         for name, value in environment.items()
@@ -50,10 +50,10 @@ def handed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables(names: Sequence[str]) -> dict[str, str]:
-    """Those of this environment that workers are to get.
+    """Return the variables of this environment that workers get.
 
     Raises:
-        ConfigError: one is not set.
+        ConfigError: a variable is not set.
     """
     missing = [name for name in names if name not in os.environ]
     if missing:

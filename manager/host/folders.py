@@ -1,12 +1,12 @@
 """Folders for a run's sockets and secrets, below the folder for temporary files.
 
-A socket's path has 107 characters at most. Where the path of the folder for temporary files is too long for that, as
-batch systems set it, one that every machine has takes its place.
+A socket's path has 107 characters at most. If the path of the folder for temporary files is too long, as batch systems
+may set it, a folder that every machine has is used instead.
 
-Each is held, by a shared lock on a file in it, by the manager and by the process that owns its VMs. Whoever of them
-lives longest removes it. One that nobody holds is what processes left that were killed together: the next command of
-the same user removes it, once nobody has a file of it open. Ray's agents, which outlive a killed node by minutes while
-they try to report its end, are ended: they would make the folder anew, without a lock.
+The manager and the process that owns its VMs each hold a folder by a shared lock on a file in it. The one that lives
+longer removes it. A folder without a holder was left by processes that were killed together: the next command of the
+same user removes it, once no process has a file in it open. Ray's agents, which outlive a killed node by minutes while
+they try to report its end, are ended, because they would make the folder again, without a lock.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from morph.contract.errors import ClusterError, ConfigError
 PREFIX = "morph-"
 LOCK = "held"
 OWN_SOCKET = "control_socket"
-"""The longest name of a socket of Morph's own in a folder."""
+"""The longest name of Morph's own sockets in a folder."""
 RAYS_SOCKET = "ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.10000"
-"""The same for Ray, whose session is named by time and process."""
+"""The same for Ray, whose sessions are named by time and process."""
 _SOCKET_BYTES = 107
 _SHORT = ("/tmp", "/var/tmp")
 _held: dict[Path, int] = {}
 
 
 def make_folder(longest_socket: str = "") -> Path:
-    """Make one that only this user can enter, held until this process ends.
+    """Make a folder that only this user can enter, held until this process ends.
 
     Args:
         longest_socket: The longest path of a socket below it.
 
     Raises:
-        ConfigError: no folder for temporary files has a name that is short enough.
+        ConfigError: no folder for temporary files has a path that is short enough.
     """
     sweep()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_place_for(longest_socket)))
     being_made = folder / f"{LOCK}.new"
     _held[folder] = _lock(being_made, fcntl.LOCK_SH, create=True)
-    being_made.rename(folder / LOCK)  # whoever sweeps finds no lock, or a held one
+    being_made.rename(folder / LOCK)  # a sweep finds no lock, or a held one
     return folder
 
 
 def hold(folder: Path) -> None:
-    """Hold the folder of a manager that was killed too.
+    """Also hold the folder of a killed manager.
 
     Raises:
-        ClusterError: it is gone, or is being removed.
+        ClusterError: the folder is gone, or is being removed.
     """
     try:
         _held[folder] = _lock(folder / LOCK, fcntl.LOCK_SH | fcntl.LOCK_NB, create=True)
@@ -66,14 +66,14 @@ def hold(folder: Path) -> None:
 
 
 def holding(path: Path) -> tuple[int, ...]:
-    """Descriptors by which this process holds the folders above a path; whoever inherits one holds it too."""
+    """Return the descriptors that hold the folders above a path; a process that inherits one holds its folder too."""
     return tuple(descriptor for folder, descriptor in _held.items() if folder in path.parents)
 
 
 def sweep() -> None:
-    """Remove folders of this user's that nobody holds any more; whatever else lies there is left alone."""
+    """Remove this user's folders that no process holds any more; other files are left alone."""
     for folder in chain.from_iterable(Path(place).glob(f"{PREFIX}*") for place in _places()):
-        with suppress(OSError):  # another user's, none of ours, held, or just gone
+        with suppress(OSError):  # another user's, not Morph's, held, or just gone
             found = folder.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and (folder / LOCK).is_file():
                 descriptor = _lock(folder / LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,7 +83,7 @@ def sweep() -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, its lock last: into which processes that die still write, that one stays for the next sweep."""
+    """Remove a folder, its lock last; if dying processes still write into it, it stays for the next sweep."""
     with suppress(OSError):
         for entry in folder.iterdir():
             if entry.is_dir() and not entry.is_symlink():
@@ -95,13 +95,13 @@ def remove(folder: Path) -> None:
 
 
 def remove_at_exit(folder: Path) -> None:
-    """When this process exits in order, remove its folder and whatever else is left by then."""
+    """When this process exits in order, remove its folder and other folders without a holder."""
     atexit.register(sweep)  # called last
     atexit.register(remove, folder)
 
 
 def _places() -> tuple[str, ...]:
-    """Where folders may lie, the one that the user wants first."""
+    """Return where folders may be, the user's choice first."""
     return tuple(dict.fromkeys((tempfile.gettempdir(), *_SHORT)))
 
 
@@ -121,7 +121,7 @@ def _place_for(longest_socket: str) -> str:
 
 
 def _users(folder: Path) -> list[Path]:
-    """The other processes, below ``/proc``, that have a file below a folder open."""
+    """Return the other processes, below ``/proc``, that have a file below a folder open."""
     return [
         process
         for process in Path("/proc").glob("[0-9]*")
@@ -130,14 +130,14 @@ def _users(folder: Path) -> list[Path]:
 
 
 def _open_files(process: Path) -> Iterator[str]:
-    with suppress(OSError):  # it just ended, or is another user's
+    with suppress(OSError):  # it has just ended, or is another user's
         for descriptor in (process / "fd").iterdir():
             with suppress(OSError):
                 yield str(descriptor.readlink())
 
 
 def _is_rays(process: Path) -> bool:
-    """Whether it is an agent or a worker of a Ray node; which titles itself so."""
+    """Return whether a process is an agent or a worker of a Ray node, by the title that it sets."""
     try:
         return (process / "cmdline").read_bytes().startswith(b"ray::")
     except OSError:

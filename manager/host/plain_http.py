@@ -1,4 +1,4 @@
-"""One HTTP exchange over the standard library: no proxies, no redirects, and a bound on the whole of it.
+"""One HTTP exchange over the standard library, without proxies or redirects, and with a bound on its whole time.
 
 A cloud's metadata service must be asked without a proxy, and a redirect from it is no answer.
 """
@@ -20,12 +20,12 @@ CHUNK_BYTES = 65536
 
 
 class HttpFailed(MorphError):
-    """No whole answer came: refused, dropped, too slow or too long."""
+    """No complete answer came: refused, dropped, too slow or too long."""
 
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """Status, headers with lower-case names, and the body."""
+    """An answer: status, headers with lower-case names, and the body."""
 
     status: int
     headers: Mapping[str, str]
@@ -33,17 +33,17 @@ class HttpAnswer:
 
     @property
     def text(self) -> str:
-        """The body as text; bytes that are no UTF-8 are replaced."""
+        """The body as text; bytes that are not UTF-8 are replaced."""
         return self.body.decode("utf-8", errors="replace")
 
     @property
     def date_s(self) -> float | None:
-        """When the server says that it answered, seconds since 1970; None when it does not."""
+        """The server's time of the answer, in seconds since 1970; None if it gives none."""
         return http_date_s(self.headers.get("date", ""))
 
     @property
     def retry_after_s(self) -> float | None:
-        """How long the server asks to wait; None when it does not."""
+        """The wait that the server asks for; None if it does not."""
         text = self.headers.get("retry-after", "").strip()
         if text.isdigit():
             return float(text)
@@ -52,7 +52,7 @@ class HttpAnswer:
 
 
 def http_date_s(text: str) -> float | None:
-    """Read a date such as ``Mon, 19 Sep 2016 18:29:47 GMT``; None when it is none."""
+    """Read a date such as ``Mon, 19 Sep 2016 18:29:47 GMT``; None if it is not a date."""
     try:
         return parsedate_to_datetime(text).timestamp() if text else None
     except ValueError:
@@ -70,7 +70,7 @@ def fetch(
     """Make one request; blocks for at most about ``timeout_s``.
 
     Raises:
-        HttpFailed: when no whole answer comes in time. Any status is an answer.
+        HttpFailed: no complete answer comes in time. Any status is an answer.
     """
     parts = urlsplit(url)
     kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
@@ -81,7 +81,7 @@ def fetch(
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
         connection.request(method, target, body=body, headers=dict(headers or {}))
-        sock = connection.sock  # the connection forgets it once the answer says that it closes
+        sock = connection.sock  # the connection drops it if the answer says that it closes
         _bound(sock, until_s)
         response = connection.getresponse()
         received = bytearray()
@@ -109,7 +109,7 @@ def _bound(sock: socket.socket, until_s: float) -> None:
     left_s = until_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError
-    if sock.fileno() >= 0:  # else the whole answer is here
+    if sock.fileno() >= 0:  # else the whole answer has come
         sock.settimeout(left_s)
 
 

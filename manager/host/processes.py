@@ -1,7 +1,7 @@
-"""Whether processes run, and waiting for those that were killed, whoever is their parent.
+"""Checks whether processes run, and waits for killed ones, also for those with another parent.
 
-``psutil.wait_procs`` raises FileNotFoundError for a process that is being taken off the table at that very moment
-(``pidfd_open``, Linux 6.15 and later), and then waits for none of the others.
+``psutil.wait_procs`` raises FileNotFoundError if a process is being reaped at that very moment (``pidfd_open``, Linux
+6.15 and later), and then does not wait for the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ POLL_S = 0.02
 
 
 def runs(pid: int) -> bool:
-    """Whether a process has not ended, reaped or not."""
+    """Return whether a process still runs; a zombie has ended."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -24,7 +24,7 @@ def runs(pid: int) -> bool:
 
 
 def wait_gone(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait until every process has ended, reaped or not; after ``timeout_s`` return those that have not."""
+    """Wait until every process has ended (a zombie has); after ``timeout_s`` return those that have not."""
     left, until_s = list(processes), time.monotonic() + timeout_s
     while left := [process for process in left if lives(process)]:
         if time.monotonic() >= until_s:
@@ -34,9 +34,9 @@ def wait_gone(processes: Iterable[psutil.Process], timeout_s: float) -> list[psu
 
 
 def session_of(leader: psutil.Process) -> list[psutil.Process]:
-    """Every process of the session that one began, also when that one ended and others are orphans; itself first."""
+    """Return all processes of the session that one began, itself first, even if it ended and left orphans."""
     if psutil.pid_exists(leader.pid) and not leader.is_running():
-        return []  # the number is another's by now, which it is not as long as anything of the session lives
+        return []  # another process has the number, which is impossible while any of the session lives
     members = [process for process in psutil.process_iter() if _session_id(process.pid) == leader.pid]
     return sorted(members, key=lambda process: process.pid != leader.pid)
 
@@ -49,7 +49,7 @@ def _session_id(pid: int) -> int | None:
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether this very process has not ended, reaped or not; its number may be another's since."""
+    """Return whether this very process still runs; another process may have got its number."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

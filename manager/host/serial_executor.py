@@ -1,4 +1,4 @@
-"""Threads that do one thing after another, or each thing in one of its own."""
+"""Executors that run tasks one after another, or each in its own thread."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Task = Callable[[], None]
 
 
 class SerialExecutor:
-    """Tasks are done in the order put, until ``stop``.
+    """Runs tasks in the order in which they are put, until ``stop``.
 
     Args:
-        name: Of the thread.
-        failed: Told what a task raised; the next one is done all the same.
-        idle: Done when no task was put for ``idle_every_s``; None: nothing.
-        idle_every_s: In seconds; None: never.
+        name: The name of the thread.
+        failed: Called with a task's error; the next task runs even so.
+        idle: Called if no task was put for ``idle_every_s``; None: nothing.
+        idle_every_s: The interval in seconds; None: never.
     """
 
     def __init__(
@@ -36,16 +36,16 @@ class SerialExecutor:
         self._thread.start()
 
     def put(self, task: Task) -> None:
-        """Have something done; returns at once."""
+        """Put a task; returns at once."""
         self._tasks.put(task)
 
     def stop(self) -> None:
-        """Begin no further task; returns at once."""
+        """Start no more tasks; returns at once."""
         self._over.set()
         self._tasks.put(None)
 
     def join(self, until_s: float) -> bool:
-        """Wait for the task under way until this second of the monotonic clock; returns whether it is over."""
+        """Wait for the running task until this time on the monotonic clock; returns whether it is over."""
         self._thread.join(max(0.0, until_s - time.monotonic()))
         return not self._thread.is_alive()
 
@@ -61,7 +61,7 @@ class SerialExecutor:
                 continue
             try:
                 task()
-            except Exception as error:  # whatever it is: without this thread nothing of its kind is done any more
+            except Exception as error:  # any error: without this thread no more tasks would run
                 self._failed(error)
 
 
@@ -69,11 +69,11 @@ MOST_AT_ONCE = 32
 
 
 class ParallelExecutor:
-    """Tasks are done beside one another, up to ``MOST_AT_ONCE`` of them, until ``stop``.
+    """Runs tasks in parallel, up to ``MOST_AT_ONCE`` of them, until ``stop``.
 
     Args:
-        name: Of the threads.
-        failed: Told what a task raised.
+        name: The name of the threads.
+        failed: Called with a task's error.
     """
 
     def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
@@ -83,7 +83,7 @@ class ParallelExecutor:
         self._changed = threading.Condition()
 
     def put(self, task: Task) -> None:
-        """Have something done; returns at once."""
+        """Put a task; returns at once."""
         with self._changed:
             if self._over:
                 return
@@ -93,13 +93,13 @@ class ParallelExecutor:
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def stop(self) -> None:
-        """Begin no further task; returns at once."""
+        """Start no more tasks; returns at once."""
         with self._changed:
             self._over = True
             self._tasks.clear()
 
     def join(self, until_s: float) -> bool:
-        """Wait until nothing is left to do, until this second of the monotonic clock; returns whether nothing is."""
+        """Wait until no task is left, at most until this time on the monotonic clock; returns whether none is left."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_threads, max(0.0, until_s - time.monotonic()))
 

@@ -1,4 +1,4 @@
-"""Signals that end a run, saved: SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal was closed) and ``STOP_SIGNAL``."""
+"""Signals that save and end a run: SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal was closed) and ``STOP_SIGNAL``."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNAL = signal.SIGUSR1
-"""What ``morph stop`` sends."""
+"""The signal that ``morph stop`` sends."""
 STOPPED_BY_COMMAND = "stopped by morph stop"
 BY_USER = (STOPPED_BY_COMMAND, "SIGINT", "SIGTERM", "SIGHUP")
-"""How the reasons of stops begin that a user asked for."""
+"""The beginning of the reasons for stops that a user requested."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, STOP_SIGNAL)
 
 
 @contextmanager
 def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
-    """While the block runs: the first signal asks for a stop at the next boundary, with its name as the reason.
+    """While the context is open, the first signal requests a stop at the next boundary, with its name as the reason.
 
     For ``STOP_SIGNAL`` the reason is ``STOPPED_BY_COMMAND``. A hang-up or Ctrl-C that was ignored before stays ignored,
-    as under nohup or in a script's background jobs; SIGTERM and ``STOP_SIGNAL`` are always heard. After a hang-up, what
-    would be shown in the terminal that is gone is dropped. Outside the main thread this changes nothing.
+    as under nohup or in a script's background jobs; SIGTERM and ``STOP_SIGNAL`` are always handled. After a hang-up,
+    output to the closed terminal is dropped. Outside the main thread this does nothing.
 
     Raises:
-        KeyboardInterrupt: on a second signal.
+        KeyboardInterrupt: a second signal arrived.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -50,7 +50,7 @@ def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def signals_blocked(hurry: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Let a signal interrupt nothing while everything is ended, which is bounded: half an end would leave processes.
+    """Ignore signals while everything is ended, which takes a bounded time: half an end would leave processes.
 
     ``hurry``: called with each signal, in the main thread; returns at once.
     """
@@ -62,7 +62,7 @@ def signals_blocked(hurry: Callable[[], None] = lambda: None) -> Iterator[None]:
 
 
 def _let_go(terminals: list[int]) -> None:
-    """Write no more to a terminal that is gone: that would be an error, and end the run before it is saved."""
+    """Stop writing to a closed terminal, because an error there would end the run before it is saved."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     for terminal in terminals:
         os.dup2(nothing, terminal)

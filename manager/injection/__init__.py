@@ -1,1 +1,1 @@
-"""Preemptions on purpose: who is taken when, and asking the manager of a living run for it."""
+"""Preemptions on purpose: which VMs are taken when, and the requests to the manager of a running run."""

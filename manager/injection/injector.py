@@ -1,7 +1,7 @@
-"""The injector: takes VMs of a living run as a model of lives says, until the run ends.
+"""The injector: preempts VMs of a running run according to a model of lives, until the run ends.
 
-It asks the run's manager, from another process of its machine. The manager's socket lies beside the one at which a
-successor would find the VMs, and it answers nobody but its own user and root.
+It sends requests to the run's manager from another process on its machine. The manager's socket is beside the one at
+which a successor would find the VMs, and answers only its own user and root.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from morph.words import moment_text
 
 POLL_S = 0.25
 ANSWER_TIMEOUT_S = 120.0
-"""Longer than a provider takes for a call."""
+"""The time-out of an answer, longer than a provider needs for a call."""
 
 
 @dataclass(frozen=True)
 class Injection:
-    """How VMs are taken. ``count``: so many at most; None: as many as that says."""
+    """How VMs are preempted. ``count``: the largest number; None: as many as the model says."""
 
     lead_s: float
     min_vms: int
@@ -41,13 +41,13 @@ class Injection:
 
 
 def ask(run_dir: Path, requested: PreemptionRequest) -> PreemptionAnswer | None:
-    """Ask, and wait for the answer for at most ``ANSWER_TIMEOUT_S``; None: the manager hears nobody now.
+    """Send a request, and wait at most ``ANSWER_TIMEOUT_S`` for the answer; None: the manager does not answer now.
 
-    It does not while it starts, and while the run goes on from a checkpoint.
+    It does not answer while it starts, and while the run resumes from a checkpoint.
 
     Raises:
-        NotRunning: nobody manages the run.
-        RunDirError: it is not this user's to ask.
+        NotRunning: the run has no manager.
+        RunDirError: the run belongs to another user.
     """
     holder = living_holder_of(run_dir)
     path = run_dir / ATTACHMENT
@@ -62,7 +62,7 @@ def ask(run_dir: Path, requested: PreemptionRequest) -> PreemptionAnswer | None:
         try:
             connection.connect(str(address))
             if process_of(connection) != holder:
-                return None  # not the manager's: what one that was killed left
+                return None  # not the manager's, but left by a killed one
             tell(connection, **requested.model_dump())
             answer, _ = hear(connection)
         except PermissionError as error:
@@ -73,16 +73,16 @@ def ask(run_dir: Path, requested: PreemptionRequest) -> PreemptionAnswer | None:
 
 
 def first_answer(run_dir: Path, requested: PreemptionRequest, told: Callable[[str], None]) -> PreemptionAnswer:
-    """Ask as soon as the manager hears it; blocks for as long as the run starts, or pauses.
+    """Send a request once the manager answers; blocks as long as the run starts or pauses.
 
     Raises:
-        NotRunning: nobody manages the run.
-        RunDirError: it is not this user's to ask.
+        NotRunning: the run has no manager.
+        RunDirError: the run belongs to another user.
     """
     waits = False
     while (answer := ask(run_dir, requested)) is None:
         if not waits:
-            told("the run does not answer now, for it starts, or is about to end: waiting for it")
+            told("the run does not answer now because it starts or is about to end: waiting for it")
         waits = True
         time.sleep(POLL_S)
     return answer
@@ -91,19 +91,19 @@ def first_answer(run_dir: Path, requested: PreemptionRequest, told: Callable[[st
 def inject(
     run_dir: Path, injection: Injection, make_lives: Callable[[float], Lives], told: Callable[[str], None]
 ) -> str:
-    """Take VMs; blocks until the run or the last life is over, or enough were taken. Returns which, as a sentence.
+    """Preempt VMs; blocks until the run or the last life is over, or enough were taken. Returns which, as a sentence.
 
-    What the manager has begun it carries out, also when this is interrupted.
+    The manager finishes what it has begun, even if this is interrupted.
 
     Args:
-        run_dir: Of a living run.
-        injection: How.
-        make_lives: Makes what says who is taken when, given its first moment by the run's clock.
-        told: Hears a line for each VM that is taken, or spared.
+        run_dir: The directory of a running run.
+        injection: How VMs are preempted.
+        make_lives: Makes the model that says which VMs are taken when, given its first moment on the run's clock.
+        told: Called with a line for each VM that is taken or spared.
 
     Raises:
-        NotRunning: nobody manages the run to begin with.
-        RunDirError: it is not this user's to ask.
+        NotRunning: the run has no manager at the start.
+        RunDirError: the run belongs to another user.
     """
     answer = first_answer(run_dir, PreemptionRequest(), told)
     told(f"VMs that may be taken now: {len(answer.vms)}; {injection.why}")
@@ -131,19 +131,19 @@ def inject(
 
 
 def lines_of(answer: PreemptionAnswer, injection: Injection) -> list[str]:
-    """Say which VMs are taken, and which are not."""
+    """Report which VMs are taken, and which are not."""
     notice = f"taken, with a notice of {injection.lead_s:g} s" if injection.lead_s else "taken, without a notice"
     taken = [f"{moment_text(answer.now_s)}  {vm}  {notice}" for vm in answer.taken]
     return taken + [f"{moment_text(answer.now_s)}  {vm}  spared: {why}" for vm, why in answer.left.items()]
 
 
 def planned_line(taken: Change, now_s: float) -> str:
-    """Say which VMs would be taken, and when."""
+    """Report which VMs would be taken, and when."""
     return f"{moment_text(taken.time_s)}  {', '.join(taken.vms)}  in {taken.time_s - now_s:.1f} s"
 
 
 def _over(run_dir: Path) -> str:
-    """Say why nobody manages a run any more; what a successor needs is there where its manager could not end it."""
+    """Return why a run has no manager; if the successor's file still exists, the manager was killed."""
     if (run_dir / ATTACHMENT).exists():
-        return "the run's manager was killed: once another goes on with the run, this command can be given again"
+        return "the run's manager was killed: once another one continues the run, this command can be given again"
     return "the run has ended"

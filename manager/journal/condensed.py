@@ -1,4 +1,4 @@
-"""What older lines of a journal are condensed into: columns of decided steps, records, lines that are kept whole."""
+"""The form of condensed journal lines: columns of decided steps, records, and lines that are kept whole."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from morph.contract.errors import RunDirError
 
 Column = np.ndarray[Any, np.dtype[Any]]
 WHOLE = frozenset({"sequence", "step", "generation", "num_attempts", "skipped"})
-"""Columns of whole numbers; the others are floats, in which what is not known is no number."""
+"""Columns of whole numbers; the others are floats, with NaN for unknown values."""
 VERSION = 1
-"""Of what readers keep of where they stand; raise it with any change of that. What has another is folded anew."""
+"""The version of the readers' states; raise it whenever these change. A cut of another version is condensed again."""
 ACCOUNT = "account"
-"""Under which a cut has what everything cost so far, for which nothing but the lines themselves is enough."""
+"""The key in a cut of the cost so far, which only the lines themselves could give."""
 SEQUENCE = "sequence"
-"""The column that every block has: of the line that decided the step."""
+"""The column that every block has: the line that decided each step."""
 NUM_AT_LEVEL = (512, 16_384)
-"""So many steps in the blocks of a level become one block of the next: few blocks are to be read, none is big."""
+"""The number of steps in a level's blocks that become one block of the next, so that blocks are few and none is big."""
 TABLES = (
     "CREATE TABLE IF NOT EXISTS steps (level INTEGER, name TEXT, first INTEGER, num INTEGER, data BLOB, digest BLOB, "
     "PRIMARY KEY (level, name, first))",
@@ -37,7 +37,7 @@ TABLES = (
 
 
 class Kept(NamedTuple):
-    """A record: which line told it, when, under which name it is kept, and what it is."""
+    """A stored record: its line, its time, its kind, and its content."""
 
     sequence: int
     time_s: float
@@ -49,8 +49,8 @@ class Kept(NamedTuple):
 class Cut:
     """All lines up to one, condensed.
 
-    ``states``: where each reader of the journal stands behind it, as JSON. ``columns``: of the steps decided since the
-    last cut, each as long as the others. ``records``: what else came of these lines. ``kept``: the events and decisions
+    ``states``: the state of each reader after that line, as JSON. ``columns``: the columns, all of one length, of the
+    steps decided since the last cut. ``records``: the other results of these lines. ``kept``: the events and decisions
     among them that stay as they are; facts and configurations always do.
     """
 
@@ -64,9 +64,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class Head:
-    """The newest cut: behind which line, when that was written, and where each reader stood.
+    """The newest cut: the line after which it is, the time of that line, and the state of each reader.
 
-    ``version``: of these states; None: they have none.
+    ``version``: the version of these states; None: they have none.
     """
 
     sequence: int
@@ -77,11 +77,11 @@ class Head:
 
 @dataclass(frozen=True)
 class Tail:
-    """What a journal says behind a line, as it stood at one moment.
+    """The content of a journal after a line, at one moment.
 
-    ``head``: absent where nothing behind that line is condensed. ``records``, ``rows``: of what is condensed behind it,
-    as far as they were asked for; rows of the columns. ``entries``: the lines that are not condensed yet, read one
-    after the other as they stood at that moment.
+    ``head``: None if nothing after that line is condensed. ``records``, ``rows``: the requested records and rows of
+    columns from the condensed part after it. ``entries``: the lines that are not condensed yet, read one after another
+    as of that moment.
     """
 
     head: Head | None
@@ -91,38 +91,38 @@ class Tail:
 
 
 class Keeper(Protocol):
-    """Follows what is appended to a journal, and says what it comes to."""
+    """Follows the lines appended to a journal, and condenses them."""
 
     @property
     def num_taken(self) -> int:
-        """Decisions since the last cut."""
+        """The number of decisions since the last cut."""
 
     @property
     def may_cut(self) -> bool:
-        """Whether no step is half decided behind the last line."""
+        """Whether no step is half decided after the last line."""
 
     def take(self, line: Line) -> None:
         """Take in a line that was written."""
 
     def cut(self) -> Cut:
-        """Everything up to the last line, condensed."""
+        """Return everything up to the last line, condensed."""
 
     def forget(self) -> None:
-        """That is written."""
+        """Note that the last cut is written."""
 
 
 def state_json(state: ControllerState) -> str:
-    """The controller's state as the journal keeps it: without its configuration, which has a line of its own."""
+    """Return the controller's state as the journal stores it: without its configuration, which has its own line."""
     return state.model_dump_json(exclude={"config"})
 
 
 def digest_of(data: bytes) -> bytes:
-    """Return what proves that these bytes are read as they were written."""
+    """Return a digest that proves that these bytes are read as they were written."""
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def packed(values: Column, name: str) -> bytes:
-    """A column as few bytes: whole numbers by their differences, and bytes of one place next to one another."""
+    """Return a column as few bytes: whole numbers as differences, and bytes of the same position side by side."""
     if name in WHOLE:
         values = np.diff(values.astype(np.int64), prepend=np.int64(0))
     places = np.ascontiguousarray(values, dtype="<i8" if name in WHOLE else "<f8").view(np.uint8).reshape(-1, 8).T
@@ -130,10 +130,10 @@ def packed(values: Column, name: str) -> bytes:
 
 
 def unpacked(data: bytes, digest: bytes, name: str, source: str) -> Column:
-    """The column again.
+    """Return the column of these bytes.
 
     Raises:
-        RunDirError: it is damaged.
+        RunDirError: the bytes are damaged.
     """
     places = np.frombuffer(zlib.decompress(proven(data, digest, source)), dtype=np.uint8).reshape(8, -1)
     values = np.ascontiguousarray(places.T).view("<i8" if name in WHOLE else "<f8").reshape(-1)
@@ -141,25 +141,25 @@ def unpacked(data: bytes, digest: bytes, name: str, source: str) -> Column:
 
 
 def packed_lines(rows: Sequence[tuple[int, float, str, str]]) -> bytes:
-    """Lines as few bytes."""
+    """Return lines as few bytes."""
     return zlib.compress(json.dumps(rows).encode(), 6)
 
 
 def unpacked_lines(data: bytes, digest: bytes, source: str) -> list[Entry]:
-    """The lines again.
+    """Return the lines of these bytes.
 
     Raises:
-        RunDirError: they are damaged.
+        RunDirError: the bytes are damaged.
     """
     rows = json.loads(zlib.decompress(proven(data, digest, source)))
     return [Entry(sequence=row[0], time_s=row[1], kind=row[2], payload_json=row[3]) for row in rows]
 
 
 def proven(data: bytes, digest: bytes, source: str) -> bytes:
-    """Return what was read, if it is what was written.
+    """Return the bytes that were read, if they are those that were written.
 
     Raises:
-        RunDirError: it is not.
+        RunDirError: they differ.
     """
     if digest_of(data) != digest:
         raise RunDirError("is damaged: a part of it is not as it was written", source=source)
@@ -167,5 +167,5 @@ def proven(data: bytes, digest: bytes, source: str) -> bytes:
 
 
 def absent(name: str, num: int) -> Column:
-    """A column of steps that have no such number."""
+    """Return a column for steps that do not have this number."""
     return np.zeros(num, dtype=np.int64) if name in WHOLE else np.full(num, np.nan)

@@ -53,10 +53,10 @@ Result = TypeVar("Result")
 
 
 def patiently(attempt: Callable[[], Result], limit_s: float = LIMIT_S) -> Result:
-    """Attempt something until the run directory lets it; says once that it waits, and once that it goes on. Blocks.
+    """Retry an action until the run directory allows it; reports once that it waits, and once that it goes on. Blocks.
 
     Raises:
-        RunDirStuck: it does not within ``limit_s``.
+        RunDirStuck: the action does not succeed within ``limit_s``.
         KeyboardInterrupt: on a second Ctrl-C, as everywhere.
     """
     begin_s, pauses, told = time.monotonic(), RETRIES.pauses(), False
@@ -95,41 +95,42 @@ _TABLES = (
     *TABLES,
 )
 LAYOUT = 2
-"""The file's number for how it is laid out. One of before has lines alone until a manager has condensed them."""
+"""The number of the file's layout. A file with an older layout has only lines until a manager condenses them."""
 AT_ONCE = 2048
-"""So many lines are read at once where all of them would be too many."""
+"""The number of lines read at once if all would be too many."""
 SNAPSHOT_EVERY = 1000
-"""Decisions from one snapshot of the state to the next, and from one cut to the next."""
+"""The number of decisions from one snapshot of the state to the next, and from one cut to the next."""
 _HAS_TABLE = "SELECT 1 FROM sqlite_master WHERE name = ?"
 _COLUMNS = "SELECT sequence, time_s, kind, payload_json FROM entries"
 _INSERT = "INSERT INTO entries (time_s, kind, payload_json) VALUES (?, ?, ?)"
 
 
 def _marks(values: Sequence[object]) -> str:
-    """As many question marks."""
+    """Return as many question marks as there are values."""
     return ", ".join("?" * len(values))
 
 
 class Journal:
     """An open journal. Threads may share it. One process writes; others may read meanwhile.
 
-    A line is safe from a crash of the process when the call returns; from a loss of power, up to the last
-    checkpoint of the write-ahead log. Waits for another writer are bounded by ``WRITER_BUSY_S``. Beside the lines it
-    keeps the state after one of the last decisions, so that a new manager replays few of them, however long the run is.
+    A line survives a crash of the process once the call returns; after a loss of power, lines up to the last checkpoint
+    of the write-ahead log are there. Waits for another writer are bounded by ``WRITER_BUSY_S``. Beside the lines, the
+    journal stores the state after one of the last decisions, so that a new manager replays few of them, however long
+    the run is.
 
-    With a ``keeper`` the lines are condensed now and then, all of it in one transaction: whoever reads finds them as
-    lines or condensed, never both and never neither, whenever the writer is killed.
+    With a ``keeper`` the lines are condensed now and then, in one transaction: readers find each line either as it was
+    or condensed, never both or neither, whenever the writer is killed.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection, self._path = connection, path
-        self._num_unsaved = SNAPSHOT_EVERY  # since the last snapshot: this process's first decision makes one
+        self._num_unsaved = SNAPSHOT_EVERY  # since the last snapshot; this process's first decision makes one
         self._lock = threading.RLock()
         self.keeper: Keeper | None = None
 
     @classmethod
     def open(cls, path: Path, *, read_only: bool = False) -> Journal:
-        """Open a journal file; unless ``read_only``, make it when it is missing.
+        """Open a journal file; make it if it is missing, unless ``read_only``.
 
         Raises:
             RunDirError: the file is missing, cannot be written, or is not a journal.
@@ -176,23 +177,23 @@ class Journal:
         """Append one line.
 
         Raises:
-            RunDirStuck: the file cannot be written now; nothing of it was.
+            RunDirStuck: the file cannot be written now; nothing was written.
             RunDirError: the file is damaged.
         """
         self._write([(time_s, kind, payload_json)])
 
     def append_config(self, time_s: float, config: ControllerConfig) -> None:
-        """Begin a run, or a run resumed in the same directory."""
+        """Append the configuration that begins a run, or resumes one in the same directory."""
         with self._lock:
             self._tell(Line(self._write([(time_s, "config", config.model_dump_json())]), time_s, config))
 
     def append_fact(self, time_s: float, fact: Fact) -> None:
-        """Note something that is not an event of the controller."""
+        """Append a fact that is not an event for the controller."""
         with self._lock:
             self._tell(Line(self._write([(time_s, "fact", fact.model_dump_json())]), time_s, fact))
 
     def append_decision(self, time_s: float, event: Event, decision: Decision) -> None:
-        """Append an event and what was decided, both or neither; to be called before the actions are carried out."""
+        """Append an event and its decision, both or neither; call it before the actions are carried out."""
         record = DecisionRecord.of(decision)
         saved = None
         rows: list[tuple[float, EntryKind, str]]
@@ -201,7 +202,7 @@ class Journal:
                 saved = state_json(decision.state)
             rows = [(time_s, "event", event.model_dump_json()), (time_s, "decision", record.model_dump_json())]
         except PydanticSerializationError as error:
-            if "KeyboardInterrupt" in str(error):  # which pydantic takes for an error of the value
+            if "KeyboardInterrupt" in str(error):  # which pydantic would report as an error of the value
                 raise KeyboardInterrupt from error
             raise
         with self._lock:
@@ -210,7 +211,7 @@ class Journal:
             if self.keeper is not None and self.keeper.num_taken >= SNAPSHOT_EVERY and self.keeper.may_cut:
                 try:
                     self._condense(self.keeper.cut(), decision.state)
-                except RunDirStuck as error:  # nothing was changed: after one of the next decisions then
+                except RunDirStuck as error:  # nothing was changed; retried after one of the next decisions
                     log.info("older lines of the journal are condensed later: %s", error)
                 except Exception as error:
                     self._leave_out(error)
@@ -226,11 +227,11 @@ class Journal:
                 self._leave_out(error)
 
     def _leave_out(self, error: Exception) -> None:
-        """Go on without a keeper that fails, whatever it is: lines are only more than they could be, and none is lost.
+        """Go on without a keeper that failed with any error: there are more lines than necessary, but none is lost.
 
-        The run could not be resumed either if it ended here, for the next manager would read the same lines.
+        Ending the run would not help: it could not be resumed, as the next manager would read the same lines.
         """
-        log.warning("the run's journal is condensed no more, and grows: %s: %s", type(error).__name__, error)
+        log.warning("the run's journal is no longer condensed, and grows: %s: %s", type(error).__name__, error)
         self.keeper = None
 
     def condense(
@@ -239,12 +240,12 @@ class Journal:
         state: ControllerState | None = None,
         tell: Callable[[int, int], None] = lambda *_: None,
     ) -> None:
-        """Condense lines from now on, and those that are there already: a few at a time, however many they are.
+        """Condense lines from now on, and first all existing lines, a few at a time.
 
         Args:
-            keeper: Made of this journal; stands where it is condensed.
-            state: Of the controller behind the last line, with which a manager goes on; None: none does.
-            tell: Called now and then with the line up to which that is done, and the last.
+            keeper: Makes a keeper for this journal, which continues after the condensed part.
+            state: The controller's state after the last line, if a manager continues from it; None: no manager does.
+            tell: Called now and then with the last condensed line and the last line of all.
 
         Raises:
             RunDirStuck: the file cannot be written now.
@@ -278,17 +279,17 @@ class Journal:
             tell(at, last)
 
     def read(self, after: int = 0) -> tuple[Entry, ...]:
-        """All that ``each`` reads."""
+        """Return all lines that ``each`` reads."""
         return tuple(self.each(after))
 
     def each(self, after: int = 0, until: int | None = None) -> Iterator[Entry]:
-        """Read every line behind this sequence number that is there, in the order written, as it stands now.
+        """Read every line after this sequence number, in the order written, as of now.
 
-        Those of steps at which nothing else happened are not, once they are condensed.
+        Condensed lines of steps at which nothing else happened no longer exist.
 
         Args:
-            after: The number.
-            until: Of the last line to be read.
+            after: The sequence number.
+            until: The sequence number of the last line to be read.
 
         Raises:
             RunDirError: the file cannot be read.
@@ -304,13 +305,13 @@ class Journal:
         )
 
     def tail(self, after: int = 0, kinds: Sequence[str] = (), *, rows: bool = False, most: int = -1) -> Tail:
-        """Return what is said behind a line: condensed as far as it is, then line by line.
+        """Return the content after a line: first the condensed part, then line by line.
 
         Args:
             after: The line.
-            kinds: Which records.
-            rows: And which rows of the columns.
-            most: Of the lines that are not condensed, the first so many.
+            kinds: The kinds of records to return.
+            rows: The rows of the columns to return.
+            most: The maximum number of lines that are not condensed; the first are returned.
 
         Raises:
             RunDirError: the file cannot be read, or is damaged.
@@ -335,7 +336,7 @@ class Journal:
             return Tail(head, [Kept(*record) for record in records], range(first, num), entries)
 
     def head(self) -> Head | None:
-        """The newest cut; None: nothing is condensed."""
+        """Return the newest cut; None: nothing is condensed."""
         rows = self._select("SELECT sequence, time_s, data, digest FROM heads")
         if not rows:
             return None
@@ -344,16 +345,16 @@ class Journal:
         return Head(sequence, time_s, states, states.pop("version", None))
 
     def records(self, kind: str) -> list[Kept]:
-        """All records of one kind."""
+        """Return all records of one kind."""
         query = "SELECT sequence, time_s, kind, payload_json FROM records WHERE kind = ? ORDER BY sequence, rowid"
         return [Kept(*record) for record in self._select(query, kind)]
 
     def column_names(self) -> list[str]:
-        """The columns of decided steps."""
+        """Return the names of the columns of decided steps."""
         return [name for (name,) in self._select("SELECT DISTINCT name FROM steps")]
 
     def column(self, name: str, rows: range | None = None, level: int | None = None) -> Column:
-        """One column of all decided steps that are condensed; or of those of some rows, or of those at one level."""
+        """Return one column of all condensed steps, of those in some rows, or of those at one level."""
         levels = tuple(range(len(NUM_AT_LEVEL) + 1)) if level is None else (level,)
         where = f"WHERE level IN ({_marks(levels)}) AND name = ?"
         with self._at_one_moment():
@@ -376,35 +377,35 @@ class Journal:
             return column
 
     def first_line(self) -> Entry | None:
-        """The oldest line; it stays."""
+        """Return the oldest line, which is never condensed."""
         found = self._entries(f"{_COLUMNS} ORDER BY sequence LIMIT 1")
         return found[0] if found else None
 
     def last_config(self, before: int | None = None) -> Entry | None:
-        """The line with which the last session began; ``before``: that of which this line is."""
+        """Return the line that began the last session; ``before``: the session that contains this line."""
         where = "kind = 'config'" + ("" if before is None else f" AND sequence <= {before}")
         found = self._entries(f"{_COLUMNS} WHERE {where} ORDER BY sequence DESC LIMIT 1")
         return found[0] if found else None
 
     def facts(self, after: int) -> tuple[Entry, ...]:
-        """The facts behind a line."""
+        """Return the facts after a line."""
         return self._entries(f"{_COLUMNS} WHERE kind = 'fact' AND sequence > ? ORDER BY sequence", after)
 
     def last_moment(self) -> tuple[int, float] | None:
-        """The number of the newest line, and when it was written."""
+        """Return the number of the newest line, and when it was written."""
         with self._at_one_moment():
             found = self._select("SELECT sequence, time_s FROM entries ORDER BY sequence DESC LIMIT 1")
             found += self._select("SELECT sequence, time_s FROM heads")
             return max(found, default=None)
 
     def snapshot(self) -> tuple[int, str] | None:
-        """The newest snapshot of the state, without its configuration: behind which line, and as JSON."""
+        """Return the newest snapshot, without its configuration: the line before it, and the state as JSON."""
         rows = self._select("SELECT sequence, state_json FROM snapshots ORDER BY sequence DESC LIMIT 1")
         return (int(rows[0][0]), str(rows[0][1])) if rows else None
 
     @contextmanager
     def _at_one_moment(self) -> Iterator[None]:
-        """Let all that is read in the block be as it stood at one moment."""
+        """Let all reads in the context see the file as of one moment."""
         with self._lock:
             begins = not self._connection.in_transaction
             if begins:
@@ -416,7 +417,7 @@ class Journal:
                     self._select("COMMIT")
 
     def _rows(self, query: str, *values: int | str) -> Iterator[Any]:
-        """Rows one after the other, where together they would be large."""
+        """Yield rows one after another, because together they may be large."""
         try:
             with self._lock:
                 yield from self._connection.execute(query, values)
@@ -424,7 +425,7 @@ class Journal:
             raise RunDirError(f"the journal cannot be read: {error}", source=str(self._path)) from error
 
     def _one_by_one(self, query: str, *values: int) -> Iterator[Entry]:
-        """Lines that are not all in memory at once, as they stand when this is called: SQLite keeps them so."""
+        """Return lines without loading all at once, as of this call: SQLite keeps that state for the reader."""
         try:
             with self._lock:
                 cursor = self._connection.execute(query, values)
@@ -468,7 +469,7 @@ class Journal:
         self.close()
 
     def _write(self, rows: list[tuple[float, EntryKind, str]], saved: str | None = None) -> int:
-        """Append lines, and a snapshot of the state behind them; returns the number of the last line."""
+        """Append lines, and a snapshot of the state after them; returns the number of the last line."""
         with self._transaction() as connection:
             for row in rows:
                 sequence = connection.execute(_INSERT, row).lastrowid
@@ -481,7 +482,7 @@ class Journal:
         self._connection.execute("INSERT INTO snapshots VALUES (?, ?)", (sequence, saved))
 
     def _condense(self, cut: Cut, state: ControllerState | None = None) -> None:
-        """Replace the lines up to a cut by what they come to; ``state``: the controller's there, if it is wanted.
+        """Replace the lines up to a cut by their condensed form; ``state``: the controller's state there, to be stored.
 
         Raises:
             RunDirStuck: the file cannot be written now; nothing was changed.
@@ -517,7 +518,7 @@ class Journal:
             self._connection.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", block)
 
     def _join_blocks(self) -> None:
-        """Make one block of the many small ones of a level."""
+        """Merge the many small blocks of a level into one."""
         for level, num_steps in enumerate(NUM_AT_LEVEL):
             query = "SELECT name, sum(num) FROM steps WHERE level = ? GROUP BY name"
             counts = dict(self._connection.execute(query, (level,)).fetchall())
@@ -525,7 +526,7 @@ class Journal:
                 return
             try:
                 columns = {name: self.column(name, level=level) for name in counts}
-            except RunDirError as error:  # who reads them is told; the run goes on, and they stay as they are
+            except RunDirError as error:  # readers report it; the run goes on, and the blocks stay as they are
                 log.warning("decided steps in the journal stay in small blocks: %s", error)
                 self._connection.execute("UPDATE steps SET level = ? WHERE level = ?", (level + 1, level))
             else:
@@ -534,7 +535,7 @@ class Journal:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Everything that the block writes, or nothing of it."""
+        """Write everything in the context, or nothing."""
         with self._lock:
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
@@ -542,7 +543,7 @@ class Journal:
                     yield self._connection
                     self._connection.execute("COMMIT")
                 except BaseException:
-                    if self._connection.in_transaction:  # a full disk ends some by itself
+                    if self._connection.in_transaction:  # a full disk ends some transactions
                         self._connection.execute("ROLLBACK")
                     raise
             except sqlite3.Error as error:

@@ -1,4 +1,4 @@
-"""What one line of the journal holds."""
+"""The content of one line of the journal."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ EntryKind = Literal["config", "event", "decision", "fact"]
 VM_KILLED = "vm_killed"
 VM_UP = "vm_up"
 PREEMPTION_INJECTED = "preemption_injected"
-"""A VM (``worker`` is its name) is taken on purpose; ``detail``: why, and with what notice."""
+"""A VM (``worker`` is its name) is preempted on purpose; ``detail``: why, and with what notice."""
 PREEMPTION_FAILED = "preemption_failed"
-"""It was to be, and is not."""
+"""A VM should have been preempted on purpose, but was not."""
 TRACE_PLAYED = "trace_played"
 TOOK_OVER = "took_over"
-"""Another manager goes on with the nodes: since the line before there was none."""
+"""Another manager continues with the nodes; there was no manager since the line before."""
 OUTLIVES = "outlives"
-"""``detail``: for how many seconds the nodes outlive a manager that is killed."""
+"""``detail``: the seconds for which the nodes outlive a killed manager."""
 DIED_WITH_MANAGER = "died_with_manager"
 """The manager was killed, and the nodes did not outlive it until now: this line's time is their last sign of life."""
 CLUSTER_LOST = "cluster_lost"
-"""``detail``: what the session stood on and is gone."""
+"""``detail``: which part of the cluster was lost."""
 SESSION_OVER = "session_over"
-"""The session's nodes are gone; missing where the manager was killed."""
+"""The session's nodes are gone; missing if the manager was killed."""
 
 
 class Entry(Value):
@@ -46,7 +46,7 @@ class Entry(Value):
 
 
 class Fact(Value):
-    """What the shell knows besides events, such as when it killed a VM (``name`` is then ``VM_KILLED``)."""
+    """A fact from the shell that is not an event, such as the kill of a VM (``name`` is then ``VM_KILLED``)."""
 
     name: str
     worker: WorkerId | None = None
@@ -54,9 +54,9 @@ class Fact(Value):
 
 
 class TraceMoment(Value):
-    """How far a trace was played: the detail of a fact ``TRACE_PLAYED``.
+    """The position in a trace: the detail of a fact ``TRACE_PLAYED``.
 
-    ``num_played``: events. ``clock_s``: the trace's time then; since then it went on if ``runs``.
+    ``num_played``: the number of played events. ``clock_s``: the trace's time then; it has advanced since if ``runs``.
     """
 
     num_played: int = 0
@@ -65,9 +65,9 @@ class TraceMoment(Value):
 
 
 class DecisionRecord(Value):
-    """A decision without its state, which replaying the events gives back.
+    """A decision without its state, which a replay of the events restores.
 
-    The reshape order, equal for all of its receivers, is kept once; ``actions`` holds every other action.
+    The reshape order, equal for all of its receivers, is stored once; ``actions`` has all other actions.
     """
 
     reason: Reason
@@ -97,7 +97,7 @@ class DecisionRecord(Value):
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """An event and what was decided of it: two lines."""
+    """An event and its decision: two lines."""
 
     event: Event
     record: DecisionRecord
@@ -105,7 +105,7 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One thing that the journal says. ``sequence``: of its line, or of the last of its lines."""
+    """The content of one or two lines. ``sequence``: the number of its last line."""
 
     sequence: int
     time_s: float
@@ -113,16 +113,16 @@ class Line:
 
 
 class LineReader:
-    """Reads lines one after the other; an event waits for its decision."""
+    """Reads lines one after another; an event waits for its decision."""
 
     def __init__(self) -> None:
         self._event: Event | None = None
 
     def line(self, entry: Entry) -> Line | None:
-        """Read one; None: it is an event, or a decision of which the event was not read.
+        """Read one line; None: it is an event, or a decision whose event was not read.
 
         Raises:
-            RunDirError: it is of another version of Morph.
+            RunDirError: another version of Morph wrote it.
         """
         try:
             return self._line(entry)
@@ -151,7 +151,7 @@ class LineReader:
 
 
 def lines(entries: Iterable[Entry]) -> Iterator[Line]:
-    """Read many."""
+    """Read several lines."""
     reader = LineReader()
     for entry in entries:
         line = reader.line(entry)

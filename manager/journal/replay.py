@@ -1,4 +1,4 @@
-"""Rebuilding the controller's state from a journal."""
+"""Rebuilds the controller's state from a journal."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def replay(journal: Journal) -> ControllerState:
     """Run ``decide`` again over the events since the last snapshot or configuration, and return the state.
 
     Raises:
-        RunDirError: the journal holds no configuration, or what was decided then is not what is decided now: it was
-            written by another version of the controller. The run can be resumed from its newest checkpoint.
+        RunDirError: the journal has no configuration, or its decisions differ from those made now, because another
+            version of the controller wrote them. The run can be resumed from its newest checkpoint.
     """
     state, after = _snapshot(journal)
     for entry in journal.each(after):
@@ -38,7 +38,7 @@ def replay(journal: Journal) -> ControllerState:
 
 
 def trace_moment(journal: Journal) -> TraceMoment:
-    """How far the trace of the last session was played when its manager wrote its last line."""
+    """Return the position in the last session's trace when its manager wrote its last line."""
     noted_s, moment = 0.0, TraceMoment()
     for time_s, fact in _facts(journal):
         if fact.name == TRACE_PLAYED:
@@ -50,7 +50,7 @@ def trace_moment(journal: Journal) -> TraceMoment:
 
 
 def nodes_up(journal: Journal) -> frozenset[str]:
-    """The VMs that came up in the last session, those that are gone again too."""
+    """Return the VMs that came up in the last session, including those that are gone again."""
     return frozenset(fact.worker for _, fact in _facts(journal) if fact.name == VM_UP and fact.worker is not None)
 
 
@@ -61,7 +61,7 @@ def _facts(journal: Journal) -> list[tuple[float, Fact]]:
 
 
 def _snapshot(journal: Journal) -> tuple[ControllerState | None, int]:
-    """Where to begin: a state, and the line behind which it was."""
+    """Return where to begin: a state, and the line after which it was saved."""
     config, snapshot = journal.last_config(), journal.snapshot()
     if config is None:
         return None, 0
@@ -74,7 +74,7 @@ def _snapshot(journal: Journal) -> tuple[ControllerState | None, int]:
         return found.model_copy(update={"config": found.config.corrected(found.measured.planned_with)}), sequence
     except ValidationError as error:
         raise RunDirError(
-            f"the journal's snapshot behind line {sequence} was written by another version of the controller; "
+            f"the journal's snapshot after line {sequence} was written by another version of the controller; "
             "resume from the newest checkpoint instead"
         ) from error
 

@@ -1,1 +1,1 @@
-"""Warnings of a cloud that a VM will be taken: polled on the VM itself, and passed on to the manager."""
+"""A cloud's notices that a VM will be taken: polled on the VM, and passed on to the manager."""

@@ -1,4 +1,4 @@
-"""Runs on each cloud VM from boot: polls for notices, tells the manager, and ends the VM when it is forgotten.
+"""Runs on each cloud VM from boot: polls for notices, reports them to the manager, and ends a forgotten VM.
 
 ``python -m manager.notices.agent --manager HOST:PORT --node NAME --devices N --secret-file PATH --lonely-s S
 --source SOURCE --end WAY [--management-url URL] [--stay PATH]``
@@ -37,7 +37,7 @@ GROUP_GRACE_S = 10.0
 
 
 def sources_of(name: str, folder: Path = Path()) -> list[NoticeSource]:
-    """Return what is polled on a cloud; nothing for one without notices. ``folder``: the node's own."""
+    """Return the sources to poll on a cloud; none for one without notices. ``folder``: the node's own."""
     metadata = AwsMetadata()
     known: dict[str, list[NoticeSource]] = {
         "azure": [AzureNotices()],
@@ -50,20 +50,20 @@ def sources_of(name: str, folder: Path = Path()) -> list[NoticeSource]:
 
 
 class Agent:
-    """Tells the manager of notices; a notice that stands is told again after each new connection.
+    """Reports notices to the manager, and repeats valid ones after each new connection.
 
-    Whoever answers at the manager's address and may not listen there is told nothing, and does not end the loneliness.
+    A process at the manager's address that cannot authenticate gets no notices, and does not count as the manager.
 
     Args:
-        address: Of the manager.
+        address: The manager's address.
         node: This VM's name.
         secret: The nodes' credential.
         sources: What to poll.
         lonely_s: Without the manager for this long, ``end`` is called, again and again.
         end: Ends this VM.
-        every_s: Between two polls, and between two tries to connect.
-        num_devices: That this VM has, with a worker each.
-        stay: Called while the manager is heard: the VM's watchdog is to let it live on.
+        every_s: The time between two polls, and between two tries to connect.
+        num_devices: The number of this VM's devices, with a worker each.
+        stay: Called while the manager answers, so that the VM's watchdog lets it live on.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Agent:
                 with called(self._address, self._secret, self._node, AGENT, self._num_devices) as session:
                     heard_s = self._talk(session)
             except OSError:
-                pass  # not there, or no longer: tried again until the VM has been without a manager for too long
+                pass  # no manager: tried again until the VM has been without one for too long
             if time.monotonic() - heard_s >= self._patience_s and not self._over.is_set():
                 self._end()
                 heard_s = time.monotonic() - self._patience_s + RETRY_END_S
@@ -111,7 +111,7 @@ class Agent:
             watch.close()
 
     def _talk(self, session: Session) -> float:
-        """Tell the manager of everything until it is gone; returns when it was last heard, a monotonic second."""
+        """Report everything to the manager until it is gone; returns when it last answered, on the monotonic clock."""
         heard_s = time.monotonic()
         told: Told | None = None
         reader = threading.Thread(target=self._listen, args=(session,), name="morph-agent-listen", daemon=True)
@@ -139,7 +139,7 @@ class Agent:
         return heard_s
 
     def _listen(self, session: Session) -> None:
-        """Take what the manager says. It answers each beat, so that silence is heard."""
+        """Handle the manager's messages. It answers each beat, so that its silence is noticed."""
         try:
             while True:
                 left = session.hear(3 * BEAT_S).get("left")
@@ -158,7 +158,7 @@ class Agent:
             self._news.put(told)
 
     def _still_standing(self) -> list[Given]:
-        """What stands, its lead counted from now. Of what waits to be told only what is true by now is left."""
+        """Return valid notices, with leads counted from now; waiting reports that are no longer true are dropped."""
         with self._lock:
             now_s = time.monotonic()
             waiting = [self._news.get() for _ in range(self._news.qsize())]
@@ -179,9 +179,9 @@ def _message(told: Told) -> dict[str, object]:
 
 
 def end_group(folder: Path, grace_s: float = GROUP_GRACE_S) -> None:
-    """End this process group, a node on a host that lives on; what has not ended within ``grace_s`` is killed.
+    """End this process group, a node on a host that lives on; processes still running after ``grace_s`` are killed.
 
-    ``folder``: the node's, of which its log alone is left; its ``elsewhere`` names another one that goes with it.
+    ``folder``: the node's, of which only its log is kept; its ``elsewhere`` names another folder to be removed with it.
     """
     named = folder / "elsewhere"
     elsewhere = named.read_text(encoding="utf-8") if named.exists() else ""
@@ -190,7 +190,7 @@ def end_group(folder: Path, grace_s: float = GROUP_GRACE_S) -> None:
     for process in wait_gone(_others_of_group(), grace_s):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    left_behind = [path for path in folder.iterdir() if path.name != "log"]  # nothing, unless the node was killed
+    left_behind = [path for path in folder.iterdir() if path.name != "log"]  # these exist only if the node was killed
     for path in [*left_behind, Path(elsewhere)] if elsewhere else left_behind:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -25,9 +25,9 @@ class AwsMetadata:
     """The instance metadata service, with a token that is renewed before it expires and when it is refused.
 
     Args:
-        metadata_url: Of the service.
+        metadata_url: The URL of the service.
         token_ttl_s: Lifetime of a token.
-        timeout_s: Bound of each call.
+        timeout_s: The bound of each call.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class AwsMetadata:
         self._lock = threading.Lock()
 
     def get(self, path: str) -> HttpAnswer | None:
-        """Return the answer; None when there is no such thing (404).
+        """Return the answer; None if there is none (404).
 
         Raises:
             NoticeUnavailable: no usable answer.
         """
         answer = self._call("GET", path, {"X-aws-ec2-metadata-token": self._current_token()})
-        if answer.status == 401:  # the token is not taken, though it should still live
+        if answer.status == 401:  # the token is refused, though it should still be valid
             self._forget_token()
             answer = self._call("GET", path, {"X-aws-ec2-metadata-token": self._current_token()})
         return None if answer.status == 404 else checked(answer, path)
@@ -78,11 +78,11 @@ class _AwsSource:
         self._metadata = metadata
 
     def acknowledge(self, notice: str) -> None:
-        """Nothing: AWS takes no such word."""
+        """Do nothing: AWS has no acknowledgement."""
 
 
 class AwsInterruptions(_AwsSource):
-    """Two minutes before an instance is stopped, hibernated or terminated, mostly."""
+    """The notice, usually two minutes before an instance is stopped, hibernated or terminated."""
 
     name = "aws"
 
@@ -95,7 +95,7 @@ class AwsInterruptions(_AwsSource):
 
 
 class AwsRebalance(_AwsSource):
-    """An instance is at elevated risk: earlier than an interruption, or without one ever."""
+    """The recommendation for an instance at elevated risk, earlier than an interruption or without one."""
 
     name = "aws rebalance"
 

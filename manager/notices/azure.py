@@ -12,17 +12,17 @@ from manager.notices.source import NoticeUnavailable, Standing, checked, json_of
 EVENTS_PATH = "/metadata/scheduledevents?api-version=2020-07-01"
 NAME_PATH = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 FIRST_TIMEOUT_S = 150.0
-"""The first call switches the service on for this VM: up to two minutes."""
+"""The first call switches the service on for this VM, which takes up to two minutes."""
 TIMEOUT_S = 10.0
 
 
 class AzureNotices:
-    """Preempt events of this VM; others of the same scale set are told of too, and are passed over.
+    """The Preempt events of this VM; events of other VMs of the same scale set are ignored.
 
     Args:
-        metadata_url: Of the metadata service.
-        first_timeout_s: Bound of a call until one was answered.
-        timeout_s: Bound of every other call.
+        metadata_url: The URL of the metadata service.
+        first_timeout_s: The bound of a call until one was answered.
+        timeout_s: The bound of every other call.
     """
 
     name = "azure"
@@ -56,7 +56,7 @@ class AzureNotices:
         return tuple(_standing(event, answer) for event in self._events)
 
     def acknowledge(self, notice: str) -> None:
-        """See ``NoticeSource``: StartRequests."""
+        """See ``NoticeSource``; it posts StartRequests."""
         body = json.dumps({"StartRequests": [{"EventId": notice}]}).encode()
         checked(self._call(EVENTS_PATH, body=body), "StartRequests")
 

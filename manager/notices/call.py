@@ -1,15 +1,15 @@
 """How a node calls its manager, over TLS with the nodes' credential (``morph.link``); messages are JSON objects.
 
-Its agent keeps its connection. It sends ``Told`` values and beats, the manager ``left`` messages, and ``heard`` for
-each of the agent's. On an errand a node asks for one thing, and hangs up::
+A node's agent keeps its connection. It sends ``Told`` values and beats; the manager sends ``left`` messages, and
+``heard`` for each message of the agent. On an errand a node makes one request, and hangs up::
 
     {"kind": "wheel"}                            answered by the bytes of Morph's wheel, as one message
     {"kind": "lock"}                             answered by what pip is to install there, in the same way
     {"kind": "unfit", "why": SENTENCE}                       {"heard": true}
     {"kind": "certificate", "request": CSR}                  {"certificate": PEM} or {"refused": SENTENCE}
 
-CSR is the node's signing request in PEM; it proves by its own signature that the node has the key. A node cannot speak
-for another job, and no node has what it takes to stand in for the manager.
+CSR is the node's signing request in PEM; its signature proves that the node has the key. A node cannot speak for
+another job, and no node has the secret that it would need to act as the manager.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def called(
     """Call the manager; hangs up at the end.
 
     Args:
-        manager: Its address.
+        manager: The manager's address.
         secret: The nodes' credential.
-        node: Who calls.
+        node: The name of the calling node.
         role: ``AGENT`` or ``ERRAND``.
-        num_devices: That the node has.
-        timeout_s: For each of the manager's messages of the greeting.
-        source: The address to call from; empty: that of the way there.
+        num_devices: The number of the node's devices.
+        timeout_s: The bound for each of the manager's messages in the greeting.
+        source: The address to call from; empty: the kernel's choice.
 
     Raises:
-        OSError: the manager is not there, is slow, or somebody else answers.
+        OSError: the manager cannot be reached, is slow, or another process answers.
     """
     with socket.create_connection(manager, CONNECT_TIMEOUT_S, (source, 0) if source else None) as connection:
         session = Session(connection, Wire(secret, listens=False))
@@ -59,7 +59,7 @@ def called(
 
 
 def arguments_of_node(module: str) -> argparse.ArgumentParser:
-    """Return a parser for a program of a node, which is told who it is, where its manager is, and their secret."""
+    """Return a parser for a program of a node, with options for its name, its manager's address, and their secret."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}")
     parser.add_argument("--manager", required=True, type=_address, metavar="HOST:PORT")
     parser.add_argument("--node", required=True)
@@ -68,7 +68,7 @@ def arguments_of_node(module: str) -> argparse.ArgumentParser:
 
 
 def secret_in(given: argparse.Namespace) -> str:
-    """Return the secret that the program was told."""
+    """Return the secret that the program was given."""
     return str(given.secret_file.read_text(encoding="utf-8").strip())
 
 

@@ -1,6 +1,6 @@
-"""How a VM ends itself. On Azure by its managed identity: one that is only switched off is still paid for.
+"""How a VM ends itself: on Azure by its managed identity, because a VM that is only switched off still costs money.
 
-It first asks Azure whose VM this is: what runs here may have been copied with the disk of one of Morph's.
+It first asks Azure whose VM this is: this program may have been copied with the disk of one of Morph's VMs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ NUM_AGAIN, AGAIN_S = 4, 30.0
 def end_vm(
     cloud: str, node: str, management_url: str = MANAGEMENT_URL, pause: Callable[[float], object] = time.sleep
 ) -> None:
-    """End this VM as its cloud wants it, or switch it off, which some clouds go on billing.
+    """End this VM as its cloud requires, or switch it off, which some clouds go on billing.
 
-    On Azure one that is not ``node``, or not Morph's, goes on; and Azure is asked again a few times before the VM is
-    switched off, after which nobody asks any more. ``pause``: waits some seconds.
+    On Azure a VM that is not ``node``, or not Morph's, lives on. Azure is asked a few times before the VM is switched
+    off, because a VM that is off cannot ask. ``pause``: waits some seconds.
     """
     taken = end_on_azure(node, management_url=management_url) if cloud == "azure" else False
     for _ in range(NUM_AGAIN if cloud == "azure" else 0):
@@ -42,7 +42,7 @@ def end_vm(
         pause(AGAIN_S)
         taken = end_on_azure(node, management_url=management_url)
     if taken is None:
-        print(f"this VM is not {node} of Morph: it goes on", file=sys.stderr, flush=True)
+        print(f"this VM is not {node} of Morph: it lives on", file=sys.stderr, flush=True)
     elif not taken:
         subprocess.run(["systemctl", "poweroff"], check=False, timeout=60)
 
@@ -51,13 +51,13 @@ def end_on_azure(node: str, metadata_url: str = METADATA_URL, management_url: st
     """Ask Azure to delete this VM.
 
     Args:
-        node: Its name, as Morph made it.
-        metadata_url: Of the metadata service.
-        management_url: Of the resource manager.
+        node: The VM's name, as Morph made it.
+        metadata_url: The URL of the metadata service.
+        management_url: The URL of the resource manager.
 
     Returns:
-        Whether Azure took that; False without an identity or the right to, or where it does not say whose VM this is;
-        None: it is another one than the node, or without Morph's tags, and nothing was asked.
+        Whether Azure accepted; False without an identity or permission, or if Azure does not say whose VM this is;
+        None: the VM is not the node, or has no tags of Morph, and no deletion was requested.
     """
     headers = {"Metadata": "true"}
     try:

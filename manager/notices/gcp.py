@@ -1,4 +1,4 @@
-"""Google Cloud: the ``preempted`` entry of the metadata server, waited for.
+"""Google Cloud: waits for the ``preempted`` entry of the metadata server.
 
 https://cloud.google.com/compute/docs/instances/create-use-spot#detect-preemption
 """
@@ -17,12 +17,12 @@ LEAD_S = 30.0
 
 
 class GcpNotices:
-    """Whether this VM was preempted. The call hangs until that changes, for at most ``wait_s``.
+    """Asks whether this VM was preempted. The call hangs until that changes, for at most ``wait_s``.
 
     Args:
-        metadata_url: Of the metadata server.
-        wait_s: Whole seconds that a call may hang.
-        margin_s: How much later than that it is given up.
+        metadata_url: The URL of the metadata server.
+        wait_s: The whole seconds that a call may hang.
+        margin_s: The further seconds after which it is given up.
     """
 
     name = "gcp"
@@ -47,4 +47,4 @@ class GcpNotices:
         return (Standing(notice="gcp preempted", lead_s=LEAD_S),) if text == "TRUE" else ()
 
     def acknowledge(self, notice: str) -> None:
-        """Nothing: Google Cloud takes no such word."""
+        """Do nothing: Google Cloud has no acknowledgement."""

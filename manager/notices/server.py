@@ -1,4 +1,4 @@
-"""Where nodes call their manager: its end of ``manager.notices.call``, and what VMs get there as they boot."""
+"""The server that nodes call: the manager's end of ``manager.notices.call``, and the files for booting VMs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEND_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class CallingNode:
-    """Who calls, as it says itself, with the nodes' credential; ``address``: from where."""
+    """The caller, as it names itself, with the nodes' credential; ``address``: where it calls from."""
 
     node: str
     num_devices: int
@@ -30,13 +30,13 @@ class CallingNode:
 
 
 class VmServer(ABC):
-    """Listens for nodes, which show a certificate. Subclasses say what their messages mean.
+    """Listens for nodes, which show a certificate. Subclasses handle their messages.
 
     Args:
-        secret: From which the nodes' credential follows; whoever calls without that is sent away.
+        secret: The nodes' credential is derived from it; callers without that credential are refused.
         host: Address to listen on.
         port: 0: any free one.
-        files: What nodes may ask for, by name; what makes it is called in the node's thread.
+        files: The files that nodes may request, by name; a function that makes one is called in the node's thread.
     """
 
     def __init__(self, secret: str, host: str, port: int, files: Mapping[str, bytes | Callable[[], bytes]]) -> None:
@@ -47,21 +47,21 @@ class VmServer(ABC):
         self.host, self.port = self._listener.address
 
     def close(self) -> None:
-        """Listen no more, and send everybody away."""
+        """Stop listening, and disconnect all nodes."""
         self._listener.close()
 
     @abstractmethod
     def _take(self, caller: CallingNode, message: dict[str, Any]) -> dict[str, Any]:
-        """Take one message; return what the answer says besides that it was heard. A ValueError ends the session."""
+        """Handle one message; return the content of the answer beside ``heard``. A ValueError ends the session."""
 
     def _serve(self, caller: Caller) -> None:
-        """Hear one node, until it is gone or silent; an agent comes again if it can."""
+        """Serve one node, until it is gone or silent; an agent connects again if it can."""
         session = Session(caller.connection, Wire(self._credential, listens=True))
         name, num_devices, role = session.welcome(3, HELLO_TIMEOUT_S)
-        if not is_name(name.partition("/")[0]):  # it is written down, and shown to a user
-            raise ConnectionError("no node is called like this")
+        if not is_name(name.partition("/")[0]):  # the name is journalled, and shown to a user
+            raise ConnectionError("no node has such a name")
         if role not in ROLES or not 1 <= int(num_devices) <= MAX_DEVICES:
-            raise ConnectionError("no node speaks like this")
+            raise ConnectionError("the caller breaks the protocol")
         node = CallingNode(name, int(num_devices), caller.source)
         caller.known()
         session.let_in()

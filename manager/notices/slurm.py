@@ -1,8 +1,8 @@
-"""Slurm: what the shell of a job's step notes of signals, and the time limit, which is known beforehand.
+"""Slurm: the signals that the shell of a job's step notes, and the time limit, which is known beforehand.
 
-Slurm sends SIGTERM to the steps of a job that is preempted, ``GraceTime`` of its partition before it kills them, or
-USR2 where the user asked for that (``signal_s``). The shell (``manager/providers/slurm/spec.py``) notes the moment in
-``notice`` in the node's folder; ``limits`` beside it says what else is known. It ends the node once there is ``left``.
+Slurm sends SIGTERM to the steps of a preempted job, ``GraceTime`` of its partition before it kills them, or USR2 if the
+user asked for that (``signal_s``). The shell (``manager/providers/slurm/spec.py``) writes the moment to ``notice`` in
+the node's folder; ``limits`` beside it has the other known values. The shell ends the node once ``left`` exists.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SIGNALLED, TIME_LIMIT = "slurm: signalled", "slurm: time limit"
 
 
 class SlurmLimits(Value):
-    """What a job knows of its end.
+    """What a job knows about its end.
 
-    ``grace_s``: from the signal to the kill; ``ahead_s``: so long before its time limit it is noticed; ``ends_s``: the
-    time limit, in seconds since 1970; None: it has none, or Slurm did not say.
+    ``grace_s``: the time from the signal to the kill; ``ahead_s``: how long before its time limit it gets a notice;
+    ``ends_s``: the time limit, in seconds since 1970; None: there is none, or Slurm did not report it.
     """
 
     grace_s: float = Field(ge=0)
@@ -35,8 +35,8 @@ class SlurmNotices:
     """Reads the files of a node's folder.
 
     Args:
-        folder: Of the node.
-        clock: Seconds since 1970.
+        folder: The node's folder.
+        clock: Returns seconds since 1970.
     """
 
     name = "slurm"
@@ -60,5 +60,5 @@ class SlurmNotices:
         return tuple(found)
 
     def acknowledge(self, _notice: str) -> None:
-        """Have the shell end the job, whose place somebody else waits for."""
+        """Let the shell end the job, so that another job gets its place."""
         (self._folder / "left").touch()

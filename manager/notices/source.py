@@ -1,4 +1,4 @@
-"""What a cloud's metadata service says of this VM: the seam that every source of notices fits."""
+"""The interface of all sources of notices: what a cloud's metadata service says about this VM."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from morph.contract.errors import MorphError
 
 
 class NoticeUnavailable(MorphError):
-    """A metadata service gave no usable answer; what was known before still holds. Ask again later.
+    """A metadata service gave no usable answer; earlier notices still hold. Ask again later.
 
     Args:
-        sentence: What it did instead.
-        retry_after_s: How long it asks to wait.
+        sentence: What the service did instead.
+        retry_after_s: The wait that it asks for.
     """
 
     def __init__(self, sentence: str, retry_after_s: float | None = None) -> None:
@@ -27,7 +27,7 @@ class NoticeUnavailable(MorphError):
 
 
 class Standing(Value):
-    """A notice that stands now. ``lead_s`` counts from the answer that brought it."""
+    """A valid notice. ``lead_s`` counts from the answer that brought it."""
 
     notice: str = Field(min_length=1, description="the provider's name for it")
     lead_s: float | None = Field(ge=0, description="until the VM is taken; None: not known")
@@ -39,20 +39,20 @@ class NoticeSource(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the source, for reports."""
+        """The name of the source, for reports."""
 
     def standing(self) -> tuple[Standing, ...]:
-        """Return every notice of this VM that stands now; blocks for a bounded time.
+        """Return every valid notice of this VM; blocks for a bounded time.
 
         Raises:
             NoticeUnavailable: no usable answer.
         """
 
     def acknowledge(self, notice: str) -> None:
-        """Let the revocation begin early: nothing of value is left here. Nothing where the cloud knows no such thing.
+        """Let the revocation begin early, as nothing of value is left here. Does nothing if the cloud cannot do so.
 
         Raises:
-            NoticeUnavailable: it was not taken.
+            NoticeUnavailable: the service did not accept it.
         """
 
 
@@ -68,25 +68,25 @@ def checked(answer: HttpAnswer, what: str) -> HttpAnswer:
 
 
 def json_of(answer: HttpAnswer, what: str) -> dict[str, Any]:
-    """Read an object of JSON.
+    """Read a JSON object.
 
     Raises:
-        NoticeUnavailable: it is none.
+        NoticeUnavailable: the answer is not a JSON object.
     """
     try:
         found = json.loads(answer.body)
     except ValueError as error:
         raise NoticeUnavailable(f"{what}: the answer is not JSON") from error
     if not isinstance(found, dict):
-        raise NoticeUnavailable(f"{what}: the answer is no JSON object")
+        raise NoticeUnavailable(f"{what}: the answer is not a JSON object")
     return found
 
 
 def lead_s(until_s: float, answer: HttpAnswer) -> float:
-    """Seconds from an answer to a moment that it names.
+    """Return the seconds from an answer to a moment that it names.
 
-    Both are read from the service's clock if the answer says when it was given, else from this VM's; the manager's
-    clock is never asked.
+    Both are on the service's clock if the answer has its own time, else on this VM's; the manager's clock is never
+    used.
     """
     now_s = answer.date_s
     return max(0.0, until_s - (time.time() if now_s is None else now_s))

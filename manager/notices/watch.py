@@ -1,4 +1,4 @@
-"""Polls a source of notices from boot on, and tells each notice once."""
+"""Polls a source of notices from boot on, and reports each notice once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JOIN_TIMEOUT_S = 2.0
 
 
 class Given(Value):
-    """A notice that is new. ``lead_s`` counts from now."""
+    """A new notice. ``lead_s`` counts from now."""
 
     notice: Shown
     lead_s: float | None
@@ -25,14 +25,14 @@ class Given(Value):
 
 
 class Withdrawn(Value):
-    """A notice that stands no longer, and the VM is still here."""
+    """A notice that is no longer valid, although the VM still exists."""
 
     notice: Shown
     certain: bool = True
 
 
 class Trouble(Value):
-    """The source gives no answers; told once for each sentence in a row, and with "" when it is over."""
+    """The source gives no answers; reported once for each new sentence, and with "" when it is over."""
 
     source: Shown
     sentence: Shown
@@ -42,12 +42,12 @@ Told = Given | Withdrawn | Trouble
 
 
 class NoticeWatch:
-    """Polls one source in a thread of its own. Errors are told and polling goes on.
+    """Polls one source in its own thread. Errors are reported, and polling goes on.
 
     Args:
-        source: What is polled.
+        source: The source to poll.
         tell: Called in that thread.
-        every_s: Between polls; after errors in a row longer and longer, up to ``ERROR_WAIT_MAX_S`` or what the
+        every_s: The time between polls; it grows with consecutive errors, up to ``ERROR_WAIT_MAX_S`` or what the
             service asks for.
     """
 
@@ -65,22 +65,22 @@ class NoticeWatch:
         self._thread = threading.Thread(target=self._run, name=f"morph-notices-{source.name}", daemon=True)
 
     def start(self) -> None:
-        """Begin to poll."""
+        """Start polling."""
         self._thread.start()
 
     def close(self) -> None:
-        """Tell nothing any more. A call that hangs in the source ends by itself."""
+        """Stop reporting. A call that hangs in the source ends by itself."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(JOIN_TIMEOUT_S)
 
     def left(self, notice: str) -> None:
-        """Take note that nothing of value is left on this VM: the notice is acknowledged with the next poll."""
+        """Note that nothing of value is left on this VM: the next poll acknowledges the notice."""
         with self._lock:
             self._left.add(notice)
 
     def poll(self) -> float:
-        """Ask once and tell what is new; returns how long to wait until the next time, in seconds."""
+        """Poll once and report what is new; returns the seconds until the next poll."""
         try:
             found = {standing.notice: standing for standing in self._source.standing()}
             answered_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Rehearsals: a job's shape run by emulated workers under the real manager, held against the simulator."""
+"""Rehearsals: emulated workers run a job's shape under the real manager, for comparison with the simulator."""
 
 from __future__ import annotations
 

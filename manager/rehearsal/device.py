@@ -1,4 +1,4 @@
-"""From a profile to the emulated device of its job at one micro-batch size. Pure."""
+"""Derives the emulated device of a job at one micro-batch size from its profile. Pure."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _FAR_BYTES = 1e15
 class EmulationOptions:
     """How a profile is emulated.
 
-    ``message_scale`` and ``state_scale`` shrink what is really sent and held; times and counted memory stay.
-    ``all_reduces_at_once`` share a node's link, ``workers_per_node`` its shared caches and memory.
+    ``message_scale`` and ``state_scale`` shrink the messages and state that are really sent and held; times and counted
+    memory stay. ``all_reduces_at_once`` share a node's link, ``workers_per_node`` its shared caches and memory.
     ``forgiven_s``: see ``EmulatedDevice``.
     """
 
@@ -51,7 +51,7 @@ class EmulationOptions:
 
 
 def stretched(profile: Profile, factor: float) -> Profile:
-    """The profile with every measured time multiplied by ``factor``."""
+    """Return the profile with every measured time multiplied by ``factor``."""
     found = _stretched(profile, factor)
     assert isinstance(found, Profile)
     return found
@@ -75,13 +75,13 @@ def _stretched(value: object, factor: float) -> object:
 def emulated_device(
     profile: Profile, micro_batch_size: int, ring_sizes: Sequence[int], options: EmulationOptions
 ) -> EmulatedDevice:
-    """Everything that a worker needs to stand for one device of the profile's kind.
+    """Return all that a worker needs to emulate one device of the profile's kind.
 
     Args:
-        profile: Its times are taken as they are (see ``stretched``).
-        micro_batch_size: m; must be one of those measured.
-        ring_sizes: All-reduces of these many members can be needed.
-        options: See there.
+        profile: Its times are used as they are (see ``stretched``).
+        micro_batch_size: m; must be one of the measured sizes.
+        ring_sizes: The numbers of members that all-reduces may have.
+        options: See ``EmulationOptions``.
     """
     m = micro_batch_size
     reduce = AllReduce(profile, options.all_reduces_at_once)
@@ -120,7 +120,7 @@ def emulated_device(
 
 
 def known_units(profile: Profile) -> tuple[UnitProfile, ...]:
-    """The profile's units; one per section where it names none."""
+    """Return the profile's units; one per section if it names none."""
     return profile.units or tuple(
         UnitProfile(id=f"s{section.index}", sections=(section.index,), parameter_bytes=section.parameter_bytes)
         for section in profile.sections
@@ -132,7 +132,7 @@ def _duration(timing: Timing) -> Duration:
 
 
 def _units(profile: Profile, state_scale: float) -> tuple[EmulatedUnit, ...]:
-    """Units with their share of the sections' optimizer steps: a section's first own unit takes its time."""
+    """Return units with their share of the sections' optimizer steps: a section's first own unit takes its time."""
     units = known_units(profile)
     optimizer_s = dict.fromkeys((unit.id for unit in units), 0.0)
     for section in profile.sections:
@@ -175,7 +175,7 @@ def _message(times: Sequence[SendTime], size_bytes: float, total_ns: int, wire_n
 
 
 def _reduce_curve(profile: Profile, reduce: AllReduce, ring_size: int) -> Curve:
-    """AR(D) at every size at which it can bend."""
+    """Return AR(D) at every size at which its slope can change."""
     sent = (*profile.inter_node.activation, *profile.inter_node.gradient)
     bends = {float(entry.size_bytes) for entry in profile.all_reduce}
     bends |= {float(entry.size_bytes * ring_size) for entry in sent}

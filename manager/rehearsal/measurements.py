@@ -1,4 +1,4 @@
-"""What a rehearsal's mini-batches took, and how busy this machine's cores were meanwhile, and with whose work."""
+"""Measures the times of a rehearsal's mini-batches, and how busy this machine's cores were with its and other work."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _PARTS = ("forward", "recompute", "backward", "reduce", "wait")
 
 @dataclass
 class Measured:
-    """An observer of the driver.
+    """An observer of the driver that records steps.
 
-    ``decided_s[t]`` is when step t was decided, and ``prepared[t]`` has (when, stage, answer) of its workers.
+    ``decided_s[t]`` is the time when step t was decided, and ``prepared[t]`` has (time, stage, answer) of its workers.
     """
 
     decided_s: list[float] = field(default_factory=list)
     prepared: dict[int, list[tuple[float, int, Prepared]]] = field(default_factory=dict)
 
     def __call__(self, observed: Observed) -> None:
-        """Take note of one decision."""
+        """Record one decision."""
         state, event = observed.decision.state, observed.event
         if isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared):
             stages = {slot.worker: slot.stage for slot in state.slots}
@@ -39,7 +39,7 @@ class Measured:
 
     @property
     def mini_batches_s(self) -> tuple[float, ...]:
-        """Decision to decision, of the steps that count."""
+        """The times from decision to decision of the steps that count."""
         counted = self.decided_s[WARM_UP_STEPS - 1 :]
         return tuple(after - before for before, after in itertools.pairwise(counted))
 
@@ -50,9 +50,9 @@ class Measured:
 
     @property
     def turn_s(self) -> float:
-        """Median time from a decision until the last worker of the first stage has begun the next step.
+        """The median time from a decision until the last worker of the first stage has begun the next step.
 
-        The manager's round trip, and the optimizer step of that stage.
+        It includes the manager's round trip, and the optimizer step of that stage.
         """
         turns = []
         for step in self.counted_steps:
@@ -62,18 +62,18 @@ class Measured:
 
     @property
     def late_s(self) -> float:
-        """The most by which a task ended late: how far behind the host was."""
+        """The longest delay of a task's end, which shows how far behind the host was."""
         return max(answer.times.late_s for step in self.counted_steps for _, _, answer in self.prepared[step])
 
     def parts_s(self) -> dict[str, float]:
-        """Seconds per worker and step by kind of work, averaged over workers and the steps that count."""
+        """Return seconds per worker and step by kind of work, averaged over workers and the steps that count."""
         answers = [answer for step in self.counted_steps for _, _, answer in self.prepared[step]]
         return {part: statistics.mean(getattr(answer.times, f"{part}_s") for answer in answers) for part in _PARTS}
 
 
 @dataclass(frozen=True)
 class _Counters:
-    """Seconds of all cores since the machine started, and of this process and those below it since they did."""
+    """The busy seconds of all cores since the machine started, and those of this process and its descendants."""
 
     busy_s: float
     total_s: float
@@ -84,8 +84,8 @@ class Load:
     """An observer of the driver; reads the machine's counters when ``first`` and when ``last`` is decided.
 
     Attributes:
-        busy_share: Of all cores, with whatever work.
-        others_share: Of all cores, with work that is not the rehearsal's.
+        busy_share: The busy share of all cores, with any work.
+        others_share: The share of all cores that other work than the rehearsal took.
     """
 
     def __init__(self, first: int, last: int) -> None:
@@ -95,7 +95,7 @@ class Load:
         self.others_share = 0.0
 
     def __call__(self, observed: Observed) -> None:
-        """Look at the version that is decided."""
+        """Observe the decided version."""
         version = observed.decision.state.version
         if version == self._first and self._before is None:
             self._before = _read()

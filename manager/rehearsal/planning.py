@@ -1,4 +1,4 @@
-"""A rehearsal checked and planned, before anything is started."""
+"""Checks and plans a rehearsal before anything is started."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from simulator import Simulation, simulate, simulate_plan
 from simulator.search.micro_batch import knee_micro_batch_size
 
 TASK_CPU_S = 0.003
-"""CPU time of one task of the executor with its messages, beside many other processes.
+"""The CPU time of one task of the executor with its messages, beside many other processes.
 
-Measured with 4 to 36 workers on two cores: 2.5 to 4.5 ms, most of it waiting for memory that other processes have
-pushed out of the caches; 1 ms where nothing else runs.
+It was measured with 4 to 36 workers on two cores: 2.5 to 4.5 ms, mostly waiting for memory that other processes have
+displaced from the caches; 1 ms if nothing else runs.
 """
 
 ADD_CPU_S = 0.00015
-"""Of adding one section's gradient to its sum, likewise."""
+"""The CPU time of adding one section's gradient to its sum, measured likewise."""
 
 BUSY_SHARE = 0.35
-"""Of the cores, that the workers should keep busy at most: more, and they wait for each other."""
+"""The largest share of the cores that workers should keep busy: beyond it they wait for each other."""
 
 MESSAGE_BYTES_PER_S = 100e6
-"""Of all messages together."""
+"""The limit for all messages together."""
 
 STATE_BYTES = 128 * 1024
-"""Parameters of the whole model: the same in every shape, so that final weights can be compared."""
+"""The parameters of the whole model, the same in every shape, so that final weights can be compared."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Scales:
 
 
 def choose_scales(spec: RehearsalSpec, plan: Plan, num_cores: int) -> Scales:
-    """The scales that are given, and for the others those that suit the plan, whose times are the profile's."""
+    """Return the given scales, and for the others those that suit the plan, whose times are the profile's."""
     tasks = sum(
         len(plan.orders[count][stage])
         for replica, count in enumerate(plan.micro_batches_per_replica)
@@ -73,7 +73,7 @@ def choose_scales(spec: RehearsalSpec, plan: Plan, num_cores: int) -> Scales:
 
 
 def _rounded_up(value: float) -> float:
-    """To one leading digit and a half: 1, 1.5, 2, 2.5 .. 9.5, 10, 15, 20 .."""
+    """Round up to one and a half digits: 1, 1.5, 2, 2.5 .. 9.5, 10, 15, 20 .."""
     if value <= 0:
         return 0.0
     unit = 10.0 ** math.floor(math.log10(value)) / 2
@@ -82,9 +82,9 @@ def _rounded_up(value: float) -> float:
 
 @dataclass(frozen=True)
 class Planned:
-    """A rehearsal that was checked and planned: nothing is started yet.
+    """A checked and planned rehearsal; nothing is started yet.
 
-    ``profile`` is stretched by ``scales.time``; ``simulation`` is of it, with the commit that the profile has.
+    ``profile`` is stretched by ``scales.time``; ``simulation`` uses it, with the profile's commit time.
     """
 
     spec: RehearsalSpec
@@ -102,7 +102,7 @@ def plan_rehearsal(spec: RehearsalSpec) -> Planned:
     """Check and plan.
 
     Raises:
-        InputError: naming what is wrong.
+        InputError: a value is wrong; the error names it.
     """
     spec.check()
     spec = _with_batch(spec)
@@ -116,7 +116,7 @@ def plan_rehearsal(spec: RehearsalSpec) -> Planned:
 
 
 def _with_batch(spec: RehearsalSpec) -> RehearsalSpec:
-    """The same with the batch that is wanted in the profile; m stays as the job's own batch gives it.
+    """Return the same spec with the requested batch in the profile; m stays as given by the job's own batch.
 
     Raises:
         PlanError: the batch is not a whole number of micro-batches.
@@ -154,6 +154,6 @@ def plan_shape(spec: RehearsalSpec, profile: Profile) -> Simulation:
 
 
 def hosts_of(plan: Plan) -> list[int]:
-    """Host of each worker, in the order in which the controller gives them stages: by stage, then replica."""
+    """Return the host of each worker, in the order in which the controller assigns stages: by stage, then replica."""
     nodes = (plan.node_at(stage, replica) for stage, replica in plan.places)
     return [number if node is None else node for number, node in enumerate(nodes)]

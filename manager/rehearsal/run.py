@@ -1,4 +1,4 @@
-"""One rehearsal from its plan to its figures, cleaned up after itself."""
+"""Runs one rehearsal from its plan to its figures, and cleans up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from morph.contract.trace import UNKNOWN, Trace, TraceEvent
 from simulator.inputs.conditions import of_pool_type, slow_workers
 from simulator.inputs.transfer import bandwidth_bytes_per_s
 
-# What came of a rehearsal, beside what the simulator expects.
+# The result of a rehearsal, beside the simulator's expectation.
 
 
 BUSY_SHARE_AT_MOST = 0.85
@@ -33,16 +33,16 @@ OTHERS_SHARE_AT_MOST = 0.25
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What came of it. Times are as they were measured, stretched by ``planned.scales.time``.
+    """The result of a rehearsal. Times are as measured, stretched by ``planned.scales.time``.
 
     Attributes:
-        planned: What was run.
-        mini_batches_s: Of every step that counts.
-        commit_s: The real manager's round trip, as measured; it takes the place of the profile's in ``expected_s``.
+        planned: The rehearsal that was run.
+        mini_batches_s: The time of every step that counts.
+        commit_s: The real manager's measured round trip; it replaces the profile's in ``expected_s``.
         parts_s: Seconds per worker and step by kind of work.
-        late_s: The most by which the host was late with a task.
-        busy_share: Of this machine's cores, while the steps that count ran.
-        others_share: Likewise, with work that is not the rehearsal's.
+        late_s: The longest delay of a task on the host.
+        busy_share: The busy share of this machine's cores while the steps that count ran.
+        others_share: Likewise, the share that other work than the rehearsal took.
     """
 
     planned: Planned
@@ -55,13 +55,13 @@ class Rehearsed:
 
     @property
     def measured_s(self) -> float:
-        """Median mini-batch time; with jitter the mean, as the simulator's answer is then."""
+        """The median mini-batch time; with jitter the mean, as in the simulator's result."""
         average = statistics.median if self.planned.spec.jitter_seed is None else statistics.mean
         return average(self.mini_batches_s)
 
     @property
     def expected_s(self) -> float:
-        """The simulated mini-batch time, under jitter the mean over the very draws that were run."""
+        """The simulated mini-batch time; with jitter the mean over the same draws that were run."""
         simulation = self.planned.simulation
         expected_s = simulation.expected.mini_batch_s
         if simulation.jitter is not None:
@@ -70,12 +70,12 @@ class Rehearsed:
 
     @property
     def host_too_busy(self) -> bool:
-        """Whether this machine's cores had so little room that it is they who were measured."""
+        """Whether this machine's cores were so busy that they limited the measured times."""
         return self.busy_share > BUSY_SHARE_AT_MOST or self.others_share > OTHERS_SHARE_AT_MOST
 
     @property
     def error(self) -> float:
-        """By which share of the measured time the simulator is off; above 0: it expects more."""
+        """The simulator's error as a share of the measured time; above 0: it expects more."""
         return self.expected_s / self.measured_s - 1
 
 
@@ -90,16 +90,16 @@ def rehearse(
     *,
     temporary: bool = False,
 ) -> Rehearsed:
-    """Run the plan; blocks. Nothing is left but the run directory.
+    """Run the plan; blocks. Only the run directory is left afterwards.
 
     Args:
-        planned: What ``plan_rehearsal`` returned.
+        planned: The result of ``plan_rehearsal``.
         run_dir: Opened, and held by the caller until this returns.
         observe: Called after each decision.
-        temporary: The run directory is to be removed should this process be killed.
+        temporary: Remove the run directory if this process is killed.
 
     Raises:
-        TrainingStopped: when it cannot be run to its end.
+        TrainingStopped: the plan cannot be run to its end.
     """
     measured, load = Measured(), Load(WARM_UP_STEPS, WARM_UP_STEPS + planned.spec.steps)
     spec = _run_spec(planned, run_dir, temporary)
@@ -121,7 +121,7 @@ def rehearse(
 
 
 def run_facts(planned: Planned) -> RunFacts:
-    """What the run directory of a rehearsal belongs to."""
+    """Return the identity that the run directory of a rehearsal belongs to."""
     job, plan = planned.profile.job, planned.plan
     return RunFacts(
         job=f"rehearsal of {job.name}",
@@ -133,7 +133,7 @@ def run_facts(planned: Planned) -> RunFacts:
 
 
 def device_of(planned: Planned) -> EmulatedDevice:
-    """What every worker of the rehearsal stands for."""
+    """Return the device that every worker of the rehearsal emulates."""
     spec, plan = planned.spec, planned.plan
     options = EmulationOptions(
         message_scale=planned.scales.message,
@@ -188,7 +188,7 @@ def _run_spec(planned: Planned, run_dir: RunDir, temporary: bool) -> RunSpec:
 
 
 def controller_config_of(planned: Planned) -> ControllerConfig:
-    """One shape, as many workers, and no checkpoint but the last."""
+    """Return a configuration with one shape, its number of workers, and only the last checkpoint."""
     units = known_units(planned.profile)
     return ControllerConfig(
         job=planned.profile.job.name,
@@ -200,7 +200,7 @@ def controller_config_of(planned: Planned) -> ControllerConfig:
         policy=Policy(
             checkpoint_every_steps=NEVER_STEPS,
             heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
-            takeover_patience_s=0,  # nobody goes on with a rehearsal
+            takeover_patience_s=0,  # a rehearsal is never resumed
         ),
         expected_nodes=planned.plan.num_workers,
         section_compute_s=section_compute_s(planned.profile, planned.plan.micro_batch_size),
@@ -213,7 +213,7 @@ def controller_config_of(planned: Planned) -> ControllerConfig:
 
 
 def _network(planned: Planned) -> HostNetwork | None:
-    """Hosts of their own where they are wanted, with the profile's bandwidth as the scales have it."""
+    """Open separate hosts if the spec has them, with the profile's bandwidth after scaling."""
     if planned.spec.network == "loopback":
         return None
     scale = planned.scales.message / planned.scales.time

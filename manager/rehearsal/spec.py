@@ -1,4 +1,4 @@
-"""What to rehearse, checked before anything is started."""
+"""The specification of a rehearsal, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _SIZE_SCALE = ranges.Range(0, 1, above=True)
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsalSpec(PlanRequest):
-    """One rehearsal. Of a request's fields m, D, schedule, slow workers, jitter and memory count.
+    """One rehearsal. Of a request's fields, it uses m, D, schedule, slow workers, jitter and memory.
 
     Attributes:
-        profile: As it was measured.
+        profile: The profile as measured.
         num_stages: P; or ``boundaries``.
-        num_hosts: Hosts that there are.
+        num_hosts: The number of hosts.
         workers_per_host: How many workers share a host; neighbouring stages come together where they can.
         steps: Mini-batches that count; one more runs before them.
         boundaries: First section of each stage; None: balanced.
-        plan: To rehearse in place of a shape: its pipelines may be unequal, and on nodes of several types.
+        plan: A plan to rehearse in place of a shape: its pipelines may be unequal, and on nodes of several types.
         window_slope: See ``simulator.simulate``.
-        batch_size: M in place of the job's, samples; a multiple of the m that the job's own M gives.
-        time_scale: Every time is taken so many times as long; None: as long as this machine's cores need.
-        message_scale: Real size of messages over the profile's; None: as this machine can carry.
-        state_scale: Real size of parameters over the profile's; None: small.
+        batch_size: M in samples, in place of the job's; a multiple of the m that the job's own M gives.
+        time_scale: The factor for every time; None: the factor that this machine's cores need.
+        message_scale: The real size of messages over the profile's; None: as much as this machine can carry.
+        state_scale: The real size of parameters over the profile's; None: small.
         network: How hosts are joined.
         forgiven_s: See ``EmulatedDevice``; None: the default.
     """
@@ -72,10 +72,10 @@ class RehearsalSpec(PlanRequest):
         return self.depth * self.num_replicas
 
     def check(self) -> None:
-        """Refuse what cannot be, beyond what the simulator refuses.
+        """Refuse impossible rehearsals, beyond those that the simulator refuses.
 
         Raises:
-            PlanError: naming the option, its value and what is allowed.
+            PlanError: an option is wrong; the error names it, its value and what is allowed.
         """
         if self.batch_size is not None:
             ranges.BATCH.check("batch_size", self.batch_size)
@@ -127,5 +127,5 @@ def _check_plan(plan: Plan, profile: Profile) -> None:
 
 
 def worker_name(index: int) -> str:
-    """Name of a rehearsal's worker."""
+    """Return the name of a rehearsal's worker."""
     return f"vm{index}"

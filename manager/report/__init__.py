@@ -1,1 +1,1 @@
-"""Reading a run back from its journal: shapes, morphs, losses, times."""
+"""Reads a run back from its journal: shapes, morphs, losses, times."""

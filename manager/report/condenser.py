@@ -1,4 +1,4 @@
-"""Follows what a manager writes into its journal, and condenses it: docs/decisions/0031."""
+"""Follows what a manager writes into its journal and condenses it; see docs/decisions/0031."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from manager.report.steps import Step, columns_of
 from morph.contract.messages import Committed, Prepared
 
 LONG = 100_000
-"""With more lines than this it is said how far a journal is condensed."""
+"""With more lines than this, progress of condensing is reported."""
 _SAVES = frozenset({ReasonCode.COMMIT_STARTED, ReasonCode.CHECKPOINT_SEALED, ReasonCode.CHECKPOINT_COMPLETE})
 _OF_STEPS = (SendStep, SendCommit, NoteNextSave, NoteCorrection, WriteManifest)
 
 
 class Condenser:
-    """The keeper of a journal: its readers, and what they tell until it is written.
+    """The keeper of a journal: its readers, and their results until these are written.
 
     Args:
-        journal: What is condensed of it is read back. The lines since then are to be taken in.
+        journal: Its condensed part is read here; later lines are passed to ``take``.
     """
 
     def __init__(self, journal: Journal) -> None:
@@ -57,7 +57,7 @@ class Condenser:
 
     @property
     def may_cut(self) -> bool:
-        """Whether no answer to a step is there without its decision, so that whoever reads on misses none of them."""
+        """Whether every answer to a step has its decision, so that a reader that starts here misses no answer."""
         return not self.run.prepared or not self._trains
 
     def take(self, line: Line) -> None:
@@ -71,7 +71,7 @@ class Condenser:
         self._told += [told for told in self.events.take_line(line) if not told.routine]
         self._last = (line.sequence, line.time_s)
         if isinstance(line.says, Fact) and line.says.name == VM_KILLED:
-            self._killed = True  # with the next lines the change of shape begins
+            self._killed = True  # the change of shape begins with the next lines
         if isinstance(line.says, Decided):
             self.num_taken += 1
             event, record = line.says.event, line.says.record
@@ -82,7 +82,7 @@ class Condenser:
                 self._kept |= {line.sequence - 1, line.sequence}
 
     def cut(self) -> Cut:
-        """Everything up to the last line, condensed."""
+        """Return everything up to the last line, condensed."""
         sequence, time_s = self._last
         self.run.prepared.clear()
         records = [
@@ -107,7 +107,7 @@ class Condenser:
         )
 
     def forget(self) -> None:
-        """That is written."""
+        """Note that the last cut is written."""
         for told in (self.run.told, self._over, self._told):
             told.clear()
         self._kept.clear()
@@ -115,10 +115,10 @@ class Condenser:
 
 
 def condense_all(path: Path, tell: Callable[[str], None]) -> None:
-    """Condense a journal before a run is resumed with it, and say so where that takes a while.
+    """Condense a journal before a run is resumed with it, and report progress if that takes long.
 
     Raises:
-        RunDirError: it cannot be opened, or written now.
+        RunDirError: the journal cannot be opened, or not written now.
     """
     tenths = 0
 
@@ -133,11 +133,11 @@ def condense_all(path: Path, tell: Callable[[str], None]) -> None:
 
 
 def is_kept(event: Event, record: DecisionRecord, *, changes: bool) -> bool:
-    """Whether an event and its decision stay as they are: something happened.
+    """Return whether an event and its decision are kept as they are, because something unusual happened.
 
     Args:
-        event: What happened.
-        record: What was decided.
+        event: The event.
+        record: The decision.
         changes: The shape is being changed.
     """
     code = record.reason.code

@@ -34,7 +34,7 @@ from manager.report.milestones import AS_SAID, Milestones
 from morph.contract.base import Value
 
 OF_EVENTS = "event"
-"""Under which a cut has where this reader stands, and the journal what was told."""
+"""The key of this reader's state in a cut, and the kind of its records in the journal."""
 ROUTINE = frozenset(
     {
         ReasonCode.AWAITING_ANSWERS,
@@ -71,7 +71,7 @@ INNER_FACTS = frozenset(
 class Told(Value):
     """One thing that happened. ``code``: a reason's, a milestone's or a fact's name.
 
-    ``inner``: how the manager works, not what became of the run; ``routine``: and it happens all the time.
+    ``inner``: about the manager's work, not the run's outcome; ``routine``: inner, and happening all the time.
     """
 
     sequence: int
@@ -86,7 +86,7 @@ class Told(Value):
 
     @property
     def line(self) -> str:
-        """As text: time of day (UTC), version, code, sentence."""
+        """The event as text: time of day (UTC), version, code, sentence."""
         clock = datetime.fromtimestamp(self.time_s, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
         at = "-" if self.version is None else str(self.version)
         return f"{clock}  {at:>6}  {self.code:<20}  {' | '.join(self.sentence.splitlines())}"
@@ -94,7 +94,7 @@ class Told(Value):
 
 @dataclass
 class EventReader:
-    """Reads on where it stopped. ``over``: the run has ended, as far as was read."""
+    """A reader that can continue where it stopped. ``over``: the run has ended, as far as it was read."""
 
     sequence: int = 0
     over: bool = False
@@ -104,7 +104,7 @@ class EventReader:
 
     @classmethod
     def at(cls, journal: Journal, head: Head) -> EventReader:
-        """Return the reader as it stood behind the last line that is condensed."""
+        """Return the reader in its state after the last condensed line."""
         if head.version == VERSION:
             reader = _STATE.validate_json(head.states[OF_EVENTS])
         else:
@@ -117,11 +117,11 @@ class EventReader:
 
     @property
     def state_json(self) -> str:
-        """Where it stands."""
+        """The reader's state."""
         return _STATE.dump_json(self, exclude={"_config", "_lines"}).decode()
 
     def new(self, journal: Journal) -> Iterator[Told]:
-        """Tell what the journal says behind what was read; routine only of lines that are not condensed yet."""
+        """Return the events after the part that was read; routine events only from lines that are not condensed yet."""
         tail = journal.tail(self.sequence, (OF_EVENTS,))
         yield from (Told.model_validate_json(payload) for _, _, _, payload in tail.records)
         if tail.head is not None:
@@ -131,7 +131,7 @@ class EventReader:
         yield from self.take(tail.entries)
 
     def take(self, entries: Iterable[Entry]) -> Iterator[Told]:
-        """Tell what the lines say."""
+        """Return the events of lines."""
         for entry in entries:
             line = self._lines.line(entry)
             self.sequence = entry.sequence
@@ -139,7 +139,7 @@ class EventReader:
                 yield from self.take_line(line)
 
     def take_line(self, line: Line) -> Iterator[Told]:
-        """Tell what one says."""
+        """Return the events of one line."""
         match line.says:
             case ControllerConfig() as config:
                 self.over = False

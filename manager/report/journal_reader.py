@@ -1,4 +1,4 @@
-"""From the lines of a journal to a ``RunReport``."""
+"""Builds a ``RunReport`` from the lines of a journal."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _MARK = '"timeline":{'
 
 
 def read_timelines(run_dir: Path) -> dict[int, tuple[StepTimeline, ...]]:
-    """Timelines by step, one of each worker, of the last time that every worker ran the step to its end.
+    """Return timelines by step, one for each worker, of the last time that every worker completed the step.
 
     Raises:
         RunDirError: the directory holds no journal.
@@ -92,12 +92,12 @@ def read_timelines(run_dir: Path) -> dict[int, tuple[StepTimeline, ...]]:
 
 
 def timelines_of(entries: Iterable[Entry]) -> dict[int, tuple[StepTimeline, ...]]:
-    """The same from the lines of a journal."""
+    """Return the same from the lines of a journal."""
     gathered: dict[tuple[int, int, int], dict[tuple[int, int], StepTimeline]] = {}
     found: dict[int, tuple[StepTimeline, ...]] = {}
     for entry in entries:
         if entry.kind == "config":
-            gathered.clear()  # generations are counted anew
+            gathered.clear()  # generations are counted from the beginning again
         if entry.kind != "event" or _MARK not in entry.payload_json:
             continue
         event = EVENT.validate_json(entry.payload_json)
@@ -124,7 +124,7 @@ Record = (
     | RunOver
 )
 Told = tuple[int, float, Record | Step]
-"""By which line something was told, when, and what."""
+"""The line of a record or step, its time, and the record or step itself."""
 RECORDS: dict[str, type[Record]] = {
     "session": SessionBegun,
     "shape": ShapeSpan,
@@ -137,10 +137,10 @@ RECORDS: dict[str, type[Record]] = {
     "trouble": Trouble,
     "over": RunOver,
 }
-"""What the lines of a journal come to beside decided steps, by the name under which it is kept."""
+"""The types of records that lines are condensed into, beside decided steps, by the name in the journal."""
 NAMES = {kind: name for name, kind in RECORDS.items()}
 OF_RUN = "run"
-"""Under which a cut has where the reader of the run stands."""
+"""The key of the run reader's state in a cut."""
 _OF_REPORT = ("shape", "left", "morph", "evaluation", "vms", "set_back")
 
 
@@ -154,10 +154,10 @@ def read_report(run_dir: Path) -> RunReport:
 
 
 def report_in(path: Path, source: str) -> RunReport:
-    """Read a journal, which is there for as long as the report's steps are read.
+    """Read a journal, which must exist as long as the report's steps are read.
 
     Raises:
-        RunDirError: there is none, or an empty one.
+        RunDirError: there is no journal, or an empty one.
     """
     with Journal.open(path, read_only=True) as journal:
         tail = journal.tail(0, _OF_REPORT)
@@ -169,7 +169,7 @@ def report_in(path: Path, source: str) -> RunReport:
 
 
 def read_ledger(run_dir: Path) -> Ledger:
-    """Return what the sessions of a run have booked so far; an empty one for a run that has not begun.
+    """Return the account of a run's sessions so far; an empty one for a run that has not begun.
 
     Raises:
         RunDirError: the journal cannot be read.
@@ -186,12 +186,12 @@ def read_ledger(run_dir: Path) -> Ledger:
 
 
 def ledger_now(run_dir: Path, now_s: float, *, lives_on: bool) -> Ledger:
-    """Return what all sessions of a run have booked by now; an empty one for a run that has not begun.
+    """Return the account of all sessions of a run until now; an empty one for a run that has not begun.
 
     Args:
         run_dir: The run's directory.
-        now_s: By the run's clock.
-        lives_on: The nodes of the last session live, and are booked up to now.
+        now_s: On the run's clock.
+        lives_on: The nodes of the last session still live, and are booked up to now.
 
     Raises:
         RunDirError: the journal cannot be read.
@@ -205,7 +205,7 @@ def ledger_now(run_dir: Path, now_s: float, *, lives_on: bool) -> Ledger:
 
 
 def report_of(entries: Iterable[Entry], source: str = "journal") -> RunReport:
-    """Build the report from all lines of a journal, of which none is condensed.
+    """Build the report from all lines of a journal that is not condensed.
 
     Raises:
         RunDirError: there is no configuration among them.
@@ -217,26 +217,26 @@ def report_of(entries: Iterable[Entry], source: str = "journal") -> RunReport:
 
 
 def config_at(journal: Journal, sequence: int) -> ControllerConfig | None:
-    """The configuration of the session of which a line is."""
+    """Return the configuration of the session that a line belongs to."""
     entry = journal.last_config(sequence)
     return None if entry is None else ControllerConfig.model_validate_json(entry.payload_json)
 
 
 def evaluations_in(journal: Journal) -> list[EvaluationRecord]:
-    """Return the evaluations that are condensed."""
+    """Return the condensed evaluations."""
     records = told_in(journal.records("evaluation"))
     return [record for _, _, record in records if isinstance(record, EvaluationRecord)]
 
 
 def told_in(records: Iterable[Kept]) -> Iterator[tuple[int, float, Record]]:
-    """Read records that were kept: by which line each was told, and when."""
+    """Read stored records, each with its line and time."""
     for kept in records:
         yield kept.sequence, kept.time_s, RECORDS[kept.kind].model_validate_json(kept.payload_json)
 
 
 @dataclass(frozen=True)
 class Past:
-    """What is condensed of a journal."""
+    """The condensed part of a journal."""
 
     records: tuple[Record, ...] = ()
     steps: Condensed = field(default_factory=Condensed)
@@ -244,9 +244,10 @@ class Past:
 
 @dataclass
 class RunReader:
-    """What was read so far, and what came of it since ``told`` was emptied last: steps, and records with their lines.
+    """The state of a reader; ``told`` has the steps and records, with their lines, since it was last emptied.
 
-    ``shape``: that was formed last, of which ``num_in_shape`` steps are decided. ``num_decided``: steps in all.
+    ``shape``: the last shape that was formed, in which ``num_in_shape`` steps are decided. ``num_decided``: all decided
+    steps.
     """
 
     config: ControllerConfig | None = None
@@ -282,7 +283,7 @@ class RunReader:
 
     @classmethod
     def at(cls, journal: Journal, head: Head | None) -> RunReader:
-        """Return the reader as it stood behind the last line that is condensed; without one, at the beginning."""
+        """Return the reader in its state after the last condensed line; without one, at the beginning."""
         if head is None:
             return cls()
         if head.version == VERSION:
@@ -294,9 +295,9 @@ class RunReader:
         return reader
 
     def _fold(self, journal: Journal, head: Head) -> None:
-        """Read what is condensed: lines that are kept, the columns of the steps between them, and records.
+        """Read the condensed part: lines that are kept, the columns of the steps between them, and records.
 
-        Only what is on its way at the head is not in them: when the next save is due, a correction, half an evaluation,
+        Only unfinished values at the head are missing: when the next save is due, a correction, half an evaluation, and
         the loss scale of one step.
         """
         names = (SEQUENCE, "step", "decided_at_s", "compute_s", "loss")
@@ -322,7 +323,7 @@ class RunReader:
             self.last_loss = int(with_loss[last]), float(losses[last])
         self.ledger.advance(head.time_s)
         self.ledger.saved(self.checkpoint_version or 0)
-        with suppress(KeyError, ValidationError):  # of a version that keeps none
+        with suppress(KeyError, ValidationError):  # written by a version that stores no account
             self.ledger.rebook(Account.model_validate_json(head.states[ACCOUNT]))
         self._sequence, self._time_s, self.end_s = head.sequence, head.time_s, max(self.end_s, head.time_s)
         self.loss_scale = None
@@ -330,7 +331,7 @@ class RunReader:
         self.told.clear()
 
     def _take_columns(self, steps: Mapping[str, Column]) -> None:
-        """Take in steps that were decided one after the other, with nothing else between them."""
+        """Take in steps that were decided one after another, with nothing else between them."""
         num = len(steps[SEQUENCE])
         if not num:
             return
@@ -346,12 +347,12 @@ class RunReader:
 
     @property
     def state_json(self) -> str:
-        """Where it stands, between two steps."""
+        """The reader's state between two steps."""
         return _STATE.dump_json(self, exclude={"config", "prepared", "told", "_lines"}).decode()
 
     @property
     def steps(self) -> list[Step]:
-        """The steps among what is told."""
+        """The steps in ``told``."""
         return [one for _, _, one in self.told if isinstance(one, Step)]
 
     def take(self, entry: Entry) -> None:
@@ -361,7 +362,7 @@ class RunReader:
             self.take_line(line)
 
     def take_line(self, line: Line) -> None:
-        """Take in what a line says."""
+        """Take in the content of a line."""
         time_s = self._time_s = line.time_s
         self._sequence = line.sequence
         if not self.num_sessions:
@@ -399,7 +400,7 @@ class RunReader:
             self._count_vms(time_s)
 
     def report(self, source: str, past: Past | None = None) -> RunReport:
-        """Return it all, with what is condensed: ``past``."""
+        """Return the report, including the condensed part, ``past``."""
         if self.config is None:
             raise RunDirError("its journal holds no run", source=source)
         past = past or Past()
@@ -430,7 +431,7 @@ class RunReader:
         )
 
     def _shapes(self, told: Sequence[Record], steps: Steps) -> tuple[ShapeSpan, ...]:
-        """Every shape, with the median of its steps, which are the next ones of all."""
+        """Return every shape with the median of its steps; the shapes divide the list of all steps in order."""
         left = [one for one in told if isinstance(one, ShapeLeft)]
         if self.shape is not None and self.shape.end_s is None:
             left.append(ShapeLeft(end_s=self.end_s, num_steps=self.num_in_shape))
@@ -575,7 +576,7 @@ class RunReader:
             self.last_loss = loss if self.last_loss is None or loss[0] >= self.last_loss[0] else self.last_loss
 
     def _set_back(self, version: int) -> None:
-        """Steps from ``version`` on are to be run again."""
+        """Note that steps from ``version`` on will be run again."""
         if version < self.version and self.first_step is not None:
             self.num_redone += max(0, self.version - max(version, self.first_step))
             self._tell(SetBack(num_decided=self.num_decided, version=version))
@@ -596,7 +597,7 @@ _STATE = TypeAdapter(RunReader)
 
 
 def _facts(record: DecisionRecord) -> Decision | None:
-    """What a decision tells the workers of the step that it decides."""
+    """Return what a decision tells the workers about the step that it decides."""
     if record.reshape is not None:
         return record.reshape.decided
     orders = [action.order for action in record.actions if isinstance(action, SendStep | SendCommit)]

@@ -1,4 +1,4 @@
-"""A run as it stands now, gathered from decisions: what the terminal and the page show."""
+"""The present state of a run, gathered from decisions, as the terminal and the page show it."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ TOLD = frozenset(
         ReasonCode.CHECKPOINT_COMPLETE,
     }
 )
-"""Decisions worth a line to those who watch the manager, beside those that a user reads as they are."""
+"""Decisions that get a line with ``--verbose``, beside those that every user sees as they are."""
 
 
 @dataclass(frozen=True)
 class Happened:
-    """One thing worth telling. ``inner``: how the manager works, not what became of the run."""
+    """One thing worth reporting. ``inner``: about the manager's work, not the run's outcome."""
 
     time_s: float
     code: str
@@ -54,13 +54,13 @@ class Happened:
 
 @dataclass
 class LiveRun:
-    """See the module's docstring. Times are seconds as the shell stamped them.
+    """The present state of a run. Times are seconds as the shell stamped them.
 
-    ``num_steps``: None when open-ended. ``start_s``: of the first decision. ``version``: the one that the run goes on
-    from; ``trouble``: why workers cannot be set up now; ``saved_version``: the newest that is a complete checkpoint.
-    ``metrics`` and ``learning_rates``: of the last decided step. ``ledger``: what was booked before; ``takes_over``:
-    and by a manager whose nodes live on. ``shapes``: since when which one; None: none. ``counts``: how many nodes
-    there are, whenever that changes.
+    ``num_steps``: None if open-ended. ``start_s``: the time of the first decision. ``version``: the one that the run
+    continues from; ``trouble``: why workers cannot be set up now; ``saved_version``: the newest complete checkpoint.
+    ``metrics`` and ``learning_rates``: of the last decided step. ``ledger``: the account of earlier sessions;
+    ``takes_over``: the last of them was a manager's whose nodes live on. ``shapes``: each shape (None: no shape) with
+    the time of its beginning. ``counts``: the number of nodes, at each change.
     """
 
     job: str
@@ -97,7 +97,7 @@ class LiveRun:
     _answers: dict[tuple[int, int, int], dict[str, Prepared]] = field(default_factory=dict)
 
     def take(self, time_s: float, event: Event, decision: Decision) -> tuple[Happened, ...]:
-        """Take in one decision; returns what is worth telling. Other threads read while they hold ``lock``."""
+        """Take in one decision; returns what is worth reporting. Other threads read while they hold ``lock``."""
         with self.lock:
             return self._take(time_s, event, decision)
 
@@ -116,7 +116,7 @@ class LiveRun:
         if isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared):
             answer = event.answer
             attempts = self._answers.setdefault((answer.generation, answer.step, answer.attempt), {})
-            attempts.setdefault(event.worker, answer)  # what an earlier attempt is late with is not this one's
+            attempts.setdefault(event.worker, answer)  # a late answer of an earlier attempt does not count
         answers = self._decisive(event) if state.version > self.version else ()
         if answers:
             self.ledger.take(event, record, answers)
@@ -137,7 +137,7 @@ class LiveRun:
         return tuple(told)
 
     def _decisive(self, event: Event) -> tuple[Prepared, ...]:
-        """Everybody's answers to the order whose last answer this is."""
+        """Return all workers' answers to the order whose last answer this is."""
         if not isinstance(event, WorkerAnswered) or not isinstance(event.answer, Prepared):
             return ()
         last = event.answer
@@ -145,25 +145,25 @@ class LiveRun:
 
     @property
     def examples_per_s(self) -> float | None:
-        """Speed over the last decided steps."""
+        """The speed over the last decided steps."""
         if len(self.decided_s) < 2:
             return None
         return (len(self.decided_s) - 1) * self.batch_size / max(1e-9, self.decided_s[-1] - self.decided_s[0])
 
     @property
     def dollars(self) -> float | None:
-        """Spent so far; None where no price is known."""
+        """The dollars spent so far; None if no price is known."""
         bill = self.ledger.account().bill(self.prices)
         return None if bill is None else bill.total_usd
 
     @property
     def dollars_on_demand(self) -> float | None:
-        """What the same VMs cost on demand; None without that price."""
+        """The price of the same VMs on demand; None without that price."""
         return self.ledger.account().on_demand_usd(self.prices)
 
     @property
     def headline(self) -> str:
-        """One line: phase, shape, step, speed, loss, newest checkpoint, dollars."""
+        """The run in one line: phase, shape, step, speed, loss, newest checkpoint, dollars."""
         parts = [self.phase + (f": {self.trouble}" if self.trouble else ""), *([self.shape] if self.shape else [])]
         parts.append(f"step {self.version}" + (f"/{self.num_steps}" if self.num_steps else ""))
         if self.examples_per_s:
@@ -178,7 +178,7 @@ class LiveRun:
         return "  ".join(parts)
 
     def role(self, node: str) -> str:
-        """What a node does, in words."""
+        """Return what a node does, in words."""
         if node in self.places:
             stage, replica = self.places[node]
             role = f"stage {stage}, replica {replica}"

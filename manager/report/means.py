@@ -1,4 +1,4 @@
-"""What workers report of steps and evaluations, put together; and a history of numbers that stays small."""
+"""Combines the workers' reports on steps and evaluations, and keeps a bounded history of numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from morph.contract.messages import Committed, Evaluation, Prepared
 
 
 def extreme_rates(answers: Iterable[Prepared]) -> tuple[float, float] | None:
-    """Return the lowest and the highest learning rate of a step; None where nobody said one."""
+    """Return the lowest and the highest learning rate of a step; None if no worker reported one."""
     known = [answer.learning_rates for answer in answers if answer.learning_rates is not None]
     return (min(low for low, _ in known), max(high for _, high in known)) if known else None
 
@@ -21,7 +21,7 @@ MOST_EVALUATIONS = 100
 
 @dataclass
 class EvaluationReader:
-    """Puts evaluations together from the answers of workers; of one that is run again the newest counts.
+    """Combines workers' answers into evaluations; if one is run again, the newest counts.
 
     It keeps the last ``MOST_EVALUATIONS``.
     """
@@ -56,14 +56,14 @@ class EvaluationReader:
         return self.note(record)
 
     def note(self, record: EvaluationRecord) -> EvaluationRecord:
-        """Take in one that is complete."""
+        """Take in a complete evaluation."""
         self._complete[record.version] = record
         if len(self._complete) > MOST_EVALUATIONS:
             del self._complete[min(self._complete)]
         return record
 
     def all(self) -> tuple[EvaluationRecord, ...]:
-        """Return the last evaluations of which every micro-batch is there, by version."""
+        """Return the last complete evaluations, by version."""
         return tuple(self._complete[version] for version in sorted(self._complete))
 
 
@@ -72,9 +72,9 @@ MOST_POINTS = 512
 
 @dataclass
 class Series:
-    """Points (time in s, value), evenly thinned: when there are too many, every other one goes, and so it goes on.
+    """Points (time in s, value), evenly thinned: each time there are too many, every other one is dropped.
 
-    The newest point is always there.
+    The newest point is always kept.
     """
 
     _kept: list[tuple[float, float]] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Series:
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """What is left of the history, oldest first."""
+        """The points that are kept, oldest first."""
         if self._newest is None or self._kept[-1] == self._newest:
             return list(self._kept)
         return [*self._kept, self._newest]

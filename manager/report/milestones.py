@@ -1,4 +1,4 @@
-"""What a user should know of a run: its shapes, what changed them, and what it cost. Not the protocol behind it."""
+"""What a user should know about a run: its shapes, their changes and their cost, but not the protocol."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ AS_SAID = frozenset(
         ReasonCode.FAILED,
     }
 )
-"""Decisions that a user reads as they are. A save is one only after storage refused some."""
+"""Decisions that a user sees as they are. A save is included only after storage refused earlier ones."""
 
 
 class Milestone(NamedTuple):
-    """One line. ``code``: a reason's, or one of shape, morph, lost, waiting, requested, queued, evaluation."""
+    """One line. ``code``: a reason's code, or one of shape, morph, lost, waiting, requested, queued, evaluation."""
 
     code: str
     sentence: str
@@ -50,7 +50,7 @@ class Milestone(NamedTuple):
 
 @dataclass
 class Milestones:
-    """Tells the milestones of a run from its decisions, in their order."""
+    """Derives the milestones of a run from its decisions, in order."""
 
     morphs: MorphReader = field(default_factory=MorphReader)
     evaluations: EvaluationReader = field(default_factory=EvaluationReader)
@@ -58,11 +58,11 @@ class Milestones:
     _storage_refused: bool = False
 
     def begin_session(self, version: int) -> None:
-        """A manager starts from a version, with no shape."""
+        """Note that a manager starts from a version, without a shape."""
         self.morphs.end_session(version)
 
     def take_over(self, state: ControllerState) -> None:
-        """A manager goes on from a state, of which nothing was read here."""
+        """Note that a manager continues from a state whose decisions were not read here."""
         self.begin_session(state.version)
         if state.plan is not None and state.slots:
             self.morphs.go_on(state.plan.shape, [slot.worker for slot in state.slots])
@@ -70,7 +70,7 @@ class Milestones:
     def take(
         self, config: ControllerConfig, event: Event, record: DecisionRecord, time_s: float
     ) -> tuple[Milestone, ...]:
-        """Take in one decision; returns what it means to a user."""
+        """Take in one decision; returns its milestones for a user."""
         reader, told = self.morphs, []
         shape, phase, version = reader.shape, reader.phase, reader.version
         reader.over.clear()
@@ -78,7 +78,7 @@ class Milestones:
         for morph in reader.over:
             told.append(Milestone("morph", morph_line(morph)))
         gone = lost_by(event, record)
-        is_told = record.reason.code is ReasonCode.SETUP_FAILED  # of a worker that had no part in training yet
+        is_told = record.reason.code is ReasonCode.SETUP_FAILED  # a worker that did not train yet
         if gone and not is_told and (reader.open is None or not set(gone) <= set(reader.open.lost_workers)):
             trains = reader.shape is not None and reader.open is None and record.phase is not Phase.ENDED
             goes_on = f"; {reader.shape} goes on" if trains else ""
@@ -118,7 +118,7 @@ class Milestones:
         return tuple(told)
 
     def _evaluation(self, event: Event) -> list[Milestone]:
-        """An evaluation that is complete with this answer; one that is run again after a loss has been told."""
+        """Return the evaluation that this answer completes, unless it repeats a reported one after a loss."""
         answer = event.answer if isinstance(event, WorkerAnswered) else None
         found = self.evaluations.take(answer) if isinstance(answer, Prepared | Committed) else None
         if found is None or found.version <= self._evaluated:
@@ -128,7 +128,7 @@ class Milestones:
 
 
 def morph_line(morph: MorphRecord) -> str:
-    """Why the shape changed, from which to which, how long it took (the next step included), what it cost."""
+    """Return why the shape changed, from which to which, how long it took (with the next step), and its cost."""
     parts = [
         f"{_named(names)} {word}{_injected(names, map(vm_of, morph.injected))}"
         for names, word in ((morph.lost_workers, "lost"), (morph.joined, "joined"), (morph.left, "left"))
@@ -142,13 +142,13 @@ def morph_line(morph: MorphRecord) -> str:
 
 
 def _named(workers: Collection[str]) -> str:
-    """Their VMs by name, or how many if they are many."""
+    """Return their VMs by name, or only their number if there are many."""
     vms = list(dict.fromkeys(map(vm_of, workers)))
     return ", ".join(vms) if len(vms) <= MOST_NAMES else f"{len(vms)} VMs"
 
 
 def _injected(workers: Collection[str], injected: Iterable[str]) -> str:
-    """Which of their VMs were taken on purpose."""
+    """Return how many of their VMs were preempted on purpose."""
     vms = set(map(vm_of, workers))
     taken = vms.intersection(injected)
     return "" if not taken else " (injected)" if taken == vms else f" ({len(taken)} of {len(vms)} injected)"

@@ -1,4 +1,4 @@
-"""One change of shape, span by span and worker by worker, as the journal tells it."""
+"""One change of shape, span by span and worker by worker, as recorded in the journal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MANAGER = "manager"
 
 
 class MorphSpan(Value):
-    """What one worker (or the manager) did; seconds since the change began. An instant has equal ends."""
+    """A span of one worker (or the manager), in seconds since the change began. An instant has equal ends."""
 
     who: str
     what: str
@@ -29,12 +29,12 @@ class MorphSpan(Value):
 
     @property
     def duration_s(self) -> float:
-        """Length."""
+        """The length of the span."""
         return self.end_s - self.start_s
 
 
 class MorphTrace(Value):
-    """Of one change: its spans in order of their start. ``began_at_s``: wall clock."""
+    """The trace of one change: its spans in order of their start. ``began_at_s``: on the wall clock."""
 
     began_at_s: float
     from_shape: str
@@ -62,7 +62,7 @@ def morph_trace(entries: Iterable[Entry], morph: MorphRecord) -> MorphTrace:
 
 
 def chrome_trace(trace: MorphTrace) -> dict[str, Any]:
-    """The trace as an object for JSON, in the format that ui.perfetto.dev opens."""
+    """Return the trace as an object for JSON, in the format that ui.perfetto.dev opens."""
     rows = [MANAGER, *sorted({span.who for span in trace.spans} - {MANAGER})]
     events: list[dict[str, Any]] = []
     for pid, who in enumerate(rows):
@@ -81,7 +81,7 @@ def chrome_trace(trace: MorphTrace) -> dict[str, Any]:
 
 @dataclass
 class _Spans:
-    """``since_s``: when each worker got the order that it has not answered, and what that is."""
+    """``since_s``: for each worker, the order that it has not answered, and when it got it."""
 
     began_s: float
     spans: list[MorphSpan] = field(default_factory=list)

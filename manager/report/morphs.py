@@ -1,4 +1,4 @@
-"""Telling the morphs of a run from its events and decisions."""
+"""Derives the morphs of a run from its events and decisions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ GENERATION_LOST = (*STANDING, Phase.RESHAPING)
 
 @dataclass
 class MorphReader:
-    """The open morph, and those that are over.
+    """The open morph, and the finished ones.
 
-    ``killed_s``: when the shell killed each VM. ``injected``: VMs taken on purpose. ``version``: decided last.
+    ``killed_s``: when the shell killed each VM. ``injected``: VMs preempted on purpose. ``version``: the last decided
+    one.
     """
 
     killed_s: dict[str, float] = field(default_factory=dict)
@@ -42,7 +43,7 @@ class MorphReader:
         return (*self.over, *((self._whole(self.open),) if self.open else ()))
 
     def take_fact(self, fact: Fact, time_s: float) -> None:
-        """Take in what the shell knows of a VM's end."""
+        """Take in what the shell knows about a VM's end."""
         if fact.worker is None:
             return
         if fact.name == VM_KILLED:
@@ -53,13 +54,13 @@ class MorphReader:
             self.injected.discard(fact.worker)
 
     def end_session(self, version: int) -> None:
-        """The run was resumed in a new process, from a version: nothing of the old one is open."""
+        """Note that the run was resumed in a new process, from a version: no morph of the old one is open."""
         self._close()
-        self.injected.clear()  # VMs of a further session may have the same names
+        self.injected.clear()  # VMs of a later session may have the same names
         self.shape, self.phase, self.generation, self.members, self.version = None, Phase.STARTING, 0, (), version
 
     def go_on(self, shape: str, members: Sequence[str]) -> None:
-        """A shape trains that was formed before anything was read."""
+        """Note that a shape trains that was formed before the first line that is read here."""
         self.shape, self.members, self.phase = shape, tuple(members), Phase.TRAINING
 
     def take(self, config: ControllerConfig, event: Event, record: DecisionRecord, time_s: float) -> None:
@@ -74,7 +75,7 @@ class MorphReader:
         self.version = record.version
 
     def _resumed(self, time_s: float) -> None:
-        """A step is decided: the open morph, if any, is over."""
+        """Note that a step is decided: the open morph, if any, is over."""
         if self.open is not None and self.open.reformed_at_s is not None:
             self._change(resumed_at_s=time_s)
             self._close()
@@ -102,7 +103,7 @@ class MorphReader:
         if record.reshape is not None:
             self._formed(config, record.reshape)
         if self.open is not None and record.phase is Phase.RESTING:
-            self._change(reformed_at_s=None)  # what is written then is of no shape
+            self._change(reformed_at_s=None)  # no shape writes it
         elif self.open is not None and any(isinstance(action, SendStep | SendCommit) for action in record.actions):
             if self.open.reformed_at_s is None:
                 self._change(reformed_at_s=time_s)
@@ -184,6 +185,6 @@ def _opened(record: DecisionRecord, version: int, time_s: float, shape: str, pla
 
 
 def _cause(sentence: str, planned: bool) -> str:
-    """What a decision says of why a shape was left; of a planned change, after the step that it decides."""
+    """Return a decision's reason for leaving a shape; for a planned change, the clause after the decided step."""
     clauses = sentence.split("; ")
     return clauses[0] if not planned or len(clauses) == 1 else clauses[1].partition(", ")[0]

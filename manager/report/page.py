@@ -1,4 +1,4 @@
-"""A run's report as one HTML page that needs nothing from outside."""
+"""A run's report as one self-contained HTML page."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def draw_measured(timelines: Sequence[StepTimeline], replica: int, path: Path) -
     """Write a PNG of one replica in a measured step, as figure 7 of the Varuna paper; numbers count its micro-batches.
 
     Raises:
-        RunDirError: naming the file, if it cannot be written.
+        RunDirError: the file cannot be written; the error names it.
     """
     laid = [one for one in lay_out(timelines) if one.timeline.replica == replica]
     first_stage = min((one.timeline.stage for one in laid), default=0)
@@ -73,9 +73,9 @@ PARTS = {
     Part.SPARE: (GREY, "ready without a place"),
     Part.UNMANAGED: (BROWN, "after their manager was killed"),
 }
-"""Colour and meaning of what VMs' time goes into."""
+"""The colour and meaning of each use of VMs' time."""
 MOST_STEPS = 4000
-"""So many steps are drawn of a longer run, evenly chosen."""
+"""The number of steps drawn of a longer run, evenly chosen."""
 LABEL_ROWS = 3
 MOST_METRICS = 12
 LABEL_WIDTH_PX = 66
@@ -131,7 +131,7 @@ def run_figure(report: RunReport) -> Figure:
 
 
 def training_figure(report: RunReport) -> Figure | None:
-    """Return the learning rate and the metrics over time, a panel each; None where there are none."""
+    """Return the learning rate and the metrics over time, one panel each; None if there are none."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -172,7 +172,7 @@ def training_figure(report: RunReport) -> Figure | None:
 
 
 def _draw_evaluations(panel: Axes, report: RunReport, values: Mapping[int, float | None]) -> None:
-    """Mark what an evaluation found, by version, at the time at which that version was decided."""
+    """Mark the result of each evaluation, by version, at the time when that version was decided."""
     decided_s = report.steps.decided_at_s([version for version, value in values.items() if value is not None])
     points = [
         (decided_s.get(version, report.start_s) - report.start_s, value)
@@ -245,7 +245,7 @@ def _draw_shapes(panel: Axes, report: RunReport) -> None:
 
 
 def _bands(report: RunReport) -> list[tuple[float, float, str]]:
-    """Return (start, end, shape) in seconds since the start; neighbours of one shape become one band."""
+    """Return (start, end, shape) in seconds since the start; adjacent bands of one shape are merged."""
     bands: list[tuple[float, float, str]] = []
     for span in report.shapes:
         end_s = report.end_s if span.end_s is None else span.end_s
@@ -329,9 +329,9 @@ def _began_s(morph: MorphRecord) -> float:
 
 
 def label_rows(centres_px: Sequence[float]) -> list[int]:
-    """Give each label, in ascending order of its centre, the lowest row in which it overlaps none before it.
+    """Assign each label, in ascending order of its centre, to the lowest row where it overlaps no earlier label.
 
-    When all rows are taken at a place, the one that overlaps least is used.
+    If it would overlap in all rows, it gets the row where it overlaps least.
     """
     ends_px = [float("-inf")] * LABEL_ROWS
     rows = []

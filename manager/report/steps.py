@@ -1,4 +1,4 @@
-"""The decided steps of a run, as columns: two million of them are to be read in a second."""
+"""The decided steps of a run, as columns, so that two million of them are read in a second."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ _RATES = ("lowest_rate", "highest_rate")
 
 
 class StepRecord(Value):
-    """One decided step. ``redone_later``: its state was lost afterwards, and the step run again."""
+    """One decided step. ``redone_later``: its state was lost afterwards, and the step was run again."""
 
     step: int
     generation: int
     decided_at_s: float
     duration_s: float = Field(description="order to decision, overflow attempts included")
     compute_s: float = Field(description="longest step_s that a member reported")
-    loss: float | None = Field(description="mean over micro-batches, in their order; None: none that is a number")
-    metrics: dict[str, float] = Field(default_factory=dict, description="means likewise; those that are numbers")
-    weight: float | None = Field(default=None, description="of all its losses; None: they are means over samples")
+    loss: float | None = Field(description="mean over micro-batches, in their order; None: not a number")
+    metrics: dict[str, float] = Field(default_factory=dict, description="likewise; only those that are numbers")
+    weight: float | None = Field(default=None, description="sum of its losses' weights; None: losses are means")
     learning_rates: tuple[float, float] | None = Field(default=None, description="lowest and highest; None: unknown")
-    gradient_norm: float | None = Field(default=None, description="before clipping; None: the job does not ask for it")
-    skipped: bool = Field(default=False, description="a gradient was not finite, or nothing counted: weights stayed")
-    loss_scale: float | None = Field(default=None, description="of this step; None: the job has none")
+    gradient_norm: float | None = Field(default=None, description="before clipping; None: not requested by the job")
+    skipped: bool = Field(default=False, description="a gradient was not finite, or nothing counted: no update")
+    loss_scale: float | None = Field(default=None, description="used in this step; None: the job has none")
     num_attempts: int
     redone_later: bool = False
 
 
 class SetBack(Value):
-    """Behind so many decided steps, the run went back to this version."""
+    """A record: after this number of decided steps, the run went back to this version."""
 
     num_decided: int
     version: int
@@ -56,10 +56,10 @@ class SetBack(Value):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What all VMs of a run had cost when a step was decided.
+    """The cost of all VMs of a run until a step was decided.
 
-    ``vm_h``: hours of VMs; ``unpriced_h``: those of them whose price is not known; ``usd``: what the others cost;
-    ``dearest_usd_per_h``: of the dearest VM that was granted, no number where none had a price.
+    ``vm_h``: hours of VMs; ``unpriced_h``: hours of VMs whose price is not known; ``usd``: the cost of the other hours;
+    ``dearest_usd_per_h``: the highest price of a granted VM, NaN if none had a price.
     """
 
     vm_h: float
@@ -69,13 +69,13 @@ class Cost:
 
     @classmethod
     def of(cls, ledger: Ledger) -> Cost:
-        """Return what is booked now."""
+        """Return the cost that is booked now."""
         total, share_h = ledger.total(), SHARES * NS_PER_S * 3600
         dearest = np.nan if ledger.dearest is None else ledger.dearest / NS_PER_S
         return cls(total.vm_ns / share_h, total.unpriced_ns / share_h, total.cost / UNITS_PER_USD, dearest)
 
     def dollars(self, prices: Prices | None) -> float | None:
-        """What that is in dollars, as ``Account.bill`` has it; None where no price is known."""
+        """Return the cost in dollars, as ``Account.bill`` has it; None if no price is known."""
         given = None if prices is None else prices.paid_usd_per_h
         if given is not None and prices is not None and prices.for_all:
             return self.vm_h * given
@@ -88,7 +88,7 @@ _COSTS = tuple(Cost.__dataclass_fields__)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A decided step, by the line that decided it."""
+    """A decided step, with the line that decided it."""
 
     sequence: int
     record: StepRecord
@@ -129,7 +129,7 @@ def steps_of(columns: Mapping[str, Column]) -> Iterator[Step]:
 
 
 def steps_in(journal: Journal, rows: range) -> Iterator[Step]:
-    """Read steps that are condensed, some at a time."""
+    """Read condensed steps, some at a time."""
     names = journal.column_names() if rows else ()
     for first in range(rows.start, rows.stop, AT_ONCE):
         some = range(first, min(first + AT_ONCE, rows.stop))
@@ -142,13 +142,13 @@ def _known(value: float) -> float | None:
 
 @dataclass(frozen=True)
 class Condensed:
-    """The steps of a journal that are condensed already: the first ``num`` of its rows, read column by column."""
+    """The condensed steps of a journal: the first ``num`` of its rows, read column by column."""
 
     path: Path | None = None
     num: int = 0
 
     def column(self, name: str, rows: range) -> Column:
-        """One column, of some rows."""
+        """Return one column of some rows."""
         rows = range(rows.start, min(rows.stop, self.num))
         if self.path is None or not rows:
             return absent(name, 0)
@@ -156,7 +156,7 @@ class Condensed:
             return journal.column(name, rows)
 
     def names(self) -> list[str]:
-        """The columns that there are."""
+        """Return the names of the columns."""
         if self.path is None or not self.num:
             return []
         with Journal.open(self.path, read_only=True) as journal:
@@ -164,12 +164,12 @@ class Condensed:
 
 
 class Steps(Sequence[StepRecord]):
-    """Every decided step, in the order decided; those that were run again later are among them, and marked.
+    """Every decided step, in the order of decision, including those that were run again later, which are marked.
 
     Args:
-        condensed: Those that are condensed.
-        newer: Those decided since then.
-        set_backs: When the run went back to which version.
+        condensed: The condensed steps.
+        newer: The steps decided since then.
+        set_backs: The times that the run went back to an earlier version.
     """
 
     def __init__(
@@ -180,11 +180,11 @@ class Steps(Sequence[StepRecord]):
 
     @property
     def names(self) -> list[str]:
-        """Every column: the fields of ``StepRecord``, a metric's with ``metric:`` before its name."""
+        """The columns' names: the fields of ``StepRecord``, and metrics with ``metric:`` before the name."""
         return list(dict.fromkeys((*self._condensed.names(), *self._newer)))
 
     def column(self, name: str, rows: range | None = None) -> Column:
-        """One number of every step, or of those of some rows; what a step does not have is no number."""
+        """Return one number of every step, or of the steps of some rows; NaN where a step has none."""
         rows, num = range(len(self)) if rows is None else rows, self._condensed.num
         newer = self._newer.get(name)
         newer = absent(name, self._num_newer) if newer is None else newer
@@ -208,7 +208,7 @@ class Steps(Sequence[StepRecord]):
         return redone
 
     def rows(self, rows: Column) -> list[StepRecord]:
-        """The steps of these rows, in ascending order."""
+        """Return the steps of these rows, in ascending order."""
         if not len(rows):
             return []
         some = range(int(rows[0]), int(rows[-1]) + 1)
@@ -220,20 +220,20 @@ class Steps(Sequence[StepRecord]):
         ]
 
     def thinned(self, most: int) -> list[StepRecord]:
-        """At most so many steps, evenly chosen, the first and the last among them."""
+        """Return at most this number of steps, evenly chosen, including the first and the last."""
         num = len(self)
         return self.rows(np.unique(np.linspace(0, num - 1, min(num, most)).round().astype(np.int64)))
 
     def decided_at_s(self, versions: Collection[int]) -> dict[int, float]:
-        """When each of these versions was decided, the last time."""
+        """Return when each of these versions was last decided."""
         steps = self.column("step")
         rows = np.flatnonzero(np.isin(steps, [version - 1 for version in versions]))
         return dict(zip((steps[rows] + 1).tolist(), self.column("decided_at_s")[rows].tolist(), strict=True))
 
     def frame(self) -> pd.DataFrame:
-        """Return all of them as a pandas table; ``redone`` marks what was run again.
+        """Return all steps as a pandas table; ``redone`` marks steps that were run again.
 
-        Metrics have their own names, but for ``metric:`` before one that is another column's, as ``loss``.
+        Metrics have their own names, with ``metric:`` in front if another column has that name, such as ``loss``.
         """
         import pandas as pd
 
@@ -276,7 +276,7 @@ class Steps(Sequence[StepRecord]):
 
     @classmethod
     def of_records(cls, records: Sequence[StepRecord]) -> Steps:
-        """Return the steps of a report that was written as JSON, which does not say what each had cost."""
+        """Return the steps of a report that was written as JSON, which does not have the cost of each step."""
         backs = [
             SetBack(num_decided=place, version=record.step)
             for place, (before, record) in enumerate(pairwise(records), start=1)

@@ -26,7 +26,7 @@ CAME_FROM = {
 
 
 def with_its_manager(report: RunReport, run_dir: Path) -> RunReport:
-    """Return what a journal says together with what is seen of the run's manager, which may be gone or waiting.
+    """Return the journal's report together with the present state of the run's manager, which may be gone or waiting.
 
     Raises:
         RunDirError: the run's lock cannot be read.
@@ -47,9 +47,9 @@ def with_its_manager(report: RunReport, run_dir: Path) -> RunReport:
 
 
 def summarise(report: RunReport, *, verbose: bool = False) -> str:
-    """Return what ``morph status`` prints: where the run stands, its shapes, its morphs, its loss.
+    """Return the text that ``morph status`` prints: the run's progress, shapes, morphs and loss.
 
-    ``verbose``: also the cause of each morph, and where the state came from.
+    ``verbose``: adds the cause of each morph and the origin of its state.
     """
     saved = "none" if report.checkpoint_version is None else f"at step {report.checkpoint_version}"
     if report.next_save is not None:
@@ -110,7 +110,7 @@ def _account_lines(account: Account) -> list[str]:
 
 
 def _training_lines(report: RunReport) -> list[str]:
-    """What there is of the last step's metrics, norm and learning rate, of skipped steps, of the last evaluation."""
+    """Return the last step's metrics, norm and learning rate, skipped steps, and the last evaluation, if any."""
     lines = []
     last = report.last_step
     if last is not None:

@@ -1,4 +1,4 @@
-"""What a run looked like. Times are wall-clock seconds as the shell stamped them, durations seconds unless named."""
+"""Values of a report. Times are wall-clock seconds as the shell stamped them; durations are seconds unless named."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SourceKind = Literal["keep", "peer", "ahead", "checkpoint", "initial"]
 
 
 def numbers_text(numbers: Mapping[str, float]) -> str:
-    """Metrics and the like in one line."""
+    """Return metrics and similar numbers in one line."""
     return ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
 
 
 def rates_text(rates: tuple[float, float]) -> str:
-    """The learning rate, or the lowest and the highest."""
+    """Return the learning rate, or the lowest and the highest, as text."""
     return " to ".join(dict.fromkeys(f"{rate:.4g}" for rate in rates))
 
 
@@ -38,7 +38,7 @@ class EvaluationRecord(Value):
 
     @property
     def text(self) -> str:
-        """Loss and metrics in one line."""
+        """The loss and the metrics in one line."""
         loss = "loss is not a number" if self.loss is None else f"loss {self.loss:.4f}"
         return f"{loss}, {numbers_text(self.metrics)}" if self.metrics else loss
 
@@ -49,104 +49,104 @@ class ShapeSpan(Value):
     generation: int
     shape: str = Field(description='"PxD"')
     num_workers: int
-    pool: Pool | None = Field(default=None, description="its GPUs, where they are told apart by type")
+    pool: Pool | None = Field(default=None, description="its GPUs, if they have several types")
     batch_size: int
     start_s: float
     end_s: float | None
     first_version: int
     num_steps: int
-    expected_mini_batch_s: float = Field(description="of workers that have a device each")
+    expected_mini_batch_s: float = Field(description="for workers with a device each")
     shared_mini_batch_s: float | None = Field(
-        default=None, description="expected of workers that share this machine's cores; None: each has its own"
+        default=None, description="expected for workers that share this machine's cores; None: each has its own"
     )
-    measured_mini_batch_s: float | None = Field(description="median over its steps; None: it decided none")
+    measured_mini_batch_s: float | None = Field(description="median over its steps; None: there are none")
 
     @property
     def expected_here_s(self) -> float:
-        """Expected seconds of a mini-batch on what the workers really have."""
+        """The expected seconds of a mini-batch on the workers' real devices."""
         return self.expected_mini_batch_s if self.shared_mini_batch_s is None else self.shared_mini_batch_s
 
     @property
     def examples_per_s(self) -> float | None:
-        """Measured speed while stepping."""
+        """The measured speed while stepping."""
         return self.batch_size / self.measured_mini_batch_s if self.measured_mini_batch_s else None
 
 
 class SourceSum(Value):
-    """How many (worker, unit) states came from one kind of source, and their bytes."""
+    """The number of (worker, unit) states from one kind of source, and their bytes."""
 
     count: int
     size_bytes: int
 
 
 class MorphRecord(Value):
-    """From losing a generation, or leaving it on purpose, to the next decided step; several attempts are one morph."""
+    """One morph, from losing a generation, or leaving it on purpose, to the next decided step, with all attempts."""
 
     planned: bool = Field(description="at a step boundary, for newcomers")
     cause: str
     lost_workers: tuple[WorkerId, ...]
-    joined: tuple[WorkerId, ...] = Field(default=(), description="of the generation that went on, not of the one left")
-    left: tuple[WorkerId, ...] = Field(default=(), description="the other way round, and not lost")
-    injected: tuple[WorkerId, ...] = Field(default=(), description="of those lost or left: by `morph inject`")
-    killed_at_s: float | None = Field(description="first of its VMs killed, when the shell noted it")
+    joined: tuple[WorkerId, ...] = Field(default=(), description="in the new generation, but not in the old one")
+    left: tuple[WorkerId, ...] = Field(default=(), description="not lost, but not in the new generation")
+    injected: tuple[WorkerId, ...] = Field(default=(), description="lost or left because of `morph inject`")
+    killed_at_s: float | None = Field(description="first kill of its VMs, if the shell noted it")
     detected_at_s: float
-    reformed_at_s: float | None = Field(description="first order of the generation that went on")
+    reformed_at_s: float | None = Field(description="first order of the new generation")
     resumed_at_s: float | None = Field(description="next decided step; None: the run ended before")
-    num_generations: int = Field(description="formed until one went on")
+    num_generations: int = Field(description="generations formed until one trained")
     from_shape: str
     to_shape: str | None
-    version: int = Field(description="decided when it began")
+    version: int = Field(description="the decided version when it began")
     steps_redone: int
-    sources: dict[SourceKind, SourceSum] = Field(description="of the generation that went on")
+    sources: dict[SourceKind, SourceSum] = Field(description="of the new generation")
     groups_s: float = Field(description="longest of its members")
     state_s: float = Field(description="longest of its members")
     received_bytes: int
 
     @property
     def pause_ms(self) -> float | None:
-        """From the kill (else the detection) to the next decided step, that step included."""
+        """The time from the kill (else the detection) to the end of the next decided step."""
         return None if self.resumed_at_s is None else (self.resumed_at_s - self._began_s) * 1e3
 
     @property
     def reshape_ms(self) -> float | None:
-        """From the kill (else the detection) to the first order of the new generation."""
+        """The time from the kill (else the detection) to the first order of the new generation."""
         return None if self.reformed_at_s is None else (self.reformed_at_s - self._began_s) * 1e3
 
     @property
     def _began_s(self) -> float:
-        """The kill, unless training had stopped before it: for newcomers, or by another loss."""
+        """The time of the kill, unless training had stopped before it, for newcomers or because of another loss."""
         return self.detected_at_s if self.killed_at_s is None else min(self.killed_at_s, self.detected_at_s)
 
 
 class VmCount(Value):
-    """From this time on there were so many VMs."""
+    """A record: the number of VMs from this time on."""
 
     time_s: float
     num_vms: int
 
 
 class SessionBegun(Value):
-    """A manager began, from this version; ``saved``: the checkpoint that it is of."""
+    """A record: a manager began from this version; ``saved``: the checkpoint that it comes from."""
 
     version: int
     saved: int | None
 
 
 class ShapeLeft(Value):
-    """The shape that was formed last is left; so many steps were decided in it."""
+    """A record: the last shape that was formed is left; ``num_steps`` steps were decided in it."""
 
     end_s: float
     num_steps: int
 
 
 class Saved(Value):
-    """This version is a complete checkpoint."""
+    """A record: this version is a complete checkpoint."""
 
     version: int
 
 
 class RunOver(Value):
-    """The run, or its session, has ended at this version. ``rests``, ``at_limit``: see ``Finish``."""
+    """A record: the run, or its session, has ended at this version. ``rests``, ``at_limit``: see ``Finish``."""
 
     version: int
     outcome: Literal["finished", "stopped", "failed"]
@@ -156,13 +156,13 @@ class RunOver(Value):
 
 
 class RunReport(Value):
-    """A run as its journal tells it; a resumed run is told whole."""
+    """A run as its journal records it; a resumed run includes its earlier sessions."""
 
     job: str
     num_steps: int
     start_s: float
     end_s: float
-    version: int = Field(description="decided last")
+    version: int = Field(description="last decided version")
     checkpoint_version: int | None
     outcome: Literal["finished", "stopped", "failed", "running", "unmanaged"]
     sentence: str
@@ -170,34 +170,34 @@ class RunReport(Value):
     shapes: tuple[ShapeSpan, ...]
     morphs: tuple[MorphRecord, ...]
     steps: Steps
-    steps_redone: int = Field(default=0, description="decided steps that were run again, for their state was lost")
-    first_loss: tuple[int, float] | None = Field(default=None, description="the first step with a loss, and that")
+    steps_redone: int = Field(default=0, description="decided steps that were run again because of a loss")
+    first_loss: tuple[int, float] | None = Field(default=None, description="the first step with a loss, and the loss")
     last_loss: tuple[int, float] | None = None
     evaluations: tuple[EvaluationRecord, ...] = ()
     account: Account
     vms: tuple[VmCount, ...]
     correction: Correction | None = Field(default=None, description="of the profile, as learned in the last session")
-    next_save: NextSave | None = Field(default=None, description="as last told; None: the run is over, or none is due")
+    next_save: NextSave | None = Field(default=None, description="as last known; None: the run is over, or none is due")
 
     @property
     def losses(self) -> dict[int, float]:
-        """Loss by step, the last run of each."""
+        """The loss by step, of the last run of each step."""
         steps, losses = self.steps.column("step").tolist(), self.steps.column("loss").tolist()
         return {step: loss for step, loss in zip(steps, losses, strict=True) if loss == loss}
 
     @property
     def first_step(self) -> StepRecord | None:
-        """The first of the decided steps that count."""
+        """The first decided step that counts."""
         rows = np.flatnonzero(~self.steps.redone)
         return self.steps[int(rows[0])] if len(rows) else None
 
     @property
     def last_step(self) -> StepRecord | None:
-        """The step decided last, of those that count."""
+        """The last decided step that counts."""
         rows = np.flatnonzero(self.steps.column("step") < self.version)
         return self.steps[int(rows[-1])] if len(rows) else None
 
     @property
     def num_skipped(self) -> int:
-        """How many steps that count left the weights as they were."""
+        """The number of steps that count and left the weights unchanged."""
         return int(np.count_nonzero(self.steps.column("skipped").astype(np.bool_) & ~self.steps.redone))

@@ -1,1 +1,1 @@
-"""A run from what is requested to its end: read, checked, run or taken over."""
+"""A run from its request to its end: read, checked, and run or taken over."""

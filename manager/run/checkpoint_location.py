@@ -1,4 +1,4 @@
-"""Where checkpoints are, from what a user names: a run directory, a folder or a URL."""
+"""Find checkpoints where a user says they are: in a run directory, a folder or at a URL."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Used = TypeVar("Used")
 
 @dataclass(frozen=True)
 class Stored:
-    """``given``: as the user names it. ``run_dir``: None where it is not a run's directory."""
+    """``given``: the place as the user names it. ``run_dir``: None if the place is not a run directory."""
 
     given: str
     url: str
@@ -27,12 +27,12 @@ class Stored:
 
 
 def stored_at(given: str) -> Stored:
-    """Find out what a user means; that anything is stored there is not yet known.
+    """Find out which place a user means, without checking that anything is stored there.
 
     Raises:
         RunDirError: the run directory cannot be read.
         InputError: there is no such folder.
-        ConfigError: nothing is installed for such a URL.
+        ConfigError: the package for such a URL is not installed.
     """
     if "://" in given:
         check_url(given, "", "RUN_DIR_OR_URL")
@@ -51,10 +51,10 @@ def stored_at(given: str) -> Stored:
 
 
 def target_url(given: str) -> str:
-    """Return the URL of a folder to which checkpoints are to go, which may not be there yet.
+    """Return the URL of a folder for new checkpoints; the folder need not exist yet.
 
     Raises:
-        ConfigError: nothing is installed for such a URL, or it is a run's directory, or a file.
+        ConfigError: the package for such a URL is not installed, or the place is a run directory or a file.
     """
     check_url(given, "", "DEST_URL")
     if "://" in given:
@@ -67,13 +67,14 @@ def target_url(given: str) -> str:
 
 
 def with_newest(stored: Stored, use: Callable[[Manifest], Used]) -> tuple[Manifest, Used]:
-    """Use the newest checkpoint that is whole; say on standard error which newer ones are passed over, and why.
+    """Use the newest complete checkpoint; say on standard error which newer ones are skipped, and why.
 
-    Where ``use`` finds damage that only reading shows, it is called again with the newest of which every byte is right.
+    If ``use`` finds damage that only reading shows, it is called again with the newest checkpoint whose bytes are all
+    right.
 
     Raises:
-        InputError: there is none.
-        CheckpointError: all are damaged, or storage does not answer.
+        InputError: there is no checkpoint.
+        CheckpointError: all checkpoints are damaged, or storage does not answer.
     """
     try:
         manifest = _newest(stored, every_byte=False)
@@ -93,13 +94,13 @@ def _newest(stored: Stored, *, every_byte: bool) -> Manifest:
 
 
 def no_checkpoint(stored: Stored) -> InputError:
-    """Return the error of a place with no complete checkpoint."""
+    """Return the error for a place with no complete checkpoint."""
     what = "" if stored.run_dir is not None or "://" in stored.given else "is not a run directory, and "
     return InputError(f"{what}holds no complete checkpoint", source=stored.url)
 
 
 def unknown_version(stored: Stored, field: str, version: int, known: tuple[int, ...]) -> InputError:
-    """Return the error of a version that is not there."""
+    """Return the error for a version that does not exist."""
     if not known:
         return no_checkpoint(stored)
     allowed = ", ".join(map(str, known))

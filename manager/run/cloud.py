@@ -1,4 +1,4 @@
-"""What a run needs for VMs that a provider brings, checked before anything starts."""
+"""The settings of a run whose VMs come from a provider, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from morph.contract.errors import ConfigError
 
 @dataclass(frozen=True)
 class Cloud:
-    """A cluster file's VMs with the file that says what and where they are, as their market reads it."""
+    """The VMs of a cluster file, with the cloud file that describes them, as their market reads it."""
 
     vms: ProvidedVms
     path: Path
@@ -30,39 +30,39 @@ class Cloud:
 
     @property
     def market(self) -> Market:
-        """Where they come from."""
+        """The market that the VMs come from."""
         return market_of(self.vms.market)
 
     @property
     def most_devices(self) -> int:
-        """Of one VM."""
+        """Devices of one VM."""
         return self.market.most_devices(self.described)
 
     @property
     def vm_kind(self) -> NodeFacts:
-        """What all VMs of a run will be."""
+        """The description that all VMs of a run share."""
         return self.market.vm_kind(self.described)
 
     def offers(self) -> tuple[Offer, ...]:
-        """GPUs that may come, where the file names their types; none: they are alike. May ask a price list."""
+        """GPUs that may come, if the file names their types; empty if all are alike. May query a price list."""
         return self.market.offers(self.described, self.vms)
 
     def price(self) -> Price | None:
-        """What one VM costs; may ask the provider's price list."""
+        """Return the price of one VM; may query the provider's price list."""
         if self.vms.usd_per_h is not None:
             return Price(usd_per_h=self.vms.usd_per_h, source="the cluster file")
         return self.market.price(self.described, self.path)
 
     def providing(self, name: RunName, run_dir: Path) -> Providing:
-        """Say how the provider of a run is opened."""
+        """Return how the provider of a run is opened."""
         return self.market.providing(self.described, self.vms, self.path, name, run_dir)
 
 
 def check_address(cloud: Cloud, source: str) -> None:
-    """Refuse an address that this machine has not, or that only this machine reaches and a host is elsewhere.
+    """Refuse an address that this machine does not have, and a loopback address where a host is another machine.
 
     Raises:
-        ConfigError: naming the cluster file.
+        ConfigError: the address is refused; the error names the cluster file.
     """
     vms = cloud.vms
     if ipaddress.IPv4Address(vms.address).is_loopback and (elsewhere := cloud.market.elsewhere(cloud.described)):
@@ -86,17 +86,17 @@ def check_address(cloud: Cloud, source: str) -> None:
 
 
 def check_storage(vms: ProvidedVms, checkpoint_url: str | None, source: str, field: str) -> None:
-    """Refuse a place for checkpoints that VMs do not reach.
+    """Refuse a place for checkpoints that the VMs cannot reach.
 
     Raises:
-        ConfigError: naming the file, and what would do.
+        ConfigError: the place is refused; the error names the file and what is allowed.
     """
     if vms.shared_storage:
         return
     if checkpoint_url is not None and _scheme(checkpoint_url) not in ("", "file", "local"):
         if isinstance(vms, CloudVms) and vms.uid and not vms.metadata and not vms.pass_variables:
             raise ConfigError(
-                "the VMs have nothing to show there",
+                "the VMs have no credentials for it",
                 source=source,
                 field=field,
                 value=checkpoint_url,
@@ -114,10 +114,10 @@ def check_storage(vms: ProvidedVms, checkpoint_url: str | None, source: str, fie
 
 
 def check_url(checkpoint_url: str, source: str, field: str) -> None:
-    """Refuse a URL for whose storage nothing is installed.
+    """Refuse a URL whose storage package is not installed.
 
     Raises:
-        ConfigError: naming what is missing.
+        ConfigError: the URL is refused; the error names the missing package.
     """
     scheme = _scheme(checkpoint_url)
     try:

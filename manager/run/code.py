@@ -1,4 +1,4 @@
-"""The code and data that a run trains on: those it began with, unless the user wants others."""
+"""The code and data that a run trains on: those that it began with, unless the user chooses others."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SAME_JOB = "; for the same job under another name: --if-changed accept"
 
 @dataclass(frozen=True)
 class CheckedJob:
-    """What checking a job gives.
+    """The result of checking a job.
 
-    ``facts``: by what the job is known. ``cut``: makes, for a micro-batch size, the cut that workers are handed; None:
-    each of them has to export the model.
+    ``facts``: what identifies the job. ``cut``: makes the cut for workers, given a micro-batch size; None: each worker
+    has to export the model.
     """
 
     facts: JobFacts
@@ -37,19 +37,19 @@ class CheckedJob:
 
 
 CheckJob = Callable[[str, Profile], CheckedJob]
-"""Loads the job, path/to/file.py:name, and holds it against a profile. Raises InputError."""
+"""Loads the job, path/to/file.py:name, and compares it with a profile. Raises InputError."""
 
 
 class RunCode:
-    """A run's code, from what lies on the disk now and what the run's directory keeps.
+    """The code of a run, from the files on disk now and the copy in the run directory.
 
     Args:
         job_path: path/to/file.py:name.
-        profile: The job is held against it.
+        profile: The profile that the job must fit.
         files: The job's files as they are now.
-        if_changed: What to do where they are not what the run began with.
-        check_job: Loads torch, and the job.
-        unpack: The run's workers do not see this machine's folders.
+        if_changed: What to do if the files differ from those that the run began with.
+        check_job: Loads torch and the job.
+        unpack: True if the run's workers do not see this machine's folders.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class RunCode:
         self._kept: JobCode | None = None
         self._accepted = ""
         self.cut: HandedCut | None = None
-        """What workers are handed, once it is known what the run trains on."""
+        """What workers are given; known once the run's code is settled."""
 
     def check(self) -> None:
-        """Check the job, which loads torch, and name the code that no snapshot holds.
+        """Check the job, which loads torch, and name the imported code that the snapshot does not contain.
 
         Raises:
-            InputError: it is not right, or does not fit the profile.
+            InputError: the job is not valid, or does not fit the profile.
         """
         before = set(sys.modules)
         with self._files.in_use():
@@ -88,7 +88,7 @@ class RunCode:
         if elsewhere:
             print(
                 f"note: the run keeps a copy of the code in {self._files.folder}, but the job also imports "
-                f"{', '.join(elsewhere)}: leave that as it is while the run lives",
+                f"{', '.join(elsewhere)}: do not change that while the run lives",
                 file=sys.stderr,
             )
 
@@ -96,7 +96,7 @@ class RunCode:
         """Return the length of the data set with which the run began, or begins.
 
         Raises:
-            InputError: the run begins, and its job is not right.
+            InputError: the run is new, and its job is not valid.
         """
         known = read_facts(run_dir).known_by.data if is_run(run_dir) else {}
         if "dataset" not in known:
@@ -107,10 +107,10 @@ class RunCode:
         return known["dataset"].num_samples
 
     def of(self, run_dir: RunDir) -> JobCode:
-        """What a run trains on, as far as it can be told without loading the job.
+        """Return the code that a run trains on, as far as it is known without loading the job.
 
         Raises:
-            RunDirError: what it began with is damaged, or was changed since and the user has not said what to do.
+            RunDirError: the stored code is damaged, or the code was changed since and the user has not said what to do.
         """
         sha256 = run_dir.facts.code_sha256
         if sha256 is None:
@@ -139,10 +139,11 @@ class RunCode:
         return code
 
     def begin(self, run_dir: RunDir) -> JobCode:
-        """Check the job, unless that was done, and keep what the run trains on from now on.
+        """Check the job, unless it was checked before, and store the code that the run trains on from now on.
 
         Raises:
-            InputError: the job is not right, is another one, or its settings or data are not what the run began with.
+            InputError: the job is not valid, is another job, or its settings or data differ from those that the run
+                began with.
             RunDirError: the directory cannot be written.
         """
         if self._checked is None:
@@ -168,18 +169,18 @@ class RunCode:
         keep(run_dir.path, code, self.cut)
         if (code.sha256, found) != (began.code_sha256, began.known_by):
             run_dir.begin_with(began.model_copy(update={"code_sha256": code.sha256, "known_by": found}))
-        self._checked = None  # lets go of the exported model
+        self._checked = None  # frees the exported model
         return code
 
     def _tell_accepted(self, differing: str, settings: Mapping[str, str]) -> None:
-        """Say on standard error what changed and applies from now on, and what stays as it was saved."""
+        """Say on standard error which changes apply from now on, and which settings stay as saved."""
         if self._if_changed is not IfChanged.ACCEPT or not (differing or self._changed):
             return
         stays = ["weights", "optimizer state", "step counts"]
         if settings.get("effective_loss_scaling", "None") != "None" and "effective_loss_scaling" not in differing:
             stays.append("loss scale")
         schedule = any(name.startswith("lr_scheduler(") and value != "None" for name, value in settings.items())
-        where = "; the schedule stands as if it had been there from the beginning" if schedule else ""
+        where = "; the schedule continues as if it had applied from the beginning" if schedule else ""
         self._accepted = (
             f"{differing or 'no setting differs'}; applies from the next step on{where}; as saved: {', '.join(stays)}"
         )
@@ -187,7 +188,7 @@ class RunCode:
         print(f"going on with what was changed: {files}{self._accepted}", file=sys.stderr)
 
     def facts(self, code: JobCode) -> tuple[Fact, ...]:
-        """What the journal is to say of it."""
+        """Return the journal's facts about the code."""
         told = [Fact(name="job_code", detail=f"sha256 {code.sha256}: {', '.join(sorted(self._files.files))}")]
         if self._changed:
             name = "changed_code_accepted" if self._if_changed is IfChanged.ACCEPT else "changed_code_ignored"
@@ -198,7 +199,7 @@ class RunCode:
 
     @property
     def files(self) -> JobFiles:
-        """What the run trains on, once it has begun."""
+        """The code that the run trains on, once it has begun."""
         return self._files
 
     @property
@@ -207,12 +208,12 @@ class RunCode:
 
 
 def keep(run_dir: Path, code: JobCode, cut: HandedCut | None = None) -> None:
-    """Store it in the run's directory under its digest, readable by the user alone; whole or not at all.
+    """Store the code in the run directory under its digest, atomically and readable by the user alone.
 
-    The cut lies beside it, for a manager that takes over and hands it to new workers.
+    The cut is stored beside the code, for a manager that takes over and gives it to new workers.
 
     Raises:
-        RunDirError: it cannot be written.
+        RunDirError: the directory cannot be written.
     """
     path = run_dir / CODE / f"{code.sha256}.zip"
     try:
@@ -225,10 +226,10 @@ def keep(run_dir: Path, code: JobCode, cut: HandedCut | None = None) -> None:
 
 
 def kept(run_dir: Path, sha256: str, job_path: str, *, unpack: bool = False) -> JobCode:
-    """Read what a run began with, as the code of the job at ``job_path``.
+    """Read the code that a run began with, as the code of the job at ``job_path``.
 
     Raises:
-        RunDirError: it is gone or damaged.
+        RunDirError: the stored code is missing or damaged.
     """
     path = run_dir / CODE / f"{sha256}.zip"
     try:
@@ -245,7 +246,7 @@ def kept(run_dir: Path, sha256: str, job_path: str, *, unpack: bool = False) -> 
 
 
 def kept_cut(run_dir: Path, code_sha256: str) -> HandedCut | None:
-    """Read the cut that lies beside this code; None: there is none. A worker finds out if it is damaged."""
+    """Read the cut stored beside this code, or None if there is none. A worker detects whether it is damaged."""
     with suppress(OSError):
         content = (run_dir / CODE / f"{code_sha256}{_CUT}").read_bytes()
         return HandedCut(sha256=hashlib.sha256(content).hexdigest(), content=content)

@@ -1,4 +1,4 @@
-"""A request with everything that it names read: what a run is made of."""
+"""The inputs of a run: its request, and everything that the request names, read."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from simulator.inputs.conditions import of_pool_type
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """What is requested of a run, read and with its paths resolved.
+    """A run's request with all its files read and its paths resolved.
 
-    ``request``: with what a job file says; its cluster file may be that file, as ``in_file`` says. ``asked``: the
-    request as it was given, to be kept; None: nothing is. ``job_files``: as they are now. ``trace``: None: the VMs come
-    at the start. ``stop_with_trace``: see :class:`manager.run.session.RunSpec`.
+    ``request``: includes the options of a job file; the job file may also be its cluster file (see ``in_file``).
+    ``asked``: the request as given, to be stored; None: nothing is stored. ``job_files``: the job's files as they are
+    now. ``trace``: None: the VMs come at the start. ``stop_with_trace``: see :class:`manager.run.session.RunSpec`.
     """
 
     request: RunRequest
@@ -44,7 +44,7 @@ class PreparedRun:
     stop_with_trace: bool = False
 
     def with_samples(self, num_samples: int) -> PreparedRun:
-        """Return the same with its length in steps, where epochs of so many samples were requested."""
+        """Return the same inputs with their length in steps, if epochs of ``num_samples`` samples were requested."""
         epochs = self.request.epochs
         if epochs is None:
             return self
@@ -58,7 +58,7 @@ class PreparedRun:
 
     @property
     def places(self) -> dict[str, tuple[str, str]]:
-        """Where the values that the planner is given stand, for errors."""
+        """Where the planner's values are set, for errors."""
         source, short = str(self.request.cluster), {"pipeline_depth": "-P", "num_replicas": "-D"}
         return {
             "memory_bytes": (source, "vms.memory_bytes"),
@@ -69,14 +69,14 @@ class PreparedRun:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Every file that it was read from; the run keeps its code itself."""
+        """Every file that was read, except the job's code, which the run stores itself."""
         cloud = self.cloud.path if self.cloud is not None else None
         paths = (self.request.profile, self.request.cluster, cloud, self.request.trace)
         return tuple(path for path in paths if path is not None)
 
     @property
     def identity(self) -> dict[str, str]:
-        """What a manager that takes over must be started with too, by the user's names."""
+        """The settings that a manager which takes over must be started with too, by the user's names."""
         request = self.request
         return {
             "JOB": absolute_job(request.job),
@@ -93,11 +93,11 @@ class PreparedRun:
 
     @property
     def vm_kind(self) -> NodeFacts:
-        """What is known beforehand of its VMs: what they have in common."""
+        """What is known of the VMs beforehand: what they have in common."""
         return NodeFacts(provider="local") if self.cloud is None else self.cloud.vm_kind
 
     def config(self) -> ControllerConfig:
-        """Plan, and gather what the controller starts with; see ``controller_config``. Takes seconds for many VMs."""
+        """Plan, and build the controller's configuration; see ``controller_config``. Takes seconds for many VMs."""
         given = self.request
         requested = given.model_dump(include={"schedule", "recompute", "pipeline_depth", "num_replicas"})
         request = PlanRequest(**requested, micro_batch_size=self._kept_micro_batch_size())
@@ -115,17 +115,17 @@ class PreparedRun:
         )
 
     def offers(self) -> tuple[Offer, ...]:
-        """The types of GPU that the cluster file, or the file that it names, gives to its VMs; none: all are alike."""
+        """Return the GPU types that the cluster file, or a file that it names, gives to VMs; empty if all are alike."""
         vms = self.cluster.vms
         if isinstance(vms, LocalVms):
             return tuple(Offer(node_type=name, usd_per_h=vms.usd_per_h) for name in vms.node_types)
         return () if self.cloud is None else self.cloud.offers()
 
     def facts(self, planned: Callable[[], ControllerConfig]) -> RunFacts:
-        """What its run directory belongs to; plans are made only where m is theirs to choose.
+        """Return the identity that the run directory belongs to; plans are made only if the planner chooses m.
 
         Raises:
-            InputError: as ``config``.
+            InputError: see ``config``.
         """
         known = self.profile.job.micro_batch_size or self._kept_micro_batch_size()
         return RunFacts(
@@ -138,10 +138,10 @@ class PreparedRun:
         )
 
     def prices(self) -> Prices | None:
-        """The command line's price counts for all VMs; else the provider's or the cluster file's for those without one.
+        """Return the command line's prices, for all VMs, else the provider's or cluster file's, for VMs without one.
 
         Raises:
-            InputError: a price to compare with, and none that is paid.
+            InputError: there is a price to compare with, but no price that is paid.
         """
         vms, given = self.cluster.vms, self.request
         on_demand = vms.on_demand_usd_per_h if given.on_demand_price is None else given.on_demand_price
@@ -155,7 +155,7 @@ class PreparedRun:
         return None if prices is None else prices.model_copy(update={"for_all": False})
 
     def _kept_micro_batch_size(self) -> int | None:
-        """The m of a run that goes on, where it is the planner's to choose: it may not change in a run."""
+        """Return the m of a resumed run, if the planner chose it: m may not change during a run."""
         if self.profile.job.micro_batch_size is not None or not is_run(self.run_dir):
             return None
         kept = read_facts(self.run_dir)

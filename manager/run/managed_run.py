@@ -47,7 +47,7 @@ from morph.contract.profile import other_links
 from morph.words import counted
 
 Show = Callable[[LiveRun], AbstractContextManager[Observer]]
-"""Shows a run while the block runs; yields the driver's observer."""
+"""Shows a run while the context is open; yields the driver's observer."""
 
 
 def managed_run(
@@ -61,21 +61,21 @@ def managed_run(
 ) -> tuple[Finish, RunReport]:
     """Check everything, then run a job on its VMs to its end; returns the end and the report.
 
-    A run whose VMs live is gone on with, or one that is in use refused, before the job is loaded. The request is kept
-    in the run directory once it is known that the run begins.
+    Before the job is loaded, a run whose VMs live is taken over, and a run that is in use is refused. The request is
+    stored in the run directory once it is certain that the run begins.
 
     Args:
         run: What to run.
-        check_job: Loads the job and holds it against the profile.
+        check_job: Loads the job and compares it with the profile.
         show: Shows the run while it goes on.
-        if_changed: What to do where the job is not what the run began with.
-        take_over: Take the place of the checkpoints over from another manager that may live.
-        forever: Another manager follows where this one ends, if neither the user nor a limit ended it.
+        if_changed: What to do if the job is not the one that the run began with.
+        take_over: Take over the place of the checkpoints from another manager, which may still run.
+        forever: Another manager follows this one, unless the user or a limit ends it.
 
     Raises:
         InputError: before anything is started or written.
-        CheckpointError: the same, where storage has no answer for a run that is about to begin.
-        TrainingStopped: when the cluster or training fails.
+        CheckpointError: before anything is started or written: storage does not answer, and the run is new.
+        TrainingStopped: the cluster or training failed.
     """
     with ExitStack() as ending:
         managed = ManagedRun(run, check_job, show, if_changed, ending, take_over=take_over, forever=forever)
@@ -85,21 +85,22 @@ def managed_run(
 class ManagedRun:
     """One run under this manager. It is checked and planned when it is made; ``carry_out`` trains.
 
-    Storage and the job are checked, and shapes planned, as far as that need not wait for a run that may still live.
+    Storage and the job are checked and shapes planned at once, unless a run that may still live has to be looked for
+    first.
 
-    A session is what one group of VMs and workers does, from their start to their end; ``run_until_it_ends`` begins
-    another where the machines were lost.
+    A session is the work of one group of VMs and workers, from their start to their end; ``run_until_it_ends`` begins
+    another session if the machines are lost.
 
     Args:
         run: What to run.
-        check_job: Loads the job and holds it against the profile.
+        check_job: Loads the job and compares it with the profile.
         show: Shows the run while it goes on.
-        if_changed: What to do where the job is not what the run began with.
-        ending: Closes what is begun beside that.
+        if_changed: What to do if the job is not the one that the run began with.
+        ending: Closes everything else that is opened here.
         take_over, forever: See ``managed_run``.
 
     Raises:
-        InputError: the run cannot begin, and nothing of it was started or written.
+        InputError: the run cannot begin; nothing was started or written.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class ManagedRun:
         self._lease: Lease | None = None
         self._forever = forever
         self._is_new = not is_run(run.run_dir)
-        self._wait = partial(patiently, limit_s=0.0 if self._is_new else LIMIT_S)  # for the disk of a run that goes on
+        self._wait = partial(patiently, limit_s=0.0 if self._is_new else LIMIT_S)  # for the disk of a resumed run
         unpack = run.cloud is not None
         self._trained = RunCode(run.request.job, run.profile, run.job_files, if_changed, check_job, unpack=unpack)
         self._prices = run.prices()
@@ -128,7 +129,7 @@ class ManagedRun:
         self._providing: Providing | None = None
         self._code: JobCode | None = None
         if self._is_new and run.request.checkpoint_url is not None:
-            # first: the job takes longer; what a wrong key leaves is in the way
+            # first: the job takes longer, and files left after a wrong key would be in the way
             if not take_over:
                 Lease(run.request.checkpoint_url, this_process("", run.run_dir)).check_free()
             find_whole(run.request.checkpoint_url)
@@ -137,7 +138,7 @@ class ManagedRun:
             self._trained.check()
         if run.request.epochs is not None:
             self._run = run = run.with_samples(self._trained.num_samples(run.run_dir))
-        self._planned = cache(run.config)  # once, for many VMs take their time, and not where a run is taken over
+        self._planned = cache(run.config)  # once, as planning for many VMs takes time; not if a run is taken over
         if self._is_new:
             vms = run.cluster.vms
             for sentence in other_links(run.profile, vms.links, vms.rings) if vms.device == "cuda" else ():
@@ -153,7 +154,7 @@ class ManagedRun:
             self._take_lease(opened)
             if cloud is not None:
                 known_as = name_of(opened.path, name)
-                self._wait(partial(write_name, opened.path, known_as))  # the provider marks VMs with it, to find them
+                self._wait(partial(write_name, opened.path, known_as))  # the provider tags VMs with it, to find them
                 self._providing = cloud.providing(known_as, opened.path)
             try:
                 with Watchers(self._watching(opened), _tell):
@@ -163,7 +164,7 @@ class ManagedRun:
                 self._history.take_in(opened.path)
 
     def _take_lease(self, opened: RunDir) -> None:
-        """Keep other managers from the place of the checkpoints, unless it is in the run directory, which is locked."""
+        """Keep other managers from writing checkpoints there, unless it is in the run directory, which is locked."""
         url = opened.facts.checkpoint_url
         if url is None:
             return
@@ -180,7 +181,7 @@ class ManagedRun:
                 _tell(f"the checkpoints at {url} are taken over from {before}, which stops when it next looks there")
 
     def _watching(self, opened: RunDir) -> tuple[Watching, ...]:
-        """What trackers and callbacks are to follow."""
+        """Return what trackers and callbacks need to follow the run."""
         run = self._run
         folder = Path() if run.request.cluster is None else run.request.cluster.resolve().parent
         common: dict[str, object] = {
@@ -218,7 +219,7 @@ class ManagedRun:
         return self._begin(opened, number) if finish is None else finish
 
     def _take_over(self, opened: RunDir) -> Finish | None:
-        """Take over a run whose manager was killed; None: none lives, which is said if there was one."""
+        """Take over a run whose manager was killed; None: no such run lives. A message says so if there was one."""
         began_with = self._trained.of(opened)
         try:
             found = attachment.find_living(opened, self._command(began_with))
@@ -269,13 +270,13 @@ class ManagedRun:
             return session.run_session(spec, opened, observer)
 
     def _newest_checkpoint(self, opened: RunDir) -> Manifest | None:
-        """Find what the run goes on from by its files' sizes; a worker that loads it finds what is wrong inside."""
+        """Find the checkpoint to resume from, checking only file sizes; a worker that loads it finds other damage."""
         try:
             manifest, passed_over = newest_whole(opened.checkpoint_url)
         except CheckpointDamaged:
             raise
         except CheckpointError as error:
-            if self._restarts.has_run:  # storage that went away may come back
+            if self._restarts.has_run:  # storage that failed may come back
                 raise ClusterLost(str(error)) from error
             raise
         for sentence in passed_over:
@@ -308,7 +309,7 @@ class ManagedRun:
 
     @contextmanager
     def _view(self, opened: RunDir, version: int, *, takes_over: bool = False) -> Iterator[Observer]:
-        """Show a session while the block runs; yields the driver's observer."""
+        """Show a session while the context is open; yields the driver's observer."""
         run = self._run
         num_steps = None if run.stop_with_trace else run.request.steps
         live = LiveRun(run.profile.job.name, num_steps, run.profile.job.batch_size, self._prices)
@@ -323,13 +324,13 @@ class ManagedRun:
 
 
 def _begin_machines(run: PreparedRun, ending: ExitStack) -> list[OpenMachines]:
-    """Let the process that local workers are forked from import what they need, while the job is checked."""
+    """While the job is checked, let the process that forks local workers import the modules that they need."""
     vms = run.cluster.vms
     if not isinstance(vms, LocalVms) or vms.under_ray:
         return []
     machines = machines_of(vms, None, None, run.run_dir, run.identity["JOB"])
     assert isinstance(machines, Processes)
-    with suppress(OSError):  # the session says what is wrong
+    with suppress(OSError):  # the session reports the error
         begun = machines.begin(run.cluster.policy.takeover_patience_s)
         ending.callback(begun.close)
         return [replace(machines, begun=begun)]
@@ -337,13 +338,13 @@ def _begin_machines(run: PreparedRun, ending: ExitStack) -> list[OpenMachines]:
 
 
 def _leave_recovery(run: PreparedRun, opened: RunDir, trained: RunCode) -> None:
-    """Put beside the checkpoints what the run could be gone on with elsewhere; it runs without that too."""
+    """Store beside the checkpoints what another machine needs to resume the run; the run goes on if that fails."""
     limit_s = run.cluster.policy.rules.checkpoints.file_limit_s(0)
     try:
         recovery = recovery_of(run, opened.facts, trained.files)
         bounded(partial(write_recovery, opened.checkpoint_url, recovery), limit_s, "storage")
     except (CheckpointError, OSError) as error:
-        _tell(f"note: {error}; the run can be gone on with in {opened.path}, but not from its checkpoints alone")
+        _tell(f"note: {error}; the run can be resumed in {opened.path}, but not from its checkpoints alone")
 
 
 def _tell(sentence: str) -> None:

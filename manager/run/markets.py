@@ -5,8 +5,8 @@ Another package adds its own as an entry point of the group ``morph.markets``, w
     [project.entry-points."morph.markets"]
     moon = "morph_moon.market:MoonMarket"
 
-A cluster file's ``vms`` of such a kind has what all VMs of a provider have; what the market alone needs is in the file
-that ``vms.cloud`` names, as ``described`` reads it.
+For such a kind, ``vms`` of a cluster file has the fields of all providers; the market's own fields are in the file that
+``vms.cloud`` names, which ``described`` reads.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ LOCK_NAME = "requirements.lock"
 
 
 class Market(ABC):
-    """One kind of VMs. ``described`` is of its own type in every call, and was checked."""
+    """One kind of VMs. In every call, ``described`` is of the market's own type and was checked."""
 
     described: type[Value]
-    """What the file says that ``vms.cloud`` names."""
+    """The content of the file that ``vms.cloud`` names."""
 
     needs: tuple[str, ...] = ()
     extra: str = ""
-    """Modules that it imports, and the extra that brings them."""
+    """The modules that the market imports, and the extra that installs them."""
 
     def check(self, source: str) -> None:
-        """See that what it needs is installed.
+        """Check that the packages that the market needs are installed.
 
         Raises:
-            ConfigError: naming the cluster file, or the cloud file, and what to install.
+            ConfigError: a package is missing; the error names the cluster or cloud file and what to install.
         """
         try:
             missing = any(find_spec(module) is None for module in self.needs)
-        except ModuleNotFoundError:  # of the package that it is in
+        except ModuleNotFoundError:  # of the package that the market is in
             missing = True
         if missing:
             raise ConfigError(
@@ -78,46 +78,46 @@ class Market(ABC):
 
     @abstractmethod
     def most_devices(self, described: Any) -> int:
-        """Return how many devices a VM has at most."""
+        """Return the maximum number of devices of a VM."""
 
     @abstractmethod
     def vm_kind(self, described: Any) -> NodeFacts:
-        """Return what all VMs of a run will be."""
+        """Return the description that all VMs of a run share."""
 
     def offers(self, _described: Any, _vms: ProvidedVms) -> tuple[Offer, ...]:
-        """Return what GPUs may come where the file names their types; none: they are alike. May ask a price list."""
+        """Return the GPUs that may come, if the file names types; empty if all are alike. May query a price list."""
         return ()
 
     @abstractmethod
     def price(self, described: Any, path: Path) -> Price | None:
-        """Return what one VM costs, where the cluster file does not say it; may ask a price list."""
+        """Return the price of one VM, if the cluster file does not set it; may query a price list."""
 
     def elsewhere(self, _described: Any) -> str:
-        """Name a machine of it that does not reach a loopback address; empty: there is none."""
+        """Name a machine of the market that cannot reach a loopback address; empty: there is none."""
         return "every VM"
 
     @abstractmethod
     def providing(self, described: Any, vms: ProvidedVms, path: Path, name: RunName, run_dir: Path) -> Providing:
-        """Say how the provider of a run is opened. ``path``: of what is described."""
+        """Return how the provider of a run is opened. ``path``: the file that ``described`` was read from."""
 
     def findings(self, _described: Any, _count: int) -> Iterator[Finding]:
-        """Look whether a run with ``count`` devices would get its VMs; asks the cloud, and changes nothing there.
+        """Check whether a run with ``count`` devices would get its VMs; queries the cloud, and changes nothing there.
 
         Raises:
-            ConfigError: nothing is known to look at for this kind.
+            ConfigError: this kind has no checks.
         """
         raise ConfigError("cloud files of this kind have no checks", field="--kind", value=self.kind, allowed="aws")
 
     def policy(self, _described: Any) -> dict[str, Any]:
-        """Return the least that the manager's user must be allowed.
+        """Return the least rights that the manager's user must have.
 
         Raises:
-            ConfigError: this kind has no policies.
+            ConfigError: this kind needs no rights.
         """
         raise ConfigError("cloud files of this kind have no policy", field="--kind", value=self.kind, allowed="aws")
 
     def planned(self, _described: Any, _path: Path, *_names: Any) -> list[dict[str, Any]]:
-        """Say what a request would create: for ``run``, ``job``, ``request``, ``count`` and what is shown of its boot.
+        """Return what a request would create, for ``run``, ``job``, ``request``, ``count`` and the shown part of boots.
 
         Raises:
             ConfigError: VMs of this kind are not created.
@@ -127,10 +127,10 @@ class Market(ABC):
 
     @abstractmethod
     def end_run(self, described: Any, path: Path, run: str, job: str, told: Callable[[str], None]) -> tuple[Vm, ...]:
-        """End what a run left, known by its name and its job's alone; returns the VMs that were there.
+        """End what a run left behind, found by the names of the run and its job alone; returns the VMs that existed.
 
         Raises:
-            ProviderError: nothing of it is there, or something is left: which.
+            ProviderError: nothing of the run exists, or some of it could not be ended; the error names it.
         """
 
 
@@ -211,7 +211,7 @@ class AwsMarket(Market):
         return described.price(self._price_of(described))
 
     def _price_of(self, described: AwsSpec) -> Callable[[AwsType], float | None]:
-        """Return what says the price of a type for which the user gives none."""
+        """Return a function for the price of a type for which the user gives none."""
         if all(known.usd_per_h is not None for known in described.types):
             return lambda known: known.usd_per_h
         self.check("the cloud file")
@@ -247,7 +247,7 @@ class AwsMarket(Market):
 
 
 class StaticMarket(Market):
-    """Hosts that the user has."""
+    """Hosts that the user owns."""
 
     described = Hosts
     mark = "hosts"
@@ -297,14 +297,14 @@ class StaticMarket(Market):
         provider = StaticProvider(spec, run, leases, job=job)
         leased = provider.list()
         if not leased:
-            missing = f"run {run} of job {job} has no host: it was ended before, or a name is misspelt"
+            missing = f"run {run} of job {job} has no host: it has ended already, or a name is misspelt"
             raise Misconfigured(f"{leases}: {missing}")
         end_all(provider, told=told)
         return leased
 
 
 def _offers(sizes: Iterable[SizeT], find: Callable[[SizeT], float | None]) -> tuple[Offer, ...]:
-    """The types of GPUs among sizes, with the price of one GPU; ``find``: of a size for which the user gives none."""
+    """Return the GPU types among sizes, with the price of one GPU; ``find``: finds prices that the user omitted."""
     by_type: dict[str, list[float | None]] = {}
     for size in sizes:
         if size.node_type is not None:
@@ -315,13 +315,13 @@ def _offers(sizes: Iterable[SizeT], find: Callable[[SizeT], float | None]) -> tu
 
 
 def _dearest(prices: Sequence[float | None]) -> float | None:
-    """Any of them may come; None where one is not known."""
+    """Any of them may come; None if one of them is unknown."""
     known = [price for price in prices if price is not None]
     return max(known) if len(known) == len(prices) else None
 
 
 class SlurmMarket(Market):
-    """Jobs of a cluster of Slurm, in a partition whose jobs may be preempted."""
+    """Jobs of a Slurm cluster, in a partition whose jobs may be preempted."""
 
     described = SlurmSpec
     mark = "partition"
@@ -372,7 +372,7 @@ class SlurmMarket(Market):
         left = provider.list()
         if not left:
             others = ", ".join(f"{other} of job {its}" for other, its in provider.runs().items()) or "none"
-            missing = f"run {run} of job {job} has no job in Slurm's queue: it was ended before, or a name is misspelt"
+            missing = f"run {run} of job {job} has no job in Slurm's queue: it has ended already, or a name is misspelt"
             raise Misconfigured(f"{missing}; runs that have jobs there: {others}")
         end_all(provider, told=told)
         return left
@@ -390,7 +390,7 @@ def market_of(kind: str) -> Market:
     """Return the market of a kind.
 
     Raises:
-        ConfigError: there is no such kind, or what another package registered cannot be loaded.
+        ConfigError: there is no such kind, or the market that another package registered cannot be loaded.
     """
     if kind in _BUILT_IN:
         market = _BUILT_IN[kind]()
@@ -412,6 +412,6 @@ def market_of(kind: str) -> Market:
 
 
 def market_of_file(data: Any, kind: str | None) -> Market:
-    """Return the market that a cloud file is of. ``kind``: as the user says; None: as its fields say, else Azure's."""
+    """Return the market of a cloud file. ``kind``: the user's choice; None: recognised by fields, else Azure's."""
     fields = data if isinstance(data, dict) else {}
     return market_of(kind or next((known for known, market in _BUILT_IN.items() if market.mark in fields), "azure"))

@@ -1,4 +1,4 @@
-"""From a profile and a cluster file to what the controller starts with: plans and the checkpoint."""
+"""Prepare what the controller starts with, plans and a checkpoint, from a profile and a cluster file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import LocalVms, Policy, Vms
 from morph.contract.errors import CheckpointError, PlanError, TraceError
 from morph.contract.messages import Slot
-from morph.contract.plan import Plan
+from morph.contract.plan import Plan, by_need
 from morph.contract.pool import Pool
 from morph.contract.profile import Profile
 from morph.contract.trace import UNKNOWN, Trace, TraceEvent
@@ -30,11 +30,11 @@ from simulator.inputs.request import RedundancyName
 from simulator.inputs.transfer import bandwidth_bytes_per_s
 
 _ANY_BYTES = int(ranges.MEMORY_BYTES.high)
-"""Of a host of which nothing is known."""
+"""Memory of a host about which nothing is known."""
 
 
 def constant_trace(vms: Vms) -> Trace:
-    """A trace in which the cluster file's VMs come at the start and stay; an empty one where they are requested."""
+    """Return a trace in which the cluster file's VMs come at the start and stay; an empty one if VMs are requested."""
     if not isinstance(vms, LocalVms) or vms.keep is not None:
         return Trace(events=())
     types = [name for name, count in vms.node_types.items() for _ in range(count)] or [UNKNOWN] * vms.num_vms
@@ -47,7 +47,7 @@ def constant_trace(vms: Vms) -> Trace:
 
 
 def from_its_first_event(trace: Trace) -> Trace:
-    """The same trace with its first event at time 0: a run begins with it, however late a recording does."""
+    """Return the same trace with its first event at time 0: a run begins with that event, however late its time."""
     start_s = trace.events[0].time_s
     prices = (price.model_copy(update={"time_s": max(0.0, price.time_s - start_s)}) for price in trace.prices)
     events = (event.model_copy(update={"time_s": event.time_s - start_s}) for event in trace.events)
@@ -57,7 +57,7 @@ def from_its_first_event(trace: Trace) -> Trace:
 
 @dataclass(frozen=True)
 class VmMemory:
-    """What one worker may take: of its device, and of the host where devices have memory of their own."""
+    """The memory that one worker may use: of its device, and of the host if devices have their own memory."""
 
     device_bytes: int
     host_bytes: int | None = None
@@ -70,16 +70,16 @@ def memory_of(
     num_vms: int | None = None,
     devices: Callable[[], Sequence[CudaDevice]] = cuda_devices,
 ) -> VmMemory:
-    """Memory of one worker, for the planner: as the cluster file says, else a share of this machine's.
+    """Return the memory of one worker, for the planner: as set in the cluster file, else a share of this machine's.
 
     Args:
-        vms: Of the cluster file.
-        profile: Says what host memory VMs of a provider have.
-        num_vms: So many at once, at most; None: as the cluster file says.
-        devices: Lists this machine's CUDA devices, where local VMs use these.
+        vms: From the cluster file.
+        profile: Has the host memory of a provider's VMs.
+        num_vms: The maximum at one time; None: as set in the cluster file.
+        devices: Lists this machine's CUDA devices, if local VMs use them.
 
     Raises:
-        ConfigError: local VMs are to use CUDA devices, and there are none.
+        ConfigError: local VMs are set to use CUDA devices, and there are none.
     """
     known_host = None if profile is None else profile.environment.host_memory_bytes
     if not isinstance(vms, LocalVms):
@@ -106,13 +106,13 @@ def controller_config(
 ) -> ControllerConfig:
     """Plan for every number of workers that the trace or ``vms.keep`` can bring, and gather what the controller needs.
 
-    ``request``, with ``more`` of its fields: P of every shape, with fewer workers than which the run waits; D at most,
-    fewer workers make fewer, others stand by; m of all plans, as a run that goes on has it; schedule and recompute.
-    ``num_beyond``: so many more may come, where the last VM has several devices. ``timeline_step``: of this step the
-    workers record a timeline. ``devices``: lists CUDA devices, where local VMs use these.
+    ``request``, with ``more`` of its fields, has: P of every shape (the run waits while there are fewer workers); the
+    maximum D (fewer workers make fewer pipelines, others stand by); m of all plans, as a resumed run has it; schedule
+    and recompute. ``num_beyond``: how many more workers may come if the last VM has several devices. ``timeline_step``:
+    the step of which workers record a timeline. ``devices``: lists CUDA devices, if local VMs use them.
 
     Raises:
-        PlanError: when not even the trace's largest number of VMs can run the job, or reach what is requested.
+        PlanError: not even the trace's largest number of VMs can run the job or reach what is requested.
     """
     max_nodes = max(trace.max_nodes, vms.keep or 0)
     memory = memory_of(vms, profile, num_vms=max_nodes, devices=devices)
@@ -126,14 +126,14 @@ def controller_config(
         rings=vms.rings,
     )
     most, request = requested.num_replicas, replace(requested, num_replicas=None)
-    plans = plan_table(profile, max_nodes, request, most_replicas=most)
+    plans = plan_table(profile, max_nodes, request, most_replicas=most, unequal=True)
     if not plans or most is not None:
-        # raises where no such shape can be, and says what would do
+        # raises if there is no such shape, and says what is allowed
         plan(profile, request, num_gpus=max_nodes, num_replicas=most)
     if not plans:
         raise PlanError("no plan fits", field="num_vms", value=max_nodes)
     if num_beyond:
-        plans = plan_table(profile, max_nodes + num_beyond, request, most_replicas=most)
+        plans = plan_table(profile, max_nodes + num_beyond, request, most_replicas=most, unequal=True)
     micro_batch_size = next(iter(plans.values())).micro_batch_size
     return ControllerConfig(
         **_facts_of(profile),
@@ -170,13 +170,13 @@ def mixed_config(
     timeline_step: int | None = None,
     num_beyond: int = 0,
 ) -> ControllerConfig:
-    """The same as ``controller_config`` where GPUs may come of several types: plans for every pool of them.
+    """Do the same as ``controller_config`` for GPUs of several types: plan for every pool of them.
 
-    Each type has the memory that the profile says, where it says that of all; else what the cluster file says counts.
+    Each type has the memory that the profile gives, if it does so for all types; else that of the cluster file.
 
     Raises:
-        PlanError: a type is none of the profile's, or no pool can run the job.
-        TraceError: a VM of the trace is of none of the types.
+        PlanError: a type is not in the profile, or no pool can run the job.
+        TraceError: a VM of the trace has none of the types.
     """
     names = [offer.node_type for offer in offers]
     profiles = {name: of_pool_type(profile, name) for name in names}
@@ -198,7 +198,7 @@ def mixed_config(
         rings=vms.rings,
     )
     most_replicas, request = request.num_replicas, replace(request, num_replicas=None)
-    plans = pool_plan_table(profile, most, request, most_replicas=most_replicas)
+    plans = by_need(pool_plan_table(profile, most, request, most_replicas=most_replicas).values())
     if not plans:
         raise PlanError("no plan fits", field="pool", value=str(most))
     micro_batch_size = next(iter(plans.values())).micro_batch_size
@@ -211,20 +211,20 @@ def mixed_config(
         timeline_step=timeline_step,
         section_compute_s=section_compute_s(profile, micro_batch_size),
         type_compute_s={name: section_compute_s(of, micro_batch_size) for name, of in profiles.items()},
-        offers=tuple(sorted(offers, key=lambda offer: offer.usd_per_h or 0.0)),  # of those that add nothing: the first
+        offers=tuple(sorted(offers, key=lambda offer: offer.usd_per_h or 0.0)),  # the first of those that add nothing
     )
 
 
 def most_of_types(traces: Iterable[Trace], node_types: Mapping[str, str], field: str) -> Pool:
-    """The most VMs of each type of GPU that traces have at once.
+    """Return the maximum number of VMs of each GPU type that traces have at one time.
 
     Args:
         traces: The traces.
         node_types: Types by instance type.
-        field: Where these are from, for errors.
+        field: Where the types are set, for errors.
 
     Raises:
-        TraceError: it has VMs of another instance type.
+        TraceError: a trace has VMs of another instance type.
     """
     most = Counter[str]()
     for trace in traces:
@@ -241,12 +241,12 @@ def most_of_types(traces: Iterable[Trace], node_types: Mapping[str, str], field:
 def starting_from(
     config: ControllerConfig, checkpoint: Manifest | None, expected_losses: ExpectedLosses
 ) -> ControllerConfig:
-    """The same for a session that starts from a checkpoint, if there is one; no planning is done again.
+    """Return the same configuration, without planning again, for a session that may start from a checkpoint.
 
-    ``expected_losses``: of VMs, until the run has seen its own.
+    ``expected_losses``: the expected losses of VMs, until the run has observed its own.
 
     Raises:
-        CheckpointError: when the checkpoint is of another model.
+        CheckpointError: the checkpoint belongs to another model.
     """
     if checkpoint is not None:
         _check_fits(checkpoint, config)
@@ -257,9 +257,9 @@ def starting_from(
 
 
 def _on_shared_cores(profile: Profile, vms: Vms, plans: Iterable[Plan]) -> dict[str, float]:
-    """What is expected of each shape's mini-batch on this machine, seconds, where it has fewer cores than workers.
+    """Return the expected seconds of each shape's mini-batch on this machine, which may have fewer cores than workers.
 
-    Plans are made as if each VM had a device of its own, whatever plays the VMs.
+    Plans are made as if each VM had its own device, even if local processes emulate the VMs.
     """
     num_cores = os.cpu_count() or 1
     if not isinstance(vms, LocalVms) or vms.device != "cpu":
@@ -291,9 +291,9 @@ def redundancy_line(
     memory_bytes: int | None,
     host_memory_bytes: int | None = None,
 ) -> str:
-    """Say what a run of this plan does against losses at its beginning, and why, as its journal will.
+    """Say how a run of this plan protects itself against losses at its beginning, and why, as its journal will.
 
-    By the losses that are expected where nothing is known of the VMs.
+    The losses are those expected when nothing is known about the VMs.
     """
     if redundancy == "off" or not profile.units:
         return "second holders: off"
@@ -318,7 +318,7 @@ def redundancy_line(
 
 
 def section_compute_s(profile: Profile, micro_batch_size: int) -> tuple[float, ...]:
-    """Forward and backward of one micro-batch (seconds) on each section, as they were measured."""
+    """Return the measured seconds of forward and backward of one micro-batch on each section."""
     m = micro_batch_size
     return tuple(section.forward[m].median_s + section.backward[m].median_s for section in profile.sections)
 

@@ -1,11 +1,11 @@
-"""What a run leaves beside its checkpoints, so that another machine can go on with it by their URL and its job.
+"""The files that a run stores beside its checkpoints, so that another machine can resume it from their URL and its job.
 
-``run/recovery.json`` below the checkpoint URL: what was requested, profile, cluster and cloud file as values, the
-trace, what the run directory belongs to, and a digest of each file of the job's code. No code and no secret is in it:
-of a cluster file the lines that users write freely (``vms.environment.setup`` and ``packages``) are left out.
+``run/recovery.json`` below the checkpoint URL has the request, the values of profile, cluster and cloud file, the
+trace, the identity of the run directory, and a digest of each file of the job's code. It has no code and no secrets:
+the free text of a cluster file (``vms.environment.setup`` and ``packages``) is left out.
 
-Nothing that is read from there is run, or decides where credentials go. The job comes from this machine and must be the
-one that the run began with; what says which VMs a provider brings, and what runs on them as root, comes from the user.
+Nothing that is read from storage is executed or decides where credentials go. The job comes from this machine and must
+be the one that the run began with; the user says which VMs a provider brings and what runs on them as root.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from morph.jobs.snapshot import changed, collect, digests, pack
 
 
 class Recovery(Value):
-    """Everything that a run was made of, but its code. ``code``: sha256 of each of its files, by its name."""
+    """All inputs of a run except its code. ``code``: the sha256 of each code file, by its name."""
 
     schema_version: int = Field(ge=1, le=1)
     facts: RunFacts
@@ -71,14 +71,14 @@ class Recovery(Value):
 
 
 def recovery_of(run: PreparedRun, facts: RunFacts, files: JobFiles) -> Recovery:
-    """Gather what a run is made of, without what only this machine has.
+    """Gather the inputs of a run, without those that only this machine has.
 
     Raises:
-        OSError: its trace cannot be read any more.
+        OSError: the trace can no longer be read.
     """
     request, cluster = run.request, run.cluster
-    given = cluster.model_dump(exclude={"job"}, exclude_unset=True)  # a job file has the job too
-    for name in ("callbacks", "notify"):  # which program is run here is not taken from storage, nor secrets put there
+    given = cluster.model_dump(exclude={"job"}, exclude_unset=True)  # a job file names the job too
+    for name in ("callbacks", "notify"):  # storage must not hold secrets, or choose what runs here
         given.pop(name, None)
     if isinstance(cluster.vms, ProvidedVms):
         written = {name: value for name, value in given["vms"].get("environment", {}).items() if name not in _FREE_TEXT}
@@ -99,14 +99,14 @@ def recovery_of(run: PreparedRun, facts: RunFacts, files: JobFiles) -> Recovery:
 
 
 _FREE_TEXT = frozenset({"setup", "packages"})
-"""Of ``vms.environment``: lines in which a user may have written a password or a token."""
+"""Fields of ``vms.environment`` in which a user may have written a password or a token."""
 
 
 def write_recovery(url: str, recovery: Recovery) -> None:
-    """Put it beside the checkpoints, whole or not at all, in place of what was there.
+    """Store it atomically beside the checkpoints, in place of an older one.
 
     Raises:
-        CheckpointError: storage does not take it.
+        CheckpointError: storage does not accept it.
     """
     where = f"{url.rstrip('/')}/{RECOVERY}"
     with writing(where):
@@ -114,10 +114,10 @@ def write_recovery(url: str, recovery: Recovery) -> None:
 
 
 def read_recovery(url: str) -> Recovery:
-    """Read what a run left beside its checkpoints.
+    """Read what a run stored beside its checkpoints.
 
     Raises:
-        RunDirError: there is nothing, or it is not what a run writes.
+        RunDirError: nothing is stored there, or it is not what a run writes.
         CheckpointError: storage does not answer.
     """
     where = f"{url.rstrip('/')}/{RECOVERY}"
@@ -141,20 +141,20 @@ def read_recovery(url: str) -> Recovery:
 def recover(
     recovery: Recovery, url: str, job: str, run_dir: Path, cluster: Path | None, if_changed: IfChanged
 ) -> RunRequest:
-    """Make a run directory as the run's own was, of this machine's job, and return the request to go on with in it.
+    """Make a run directory like the run's own, from this machine's job; return the request that resumes the run.
 
     Args:
-        recovery: What the run left.
-        url: Where; its checkpoints are gone on with there.
+        recovery: What the run stored.
+        url: Where the run stored it; the run continues from the checkpoints there.
         job: path/to/file.py:name, on this machine.
-        run_dir: A new or empty directory; it is there whole, or not at all.
+        run_dir: A new or empty directory; it is made atomically.
         cluster: A cluster file instead of the run's own.
-        if_changed: ACCEPT: go on with code that differs.
+        if_changed: ACCEPT: resume with code that differs.
 
     Raises:
         JobError: there is no such job file, or its code differs.
-        ConfigError: the cluster file has to be given.
-        RunDirError: the directory holds something, or cannot be written.
+        ConfigError: a cluster file must be given.
+        RunDirError: the directory is not empty, or cannot be written.
     """
     check_free(run_dir)
     if is_run(run_dir):
@@ -172,7 +172,7 @@ def recover(
     known = {"job": absolute_job(job), "checkpoint_url": url, "code_sha256": code and code.sha256}
     facts = recovery.facts.model_copy(update=known)
     target = run_dir.resolve()
-    # made beside its place and then moved: half of it never looks like a run
+    # made under another name and then renamed, so that an incomplete one never looks like a run
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
     try:
         with RunDir(partial, facts):
@@ -193,20 +193,20 @@ def recover(
             "cluster": target / RECOVERED / "cluster.yaml" if cluster is None else cluster,
             "trace": None if recovery.trace is None else target / RECOVERED / "trace.csv",
             "checkpoint_url": url,
-            "settings": (),  # they are in the cluster file already; and none is taken from storage
+            "settings": (),  # they are in the cluster file already, and are never taken from storage
         }
     )
 
 
 def _inputs(recovery: Recovery) -> dict[str, str]:
-    """The files that the request will name; JSON is YAML."""
+    """Write the files that the request will name; JSON is YAML."""
     cluster = recovery.cluster.model_dump_json(indent=2, exclude_unset=True, exclude={"callbacks", "notify"})
     inputs = {"profile.json": recovery.profile.model_dump_json(indent=1), "cluster.yaml": cluster + "\n"}
     return inputs if recovery.trace is None else {**inputs, "trace.csv": recovery.trace}
 
 
 def _same_files(recovery: Recovery, job: str, if_changed: IfChanged) -> JobFiles | None:
-    """The job's files, as the run began with them; None: they differ, and the user accepts that."""
+    """Return the job's files if they are as the run began with them; None: they differ, and the user accepts that."""
     path = Path(split_job(job)[0])
     if not path.is_file():
         raise JobError("no such file", source=str(path), field="--job", allowed="path/to/file.py:name")
@@ -225,7 +225,7 @@ def _same_files(recovery: Recovery, job: str, if_changed: IfChanged) -> JobFiles
 
 
 def is_stored(source: str) -> bool:
-    """Whether a user names checkpoints, not a run directory."""
+    """Return whether a user names checkpoints, not a run directory."""
     return "://" in source or (not is_run(Path(source)) and (Path(source) / RECOVERY).is_file())
 
 
@@ -233,14 +233,14 @@ def is_stored(source: str) -> bool:
 def recovered(
     source: str, job: str | None, run_dir: Path | None, cluster: Path | None, if_changed: IfChanged
 ) -> Iterator[tuple[RunRequest, Path]]:
-    """Make the run directory that a run left beside its checkpoints says; yields the request, and the directory.
+    """Make a run directory from what a run stored beside its checkpoints; yields the request and the directory.
 
-    Where the run does not begin in it while the block runs, because something is wrong, it is removed again. One that
-    was made by the same command is gone on with.
+    The directory is removed again if an error keeps the run from beginning while the context is open. A directory that
+    the same command made earlier is used again.
 
     Raises:
-        InputError: what is stored there, or what is given, is not enough to go on with.
-        CheckpointError: storage does not answer, or no checkpoint there is whole.
+        InputError: what is stored, or what is given, is not enough to resume the run.
+        CheckpointError: storage does not answer, or no checkpoint is complete.
     """
     stored = stored_at(source)
     recovery = read_recovery(stored.url)

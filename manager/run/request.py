@@ -1,4 +1,4 @@
-"""What is requested of a run; kept in its directory (``command.json``), by which alone it can be resumed."""
+"""A run's request, stored in its directory (``command.json``): the directory alone suffices to resume the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class IfChanged(StrEnum):
-    """What to do where the job is not what its run began with."""
+    """What to do if the job is not the one that its run began with."""
 
     REFUSE = "refuse"
     KEEP = "keep"
@@ -29,16 +29,16 @@ class IfChanged(StrEnum):
 
 
 class RunRequest(Value):
-    """The options of ``morph run`` that decide what is run, by their names there. None: not given.
+    """The options of ``morph run`` that decide what is run, by their names on the command line. None: not given.
 
-    A job file gives some of them; ``job`` is then that file, until it is read.
+    A job file sets some of them; ``job`` is then that file, until it is read.
     """
 
     job: str = Field(description="path/to/file.py:name, or a job file")
     profile: Path | None = None
     cluster: Path | None = None
     steps: int = Field(ge=1)
-    epochs: int | None = Field(default=None, ge=1, description="of the job's data set, in place of ``steps``")
+    epochs: int | None = Field(default=None, ge=1, description="passes over the data set, in place of ``steps``")
     checkpoint_url: str | None = None
     trace: Path | None = None
     trace_speed: float = Field(default=1.0, gt=0)
@@ -49,15 +49,15 @@ class RunRequest(Value):
     num_replicas: int | None = Field(default=None, ge=1)
     price: float | None = Field(default=None, ge=0)
     on_demand_price: float | None = Field(default=None, ge=0)
-    settings: tuple[str, ...] = Field(default=(), description="KEY=VALUE each, in place of what the YAML file says")
+    settings: tuple[str, ...] = Field(default=(), description="KEY=VALUE each, overriding the YAML file")
 
     @property
     def is_job_file(self) -> bool:
-        """Whether ``job`` is a job file, which has options instead of the command line."""
+        """Whether ``job`` is a job file, which sets options instead of the command line."""
         return is_job_file(self.job)
 
     def absolute(self) -> RunRequest:
-        """The same from any working directory."""
+        """Return the same request, valid from any working directory."""
         paths = {"profile": self.profile, "cluster": self.cluster, "trace": self.trace}
         resolved: dict[str, object] = {field: path.resolve() for field, path in paths.items() if path is not None}
         if self.checkpoint_url is not None:
@@ -75,26 +75,26 @@ class KeptRequest(Value):
 
 
 def keep_request(run_dir: Path, request: RunRequest, files: tuple[Path, ...]) -> None:
-    """Write down what a run was asked with, whole or not at all; in place of what was there.
+    """Write a run's request atomically, in place of an older one.
 
     Args:
         run_dir: The run's directory, held by the caller.
-        request: As given; paths are made absolute.
-        files: Everything that it reads.
+        request: The request as given; paths are made absolute.
+        files: All files that the request names.
 
     Raises:
-        RunDirError: it cannot be written.
+        RunDirError: the request cannot be written.
     """
     kept = KeptRequest(command=request.absolute(), inputs={path.resolve(): _digest(path) for path in files})
     write_in_run_dir(run_dir / COMMAND, kept.model_dump_json(indent=2) + "\n")
 
 
 def kept_request(run_dir: Path) -> RunRequest:
-    """Read what a run was asked with, and see that what it reads is as it was.
+    """Read a run's request, and check that the files that it names are unchanged.
 
     Raises:
-        RunDirError: there is nothing, or it cannot be read.
-        ConfigError: a file is gone, or was changed.
+        RunDirError: there is no request, or it cannot be read.
+        ConfigError: a file is missing or was changed.
     """
     path = run_dir / COMMAND
     if not path.exists():
@@ -123,14 +123,14 @@ def kept_request(run_dir: Path) -> RunRequest:
 
 
 def run_dir_of(request: RunRequest, run_dir: Path | None) -> Path | None:
-    """Return the directory of the run that is requested, of whose files no more than that is read.
+    """Return the directory of a requested run, reading no more of its files than that needs.
 
     Args:
-        request: As given; paths from here.
+        request: The request as given; paths are relative to the working directory.
         run_dir: Instead of the job's own.
 
     Returns:
-        None: something is missing, of which ``resolution.prepare`` tells.
+        None: something is missing; ``resolution.prepare`` reports it.
 
     Raises:
         InputError: a file is wrong.
@@ -158,7 +158,7 @@ def short_path(path: Path) -> Path:
 def folder_of(profile: Profile, path: Path) -> Path:
     """Return the run directory where none is given.
 
-    A profile may come from elsewhere, and names nothing outside of runs.
+    A profile may come from elsewhere, so it must not name a folder outside of runs.
     """
     name = profile.job.name
     if not name.strip() or name.startswith(".") or any(sign in name for sign in "/\\\0"):
@@ -173,18 +173,18 @@ def folder_of(profile: Profile, path: Path) -> Path:
 
 
 def is_job_file(job: str) -> bool:
-    """Whether it is a job file, not path/to/file.py:name."""
+    """Return whether a job is named by a job file, not as path/to/file.py:name."""
     return job.endswith((".yaml", ".yml"))
 
 
 def absolute_job(job: str) -> str:
-    """Return path/to/file.py:name from any working directory."""
+    """Return path/to/file.py:name, valid from any working directory."""
     path, name = split_job(job)
     return f"{Path(path).resolve()}:{name}"
 
 
 def absolute_url(url: str, folder: Path = Path()) -> str:
-    """Return a path from a folder as an absolute one; a URL as it is."""
+    """Return a path relative to a folder as an absolute path; a URL unchanged."""
     return url if "://" in url else str((folder / url).resolve())
 
 

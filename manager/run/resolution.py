@@ -1,4 +1,4 @@
-"""From the options of ``morph run``, or a job file instead of them, to a run with everything read and checked."""
+"""Read and check all inputs of a run, from the options of ``morph run`` or from a job file."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from morph.yaml_files import load_cluster, load_job_file, load_yaml
 
 
 def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:
-    """Read what is requested of a run, and check what can be checked without its job.
+    """Read a run's request, and check all that can be checked without loading the job.
 
     Args:
-        request: As given; paths from here.
+        request: The request as given; paths are relative to the working directory.
         run_dir: Instead of the job's own.
 
     Raises:
@@ -42,7 +42,7 @@ def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:
         check_address(run.cloud, source)
     if trace is not None and vms.keep is not None:
         raise ConfigError(
-            "a trace decides itself which VMs come and go",
+            "the trace decides which VMs come and go",
             source=source,
             field="vms.keep",
             value=vms.keep,
@@ -66,16 +66,16 @@ def _read(request: RunRequest, run_dir: Path | None) -> PreparedRun:
 
 
 def resolve(request: RunRequest, path: Path, file: JobFile, run_dir: Path | None = None) -> PreparedRun:
-    """Resolve what a job file names against its folder.
+    """Resolve the paths in a job file against its folder.
 
     Args:
-        request: Has the rest.
+        request: Has the other options.
         path: The job file.
-        file: What is in it.
-        run_dir: Instead of its own.
+        file: Its content.
+        run_dir: Instead of the job file's own.
 
     Raises:
-        ConfigError: the code file is not there, or the batch is another one.
+        ConfigError: the code file does not exist, or the batch is not the profile's.
         ProfileError: the profile cannot be read.
     """
     folder, job = path.resolve().parent, file.job
@@ -110,7 +110,7 @@ def resolve(request: RunRequest, path: Path, file: JobFile, run_dir: Path | None
 def _with_cloud(
     request: RunRequest, profile: Profile, cluster: ClusterConfig, run_dir: Path, url_field: str
 ) -> PreparedRun:
-    """Read what the run's VMs need beside it, where a provider brings them; check that they reach the checkpoints."""
+    """Read the cloud file if a provider brings the VMs; check that the VMs can reach the checkpoints."""
     assert request.cluster is not None
     source, url = str(request.cluster), request.checkpoint_url
     check_trackers(cluster.trackers, cluster.callbacks, source, request.cluster.resolve().parent)

@@ -1,4 +1,4 @@
-"""Beginning a run again whose cluster was lost, or that rests without VMs: with growing pauses, up to a limit."""
+"""Restart a run whose cluster was lost, or that rests without VMs: with growing pauses, up to a limit."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from morph.contract.errors import ClusterError, ClusterLost
 from morph.contract.waits import Backoff
 
 RESTS = Backoff(first_s=60.0, most_s=3600.0)
-"""Without VMs, after sessions in a row of whose VMs nothing came."""
+"""Rests without VMs, after consecutive sessions whose VMs achieved nothing."""
 
 
 class Restarts:
-    """Counts the tries since the last step that was decided. An observer of every session.
+    """Counts the tries since a step was last decided. It observes every session.
 
     Args:
-        give_up_after_s: With no step decided for so long after the cluster was lost, the run ends.
-        clock: Seconds that only grow.
-        rest_at_most_s: So long a run that decides no step rests without VMs, again and again.
+        give_up_after_s: The run ends if no step is decided for this time after the cluster was lost.
+        clock: A monotonic clock, in seconds.
+        rest_at_most_s: The longest rest without VMs of a run that decides no step.
 
-    ``has_run``: whether a session came as far as to decide something.
+    ``has_run``: whether a session has decided anything yet.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Restarts:
         self._goes_on = self.has_run = False
 
     def begin_at(self, version: int) -> None:
-        """A session begins at this version: above 0 its cluster has been up before, and so is tried again."""
+        """Note that a session begins at this version; above 0 a cluster was up before, so a lost one is tried again."""
         self._goes_on = version > 0
 
     def __call__(self, observed: Observed) -> None:
-        """Note a decision: with a new step everything is well again."""
+        """Note a decision; a new step resets the count of tries."""
         self.has_run = True
         state = observed.decision.state
         version = state.version
@@ -59,7 +59,7 @@ class Restarts:
         self._version = version
 
     def rest_s(self) -> float | None:
-        """Return for how long to rest without VMs; None: the run never decided a step, or rested for long enough."""
+        """Return how long to rest without VMs; None: the run never decided a step, or has rested long enough."""
         now_s = self._clock()
         since_s = self._resting_since_s = now_s if self._resting_since_s is None else self._resting_since_s
         if not self._goes_on or now_s >= since_s + self._rest_at_most_s:
@@ -72,7 +72,7 @@ class Restarts:
         """Return how long to wait before the next try; the first follows at once.
 
         Raises:
-            ClusterError: ``error`` itself, if the run never had a cluster or was to stop anyway; or one that says that
+            ClusterError: ``error`` itself, if the run never had a cluster or was stopping anyway; or one that says that
                 the limit is reached.
         """
         never_up = not (self._num_tries or self._goes_on or isinstance(error, ClusterLost))
@@ -92,15 +92,15 @@ class Restarts:
 
 
 def run_until_it_ends(session: Callable[[int], Finish], restarts: Restarts, tell: Callable[[str], None]) -> Finish:
-    """Run one session after the other until one ends for good, or a signal asks for a stop between two.
+    """Run one session after another until one ends for good, or a signal asks for a stop between two sessions.
 
     Args:
         session: Runs the session of this number, from 0.
-        restarts: Observes each of them.
-        tell: Given a sentence when a cluster was lost, or the run rests.
+        restarts: Observes each session.
+        tell: Called with a sentence when a cluster is lost or the run rests.
 
     Raises:
-        ClusterError: the cluster did not come up in the first place, or the limit is reached.
+        ClusterError: the cluster never came up, or the limit is reached.
     """
     for number in count():
         try:

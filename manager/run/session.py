@@ -1,4 +1,4 @@
-"""One managed run from nothing to nothing: cluster up, controller driven, everything ended."""
+"""One session of a managed run: start the cluster, drive the controller, end everything."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def take_over(found: FoundRun, machines: Machines, replayer: TraceReplayer, driv
     """Reach the workers, tell the trace's replayer which VMs are up, and tell the controller which workers live.
 
     The order matters: VMs must be known before the controller decides about them. New events wait in the event queue.
-    What is decided is written down before it is done, as ever: should this manager be killed here too, the next one
-    takes over from the same journal, and repeats what is not answered.
+    As always, decisions are journalled before they are carried out: if this manager is killed here too, the next one
+    takes over from the same journal and repeats the actions without a result.
     """
     workers, up = found.state.workers, machines.up()
     reached = machines.pool.attach([worker for worker, entry in workers.items() if entry.ready])
-    living = tuple(worker for worker in reached if worker in found.appeared)  # of the rest the replayer tells
+    living = tuple(worker for worker in reached if worker in found.appeared)  # the replayer reports the others
     events: list[Event] = [
         WorkerLost(worker=worker, cause="its VM was gone when the new manager took over")
         for worker, entry in workers.items()
@@ -64,18 +64,17 @@ STEPS_AFTER_TRACE = 3
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What to run and on what. Everything in it was checked before.
+    """What to run, and on which machines. All of it was checked before.
 
-    ``stop_with_trace``: end, saved and resumable, some steps after the trace's last event.
-    ``patient_trace``: the trace's clock stands while a VM boots or its worker warms up, so that the history does
-    not depend on how fast this machine starts processes.
-    ``emulation``: the workers take these times instead of training the job. ``machines``: where the workers run;
-    absent: as the cluster file says. ``providing``: opens the provider, where one brings the VMs. ``code``: the files
-    that every worker loads the job from; absent, in experiments: whatever lies at ``job_path``. ``cut``: the cut
-    model that every worker is handed; absent: each exports the job. ``facts``: for the journal. ``played``: where the
-    trace stands, in a session that follows one whose cluster was lost. ``command``: what the user requested; a
-    manager that takes over must be given the same. ``variables``: environment variables that only the workers get.
-    ``lease``: of the checkpoints, where others could write there.
+    ``stop_with_trace``: the run ends, saved and resumable, some steps after the trace's last event. ``patient_trace``:
+    the trace's clock stands still while a VM boots or its worker warms up, so that the history does not depend on how
+    fast this machine starts processes. ``emulation``: the workers take these times instead of training the job.
+    ``machines``: where the workers run; None: as the cluster file says. ``providing``: opens the provider, if one
+    brings the VMs. ``code``: the files from which every worker loads the job; None, in experiments: the files at
+    ``job_path``. ``cut``: the cut model given to every worker; None: each worker exports the job. ``facts``: for the
+    journal. ``played``: the position in the trace, in a session that follows a lost cluster. ``command``: what the user
+    requested; a manager that takes over must be given the same. ``variables``: environment variables for the workers
+    only. ``lease``: of the checkpoints, if others could write there.
     """
 
     job_path: str
@@ -113,15 +112,15 @@ def run_session(
         spec: What to run.
         run_dir: Opened, and held by the caller until this returns.
         observer: Called after each decision.
-        attend: Makes one more observer that may ask for VMs and revoke them: for experiments.
-        found: What a manager that was killed left, to be continued. Its configuration counts, not the spec's.
+        attend: For experiments: makes one more observer, which may request VMs and revoke them.
+        found: The run that a killed manager left, to be continued. Its configuration applies, not the spec's.
 
     Raises:
-        ClusterError: when Ray, or what else the workers run under, does not start.
-        ClusterLost: what the session stood on is gone; nothing of it is left.
-        TakeoverFailed: what was found cannot be continued after all; nothing of it is left.
+        ClusterError: Ray, or what the workers run under instead, does not start.
+        ClusterLost: the session's machines are lost; nothing of the session is left running.
+        TakeoverFailed: the run that was found cannot be continued after all; nothing of it is left running.
         CheckpointsTaken: another manager has taken over the checkpoints.
-        KeyboardInterrupt: on a second such signal; everything is ended all the same.
+        KeyboardInterrupt: a second such signal arrived; everything is ended even so.
     """
     ending = ExitStack()  # closes what was opened, in reverse
     session: Session | None = None
@@ -142,14 +141,14 @@ def run_session(
 
 
 class Session:
-    """A session: opened when it is made, then begun or taken over, given its VMs, and driven to its end.
+    """A session: opened when constructed, then begun or taken over, given its VMs, and driven to its end.
 
     Args:
         spec: What to run.
         run_dir: Opened.
         observer: Called after each decision.
-        found: What a manager that was killed left.
-        ending: Closes what is opened here, whatever fails.
+        found: The run that a killed manager left.
+        ending: Closes everything that is opened here, even after an error.
     """
 
     def __init__(
@@ -199,7 +198,7 @@ class Session:
             self._event_queue.put(fact)
 
     def begin(self) -> None:
-        """Write down what another manager must know to take over."""
+        """Write what another manager must know to take over."""
         spec, clock = self._spec, self._clock
         vms = spec.cluster.vms
         outlives_s = vms.lonely_s if isinstance(vms, ProvidedVms) else spec.config.policy.takeover_patience_s
@@ -222,10 +221,10 @@ class Session:
             appeared = self._found.appeared if self._found else ()
             joining = watch_joining(provided, provisioning, self._event_queue, self.driver.state, appeared)
             self._ending.callback(joining.close)
-        self._event_queue.put(Tick())  # without an event nobody asks for the first VMs
+        self._event_queue.put(Tick())  # without an event, the first VMs would not be requested
 
     def hurry(self) -> None:
-        """While it is closed, wait no longer for what cannot be ended now; for a signal's handler."""
+        """For a signal handler: while the session closes, stop waiting for what cannot be ended now."""
         if self._provisioning is not None:
             self._provisioning.hurry()
 
@@ -307,21 +306,21 @@ class Session:
             self.replayer.start_clock()
 
     def _stop_when_hopeless(self, observed: Observed) -> None:
-        """End a run that waits for VMs which the trace will never bring, instead of letting it wait for ever."""
+        """End a run that waits for VMs that the trace will never bring."""
         state = observed.decision.state
         if state.config.target_nodes:
-            return  # it goes on asking, for as long as the policy lets it
+            return  # it keeps requesting VMs, as long as the policy allows
         waits = state.phase is Phase.WAITING and state.stop_reason is None
         if waits and self.replayer.finished and not self._is_warming(state):
             observed.request_stop("too few VMs are left, and the trace brings no more")
 
     def _is_warming(self, state: ControllerState) -> bool:
-        """Whether a VM boots or its worker warms up."""
+        """Return whether a VM boots or its worker warms up."""
         return self.replayer.fleet.booting or any(not worker.ready for worker in state.workers.values())
 
 
 def with_resumed_trace(spec: RunSpec, run_dir: RunDir) -> RunSpec:
-    """Return what goes on where the trace stood when the last session's cluster was lost, with the VMs of then."""
+    """Return a spec that continues the trace where it stood when the cluster was lost, with the VMs of that time."""
     with Journal.open(run_dir.journal_path, read_only=True) as journal:
         moment = trace_moment(journal)
     up: set[str] = set()
@@ -349,7 +348,7 @@ class _StopWithTrace:
 
 
 def _device_slots(spec: RunSpec, run_dir: RunDir) -> tuple[str, ...]:
-    """Shares of this machine's CUDA devices, where local VMs compute on them; as many as VMs were planned with."""
+    """Return shares of this machine's CUDA devices, if local VMs use them: one for each VM of the plan."""
     vms = spec.cluster.vms
     if not isinstance(vms, LocalVms) or vms.device == "cpu" or spec.emulation is not None:
         return ()

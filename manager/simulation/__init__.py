@@ -1,1 +1,1 @@
-"""The spot-cluster simulator: what a job on spot VMs will cost and when it ends, under which policy."""
+"""The spot-cluster simulator: the cost and end of a job on spot VMs, under different policies."""

@@ -34,24 +34,24 @@ class Play(Protocol):
     def __call__(
         self, job: SpotJob, trace: Trace, *, until: Until, seed: int, prices: SpotPrices | None, name: str
     ) -> Outcome:
-        """Return what it came to."""
+        """Return the outcome."""
 
 
 POLICIES: Mapping[str, tuple[Play, str]] = {
     "morph": (play_morph, "Morph in place: the shape changes between two steps, and state comes from who is left"),
     "morph-salvage": (
         partial(play_morph, redundancy="salvage"),
-        "Morph, with a second VM for what only one holds, whether that pays or not",
+        "Morph, with a second holder for state and partial sums that only one VM has, even if it does not pay",
     ),
     "morph-state": (
         partial(play_morph, redundancy="state"),
-        "Morph, with a second VM for what only one holds, but a step that is given up is repeated",
+        "Morph, with a second holder for state that only one VM has; a given-up step is repeated",
     ),
-    "morph-off": (partial(play_morph, redundancy="off"), "Morph without second holders: what is lost is repeated"),
-    "restart": (play_restart, "every loss restarts the job from a checkpoint, saved as often as costs least"),
+    "morph-off": (partial(play_morph, redundancy="off"), "Morph without second holders: lost steps are repeated"),
+    "restart": (play_restart, "every loss restarts the job from a checkpoint, saved at the interval of least cost"),
     "adaptive": (
         partial(play_restart, adaptive=True),
-        "the same, but nothing is saved besides where every notice leaves time for a save",
+        "the same, but only notices cause saves, if every notice leaves time for one",
     ),
     "restart-100": (partial(play_restart, every_steps=100), "the same, saved every 100 steps"),
     "drop": (
@@ -66,23 +66,23 @@ POLICIES: Mapping[str, tuple[Play, str]] = {
         partial(play_pipelines, redundant="lflb"),
         "the same, but nothing is computed for a successor until it is lost",
     ),
-    "mix-50": (partial(play_mix, on_demand_share=0.5), "Morph, on as many VMs, half of which are never taken"),
-    "on-demand": (play_on_demand, "as many VMs as there are on average, never taken, at their price"),
-    "ideal": (play_ideal, "changes are free, instant and lose nothing, and pipelines may differ: the bound"),
+    "mix-50": (partial(play_mix, on_demand_share=0.5), "Morph on as many VMs, half of which are never taken"),
+    "on-demand": (play_on_demand, "the average number of VMs, never taken, at the on-demand price"),
+    "ideal": (play_ideal, "the bound: changes are free and instant, nothing is lost, and pipelines may differ"),
 }
 COMPARED = tuple(name for name in POLICIES if not name.startswith("morph-"))
-"""All but those that show what a part of Morph is worth."""
+"""All policies except those that measure the worth of one part of Morph."""
 _QUICK = 0.02
-"""Time of a policy without the controller, as a share of one with it."""
+"""The time to play a policy without the controller, as a share of one with it."""
 BOUND = "ideal"
 OTHER_BATCHES = ("drop", "bamboo", "bamboo-lflb")
-"""They train with smaller batches while pipelines are missing: not what was requested, however fast."""
+"""These policies train with smaller batches while pipelines are missing, which was not requested, even if fast."""
 MOST = {"restart": 10**9, "mix": 99}
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What to play: policies by name, traces by name, each with a seed, by which numbers with bounds are drawn too."""
+    """What to play: policies by name, and traces by name, each with a seed, which also draws numbers between bounds."""
 
     job: SpotJob | OneVmJob
     policies: tuple[str, ...]
@@ -91,9 +91,9 @@ class Replay:
     prices: SpotPrices | None
 
     def run(self, num_processes: int, told: Callable[[float], None] = lambda _share: None) -> list[Outcome]:
-        """Play everything; ``told`` takes in the share of the work that is done, which grows with time.
+        """Play everything; ``told`` is called with the growing share of the work that is done.
 
-        All policies are played on one trace after the other. Outcomes are in order of policies, then traces.
+        All policies are played on one trace after another. Outcomes are in order of policies, then traces.
         """
         cases = [(policy, case) for case in self.traces for policy in self.policies]
         weights = [1.0 if by_controller(policy) else _QUICK for policy, _ in cases]
@@ -116,27 +116,27 @@ class Replay:
     def play(
         self, policy: str, name: str, seed: int, trace: Trace, told: Callable[[float], None] | None = None
     ) -> Outcome:
-        """Play one policy on one trace; ``told``: takes in which share of it is played."""
+        """Play one policy on one trace; ``told``: called with the share of it that is played."""
         job = self.job if isinstance(self.job, SpotJob) else self.job.drawn(seed)
         more: dict[str, Any] = {"told": told} if told is not None and by_controller(policy) else {}
         return play_of(policy)(job, trace, until=self.until, seed=seed, prices=self.prices, name=name, **more)
 
 
 def _share_of(before: float, part: float, told: Callable[[float], None], share: float) -> None:
-    """Tell the share of all work, of which a part is under way."""
+    """Report the share of all work that is done, including the running part."""
     told(before + part * share)
 
 
 def by_controller(policy: str) -> bool:
-    """Whether the controller of real runs decides, event by event, which takes nearly all of the time."""
+    """Return whether the controller of real runs decides event by event, which takes nearly all of the time."""
     return policy.split("-")[0] in ("morph", "mix")
 
 
 def play_of(policy: str) -> Play:
-    """Return what plays a policy: one of ``POLICIES``, ``restart-N`` (saved every N steps), ``mix-N`` (N % on demand).
+    """Return a policy's player: one of ``POLICIES``, ``restart-N`` (saves every N steps) or ``mix-N`` (N % on demand).
 
     Raises:
-        KeyError: there is none of this name.
+        KeyError: there is no policy of this name.
     """
     if policy in POLICIES:
         return POLICIES[policy][0]
@@ -152,7 +152,7 @@ def policies_of(text: str) -> tuple[str, ...]:
     """Read names with commas, "compared" or "all".
 
     Raises:
-        ConfigError: naming one that there is not.
+        ConfigError: a policy does not exist; the error names it.
     """
     groups = {"all": tuple(POLICIES), "compared": COMPARED}
     names = groups.get(text) or tuple(name.strip() for name in text.split(","))
@@ -169,7 +169,7 @@ def types_of(text: str, gpus_per_vm: int, policies: Sequence[str]) -> dict[str, 
     """Read types of GPU by instance type, as ``p3.2xlarge=v100,g4dn.xlarge=t4``.
 
     Raises:
-        ConfigError: the text means nothing, or what is to be simulated knows one type only.
+        ConfigError: the text is malformed, or a policy supports only one type.
     """
     field, found = "--node-types", {}
     for part in text.split(","):
@@ -182,13 +182,13 @@ def types_of(text: str, gpus_per_vm: int, policies: Sequence[str]) -> dict[str, 
         raise ConfigError("is for VMs with one GPU", field=field, value=text, allowed="without --gpus-per-vm")
     if others := [name for name in policies if not name.startswith("morph")]:
         allowed = "--policy morph, or variants of it"
-        raise ConfigError(f"is nothing that {others[0]} knows", field=field, value=text, allowed=allowed)
+        raise ConfigError(f"is not supported by {others[0]}", field=field, value=text, allowed=allowed)
     return found
 
 
 def frame_of(outcomes: Sequence[Outcome]) -> pd.DataFrame:
-    """One row for each outcome; columns ``share_*`` are what the VMs' time went into, 0 to 1."""
-    import pandas as pd  # slow to import
+    """Return a table with one row for each outcome; columns ``share_*`` are the uses of the VMs' time, 0 to 1."""
+    import pandas as pd  # its import is slow
 
     return pd.DataFrame(
         [
@@ -212,11 +212,11 @@ def frame_of(outcomes: Sequence[Outcome]) -> pd.DataFrame:
             }
             for one in outcomes
         ]
-    ).astype({"usd": float, "examples_per_usd": float})  # empty, not absent, where nothing has a price
+    ).astype({"usd": float, "examples_per_usd": float})  # empty, not absent, if nothing has a price
 
 
 def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
-    """Return the mean, and between what it lies with 95 % (bootstrap); of one value only itself."""
+    """Return the mean, and its 95 % interval (bootstrap); for a single value only that."""
     array = np.asarray(values, dtype=float)
     if len(array) < 2:
         return float(array.mean()), float(array.mean()), float(array.mean())
@@ -226,13 +226,13 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float, floa
 
 
 def advice(outcomes: Sequence[Outcome], aim: Aim | None = None) -> str:
-    """Say which policy to take, and why.
+    """Return a sentence on which policy to take, and why.
 
-    Only one that trains with the batch that was requested is taken.
+    Only policies that train with the requested batch are considered.
 
     Args:
-        outcomes: Of all policies.
-        aim: What counts, examples per second or per dollar; None: per dollar where everything has a price.
+        outcomes: The outcomes of all policies.
+        aim: The measure, examples per second or per dollar; None: per dollar if everything has a price.
     """
     worth: dict[str, list[float]] = {}
     priced = aim != "examples" and all(one.examples_per_usd is not None for one in outcomes)

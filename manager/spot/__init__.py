@@ -1,1 +1,1 @@
-"""One script on one spot VM at a time: saved before it is taken, and gone on with on the next (Spotify)."""
+"""One script on one spot VM at a time: it is saved before the VM is taken, and resumed on the next VM (Spotify)."""

@@ -1,9 +1,9 @@
-"""Runs on each VM of a provider that ``morph spot-run`` has: starts the script there, and hears for the launcher.
+"""Runs on each provider's VM of ``morph spot-run``: starts the script there, and connects it with the launcher.
 
 ``python -m manager.spot.agent --manager HOST:PORT --node NAME --secret-file PATH [--uid N]``
 
-What it says and hears is described in ``manager.spot.provider_vms``. Without the launcher it tries again, and the
-script trains on; ``manager.notices.agent`` ends the VM when nobody has been there for long.
+Its messages are described in ``manager.spot.provider_vms``. If the launcher is away it tries again, and the script
+trains on; ``manager.notices.agent`` ends the VM if the launcher stays away for long.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ TIMEOUT_S = 10.0
 EVERY_S = 0.25
 RETRY_S = 2.0
 MOST_BYTES = 16384
-"""Of what the script said, and of its output, in one line."""
+"""The largest number of bytes of the script's messages, and of its output, in one line."""
 CANNOT_START = 127
 
 
 class VmAgent:
-    """One VM's.
+    """The agent of one VM.
 
     Args:
         manager: HOST:PORT.
         node: This VM's name.
         secret: The VMs' credential.
-        folder: Empty; holds the script's code and what it says.
-        uid: Of the user that the script is; 0: this process's.
+        folder: An empty folder, for the script's code and messages.
+        uid: The user that the script runs as; 0: this process's user.
     """
 
     def __init__(self, manager: str, node: str, secret: str, folder: Path, uid: int = 0) -> None:
@@ -57,7 +57,7 @@ class VmAgent:
         self._save = 0
 
     def run(self) -> None:
-        """Go on until this process is ended, and the script with it."""
+        """Serve until this process is ended, and the script with it."""
         try:
             self._talk()
         finally:
@@ -73,11 +73,11 @@ class VmAgent:
                         session.tell(self._told())
                         start = self._hear(session.hear(TIMEOUT_S))
                         if start is not None:
-                            break  # the code comes over a connection of its own
+                            break  # the code comes over a separate connection
                         time.sleep(EVERY_S)
                 self._begin(start)
             except (OSError, ValueError, KeyError) as error:
-                print(f"the launcher is not there: {error}", file=sys.stderr, flush=True)
+                print(f"the launcher cannot be reached: {error}", file=sys.stderr, flush=True)
                 time.sleep(RETRY_S)
 
     def _told(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class VmAgent:
         return {"kind": "script", "life": self._life, "code": code if is_all else None, **told}
 
     def _hear(self, answer: dict[str, Any]) -> dict[str, Any] | None:
-        """Return what is to be started now."""
+        """Return the start order that applies now."""
         self._kept = [int(one) for one in answer["kept"]]
         if self._script is not None and answer["save"] > self._save:
             self._save = int(answer["save"])
@@ -104,7 +104,7 @@ class VmAgent:
         code, said = self._folder / "code", self._folder / "said"
         data = Caller(self._manager, self._node, 1, self._secret).file("code")
         if hashlib.sha256(data).hexdigest() != start["code"]:
-            raise ConnectionError("what came is not the script's code")
+            raise ConnectionError("the launcher did not send the script's code")
         for one in (code, said):
             one.mkdir()
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = arguments_of_node("manager.spot.agent")
     parser.add_argument("--uid", default=0, type=int)
     given = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the script is a group of its own
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the script is a separate process group
     with tempfile.TemporaryDirectory(prefix="morph-spot-") as folder:
         VmAgent("{}:{}".format(*given.manager), given.node, secret_in(given), Path(folder), given.uid).run()
 

@@ -1,4 +1,4 @@
-"""When to save, to ask for a VM and to move on: for one script on one VM. Pure.
+"""Decides when to save, to request a VM and to move, for one script on one VM. Pure.
 
 ============  =====================================================================
 phase         invariant
@@ -9,9 +9,9 @@ phase         invariant
 ``ended``     for good, with the script's exit code
 ============  =====================================================================
 
-Saves come as often as costs least (Young; Spotify, section 4.2): every sqrt(2 delta (MTTF + R)), where only losses
-count before which no save was complete; the first one soon, to be measured. A notice that leaves time for a step, a
-save and its upload is used for that (section 4.4); then the VM is released.
+Saves come at the interval of least cost (Young; Spotify, section 4.2): every sqrt(2 delta (MTTF + R)), counting only
+losses without a complete save before them; the first save comes soon, to be measured. If a notice leaves time for a
+step, a save and its upload, they are made (section 4.4); then the VM is released.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from morph.contract.waits import cheapest_interval_s
 
 PRIOR, REQUESTS = ExpectedLosses(), RequestRules()
 FIRST_SAVE_S, MARGIN_S = 1.0, 1.0
-"""What a save is taken to stall until one was seen; and what a notice must leave beyond its save."""
+"""The assumed stall of a save before one was observed; and the time that a notice must leave beyond its save."""
 FIRST_AFTER_S = 30.0
-"""Of training: then the first save comes, which says what saves cost."""
+"""The training time before the first save, which shows the cost of saves."""
 STAYS_S = 60.0
-"""A VM that is there so long after the end that its notice gave stays: notices are withdrawn, or mere advice."""
+"""A VM that still exists this long after its announced end stays: notices may be withdrawn, or be mere advice."""
 
 
 @dataclass(frozen=True)
 class Came:
-    """The VM that was requested is there."""
+    """The requested VM is up."""
 
     vm: str
 
 
 @dataclass(frozen=True)
 class Denied:
-    """The VM that was requested does not come."""
+    """The requested VM does not come."""
 
     sentence: str
 
@@ -55,7 +55,7 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Saved:
-    """The script saved, by an order's number; ``seconds``: for so long it did not train; None: it was not asked to."""
+    """The script saved, by an order's number; ``seconds``: the time without training; None: no save was ordered."""
 
     number: int
     seconds: float | None
@@ -71,7 +71,7 @@ class Uploaded:
 
 @dataclass(frozen=True)
 class Refused:
-    """Storage did not take a save."""
+    """Storage did not accept a save."""
 
     number: int
     sentence: str
@@ -79,14 +79,14 @@ class Refused:
 
 @dataclass(frozen=True)
 class Noticed:
-    """The VM under the script will be taken after so many seconds."""
+    """The script's VM will be taken after this number of seconds."""
 
     lead_s: float
 
 
 @dataclass(frozen=True)
 class Gone:
-    """The VM under the script was taken, or has vanished."""
+    """The script's VM was taken, or has vanished."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ Event = Came | Denied | Stepped | Saved | Uploaded | Refused | Noticed | Gone | 
 
 @dataclass(frozen=True)
 class Ask:
-    """Ask the provider for a VM."""
+    """Request a VM from the provider."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Save:
 
 @dataclass(frozen=True)
 class Release:
-    """Give the VM back on which the script runs; the script ends with it."""
+    """Give back the script's VM; the script ends with it."""
 
 
 Action = Ask | Start | Save | Release
@@ -134,10 +134,10 @@ Answer = tuple["SpotState", tuple[Action, ...], str]
 
 @dataclass(frozen=True)
 class SpotState:
-    """``spare``: a VM that is there before it is needed. ``lasting``: the newest order whose save is in storage.
+    """``spare``: a VM that is up before it is needed. ``lasting``: the newest order whose save is in storage.
 
-    ``num_denied``: requests in a row without a VM, after which ``ask_s`` is when the next one is due.
-    ``num_losses``: those before which no save was complete; ``watched_s``: for how long VMs were there in all.
+    ``num_denied``: consecutive requests without a VM; ``ask_s`` is then the time of the next one. ``num_losses``:
+    losses without a complete save before them; ``watched_s``: the total time that VMs were up.
     """
 
     phase: Literal["waiting", "running", "leaving", "ended"] = "waiting"
@@ -162,7 +162,7 @@ class SpotState:
 
 
 def decide(state: SpotState, event: Event, now_s: float) -> Answer:
-    """Return the next state, what is to be done, and why."""
+    """Return the next state, the actions, and the reason."""
     if state.phase == "ended":
         return state, (), ""
     match event:
@@ -182,7 +182,7 @@ def decide(state: SpotState, event: Event, now_s: float) -> Answer:
             return _uploaded(replace(state, lasting=max(number, state.lasting), upload_s=seconds), number)
         case Refused(_, sentence):
             state = replace(state, lasting=state.ordered, saved_s=now_s, emergency=None)
-            return state, (), f"storage did not take a save: {sentence}"
+            return state, (), f"storage did not accept a save: {sentence}"
         case Noticed(lead_s):
             return _noticed(state, lead_s, now_s)
         case Gone():
@@ -194,7 +194,7 @@ def decide(state: SpotState, event: Event, now_s: float) -> Answer:
 
 
 def interval_s(state: SpotState, now_s: float) -> float:
-    """Return the seconds between saves that cost least; never less than a save takes to be complete."""
+    """Return the seconds between saves with the least cost, and at least the time until a save is complete."""
     watched_s = state.watched_s + (now_s - state.since_s if state.phase == "running" else 0.0)
     mttf_s = (3600.0 / PRIOR.per_vm_h + watched_s) / (1 + state.num_losses)  # the prior counts as one loss
     restart_s = PRIOR.allocation_s + PRIOR.preparation_s if state.restart_s is None else state.restart_s
@@ -205,7 +205,7 @@ def interval_s(state: SpotState, now_s: float) -> float:
 
 
 def emergency_s(state: SpotState) -> float:
-    """Return how long before its end a VM can be saved at the latest: a step, a save and its upload."""
+    """Return how long before a VM's end an emergency save must begin: a step, a save and its upload."""
     stall_s = FIRST_SAVE_S if state.stall_s is None else state.stall_s
     return (state.step_s or 0.0) + stall_s + (stall_s if state.upload_s is None else state.upload_s) + MARGIN_S
 
@@ -264,7 +264,7 @@ def _noticed(state: SpotState, lead_s: float, now_s: float) -> Answer:
 
 
 def _on_notice(state: SpotState, now_s: float) -> Answer:
-    """Save if there is time; or if the VM should be gone for long, for then nothing says when it will."""
+    """Save if there is time, or if the VM should have been gone for long, because its end is then unknown."""
     left_s = state.until_s - now_s
     if -STAYS_S <= left_s < emergency_s(state):
         return state, (), ""

@@ -1,4 +1,4 @@
-"""From the files of ``morph spot-run`` to a launcher with its VMs."""
+"""Builds a launcher with its VMs from the files of ``morph spot-run``."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ def open_provided(
     """Return the launcher of a job on VMs that a provider brings.
 
     Raises:
-        ClusterError: Morph is not installed here as VMs can get it.
-        ConfigError: the code is too large, the address cannot be listened at, or a variable that is to be handed on is
-            not set.
+        ClusterError: Morph is not installed here in a form that VMs can get.
+        ConfigError: the code is too large, the address cannot be listened on, or a variable to be passed on is not set.
     """
     vms, name, wheel = cloud.vms, name_of(root, job.name), make_wheel()
     providing, secret = cloud.providing(name, root), new_secret()
@@ -66,12 +65,12 @@ def open_provided(
 
 
 def packed_code(folder: Path) -> bytes:
-    """Pack the script's folder, but for what is hidden or compiled, and links.
+    """Pack the script's folder, without hidden and compiled files and links.
 
     Raises:
-        ConfigError: it is too large.
+        ConfigError: the folder is too large.
     """
     files = dict(code_files(folder))
     if sum(path.stat().st_size for path in files.values()) > MAX_BYTES:
-        raise ConfigError("has too much in it", field="code", value=str(folder), allowed=f"{MAX_BYTES} bytes at most")
+        raise ConfigError("is too large", field="code", value=str(folder), allowed=f"{MAX_BYTES} bytes at most")
     return packed({inside: path.read_bytes() for inside, path in files.items()})

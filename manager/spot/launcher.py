@@ -1,4 +1,4 @@
-"""Drives the controller of ``morph spot-run``: hears the script and the VM, and does what is decided."""
+"""Drives the controller of ``morph spot-run``: observes the script and the VM, and carries out the decisions."""
 
 from __future__ import annotations
 
@@ -54,49 +54,49 @@ LOOK_EVERY_S = 0.05
 LOOK_FOR_VMS_S = 5.0
 CLOSE_TIMEOUT_S = 120.0
 TOLD = ("provider_failed", "provider_retried", "provider_silent", "request_reduced", "vms_left")
-"""Of the facts about VMs, those that the user reads."""
+"""The facts about VMs that the user sees."""
 TAKEN_CODE = 75
-"""The VM on which the command runs is about to be taken: the same command goes on with the script on the next one."""
+"""The VM of this command is about to be taken; the same command resumes the script on the next VM."""
 
 
 class Machines(Protocol):
-    """What runs on VMs, by their names; after ``start``, but for that and ``close``."""
+    """Runs scripts on VMs, by their names. All methods but ``start`` and ``close`` need a ``start`` before."""
 
     def start(self, vms: Sequence[str], command: Sequence[str], storage: str) -> None:
         """Start the script on each VM of a group.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the script cannot be started.
         """
 
     def save(self, vm: str, number: int) -> None:
         """Order the script to save."""
 
     def said(self, vm: str) -> bytes:
-        """Return what the script said since this was last asked.
+        """Return the script's messages since the last call.
 
         Raises:
-            ProviderError: no VM like this can be used.
+            ProviderError: no VM of this kind can be used.
         """
 
     def ended(self, vm: str) -> int | None:
-        """Return the script's exit code; None: it runs, or not all that it said has come."""
+        """Return the script's exit code; None: it runs, or some of its messages have not come yet."""
 
     def is_lost(self, vm: str) -> bool:
-        """Whether nothing is heard of the VM any more."""
+        """Return whether the VM is silent for too long."""
 
     def end(self, vms: Sequence[str]) -> None:
-        """End the script, where that is heard, on VMs that the provider is about to end; does not wait for it."""
+        """Ask VMs that the provider is about to end to end the script; does not wait."""
 
     def close(self) -> None:
-        """Hear nothing more of any."""
+        """Close all connections."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where VMs come from, on which ``Machines`` run the script.
+    """The source of VMs, on which ``Machines`` run the script.
 
-    ``num_devices``: of the VMs of a group, together: one VM, where each has as many. ``least_vms``: that have them.
+    ``num_devices``: the devices of a group of VMs together. ``least_vms``: the smallest number of VMs that have them.
     """
 
     provider: Provider
@@ -107,9 +107,9 @@ class Source:
 
 @dataclass
 class Outcome:
-    """``num_vms``: or groups of them, that ran the script.
+    """``num_vms``: the number of VMs, or groups of VMs, that ran the script.
 
-    ``reasons``: of everything that was decided, with the seconds since the beginning.
+    ``reasons``: of all decisions, with the seconds since the beginning.
     """
 
     code: int
@@ -122,10 +122,10 @@ class Launcher:
 
     Args:
         job: What to do.
-        command: The script's.
-        source: Of VMs.
+        command: The script's command.
+        source: Brings the VMs.
         machines: Closed by ``run``.
-        lives: Says when VMs are taken on purpose; each lives from the script's start on it.
+        lives: Sets when VMs are taken on purpose; each life begins at the script's start on the VM.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Launcher:
         """Block until the script ends; no VM outlives this.
 
         Raises:
-            ProviderError: asking for VMs does not help, or one is left.
+            ProviderError: further requests are useless, or a VM could not be ended.
             OSError: the script cannot be started.
         """
         watches = [NoticeWatch(source, self._told) for source in sources_of(self._job.notices)]
@@ -181,10 +181,10 @@ class Launcher:
         return Outcome(1 if code is None or code < 0 else code, self._num_groups, self._reasons)
 
     def _end(self, watches: Sequence[NoticeWatch]) -> None:
-        """End whatever is left."""
+        """End everything that is left."""
         for watch in watches:
             watch.close()
-        log.info("ending what is left of the run's VMs")  # which takes minutes where they are deleted
+        log.info("ending what is left of the run's VMs")  # which takes minutes if they are deleted
         self._provisioning.close()
         self._machines.close()
         if (price := self._source.provider.price()) is not None:
@@ -195,12 +195,12 @@ class Launcher:
     def _end_all(self, provider: Provider, *, told: Callable[[str], None], hurry: threading.Event) -> Sequence[str]:
         try:
             return end_all(provider, told=told, hurry=hurry)
-        except Exception as error:  # the provisioning logs it, and the command is to end with it
+        except Exception as error:  # the provisioning logs it, and the command ends with this error
             self._left = error
             raise
 
     def noticed(self, vm: str, lead_s: float) -> None:
-        """Hear of a notice that a VM has got; from any thread."""
+        """Handle a VM's notice; from any thread."""
         if vm in self._vms:
             self._events.put(Noticed(lead_s))
 
@@ -231,7 +231,7 @@ class Launcher:
                 self._take()
 
     def _take(self) -> None:
-        """Give the group back, or what is left of it: the next one does not wait until the provider has ended it."""
+        """Give back the rest of the group; the next group does not wait until the provider has ended it."""
         vms, self._vms = self._vms, ()
         if vms:
             self._machines.end(vms)
@@ -239,10 +239,10 @@ class Launcher:
             self._events.put(Gone())
 
     def _of_vms(self, item: VmEvent | Fact) -> Iterator[Event]:
-        """What the provider's VMs mean to the controller.
+        """Return the controller's events for the provider's VMs.
 
         Raises:
-            ProviderError: asking again does not help.
+            ProviderError: further requests are useless.
         """
         match item:
             case NodesGranted(request=name, nodes=nodes) if len(nodes) >= self._source.num_devices:
@@ -284,7 +284,7 @@ class Launcher:
         if not self._vms:
             yield Tick()
             return
-        codes = [self._machines.ended(vm) for vm in self._vms]  # before what is said is read: nothing is left unread
+        codes = [self._machines.ended(vm) for vm in self._vms]  # before reading messages, so that none is missed
         yield from self._said()
         if not self._vms:
             return
@@ -307,7 +307,7 @@ class Launcher:
                     self._take()
 
     def _said(self) -> Iterator[Event]:
-        """What the script said on the first VM of the group since the last time."""
+        """Return the script's new messages from the first VM of the group."""
         data = self._half + self._machines.said(self._vms[0])
         *lines, self._half = data.split(b"\n")
         for line in lines:

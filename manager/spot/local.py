@@ -1,4 +1,4 @@
-"""VMs of this machine for scripts: a folder as a disk, which goes with the VM, and a process group."""
+"""Local VMs for scripts: a process group, and a folder as its disk, which is removed with the VM."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SCRIPT = "spot"
 
 
 class LocalMachines:
-    """Boots and ends them: a ``Fleet`` of ``manager.providers.local``, and ``Machines`` of the launcher.
+    """Boots and ends local VMs: a ``Fleet`` of ``manager.providers.local``, and the launcher's ``Machines``.
 
     Args:
-        root: Holds their disks.
-        code: What each gets a copy of; None: scripts run in the folder that they were started in.
+        root: The folder of their disks.
+        code: The folder that each VM gets a copy of; None: scripts run in the launcher's working directory.
     """
 
     def __init__(self, root: Path, code: Path | None) -> None:
@@ -27,7 +27,7 @@ class LocalMachines:
         self._offsets: dict[str, int] = {}
 
     def request(self, node: str, *, answers: str | None = None, instance_type: str = UNKNOWN) -> str:
-        """Boot one; which request it answers, and of what type it is, is of no account here."""
+        """Boot a VM, whatever its request and type."""
         del answers, instance_type
         (self._root / node / SCRIPT).mkdir(parents=True)
         if self._code is not None:
@@ -35,7 +35,7 @@ class LocalMachines:
         return node
 
     def release(self, *nodes: str) -> None:
-        """End VMs at once, as a provider does, with their disks; one that is gone already is passed over."""
+        """End VMs and their disks at once, as a provider does; VMs that are gone are skipped."""
         for node in nodes:
             if (script := self._scripts.pop(node, None)) is not None:
                 script.end()
@@ -62,12 +62,12 @@ class LocalMachines:
         return self._scripts[vm].code()
 
     def is_lost(self, vm: str) -> bool:
-        """See ``Machines``: the provider ends them."""
+        """Do nothing: the provider ends the scripts."""
         del vm
         return False
 
     def end(self, vms: Sequence[str]) -> None:
-        """See ``Machines``: the provider does it at once."""
+        """Do nothing: the provider ends them at once."""
 
     def close(self) -> None:
-        """See ``Machines``: the provider has ended them."""
+        """Do nothing: the provider has ended them."""

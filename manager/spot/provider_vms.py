@@ -1,13 +1,13 @@
-"""VMs of a provider for scripts: at the launcher's end. ``manager.spot.agent`` is what runs there.
+"""A provider's VMs for scripts: the launcher's end. ``manager.spot.agent`` runs on the VMs.
 
-It calls as ``manager.notices.call`` says, under the name NODE/script::
+The agent calls as described in ``manager.notices.call``, under the name NODE/script::
 
     VM        {"kind": "script", "life": L, "said": [FROM, BYTES], "output": [FROM, BYTES], "code": CODE or null}
     launcher  {"heard": true, "kept": [SAID, OUTPUT], "save": NUMBER, "start": START or null}
 
-The answer says what is to be, not what is to be done, so that it may be lost. ``kept``: from which byte on the VM is to
-go on. START is null until the script is to run, and again once it is to end. L differs whenever the VM's agent has
-begun anew, which forgets its script.
+The answer states the desired state, not an action, so a lost answer does no harm. ``kept``: the bytes from which the VM
+continues. START is null until the script should run, and again once it should end. L changes whenever the VM's agent is
+restarted, which forgets its script.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ log = logging.getLogger("morph.spot")
 
 SUFFIX = "/script"
 SILENT_S = 60.0
-"""A VM that was heard before and is silent for so long is lost."""
+"""A VM that has called before and is silent for this long is lost."""
 BOOT_S = 1800.0
-"""As is one that never calls."""
+"""A VM that has not called after this time is lost."""
 
 
 @dataclass
 class _Vm:
-    """``heard_s``: when it last called; None: never."""
+    """One VM. ``heard_s``: when it last called; None: never."""
 
     since_s: float = field(default_factory=time.monotonic)
     heard_s: float | None = None
@@ -53,7 +53,7 @@ class _Vm:
 
 
 def _harmless(data: bytes) -> bytes:
-    """Return what a script wrote as a terminal may be sent it: a VM may have been taken over by somebody."""
+    """Return a script's output in a form that is safe for a terminal: an attacker may control a VM."""
     return re.sub(rb"[\x00-\x07\x0b\x0c\x0e-\x1f\x7f]", lambda found: b"\\x%02x" % found[0][0], data)
 
 
@@ -62,10 +62,10 @@ class ProvidedMachines(VmServer):
 
     Args:
         secret: Shared with the VMs.
-        host, port: To listen at.
-        files: What VMs get here as they boot.
-        code: A zip of the script's folder, which they get, too.
-        handed_on: Variables that the script gets.
+        host, port: The address to listen on.
+        files: The files that booting VMs get here.
+        code: A zip file of the script's folder, which they get too.
+        handed_on: The variables that the script gets.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ProvidedMachines(VmServer):
         super().__init__(secret, host, port, {**files, "code": code})
 
     def start(self, vms: Sequence[str], command: Sequence[str], storage: str) -> None:
-        """See ``Machines``: each begins once it has booted, and the first one of the group is known."""
+        """See ``Machines``: each VM begins once it has booted and the first one of the group is known."""
         with self._lock:
             first = self._vms.setdefault(vms[0], _Vm())
             for rank, vm in enumerate(vms):

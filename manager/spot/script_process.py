@@ -1,4 +1,4 @@
-"""The script on the VM where it runs: a process group, and the files by which it and its launcher hear each other."""
+"""The script on its VM: a process group, and the files by which script and launcher exchange messages."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ END_TIMEOUT_S = 10.0
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 PORT = 29400
-"""Where the VMs of a group meet, at the first of them."""
+"""The port of the first VM of a group, where all of them meet."""
 
 
 def variables(rank: int, size: int, host: str, port: int = PORT) -> dict[str, str]:
-    """Return what torch.distributed, accelerate and Lightning read of a group of VMs; nothing for one VM alone."""
+    """Return what torch.distributed, accelerate and Lightning read about a group of VMs; nothing for a single VM."""
     if size == 1:
         return {}
     where = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
@@ -30,18 +30,18 @@ def variables(rank: int, size: int, host: str, port: int = PORT) -> dict[str, st
 
 
 class ScriptProcess:
-    """One script, from its start to its end; on Linux it ends with the thread that starts it, also if that is killed.
+    """One script, from its start to its end; on Linux it ends with the thread that starts it, even if that is killed.
 
     Args:
-        folder: Where the two hear each other.
-        command: The script's.
-        storage: Of backups.
-        cwd: In which it runs; None: that of this process.
-        environment: Besides this process's.
-        options: Further ones of ``Popen``.
+        folder: The folder of the messages.
+        command: The script's command.
+        storage: The place of backups.
+        cwd: Its working directory; None: that of this process.
+        environment: Variables beside those of this process.
+        options: Further options of ``Popen``.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the script cannot be started.
     """
 
     def __init__(
@@ -60,22 +60,22 @@ class ScriptProcess:
         )
 
     def save(self, number: int) -> None:
-        """Order it to save."""
+        """Order the script to save."""
         temporary = self._folder / f"{SAVE}.new"
         temporary.write_text(str(number))
-        temporary.chmod(0o644)  # the script may be another user
+        temporary.chmod(0o644)  # the script may run as another user
         temporary.replace(self._folder / SAVE)
 
     def code(self) -> int | None:
-        """Return its exit code; None: it runs."""
+        """Return the script's exit code; None: it runs."""
         return self._process.poll()
 
     def said(self, offset: int, most_bytes: int = -1) -> bytes:
-        """Return what it told from this byte on."""
+        """Return its messages from this byte on."""
         return read_from(self._folder / EVENTS, offset, most_bytes)
 
     def end(self) -> None:
-        """End it at once, with all that it started."""
+        """End the script at once, with all that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(END_TIMEOUT_S)
@@ -87,7 +87,7 @@ def _end_with_parent() -> None:
 
 
 def read_from(path: Path, offset: int, most_bytes: int = -1) -> bytes:
-    """Return a file's bytes from this one on; none if there is no file."""
+    """Return a file's bytes from this position on; none if there is no file."""
     try:
         with path.open("rb") as file:
             file.seek(offset)

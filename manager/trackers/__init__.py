@@ -1,1 +1,1 @@
-"""Trackers, callbacks and alerts: processes beside the manager that read its journal and tell others what happens."""
+"""Trackers, callbacks and alerts: processes beside the manager that read its journal and report events elsewhere."""

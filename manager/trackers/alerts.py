@@ -1,6 +1,6 @@
-"""Alerts of a run that needs somebody: ``notify`` of the run file, by a webhook, a command, or both.
+"""Alerts for a run that needs attention: ``notify`` of the run file, by a webhook, a command, or both.
 
-One alert at a time, from a process of its own that reads the journal: nothing piles up, and training waits for none.
+A separate process reads the journal and sends one alert at a time: none pile up, and training never waits.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ AlertKind = Literal[
 HTTP_S, COMMAND_S = 5.0, 15.0
 TRY_AFTER_S = (0.0, 1.0, 2.0)
 AGAIN_S = 3600.0
-"""The same kind of trouble is told again after this; what is older when it is read is not told at all."""
+"""The same kind of trouble is reported again after this time; trouble that is older when it is read is not reported."""
 AT_MOST = 20
-"""Alerts in ``AGAIN_S``."""
+"""The maximum number of alerts in ``AGAIN_S``."""
 
 
 class Alerts:
-    """A ``Sink`` that tells of trouble; it keeps in ``RUN_DIR/trackers/notify.json`` what was told.
+    """A ``Sink`` that reports trouble; it notes what it has reported in ``RUN_DIR/trackers/notify.json``.
 
     Args:
         run_dir: The run's directory.
         job: The job's name.
-        notify: Who is told, and when.
-        budget_usd: What the run may cost; None: no limit.
-        say: Tells the manager what is wrong with an alert, without what is secret.
-        clock: Seconds since 1970.
-        forever: Another manager follows where this one ends, if neither the user nor a limit ended it.
+        notify: Where and when to send alerts.
+        budget_usd: The limit of the run's cost; None: no limit.
+        say: Reports a failed alert to the manager, without secrets.
+        clock: Returns seconds since 1970.
+        forever: Another manager follows this one, unless the user or a limit ends it.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Alerts:
         return Told()
 
     def begin(self, sequence: int) -> bool:
-        """Whether nothing was told yet of what this line of the journal says."""
+        """Return whether this line of the journal has not been reported yet."""
         self._sequence = sequence
         return sequence > int(self._noted.known.get("sequence", 0))
 
@@ -96,20 +96,20 @@ class Alerts:
             self._stopped = False
             self._look_at_budget(happening)
         elif isinstance(happening, Trouble) and is_new:
-            if not (self._is_down and happening.kind == "setup_failed"):  # of which it is known that it does not pass
+            if not (self._is_down and happening.kind == "setup_failed"):  # which is known not to pass
                 self._alert(happening.kind, happening.sentence)
         elif isinstance(happening, RunEnded):
             self._ended(happening, is_new=is_new)
 
     def flush(self) -> None:
-        """See ``Sink.flush``: also what does not happen is told."""
+        """See ``Sink.flush``: also report that no step was decided for too long."""
         passed_min = (self._clock() - self._trained_s) / 60
         if not self._over and not self._stopped and passed_min >= self._notify.stopped_min:
             self._stopped = True
             self._alert("training_stopped", f"no step was decided for {passed_min:.0f} minutes", stopped=True)
 
     def _ended(self, end: RunEnded, *, is_new: bool) -> None:
-        """A run that tries again by itself has ended once, until it trains again, however often it tries in vain."""
+        """Report the end; a run that retries by itself is reported once, however often it fails until it trains."""
         by_user = end.outcome == "finished" or end.sentence.startswith(BY_USER)
         again = end.rests or (self._forever and not by_user and not end.at_limit)
         self._over, self._stopped = not end.rests, self._stopped or again
@@ -121,11 +121,11 @@ class Alerts:
 
     @property
     def _is_down(self) -> bool:
-        """Whether it was told that the run has ended, and that it tries again."""
+        """Whether it was reported that the run has ended and retries."""
         return bool(self._noted.known.get("down"))
 
     def manager_gone(self) -> None:
-        """The manager ended without a word."""
+        """Note that the manager vanished without an end in the journal."""
         if self._over:
             return
         if not self._forever:
@@ -145,7 +145,7 @@ class Alerts:
         self._alert("budget", f"{step.dollars:.2f} of {most:g} dollars are spent (vms.limits.budget_usd)", budget=True)
 
     def _alert(self, kind: AlertKind, sentence: str, **noted: object) -> None:
-        """Tell of it, unless the same was told lately or too much was; note that first, so that it is told once."""
+        """Send an alert, unless the same or too many were sent lately; note it first, so that it is sent once."""
         now_s = self._clock()
         told = [(name, at_s) for name, at_s in self._noted.known.get("told", []) if now_s - at_s < AGAIN_S]
         repeats = any(name == kind for name, _ in told) and kind in ("setup_failed", "bad_step", "not_saved")
@@ -157,7 +157,7 @@ class Alerts:
             self._deliver(self.payload(kind, sentence, now_s))
 
     def payload(self, kind: AlertKind, sentence: str, now_s: float) -> dict[str, object]:
-        """What is posted, and read by the command. ``text``: all of it in one sentence, as chat services show it."""
+        """Return the JSON that is posted and read by the command. ``text``: all in one sentence, for chat services."""
         return {
             "schema_version": 1,
             "kind": kind,
@@ -183,7 +183,7 @@ class Alerts:
 
 
 def _post(url: str, content: bytes) -> str:
-    """Post it, again where that may help; return what is wrong, without the URL, which is a secret."""
+    """Post it, with retries where they may help; return the error, without the URL, which is a secret."""
     wrong = ""
     for pause_s in TRY_AFTER_S:
         time.sleep(pause_s)
@@ -203,7 +203,7 @@ def _post(url: str, content: bytes) -> str:
 
 
 def _run(command: tuple[str, ...], content: bytes) -> str:
-    """Start the command and wait for its end; return what is wrong. It is ended with all that it has started."""
+    """Start the command and wait for its end; return the error. The command is ended with all that it has started."""
     try:
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=sys.stderr, stderr=sys.stderr, start_new_session=True
@@ -221,7 +221,7 @@ def _run(command: tuple[str, ...], content: bytes) -> str:
 
 
 def webhook_variables(notify: Notify) -> dict[str, str]:
-    """Return what the process gets of the environment for the webhook."""
+    """Return the environment variable of the webhook, for the process."""
     name = (notify.webhook or "").removeprefix("$")
     return {name: os.environ[name]} if (notify.webhook or "").startswith("$") else {}
 
@@ -234,15 +234,16 @@ def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of its port, or of brackets
+    except ValueError:  # a wrong port, or brackets
         return False
 
 
 def check_notify(notify: Notify, source: str) -> None:
-    """See that alerts can be sent.
+    """Check that alerts can be sent.
 
     Raises:
-        ConfigError: the webhook is no URL, which is not told, or its variable is not set; or there is no such program.
+        ConfigError: the webhook (which the error does not show) is not a URL, its variable is not set, or there is no
+            such program.
     """
     if notify.webhook is not None:
         if notify.webhook.startswith("$") and notify.webhook[1:] not in os.environ:

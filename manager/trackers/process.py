@@ -1,8 +1,8 @@
 """The process of one tracker or callback: ``python -m manager.trackers.process``, as ``supervisor`` starts it.
 
-It follows the journal of a run from its first line and tells what is new, until its standard input ends; then it tells
-the rest and ends. What is wrong it says as a line on standard output. It ends itself when one call takes too long: the
-manager starts another, which goes on behind that.
+It follows the journal of a run from its first line and reports new events, until its standard input ends; then it
+reports the rest and ends. It writes each error as a line to standard output. If one call takes too long, it ends
+itself, and the manager starts another process, which continues after that event.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LINES_AT_ONCE = 500
 HANGS = 75
 """The exit code of a process that ended itself because a call took too long."""
 _OUTPUT = os.dup(1)
-"""Standard output, for what the manager is told; what libraries, their processes and callbacks print is logged."""
+"""Standard output, for messages to the manager; output of libraries, their processes and callbacks goes to the log."""
 TRACKERS: Mapping[str, Callable[[Path, str], Sink]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
@@ -45,7 +45,7 @@ class Watching(Value):
     """What one process is to do. ``target``: the callback, file.py:name; ``limit_s``: of one call; ``notify``: alerts.
     ``forever``: another manager follows where this one ends.
 
-    ``variables``: of the environment, beside what it gets anyhow; only for the process that reads checkpoints.
+    ``variables``: further environment variables, only for the process that reads checkpoints.
     """
 
     kind: Literal["tensorboard", "wandb", "mlflow", "callback", "notify", "samples"]
@@ -86,12 +86,12 @@ class _Watchdog:
 
 
 def say(sentence: str) -> None:
-    """Tell the manager."""
+    """Send the manager a sentence."""
     os.write(_OUTPUT, (" ".join(sentence.split()) + "\n").encode())
 
 
 def sink_of(watching: Watching) -> Sink:
-    """Make what is to be told."""
+    """Make the sink."""
     if watching.kind == "callback":
         return Callback(watching.run_dir, watching.target, watching.number)
     if watching.kind == "notify":
@@ -103,13 +103,13 @@ def sink_of(watching: Watching) -> Sink:
 
 
 def reader_of(watching: Watching) -> HappeningsReader:
-    """Make what reads the journal for it."""
+    """Make the sink's reader of the journal."""
     own = {} if watching.notify is None else {"missed_saves": watching.notify.missed_saves}
     return HappeningsReader(watching.checkpoint_url, watching.prices, **own)
 
 
 def follow(watching: Watching, sink: Sink) -> None:
-    """Tell what the journal says, until standard input ends."""
+    """Report the journal's events, until standard input ends."""
     watchdog, is_over = _Watchdog(watching.limit_s), False
     reader = reader_of(watching)
     watchdog.begin("its start")
@@ -135,7 +135,7 @@ def follow(watching: Watching, sink: Sink) -> None:
             watchdog.end()
             if is_over:
                 break
-            is_over = bool(select.select([sys.stdin], [], [], POLL_S)[0])  # it ends; nothing else comes
+            is_over = bool(select.select([sys.stdin], [], [], POLL_S)[0])  # nothing but its end can come
         watchdog.begin("its end")
         if isinstance(sink, Alerts) and not sys.stdin.readline():
             sink.manager_gone()
@@ -154,14 +154,14 @@ def _opened(path: Path) -> Journal | None:
 
 
 def main() -> int:
-    """Do what the first line of standard input says."""
+    """Run as the first line of standard input says."""
     watching = Watching.model_validate_json(sys.stdin.readline())
     os.dup2(2, 1)
     os.nice(10)
     name = watching.kind if watching.kind != "callback" else f"callback-{watching.number}"
     try:
         with open(watching.run_dir / "trackers" / f"{name}.lock", "w") as lock:  # noqa: PTH123
-            fcntl.flock(lock, fcntl.LOCK_EX)  # that of a manager which was killed may still tell the rest
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a killed manager's process may still be reporting the rest
             follow(watching, sink_of(watching))
     except Exception as error:
         say(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""From the lines of a journal to what happens in a run, each thing once."""
+"""Reads the events of a run from its journal, each once."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from morph.contract.happenings import (
 
 _KINDS = ("session", "shape", "morph", "evaluation", "saved", "trouble", "over")
 _SHORTEST_S = 60.0
-"""A shorter interval between checkpoints counts as this: a save that is a little late is not missed."""
+"""A shorter interval between checkpoints counts as this, so that a slightly late save is not reported as missed."""
 
 
 class HappeningsReader:
-    """Reads a journal on from where it stopped, from the run's first line; what was told is not told again.
+    """Reads a journal from the run's first line, and then on from where it stopped, so that each event comes once.
 
     Args:
         checkpoint_url: Where the run's checkpoints are.
-        prices: That count for its VMs.
-        missed_saves: Without a checkpoint for so many intervals it is said that none is completed.
+        prices: The prices that apply to its VMs.
+        missed_saves: After this number of intervals without a complete checkpoint, that is reported.
     """
 
     def __init__(self, checkpoint_url: str, prices: Prices | None = None, missed_saves: int = 3) -> None:
@@ -54,14 +54,14 @@ class HappeningsReader:
         self._begun = self._over = False
 
     def new(self, journal: Journal, most: int = -1) -> Iterator[tuple[int, list[Happening]]]:
-        """Read on to the end; yields what each line tells, by the line.
+        """Read on to the end; yields the events of each line, with its number.
 
         Args:
-            journal: Of the run.
-            most: So many lines at once.
+            journal: The run's journal.
+            most: The number of lines read at once.
 
         Raises:
-            RunDirError: it cannot be read.
+            RunDirError: the journal cannot be read.
         """
         while True:
             tail = journal.tail(self._after, _KINDS, rows=True, most=most)
@@ -78,7 +78,7 @@ class HappeningsReader:
                 return
 
     def take(self, entry: Entry) -> Iterator[Happening]:
-        """Take in one line; yields what it tells."""
+        """Take in one line; yields its events."""
         self._reader.take(entry)
         self._after = entry.sequence
         told = list(self._reader.told)
@@ -86,7 +86,7 @@ class HappeningsReader:
         return self._happened(told)
 
     def _happened(self, told: Sequence[Told]) -> Iterator[Happening]:
-        """What a line tells: its steps, after the pause before them, then what else became of the run."""
+        """Yield a line's events: the pause before its steps, the steps, and then other events."""
         morphs = [one for _, _, one in told if isinstance(one, MorphRecord) and one.pause_ms is not None]
         self._pause_s += sum((morph.pause_ms or 0.0) / 1e3 for morph in morphs)
         for _, _, one in told:
@@ -132,7 +132,7 @@ class HappeningsReader:
         due, unsaved_s = self._reader.next_save, self._unsaved_s
         if due is None or self._is_missed or unsaved_s <= self._missed_saves * max(due.interval_s, _SHORTEST_S):
             return
-        self._is_missed = True  # said once, until there is one
+        self._is_missed = True  # reported once, until a save is complete
         saved = "there is none" if not self._saved else f"version {self._saved} is the last"
         sentence = (
             f"no checkpoint was completed in {unsaved_s:.0f} s of training ({saved}), where one is due every "

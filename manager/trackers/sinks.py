@@ -1,6 +1,6 @@
-"""Those who are told what happens: TensorBoard, Weights & Biases, MLflow, and a user's callback.
+"""The receivers of a run's events: TensorBoard, Weights & Biases, MLflow, and a user's callback.
 
-Each runs in a process of its own and imports its library there alone.
+Each runs in its own process and imports its library only there.
 """
 
 from __future__ import annotations
@@ -42,36 +42,36 @@ METHODS: Mapping[type[Value], str] = {
 
 
 class Told(NamedTuple):
-    """The last step and the last evaluation that something was told of; 0: none."""
+    """The last step and the last evaluation that a sink has received; 0: none."""
 
     step: int = 0
     evaluated: int = 0
 
     def has(self, happening: Happening) -> bool:
-        """Whether it was told of this."""
+        """Return whether the sink has received this."""
         if isinstance(happening, EvaluationDone):
             return happening.step <= self.evaluated
         return happening.step <= self.step - (not isinstance(happening, StepDone))
 
 
 class Sink(Protocol):
-    """Something that is told what happens, in its order."""
+    """A receiver of events, in their order."""
 
     def open(self) -> Told:
-        """Get ready; returns up to where it was told in an earlier process."""
+        """Get ready; returns what an earlier process has received."""
 
     def tell(self, happening: Happening) -> None:
-        """Take in what happened."""
+        """Receive one event."""
 
     def flush(self) -> None:
-        """Nothing more has happened for now."""
+        """Note that no more events come for now."""
 
     def close(self) -> None:
-        """The session is over."""
+        """Note that the session is over."""
 
 
 def numbers_of(happening: Happening) -> dict[str, float]:
-    """Return what a tracker plots, by name; only finite numbers."""
+    """Return the numbers that a tracker plots, by name; only finite ones."""
     found: dict[str, float | None] = {}
     match happening:
         case StepDone():
@@ -97,13 +97,13 @@ def numbers_of(happening: Happening) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files in ``RUN_DIR/tensorboard``; each process writes one more, and goes on behind what they hold."""
+    """Event files in ``RUN_DIR/tensorboard``; each process adds one, and continues after their content."""
 
     def __init__(self, run_dir: Path, job: str) -> None:  # noqa: ARG002 (as every tracker)
         self._folder = run_dir / "tensorboard"
 
     def open(self) -> Told:
-        """See ``Sink.open``: read from its own files."""
+        """See ``Sink.open``; it reads its own files."""
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -145,7 +145,7 @@ class TensorBoard:
 
 
 class Noted:
-    """A file that says under which id a run is tracked, and up to which step."""
+    """A file with the id under which a run is tracked, and the last tracked step."""
 
     def __init__(self, run_dir: Path, name: str) -> None:
         self._path = run_dir / "trackers" / f"{name}.json"
@@ -154,20 +154,20 @@ class Noted:
             self.known = json.loads(self._path.read_text(encoding="utf-8"))
 
     def note(self, **known: object) -> None:
-        """Write it down, whole."""
+        """Write the file atomically."""
         self.known |= known
         write_whole(self._path, json.dumps(self.known), PRIVATE)
 
 
 class WeightsAndBiases:
-    """A run of W&B, the same one after a resume; ``WANDB_*`` in the environment say where, and under which name."""
+    """A run of W&B, the same one after a resume; ``WANDB_*`` in the environment set its place and name."""
 
     def __init__(self, run_dir: Path, job: str) -> None:
         self._run_dir, self._job, self._noted = run_dir, job, Noted(run_dir, "wandb")
         self._told = Told()
 
     def open(self) -> Told:
-        """See ``Sink.open``: as W&B says, or, offline, as was noted."""
+        """See ``Sink.open``; it asks W&B, or, offline, reads its own note."""
         import wandb
 
         run_id = self._noted.known.get("id") or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
@@ -207,14 +207,14 @@ class WeightsAndBiases:
 
 
 class MlFlow:
-    """A run of MLflow, the same one after a resume, where ``MLFLOW_*`` say, or else in the run directory."""
+    """A run of MLflow, the same one after a resume, at the place set by ``MLFLOW_*``, or else in the run directory."""
 
     def __init__(self, run_dir: Path, job: str) -> None:
         self._run_dir, self._job, self._noted = run_dir, job, Noted(run_dir, "mlflow")
         self._waiting: list[Any] = []
 
     def open(self) -> Told:
-        """See ``Sink.open``: as MLflow says."""
+        """See ``Sink.open``; it asks MLflow."""
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             os.environ["MLFLOW_TRACKING_URI"] = (self._run_dir / "mlflow").absolute().as_uri()
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -237,7 +237,7 @@ class MlFlow:
 
         numbers = {re.sub(r"[^\w\-. :/]", "_", name): number for name, number in numbers_of(happening).items()}
         if isinstance(happening, StepDone):
-            numbers["run/step"] = float(happening.step)  # the last of them: by it a further process goes on
+            numbers["run/step"] = float(happening.step)  # written last: a later process continues after it
         elif isinstance(happening, EvaluationDone):
             numbers["run/evaluated"] = float(happening.step)
         at_ms, step = round(happening.time_s * 1000), happening.step
@@ -261,9 +261,9 @@ class MlFlow:
 
 
 class Callback:
-    """An object of the user's, whose methods are called; one that fails is said once, and the next is called.
+    """A user's object whose methods are called. A method that fails is reported once, and the next one is called.
 
-    What was begun before is not begun again, by a note that is written before each call.
+    A note that is written before each call prevents the same call in a later process.
     """
 
     def __init__(self, run_dir: Path, target: str, number: int) -> None:
@@ -286,7 +286,7 @@ class Callback:
         return Told()
 
     def begin(self, sequence: int) -> bool:
-        """Whether what a line of the journal tells was not begun before; it is noted as begun."""
+        """Return whether the calls for a line of the journal were not begun before, and note them as begun."""
         if sequence <= int(self._noted.known.get("sequence", 0)):
             return False
         self._noted.note(sequence=sequence)
@@ -296,7 +296,7 @@ class Callback:
         """See ``Sink.tell``.
 
         Raises:
-            CallbackFailed: the first time that a method fails.
+            CallbackFailed: a method failed for the first time.
         """
         method = METHODS[type(happening)]
         call = getattr(self._object, method, None)
@@ -317,7 +317,7 @@ class Callback:
 
 
 class CallbackFailed(Exception):
-    """A method of a callback failed; the next one is called all the same."""
+    """A method of a callback failed; later ones are called even so."""
 
 
 def _text(error: BaseException) -> str:
@@ -325,10 +325,10 @@ def _text(error: BaseException) -> str:
 
 
 def check_trackers(trackers: tuple[str, ...], callbacks: tuple[str, ...], source: str, folder: Path) -> None:
-    """See that what is to be told is there.
+    """Check that a tracker or callback can be used.
 
     Raises:
-        ConfigError: a library is not installed, or a callback names no file.
+        ConfigError: a library is not installed, or a callback does not name a file.
     """
     for name in trackers:
         if importlib.util.find_spec(LIBRARIES[name]) is None:

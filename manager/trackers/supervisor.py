@@ -1,7 +1,7 @@
-"""Starts the processes of trackers and callbacks, says once what is wrong with each, and ends them in time.
+"""Starts the processes of trackers and callbacks, reports each of their errors once, and ends them in time.
 
-Training never waits for them: they read the journal by themselves. One that is gone, or ended itself because it hung,
-is started again a few times. At the end of a run each has ``END_S`` to tell the rest.
+Training never waits for them, because they read the journal by themselves. A process that is gone, or that ended itself
+because it hung, is restarted a few times. At the end of a run each has ``END_S`` to report the rest.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ END_S, SAMPLES_END_S = 20.0, 120.0
 MOST_STARTS = 5
 LIMIT_OF_A_CALL_S = 60.0
 OWN_VARIABLES = {"wandb": ("WANDB_", "NETRC"), "mlflow": ("MLFLOW_",)}
-"""Beside the harmless ones: by their beginnings, those that a tracker has for itself, its credentials among them."""
+"""The prefixes of a tracker's own variables, credentials included, which it gets beside the harmless ones."""
 
 
 def environment_of(kind: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what a tracker gets of the manager's environment; a callback only what is harmless."""
+    """Return a tracker's part of the manager's environment; a callback gets only the harmless part."""
     prefixes = OWN_VARIABLES.get(kind, ())
     own = {name: value for name, value in environment.items() if prefixes and name.startswith(prefixes)}
     return handed_on(environment) | own
 
 
 class Watchers:
-    """Everything that is told of a run, while a block runs.
+    """All trackers and callbacks of a run, while the context is open.
 
     Args:
-        watching: One for each process.
-        tell: Says a sentence to the user.
-        end_s: How long each has at the end.
+        watching: One value for each process.
+        tell: Shows the user a sentence.
+        end_s: The time that each has at the end.
     """
 
     def __init__(self, watching: tuple[Watching, ...], tell: Callable[[str], None], end_s: float = END_S) -> None:
@@ -73,7 +73,7 @@ class _Watcher(threading.Thread):
         self._given_up = False
 
     def run(self) -> None:
-        """Start the process, again where it ended before it was told to, and pass on what it says."""
+        """Start the process, restart it if it ends too early, and pass on its messages."""
         for left in reversed(range(MOST_STARTS)):
             with self._start() as process:
                 assert process.stdout is not None
@@ -86,13 +86,13 @@ class _Watcher(threading.Thread):
                 self._say(f"note: {self._name} ended {MOST_STARTS} times and is left out; see {self._log}")
 
     def end(self) -> None:
-        """Tell it that the session is over."""
+        """Tell the process that the session is over."""
         with self._lock:
             if self._process is not None:
                 self._tell_end(self._process)
 
     def join(self, deadline_s: float | None = None) -> None:
-        """Wait for its end, and kill it when the time is up."""
+        """Wait for its end, and kill it if the time is up."""
         super().join(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
         if self.is_alive():
             self._say(f"note: {self._name} did not end in time and is killed; the run itself is not affected")
@@ -125,7 +125,7 @@ class _Watcher(threading.Thread):
                     stderr=log,
                     text=True,
                     env=environment_of(self.watching.kind, os.environ) | self.watching.variables,
-                    start_new_session=True,  # Ctrl-C is not meant for it: it tells how the run ended
+                    start_new_session=True,  # Ctrl-C must not reach it: it still has to report how the run ended
                 )
             if self._given_up:
                 process.kill()
@@ -143,7 +143,7 @@ class _Watcher(threading.Thread):
 
     def _write(self, process: subprocess.Popen[str], line: str) -> None:
         assert process.stdin is not None
-        with suppress(OSError):  # it is dead
+        with suppress(OSError):  # the process is dead
             process.stdin.write(line + "\n")
             process.stdin.flush()
 

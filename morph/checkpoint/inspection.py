@@ -34,11 +34,11 @@ class VersionStatus(Value):
 
     version: int
     state: State
-    kept: bool = Field(description="by a user, so that it is never deleted as an old one")
-    best: bool = Field(default=False, description="as evaluations found")
+    kept: bool = Field(description="whether a user keeps it, so that it is never deleted as an old one")
+    best: bool = Field(default=False, description="whether it is the best evaluated version")
     kind: SaveKind | None = None
     shape: str = ""
-    size_bytes: int = Field(description="of everything in its folder")
+    size_bytes: int = Field(description="size of all files in its folder")
     saved_s: float | None = Field(default=None, description="wall-clock seconds (epoch); None: not known")
     where: str
     problem: str = Field(default="", description="a sentence that names the file, where it is damaged")

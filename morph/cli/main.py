@@ -27,6 +27,7 @@ from morph.cli.profiles.calibrate import calibrate_command
 from morph.cli.profiles.calibrate_peer import calibrate_peer_command
 from morph.cli.profiles.profile import profile_app
 from morph.cli.reading.errors import MorphGroup
+from morph.cli.reading.help import MorphCommand
 from morph.cli.runs.cloud import cloud_app
 from morph.cli.runs.config import config_app
 from morph.cli.runs.demo import demo_command
@@ -43,12 +44,11 @@ from morph.contract.errors import printable
 HELP = """Train one PyTorch model on whatever spot GPUs are there right now.
 
 \b
-Example:
+Example (morph COMMAND --help explains a command):
   morph calibrate configs/jobs/tiny_gpt.py:job -o profile.json
   morph plan profile.json --gpus 6
-  morph run configs/jobs/tiny_gpt.py:job --profile profile.json --cluster configs/clusters/local.yaml
-
-Each command has its own help and example: morph COMMAND --help
+  morph run configs/jobs/tiny_gpt.py:job --profile profile.json \\
+      --cluster configs/clusters/local.yaml
 """
 
 app = typer.Typer(
@@ -62,14 +62,14 @@ app = typer.Typer(
 
 
 class _OnceEach(logging.Filter):
-    """Lets a library say the same only once: one that is asked again, with a wrong key, fills the screen each time."""
+    """Lets a library log each message only once: with a wrong key, some fill the screen at each retry."""
 
     def __init__(self) -> None:
         super().__init__()
         self._said: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it was not said before; what it says may be another machine's text."""
+        """Return whether the message is new; it is made printable, because it may come from another machine."""
         record.msg, record.args = printable(record.getMessage()), ()
         said = record.msg
         is_new = said not in self._said
@@ -89,32 +89,30 @@ def root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Give the root command its options, its help being HELP; remove what killed runs of this user left."""
+    """Give the root command its options, and remove what killed runs of this user left; its help is HELP."""
     from manager.host.folders import sweep
 
-    del version  # its callback printed it
+    del version  # the callback has printed it
     sweep()
 
 
 _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
-    "Measure and plan": {
+    "Measure": {
         "calibrate": calibrate_command,
         "calibrate-peer": calibrate_peer_command,
         "profile": profile_app,
-        "plan": plan_command,
-        "simulate": simulate_command,
     },
-    "Look at a job": {"cut": cut_command, "trace-deps": trace_deps_command},
+    "Plan": {"plan": plan_command, "simulate": simulate_command},
+    "Check": {"cut": cut_command, "trace-deps": trace_deps_command, "config": config_app},
     "Run": {
         "run": run_command,
         "resume": resume_command,
         "stop": stop_command,
         "service": service_command,
-        "config": config_app,
         "elastic": elastic_command,
         "spot-run": spot_run_command,
     },
-    "Look at runs": {
+    "Look": {
         "status": status_command,
         "events": events_command,
         "report": report_command,
@@ -122,13 +120,13 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "timeline": timeline_command,
         "history": history_command,
     },
-    "Checkpoints and weights": {
+    "Weights": {
         "checkpoints": checkpoints_app,
         "export": export_command,
         "import": import_command,
         "sample": sample_command,
     },
-    "Clouds": {"cloud": cloud_app},
+    "Cloud": {"cloud": cloud_app},
     "Try out": {
         "demo": demo_command,
         "rehearse": rehearse_command,
@@ -137,28 +135,30 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "inject": inject_command,
     },
 }
-"""By title, in the order in which help shows them."""
+"""Commands by title, in the order of the help."""
 
 for _title, _commands in _COMMANDS.items():
     for _name, _command in _commands.items():
         if isinstance(_command, typer.Typer):
+            for _registered in _command.registered_commands:
+                _registered.cls = MorphCommand
             app.add_typer(_command, name=_name, rich_help_panel=_title)
         else:
-            app.command(_name, rich_help_panel=_title)(_command)
+            app.command(_name, cls=MorphCommand, rich_help_panel=_title)(_command)
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
     if logging.lastResort is not None:
         logging.lastResort.addFilter(_OnceEach())
-    # what commands import stays: to look through it so often takes a fifth of the time
+    # imported modules stay; scanning them at the default frequency takes a fifth of the time
     gc.set_threshold(50_000, 20, 10)
-    atexit.register(gc.freeze)  # nothing is looked through at the end: with torch loaded that takes 0.4 s
+    atexit.register(gc.freeze)  # nothing is scanned at the end: with torch loaded, a scan takes 0.4 s
     try:
         app(prog_name="morph")
     finally:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C again, while the process ends: no traceback
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for another Ctrl-C while the process ends
 
 
 if __name__ == "__main__":

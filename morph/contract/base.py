@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from morph.contract.errors import InputError, printable
 
 Shown = Annotated[str, AfterValidator(printable)]
-"""A text that may be another machine's, or of a file that others can write, and that is shown to a user."""
+"""A text that is shown to a user and may come from another machine or from a file that others can write."""
 
 
 class Value(BaseModel):
@@ -22,7 +22,7 @@ class Value(BaseModel):
 
     @classmethod
     def model_construct(cls, _fields_set: set[str] | None = None, **values: Any) -> Self:  # type: ignore[override]
-        """Make one of values that are checked already; as pydantic's, in a fraction of its time. Never of input."""
+        """Make an instance of values that were checked before, faster than pydantic does. Never use it for input."""
         defaults, factories, given = _given(cls, *values)
         fields = {**defaults, **values}
         for name, factory in factories:
@@ -31,15 +31,15 @@ class Value(BaseModel):
 
     @classmethod
     def each(cls, name: str, values: Iterable[Any], **shared: Any) -> list[Self]:
-        """Make many that differ in one field, of values that are checked already: faster still. Never of input."""
+        """Make many instances that differ in one field, of checked values: faster still. Not for input."""
         like = cls.model_construct(**{name: None}, **shared)
         fields, given = like.__dict__, like.__pydantic_fields_set__
         return [_made(cls, {**fields, name: value}, given) for value in values]
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return the same with some fields replaced, which are not checked; as pydantic's, in a fraction of its time.
+        """Return a copy with some fields replaced, without a check, faster than pydantic does.
 
-        What was worked out of the fields and kept (``cached_property``) is left behind, for they may differ.
+        Values derived from the fields (``cached_property``) are dropped, because they may differ.
         """
         if deep:
             return super().model_copy(update=update, deep=True)
@@ -70,7 +70,7 @@ def _made(kind: type[ValueT], fields: dict[str, Any], given: set[str]) -> ValueT
 
 @cache
 def _given(kind: type[Value], *names: str) -> tuple[dict[str, Any], Sequence[tuple[str, Callable[[], Any]]], set[str]]:
-    """Every field in order with what it is unless it is given; of others what makes it each time; names as a set."""
+    """Return every field in order with its default; the factories of other defaults; and the names as a set."""
     fields, given = kind.model_fields, set(names)
     lacking = sorted(name for name, field in fields.items() if field.is_required() and name not in given)
     if lacking:
@@ -91,7 +91,7 @@ def read_text(path: Path, error_type: type[InputError], encoding: str = "utf-8")
     """Read a text file; ends of lines become ``\\n``.
 
     Raises:
-        InputError: of ``error_type``, when the file cannot be read or is not UTF-8.
+        InputError: of type ``error_type``, if the file cannot be read or is not UTF-8.
     """
     try:
         return path.read_text(encoding=encoding)
@@ -105,12 +105,14 @@ def read_json(path: Path, value_type: type[ValueT], error_type: type[InputError]
     """Read one contract value from a JSON file.
 
     Raises:
-        InputError: of ``error_type``, when the file is missing, is not JSON, or breaks the schema.
+        InputError: of type ``error_type``, if the file is missing, is not JSON, or breaks the schema.
     """
     text = read_text(path, error_type)
     try:
         return value_type.model_validate_json(text)
     except ValidationError as error:
         field, problem, value = first_problem(error)
-        shown = value if field and isinstance(value, str | int | float | bool) else None  # else it is the whole text
+        shown = (
+            value if field and isinstance(value, str | int | float | bool) else None
+        )  # otherwise the value is the whole text
         raise error_type(problem, source=str(path), field=field or None, value=shown) from error

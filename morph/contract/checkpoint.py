@@ -21,42 +21,42 @@ class UnitFile(Value):
     xxh3_128: str | None = Field(
         default=None,
         pattern=r"^[0-9a-f]{32}$",
-        exclude_if=lambda given: given is None,  # what signed a manifest without it still does
-        description="XXH3 of 128 bits, which is held against what is loaded; None: older, and SHA-256 is",
+        exclude_if=lambda given: given is None,  # the signatures of manifests without this field stay valid
+        description="128-bit XXH3, compared with the loaded bytes; None: an older manifest, whose SHA-256 is compared",
     )
 
 
 SaveKind = Literal["periodic", "insurance", "emergency", "evaluated", "final", "imported"]
-"""Why a checkpoint was written: it was due; notices could not all be answered otherwise; a VM was about to be taken
-that held what no other did; its version is evaluated and may be the best; the run ended; it is where a run begins that
-was given weights."""
+"""Why a checkpoint was written: it was due; notices could not all be answered otherwise; the only holder of some state
+was about to be taken; its version is evaluated and may be the best; the run ended; or a run begins with given
+weights."""
 
 
 class Manifest(Value):
-    """A complete checkpoint of one version. Those of schema 1 said nothing of ``kind``, ``shape`` and ``saved_s``."""
+    """A complete checkpoint of one version. Schema 1 has no ``kind``, ``shape`` and ``saved_s``."""
 
     schema_version: Literal[1, 2] = 2
     fingerprint: str
     version: int = Field(ge=0)
     units: tuple[UnitFile, ...] = Field(min_length=1)
     kind: SaveKind = "periodic"
-    shape: str = Field(default="", description="PxD that trained it; empty: not known, or none")
+    shape: str = Field(default="", description="shape PxD that trained it; empty: unknown, or none")
     saved_s: float | None = Field(default=None, description="wall-clock seconds (epoch) when its units were written")
     judged: Judged = Field(
         default=Judged(),
         exclude_if=lambda given: given == Judged(),
-        description="what evaluations before it said: where a run goes on from it, it goes on from that too",
+        description="outcome of the evaluations before it, from which a run that continues from here continues too",
     )
     losses: LossTrend = Field(
         default=LossTrend(),
         exclude_if=lambda given: given == LossTrend(),
-        description="what the losses of its steps were like, against which the next one is held",
+        description="statistics of the losses of its steps, with which the next loss is compared",
     )
     marked: Best | None = Field(
-        default=None, exclude_if=lambda given: given is None, description="the best checkpoint when it was written"
+        default=None, exclude_if=lambda given: given is None, description="the best checkpoint at the time of writing"
     )
 
     @property
     def size_bytes(self) -> int:
-        """Of all its files."""
+        """Size of all files together."""
         return sum(unit.size_bytes for unit in self.units)

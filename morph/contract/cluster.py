@@ -1,4 +1,4 @@
-"""What a user writes in a cluster file (``configs/clusters``), or in a job file, which has the job too."""
+"""The keys of a cluster file (``configs/clusters``) and of a job file, which has the job as well."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Line = Annotated[str, Field(min_length=1, pattern=r"^[^\r\n]+$")]
 Port = Annotated[int, Field(ge=0, le=65535)]
 VariableNames = Annotated[
     tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...],
-    Field(description="variables of the manager's environment that workers get, by name; no other secret is handed on"),
+    Field(description="names of environment variables of the manager that workers get; no other secret is passed on"),
 ]
 NodeType = Annotated[str, Field(pattern=r"^[^\s,=]+$")]
-"""A type of GPU, by the name that a profile, or a pool, has for it."""
+"""The name of a type of GPU in a profile or a pool."""
 RingSetting = Literal["auto", "gloo", "nccl"]
 Rings = Annotated[
     RingSetting,
     Field(
-        description="what reduces gradients of CUDA devices: gloo, through host memory; nccl, which keeps them on the "
-        "devices and needs one for each worker; auto: nccl where it can, else gloo. nccl never ran on a device yet"
+        description="how gradients of CUDA devices are reduced: gloo, through host memory; nccl, on the devices, one "
+        "for each worker; auto: nccl if possible, else gloo. nccl never ran on a device yet"
     ),
 ]
 LinkSetting = Literal["auto", "ipc", "staged"]
@@ -41,68 +41,67 @@ Links = Annotated[
     LinkSetting,
     Field(
         description="how tensors of CUDA devices travel between stages: staged, through host memory; ipc, from device "
-        "to device between workers of one machine, and staged between machines; auto: ipc where it can, else staged. "
+        "to device between workers of one machine, and staged between machines; auto: ipc if possible, else staged. "
         "ipc never ran on a device yet"
     ),
 ]
 MAILBOX_SLOTS = 4
 MAILBOX_SLOT_BYTES = 8 << 20
-"""Of device memory, in each direction in which a worker sends by ``ipc``; a larger tensor goes in pieces."""
+"""Device memory for each direction in which a worker sends by ``ipc``; larger tensors are sent in pieces."""
 RING_PIECES, RING_PIECE_BYTES = 2, 128 << 20
-"""Of device memory, for sums that are received at once in rings of NCCL; a smaller unit's sums are one piece."""
+"""Device memory for sums that rings of NCCL receive at once; the sums of a smaller unit are one piece."""
 NUM_PORTS = 100
-"""In the block that ``ProvidedVms.first_port`` begins."""
+"""Number of ports in the block that begins at ``ProvidedVms.first_port``."""
 JOB_UID = 50505
-"""Of a VM's user as whom the job's code runs, where nothing else is said: no image has one of this number."""
+"""Default number of the VM user that runs the job's code; no image has a user of this number."""
 EPHEMERAL = 32768
-"""From here on Linux gives ports out by itself, unless it was told otherwise (net.ipv4.ip_local_port_range)."""
+"""From this port on Linux assigns ports by itself, unless net.ipv4.ip_local_port_range says otherwise."""
 
 
 KIND = (
-    "whose VMs: local, of processes of this machine; azure, spot VMs of Azure; slurm, jobs of a cluster of Slurm; "
-    "static, hosts of yours over ssh"
+    "kind of VMs: local, processes of this machine; azure, spot VMs of Azure; slurm, jobs of a Slurm cluster; "
+    "static, your hosts over ssh"
 )
-DEVICE = "what a worker computes on"
-TLS = "encrypt what Ray's processes say to one another; orders and answers are always encrypted, tensors never"
+DEVICE = "device on which a worker computes"
+TLS = "encrypt the traffic of Ray's processes; orders and answers are always encrypted, tensors never"
 
 
 class Limits(Value):
-    """What asking for VMs stops at. The dollars are those of the VMs' price."""
+    """Limits to requests for VMs. Dollars are counted by the VMs' price."""
 
     max_vms: Annotated[int, ranges.GPUS.field] | None = Field(
-        default=None, description="so many at once, at most, whatever devices they have"
+        default=None, description="most VMs at once, whatever devices they have"
     )
-    usd_per_h: UsdPerHourAtMost | None = Field(default=None, description="so many dollars an hour for all VMs, at most")
+    usd_per_h: UsdPerHourAtMost | None = Field(default=None, description="most dollars per hour for all VMs")
     budget_usd: Annotated[float, ranges.USD_AT_MOST.field] | None = Field(
-        default=None, description="once so much is spent, no further VM is requested"
+        default=None, description="dollars after which no further VM is requested"
     )
     idle_vm_h: Annotated[float, ranges.POLICY_SECONDS.field] = Field(
         default=24.0,
-        description="so many VM-hours are paid for while no step is trained, at most: then policy.when_stuck says what "
-        "is done",
+        description="most VM-hours paid while no step is trained; then policy.when_stuck says what is done",
     )
 
 
 class LocalVms(Value):
-    """VMs played by processes of this machine, one worker each."""
+    """VMs emulated by processes of this machine, one worker each."""
 
     kind: Literal["local"] = Field(default="local", description=KIND)
     launcher: Literal["processes", "ray"] = Field(
         default="processes",
-        description="ray: each VM is a Ray node, as where a provider brings them; always so where tls is true",
+        description="ray: each VM is a Ray node, as with a provider; always so if tls is true",
     )
     num_vms: Annotated[int, Field(ge=1, le=64)] = Field(
         default=6, description="VMs at the start when no trace is given"
     )
     node_types: dict[NodeType, Annotated[int, Field(ge=1, le=64)]] = Field(
         default={},
-        description="VMs of each type of GPU, by its name in the profile, in place of num_vms, to try a mixed pool on "
-        "this machine; VMs of a trace are of the types here that are their instance types",
+        description="number of VMs by type of GPU in the profile, in place of num_vms, to try a mixed pool on this "
+        "machine; the instance type of a trace's VM is its type here",
     )
     memory_bytes: Memory | None = Field(
         default=None,
-        description="memory of one VM's device as the planner sees it; absent: this machine's memory / num_vms, or its "
-        "share of a CUDA device",
+        description="device memory of one VM for the planner; absent: this machine's memory / num_vms, or its share of "
+        "a CUDA device",
     )
     device: Literal["cpu", "cuda"] = Field(default="cpu", description=DEVICE)
     rings: Rings = "gloo"
@@ -110,20 +109,20 @@ class LocalVms(Value):
     tls: bool = Field(default=False, description=TLS)
     pass_variables: VariableNames = ()
     keep: Annotated[int, Field(ge=1, le=64)] | None = Field(
-        default=None, description="ask for so many VMs, and again for each that is lost; absent: num_vms, once"
+        default=None, description="request so many VMs, and another for each lost one; absent: num_vms, once"
     )
-    usd_per_h: UsdPerHour | None = Field(default=None, description="what one VM is taken to cost")
+    usd_per_h: UsdPerHour | None = Field(default=None, description="assumed price of one VM")
     on_demand_usd_per_h: UsdPerHour | None = Field(
-        default=None, description="what the same VM costs on demand, to compare with"
+        default=None, description="price of the same VM on demand, for comparison"
     )
     limits: Limits = Limits()
 
     @model_validator(mode="after")
     def _add_up(self) -> Self:
-        """Have as many VMs as there are of all types."""
+        """Set the number of VMs to the sum over all types."""
         total = sum(self.node_types.values())
         if total and "num_vms" in self.model_fields_set and self.num_vms != total:
-            raise ValueError(f"num_vms: is {self.num_vms}, and node_types has {total} VMs; leave one of them out")
+            raise ValueError(f"num_vms: is {self.num_vms}, but node_types has {total} VMs; leave one of the two out")
         if total > 64:
             raise ValueError(f"node_types: {total} VMs are more than 64")
         if total:
@@ -132,28 +131,30 @@ class LocalVms(Value):
 
     @property
     def under_ray(self) -> bool:
-        """Whether its VMs are Ray nodes."""
+        """Whether the VMs are Ray nodes."""
         return self.launcher == "ray" or self.tls
 
 
 class Environment(Value):
-    """What a VM has to have before its worker can start."""
+    """The software that a VM needs before its worker can start."""
 
     python: str = Field(
         default="/usr/bin/python3",
         pattern=r"^/\S+$",
-        description="the VM's interpreter; of the same version as the manager's, as Ray is",
+        description="the VM's interpreter; Python and Ray need the manager's versions",
     )
     setup: tuple[Line, ...] = Field(default=(), description="shell lines, run as root before anything else")
     packages: tuple[Line, ...] = Field(
         default=(),
-        description="pip requirements of the job, installed after that; Morph and what it requires come by themselves",
+        description="pip requirements of the job, installed after that; Morph and its requirements need no entry",
     )
     files: tuple[Line, ...] = Field(
         default=(),
         description="files and folders that the job reads beside its code, relative to its folder; sent to each VM",
     )
-    image: str | None = Field(default=None, description="instead of the cloud file's, where VMs are made from images")
+    image: str | None = Field(
+        default=None, description="image in place of the cloud file's, if VMs are made from images"
+    )
 
     @field_validator("packages")
     @classmethod
@@ -161,7 +162,7 @@ class Environment(Value):
         if any(package.startswith("-") for package in packages):
             raise ValueError("is an option of pip, not a requirement; setup accepts any line")
         if any(re.match(r"morph[-_.]+train\b", package, re.IGNORECASE) for package in packages):
-            raise ValueError("Morph comes from the manager; no package index has it")
+            raise ValueError("the manager provides Morph; no package index has it")
         return packages
 
     @field_validator("files")
@@ -177,9 +178,9 @@ class Environment(Value):
 class ProvidedVms(Value):
     """VMs that a provider brings, one worker for each of their devices. Paths are relative to this file's folder."""
 
-    cloud: str = Field(min_length=1, description="what VMs, and where: a cloud file, or a file of hosts")
+    cloud: str = Field(min_length=1, description="file that describes the VMs: a cloud file, or a file of hosts")
     keep: Annotated[int, Field(ge=1, le=1000)] = Field(
-        description="ask for VMs with so many workers together, and again for each that is lost; a VM with four GPUs "
+        description="request VMs with so many workers together, and replace each lost one; a VM with four GPUs "
         "brings four"
     )
     memory_bytes: Memory = Field(description="memory of one device")
@@ -189,29 +190,30 @@ class ProvidedVms(Value):
     address: str = Field(
         description="this machine's IPv4 address as VMs reach it: Ray, the store and the notice server listen there"
     )
-    ray_port: Port = Field(default=0, description="of Ray's head node; 0: any free one")
-    notice_port: Port = Field(default=0, description="to which the VMs' agents come; 0: any free one")
+    ray_port: Port = Field(default=0, description="port of Ray's head node; 0: any free port")
+    notice_port: Port = Field(default=0, description="port to which the VMs' agents connect; 0: any free port")
     first_port: Annotated[int, Field(ge=1024, le=EPHEMERAL - NUM_PORTS)] | None = Field(
         default=None,
-        description=f"of {NUM_PORTS} ports, the same on each VM and here, on which all but tensors arrives; "
-        "absent: any free ones",
+        description=f"first of {NUM_PORTS} ports, the same on each VM and here, for all traffic but tensors; "
+        "absent: any free ports",
     )
     tls: bool = Field(default=False, description=TLS)
-    lonely_s: Seconds = Field(default=900.0, description="a VM without a manager for so long ends itself")
+    lonely_s: Seconds = Field(default=900.0, description="a VM that has no manager for so long ends itself")
     shared_storage: bool = Field(
-        default=False, description="every VM sees this machine's folders under their paths: checkpoints may lie there"
+        default=False,
+        description="every VM sees this machine's folders under the same paths: checkpoints may be stored there",
     )
     environment: Environment = Environment()
     pass_variables: VariableNames = ()
-    usd_per_h: UsdPerHour | None = Field(default=None, description="what one VM costs; absent: what the provider says")
+    usd_per_h: UsdPerHour | None = Field(default=None, description="price of one VM; absent: the provider's")
     on_demand_usd_per_h: UsdPerHour | None = Field(
-        default=None, description="what the same VM costs on demand, to compare with"
+        default=None, description="price of the same VM on demand, for comparison"
     )
     limits: Limits = Limits()
 
     @property
     def market(self) -> str:
-        """The kind, by which the market is found."""
+        """The kind; it selects the market."""
         return str(getattr(self, "kind"))  # noqa: B009 (each subclass has one of its own type)
 
     @field_validator("address")
@@ -239,18 +241,18 @@ class CloudVms(ProvidedVms):
 
     job_uid: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
         default=None,
-        description="number of the VMs' user as whom the job's code runs, made there if it is missing; absent: one of "
-        "Morph's own; or 0, root, with shared_storage, because only their owner can enter the manager's folders",
+        description="number of the VM user that runs the job's code, created if it is missing; absent: a user of "
+        "Morph's own, or with shared_storage 0 (root), because only root can enter the manager's folders",
     )
     metadata: bool = Field(
         default=False,
-        description="the job's code may ask the VM's metadata service, and so act as the VM's identity; checkpoints "
-        "need it where pass_variables has no credentials of the storage. Root always may",
+        description="the job's code may use the VM's metadata service, and so act as the VM's identity; checkpoints "
+        "need this if pass_variables has no credentials of the storage. Root always may",
     )
 
     @property
     def uid(self) -> int:
-        """The user as whom the job's code runs."""
+        """Number of the user that runs the job's code."""
         if self.job_uid is not None:
             return self.job_uid
         return 0 if self.shared_storage else JOB_UID
@@ -276,7 +278,7 @@ class AwsVms(CloudVms):
 
 
 class StaticVms(ProvidedVms):
-    """Hosts that the user has, reached over ssh."""
+    """The user's own hosts, reached over ssh."""
 
     kind: Literal["static"] = Field(description=KIND)
 
@@ -284,12 +286,12 @@ class StaticVms(ProvidedVms):
     @classmethod
     def _no_image(cls, environment: Environment) -> Environment:
         if environment.image is not None:
-            raise ValueError("image: these hosts are not made from images")
+            raise ValueError("image: static hosts are not made from images")
         return environment
 
 
 class SlurmVms(ProvidedVms):
-    """Jobs of a cluster of Slurm, each with a node."""
+    """Jobs of a Slurm cluster, each with a node."""
 
     kind: Literal["slurm"] = Field(description=KIND)
 
@@ -312,7 +314,7 @@ BUILT_IN = ("local", "azure", "aws", "slurm", "static")
 
 
 def market_entry_points() -> dict[str, EntryPoint]:
-    """Return what other packages register, by kind."""
+    """Return the markets that other packages register, by kind."""
     return {found.name: found for found in entry_points(group="morph.markets") if found.name not in BUILT_IN}
 
 
@@ -336,42 +338,43 @@ class Policy(Value):
     """When the controller acts. Times in seconds."""
 
     checkpoint_every_steps: Count | None = Field(
-        default=None, description="a checkpoint so often; absent: as often as costs least, see rules.checkpoints"
+        default=None,
+        description="steps between checkpoints; absent: the interval that costs least, see rules.checkpoints",
     )
-    start_patience_s: Seconds = Field(default=60.0, description="how long to wait at the start for VMs still booting")
+    start_patience_s: Seconds = Field(default=60.0, description="how long to wait at the start for VMs that still boot")
     heartbeat_timeout_s: Seconds = Field(default=5.0, description="a silent worker is given up after this")
     outage_timeout_s: Seconds = Field(
         default=45.0,
-        description="workers that all fall silent together are given up after this: it is the network, or this machine",
+        description="workers that all fall silent together are given up after this: the network or this machine failed",
     )
     order_timeout_s: Seconds | None = Field(
         default=None,
-        description="bound on one setup, reshape, step or commit; absent: four times what the plan, sizes and measured "
-        "speeds let expect, and 120 s at least",
+        description="bound on one setup, reshape, step or commit; absent: four times the time expected from the plan, "
+        "sizes and measured speeds, at least 120 s",
     )
     max_fruitless_generations: Count = Field(
         default=10,
-        description="generations in a row without a new step before what is held is saved and the run pauses",
+        description="generations in a row without a new step until the state is saved and the run pauses",
     )
     give_up_after_s: Seconds = Field(
         default=3600.0,
-        description="how long to try again, with growing pauses, where no step is decided because the cluster is lost "
-        "or one generation after another fails; then the run ends",
+        description="how long to retry, with growing pauses, while no step is decided because the cluster is lost or "
+        "one generation after another fails; then the run ends",
     )
     when_stuck: Literal["end", "rest"] = Field(
         default="end",
-        description="what is done where workers fail to be set up, again and again in the same way, or where "
-        "vms.limits.idle_vm_h is reached. end: what is held is saved, and the run ends; rest: that, but without VMs it "
-        "tries again after a minute, and ever less often",
+        description="what happens if workers repeatedly fail to be set up in the same way, or if "
+        "vms.limits.idle_vm_h is reached. end: the state is saved, and the run ends; rest: the state is saved, and the "
+        "run waits without VMs and retries after a minute, then less and less often",
     )
     min_join_gain: Annotated[float, ranges.GAIN.field] = Field(
-        default=0.02, description="a newcomer is taken in when the better shape is faster by this share"
+        default=0.02, description="a new worker joins if the better shape is faster by this share"
     )
     redundancy: Literal["off", "state", "salvage", "auto"] = Field(
         default="auto",
-        description="state: what only one VM holds is kept in step on another; salvage: that, and a step that is given "
-        "up is finished in the next shape, and only what nobody has any more is run again; auto: each of these where "
-        "it saves more than it costs; off: none",
+        description="state: state that only one VM holds is kept up to date on another; salvage: the same, and an "
+        "abandoned step is finished in the next shape, so that only lost micro-batches run again; auto: either, if it "
+        "saves more than it costs; off: neither",
     )
     takeover_patience_s: Annotated[float, ranges.PATIENCE_S.field] = Field(
         default=60.0,
@@ -379,47 +382,47 @@ class Policy(Value):
     )
     objective: Literal["throughput", "dollars"] = Field(
         default="throughput",
-        description="which of several types of GPU is asked for: the one that adds most examples per second; or "
-        "dollars: most of them for a dollar, where every price is known",
+        description="which of several types of GPU is requested: throughput, the one that adds most examples per "
+        "second; dollars, the type that adds most examples per dollar, if every price is known",
     )
     rules: Rules = Rules()
 
     @property
     def keeps_sums(self) -> bool:
-        """Whether what workers have summed of a step that is given up is kept."""
+        """Whether the partial sums of an abandoned step are kept."""
         return self.redundancy in ("salvage", "auto")
 
     @field_validator("redundancy", mode="before")
     @classmethod
     def _off(cls, redundancy: Any) -> Any:
-        return "off" if redundancy is False else redundancy  # which YAML makes of the word
+        return "off" if redundancy is False else redundancy  # YAML reads the word "off" as False
 
 
 class Notify(Value):
-    """Who is alerted of a run that needs somebody, and when."""
+    """When an alert is sent about a run that needs attention, and to whom."""
 
     webhook: str | None = Field(
         default=None,
         min_length=1,
         repr=False,
-        description="http or https URL, to which each alert is posted as JSON; or $NAME of an environment variable "
-        "that has it",
+        description="http or https URL to which each alert is posted as JSON; or $NAME of an environment variable "
+        "that holds the URL",
     )
     command: tuple[str, ...] = Field(
-        default=(), description="program and arguments, started for each alert, which it reads on standard input"
+        default=(), description="program and arguments; it is started for each alert and reads it on standard input"
     )
     stopped_min: Annotated[float, Field(gt=0, le=10_000)] = Field(
-        default=15.0, description="no step was decided for so many minutes"
+        default=15.0, description="alert if no step was decided for so many minutes"
     )
     budget_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.8, description="so much of vms.limits.budget_usd is spent"
+        default=0.8, description="alert at this share of vms.limits.budget_usd"
     )
-    missed_saves: Count = Field(default=3, description="no checkpoint was completed for so many intervals")
+    missed_saves: Count = Field(default=3, description="alert if no checkpoint was completed for so many intervals")
 
     @model_validator(mode="after")
     def _somebody(self) -> Self:
         if self.webhook is None and not self.command:
-            raise ValueError("says nobody to alert: webhook or command")
+            raise ValueError("has no receiver of alerts: give webhook or command")
         return self
 
 
@@ -429,31 +432,31 @@ class ClusterConfig(Value):
     vms: Vms = LocalVms()
     policy: Policy = Policy()
     samples: bool = Field(
-        default=False, description="have Job.sample called with each new checkpoint, in a process beside the manager"
+        default=False, description="call Job.sample with each new checkpoint, in a process beside the manager"
     )
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
-        default=(), description="where steps, evaluations and changes are plotted; each needs its extra"
+        default=(), description="trackers that plot steps, evaluations and changes of shape; each needs its extra"
     )
     callbacks: tuple[str, ...] = Field(
-        default=(), description="file.py:name each, relative to this file: objects that are called as the run goes on"
+        default=(), description="file.py:name each, relative to this file: objects that are called during the run"
     )
-    notify: Notify | None = Field(default=None, description="alerts; absent: nobody is alerted")
+    notify: Notify | None = Field(default=None, description="alerts; absent: none are sent")
 
 
 class JobPart(Value):
-    """What is trained. Paths are relative to the job file's folder."""
+    """The training job. Paths are relative to the job file's folder."""
 
     code: str = Field(min_length=3, pattern=r"^.+:[^:]+$", description="path/to/file.py:name of a morph.Job")
     arguments: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], bool | int | float | str | None] = (
-        Field(default={}, description="what the function that `code` names is called with, by name; absent: nothing")
+        Field(default={}, description="arguments, by name, for the function that `code` names; absent: none")
     )
-    profile: str = Field(min_length=1, description="what `morph calibrate` wrote for it")
+    profile: str = Field(min_length=1, description="the profile that `morph calibrate` wrote for it")
     steps: Annotated[int, ranges.COUNT.field] = Field(default=100, description="optimizer steps of the whole run")
     epochs: Annotated[int, ranges.COUNT.field] | None = Field(
         default=None, description="length of the whole run in epochs of the job's data set, in place of steps"
     )
     batch_size: Annotated[int, ranges.BATCH.field] | None = Field(
-        default=None, description="samples in a step, to be held against the job's own; absent: not held against it"
+        default=None, description="samples in a step, to be compared with the job's own; absent: not compared"
     )
     run_dir: str | None = Field(
         default=None, min_length=1, description="journal, checkpoints and pictures; absent: runs/NAME of the job"
@@ -472,17 +475,17 @@ class JobPart(Value):
     )
     pipeline_depth: Annotated[int, Field(ge=1, le=ranges.SECTIONS)] | None = Field(
         default=None,
-        description="P of every shape: with fewer workers the run waits; absent: the fastest with those that are there",
+        description="P of every shape: with fewer workers the run waits; absent: the fastest for the present workers",
     )
     num_replicas: Annotated[int, ranges.GPUS.field] | None = Field(
         default=None,
-        description="D at most: fewer while workers are missing or where more are no faster; absent: any",
+        description="largest D; it is smaller while workers are missing or if more are no faster; absent: any",
     )
 
     @model_validator(mode="after")
     def _one_length(self) -> JobPart:
         if self.epochs is not None and "steps" in self.model_fields_set:
-            raise ValueError("epochs: the length is given in steps too; one of the two is enough")
+            raise ValueError("epochs: the length is given in steps, too; give one of the two")
         return self
 
 

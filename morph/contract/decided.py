@@ -1,6 +1,4 @@
-"""What is decided about a step over all units, and no worker can know alone: norm, weights, skipping, loss scale.
-
-Also what its loss is held against.
+"""Decisions about a step that need all units: gradient norm, weights, skipping, loss scale, and the loss rules.
 
 Workers report facts of their units with ``Prepared``; the manager combines them when it decides the next version,
 and the next order carries the result. So a value over the whole model needs no collective of its own, does not
@@ -19,18 +17,18 @@ from morph.contract.errors import TrainingStopped
 from morph.contract.rules import LossRules
 
 MIN_LOSS_SCALE_EXPONENT = -20
-"""Gradients that are not finite even at this loss scale are not a matter of scale."""
+"""If gradients are not finite even at this loss scale, the scale is not the cause."""
 
 
 class LossScale(Value):
     """The loss is multiplied by ``2**exponent`` before its backward; gradients are divided by it, which is exact.
 
-    Rules of ``torch.amp.GradScaler``: halved when a gradient is not finite (that step is skipped), doubled after
-    ``growth_steps`` good steps in a row.
+    The rules are those of ``torch.amp.GradScaler``: halve when a gradient is not finite (and skip the step), double
+    after ``growth_steps`` good steps in a row.
     """
 
     exponent: int
-    good_steps: int = Field(default=0, ge=0, description="since the scale was changed last")
+    good_steps: int = Field(default=0, ge=0, description="good steps since the last change of the scale")
     growth_steps: int = Field(ge=1)
 
     @property
@@ -42,7 +40,7 @@ class LossScale(Value):
         """The scale of the next step.
 
         Raises:
-            TrainingStopped: there is no smaller scale to try.
+            TrainingStopped: if there is no smaller scale to try.
         """
         if skipped:
             if self.exponent <= MIN_LOSS_SCALE_EXPONENT:
@@ -54,7 +52,7 @@ class LossScale(Value):
 
 
 class Decided(Value):
-    """What the optimizer must know of the decided step ``version - 1``, beyond its own gradients."""
+    """The facts about the decided step ``version - 1`` that the optimizer needs beyond its own gradients."""
 
     version: int = Field(ge=1)
     gradient_norm: float | None = Field(
@@ -63,27 +61,27 @@ class Decided(Value):
     gradient_factor: float = Field(
         default=1.0,
         ge=0,
-        description="by what mean gradients are multiplied: micro-batches over the sum of their losses' weights",
+        description="factor of the mean gradients: number of micro-batches over the sum of their losses' weights",
     )
     skipped: bool = Field(
         default=False,
-        description="a gradient was not finite, or nothing had a weight: the version grows, the weights stay",
+        description="a gradient was not finite, or all weights were 0: the version grows, the weights stay",
     )
     bad_loss: bool = Field(
-        default=False, exclude_if=lambda given: not given, description="skipped for its loss, whatever its scale"
+        default=False, exclude_if=lambda given: not given, description="skipped because of its loss, whatever the scale"
     )
     state_of: int | None = Field(
         default=None,
         ge=0,
         exclude_if=lambda given: given is None,
-        description="the version whose state this one has, unchanged: the steps between led to a bad one",
+        description="the version whose state is taken over unchanged, because the steps since led to a bad step",
     )
 
     def next_scale(self, scale: LossScale | None) -> LossScale | None:
-        """Return the loss scale of the next step; one in which nothing had a weight tells nothing about it.
+        """Return the loss scale of the next step; a step in which all weights were 0 does not change it.
 
         Raises:
-            TrainingStopped: there is no smaller scale to try.
+            TrainingStopped: if there is no smaller scale to try.
         """
         if scale is None or self.gradient_factor == 0 or self.bad_loss:
             return scale
@@ -91,15 +89,15 @@ class Decided(Value):
 
 
 _MOST = 1e100
-"""A larger loss counts as this in means: so that their squares are numbers."""
+"""Larger losses count as this in means, so that their squares stay finite."""
 _LEAST_SHARE = 1e-3
-"""Of the mean: the least deviation. Else, after losses that hardly differ, a slight rise would be bad."""
+"""Least deviation, as a share of the mean; else a slight rise after nearly equal losses would be bad."""
 
 
 class LossTrend(Value):
-    """What losses were up to a version: it follows from those of its steps alone, in any shape and history.
+    """Statistics of the losses up to a version; they depend only on its steps, not on shapes and history.
 
-    ``mean`` and ``variance`` forget: a loss counts for ``1/window``, the first ones for more. ``num_bad``: bad steps
+    ``mean`` and ``variance`` decay: a loss counts for ``1/window``, the first losses for more. ``num_bad``: bad steps
     since a version that ``LossRules.back_steps`` divides.
     """
 
@@ -109,7 +107,7 @@ class LossTrend(Value):
     num_bad: int = Field(default=0, ge=0)
 
     def why_bad(self, losses: Mapping[int, float], weights: Mapping[int, float], rules: LossRules) -> str:
-        """Say what is wrong with a step of these losses by micro-batch; empty: nothing is."""
+        """Return a sentence about what is wrong with a step of these losses by micro-batch, or an empty text."""
         broken = sorted(number for number, loss in losses.items() if not math.isfinite(loss))
         if broken:
             return (
@@ -128,7 +126,7 @@ class LossTrend(Value):
     def after(
         self, version: int, losses: Mapping[int, float], weights: Mapping[int, float], rules: LossRules, *, bad: bool
     ) -> LossTrend:
-        """Return that of ``version``, which the step of these losses leads to."""
+        """Return the statistics of ``version``, to which the step of these losses leads."""
         num_bad = 0 if version % rules.back_steps == 0 else self.num_bad + bad
         loss = None if bad or rules.deviations is None else _mean_of(losses, weights)
         if loss is None:
@@ -141,7 +139,7 @@ class LossTrend(Value):
 
 
 def _mean_of(losses: Mapping[int, float], weights: Mapping[int, float]) -> float | None:
-    """Return the mean over micro-batches, or total over weight: exactly summed; None: nothing counts."""
+    """Return the exact mean over micro-batches, or total over weight; None if nothing counts."""
     weight = math.fsum(weights.values()) if weights else float(len(losses))
     return math.fsum(losses.values()) / weight if weight else None
 
@@ -153,18 +151,18 @@ def decided_step(
     units: Iterable[str],
     weights: Iterable[Mapping[int, float]] = (),
 ) -> Decided:
-    """Combine what the members reported of step ``version - 1``.
+    """Combine the members' reports about step ``version - 1``.
 
     Args:
         version: The version that is decided.
         norms_sq: Per member, squared norms by unit; every holder of a unit reports it.
         non_finite: Per member, whether a gradient of its units is NaN or infinite.
         units: Every unit of the model.
-        weights: Per member, weights of losses by micro-batch; each micro-batch is there once at least, or none is.
+        weights: Per member, weights of losses by micro-batch; each micro-batch at least once, or none at all.
 
     Raises:
-        TrainingStopped: two members hold different gradients of one unit, or none reported one; or the weights add up
-            to less than nothing.
+        TrainingStopped: if two members hold different gradients of a unit, no member reported a unit, or the sum of
+            the weights is negative.
     """
     if any(non_finite):
         return Decided(version=version, skipped=True)
@@ -186,7 +184,7 @@ def decided_step(
 
 
 def _gradient_factor(version: int, weights: Iterable[Mapping[int, float]]) -> float:
-    """Turn the mean over micro-batches into the total over the sum of weights; 0 where nothing has a weight."""
+    """Return the factor from the mean over micro-batches to the total over the weights' sum; 0 if all weights are 0."""
     known: dict[int, float] = {}
     for reported in weights:
         known |= reported
@@ -194,5 +192,5 @@ def _gradient_factor(version: int, weights: Iterable[Mapping[int, float]]) -> fl
         return 1.0
     total = math.fsum(known.values())
     if not (math.isfinite(total) and min(known.values()) >= 0):
-        raise TrainingStopped(f"step {version - 1}: a loss has a weight below 0, or one that is no finite number")
+        raise TrainingStopped(f"step {version - 1}: a loss has a weight that is negative or not finite")
     return len(known) / total if total else 0.0

@@ -1,6 +1,6 @@
-"""The emulated device: what a worker takes from a profile instead of computing, sending and holding it.
+"""The emulated device: times and sizes that a worker takes from a profile instead of computing and sending.
 
-Made by the manager for one micro-batch size (``manager.rehearsal.device``). Times are seconds of the rehearsal's own
+The manager makes it for one micro-batch size (``manager.rehearsal.device``). Times are seconds of the rehearsal's own
 clock, sizes bytes. Sizes named ``real_`` are those of the tensors that the emulation moves and keeps; every other size
 is the profile's and is only counted.
 """
@@ -24,7 +24,7 @@ HEADER_NUMBERS = 4
 
 
 class Duration(Value):
-    """How long something takes: ``median_s`` each time, or with jitter a draw from evenly spaced quantiles."""
+    """A duration: ``median_s`` each time, or with jitter a draw from evenly spaced quantiles."""
 
     median_s: Seconds
     quantiles_s: tuple[Seconds, ...] = Field(default=(), description="ascending; empty: always the median")
@@ -36,12 +36,12 @@ class EmulatedSection(Value):
     forward: Duration
     backward: Duration
     real_message_bytes: int = Field(
-        strict=True, ge=8 * HEADER_NUMBERS, description="of the tensor that crosses the cut-point behind it"
+        strict=True, ge=8 * HEADER_NUMBERS, description="size of the tensor that crosses the next cut-point"
     )
     held_bytes: Bytes = Field(description="parameters, optimizer state and accumulated gradients")
-    input_bytes: Bytes = Field(description="kept of one micro-batch to recompute from")
-    activation_bytes: Bytes = Field(description="of one micro-batch between forward and backward")
-    extra_bytes: Bytes = Field(default=0, description="taken beyond all of that while one of its tasks runs")
+    input_bytes: Bytes = Field(description="input kept of one micro-batch for the recompute")
+    activation_bytes: Bytes = Field(description="kept of one micro-batch between forward and backward")
+    extra_bytes: Bytes = Field(default=0, description="further memory while one of its tasks runs")
 
 
 class EmulatedUnit(Value):
@@ -50,7 +50,7 @@ class EmulatedUnit(Value):
     id: str
     sections: tuple[Number, ...] = Field(min_length=1)
     real_values: Count
-    reduced_bytes: Bytes = Field(description="of its accumulated gradient, as the profile has it")
+    reduced_bytes: Bytes = Field(description="size of its accumulated gradient in the profile")
     optimizer_s: Seconds
 
 
@@ -83,10 +83,10 @@ class Slowdown(Value):
 
 
 class EmulatedDevice(Value):
-    """Everything that an emulated worker knows of the job and of its device.
+    """Everything that an emulated worker knows about the job and its device.
 
-    ``contention[n]`` is by how much tasks are slower where n workers share a node. ``forgiven_s``: a task that begins
-    late by up to this, because the host was busy, ends as if it had begun in time.
+    ``contention[n]`` is the factor of tasks when n workers share a node. ``forgiven_s``: a task that begins late by up
+    to this, because the host was busy, ends as if it had begun in time.
     """
 
     sections: tuple[EmulatedSection, ...] = Field(min_length=1)
@@ -95,7 +95,7 @@ class EmulatedDevice(Value):
     inter_node: EmulatedLinks
     all_reduce: dict[int, Curve] = Field(description="AR(D) over the reduced bytes, by ring size")
     state_s_per_byte: Seconds = Field(
-        default=0.0, description="time to receive a unit's state from a peer, by byte of what is really received"
+        default=0.0, description="time to receive a unit's state from a peer, by bytes really received"
     )
     exact: bool = Field(description="gradients are summed in fixed point")
     optimizer: Literal["adam", "sgd"]
@@ -103,7 +103,7 @@ class EmulatedDevice(Value):
     jitter_seed: Number | None = Field(default=None, description="None: medians, no jitter")
     slow: tuple[Slowdown, ...] = ()
     contention: dict[int, Factor] = Field(default_factory=dict, description="factors that are not 1")
-    memory_bytes: Count | None = Field(default=None, description="of the device; None: no limit")
+    memory_bytes: Count | None = Field(default=None, description="memory of the device; None: no limit")
     forgiven_s: Seconds = 0.0
     node_types: dict[str, EmulatedDevice] = Field(
         default={}, description="devices of other types, by the type that a stage names; the same units and sizes"
@@ -121,5 +121,5 @@ class EmulatedDevice(Value):
         return self
 
     def of_type(self, node_type: str) -> EmulatedDevice:
-        """The device of a type of node; this one where there are no others of that name."""
+        """Return the device of a type of node, or this one if there is none of that name."""
         return self.node_types.get(node_type, self)

@@ -5,21 +5,21 @@ MorphError
 │   ├── JobError              the job file or what it defines
 │   ├── ExportError           torch.export refused the model
 │   ├── ProfileError          a profile file, or a profile that does not fit the job
-│   ├── PlanError             a shape that cannot be
+│   ├── PlanError             an impossible shape
 │   ├── TraceError            a trace file
 │   ├── ConfigError           a cluster or job configuration file
 │   └── RunDirError           a run directory in use, not writable, or of another job
 │       └── RunDirStuck       it cannot be written now, because its disk is full or its journal is locked: wait
 ├── GenerationAborted         retry: the group was dissolved, a new generation follows
 ├── PeerLost                  retry: a collective failed because a peer went away
-└── TrainingStopped           stop: the run cannot go on
+└── TrainingStopped           stop: the run cannot continue
     ├── NonFiniteGradient     a gradient is NaN or infinite
     ├── CheckpointError       a checkpoint cannot be read
-    │   └── CheckpointDamaged it is not what was written, and will never be: an older one may be whole
+    │   └── CheckpointDamaged a file is missing or differs: an older one may be intact
     ├── CheckpointsTaken      another manager has taken the run's checkpoints over: write nothing more there
     ├── ClusterError          the cluster cannot be started or reached
-    │   └── ClusterLost       what the run stood on is gone: a new cluster can go on from the newest checkpoint
-    └── WaitTimeout           a bounded wait ran out; says what was waited for
+    │   └── ClusterLost       the cluster is gone: a new one can continue from the newest checkpoint
+    └── WaitTimeout           a bounded wait timed out; names what it waited for
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class JobError(InputError):
 
 
 def wrong_job(field: str, message: str, value: object = None, allowed: str | None = None) -> JobError:
-    """Return what is wrong with a field of a job, or with what it makes."""
+    """Return an error about a field of a job or about its result."""
     return JobError(message, source="Job", field=field, value=value, allowed=allowed)
 
 
@@ -86,7 +86,7 @@ class ProfileError(InputError):
 
 
 class PlanError(InputError):
-    """The shape requested cannot be."""
+    """The requested shape is impossible."""
 
 
 class TraceError(InputError):
@@ -102,7 +102,7 @@ class RunDirError(InputError):
 
 
 class RunDirStuck(RunDirError):
-    """It, or its journal, cannot be written now: a full or read-only disk, another process's lock. That passes."""
+    """The run directory or its journal cannot be written for now: full or read-only disk, another process's lock."""
 
 
 class GenerationAborted(MorphError):
@@ -114,7 +114,7 @@ class PeerLost(MorphError):
 
 
 class TrainingStopped(MorphError):
-    """The run cannot go on."""
+    """The run cannot continue."""
 
 
 class NonFiniteGradient(TrainingStopped):
@@ -122,11 +122,11 @@ class NonFiniteGradient(TrainingStopped):
 
 
 class CheckpointError(TrainingStopped):
-    """A checkpoint cannot be read; whether it is whole may not be known."""
+    """A checkpoint cannot be read; it may be intact or not."""
 
 
 class CheckpointDamaged(CheckpointError):
-    """A checkpoint is not what was written: a file is missing or differs from its manifest."""
+    """A checkpoint is damaged: a file is missing or differs from its manifest."""
 
 
 class CheckpointsTaken(TrainingStopped):
@@ -138,20 +138,20 @@ class ClusterError(TrainingStopped):
 
 
 class ClusterLost(ClusterError):
-    """What a run stood on is gone; it can go on from its newest checkpoint on a new one."""
+    """The cluster of a run is gone; the run can continue from its newest checkpoint on a new one."""
 
 
 class WaitTimeout(TrainingStopped):
-    """A bounded wait ran out."""
+    """A bounded wait timed out."""
 
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """Return a text as a terminal can be sent it: what would control it is shown as an escape, as ``\\x1b``.
+    """Return a text that is safe for a terminal: control characters become escapes such as ``\\x1b``.
 
-    Ends of lines and tabs stay.
+    Line ends and tabs stay.
     """
     return _CONTROL.sub(_escape, text) if _CONTROL.search(text) else text
 

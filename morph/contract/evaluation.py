@@ -1,4 +1,4 @@
-"""Evaluations that act: when one is due, what is computed of all of it, which version is best, when training ends."""
+"""Evaluations: when one is due, its metrics over all samples, the best version, and the early end of training."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pydantic import ConfigDict, Field
 from morph.contract.base import Value
 
 MOST_SAMPLE_BYTES = 16 * 2**20
-"""Of what an evaluation returns for each sample, all samples together: it is sent to the manager and kept."""
+"""Most bytes that an evaluation may return for all samples together; they are sent to the manager and kept."""
 
 
 class BestRule(Value):
-    """Which evaluated version is the best, and after how many worse ones in a row training ends (``Job.best``)."""
+    """Rule for the best evaluated version, and the number of worse ones in a row that ends training (``Job.best``)."""
 
     metric: str = "loss"
     mode: Literal["min", "max"] = "min"
@@ -21,20 +21,20 @@ class BestRule(Value):
     min_delta: float = Field(default=0.0, ge=0)
 
     def is_better(self, value: float | None, than: float | None, by: float = 0.0) -> bool:
-        """Whether a value is better by more than this; one that is no number is worse than any."""
+        """Return whether a value is better by more than ``min_delta``; NaN is worse than any number."""
         if value is None or than is None:
             return value is not None
         return (than - value if self.mode == "min" else value - than) > by
 
 
 class EvaluationSize(Value):
-    """When a job is evaluated, on how many micro-batches of training's size, and what follows from it.
+    """When a job is evaluated, on how many micro-batches of training's size, and with which consequences.
 
     ``finishes``: the job computes metrics of the whole evaluation (``Job.eval_metrics``).
     """
 
     every_steps: int | None = Field(default=None, ge=1)
-    every_samples: int | None = Field(default=None, ge=1, description="of training: of so many epochs")
+    every_samples: int | None = Field(default=None, ge=1, description="steps of training, in so many epochs")
     batch_size: int = Field(default=1, ge=1)
     num_micro_batches: int = Field(ge=1)
     best: BestRule | None = None
@@ -42,7 +42,7 @@ class EvaluationSize(Value):
 
     @property
     def acts(self) -> bool:
-        """Whether the manager has anything to do with what an evaluation returns."""
+        """Whether the manager has to process the result of an evaluation."""
         return self.finishes or self.best is not None
 
     def is_due(self, version: int) -> bool:
@@ -66,7 +66,7 @@ class Best(Value):
 
 
 class Judged(Value):
-    """What was decided by the evaluations up to version ``last_version``; part of a checkpoint, as the weights are.
+    """The outcome of the evaluations up to version ``last_version``; like the weights, it is part of a checkpoint.
 
     ``num_worse``: evaluations in a row that were not better, by ``BestRule.min_delta``, than the best before them.
     """
@@ -76,7 +76,7 @@ class Judged(Value):
     num_worse: int = Field(default=0, ge=0)
 
     def after(self, rule: BestRule, version: int, value: float | None) -> Judged:
-        """Take in one more evaluation; one of a version that was judged before changes nothing."""
+        """Return the outcome with one more evaluation; a version that was judged before changes nothing."""
         if version <= self.last_version:
             return self
         before = None if self.best is None else self.best.value
@@ -92,17 +92,17 @@ class Judged(Value):
 
 
 class Array(Value):
-    """Numbers of some samples: the first of ``shape`` says how many."""
+    """An array of numbers; the first dimension of ``shape`` is the number of samples."""
 
     model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
-    dtype: str = Field(description="a type of numpy")
+    dtype: str = Field(description="a NumPy dtype")
     shape: tuple[int, ...] = Field(min_length=1)
     data: bytes = Field(repr=False, max_length=MOST_SAMPLE_BYTES)
 
 
 class EvaluationTotals(Value):
-    """All of an evaluation: loss, means and sums by name (None: no number), and what it returns for each sample."""
+    """A whole evaluation: loss, means and sums by name (None: NaN), and the values of each sample."""
 
     version: int = Field(ge=0)
     values: dict[str, float | None]
@@ -110,7 +110,7 @@ class EvaluationTotals(Value):
 
 
 class FinishedMetrics(Value):
-    """What ``Job.eval_metrics`` made of an evaluation."""
+    """The result of ``Job.eval_metrics`` for an evaluation."""
 
     version: int = Field(ge=0)
     values: dict[str, float | None]

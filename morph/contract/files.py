@@ -21,17 +21,17 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     """Write or replace a file atomically: a reader sees the old or the new content.
 
     Args:
-        path: The file; its folder is there.
+        path: The file; its folder must exist.
         content: Text is written as UTF-8.
-        mode: Of the file, less the umask.
+        mode: Permissions of the file, before the umask.
 
     Raises:
-        OSError: it cannot be written; nothing was changed, and nothing is left behind.
+        OSError: if the file cannot be written; then nothing is changed and nothing is left behind.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     data = content.encode() if isinstance(content, str) else content
     try:
-        partial.unlink(missing_ok=True)  # of a process that was killed: others might have it open
+        partial.unlink(missing_ok=True)  # the file of a killed process may still be open elsewhere
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(data)
         partial.replace(path)
@@ -44,7 +44,7 @@ def check_output(path: Path, error_type: type[InputError]) -> None:
     """Refuse a file that cannot be written, before there is anything to write.
 
     Raises:
-        InputError: of ``error_type``, naming the path.
+        InputError: of type ``error_type``; it names the path.
     """
     if path.is_dir():
         raise error_type("cannot be written: it is a folder", source=str(path), allowed="a file name")
@@ -57,10 +57,10 @@ def check_output(path: Path, error_type: type[InputError]) -> None:
 
 
 def write_output(path: Path, content: str | bytes, error_type: type[InputError]) -> None:
-    """Write what the user requested, whole or not at all.
+    """Write a file that the user requested, completely or not at all.
 
     Raises:
-        InputError: of ``error_type``, naming the file that cannot be written.
+        InputError: of type ``error_type``, if the file cannot be written; it names the file.
     """
     check_output(path, error_type)
     try:
@@ -81,7 +81,7 @@ def packed(files: Mapping[str, bytes], mode: int = PRIVATE) -> bytes:
 
 
 def code_files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield each file below a folder with its path there, in order; nothing that is hidden, compiled or a link."""
+    """Yield each file below a folder with its relative path, in order; skip hidden and compiled files and links."""
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
         is_passed = any(part.startswith((".", "__pycache__")) for part in inside.parts)

@@ -1,7 +1,6 @@
-"""What happens in a run, as trackers and callbacks are told of it: read from its journal, each thing once.
+"""The events of a run for trackers and callbacks, read from its journal, each once.
 
-``step`` is everywhere the number of steps applied: 1 after the first one. A step that is run again after a loss is told
-once.
+``step`` is always the number of applied steps: 1 after the first. A step that runs again after a loss is reported once.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ class StepDone(Value):
 
     step: int = Field(ge=1)
     time_s: float = Field(description="when, in seconds since 1970")
-    loss: float | None = Field(description="None: it is not a number")
+    loss: float | None = Field(description="None: NaN")
     metrics: dict[str, float]
     gradient_norm: float | None
     learning_rates: tuple[float, float] | None = Field(description="lowest and highest of all parameter groups")
     skipped: bool
-    seconds: float = Field(description="from its order until it is decided")
-    pause_s: float = Field(description="for which training had stood before, to change its shape; 0: it had not")
+    seconds: float = Field(description="time from the order to the decision")
+    pause_s: float = Field(description="pause of training before the step for a change of shape; 0: none")
     examples_per_s: float | None
-    tokens_per_s: float | None = Field(description="of a loss with a weight: how much counted, in a second")
+    tokens_per_s: float | None = Field(description="weight per second, if the loss has a weight")
     shape: str = Field(description='"PxD"')
     num_workers: int
-    dollars: float | None = Field(description="of the whole run so far; None: no price is known")
+    dollars: float | None = Field(description="cost of the whole run so far; None: no price is known")
 
 
 class EvaluationDone(Value):
@@ -42,7 +41,7 @@ class EvaluationDone(Value):
 
 
 class CheckpointDone(Value):
-    """A checkpoint is complete. ``url``: of its folder."""
+    """A checkpoint is complete. ``url`` is its folder."""
 
     step: int = Field(ge=0)
     time_s: float
@@ -50,7 +49,7 @@ class CheckpointDone(Value):
 
 
 class ShapeChanged(Value):
-    """Training goes on in another shape, or begins. ``pause_s``: for how long it stood; None: it had not begun."""
+    """Training begins, or continues in another shape. ``pause_s`` is the pause before; None: training had not begun."""
 
     step: int = Field(ge=0)
     time_s: float
@@ -61,10 +60,10 @@ class ShapeChanged(Value):
 
 
 class Trouble(Value):
-    """Something needs a look.
+    """Something needs attention.
 
-    ``setup_failed``: a worker could not be set up; ``bad_step``: a loss or a gradient is not finite, or a loss leapt
-    up; ``not_saved``: no checkpoint was completed for several intervals, which are told with its first one.
+    ``setup_failed``: a worker could not be set up; ``bad_step``: a loss or a gradient is not finite, or a loss rose
+    sharply; ``not_saved``: no checkpoint was completed for several intervals.
     """
 
     step: int = Field(ge=0)
@@ -76,7 +75,7 @@ class Trouble(Value):
 class RunEnded(Value):
     """A session of the run is over.
 
-    ``rests``: without VMs, until the manager tries again. ``at_limit``: a limit of the user's is reached.
+    ``rests``: the run waits without VMs until the manager retries. ``at_limit``: a limit set by the user is reached.
     """
 
     step: int = Field(ge=0)

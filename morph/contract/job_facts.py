@@ -1,4 +1,4 @@
-"""By what the job of a run and its data sets are known again, and how they differ from what a run began with."""
+"""Facts that identify the job of a run and its data sets, and their differences from the start of the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DataFacts(Value):
 
 
 class JobFacts(Value):
-    """By what the job of a run is known again, besides its code: data sets by the job's fields, settings as text."""
+    """Facts that identify a run's job besides its code: data sets by the job's fields, and settings as text."""
 
     data: dict[str, DataFacts] = Field(default_factory=dict)
     settings: dict[str, str] = Field(default_factory=dict)

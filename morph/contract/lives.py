@@ -1,6 +1,6 @@
-"""When VMs come, are warned and are taken: as a trace says, or at a rate. Pure.
+"""When VMs come, are warned and are taken: according to a trace, or at a rate. Pure.
 
-``recorded`` brings VMs of its own. ``Lifetimes`` and ``Removals`` take VMs that somebody else brings. What they say is
+``recorded`` brings its own VMs. ``Lifetimes`` and ``Removals`` take VMs that others bring. Their decisions are
 carried out in virtual time (``manager.simulation``), on local VMs (``manager.engine.local_vms.trace_replayer``), on all
 VMs of a running job, a provider's too (``manager.injection``), or on those of one script (``manager.spot``).
 """
@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 from morph.contract.trace import Trace, TraceEvent
 
 LifeS = Callable[[str, int], float]
-"""Draws how long (seconds) a VM's life with this number lasts."""
+"""A function that draws the duration (seconds) of a VM's life with this number."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class Change:
 
 @dataclass(frozen=True)
 class Recorded(Change):
-    """``event``: of the trace, by which the VM comes or is taken."""
+    """``event``: the event of the trace by which the VM comes or is taken."""
 
     event: TraceEvent = field(kw_only=True)
 
 
 def recorded(trace: Trace, num_played: int = 0, now_s: float = 0.0) -> list[Recorded]:
-    """Return how the VMs of a trace come and go after its first ``num_played`` events, in order of time.
+    """Return the arrivals, warnings and removals of a trace after its first ``num_played`` events, in order of time.
 
-    At one moment they come and go in the trace's order, and then others are warned. No VM is warned before it comes,
-    and a warning that is in force at ``now_s`` is given then.
+    At one moment, arrivals and removals precede warnings, in the trace's order. No VM is warned before it comes, and a
+    warning that is in force at ``now_s`` is given then.
     """
     came_s: dict[str, float] = {}
     found: list[Recorded] = []
@@ -63,21 +63,21 @@ def recorded(trace: Trace, num_played: int = 0, now_s: float = 0.0) -> list[Reco
 
 
 class Lives(Protocol):
-    """Says which VMs of others are warned and taken."""
+    """A source of warnings and removals for VMs that others bring."""
 
     @property
     def end_s(self) -> float:
-        """Nothing happens after that."""
+        """The time after which nothing happens."""
 
     def between(self, vms: Mapping[str, float], after_s: float, until_s: float) -> tuple[Change, ...]:
-        """Return what happens after one moment and until another, that one included, in order.
+        """Return the events in the half-open interval (``after_s``, ``until_s``], in order.
 
         Each VM is taken at most once.
 
         Args:
-            vms: The VMs that there are, and since when.
-            after_s: The first moment.
-            until_s: The second one.
+            vms: The present VMs, each with the time since when it is present.
+            after_s: Beginning, not included.
+            until_s: End, included.
         """
 
 
@@ -86,13 +86,13 @@ class Lifetimes:
     """Each VM lives for an exponential time: the preemption injector of Spotify (6.2.1, Eq. 6.1).
 
     A lifetime counts from the VM's birth, or from ``start_s`` if it was there before; by Eq. 6.1 a VM's age makes no
-    difference. One that is not taken when its lifetime is over lives for another one.
+    difference. A VM that is not taken at the end of its lifetime gets another lifetime.
 
     Args:
         life_s: ``by_name`` or ``InOrder``.
         start_s: The first moment.
         end_s: The last one.
-        notice_s: How long before it is taken a VM is warned; 0: it is not warned.
+        notice_s: Time between the warning and the removal of a VM; 0: no warning.
     """
 
     life_s: LifeS
@@ -116,7 +116,7 @@ class Lifetimes:
         )
 
     def _taken_s(self, vm: str, begun_s: float, after_s: float) -> float:
-        """When the first lifetime is over that ends after a moment."""
+        """Return the end of the first lifetime that ends after a moment."""
         time_s = begun_s
         for number in count():
             time_s += self.life_s(vm, number)
@@ -127,7 +127,7 @@ class Lifetimes:
 
 @dataclass(frozen=True)
 class Removals:
-    """Takes as many VMs at once as a trace does, at the trace's times; it brings none. The seed says which are taken.
+    """Takes as many VMs at once as a trace does, at the trace's times; it brings none. The seed decides which.
 
     The trace's time 0 is ``start_s``.
     """
@@ -153,14 +153,14 @@ class Removals:
 
 
 def by_name(seed: int, mttp_s: float) -> LifeS:
-    """Draw lifetimes with this mean that depend on seed, name and number alone, in whatever order VMs come."""
+    """Draw lifetimes with this mean that depend on seed, name and number alone, whatever the order of the VMs."""
     return lambda vm, number: -mttp_s * math.log(_uniform(seed, vm, number))
 
 
 class InOrder:
-    """Draws lifetimes with this mean from one generator, in the order in which VMs are first asked about.
+    """Draws lifetimes with this mean from one generator, in the order of the first question about each VM.
 
-    So those of a script's VMs, whose names differ from run to run, depend on the seed alone.
+    So the lifetimes of a script's VMs, whose names differ from run to run, depend only on the seed.
     """
 
     def __init__(self, seed: int, mttp_s: float) -> None:
@@ -175,6 +175,6 @@ class InOrder:
 
 
 def _uniform(seed: int, vm: str, number: float) -> float:
-    """A number above 0, at most 1, which depends on these alone."""
+    """Return a number above 0 and at most 1 that depends only on the arguments."""
     digest = hashlib.sha256(f"{seed} {number!r} {vm}".encode()).digest()
     return (int.from_bytes(digest[:8], "big") + 1) / 2**64

@@ -1,4 +1,4 @@
-"""Orders from the manager to workers, and what workers answer.
+"""Orders from the manager to workers, and the workers' answers.
 
 A *version* counts the optimizer steps contained in a state: version v means steps 0..v-1 were
 applied. Step t starts from version t. The manager's journal decides commits: once every member
@@ -25,14 +25,14 @@ from morph.contract.rules import CheckpointRules
 from morph.contract.salvage import Follow, KeptSums, Salvage
 from morph.contract.timeline import ComputeTimes, MicroBatchTimes, StepTimeline
 
-# What is to go wrong in a worker, and when: for tests and demonstrations.
+# Scheduled faults of a worker, for tests and demonstrations.
 
 
 class Fault(Value):
     """A scheduled fault, for tests: the worker kills itself with SIGKILL when it reaches the phase.
 
-    Or an error is raised there, as torch does when a device has no memory left, or is gone itself. ``nth`` picks the
-    nth arrival at the phase within the step (0 = first).
+    Or it raises an error there, as torch does when a device has no memory left or is lost. ``nth`` picks the nth
+    arrival at the phase within the step (0 = first).
     """
 
     worker: str
@@ -60,7 +60,7 @@ class SlowSpell(Value):
     """A scheduled fail-stutter, for tests and demonstrations: a worker's compute takes ``factor`` times as long.
 
     It begins with step ``first_step`` and ends before step ``end_step``; None: it does not end. A probe belongs to the
-    step that was decided last when it was sent.
+    last decided step when it was sent.
     """
 
     worker: str
@@ -70,10 +70,10 @@ class SlowSpell(Value):
 
 
 DEFAULT_LIMIT_S = 120.0
-"""Of a wait for others in an order that does not say it."""
+"""Default bound of a wait for others in an order."""
 
 MOST_CUT_BYTES = 8 * 1024 * 1024
-"""Of a cut that is handed to workers, compressed, beside the job's code: one of 72 layers takes 160 kB."""
+"""Most bytes of a compressed cut that workers get beside the job's code; a cut of 72 layers takes 160 kB."""
 
 WorkerId = str
 UnitId = str
@@ -86,59 +86,57 @@ class JobCode(Value):
     model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
     job_path: str = Field(description="file.py:name inside it")
-    folder: str = Field(description="where they lie on the manager's machine")
-    sha256: str = Field(description="of the archive")
+    folder: str = Field(description="their folder on the manager's machine")
+    sha256: str = Field(description="digest of the archive")
     archive: bytes = Field(repr=False)
-    unpack: bool = Field(default=False, description="the worker does not see that folder, and makes one of its own")
+    unpack: bool = Field(default=False, description="the worker does not see that folder, and makes its own")
 
 
 class HandedCut(Value):
-    """A job's model as the manager cut it, so that no worker need export it."""
+    """A job's model as the manager cut it, so that workers need not export it."""
 
     model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
-    sha256: str = Field(description="of the content")
+    sha256: str = Field(description="digest of the content")
     content: bytes = Field(repr=False, max_length=MOST_CUT_BYTES)
 
 
 class WorkerSetup(Value):
-    """Everything a fresh worker needs before it can be given a stage."""
+    """Everything that a new worker needs before it can get a stage."""
 
-    model_config = ConfigDict(hide_input_in_errors=True)  # the run's secret is among it
+    model_config = ConfigDict(hide_input_in_errors=True)  # the run's secret is one of the fields
 
     worker: WorkerId
     job_path: str = Field(description="path/to/file.py:name")
-    fingerprint: str = Field(description="of the cut model, from the profile")
+    fingerprint: str = Field(description="fingerprint of the cut model, from the profile")
     num_sections: int = Field(ge=1)
     micro_batch_size: int = Field(ge=1)
     checkpoint_url: str = Field(description="fsspec URL or path of the run's checkpoint directory")
-    lease: str = Field(
-        default="", description="the name by which the run holds that place; empty: it is the run's alone"
-    )
+    lease: str = Field(default="", description="name of the run's lease of that place; empty: only this run can use it")
     store_host: str
-    store_port: int = Field(ge=0, le=65535, description="0: there is no store; the worker trains alone")
+    store_port: int = Field(ge=0, le=65535, description="port of the store; 0: none, the worker trains alone")
     listen_host: str = Field(description="address on which this worker accepts its peers")
-    secret: str = Field(default="", repr=False, description="of the run; empty where a worker has no peers")
+    secret: str = Field(default="", repr=False, description="secret of the run; empty if a worker has no peers")
     device: Literal["cpu", "cuda"] = "cpu"
     device_slots: tuple[str, ...] = Field(
-        default=(), description="of local VMs on CUDA: files, of which each worker locks one, named after a device"
+        default=(), description="for local VMs on CUDA: folder of files named after devices; each worker locks one"
     )
     rings: RingSetting = "gloo"
     links: LinkSetting = "staged"
     num_threads: int = Field(default=1, ge=1)
-    heartbeat_wait_s: float = Field(default=1.0, gt=0, description="between two heartbeats")
+    heartbeat_wait_s: float = Field(default=1.0, gt=0, description="time between two heartbeats")
     checkpoints: CheckpointRules = CheckpointRules()
     faults: tuple[Fault, ...] = ()
     slow_spells: tuple[SlowSpell, ...] = ()
-    emulation: EmulatedDevice | None = Field(default=None, description="take these times; there is no job to load")
-    code: JobCode | None = Field(default=None, description="absent: whatever lies at ``job_path``")
-    cut: HandedCut | None = Field(default=None, description="absent: the worker cuts the model itself")
-    variables: dict[str, str] = Field(default={}, repr=False, description="of the environment, which the user named")
-    known_by: JobFacts = Field(default=JobFacts(), description="what the job, once it is loaded, must show")
+    emulation: EmulatedDevice | None = Field(default=None, description="emulated device: take its times, load no job")
+    code: JobCode | None = Field(default=None, description="the job's code; absent: the file at ``job_path``")
+    cut: HandedCut | None = Field(default=None, description="the cut model; absent: the worker cuts the model itself")
+    variables: dict[str, str] = Field(default={}, repr=False, description="environment variables that the user named")
+    known_by: JobFacts = Field(default=JobFacts(), description="facts that the loaded job must match")
 
 
 class Slot(Value):
-    """Which worker drives which stage of which replica."""
+    """The place of a worker: its stage and replica."""
 
     worker: WorkerId
     stage: int = Field(ge=0)
@@ -146,12 +144,12 @@ class Slot(Value):
 
 
 class Source(Value):
-    """Where one worker gets one parameter unit's state from in a reshape.
+    """The source from which one worker gets the state of one parameter unit in a reshape.
 
     ``keep``: the worker holds it already; ``peer``: from the living worker ``peer``;
-    ``ahead``: pre-copied by the living worker ``peer``, from which the last steps' gradients follow;
-    ``checkpoint``: from the checkpoint of version ``ReshapeOrder.version``, which ``peer`` reads and sends to it where
-    one is named, because storage cannot be read from here; ``initial``: made from the job's seed.
+    ``ahead``: pre-copied by the living worker ``peer``, which then sends the last steps' gradients;
+    ``checkpoint``: from the checkpoint of version ``ReshapeOrder.version``; if a ``peer`` is named, it reads and sends
+    the state, because this worker cannot read the storage; ``initial``: made from the job's seed.
     """
 
     worker: WorkerId
@@ -163,17 +161,17 @@ class Source(Value):
 class ReshapeOrder(Value):
     """Form generation ``generation`` with these slots, and bring every unit to ``version``.
 
-    A receiver that holds step ``version - 1`` prepared applies it first; gradients of any other step it drops.
-    It keeps every unit that it holds at ``version``, and what it completely received, until the first step or
-    commit order of this generation comes: a reshape that fails loses nothing. A receiver without a slot is
-    named as a ``peer`` in ``sources``: it serves those units, joins no group, keeps its units and answers too.
-    ``decided`` is what was decided of step ``version - 1``; absent after a return to a checkpoint.
-    ``ahead``: the number of the ``PreCopyOrder`` to which sources of kind "ahead" belong; whatever else was pre-copied
-    is dropped. ``salvage``: what is there of the step from ``version``, which was given up; other partial sums go.
-    ``keep_sums``: should a step be given up, what a worker has summed is kept. ``follows``: who has a follower;
-    ``follow_in_host``: its follower keeps that in host memory, and on its device only while it is updated.
+    A receiver that holds step ``version - 1`` prepared applies it first; it drops gradients of other steps.
+    It keeps every unit that it holds at ``version`` or has completely received until the first step or commit order of
+    this generation comes, so a reshape that fails loses nothing. A receiver without a slot is named as a ``peer`` in
+    ``sources``: it serves those units, joins no group, keeps its units and also answers.
+    ``decided`` is the decision about step ``version - 1``; absent after a return to a checkpoint.
+    ``ahead``: the number of the ``PreCopyOrder`` to which sources of kind "ahead" belong; other pre-copied state is
+    dropped. ``salvage``: the kept partial sums of the abandoned step from ``version``; other partial sums are dropped.
+    ``keep_sums``: a worker keeps its partial sums if a step is abandoned. ``follows``: workers that have a follower;
+    ``follow_in_host``: the follower keeps the state in host memory, and on its device only while it is updated.
     ``copy_sums_every``: after so many micro-batches of its own a worker's partial sums go to its follower; 0: never.
-    ``limit_s``: of any wait for others in this generation; whoever gave the order gives it up earlier.
+    ``limit_s``: bound of any wait for others in this generation; the manager gives the order up earlier.
     """
 
     generation: int = Field(ge=1)
@@ -192,7 +190,7 @@ class ReshapeOrder(Value):
 
     @cached_property
     def lacked(self) -> dict[WorkerId, list[Source]]:
-        """Where each worker gets what it does not hold."""
+        """The sources of the state that workers do not hold."""
         found: dict[WorkerId, list[Source]] = {}
         for source in self.sources:
             if source.kind != "keep":
@@ -209,25 +207,25 @@ class PreCopyMove(Value):
 
 
 class PreCopyOrder(Value):
-    """Pre-copy units before a planned change, on the control lane and beside every other order; no worker waits for it.
+    """Pre-copy units before a planned change, on the control lane, in parallel to other orders; no worker waits for it.
 
-    A sender sends each unit's state once, at a version at which it begins a step, and from there on the reduced
-    gradients of every decided step, with what was decided about it; the receiver applies them. The next reshape
-    ends all of it. ``moves`` are those in which the worker takes part; none: drop what was pre-copied. An order with
-    a smaller number than the last one is ignored, one with the same number only has the worker report again.
+    A sender sends each unit's state once, at a version at which it begins a step, and from then on the reduced
+    gradients of every decided step with the decision about it; the receiver applies them. The next reshape ends the
+    pre-copy. ``moves`` are the moves in which the worker takes part; none: drop pre-copied state. An order with a
+    smaller number than the last one is ignored; one with the same number makes the worker report again.
     """
 
     number: int = Field(ge=1)
     num_micro_batches: int = Field(ge=1)
     moves: tuple[PreCopyMove, ...] = ()
-    limit_s: float = Field(default=DEFAULT_LIMIT_S, gt=0, description="for which a stream may be silent")
+    limit_s: float = Field(default=DEFAULT_LIMIT_S, gt=0, description="longest silence of a stream")
 
 
 class PreCopyReport(Value):
-    """How far an ``PreCopyOrder`` is on one worker: all of it, whenever something changed.
+    """Progress of a ``PreCopyOrder`` on one worker; each report is complete and is sent after a change.
 
-    ``following``: units that this worker has received and keeps at the decided version. ``error``: it has given
-    the order up; nothing follows any more.
+    ``following``: units that this worker has received and keeps at the decided version. ``error``: the
+    worker has given the order up; no report follows.
     """
 
     number: int = Field(ge=1)
@@ -239,11 +237,11 @@ class PreCopyReport(Value):
 class StepOrder(Value):
     """Apply ``step`` as committed version first (if not yet applied), then run step ``step``.
 
-    ``checkpoint_units``: units that this worker copies at version ``step`` and writes in the background, when it has
-    written what it has left to write of the versions ``earlier_checkpoints``; others it leaves.
+    ``checkpoint_units``: units that this worker copies at version ``step`` and writes in the background, after its
+    remaining units of the versions ``earlier_checkpoints``; it drops other versions.
     ``attempt`` grows when the same step is run again in the same generation after an overflow.
-    ``decided`` is what was decided of step ``step - 1``, ``loss_scale`` the scale of this step.
-    ``record_timeline``: the answer carries a timeline of the step. ``evaluated``: an evaluation of which this worker
+    ``decided`` is the decision about step ``step - 1``, ``loss_scale`` the scale of this step.
+    ``record_timeline``: the answer carries a timeline of the step. ``evaluated``: an evaluation for which this worker
     computes the job's metrics.
     """
 
@@ -259,18 +257,20 @@ class StepOrder(Value):
     bears_non_finite: bool = Field(
         default=False,
         exclude_if=lambda given: not given,
-        description="a gradient that is not finite is reported, and fails nothing, as with a loss scale",
+        description="a gradient that is not finite is reported without a failure, as with a loss scale",
     )
     samples_of: int | None = Field(
-        default=None, exclude_if=lambda given: given is None, description="an earlier step, whose samples are named"
+        default=None,
+        exclude_if=lambda given: given is None,
+        description="an earlier step, whose samples the answer names",
     )
 
 
 class CommitOrder(Value):
     """Apply the decided version without running another step; used at the end and before a pause.
 
-    ``held``: of what the worker holds, for the generation is of no other worker and was never formed. ``evaluated``: as
-    in ``StepOrder``; one of this version is not evaluated again.
+    ``held``: apply it to the state that the worker holds, because the generation has no other worker and was never
+    formed. ``evaluated``: as in ``StepOrder``; this version is not evaluated again.
     """
 
     generation: int = Field(ge=1)
@@ -285,8 +285,8 @@ class CommitOrder(Value):
 class ProbeOrder(Value):
     """Time a micro-batch's forward and backward on some sections, while the worker has no place in the shape.
 
-    ``healthy_s``: what a healthy worker takes for it. ``step``: that was decided last. ``by_sums``: the mean counts, of
-    a worker that now and then stands still, and else the median.
+    ``healthy_s``: the time of a healthy worker. ``step``: the last decided step. ``by_sums``: the mean counts, for a
+    worker that pauses now and then; otherwise the median.
     """
 
     probe: int = Field(ge=1)
@@ -298,7 +298,7 @@ class ProbeOrder(Value):
 
 
 class WorkerReady(Value):
-    """Answer to the setup. ``evaluation``: absent where the job has none."""
+    """Answer to the setup. ``evaluation``: absent if the job has none."""
 
     kind: Literal["ready"] = "ready"
     worker: WorkerId
@@ -317,24 +317,24 @@ class Reshaped(Value):
     state_s: float = Field(ge=0, description="moving and loading state")
     received_bytes: int = Field(ge=0)
     loss_scale: LossScale | None = Field(
-        default=None, description="held by its units at the order's version; None: it holds none, or the job has none"
+        default=None, description="loop state of its units at the order's version; None: the worker or the job has none"
     )
 
 
 WEIGHT = "/weight"
-"""Behind the name of a metric, and alone for the loss: the weight of which it is the total (``morph.Loss``)."""
+"""Suffix of a metric's name, and the whole name for the loss: the weight of the total (``morph.Loss``)."""
 SUM = "/sum"
-"""Behind the name of a metric that is a sum (``morph.Sum``)."""
+"""Suffix of the name of a metric that is a sum (``morph.Sum``)."""
 SAMPLES = "/samples"
-"""Behind the name of what is returned for each sample (``morph.PerSample``)."""
+"""Suffix of the name of a value for each sample (``morph.PerSample``)."""
 MARKS = (WEIGHT, SUM, SAMPLES)
 
 
 class MicroBatchLoss(Value):
     """Loss and metrics of one micro-batch: means over its samples, or totals; only last stages report them.
 
-    Where ``metrics`` has a weight too, the value that it belongs to is a total. With a loss scale, a loss may be
-    infinite or NaN: its step is then skipped.
+    If ``metrics`` also has a weight of a value, that value is a total. With a loss scale, a loss may be infinite or
+    NaN: its step is then skipped.
     """
 
     model_config = ConfigDict(allow_inf_nan=True)
@@ -345,34 +345,34 @@ class MicroBatchLoss(Value):
     samples: dict[str, Array] = Field(
         default_factory=dict,
         exclude_if=lambda given: not given,
-        description="what an evaluation returns for each sample of it",
+        description="values of an evaluation for each sample",
     )
 
     @property
     def weight(self) -> float | None:
-        """Of the loss; None: it is a mean over samples."""
+        """Weight of the loss; None: the loss is a mean over samples."""
         return self.metrics.get(WEIGHT)
 
 
 def weights_of(losses: Iterable[MicroBatchLoss]) -> dict[int, float]:
-    """Weights of losses by micro-batch; empty where losses are means over samples."""
+    """Return the weights of losses by micro-batch; empty if losses are means over samples."""
     return {entry.micro_batch: entry.weight for entry in losses if entry.weight is not None}
 
 
 class Evaluation(Value):
     """A last stage's share of an evaluation of the version that it held before the order's own work.
 
-    ``finishes``: metrics of the whole of it follow, as ``finished`` of a later answer.
+    ``finishes``: metrics of the whole evaluation follow, as ``finished`` of a later answer.
     """
 
     version: Version
-    num_micro_batches: int = Field(ge=1, description="of all replicas")
+    num_micro_batches: int = Field(ge=1, description="micro-batches of all replicas")
     losses: tuple[MicroBatchLoss, ...] = ()
     finishes: bool = Field(default=False, exclude_if=lambda given: not given)
 
 
 class NamedSamples(Value):
-    """Which samples of the data set a step had, by their numbers, in its order."""
+    """The numbers of the samples of a step, in the order of the step."""
 
     step: int
     samples: tuple[int, ...]
@@ -381,12 +381,12 @@ class NamedSamples(Value):
 class Prepared(Value):
     """Every gradient of this worker's units is reduced and held; nothing is applied yet.
 
-    ``overflowed`` (exact accumulation): a gradient did not fit its fixed-point scale; the step must
-    be run again, with scales that fit. ``unit_norms_sq``: squared 2-norm of the mean gradient of each unit that
-    this worker holds, in float64 and a fixed order, so that all holders report equal bits; empty unless the job
-    asks for the norm. ``non_finite``: a gradient is NaN or infinite, and the job's loss scale allows to skip the step.
-    ``followed``: the follower of this worker's units has them, and these gradients. ``learning_rates``: lowest and
-    highest of the parameter groups of its units in this step; None: their optimizers have none.
+    ``overflowed`` (exact accumulation): a gradient did not fit its fixed-point scale; the step must be run again, with
+    scales that fit. ``unit_norms_sq``: squared 2-norm of the mean gradient of each unit that this worker holds, in
+    float64 and a fixed order, so that all holders report equal bits; empty unless the job asks for the norm.
+    ``non_finite``: a gradient is NaN or infinite, and the job's loss scale allows to skip the step. ``followed``: the
+    follower of this worker's units has their state and these gradients. ``learning_rates``: lowest and highest of the
+    parameter groups of its units in this step; None: their optimizers have no learning rate.
     """
 
     kind: Literal["prepared"] = "prepared"
@@ -421,8 +421,8 @@ class Committed(Value):
 class Aborted(Value):
     """The order was given up because the generation was aborted or a peer was lost.
 
-    ``peer_lost`` is true when this worker itself saw a connection fail. ``kept``: what it has of a step that is not
-    decided.
+    ``peer_lost`` is true when this worker itself saw a connection fail. ``kept``: its partial sums of an
+    undecided step.
     """
 
     kind: Literal["aborted"] = "aborted"
@@ -437,12 +437,12 @@ FailureCause = Literal["device", "memory", "job", "checkpoint", "run"]
 
 
 class Failed(Value):
-    """The order failed, and nothing that it was to change is changed.
+    """The order failed and changed nothing.
 
-    ``cause``: ``device``, which is lost, and with it the worker; ``memory``, of the device or the host, ran out;
-    ``job``: the user's code, which may do better elsewhere or when it is tried again; ``checkpoint``, which cannot be
-    read, or is damaged; ``run``: no retry would help.
-    ``traceback``: of the user's code, its own frames alone; empty where there is none.
+    ``cause``: ``device``: the device, and with it the worker, is lost; ``memory``: memory of the device or the host ran
+    out; ``job``: the user's code failed and may work elsewhere or in another try; ``checkpoint``: it cannot be read or
+    is damaged; ``run``: no retry would help.
+    ``traceback``: the frames of the user's code; empty if there are none.
     """
 
     kind: Literal["failed"] = "failed"
@@ -455,7 +455,7 @@ class Failed(Value):
 
 
 class UnitWritten(Value):
-    """One unit of a checkpoint is safely on storage."""
+    """One unit of a checkpoint is safely in storage."""
 
     worker: WorkerId
     version: int
@@ -464,13 +464,13 @@ class UnitWritten(Value):
     size_bytes: int = Field(ge=0)
     sha256: str
     xxh3_128: str | None = None
-    stall_s: float = Field(default=0.0, ge=0, description="for which it kept training from the device")
+    stall_s: float = Field(default=0.0, ge=0, description="time for which it kept training from the device")
 
 
 class Probed(Value):
     """Answer to a probe.
 
-    ``slowdown``: the median time over what healthy takes; None: an order came first, or as ``error`` says.
+    ``slowdown``: the median time over the healthy time; None: an order came first, or ``error`` says why.
     """
 
     kind: Literal["probed"] = "probed"
@@ -481,18 +481,18 @@ class Probed(Value):
 
 
 class Heartbeat(Value):
-    """Answer to a heartbeat poll: proof of life, and what was done since the last one.
+    """Answer to a heartbeat poll: proof of life, and the work since the last one.
 
-    ``times``: of the micro-batches finished since then, the newest ones if there were many.
+    ``times``: times of the micro-batches finished since then, only the newest if there are many.
     """
 
     worker: WorkerId
     times: MicroBatchTimes | None = None
     written: tuple[UnitWritten, ...] = ()
     checkpoint_error: Shown | None = None
-    error_version: Version | None = Field(default=None, description="of the checkpoint")
+    error_version: Version | None = Field(default=None, description="version of the checkpoint")
     ahead: PreCopyReport | None = None
-    notes: tuple[Shown, ...] = Field(default=(), description="about its data workers, for the user")
+    notes: tuple[Shown, ...] = Field(default=(), description="sentence about its data workers, for the user")
 
 
 Answer = Annotated[WorkerReady | Reshaped | Prepared | Committed | Aborted | Failed, Field(discriminator="kind")]

@@ -1,4 +1,4 @@
-"""The plan: the pipelines that train one job together, and what the simulator expects of them."""
+"""The plan: the pipelines that train one job together, and the simulator's expectations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from morph.contract.pool import Pool
 Schedule = Literal["varuna", "gpipe", "1f1b"]
 Count = Annotated[int, ranges.COUNT.field]
 CountKey = Annotated[int, Field(ge=1)]
-"""JSON's keys are text."""
+"""Convert a key, as JSON has only text for keys."""
 Number = Annotated[int, Field(strict=True, ge=0)]
 Seconds = Annotated[float, Field(strict=True, ge=0)]
 
@@ -29,8 +29,9 @@ class StagePlan(Value):
     """Consecutive sections ``first_section .. end_section - 1`` on one worker.
 
     ``window`` is how many micro-batches may be in flight (forward started, backward not finished). ``live_sections``:
-    of how many sections a stage with recompute holds activations at once. It keeps the input of each group of so many,
-    counted from the end; the last group is run again in the task R, the others within B. None: all in R.
+    the number of sections whose activations a stage with recompute holds at once. It keeps the input of each group of
+    so many sections, counted from the end; the last group is recomputed in the task R, the others within B. None: all
+    are recomputed in R.
     """
 
     first_section: Number
@@ -38,7 +39,7 @@ class StagePlan(Value):
     window: Count
     recompute: bool
     live_sections: Count | None = None
-    node_type: str = Field(default="", description="of the worker's GPU; empty: any, or there is one type only")
+    node_type: str = Field(default="", description="type of the worker's GPU; empty: any, or there is only one type")
 
     @property
     def sections(self) -> range:
@@ -47,7 +48,7 @@ class StagePlan(Value):
 
     @property
     def groups(self) -> tuple[range, ...]:
-        """The sections that are run again together, counted from the end: the first of these may be fewer."""
+        """Groups of sections that are recomputed together, counted from the end; the first may be smaller."""
         size = self.live_sections if self.recompute and self.live_sections else len(self.sections)
         starts = sorted(
             {max(self.first_section, end - size) for end in range(self.end_section, self.first_section, -size)}
@@ -56,7 +57,7 @@ class StagePlan(Value):
 
 
 class Expectation(Value):
-    """What the simulator expects of the plan, and where one mini-batch's worker-seconds go.
+    """The simulator's expectations, and the breakdown of one mini-batch's worker-seconds.
 
     ``parts_s`` maps a part (forward, recompute, backward, redundant, bubble, all_reduce, optimizer, commit) to
     seconds per worker of one mini-batch, averaged over workers; they add up to ``mini_batch_s``.
@@ -65,22 +66,22 @@ class Expectation(Value):
     mini_batch_s: Seconds
     examples_per_s: Annotated[float, Field(strict=True, ge=0)]
     lower_bound_s: Seconds
-    peak_memory_bytes: Number = Field(description="of the fullest stage's device")
-    memory_moment: str = Field(default="", description="when that is, such as computing or reducing")
-    memory_parts_bytes: dict[str, Number] = Field(default={}, description="what it consists of then")
+    peak_memory_bytes: Number = Field(description="memory of the fullest stage's device")
+    memory_moment: str = Field(default="", description="time of that peak, such as computing or reducing")
+    memory_parts_bytes: dict[str, Number] = Field(default={}, description="parts of that peak")
     followed_memory_bytes: Number = Field(
-        default=0, description="peak_memory_bytes where each stage's state is kept by another worker too; 0: not asked"
+        default=0, description="peak_memory_bytes if another worker keeps each stage's state, too; 0: not computed"
     )
     host_memory_bytes: Number = Field(
-        default=0, description="of the fullest stage, where devices have memory of their own"
+        default=0, description="host memory of the fullest stage, if devices have their own memory"
     )
     parts_s: dict[str, Seconds]
 
 
 class PipelineKind(Value):
-    """Equal pipelines: as deep, cut alike, on GPUs of the same types.
+    """Equal pipelines: the same depth, cuts and types of GPUs.
 
-    ``micro_batches``: of each of these pipelines, how many of a step's micro-batches it runs.
+    ``micro_batches``: for each of these pipelines, its number of micro-batches in a step.
     """
 
     num_stages: Count
@@ -88,12 +89,12 @@ class PipelineKind(Value):
 
     @property
     def num_replicas(self) -> int:
-        """How many pipelines of this kind there are."""
+        """Number of pipelines of this kind."""
         return len(self.micro_batches)
 
     @property
     def longest_share(self) -> int:
-        """The micro-batches of the one that has most."""
+        """Micro-batches of the pipeline that has most."""
         return max(self.micro_batches)
 
 
@@ -101,26 +102,27 @@ class Plan(Value):
     """Pipelines, each of which is a replica of the model, and their stages.
 
     ``stages`` has those of the first kind of pipeline, then those of the second, and so on: stage s is an index into
-    all of them, whichever pipeline it belongs to. Replicas are numbered in the order of their kinds too.
+    all of them, whatever its pipeline. Replicas are numbered in the order of their kinds, too.
 
     ``orders[n][s]`` is stage s's static task order when its replica has n micro-batches: a string
     over F (forward), R (recompute), B (backward); the k-th F is the replica's micro-batch k, and so
-    for R and B. A stage that does not recompute has no R. It is empty where no pipeline of its kind has n.
+    for R and B. A stage that does not recompute has no R. It is empty if no pipeline of its kind has n.
     """
 
     schema_version: Literal[1] = 1
-    fingerprint: str = Field(description="of the cut model; equals the profile's")
+    fingerprint: str = Field(description="fingerprint of the cut model; equals the profile's")
     schedule: Schedule
     micro_batch_size: Count
     num_micro_batches: Count = Field(description="N = M / m over all replicas")
     num_replicas: Count = Field(description="D, pipelines of all kinds")
     stages: tuple[StagePlan, ...] = Field(min_length=1)
     kinds: tuple[PipelineKind, ...] = Field(
-        default=(), description="of pipelines; empty: all are equal, and the first N mod D have one micro-batch more"
+        default=(),
+        description="kinds of pipelines; empty: all are equal, and the first N mod D have one micro-batch more",
     )
     orders: dict[CountKey, tuple[str, ...]]
     expected: Expectation
-    node_sizes: tuple[Count, ...] = Field(default=(), description="GPUs of each node planned for; empty: one each")
+    node_sizes: tuple[Count, ...] = Field(default=(), description="GPUs of each planned node; empty: one each")
     placement: tuple[tuple[Number, ...], ...] = Field(
         default=(), description="[replica][stage]: number of the node in node_sizes; empty: anywhere"
     )
@@ -188,7 +190,7 @@ class Plan(Value):
 
     @property
     def pipeline_depth(self) -> int:
-        """P, of the deepest pipeline."""
+        """P of the deepest pipeline."""
         return max(kind.num_stages for kind in self.pipeline_kinds)
 
     @property
@@ -198,7 +200,7 @@ class Plan(Value):
 
     @cached_property
     def pool(self) -> Pool:
-        """The GPUs that it needs, by type."""
+        """The required GPUs, by type."""
         return Pool.counting(self.stages[stage].node_type for stage, _ in self.places)
 
     @property
@@ -208,7 +210,7 @@ class Plan(Value):
 
     @cached_property
     def pipeline_kinds(self) -> tuple[PipelineKind, ...]:
-        """Every kind of pipeline: one, where all are equal."""
+        """Every kind of pipeline; one kind if all are equal."""
         if self.kinds:
             return self.kinds
         dealt = tuple(len(share) for share in shares(self.num_micro_batches, self.num_replicas))
@@ -233,47 +235,47 @@ class Plan(Value):
         return tuple(number for number, replicas in enumerate(self._replicas_of_kinds) for _ in replicas)
 
     def stages_of(self, replica: int) -> range:
-        """The stages of one pipeline, first to last."""
+        """Return the stages of one pipeline, first to last."""
         return self._stages_of_kinds[self._kind_of_replica[replica]]
 
     def replicas_of(self, stage: int) -> range:
-        """The pipelines that have this stage."""
+        """Return the pipelines that have this stage."""
         return self._replicas_of_kinds[self._kind_of_stage[stage]]
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Every (stage, replica) that has a worker, in order."""
+        """Every (stage, replica) with a worker, in order."""
         return tuple((stage, replica) for stage in range(len(self.stages)) for replica in self.replicas_of(stage))
 
     def kind_of(self, replica: int) -> PipelineKind:
-        """The kind of one pipeline."""
+        """Return the kind of one pipeline."""
         return self.pipeline_kinds[self._kind_of_replica[replica]]
 
     def position(self, stage: int) -> int:
-        """How many stages of its pipelines come before a stage."""
+        """Return the number of stages before a stage in its pipelines."""
         return stage - self._stages_of_kinds[self._kind_of_stage[stage]].start
 
     def node_at(self, stage: int, replica: int) -> int | None:
-        """The number of the node on which a place was planned; None: anywhere."""
+        """Return the number of the node on which a place was planned; None: any node."""
         return self.placement[replica][self.position(stage)] if self.placement else None
 
     def is_first(self, stage: int) -> bool:
-        """Whether a pipeline begins with this stage."""
+        """Return whether a pipeline begins with this stage."""
         return self.stages[stage].first_section == 0
 
     def is_last(self, stage: int) -> bool:
-        """Whether a pipeline ends with this stage."""
+        """Return whether a pipeline ends with this stage."""
         return self.stages[stage].end_section == self.num_sections
 
     @cached_property
     def reduction_rounds(self) -> tuple[int, ...]:
-        """By section, the round in which what it completes is reduced."""
+        """By section, the round that reduces the gradients that the section completes."""
         cuts = [[self.stages[stage].first_section for stage in stages] for stages in self._stages_of_kinds]
         return reduction_rounds(cuts, self.num_sections)
 
     @cached_property
     def micro_batches_per_replica(self) -> tuple[int, ...]:
-        """How many micro-batches each replica gets."""
+        """Number of micro-batches of each replica."""
         return tuple(count for kind in self.pipeline_kinds for count in kind.micro_batches)
 
     @cached_property
@@ -281,11 +283,11 @@ class Plan(Value):
         return tuple(itertools.accumulate(self.micro_batches_per_replica, initial=0))
 
     def micro_batches_of(self, replica: int) -> range:
-        """Global numbers of the micro-batches dealt to one replica, in the order it runs them."""
+        """Return the global numbers of one replica's micro-batches, in the order in which it runs them."""
         return range(self._share_ends[replica], self._share_ends[replica + 1])
 
     def share_of(self, replica: int, micro_batches: Sequence[int]) -> Sequence[int]:
-        """One replica's part of some micro-batches, where only these are run: as in a whole step, in proportion."""
+        """Return one replica's part of some micro-batches if only these run, in the proportion of a whole step."""
         if not self.kinds:
             share = shares(len(micro_batches), self.num_replicas)[replica]
             return micro_batches[share.start : share.stop]
@@ -295,10 +297,10 @@ class Plan(Value):
         return micro_batches[first:end]
 
     def order_of(self, stage: int, num_micro_batches: int) -> str:
-        """A stage's static task order for so many micro-batches, at most what a replica has in a whole step.
+        """Return a stage's static task order for a number of micro-batches, at most those of a whole step.
 
-        Where the plan has none for that number, it is that of a whole step without the tasks of the last micro-batches:
-        each task still comes after what it needs, and no more micro-batches are in flight.
+        If the plan has no order for that number, it is the order of a whole step without the tasks of the last
+        micro-batches: each task still follows the tasks that it needs, and no more micro-batches are in flight.
         """
         known = self.orders.get(num_micro_batches)
         if known is not None and known[stage]:
@@ -325,13 +327,23 @@ def _key_text(key: int | Pool) -> int | str:
 
 PlanKey = Annotated[Any, BeforeValidator(_key_of), PlainSerializer(_key_text)]
 PlanTable = Annotated[dict[PlanKey, Plan], Field(min_length=1)]
-"""The best plan of each number of GPUs, or of each pool where there are several types."""
+"""The best plan for each number of GPUs, or for each pool if there are several types."""
 
 
 def by_pool(plans: Mapping[int, Plan] | Mapping[Pool, Plan]) -> list[tuple[Pool, Plan]]:
-    """Return a table's plans with their pools, those of fewest GPUs first."""
+    """Return a table's plans with their pools, the fewest GPUs first."""
     found = [(Pool.of(key) if isinstance(key, int) else key, plan) for key, plan in plans.items()]
     return sorted(found, key=lambda entry: (entry[0].num_gpus, entry[0]))
+
+
+def by_need(plans: Iterable[Plan]) -> dict[Pool, Plan]:
+    """Return the fastest of some plans for each pool that one needs: a table of pools without what others say too."""
+    found: dict[Pool, Plan] = {}
+    for plan in plans:
+        known = found.get(plan.pool)
+        if known is None or plan.expected.examples_per_s > known.expected.examples_per_s:
+            found[plan.pool] = plan
+    return found
 
 
 def kinds_in(shape: str) -> tuple[tuple[int, int], ...]:
@@ -340,11 +352,11 @@ def kinds_in(shape: str) -> tuple[tuple[int, int], ...]:
 
 
 def reduction_rounds(cuts: Iterable[Sequence[int]], num_sections: int) -> tuple[int, ...]:
-    """In which round the gradients are reduced that each section completes: of pipelines with these cuts.
+    """Return, for pipelines with these cuts, the round that reduces the gradients that each section completes.
 
-    A run of sections that no pipeline cuts has one ring, of the worker of every pipeline that holds it. Each worker
-    reduces its rings round by round, in a round from the last section to the first. No worker has two of one round,
-    so that rings do not wait for each other from one end of the model to the other. Of equal pipelines there is one.
+    A sequence of sections that no pipeline cuts has one ring, with one worker of every pipeline. Each worker reduces
+    its rings round by round, from the last section to the first within a round. No worker has two rings in one round,
+    so that rings do not wait for each other from one end of the model to the other. Equal pipelines have one round.
 
     Args:
         cuts: First sections of the stages of each kind of pipeline.
@@ -368,7 +380,7 @@ def reduction_rounds(cuts: Iterable[Sequence[int]], num_sections: int) -> tuple[
 
 
 def shares(num_micro_batches: int, num_replicas: int) -> list[range]:
-    """Deal micro-batches to replicas: the first ones get one more where they do not divide evenly."""
+    """Deal micro-batches to replicas; the first ones get one more if the number does not divide evenly."""
     share, extra = divmod(num_micro_batches, num_replicas)
     starts = [replica * share + min(replica, extra) for replica in range(num_replicas + 1)]
     return [range(start, end) for start, end in itertools.pairwise(starts)]
@@ -378,6 +390,6 @@ def load_plan(path: Path) -> Plan:
     """Read a plan file.
 
     Raises:
-        PlanError: naming the file and, where there is one, the field.
+        PlanError: if the file is invalid; it names the file and, if possible, the field.
     """
     return read_json(path, Plan, PlanError)

@@ -1,4 +1,4 @@
-"""A pool: how many GPUs there are of each type."""
+"""A pool: the number of GPUs of each type."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from morph.contract.errors import PlanError
 
 @dataclass(frozen=True, order=True)
 class Pool:
-    """Counts of GPUs by type: ``t4=4,v100=12``; or ``8`` where there is one type only.
+    """Counts of GPUs by type: ``t4=4,v100=12``; or ``8`` if there is only one type.
 
-    Of GPUs that are needed, those without a type may be of any: ``8,t4=4`` fits in ``t4=12``. ``counts``: (type, count)
-    in the order of the names, none of them 0; made by ``of``, ``parse`` and ``counting``. ``pool["t4"]`` is 0 where
-    there is none. In JSON a pool is its text, as a key of an object too.
+    Required GPUs without a type may be of any type: ``8,t4=4`` fits in ``t4=12``. ``counts``: (type, count) in the
+    order of the names, none of them 0; made by ``of``, ``parse`` and ``counting``. ``pool["t4"]`` is 0 if there is
+    none. In JSON a pool is its text, also as a key of an object.
     """
 
-    EXAMPLE: ClassVar[str] = "a number of GPUs, or numbers by type as v100=12,t4=4"
+    EXAMPLE: ClassVar[str] = "a number of GPUs, or numbers by type such as v100=12,t4=4"
 
     counts: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of(cls, counts: Mapping[str, int] | int) -> Pool:
-        """Make a pool of counts by type; or of one count, without a type."""
+        """Make a pool from counts by type, or from one count without a type."""
         by_type = {"": counts} if isinstance(counts, int) else counts
         return cls(tuple(sorted((name, count) for name, count in by_type.items() if count)))
 
     @classmethod
     def counting(cls, types: Iterable[str]) -> Pool:
-        """Make a pool of GPUs whose types these are."""
+        """Make a pool from the types of its GPUs."""
         return cls.of(Counter(types))
 
     @classmethod
@@ -44,7 +44,7 @@ class Pool:
         """Read a pool's text; types stand in any order.
 
         Raises:
-            PlanError: naming ``field`` and the text.
+            PlanError: if the text is not a pool; it names ``field`` and the text.
         """
         counts: dict[str, int] = {}
         for part in text.split(","):
@@ -65,16 +65,16 @@ class Pool:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """The types that there are, in the order of their names."""
+        """The types in the pool, in the order of their names."""
         return tuple(name for name, _ in self.counts)
 
     @property
     def num_gpus(self) -> int:
-        """Of all types."""
+        """Number of GPUs of all types."""
         return sum(count for _, count in self.counts)
 
     def fits_in(self, other: Pool) -> bool:
-        """Whether the other has as many of each type, at least, and as many in all."""
+        """Return whether the other pool has at least as many of each type and as many in all."""
         there = dict(other.counts)
         return self.num_gpus <= other.num_gpus and all(count <= there.get(name, 0) for name, count in self if name)
 
@@ -91,7 +91,7 @@ class Pool:
         return Pool.of(Counter(dict(self.counts)) + Counter(dict(other.counts)))
 
     def __sub__(self, other: Pool) -> Pool:
-        """What is left; a type of which the other has more is left out."""
+        """Return the difference; a type of which the other pool has more is left out."""
         return Pool.of(Counter(dict(self.counts)) - Counter(dict(other.counts)))
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ class Pool:
 
     @classmethod
     def _read(cls, given: object) -> Pool:
-        """Read what a file or a caller has: a pool, its text, or a number of GPUs."""
+        """Read a pool, its text, or a number of GPUs."""
         if isinstance(given, cls):
             return given
         if isinstance(given, bool) or not isinstance(given, int | str):
@@ -119,7 +119,7 @@ class Pool:
 
 
 def several_types(types: Iterable[str]) -> str:
-    """Say what follows for a run from GPUs of several types."""
+    """Return a sentence on the effect of several types of GPUs on a run."""
     names = sorted(types)
     return (
         f"GPUs of {len(names)} types ({', '.join(names)}) round differently: weights are equal to the bit only where "

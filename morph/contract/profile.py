@@ -1,4 +1,4 @@
-"""The profile: what calibration measured of one job, independent of how many GPUs the job will get.
+"""The profile: the measurements of one job, independent of the number of GPUs that the job will get.
 
 Varuna, section 4.3 and Table 2. Times are seconds, sizes bytes. One section's ``forward[m]`` is
 F_i(m), ``backward[m]`` is B_i(m) without the recompute (which costs F_i(m) again).
@@ -22,7 +22,7 @@ SCHEMA_VERSION = 1
 PositiveInt = Annotated[int, ranges.COUNT.field]
 MicroBatchSize = Annotated[int, ranges.MICRO_BATCH.field]
 MicroBatchKey = Annotated[int, Field(ge=ranges.MICRO_BATCH.low, le=ranges.MICRO_BATCH.high)]
-"""JSON's keys are text."""
+"""Convert a key, as JSON has only text for keys."""
 Gpus = Annotated[int, Field(strict=True, ge=2, le=ranges.GPUS.high)]
 Index = Annotated[int, Field(strict=True, ge=0, lt=ranges.SECTIONS)]
 Bytes = Annotated[int, ranges.BYTES.field]
@@ -33,7 +33,7 @@ BytesPerSecond = Annotated[float, ranges.BYTES_PER_S.field]
 class Timing(Value):
     """A measured duration: robust centre and spread over ``num_samples`` samples.
 
-    Nothing is discarded: outliers are in ``quantiles_s``, from which the simulator draws jitter.
+    No sample is discarded: outliers are in ``quantiles_s``, from which the simulator draws jitter.
     """
 
     median_s: Seconds
@@ -51,7 +51,7 @@ class Timing(Value):
         return self
 
     def longer(self, factor: float) -> Timing:
-        """The same, all of it this many times as long."""
+        """Return the same duration, longer by a factor."""
         return Timing(
             median_s=self.median_s * factor,
             mad_s=self.mad_s * factor,
@@ -71,24 +71,24 @@ class SectionProfile(Value):
     parameter_bytes: Bytes
     optimizer_bytes: Bytes = Field(description="optimizer state of this section's parameters")
     gradient_bytes: Bytes = Field(description="accumulated gradient held until the commit")
-    input_bytes_per_sample: Bytes = Field(description="what must be kept to recompute the section")
+    input_bytes_per_sample: Bytes = Field(description="input that must be kept to recompute the section")
     activation_bytes_per_sample: Bytes = Field(
-        description="held between forward and backward without recompute: what autograd keeps, and the outputs"
+        description="held between forward and backward without recompute: tensors that autograd keeps, and outputs"
     )
-    output_bytes_per_sample: Bytes = Field(description="crosses the cut-point behind this section; 0 for the last")
+    output_bytes_per_sample: Bytes = Field(description="bytes that cross the next cut-point; 0 for the last section")
     optimizer_step: Timing
     peak_bytes: dict[MicroBatchKey, Bytes] = Field(
-        default={}, description="by m: most memory that one forward and backward take beyond what is held between tasks"
+        default={}, description="by m: peak memory of one forward and backward, beyond the memory held between tasks"
     )
     reduced_bytes: Bytes | None = Field(
         default=None, description="mean gradients held from the reduction to the update; None: as parameter_bytes"
     )
     finish_bytes: Bytes = Field(
-        default=0, description="taken beyond sums and mean gradients while one unit's sums become mean gradients"
+        default=0, description="peak beyond sums and mean gradients while one unit's sums become mean gradients"
     )
     constant_bytes: Bytes = Field(default=0, description="frozen weights and other constants, which every worker reads")
     step_bytes: Bytes = Field(
-        default=0, description="taken beyond state and mean gradients while one unit's optimizer steps"
+        default=0, description="peak beyond state and mean gradients while one unit's optimizer steps"
     )
 
 
@@ -99,7 +99,7 @@ class UnitProfile(Value):
     sections: tuple[Index, ...] = Field(min_length=1, max_length=ranges.SECTIONS)
     parameter_bytes: Bytes
     optimizer_bytes: Bytes | None = Field(
-        default=None, description="optimizer state; None: in proportion to the first section's"
+        default=None, description="optimizer state; None: in proportion to that of the first section"
     )
 
 
@@ -127,16 +127,17 @@ class AllReduceTime(Value):
 
 
 class Contention(Value):
-    """How much slower computing gets when several workers of one node compute at once (shared caches and clock)."""
+    """The slowdown when several workers of one node compute at once (shared caches and clock)."""
 
     num_busy: Gpus
     factor: Annotated[
-        float, Field(strict=True, ge=1, le=ranges.FACTOR.high, description="time of a task over its time alone")
+        float,
+        Field(strict=True, ge=1, le=ranges.FACTOR.high, description="time of a task over its time without neighbours"),
     ]
 
 
 class JobFacts(Value):
-    """What the profile knows of the job; ``fingerprint`` changes when the cut model changes."""
+    """Facts about the job; ``fingerprint`` changes when the cut model changes."""
 
     name: str
     fingerprint: str
@@ -148,7 +149,7 @@ class JobFacts(Value):
 
 
 class Environment(Value):
-    """Where the profile was measured."""
+    """The machine on which the profile was measured."""
 
     python: str
     torch: str
@@ -158,31 +159,31 @@ class Environment(Value):
     threads_per_worker: PositiveInt
     device_memory_bytes: Annotated[int, ranges.MEMORY_BYTES.field] | None = Field(
         default=None,
-        description="of one device; of a CPU, one core's share of the machine's memory; None: not known, no limit",
+        description="memory of one device; for a CPU, one core's share of the machine's memory; None: no limit known",
     )
     host_memory_bytes: Annotated[int, ranges.MEMORY_BYTES.field] | None = Field(
         default=None,
-        description="of the machine for each device that has memory of its own; None: the device's is the host's",
+        description="host memory for each device that has its own memory; None: the device uses host memory",
     )
-    context_bytes: Bytes = Field(default=0, description="of the device's memory, taken by its driver for a process")
+    context_bytes: Bytes = Field(default=0, description="device memory that the driver takes for a process")
     allocator_permille: Annotated[int, Field(strict=True, ge=0, le=1000)] = Field(
-        default=0, description="what the device's allocator keeps for itself, in thousandths of what tensors take"
+        default=0, description="overhead of the device's allocator, in thousandths of the tensors' memory"
     )
-    ring_bytes: Bytes = Field(default=0, description="of the device's memory, taken by NCCL for each ring of a worker")
-    process_bytes: Bytes = Field(default=0, description="of host memory, taken by a worker before it holds anything")
+    ring_bytes: Bytes = Field(default=0, description="device memory that NCCL takes for each ring of a worker")
+    process_bytes: Bytes = Field(default=0, description="host memory of a worker before it holds any state")
     created: str = Field(description="ISO 8601, UTC")
 
 
 class NodeTypeProfile(Value):
-    """What differs on another type of node; everything else is as in the profile that holds it.
+    """The differences on another type of node; everything else is as in the profile that holds it.
 
     The sections are those of the profile, in order, with the same micro-batch sizes.
     """
 
     name: str = Field(min_length=1)
     environment: Environment
-    forward: tuple[dict[MicroBatchKey, Timing], ...] = Field(description="F_i(m) of each section")
-    backward: tuple[dict[MicroBatchKey, Timing], ...] = Field(description="B_i(m) of each section")
+    forward: tuple[dict[MicroBatchKey, Timing], ...] = Field(description="F_i(m) by section")
+    backward: tuple[dict[MicroBatchKey, Timing], ...] = Field(description="B_i(m) by section")
     optimizer_step: tuple[Timing, ...] = Field(description="of each section")
     intra_node: LinkProfile | None = Field(default=None, description="None: as in the profile")
     inter_node: LinkProfile | None = Field(default=None, description="None: as in the profile")
@@ -201,26 +202,30 @@ class Profile(Value):
     inter_node: LinkProfile
     all_reduce: tuple[AllReduceTime, ...] = ()
     links: Literal["staged", "ipc"] = Field(
-        default="staged", description="what carried messages within a node while they were measured, as vms.links"
+        default="staged", description="value of vms.links while messages within a node were measured"
     )
-    rings: Literal["gloo", "nccl"] = Field(default="gloo", description="what reduced gradients meanwhile, as vms.rings")
+    rings: Literal["gloo", "nccl"] = Field(
+        default="gloo", description="value of vms.rings while reductions were measured"
+    )
     accumulator_bytes_per_parameter: Literal[4, 8] = Field(description="8: exact accumulation, 4: fast")
     optimizer_in_host_memory: bool = Field(
-        default=False, description="optimizer_bytes lie in host memory, with a copy of the parameters"
+        default=False, description="optimizer state is in host memory, with a copy of the parameters"
     )
     commit: Timing = Field(description="commit barrier: manager round trip")
     checkpoint_write_bytes_per_s: BytesPerSecond
     checkpoint_upload_bytes_per_s: BytesPerSecond | None = Field(
-        default=None, description="to the job's checkpoint storage; None: not measured"
+        default=None, description="upload speed to the job's checkpoint storage; None: not measured"
     )
     host_copy_bytes_per_s: BytesPerSecond | None = Field(
-        default=None, description="device to host memory; None: not measured"
+        default=None, description="speed from device to host memory; None: not measured"
     )
-    contention: tuple[Contention, ...] = Field(default=(), description="by growing num_busy; empty: none was seen")
+    contention: tuple[Contention, ...] = Field(
+        default=(), description="slowdowns by growing num_busy; empty: none was measured"
+    )
     node_types: tuple[NodeTypeProfile, ...] = Field(default=(), description="other types of node, measured later")
     sources: dict[str, str] = Field(
         default={},
-        description="where values come from that were not measured here: dotted field -> source, or derivation",
+        description="sources of values that were not measured here: dotted field -> source, or derivation",
     )
 
     @model_validator(mode="after")
@@ -273,7 +278,7 @@ class Profile(Value):
         return tuple(sorted(self.sections[0].forward))
 
     def corrected(self, factors: tuple[float, ...]) -> Profile:
-        """The same with each section's forward and backward longer by its factor; one for each section."""
+        """Return the profile with each section's forward and backward longer by a factor for that section."""
         sections = tuple(
             section.model_copy(
                 update={
@@ -286,10 +291,10 @@ class Profile(Value):
         return self.model_copy(update={"sections": sections})
 
     def for_node_type(self, name: str) -> Profile:
-        """Return the profile as it is on another type of node that was measured for it.
+        """Return the profile for another type of node that was measured for it.
 
         Raises:
-            ProfileError: there is no such node type.
+            ProfileError: if there is no such node type.
         """
         found = next((node_type for node_type in self.node_types if node_type.name == name), None)
         if found is None:
@@ -318,17 +323,20 @@ class Profile(Value):
 
 
 def other_links(profile: Profile, links: LinkSetting, rings: RingSetting) -> tuple[str, ...]:
-    """Say in a sentence each what a run will use in place of what was measured; nothing of devices without own memory.
+    """Return a sentence for each difference between a run's links or rings and the measured ones.
+
+    Devices without their own memory have no such differences.
 
     Args:
-        profile: What was measured.
+        profile: The measurements.
         links: ``vms.links`` of the run.
         rings: ``vms.rings`` of the run.
     """
     if profile.environment.host_memory_bytes is None:
         return ()
     sentence = (
-        "{what} were measured over {measured}, and {setting} is {chosen}: plans take them for {how} than they are; "
+        "{what} were measured over {measured}, but {setting} is {chosen}: plans assume that they are {how} "
+        "than in fact; "
         "calibrate with --{name} {chosen}"
     )
     found = []
@@ -354,7 +362,7 @@ def load_profile(path: Path) -> Profile:
     """Read a profile file.
 
     Raises:
-        ProfileError: naming the file and, where there is one, the field.
+        ProfileError: if the file is invalid; it names the file and, if possible, the field.
     """
     try:
         return read_json(path, Profile, ProfileError)
@@ -370,14 +378,14 @@ def load_profile(path: Path) -> Profile:
 
 
 def write_profile(profile: Profile, path: Path, *, as_read: bool = False) -> None:
-    """Replace ``path`` by the profile: a reader sees all of it or nothing.
+    """Replace ``path`` by the profile, atomically.
 
     Args:
         profile: The profile.
         path: The file.
-        as_read: Write no default for what the profile's own file did not have.
+        as_read: Write no defaults for fields that were absent in the profile's own file.
 
     Raises:
-        ProfileError: when it cannot be written.
+        ProfileError: if the file cannot be written.
     """
     write_output(path, profile.model_dump_json(indent=2, exclude_unset=as_read) + "\n", ProfileError)

@@ -1,6 +1,6 @@
 """Ranges of the numbers that a user gives, for types of the contract and for arguments.
 
-They are wide: what is refused is a wrong unit or a typing error, or would overflow the simulator's nanoseconds.
+They are wide: they refuse wrong units, typing errors, and numbers that would overflow the simulator's nanoseconds.
 ``true`` and ``"1"`` are not numbers.
 """
 
@@ -18,7 +18,7 @@ from morph.contract.errors import PlanError
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``low`` to ``high``, both included; ``low`` is not where it is ``above``."""
+    """Numbers from ``low`` to ``high``, both included; with ``above``, ``low`` is excluded."""
 
     low: float
     high: float
@@ -27,7 +27,7 @@ class Range:
 
     @property
     def field(self) -> Any:
-        """For ``Annotated``, in a type of the contract."""
+        """The range as metadata for ``Annotated``, in a type of the contract."""
         if self.above:
             return Field(strict=True, gt=self.low, le=self.high)
         return Field(strict=True, ge=self.low, le=self.high)
@@ -48,10 +48,10 @@ class Range:
         return fits and number <= self.high and math.isfinite(number)
 
     def check(self, field: str, value: object) -> None:
-        """Refuse an argument.
+        """Refuse an argument that is out of range.
 
         Raises:
-            PlanError: naming it.
+            PlanError: if it is; the error names the argument.
         """
         if value not in self:
             raise PlanError("is out of range", field=field, value=value, allowed=str(self))
@@ -61,7 +61,7 @@ def check_counts(**given: object) -> None:
     """Refuse arguments that are not counts; None is "not given".
 
     Raises:
-        PlanError: naming the first of them.
+        PlanError: for the first of them.
     """
     for field, value in given.items():
         if value is not None:
@@ -69,13 +69,13 @@ def check_counts(**given: object) -> None:
 
 
 SECONDS = Range(0, 86_400)
-"""Of one task or message: a day."""
+"""Seconds of one task or message: up to a day."""
 POLICY_SECONDS = Range(0, 1e9, above=True)
-"""Of a wait: thirty years, for users who want no limit."""
+"""Seconds of a wait: up to thirty years, for users who want no limit."""
 PATIENCE_S = Range(0, 1e9)
-"""The same where none is a choice too."""
+"""Seconds of a wait that may also be zero."""
 BYTES = Range(0, 2**46, whole=True)
-"""Of one section or sample: 64 TiB."""
+"""Bytes of one section or sample: up to 64 TiB."""
 MEMORY_BYTES = Range(1, 2**50, whole=True)
 MEMORY_GIB = Range(0, 2**20, above=True)
 BYTES_PER_S = Range(0, 1e15, above=True)
@@ -86,7 +86,7 @@ MICRO_BATCH = Range(1, 2**20, whole=True)
 BATCH = Range(1, 10**9, whole=True)
 SLOTS = GPUS
 FACTOR = Range(0, 100, above=True)
-"""Of a slow worker, or of workers that share a node."""
+"""Factor of a slow worker, or of workers that share a node."""
 SEED = Range(0, 2**63 - 1, whole=True)
 RUNNERS_UP = Range(0, 2**31, whole=True)
 DRAWS = Range(1, 1000, whole=True)
@@ -101,4 +101,4 @@ USD_PER_HOUR_AT_MOST = Range(0, 1e6, above=True)
 USD_AT_MOST = Range(0, 1e9, above=True)
 DEVIATIONS = Range(0, 1000)
 GAIN = Range(0, 1000)
-"""As a share of what there is."""
+"""A share of a whole."""

@@ -1,9 +1,9 @@
-"""Second holders, and what of a step that was given up need not be run again: partial sums, and what is in them.
+"""Second holders, and partial sums of an abandoned step, so that their micro-batches need not run again.
 
-Sums of gradients are of integers (decision 0001), so it does not matter in which order, by whom and in which shape a
-micro-batch was added, only that each was added once. A worker that gives up a step keeps its sums and tells what is in
-them; the next shape runs what is missing (decision 0019). Sets of micro-batches are bit masks here, and spans where
-they travel.
+Sums of gradients are sums of integers (decision 0001), so the order, the worker and the shape in which a micro-batch
+was added do not matter, only that each was added once. A worker that abandons a step keeps its sums and reports their
+contents; the next shape runs the missing micro-batches (decision 0019). Sets of micro-batches are bit masks here, and
+spans where they travel.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Span = tuple[Number, Number]
 """Micro-batches ``first .. end - 1``."""
 
 LOSSES = "losses"
-"""In place of a unit: losses and metrics of micro-batches, which belong to the last section."""
+"""Stands for a unit: losses and metrics of micro-batches, which belong to the last section."""
 
 
 class Follow(Value):
-    """A second holder on another VM: what ``worker`` has is beside it on ``follower``.
+    """A second holder on another VM: ``follower`` also holds the state of ``worker``.
 
-    ``units`` are kept in step there: their state, and each step's reduced gradients before the step is decided. The
-    follower has those of ``known`` already. Without units it is given partial sums alone.
+    ``units`` are kept up to date there: their state, and each step's reduced gradients before the step is decided. The
+    follower already has the units of ``known``. Without units it gets only partial sums.
     """
 
     worker: str
@@ -39,33 +39,33 @@ class Follow(Value):
 
 
 class Counted(Value):
-    """Micro-batches of which a sum holds what the backward of one section gave."""
+    """Micro-batches whose gradients of one section are in a sum."""
 
     section: Number
     micro_batches: tuple[Span, ...]
 
     @cached_property
     def mask(self) -> int:
-        """The same as a set."""
+        """The micro-batches as a set."""
         return mask_of(self.micro_batches)
 
 
 class PartialSum(Value):
-    """A sum of one unit's gradients: of each section that uses the unit, what is in it."""
+    """A sum of one unit's gradients, with its contents for each section that uses the unit."""
 
     unit: str
     counted: tuple[Counted, ...]
 
 
 class KeptSums(Value):
-    """What a worker has of the step ``step``, which was not decided."""
+    """The partial sums of a worker for the undecided step ``step``."""
 
     step: Number
     sums: tuple[PartialSum, ...]
 
 
 class SalvagedSum(Value):
-    """One that counts in the next shape: ``holder`` has it, ``receiver`` (or it itself) goes on with it."""
+    """A sum that counts in the next shape: ``holder`` has it, and ``receiver`` (or the holder) continues it."""
 
     holder: str
     receiver: str
@@ -73,10 +73,10 @@ class SalvagedSum(Value):
 
 
 class Salvage(Value):
-    """What the first step of a generation begins with.
+    """The partial sums with which the first step of a generation begins.
 
-    No contribution is in two of the sums. ``remaining``: the micro-batches of which one is missing somewhere; they run
-    again, and each is added only where it is missing.
+    No contribution is in two sums. ``remaining``: the micro-batches that are missing in a sum; they run again, and each
+    is added only where it is missing.
     """
 
     sums: tuple[SalvagedSum, ...] = Field(min_length=1)
@@ -84,7 +84,7 @@ class Salvage(Value):
 
 
 def share_in(plan: Plan, replica: int, salvage: Salvage | None) -> Sequence[int]:
-    """Return the micro-batches that a replica runs in a step of which so much is there."""
+    """Return the micro-batches that a replica runs in a partly salvaged step."""
     if salvage is None:
         return plan.micro_batches_of(replica)
     remaining = [number for first, end in salvage.remaining for number in range(first, end)]
@@ -114,17 +114,17 @@ def spans_of(mask: int) -> tuple[Span, ...]:
 
 
 def counted_in(total: PartialSum) -> dict[int, int]:
-    """Return what is in a sum: micro-batches by section."""
+    """Return the contents of a sum: micro-batches by section."""
     return {entry.section: entry.mask for entry in total.counted}
 
 
 def partial_sum(unit: str, counted: dict[int, int]) -> PartialSum:
-    """Return the sum of a unit that has these micro-batches by section."""
+    """Return the sum of a unit with these micro-batches by section."""
     entries = tuple([_counted(section, counted[section]) for section in sorted(counted) if counted[section]])
     return PartialSum.model_construct(unit=unit, counted=entries)
 
 
 def _counted(section: int, mask: int) -> Counted:
     counted = Counted.model_construct(section=section, micro_batches=spans_of(mask))
-    vars(counted)["mask"] = mask  # it need not be worked out again
+    vars(counted)["mask"] = mask  # kept, so that it is computed once
     return counted

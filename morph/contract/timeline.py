@@ -1,4 +1,4 @@
-"""What one worker did when in one step: a measured timeline, and its sums."""
+"""A worker's measured timeline of one step, and its sums."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ SpanKind = Literal[
 
 
 class Span(Value):
-    """Something that took a while, in seconds since the step's start on this worker.
+    """An activity, in seconds since the step's start on this worker.
 
-    ``micro_batch`` is the global number; None where there is none (wait, reduce). A send lasts from the hand-over
-    until everything has left, a receive from its posting until everything has arrived.
+    ``micro_batch`` is the global number; None for activities without one (wait, reduce). A send lasts from the
+    hand-over until everything has left, a receive from its posting until everything has arrived.
     """
 
     kind: SpanKind
@@ -46,8 +46,8 @@ class Span(Value):
 class Peaks(Value):
     """The most micro-batches that a stage held at once in one step.
 
-    ``in_flight``: stored inputs and live graphs together, which the plan's window bounds; ``live_graphs``: of
-    these, with a graph for the backward; ``untaken_*``: arrived and not yet used; ``unsent_*``: handed to a link
+    ``in_flight``: stored inputs and live graphs together, which the plan's window bounds; ``live_graphs``: those
+    with a graph for the backward; ``untaken_*``: arrived and not yet used; ``unsent_*``: handed to a link
     and not yet gone.
     """
 
@@ -87,16 +87,16 @@ class ComputeTimes(Value):
     backward_s: float = Field(ge=0)
     reduce_s: float = Field(ge=0)
     wait_s: float = Field(ge=0, description="idle within the step")
-    step_s: float = Field(ge=0, description="whole step, start to reduced")
+    step_s: float = Field(ge=0, description="whole step, from its start to the reduced gradients")
     late_s: float = Field(
-        default=0.0, ge=0, description="of an emulated device: the most by which a task ended late, the host being busy"
+        default=0.0, ge=0, description="for an emulated device: largest delay of a task because the host was busy"
     )
 
 
 class MicroBatchTimes(Value):
-    """Wall-clock seconds that a worker's micro-batches took, in the order in which they were finished.
+    """Wall-clock seconds of a worker's micro-batches, in the order in which they finished.
 
-    One entry each; ``recompute_s`` is 0 where there was none.
+    One entry each; ``recompute_s`` is 0 if there was no recompute.
     """
 
     generation: int
@@ -104,5 +104,5 @@ class MicroBatchTimes(Value):
     recompute_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     processor_s: tuple[float, ...] = Field(
-        default=(), description="processor time of forward and backward; empty where the device is no processor"
+        default=(), description="processor time of forward and backward; empty if the device is not a processor"
     )

@@ -1,15 +1,15 @@
-"""A spot trace: when VMs come and go, with which notice, and what they cost meanwhile.
+"""A spot trace: the arrivals, removals, notices and prices of VMs.
 
 CSV with header ``time_s,event,node_id,zone,instance_type,source,notice_s,usd_per_h``, lines in time order. Only the
 first three columns are required. Four kinds of event:
 
 - ``add``: a VM comes.
 - ``remove``: a VM is taken, ``notice_s`` seconds after its notice; empty: without one. A notice is part of the removal
-  that it announces, not a line of its own: so none is without its removal, or of a VM that is not there, and programs
-  that know nothing of notices still see every VM come and go.
+  that it announces, not a line of its own: so no notice lacks its removal or its VM, and programs that do not know
+  notices still see every VM come and go.
 - ``price``: from this time on a VM of this ``zone`` and ``instance_type`` costs ``usd_per_h``; ``node_id`` is empty.
-- ``end``: until then the VMs were watched; the last line, all other columns empty. Without it a trace ends with what
-  happened last, and a quiet time after that is lost.
+- ``end``: the recording ended at this time; the last line, all other columns empty. Without it a trace ends with its
+  last event, and a quiet time after that is lost.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ class TracePrice(Value):
 
 
 class TraceEnd(Value):
-    """Until then the VMs were watched."""
+    """The end of the recording."""
 
     time_s: TimeS
 
 
 class Trace(Value):
-    """Events, and prices, in time order; a node is added before it is removed, and each at most once at a time."""
+    """Events and prices in time order; a node is added before it is removed, and is present at most once at a time."""
 
     events: tuple[TraceEvent, ...]
     prices: tuple[TracePrice, ...] = ()
-    end_s: TimeS | None = Field(default=None, description="no event is later; None: ends with what happened last")
+    end_s: TimeS | None = Field(default=None, description="no event is later; None: the trace ends with its last event")
 
     @property
     def duration_s(self) -> float:
-        """Until when the VMs were watched: the end, or the time of the last event or price."""
+        """End of the recording: the end event, or the time of the last event or price."""
         return max((*(told[-1].time_s for told in (self.events, self.prices) if told), self.end_s or 0.0))
 
     @property
@@ -90,14 +90,14 @@ class Trace(Value):
         return most
 
     def price_at(self, time_s: float, zone: str = UNKNOWN, instance_type: str = UNKNOWN) -> float | None:
-        """What a VM costs at a time, in dollars an hour; None: the trace says nothing of such VMs until then."""
+        """Return the price of a VM at a time, in dollars per hour; None: the trace has none for such VMs until then."""
         since_s, usd_per_h = self._prices.get((zone, instance_type), ((), ()))
         place = bisect.bisect_right(since_s, time_s)
         return usd_per_h[place - 1] if place else None
 
     @cached_property
     def _prices(self) -> dict[tuple[str, str], tuple[Sequence[float], Sequence[float]]]:
-        """By zone and instance type: since when VMs of these cost how much."""
+        """Prices and their beginnings, by zone and instance type."""
         found: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
         for price in self.prices:
             since_s, usd_per_h = found.setdefault((price.zone, price.instance_type), ([], []))
@@ -106,9 +106,9 @@ class Trace(Value):
         return dict(found)
 
     def at_most(self, num_vms: int) -> Trace:
-        """The VMs of somebody who takes no more than so many at once: another one that is there for each that goes.
+        """Return the trace for a user with at most so many VMs at once, who replaces each lost one by a present one.
 
-        Of those that are there the one that came first is taken. A notice is as early as it was, or when a VM is taken.
+        The replacement is the VM that came first. A notice keeps its time, or comes when the VM is taken.
         """
         waiting: dict[str, TraceEvent] = {}
         taken: set[str] = set()
@@ -129,7 +129,7 @@ class Trace(Value):
         return self.model_copy(update={"events": tuple(events), "end_s": self.duration_s})
 
     def scaled(self, factor: float) -> Trace:
-        """The same trace with every time multiplied by ``factor`` (0.01 = a hundred times faster)."""
+        """Return the trace with every time multiplied by ``factor`` (0.01 = a hundred times faster)."""
         events = tuple(
             event.model_copy(
                 update={
@@ -147,7 +147,7 @@ def parse_trace(lines: Iterable[str], source: str) -> Trace:
     """Parse the CSV form; ``source`` names the file in errors.
 
     Raises:
-        TraceError: naming file, line, field, value and what is allowed.
+        TraceError: if a line is invalid; it names file, line, field, value and what is allowed.
     """
     reader = csv.DictReader(lines)
     try:
@@ -172,7 +172,11 @@ def _parse(reader: csv.DictReader[str], source: str) -> Trace:
         line = _line(row, where)
         if line.time_s < last_s:
             raise TraceError(
-                "time steps back", source=where, field="time_s", value=line.time_s, allowed=f"at least {last_s}"
+                "time steps back",
+                source=where,
+                field="time_s",
+                value=line.time_s,
+                allowed=f"at least {last_s}",
             )
         if end_s is not None:
             raise TraceError("comes after the trace's end", source=where, field="event", value=row["event"])
@@ -207,12 +211,12 @@ def _line(row: dict[str, str], where: str) -> TraceEvent | TracePrice | TraceEnd
         return TraceEvent.model_validate(given)
     except ValidationError as error:
         field, problem, value = first_problem(error)
-        shown = value if isinstance(value, str) else None  # else it is the whole line: a cell is empty
+        shown = value if isinstance(value, str) else None  # otherwise the value is the whole line, as a cell is empty
         raise TraceError(problem, source=where, field=field, value=shown) from error
 
 
 def _check_order(event: TraceEvent, added_s: dict[str, float], where: str) -> None:
-    """Check an event against those before it; ``added_s``: when the VMs that are there came."""
+    """Check an event against earlier ones; ``added_s``: arrival times of the present VMs."""
     node = event.node_id
     if (node in added_s) == (event.event == "add"):
         state = "already there" if event.event == "add" else "not there"
@@ -223,11 +227,11 @@ def _check_order(event: TraceEvent, added_s: dict[str, float], where: str) -> No
     lived_s = event.time_s - added_s.pop(node)
     if event.notice_s is not None and event.notice_s > lived_s + 1e-9 * event.time_s:  # times may have been scaled
         raise TraceError(
-            "notice of a node that is not there yet",
+            "notice of a node that is not present yet",
             source=where,
             field="notice_s",
             value=event.notice_s,
-            allowed=f"at most {lived_s}, for so long it was there",
+            allowed=f"at most {lived_s}, the lifetime of the node",
         )
 
 
@@ -235,7 +239,7 @@ def load_trace(path: Path) -> Trace:
     """Read a trace file.
 
     Raises:
-        TraceError: naming file, line, field, value and what is allowed.
+        TraceError: if a line is invalid; it names file, line, field, value and what is allowed.
     """
     try:
         with path.open(encoding="utf-8", newline="") as lines:
@@ -247,9 +251,9 @@ def load_trace(path: Path) -> Trace:
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write the CSV form; times in full, so that reading it gives the same trace.
+    """Write the CSV form; times are written in full, so that reading them gives the same trace.
 
-    A column that only notices or prices need is there only if there are any.
+    Columns for notices or prices are written only if there are any.
     """
     columns = [*HEADER[:6]]
     if any(event.notice_s is not None for event in trace.events):

@@ -1,7 +1,7 @@
-"""Names of workers and of the VMs that they are on: a worker drives one device, and a VM has one or several.
+"""Names of workers and their VMs: a worker drives one device, and a VM has one or several.
 
-The only worker of a VM has the VM's name, so that nothing changes where every VM has one device; of several the names
-are ``VM.d0``, ``VM.d1``, ... A local VM that comes back is ``VM.2``, which is a name of its own.
+The only worker of a VM has the VM's name; several workers are named ``VM.d0``, ``VM.d1``, ... A local VM that comes
+back gets a new name, ``VM.2``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _OF_SEVERAL = re.compile(r"(?P<vm>.+)\.d\d+")
 
 
 def is_name(text: str) -> bool:
-    """Whether a VM may be called like this; what a machine elsewhere calls itself is held against it."""
+    """Return whether a VM may have this name; names that remote machines give themselves are checked with it."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -27,13 +27,13 @@ def workers_of(vm: str, num_devices: int) -> tuple[str, ...]:
 
 @lru_cache(maxsize=2**14)
 def vm_of(worker: str) -> str:
-    """Return the VM that a worker is on."""
+    """Return the VM of a worker."""
     found = _OF_SEVERAL.fullmatch(worker) if ".d" in worker else None
     return found["vm"] if found else worker
 
 
 def beside(worker: str, workers: Iterable[str]) -> tuple[str, ...]:
-    """Return those of some workers that are on the same VM as this one, in their order, without itself."""
+    """Return the workers, out of some, on the same VM as this one, in their order, without this one."""
     vm = vm_of(worker)
     if vm == worker:
         return ()

@@ -76,7 +76,7 @@ def schedule_of(optimizer: torch.optim.Optimizer, given: LRScheduler | MakeSched
 
 def difference(mine: Settings, oldest: Settings, names: list[str], num_steps: int) -> InputError:
     """Return the error that names the first setting that differs from the oldest worker's."""
-    message = f"is not the oldest worker's in step {num_steps}"
+    message = f"differs from the oldest worker's in step {num_steps}"
     for name, here, there in zip(names, mine["trained"], oldest["trained"], strict=True):
         if here != there:
             allowed = f"{there == '1'}, as there; set it by optimizer.num_steps before each step, at all workers"
@@ -93,7 +93,7 @@ def difference(mine: Settings, oldest: Settings, names: list[str], num_steps: in
                 )
     allowed = "the same groups of the same parameters, and the same schedule, at all workers"
     return InputError(
-        f"has parameter groups or a schedule that are not the oldest worker's in step {num_steps}",
+        f"has parameter groups or a schedule that differs from the oldest worker's in step {num_steps}",
         field="optimizer",
         allowed=allowed,
     )

@@ -39,15 +39,15 @@ Boundary = Literal["same", "bf16"]
 MOST_DATA_WORKERS = 64
 _MOST_TRIED, _MOST_SHOWN = 100_000, 40
 _CALLED = {
-    "model": (0, "lambda: MyModel(), that builds a new one"),
-    "loss": (2, "loss(model, batch), that calls the model"),
-    "dataset": (0, "lambda: MyDataset(), that builds it"),
+    "model": (0, "lambda: MyModel(), which builds a new one"),
+    "loss": (2, "loss(model, batch), which calls the model"),
+    "dataset": (0, "lambda: MyDataset(), which builds it"),
     "optimizer": (1, "lambda parameters: torch.optim.SGD([p for _, p in parameters], lr=0.1)"),
     "lr_scheduler": (1, "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10), or None"),
-    "eval_data": (0, "lambda: MyDataset(), that builds it, or None"),
+    "eval_data": (0, "lambda: MyDataset(), which builds it, or None"),
     "sample": (2, "lambda model, step: generate(model, 'Once upon a time'), or None"),
     "eval_metrics": (1, "lambda values: {'perplexity': math.exp(values['loss'])}, or None"),
-    "collate_fn": (1, "collate_fn of torch's DataLoader, that makes a batch of a list of samples, or None"),
+    "collate_fn": (1, "collate_fn of torch's DataLoader, which makes a batch of a list of samples, or None"),
     "sampler": (3, "lambda dataset, seed, epoch: numpy.arange(len(dataset)), or None"),
     "lengths": (1, "lambda dataset: [len(text) for text in dataset.texts], or None"),
 }

@@ -163,8 +163,8 @@ def _masks(checked: CutJob, _effort: Effort, report: Report) -> Report:
         return report
     where = node_line(found[0])
     sentence = (
-        f"warning: {where + ': ' if where else ''}a mask given to attention hides no more than is_causal=True does, or "
-        f"nothing, and keeps flash kernels out ({len(found)} calls)"
+        f"warning: {where + ': ' if where else ''}a mask given to attention hides nothing, or no more than "
+        f"is_causal=True does, and keeps flash kernels out ({len(found)} calls)"
     )
     if "transformers" in sys.modules:
         version = metadata.version("transformers")

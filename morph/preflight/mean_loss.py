@@ -337,7 +337,7 @@ class _Judge:
         if self._is_sum():
             return (
                 f"{what} is a sum over the samples, not their mean ({shown}): Morph averages {parts}, so it comes out "
-                f"m/M of what a plain loop over M samples has, and changes with {setting}; divide by the number of "
+                f"m/M of the value in a plain loop over M samples, and changes with {setting}; divide by the number of "
                 "samples"
             )
         weighing = self._by_entry(telling) or self._by_class()
@@ -453,7 +453,7 @@ def _ratio(key: str, labels: Sequence[float | None], share: float) -> str:
     """Return a sentence on how much more one label counts than the other."""
     (light, least), (heavy, most) = sorted(zip(labels, (1 - share, share), strict=True), key=lambda entry: entry[1])
     if least <= _NOTHING:
-        return f"a sample whose {key} is {light:g} counts nothing"
+        return f"a sample whose {key} is {light:g} does not count"
     return f"a sample whose {key} is {heavy:g} counts {most / least:.3g} times as much as one whose {key} is {light:g}"
 
 

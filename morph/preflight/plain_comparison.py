@@ -212,9 +212,9 @@ def _no_steps(num_bytes: int, num_weights: int, limits: Limits) -> str | None:
         return "one optimizer for all of them differs from one for each parameter unit"
     needed = _COPIES_OF_A_STEP * num_bytes
     if needed > _SHARE_OF_MEMORY * limits.available_bytes:
-        return f"that may take {needed / 2**30:.1f} GiB, and {limits.available_bytes / 2**30:.1f} GiB are free"
+        return f"they may take {needed / 2**30:.1f} GiB, and {limits.available_bytes / 2**30:.1f} GiB are free"
     if num_weights * _FLOPS_OF_A_STEP > limits.flops:
-        return f"there are {num_weights / 1e6:.0f} million"
+        return f"there are {num_weights / 1e6:.0f} million of them"
     return None
 
 

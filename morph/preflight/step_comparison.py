@@ -103,7 +103,7 @@ class StepTrial:
         if not self.job.allowed_dependencies:
             raise wrong_job(
                 "optimizer",
-                f"the weights after {NUM_STEPS} steps differ where each parameter unit has its own optimizer, "
+                f"the weights after {NUM_STEPS} steps differ if each parameter unit has its own optimizer, "
                 f"{len(wrong)} of {len(apart)}: {_named(wrong)}; `morph trace-deps` looks for the cause",
                 allowed="an optimizer that computes each parameter's step from that parameter and its gradient",
             )

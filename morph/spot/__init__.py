@@ -11,7 +11,7 @@ Four lines of a script, whatever its framework (the API of Spotify, Table 5.1)::
             save("checkpoint.pt")
             morph.spot.backup("checkpoint.pt")
 
-Started by ``morph spot-run job.yaml -- python train.py``; without it, nothing is saved and nothing restored. Loads no
+Start the script with ``morph spot-run job.yaml -- python train.py``; otherwise nothing is saved or restored. Loads no
 torch.
 """
 

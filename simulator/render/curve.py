@@ -57,7 +57,7 @@ def show_curve(
 def _table(name: str, frame: pd.DataFrame) -> Table:
     columns = {
         "GPUs": frame["num_gpus"],
-        "P x D": [f"{depth} x {replicas}" for depth, replicas in _shapes(frame)],
+        "P x D": _shapes(frame),
         "idle": frame["num_idle"],
         "examples/s": frame["examples_per_s"].map("{:.4g}".format),
         "per GPU": frame["examples_per_s_per_gpu"].map("{:.3g}".format),
@@ -87,8 +87,8 @@ def _draw(name: str, frame: pd.DataFrame, path: Path) -> None:
             plain_axes(axes, grid="y")
 
 
-def _shapes(frame: pd.DataFrame) -> list[tuple[int, int]]:
-    return list(zip(frame["pipeline_depth"], frame["num_replicas"], strict=True))
+def _shapes(frame: pd.DataFrame) -> list[str]:
+    return [shape.replace("x", " x ") for shape in frame["shape"]]
 
 
 def _label_shapes(axes: Any, frame: pd.DataFrame) -> None:
@@ -96,14 +96,14 @@ def _label_shapes(axes: Any, frame: pd.DataFrame) -> None:
     shapes = _shapes(frame)
     every = max(1, -(-len(frame) // _MOST_LABELS))
     labelled = -every
-    for at, (depth, replicas) in enumerate(shapes):
+    for at, shape in enumerate(shapes):
         if (at and shapes[at] == shapes[at - 1]) or at - labelled < every:
             continue
         labelled = at
         place = frame["num_gpus"].iloc[at], frame["examples_per_s"].iloc[at]
         axes.plot(*place, marker="o", markersize=3.5, color=BLUE)
         axes.annotate(
-            f"{depth} x {replicas}",
+            shape,
             place,
             textcoords="offset points",
             xytext=(-3, 6),

@@ -10,6 +10,7 @@ from morph.contract.plan import Plan
 
 COLUMNS = (
     "num_gpus",
+    "shape",
     "pipeline_depth",
     "num_replicas",
     "num_workers",
@@ -23,11 +24,12 @@ COLUMNS = (
 )
 
 
-def plan_row(plan: Plan, num_gpus: int) -> dict[str, float | int]:
+def plan_row(plan: Plan, num_gpus: int) -> dict[str, float | int | str]:
     """One plan for a number of GPUs; the keys are ``COLUMNS``."""
     expected = plan.expected
     values = (
         num_gpus,
+        plan.shape,
         plan.pipeline_depth,
         plan.num_replicas,
         plan.num_workers,

@@ -34,7 +34,7 @@ _HOPE = 0.5
 """What is played of other depths is taken to surpass its bound by so much of the least that was seen, at best."""
 _NEAR = 1e-4
 _ROUNDS = 40
-_PLAYED, _FEW = 8, 12
+_PLAYED, _FEW = {True: 24, False: 8}, 12
 _GUESSED = 6
 """So many kinds are played before a search is given up by what is guessed of others."""
 _TINY = 8
@@ -299,7 +299,7 @@ class Search:
             if moved and moved not in found:
                 found[moved] = self.time_ns(moved)
         hopeful = [each for each in found if found[each] < below_ns * self.doubt]
-        yield from sorted(hopeful, key=lambda each: (found[each], len(each)))[:_PLAYED]
+        yield from sorted(hopeful, key=lambda each: (found[each], len(each)))[: _PLAYED[self.is_tiny]]
 
     def solve(
         self, without: frozenset[Group], least_ns: float = 0.0, below_ns: float = math.inf

@@ -27,12 +27,12 @@ from simulator.search.sweep import Sweep
 
 WORTH = 0.999
 """Of the time of equal pipelines what unequal ones may take at most to replace them."""
-_SIZES = 4
-"""Of micro-batch sizes, those that are looked at because their bounds are least."""
+_SIZES, _MANY = 4, 64
+"""Of micro-batch sizes, those that are looked at because their bounds are least; one of more GPUs than that."""
 _SLOWER, _LENGTHS = 16.0, 24
 """How much longer mini-batches may be that cost less, and of how many lengths they are looked for."""
-_SUBSETS = 16
-"""Of fewer GPUs, numbers that are looked at."""
+_SUBSETS = {True: 16, False: 2}
+"""Of fewer GPUs, numbers that are looked at: where there are few, and where there are many."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ class Pools:
         bounds_ns = {
             size: self.mixes(size, self.request.schedule or "varuna").least_ns(tuple(gpus)) for size in self.sizes()
         }
-        for size in sorted(bounds_ns, key=bounds_ns.__getitem__)[:_SIZES]:
+        num_sizes = _SIZES if sum(gpus) <= _MANY else 1
+        for size in sorted(bounds_ns, key=bounds_ns.__getitem__)[:num_sizes]:
             if bounds_ns[size] < below_ns:
                 found[size, self.request.schedule or "varuna"] = None
         return list(found)
@@ -235,7 +236,7 @@ class Pools:
         sums = sum(np.ix_(*done)) if len(done) > 1 else done[0]
         enough = np.argwhere(np.asarray(sums) >= mixes.total)
         order = np.argsort(-enough.sum(axis=1), kind="stable")
-        for place in order[1 : 1 + _SUBSETS].tolist():
+        for place in order[1 : 1 + _SUBSETS[sum(gpus) <= _MANY]].tolist():
             yield tuple(enough[place].tolist())
 
     def described(self, found: Found) -> Simulation:

@@ -236,7 +236,7 @@ def test_an_empty_file_gives_every_default(tmp_path: Path) -> None:
 def test_keys_left_out_keep_their_defaults(tmp_path: Path) -> None:
     typed = load_cluster(write(tmp_path, "vms: {node_types: {t4: 2, v100: 4}}"))
     assert typed.vms == LocalVms(node_types={"t4": 2, "v100": 4}, num_vms=6)
-    with pytest.raises(ConfigError, match=r"num_vms: is 5, and node_types has 6 VMs; leave one of them out"):
+    with pytest.raises(ConfigError, match=r"num_vms: is 5, but node_types has 6 VMs; leave one of the two out"):
         load_cluster(write(tmp_path, "vms: {node_types: {t4: 2, v100: 4}, num_vms: 5}"))
     with pytest.raises(ConfigError, match=r"vms.node_types.t4: .* \(got 0\)"):
         load_cluster(write(tmp_path, "vms: {node_types: {t4: 0}}"))

@@ -59,7 +59,7 @@ def test_a_wrong_option_is_refused_with_its_value(given: Given, option: str, val
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("vms: {gpus: 3}", "vms.gpus: unknown key (got 3); allowed: the keys kind, launcher, num_vms, memory_bytes, d"),
+        ("vms: {gpus: 3}", "vms.gpus: unknown key (got 3); allowed: the keys kind, launcher, num_vms, node_types, "),
         (
             "vms: {num_vms: two}",
             "vms.num_vms: Input should be a valid integer (got 'two'); allowed: an integer at least 1",
@@ -76,8 +76,7 @@ def test_a_number_of_vms_to_keep_and_a_trace_exclude_one_another(given: Given) -
     path = given.file("cluster.yaml", "vms: {keep: 2}")
     told = given.run_refused("--trace", given.file("trace.csv", HEADER + "0,add,x\n"))
     assert told == (
-        f"{path}: vms.keep: a trace decides itself which VMs come and go (got 2); "
-        "allowed: vms.keep or --trace, not both"
+        f"{path}: vms.keep: the trace decides which VMs come and go (got 2); allowed: vms.keep or --trace, not both"
     )
 
 
@@ -121,7 +120,7 @@ def test_a_wrong_trace_is_refused_with_its_line(given: Given, text: str, problem
 def test_a_profile_of_another_model_is_refused(given: Given) -> None:
     line = given.run_refused(job=f"{given.folder}/jobs.py:wide")
     assert (
-        "jobs.py:wide: --profile: the profile is of another model; allowed: a profile of this job, as it is now: "
+        "jobs.py:wide: --profile: the profile belongs to another model; allowed: a profile of this job, as it is now: "
         in line
     )
 
@@ -129,7 +128,8 @@ def test_a_profile_of_another_model_is_refused(given: Given) -> None:
 def test_a_profile_of_another_batch_size_is_refused(given: Given) -> None:
     line = given.run_refused(job=f"{given.folder}/jobs.py:half")
     assert (
-        "--profile: the profile is of another batch_size (got 4); allowed: batch_size=8; or a profile of this" in line
+        "--profile: the profile was measured with another batch_size (got 4); allowed: batch_size=8; or a profile of"
+        in line
     )
     assert line.endswith(f"morph calibrate {given.folder}/jobs.py:half -o FILE")
 
@@ -138,13 +138,14 @@ def test_a_profile_of_another_job_is_refused_with_both_names(given: Given) -> No
     other = given.edited(lambda data: data["job"].update(name="other", batch_size=16))
     line = given.run_refused(profile=other)
     assert (
-        "jobs.py:good: --profile: the profile is of another job, 'other' (got 'small'); allowed: a profile of" in line
+        "jobs.py:good: --profile: the profile belongs to another job, 'other' (got 'small'); allowed: a profile of"
+        in line
     )
 
 
 def test_a_profile_without_the_models_units_is_refused(given: Given) -> None:
     line = given.run_refused(profile=given.edited(lambda data: data.update(units=[])))
-    assert "--profile: the profile is of other parameter units" in line
+    assert "--profile: the profile has other parameter units" in line
 
 
 @pytest.mark.parametrize(
@@ -479,11 +480,11 @@ def test_what_is_no_duration_is_refused_with_its_option(text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ((), "who is taken when is said by one option; allowed: --mttp, --trace or --vm"),
-        ((*BY_LIFETIMES, "--vm", "a"), "said by one option (got '--mttp --vm'); allowed: --mttp, --trace or --vm"),
+        ((), "exactly one option chooses the VMs; allowed: --mttp, --trace or --vm"),
+        ((*BY_LIFETIMES, "--vm", "a"), "option chooses the VMs (got '--mttp --vm'); allowed: --mttp, --trace or --vm"),
         (
             ("--vm", "a", "--dry-run"),
-            "--vm: takes a VM now, so that there is nothing to foretell; allowed: no --dry-run",
+            "--vm: takes a VM now, so there is nothing to predict; allowed: no --dry-run",
         ),
         (("--mttp", "3x"), "--mttp: is not a duration (got '3x')"),
         (

@@ -103,7 +103,7 @@ def test_reconcile_ends_what_a_run_left_and_nothing_else(
     arm.faults = [Fault("GET", "virtualMachines", 503)]
     code, output = morph("cloud", "reconcile", path, "--run", "tiny-1", "--job", "tiny")
     assert code == 1
-    assert "the same command goes on" in output
+    assert "repeat the command to continue" in output
     code, output = morph("cloud", "reconcile", path, "--run", "tiny-1", "--job", "tiny")
     assert (code, "2 VMs of tiny-1 were there; none is left" in output) == (0, True)
     for run, job in (("tiny-1", "tiny"), ("anothre", "tiny"), ("another", "tinny")):
@@ -124,7 +124,7 @@ def test_a_missing_resource_group_is_not_an_empty_one(
     code, output = morph("cloud", "reconcile", path, "--run", "tiny-1", "--job", "tiny")
     assert (code, "none is left" in output) == (1, False), output
     assert "ResourceGroupNotFound: Resource group 'trian' could not be found" in output
-    assert "goes on" not in output
+    assert "repeat the command" not in output
     assert len(arm.machines) == 2
 
 

@@ -79,9 +79,9 @@ def test_a_run_goes_on_forever_and_says_each_time_why(tmp_path: Path) -> None:
         _, told = parent.communicate(timeout=ANSWER_S)
     assert parent.returncode == 0
     assert told.splitlines() == [
-        "its manager was killed by SIGKILL; the run goes on in 0.01 s (--forever)",
-        "the share is not mounted; the run goes on in 0.02 s (--forever)",
-        "there were never 2 ready workers within 5 s; the run goes on in 0.01 s (--forever)",
+        "its manager was killed by SIGKILL; the run continues in 0.01 s (--forever)",
+        "the share is not mounted; the run continues in 0.02 s (--forever)",
+        "there were never 2 ready workers within 5 s; the run continues in 0.01 s (--forever)",
     ]
     known = [(tmp_path / f"life{number}").read_text() for number in range(4)]
     assert known == ["None", str(tmp_path), str(tmp_path), str(tmp_path)]

@@ -117,8 +117,8 @@ def test_its_run_directory_is_named_as_a_user_would_type_it(given: Given, monkey
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ("pipeline_depth: 1, num_replicas: 1", "with 2 workers in shape 1x1, with 1 at least"),
-        ("pipeline_depth: 2", "with 2 workers in shape 2x1, with 2 at least"),
+        ("pipeline_depth: 1, num_replicas: 1", "with 2 workers in shape 1x1, at least 1 needed"),
+        ("pipeline_depth: 2", "with 2 workers in shape 2x1, at least 2 needed"),
     ],
 )
 def test_a_job_file_may_ask_for_a_shape(given: Given, asked: str, told: str) -> None:

@@ -4,8 +4,9 @@ import errno
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import click
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from morph import __version__
 from morph.cli.main import app
 from morph.cli.reading.errors import MorphGroup
+from morph.cli.reading.help import MAX_COLUMNS, MAX_LINES
 from morph.contract.errors import ClusterError, InputError, PeerLost, PlanError, WaitTimeout
 from tests.cli.given import Given
 
@@ -87,11 +89,27 @@ def test_every_name_that_morph_lists_can_be_fetched() -> None:
     assert [name for name in dir(morph) if not hasattr(morph, name)] == []
 
 
-def test_help_lists_every_command() -> None:
-    result = CliRunner().invoke(app, ["--help"])
-    assert result.exit_code == 0
-    for name in COMMANDS:
-        assert f"\n  {name} " in result.output
+def helps(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
+    yield name, command
+    for sub, found in getattr(command, "commands", {}).items():
+        yield from helps(found, f"{name} {sub}")
+
+
+HELPS = dict(helps(typer.main.get_command(app), ""))
+
+
+@pytest.mark.parametrize("name", HELPS)
+def test_each_help_fits_a_screen_and_names_every_option(name: str) -> None:
+    shown = CliRunner().invoke(app, [*name.split(), "--help"], prog_name="morph").output
+    lines = shown.splitlines()
+    assert len(lines) <= MAX_LINES, shown
+    assert [line for line in lines if len(line) > MAX_COLUMNS] == []
+    assert shown.index("Example") < shown.index("\n  --" if name else "Measure")
+    for param in HELPS[name].params if name else ():
+        if getattr(param, "hidden", False):
+            continue
+        options = [option for option in param.opts if option.startswith("-") and option != "--help"]
+        assert not options or any(option.removeprefix("--") in shown for option in options), options
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -155,11 +173,9 @@ def test_a_command_says_what_it_does_before_it_loads_what_is_slow(given: Given, 
 
 
 def test_help_lists_every_command_under_a_title() -> None:
-    shown = CliRunner().invoke(app, ["--help"]).output
-    titles = [line[:-1] for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert titles[:3] == ["Options", "Measure and plan", "Look at a job"]
-    assert "Commands" not in titles
-    listed = [line.split()[0] for line in shown.split("Measure and plan:")[1].splitlines() if line.startswith("  ")]
+    rows = CliRunner().invoke(app, ["--help"]).output.rpartition("\n\n")[2].splitlines()
+    assert rows[0].split()[:2] == ["Measure", "calibrate"]
+    listed = [row[11:].split()[0] for row in rows]
     assert sorted(listed) == sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 

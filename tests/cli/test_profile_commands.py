@@ -182,10 +182,10 @@ def test_what_cannot_be_refined_is_one_sentence(tmp_path: Path, profile: Path) -
     measured = load_profile(profile)
     assert refused(tmp_path / "nowhere", "--profile", profile).endswith("nowhere: there is no such run directory")
     new = make_run(tmp_path / "new", measured, ())
-    assert refused(new, "--profile", profile).endswith("new: has learned nothing that its profile does not say")
+    assert refused(new, "--profile", profile).endswith("new: has measured nothing that its profile does not say")
     run = make_run(tmp_path / "run", measured)
     assert "run: has no command.json" in refused(run)
     other = tmp_path / "other.json"
     job = measured.job.model_copy(update={"fingerprint": "another"})
     other.write_text(measured.model_copy(update={"job": job}).model_dump_json(), encoding="utf-8")
-    assert "other.json: is not of this run's model" in refused(run, "--profile", other)
+    assert "other.json: belongs to another model than this run" in refused(run, "--profile", other)

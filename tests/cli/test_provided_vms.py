@@ -105,7 +105,7 @@ def set_in(described: Described, dotted: str, value: object) -> None:
         ("vms.environment.files", ["../x.py"], "vms.environment.files: '../x.py' is not below"),
         ("vms.environment.files", ["/x.py"], "vms.environment.files: '/x.py' is not below"),
         ("vms.environment.files", ["x.py"], "vms.environment.files: there is no such file or folder (got 'x.py')"),
-        ("vms.environment.image", "a:b:c:d", "vms.environment: image: these hosts are not made from images"),
+        ("vms.environment.image", "a:b:c:d", "vms.environment: image: static hosts are not made from images"),
         ("vms.environment.pakages", [], "vms.environment.pakages: unknown key"),
         ("job.checkpoint_url", None, "job.checkpoint_url: is not given"),
         ("job.checkpoint_url", "ckpt", "job.checkpoint_url: is on this machine"),
@@ -272,7 +272,7 @@ def test_vms_without_credentials_for_storage_are_refused_before_any_is_requested
 
     url = "abfs://checkpoints@ACCOUNT.dfs.core.windows.net/tiny-gpt"
     with pytest.raises(
-        ConfigError, match=r"job\.yaml: job\.checkpoint_url: the VMs have nothing to show there"
+        ConfigError, match=r"job\.yaml: job\.checkpoint_url: the VMs have no credentials for it"
     ) as caught:
         check_storage(vms(), url, "job.yaml", "job.checkpoint_url")
     assert "vms.metadata: true" in str(caught.value)
@@ -338,6 +338,6 @@ def test_a_price_is_the_cluster_files_or_else_the_providers(
     "package", ["morph-train", "Morph_Train==1.2", "morph.train[tls]", "morph-train @ https://x/y"]
 )
 def test_morph_itself_is_no_package_that_an_index_is_asked_for(package: str) -> None:
-    with pytest.raises(ValidationError, match="Morph comes from the manager"):
+    with pytest.raises(ValidationError, match="the manager provides Morph"):
         Environment(packages=(package,))
     assert Environment(packages=("morph-trains", "adlfs", "/wheels/x.whl")).packages

@@ -190,7 +190,7 @@ def test_a_directory_that_holds_something_is_refused_and_stays(lost: Given) -> N
     assert "is a run directory already; allowed: a new or empty directory" in result.stderr
     assert is_run(lost.run_dir)
     result = CliRunner().invoke(app, ["resume", str(lost.run_dir), "--job", lost.job], prog_name="morph")
-    assert "--job: is for a URL alone" in result.stderr
+    assert "--job: applies only to a URL" in result.stderr
 
 
 def edited(given: Given, edit: Callable[[dict[str, Any]], object]) -> None:
@@ -286,7 +286,7 @@ def test_storage_that_takes_it_not_is_told_once_and_the_run_begins(
     begin(given, asked(given))
     assert len(sessions) == 1
     (note,) = [line for line in capsys.readouterr().err.splitlines() if "403" in line]
-    assert "recovery.json: cannot be written: 403 from the cloud; the run can be gone on with in" in note
+    assert "recovery.json: cannot be written: 403 from the cloud; the run can be resumed in" in note
     with pytest.raises(RunDirError, match="there is nothing to recover a run from"):
         read_recovery(str(given.folder / "ckpt"))
 

@@ -82,7 +82,7 @@ def test_other_formats_are_converted(tmp_path: Path) -> None:
         (["generate", "--vms", "4", "--set", "zones=5", "-o", "out.csv"], "--set zones: is more than there are VMs"),
         (
             ["generate", "--vms", "4", "--set", "notice=soon", "-o", "out.csv"],
-            "--set notice: is no notice (got 'soon')",
+            "--set notice: is not a notice (got 'soon')",
         ),
         (["generate", "--model", "absent.json", "-o", "out.csv"], "absent.json: cannot be read"),
         (["generate", "--vms", "4", "-o", "/nowhere/out.csv"], "/nowhere/out.csv"),
@@ -243,7 +243,7 @@ def test_a_recorded_trace_has_no_more_vms_than_a_cluster_file_keeps(files: tuple
         (["--vms", "4", "--hours", "2", "--until", "3h"], "--until: is after a trace's end (got '3h')"),
         ([], "--vms: is missing"),
         (["--trace", "endless.csv", "--until", "10"], "endless.csv: event: ends with its first events"),
-        (["--trace", "endless.csv"], "allowed: a last line 86400,end, until when (seconds) the VMs were watched"),
+        (["--trace", "endless.csv"], "or a last line such as 86400,end for the second at which the recording ended"),
         (["--trace", "few.csv"], "the job does not fit in the memory of 1 devices"),
         (["--trace", "many.csv"], "--trace: has too many GPUs at once (got 2001); allowed: 1 to 2000 GPUs"),
         (["--trace", "absent.csv"], "absent.csv: cannot be read"),
@@ -296,8 +296,8 @@ def test_a_job_on_one_vm_is_described_by_bounded_durations(tmp_path: Path) -> No
     [
         ({"step_s": 0}, "step_s: Input should be greater than 0 (got 0)"),
         ({"save_s": [3, 2]}, "save_s: the first of the two numbers is above the second"),
-        ({"upload_s": "fast"}, "upload_s: is neither a number of seconds nor a list of two, between which it is"),
-        ({"upload_s": [1, 2, 3]}, "upload_s: is neither a number of seconds nor a list of two, between which it is"),
+        ({"upload_s": "fast"}, "upload_s: is neither a number of seconds nor a list of two bounds"),
+        ({"upload_s": [1, 2, 3]}, "upload_s: is neither a number of seconds nor a list of two bounds"),
         ({"backup_s": 1}, "backup_s: unknown key"),
     ],
 )

@@ -44,7 +44,7 @@ def test_an_eviction_is_azures_with_its_own_notice_and_another_vm_comes(run: tup
     assert "preemption injected: a test, evicted by the provider, with its notice" in opened.told
     assert VM not in opened.arm.machines
     assert not any(call == f"DELETE virtualMachines/{VM}" for call in opened.arm.calls)
-    assert desk.answer(PreemptionRequest(vms=(VM,))).left == {VM: "it is to be taken already"}
+    assert desk.answer(PreemptionRequest(vms=(VM,))).left == {VM: "it is being preempted already"}
 
 
 def test_without_a_notice_the_vm_is_deleted_and_nobody_elses(

@@ -104,7 +104,7 @@ def test_a_scaled_notice_comes_no_earlier_than_its_vm(added_s: float, lived_s: f
     [
         ("20,remove,a,,,0,", ["notice_s", "'0'", "greater than 0"]),
         ("20,remove,a,,,soon,", ["notice_s", "'soon'"]),
-        ("20,remove,a,,,21,", ["notice_s", "21.0", "not there yet", "at most 20.0"]),
+        ("20,remove,a,,,21,", ["notice_s", "21.0", "not present yet", "at most 20.0"]),
         ("20,remove,a,,,,0.9", ["usd_per_h", "'0.9'", "does not belong to a line of event remove"]),
         ("20,add,b,,,30,", ["notice_s", "'30'", "does not belong to a line of event add"]),
         ("20,price,a,,,,0.9", ["node_id", "'a'", "does not belong to a line of event price"]),

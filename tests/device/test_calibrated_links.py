@@ -133,8 +133,8 @@ def test_plans_are_told_of_links_other_than_those_measured() -> None:
     assert other_links(fast, "auto", "auto") == ()
     links, rings = other_links(staged, "auto", "nccl")
     assert links == (
-        "messages within a node were measured over staged, and vms.links is auto: plans take them for slower than they "
-        "are; calibrate with --links auto"
+        "messages within a node were measured over staged, but vms.links is auto: plans assume that they are slower "
+        "than in fact; calibrate with --links auto"
     )
-    assert rings.startswith("reductions were measured over gloo, and vms.rings is nccl: plans take them for slower")
-    assert "faster than they are; calibrate with --rings gloo" in other_links(fast, "ipc", "gloo")[0]
+    assert rings.startswith("reductions were measured over gloo, but vms.rings is nccl: plans assume that they are")
+    assert "faster than in fact; calibrate with --rings gloo" in other_links(fast, "ipc", "gloo")[0]

@@ -142,7 +142,9 @@ def test_a_joiner_comes_in_and_stands_in_for_whoever_is_lost(
 def test_a_joiner_whose_own_schedule_begins_anew_ends_with_a_sentence(start: Callable[..., Job]) -> None:
     job, joiner = two_and_a_joiner(start, NUM_STEPS="40", OWN_SCHEDULE="1")
     assert (job.wait(), joiner.wait()) == (0, 1), job.log + joiner.log
-    said = re.search(r"InputError: param_groups\[0\]\['lr'\]: is not the oldest worker's in step \d+ (.*)", joiner.log)
+    said = re.search(
+        r"InputError: param_groups\[0\]\['lr'\]: differs from the oldest worker's in step \d+ (.*)", joiner.log
+    )
     assert said is not None, joiner.log
     assert "give the scheduler to morph.elastic.Optimizer(lr_scheduler=...)" in said[1]
     assert [end["steps"] for end in job.ends()] == [40]

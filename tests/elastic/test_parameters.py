@@ -501,7 +501,7 @@ def test_a_schedule_or_groups_of_one_worker_alone_are_refused_when_it_comes_in()
     [
         (
             lambda mine: mine.update(trained="0" + mine["trained"][1:]),
-            "phase.requires_grad: is not the oldest worker's in step 7 .got False.; allowed: True",
+            "phase.requires_grad: differs from the oldest worker's in step 7 .got False.; allowed: True",
         ),
         (
             lambda mine: mine["groups"][0]["values"].update(lr=0.5),

@@ -126,7 +126,7 @@ def test_vms_are_ended_together_when_their_notice_is_over_and_not_taken_twice(wo
         ("vm2.d1", 0.05),
     ]
     assert len({notice.notice for notice in notices}) == 1
-    assert world.ask("vm0").left == {"vm0": "it is to be taken already"}
+    assert world.ask("vm0").left == {"vm0": "it is being preempted already"}
 
 
 def test_without_a_notice_a_vm_is_ended_at_once(world: World) -> None:
@@ -165,7 +165,7 @@ def test_a_vm_that_could_not_be_ended_is_told_of_and_may_be_asked_for_again(worl
     assert world.ask("vm1").taken == ("vm1",)
     assert world.told(2) == [
         injected("vm1", "no notice"),
-        Fact(name=PREEMPTION_FAILED, worker="vm1", detail="it goes on: it is locked"),
+        Fact(name=PREEMPTION_FAILED, worker="vm1", detail="it keeps running: it is locked"),
     ]
     assert "vm1" in world.ask().vms
 
@@ -242,7 +242,7 @@ def test_the_injector_ends_with_the_run_or_with_its_trace(tmp_path: Path, monkey
         return inject(tmp_path, injection, lambda start_s: Lifetimes(by_name(1, 60.0), start_s), told.append)
 
     assert ended() == "the run has ended"
-    assert told[1:] == ["the run does not answer now, for it starts, or is about to end: waiting for it"]
+    assert told[1:] == ["the run does not answer now because it starts or is about to end: waiting for it"]
     (tmp_path / ATTACHMENT).touch()
     answers = [PreemptionAnswer(now_s=5.0, vms={})]
     assert ended().startswith("the run's manager was killed")

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 
 from manager.controller.state.config import ControllerConfig, ExpectedLosses, Offer
@@ -19,7 +17,7 @@ from morph.contract.cluster import LinkSetting, LocalVms, Policy, StaticVms
 from morph.contract.errors import CheckpointError, PlanError, TraceError
 from morph.contract.pool import Pool
 from morph.contract.trace import Trace, TraceEvent
-from simulator import PlanRequest, plan, simulate_plan, synthetic_profile
+from simulator import PlanRequest, plan, pool_plan_table, simulate_plan, synthetic_profile
 from simulator.inputs.request import RedundancyName
 from tests.simulator.test_unequal import with_type
 
@@ -76,8 +74,11 @@ def test_several_types_have_a_plan_for_every_pool_and_times_of_their_own() -> No
     offers = (Offer(node_type="v100", usd_per_h=3.0), Offer(node_type="t4", usd_per_h=1.0))
     trace = constant_trace(vms)
     config = mixed_config(MIXED, vms, POLICY, trace, 10, PlanRequest(), offers)
-    pools = {f"t4={t4},v100={v100}" for t4, v100 in product((1, 2), (1, 2))} | {"t4=1", "t4=2", "v100=1", "v100=2"}
-    assert set(map(str, config.plans)) == pools
+    table = pool_plan_table(MIXED, vms.node_types, micro_batch_size=next(iter(config.plans.values())).micro_batch_size)
+    assert len(table) == 8
+    for pool, best in table.items():
+        assert config.speed_on(pool) == pytest.approx(best.expected.examples_per_s)
+    assert all(best.pool == pool for pool, best in config.plans.items())
     assert (config.expected_nodes, [offer.node_type for offer in config.offers]) == (4, ["t4", "v100"])
     assert config.type_compute_s["t4"] == pytest.approx([2.5 * each for each in config.type_compute_s["v100"]])
     whole = config.best_plan(Pool.parse("t4=2,v100=2"))

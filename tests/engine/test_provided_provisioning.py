@@ -152,7 +152,7 @@ def test_a_vm_that_is_gone_behind_our_back_is_told_of_as_lost() -> None:
     world.shell.request(RequestNodes(request="job-1", count=2))
     world.next(NodesGranted)
     world.cloud.delete(["job-1-1"])
-    assert world.next(WorkerLost) == WorkerLost(worker="job-1-1", cause="the provider has its VM no more")
+    assert world.next(WorkerLost) == WorkerLost(worker="job-1-1", cause="the provider no longer has its VM")
     assert world.shell.request_of("job-1-1") is None
     assert world.shell.request_of("job-1-0") == "job-1"
     world.shell.close()
@@ -190,7 +190,7 @@ def test_all_workers_of_a_vm_that_is_gone_behind_our_back_are_lost() -> None:
     world.shell.request(RequestNodes(request="job-1", count=4))
     world.next(NodesGranted)
     world.cloud.delete(["job-1-1"])
-    cause = "the provider has its VM no more"
+    cause = "the provider no longer has its VM"
     assert world.next(WorkerLost) == WorkerLost(worker="job-1-1.d0", cause=cause)
     assert world.next(WorkerLost) == WorkerLost(worker="job-1-1.d1", cause=cause)
     assert world.shell.request_of("job-1-1.d0") is None
@@ -227,7 +227,7 @@ def test_a_vm_that_could_not_be_ended_is_ended_later() -> None:
 
     world.cloud.delete = fails_first  # type: ignore[method-assign]
     world.shell.release(ReleaseNodes(nodes=("job-1-1",)))
-    while (fact := world.next(Fact)) != Fact(name="vm_reconciled", detail="job-1-1: of no run, ended"):
+    while (fact := world.next(Fact)) != Fact(name="vm_reconciled", detail="job-1-1: belongs to no run, ended"):
         assert isinstance(fact, Fact)
     assert set(world.cloud.there) == {"job-1-0"}
     world.shell.close()
@@ -242,7 +242,7 @@ def test_a_vm_of_an_earlier_manager_that_may_not_be_ended_is_no_reason_to_look_a
     world.shell.request(RequestNodes(request="job-2", count=1))
     world.next(NodesGranted)
     del world.cloud.there["job-2-0"]
-    assert world.next(WorkerLost) == WorkerLost(worker="job-2-0", cause="the provider has its VM no more")
+    assert world.next(WorkerLost) == WorkerLost(worker="job-2-0", cause="the provider no longer has its VM")
     world.cloud.locked = set()
     world.shell.close()
 

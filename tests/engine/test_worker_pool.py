@@ -123,7 +123,7 @@ def scene(clock: list[float]) -> Scene:
 def test_a_worker_that_says_what_no_worker_says_is_killed(scene: Scene, message: bytes) -> None:
     scene.be_ready()
     scene.pool.heard("vm0", message)
-    assert "does not speak as a worker does" in scene.lost()
+    assert "breaks the protocol" in scene.lost()
     assert scene.launcher.killed == ["vm0"]
     assert scene.line.is_over
     scene.answer(READY)  # nobody listens any more
@@ -226,7 +226,7 @@ def test_a_worker_that_takes_no_orders_is_lost_instead_of_waited_for(scene: Scen
     assert len(scene.event_queue) == 0
     scene.line.stuck_s = STUCK_TIMEOUT_S + 0.1
     scene.pool.watch()
-    assert "takes no orders" in scene.lost()
+    assert "accepts no orders" in scene.lost()
     assert scene.launcher.killed == ["vm0"]
     scene.pool.watch()
     assert len(scene.event_queue) == 0
@@ -276,14 +276,14 @@ def test_a_new_line_repeats_unanswered_orders_and_the_last_word(scene: Scene) ->
         scene.pool.abort("vm0", generation)
     second, third = FakeLine(), FakeLine()
     scene.pool.came("vm0", second)
-    assert scene.next() == Fact(name="connection_broken", worker="vm0", detail="it has a new one")
+    assert scene.next() == Fact(name="connection_broken", worker="vm0", detail="replaced by a new one")
     assert [second.next() for _ in range(2)] == [("abort", 3), ("step", order)]
     scene.answer(Aborted(worker="vm0", generation=3, peer_lost=False))
     assert isinstance(scene.next(), WorkerAnswered)
     scene.pool.came("vm0", third)
     assert third.next() == ("abort", 3)
     assert third.sent == []  # it is answered
-    assert scene.next() == Fact(name="connection_broken", worker="vm0", detail="it has a new one")
+    assert scene.next() == Fact(name="connection_broken", worker="vm0", detail="replaced by a new one")
     assert len(scene.event_queue) == 0
 
 

@@ -101,7 +101,7 @@ def test_a_manager_that_takes_over_signs_as_the_killed_one_did(world: World) -> 
     world.server = world.open()
     assert world.enrol() == ADDRESS
     certificates_of(world.run).authority_key.unlink()
-    with pytest.raises(ClusterError, match="what signs the VMs' certificates is gone"):
+    with pytest.raises(ClusterError, match="the authority that signs the VMs' certificates is gone"):
         load_authority(world.run)
 
 

@@ -147,7 +147,7 @@ HARMS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "damaged": (damage, "malformed|not a database", "malformed|not a database"),
     "newer": (by_a_newer_morph, r"a newer Morph \(schema 7\)", r"a newer Morph \(schema 7\)"),
     "a folder": (by_a_folder, "unable to open|disk I/O", "unable to open|disk I/O|Is a directory"),
-    "not a life": (with_what_is_no_life, "a VM in it is none", ""),
+    "not a life": (with_what_is_no_life, "an entry is not a VM", ""),
 }
 
 
@@ -170,7 +170,7 @@ def test_a_broken_history_file_is_reported_and_the_run_continues(
     history = RunHistory(told.append)
     for _ in range(2):
         assert history.expected(NodeFacts(provider="azure")) == ExpectedLosses()
-    assert told == [f"what became of VMs of earlier runs is not known: {read.value}"]
+    assert told == [f"the lives of VMs of earlier runs are not known: {read.value}"]
     if isinstance(holder, sqlite3.Connection):
         holder.close()
 
@@ -227,7 +227,7 @@ def test_a_journal_that_cannot_be_read_is_said_and_no_more(tmp_path: Path) -> No
     RunHistory(told.append).take_in(tmp_path)
     with pytest.raises(RunDirError) as error:
         Journal.open(tmp_path / "journal.sqlite", read_only=True)
-    assert told == [f"what became of this run's VMs is not kept: {error.value}"]
+    assert told == [f"the lives of this run's VMs are not stored: {error.value}"]
     (tmp_path / "journal.sqlite").unlink()
     with Journal.open(tmp_path / "journal.sqlite") as journal:
         journal.append(1.0, "event", '{"kind":"node_appeared","of_another_version":1}')

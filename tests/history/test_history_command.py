@@ -42,7 +42,7 @@ def fill() -> None:
 def test_no_history_is_one_sentence(own_history: Path) -> None:
     shown = history()
     assert shown.exit_code == 0
-    assert shown.stdout == f"no run has noted what became of its VMs yet ({own_history})\n"
+    assert shown.stdout == f"no run has recorded its VMs yet ({own_history})\n"
     assert not own_history.exists()
     assert json.loads(history("--json").stdout) == []
 
@@ -50,7 +50,7 @@ def test_no_history_is_one_sentence(own_history: Path) -> None:
 def test_each_kind_is_a_row() -> None:
     fill()
     shown = history().stdout
-    assert shown.splitlines()[-1].startswith("expected: losses that the next run reckons with")
+    assert shown.splitlines()[-1].startswith("expected: losses that the next run assumes")
     assert "expected per VM-hour" in shown
     rows = [line.split() for line in shown.splitlines() if line.lstrip().startswith(("azure", "local"))]
     azure = "azure Standard_NC24ads_A100_v4 westeurope 2 3 20 2"
@@ -61,7 +61,7 @@ def test_each_kind_is_a_row() -> None:
     assert rows[1][-7:] == ["-"] * 7
     only = history("--provider", "local").stdout
     assert "azure" not in only
-    assert history("--zone", "7").stdout == "no run has noted any such VM\n"
+    assert history("--zone", "7").stdout == "no run has recorded such a VM\n"
 
 
 def test_json_has_what_each_figure_rests_on() -> None:
@@ -81,7 +81,7 @@ def test_only_what_is_named_is_forgotten(own_history: Path) -> None:
     fill()
     refused = history("--forget")
     assert refused.exit_code == 2
-    assert "--forget: needs to be told what to forget; allowed: with --provider" in refused.stderr
+    assert "--forget: needs a kind of VMs to forget; allowed: with --provider" in refused.stderr
     assert len(kept_lives(own_history, {})) == 4
     assert history("--forget", "--provider", "local").stdout == "1 VM is forgotten\n"
     assert {life.vm for life in kept_lives(own_history, {})} == {"a", "b", "c"}

@@ -109,7 +109,7 @@ def test_a_booting_vm_costs_from_grant_to_release() -> None:
     boot_s = state.config.policy.rules.requests.boot_s
     granted = NodesGranted(request="job-1", nodes=("a", "b", "c"))
     late = NodesGranted(request="job-1", nodes=("a", "b", "c"))
-    taken = WorkerLost(worker="c", cause="the provider has its VM no more")
+    taken = WorkerLost(worker="c", cause="the provider no longer has its VM")
     timed: list[tuple[float, Event]] = [(0.0, Tick()), (10.0, granted), (12.0, late), (13.0, taken)]
     timed += [(14.0, NodeAppeared(node="a")), (10.0 + boot_s, Tick())]
     for now_s, event in timed:
@@ -134,7 +134,7 @@ def test_a_vm_in_a_queue_costs_nothing_until_it_begins() -> None:
     timed: list[tuple[float, Event]] = [
         (0.0, Tick()),
         (10.0, queued),
-        (50.0, WorkerLost(worker="cancelled", cause="the provider has its VM no more")),
+        (50.0, WorkerLost(worker="cancelled", cause="the provider no longer has its VM")),
         (100.0, seen),
         (103.0, NodeAppeared(node="joins", request="job-1")),
         (105.0, NodeAppeared(node="seen", request="job-1")),

@@ -61,7 +61,7 @@ def test_a_long_journal_is_replayed_from_its_last_snapshot(tmp_path: Path, monke
         assert len(left) < 20 < len(cluster.history)
         assert replay(journal) == cluster.state
         journal._connection.execute('UPDATE snapshots SET state_json = \'{"phase": "dreaming"}\'')
-        with pytest.raises(RunDirError, match=r"snapshot behind line .* another version"):
+        with pytest.raises(RunDirError, match=r"snapshot after line .* another version"):
             replay(journal)
 
 

@@ -128,7 +128,7 @@ def test_a_life_begins_as_a_vm_leaves_its_markets_queue() -> None:
     told.tell(NodesStarted(request="job-1", nodes=("a",), paid={"a": price}, facts={"a": KIND}), 3600.0)
     told.tell(NodeAppeared(node="a", request="job-1"), 3630.0)
     told.tell(NodeAppeared(node="b", request="job-1", paid=price), 3640.0)
-    told.tell(WorkerLost(worker="c", cause="the provider has its VM no more"), 4000.0)
+    told.tell(WorkerLost(worker="c", cause="the provider no longer has its VM"), 4000.0)
     lives = told.lives()
     assert lives.keys() == {"a", "b"}
     assert (lives["a"].begun_s, lives["a"].allocation_s, lives["a"].facts) == (3600.0, 3620.0, KIND)

@@ -312,7 +312,7 @@ def test_a_node_noticed_before_its_grant_drains_when_it_appears() -> None:
     "meanwhile",
     [
         NoticeWithdrawn(worker="n1"),
-        WorkerLost(worker="n1", cause="the provider has its VM no more"),
+        WorkerLost(worker="n1", cause="the provider no longer has its VM"),
         RequestRefused(request="job-1", cause="capacity"),
     ],
     ids=lambda event: event.kind,

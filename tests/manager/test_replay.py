@@ -564,7 +564,7 @@ def test_a_trace_of_two_types_trains_with_both_and_changes_as_they_come_and_go()
         ("p3", 1, ("morph",), "are no types"),
         ("p3=v100,p3=t4", 1, ("morph",), "are no types"),
         ("p3=v100,g4=t4", 4, ("morph",), "is for VMs with one GPU"),
-        ("p3=v100,g4=t4", 1, ("morph", "drop"), "is nothing that drop knows"),
+        ("p3=v100,g4=t4", 1, ("morph", "drop"), "is not supported by drop"),
     ],
 )
 def test_types_that_mean_nothing_or_that_a_policy_does_not_know_are_refused(

@@ -129,7 +129,7 @@ def test_a_vm_in_a_queue_is_awaited_for_ever_and_given_up_once_it_boots() -> Non
     assert script.state.provisioning.requests["job-1"].granted.keys() == set(names)
     script.tell(NodesStarted(request="job-1", nodes=("n2", "stranger"), facts={"n2": kind}))
     script.tell(NodeAppeared(node="n3", request="job-1"))  # before anybody saw it leave the queue
-    lost = script.tell(WorkerLost(worker="n4", cause="the provider has its VM no more"))
+    lost = script.tell(WorkerLost(worker="n4", cause="the provider no longer has its VM"))
     assert ReleaseNodes(nodes=("n4",)) in lost
     assert script.tell(NodesStarted(request="job-1", nodes=("n4",))) == ()
     request = script.state.provisioning.requests["job-1"]
@@ -296,10 +296,10 @@ def test_vms_taken_while_they_boot_are_no_sign_of_a_mistake() -> None:
     script.tell(Tick())
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
     for node in ("n1", "n2", "n3", "n4"):
-        script.tell(WorkerLost(worker=node, cause="the provider has its VM no more"))
+        script.tell(WorkerLost(worker=node, cause="the provider no longer has its VM"))
     for number in range(2, 3 * REQUESTS.max_absent):
         script.tell(NodesGranted(request=f"job-{number}", nodes=(f"m{number}",)))
-        script.tell(WorkerLost(worker=f"m{number}", cause="the provider has its VM no more"))
+        script.tell(WorkerLost(worker=f"m{number}", cause="the provider no longer has its VM"))
         script.tell(Tick(), at_s=script.now_s + 2 * REQUESTS.backoff_max_s)
     assert script.state.provisioning.num_absent == 0
     assert script.state.provisioning.num_requests >= 2 * REQUESTS.max_absent
@@ -329,8 +329,8 @@ def test_a_vm_taken_while_it_boots_is_replaced() -> None:
     script = asking()
     script.tell(Tick())
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
-    assert requested(script.tell(WorkerLost(worker="n3", cause="the provider has its VM no more"))) == [("job-2", 1)]
-    assert "n3 never appeared: the provider has its VM no more" in script.sentence
+    assert requested(script.tell(WorkerLost(worker="n3", cause="the provider no longer has its VM"))) == [("job-2", 1)]
+    assert "n3 never appeared: the provider no longer has its VM" in script.sentence
     assert set(script.state.provisioning.requests["job-1"].granted) == {"n1", "n2", "n4"}
 
 

@@ -191,6 +191,6 @@ def test_a_device_that_hangs_is_not_waited_for_without_a_bound() -> None:
 
     device = QueuedDevice()
     watch = Stopwatch(EventClock(lambda: Hanging(device, 1.0)))
-    with pytest.raises(WaitTimeout, match="the device to do what it was given"):
+    with pytest.raises(WaitTimeout, match="the device to finish its work"):
         watch.settle(Interrupt(1, limit_s=0.01))
     released.set()

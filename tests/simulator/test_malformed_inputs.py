@@ -184,7 +184,11 @@ MALFORMED: list[tuple[Changes, tuple[str, ...], str]] = [
     ([], ("plan", "--gpus", "999999999"), "--gpus: is out of range"),
     ([], ("plan", "--gpus", "1..100000"), "--gpus: is not a range of GPUs"),
     ([], ("plan", "--nodes", "99999x9999"), "--nodes: is not a list of nodes"),
-    ([], (*PLAN, "--objective", "dollars", "--price", "1:2,1:3"), "--price: gives two prices, or no size"),
+    (
+        [],
+        (*PLAN, "--objective", "dollars", "--price", "1:2,1:3"),
+        "--price: gives a size twice, or a size that is out of range",
+    ),
     ([], (*PLAN, "--objective", "dollars", "--price", "1e9"), "--price: is not a price"),
     ([], (*SIMULATE, "--slow", "0:2", "--slow", "0:3"), "--slow: is given twice (got '0:3')"),
     ([], (*SIMULATE, "--slow", "0:1e9"), "--slow: is not a slow worker"),

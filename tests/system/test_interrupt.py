@@ -128,7 +128,7 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
         command.wait_for_line("vm0 appeared")
         command.press_ctrl_c()
         assert command.wait_for_end() == 130, command.output
-        assert "stopped; the same command goes on from version 0" in command.output
+        assert "stopped; the same command continues from step 0" in command.output
         assert "Traceback" not in command.output
     assert run.versions() == ()
 
@@ -148,12 +148,12 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
                 command.press_ctrl_c()
                 command.wait_for_line(STOPS)
                 run.job.let_go()
-                told = command.wait_for_line("stopped; the same command goes on from version")
+                told = command.wait_for_line("stopped; the same command continues from step")
                 assert command.wait_for_exit() == 130, command.output
                 assert command.ports() == set()
                 stopped = run.versions()[-1]
                 assert 3 <= stopped < MANY_STEPS
-                assert f"goes on from version {stopped}" in told
+                assert f"continues from step {stopped}" in told
                 assert "Traceback" not in command.output
         assert first.wait_for_end() == -signal.SIGKILL  # and nothing of it is left
         assert first.ports() == set()
@@ -169,7 +169,7 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
         command.wait_for_line(STOPS)
         command.press_ctrl_c()
         assert command.wait_for_end() == 130, command.output
-        assert "the same command goes on from" in command.output
+        assert "the same command continues from" in command.output
         assert "Traceback" not in command.output
     stopped_again = run.versions()[-1]
     assert stopped < stopped_again < MANY_STEPS

@@ -338,7 +338,7 @@ def test_what_was_not_compared_is_said(good: tuple[Job, ExportedJob]) -> None:
     weights = sum(torch.Size(shape).numel() for shape, _ in good[1].initial_parameters.specs.values())
     little = compare_with_plain(*good, 3, replace(ROOMY, available_bytes=weights * 4 * 15))
     assert (little.how, little.num_steps) == ("whole", 0)
-    said = " samples); weights after steps were not compared: that may take 0.0 GiB, and 0.0 GiB are free"
+    said = " samples); weights after steps were not compared: they may take 0.0 GiB, and 0.0 GiB are free"
     assert comparison_note(little).startswith("loss and every gradient are equal to the plain model's (")
     assert comparison_note(little).endswith(said)
     mixing = compare_with_plain(*good, 3, replace(ROOMY, steps=False))

@@ -327,7 +327,7 @@ def test_entries_are_renamed_left_out_and_may_be_missing(tmp_path: Path) -> None
     )
     assert (code, "become one and the same name" in said) == (2, True)
     code, said = morph("import", spec_of("headed"), folder, run, *options, "--fresh", "head.*")
-    assert (code, "so they begin as the job makes them: head.weight, head.bias" in said) == (0, True)
+    assert (code, "so the job initialises them: head.weight, head.bias" in said) == (0, True)
     found = trained_parameters(run, 0)
     assert all(torch.equal(found[name], state[name]) for name in state if name in found)
     fresh = model_state(load_job(spec_of("headed"))).values
@@ -350,8 +350,8 @@ def trained_from(crew: ShapesCrew, job: str, run: Path, shape: str) -> dict[str,
 def test_imported_frozen_weights_are_trained_over_and_kept_once(crew: ShapesCrew, tmp_path: Path) -> None:
     file = write(tmp_path / "w.safetensors", shift=torch.ones(8))
     code, said = morph("import", spec_of("plain"), file, tmp_path / "given")
-    assert (code, "frozen, and kept once for the run: shift" in said) == (0, True)
-    assert "kept once" not in morph("import", spec_of("shifted"), file, tmp_path / "own")[1]
+    assert (code, "frozen, and stored once for the run: shift" in said) == (0, True)
+    assert "stored once" not in morph("import", spec_of("shifted"), file, tmp_path / "own")[1]
     given = trained_from(crew, "plain", tmp_path / "given", "2x1")
     own = trained_from(crew, "shifted", tmp_path / "own", "1x2")
     assert given.keys() == own.keys()
@@ -472,7 +472,7 @@ def test_a_jobs_function_is_called_with_the_model_of_the_newest_checkpoint(tmp_p
         pass
     again = json.loads((run_dir / "samples" / path.name).read_text(encoding="utf-8"))
     assert (said_of_it, again) == ([], found), "what is drawn depends on the version alone"
-    assert "has its sample in" in morph("sample", run_dir)[1]
+    assert "the sample of the newest checkpoint is already in" in morph("sample", run_dir)[1]
     refused = "morph sample: --device: this machine has no such device (got 'mps')"
     assert refused in morph("sample", run_dir, "--device", "mps")[1]
 

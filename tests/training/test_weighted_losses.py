@@ -119,7 +119,7 @@ def test_no_weight_at_all_skips_the_step_and_leaves_the_loss_scale() -> None:
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_a_weight_that_is_none_ends_the_run(weight: float) -> None:
-    with pytest.raises(TrainingStopped, match="step 2: a loss has a weight below 0, or one that is no finite number"):
+    with pytest.raises(TrainingStopped, match="step 2: a loss has a weight that is negative or not finite"):
         decided_step(3, [{}], [False], ["s0"], weighted(4.0, weight))
 
 

@@ -1,1 +1,1 @@
-"""Where VMs and workers come in: certificates, notices, liveness."""
+"""How VMs and workers join a run: certificates, notices, liveness."""

@@ -1,8 +1,9 @@
 """Certificates of one run, for Ray's TLS: an authority, and a pair that it signed for the manager's machine.
 
-Every process of the run there shows the pair, as server and as client, and takes nobody without one of this authority.
-Where all VMs are of that machine they show the same, and the authority's key is thrown away. Where a provider brings
-them, the key is kept for as long as the run lives, and each VM gets a pair of its own (``manager.enrolment``).
+Each process of the run on that machine shows the pair, as server and as client, and accepts only peers with a
+certificate from this authority. If all VMs are on that machine they show the same pair, and the authority's key is
+discarded. If a provider brings the VMs, the key is kept as long as the run lives, and each VM gets its own pair
+(``manager.enrolment``).
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ NAME = "Manager of one Morph run"
 
 @dataclass(frozen=True)
 class Tls:
-    """That a run's Ray processes encrypt, and what for.
+    """The settings for encrypting the traffic of a run's Ray processes.
 
-    ``address``: at which they are reached on the manager's machine. ``enrols``: VMs elsewhere get certificates too.
+    ``address``: where they are reached on the manager's machine. ``enrols``: VMs elsewhere get certificates too.
     """
 
     address: str = LOOPBACK
@@ -36,12 +37,12 @@ class Tls:
 
 
 def certificates_of(directory: Path) -> Certificates:
-    """Where the certificates of a run are; ``directory``: the one with Ray's token."""
+    """Return where the certificates of a run are; ``directory``: the one with Ray's token."""
     return Certificates.below(directory / "tls")
 
 
 def make_certificates(directory: Path, tls: Tls) -> Certificates:
-    """Make and write them below a run's directory. Without ``tls.enrols`` nobody keeps the authority's key."""
+    """Make the certificates below a run's directory. Without ``tls.enrols`` the authority's key is not kept."""
     from manager.enrolment.authority import now
     from morph.link.authority import Authority, key_pem, new_key
 
@@ -57,14 +58,14 @@ def make_certificates(directory: Path, tls: Tls) -> Certificates:
 
 
 def load_authority(directory: Path) -> Authority:
-    """Return what signs for the VMs of a run; another manager may have made it.
+    """Return the authority that signs for the VMs of a run; another manager may have made it.
 
     Raises:
-        ClusterError: it is gone, or damaged.
+        ClusterError: the authority is missing or damaged.
     """
     from morph.link.authority import Authority
 
     try:
         return Authority.load(certificates_of(directory).authority_key.read_bytes())
     except (OSError, ValueError) as error:
-        raise ClusterError("what signs the VMs' certificates is gone") from error
+        raise ClusterError("the authority that signs the VMs' certificates is gone") from error

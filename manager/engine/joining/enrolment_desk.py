@@ -1,4 +1,4 @@
-"""Where VMs get their certificates: the answer to a ``certificate`` message (``manager.notices.call``)."""
+"""Issues certificates to VMs, in answer to a ``certificate`` message (``manager.notices.call``)."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from morph.contract.base import Value
 from morph.link.authority import Authority
 
 LIFE = datetime.timedelta(days=30)
-"""A VM gets another one each time its node starts."""
+"""A VM gets a new certificate each time its node starts."""
 
 
 class CertificateRequest(Value):
-    """What a node wants to be signed."""
+    """A node's request for a certificate."""
 
     node: str = Field(pattern=r"^[a-z0-9-]{1,64}$")
     request: str = Field(max_length=4096, description="for a key of P-256 some 600 characters")
 
 
 class EnrolmentDesk:
-    """Signs for a node that has proven the nodes' secret, for the address from which it comes and no other.
+    """Signs a certificate for a node that has proven the nodes' secret, valid only for the address that it calls from.
 
     Args:
-        event_queue: Where the facts ``node_enrolled`` and ``enrolment_refused`` go.
-        authority: Of the run.
-        moment: The time.
+        event_queue: Receives the facts ``node_enrolled`` and ``enrolment_refused``.
+        authority: The run's authority.
+        moment: Returns the time.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class EnrolmentDesk:
         self._event_queue, self._authority, self._moment = event_queue, authority, moment
 
     def answer(self, node: str, request: object, address: str) -> dict[str, str]:
-        """Return what a node is told: a certificate, or why there is none.
+        """Return the answer to a node: a certificate, or why it is refused.
 
         Args:
-            node: Its name, which it has proven.
-            request: What it sent.
-            address: From which it comes.
+            node: The name that the node has proven.
+            request: The message that it sent.
+            address: The address that it calls from.
 
         Raises:
-            ValidationError: it asks in another form.
+            ValidationError: the request is malformed.
         """
         requested = CertificateRequest.model_validate({"node": node, "request": request})
         try:

@@ -1,4 +1,4 @@
-"""Watches for which workers VMs have joined the cluster, and for which they have left it."""
+"""Watches which workers' VMs have joined the cluster and which have left it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ CLOSE_TIMEOUT_S = 15.0
 
 
 class Joiner:
-    """Looks once a second, in a thread of its own; each worker's VM is told of once, and once more when it is gone.
+    """Looks once a second, in its own thread; reports each worker's VM once, and once more when it is gone.
 
     Args:
-        nodes: The workers whose VMs are in the cluster now, with their addresses; raises ClusterError when it cannot
-            say. A VM with several devices has several.
-        request_of: The request that a worker's VM answers; None: it is none of ours, and is passed over.
-        event_queue: Where ``NodeAppeared`` and ``WorkerLost`` go.
-        appeared: Workers of whose VMs the controller was told by an earlier manager.
-        known_of: What workers cost and what they are, of those whose grant was not told yet; may block for as long as
-            a provider's list.
+        nodes: Returns the workers whose VMs are in the cluster now, with their addresses; raises ClusterError if it
+            does not know. A VM with several devices has several workers.
+        request_of: Returns the request that a worker's VM answers; None: the VM is not ours, and is ignored.
+        event_queue: Receives ``NodeAppeared`` and ``WorkerLost``.
+        appeared: Workers whose VMs an earlier manager reported to the controller.
+        known_of: Returns the price and type of workers whose grant was not reported yet; may block as long as a
+            provider's list does.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Joiner:
         self._thread = threading.Thread(target=self._run, name="morph-joiner", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start looking."""
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more; blocks until the last look is over, for at most ``CLOSE_TIMEOUT_S``."""
+        """Stop looking; blocks until the last look is over, for at most ``CLOSE_TIMEOUT_S``."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_TIMEOUT_S)

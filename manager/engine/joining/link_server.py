@@ -1,9 +1,9 @@
-"""Where workers call the manager. One thread hears them all; whoever has something to say to one sends it.
+"""The server that workers call. One thread receives from all workers; any thread may send to a worker.
 
-A worker has two connections. What it is ordered, answers and tells goes over ``talk``: when that ends, however it does,
-the worker makes it anew. Over ``liveness`` nothing goes. The kernel ends that of a dead process in good order, within
-milliseconds, whatever became of its VM. A connection that is reset is no death, and a VM that vanishes without a word
-keeps its connections: that is what the heartbeats are for.
+A worker has two connections. Orders, answers and reports go over ``talk``; when it ends for any reason, the worker
+opens it again. Nothing is sent over ``liveness``: the kernel closes that connection of a dead process in good order,
+within milliseconds. A reset connection does not mean a death, and a VM that vanishes keeps its connections open:
+heartbeats detect that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from morph.link.wire import CHUNK_BYTES, Wire
 log = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 16
-"""Connections that are accepted before others are heard again."""
+"""The number of connections accepted before others are served again."""
 JOIN_TIMEOUT_S = 5.0
 
 
@@ -50,27 +50,27 @@ class Entrance:
     secret: str = field(repr=False)
 
     def home(self, worker: str) -> Home:
-        """What a worker is to know of it: with its credential it can call under no other worker's name."""
+        """Return what a worker needs to call; its credential is valid for its own name only."""
         host, port = self.listening.getsockname()[:2]
         return Home(worker=worker, host=host, port=port, secret=authority_of(self.secret).credential(worker))
 
 
 class LinkEvents(Protocol):
-    """Who is told what; in the server's thread, so all return at once."""
+    """The receiver of the server's calls, which come in the server's thread, so all must return at once."""
 
     def came(self, worker: str, line: Line) -> None:
-        """A worker called, for the first time or again: from now on it is reached by this line."""
+        """Note that a worker called, for the first time or again: from now on it is reached by this line."""
 
     def heard(self, worker: str, body: bytes) -> None:
-        """It said something. A ValueError means that it does not speak as a worker does, and ends the line."""
+        """Handle a worker's message. A ValueError means that it breaks the protocol, and ends the line."""
 
     def died(self, worker: str) -> None:
-        """Its process is gone."""
+        """Note that a worker's process is gone."""
 
 
 @dataclass(eq=False)
 class _Caller:
-    """One connection. ``role`` is empty until it is known whose it is."""
+    """One connection. ``role`` is empty until the caller is known."""
 
     connection: socket.socket
     wire: Wire
@@ -86,7 +86,7 @@ class _Caller:
         return time.monotonic() - self.moved_s if self.unsent else 0.0
 
     def send(self, body: bytes) -> None:
-        with suppress(OSError), self.lock:  # the server's thread sees whether it ended
+        with suppress(OSError), self.lock:  # the server's thread detects an ended connection
             self.write(self.wire.put(body))
 
     def hang_up(self) -> None:
@@ -94,7 +94,7 @@ class _Caller:
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def write(self, data: bytes = b"") -> None:
-        """Send what can be sent at once, the rest when there is room; to be called with the lock."""
+        """Send what can be sent at once, and the rest when there is room; call it with the lock held."""
         was_blocked = bool(self.unsent)
         if data:
             self.unsent.append(memoryview(data))
@@ -112,7 +112,7 @@ class _Caller:
 
 
 class LinkServer:
-    """Lets workers in until ``close``; the listening socket may be another's too, who lets nobody in."""
+    """Accepts workers until ``close``; another process may hold the listening socket too, but does not accept."""
 
     def __init__(self, entrance: Entrance, events: LinkEvents) -> None:
         self._entrance, self._events = entrance, events
@@ -132,7 +132,7 @@ class LinkServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Let nobody in any more, hang up, and report nothing."""
+        """Stop accepting, close all connections, and report nothing more."""
         self._over.set()
         self._wake_up()
         self._thread.join(JOIN_TIMEOUT_S)
@@ -144,12 +144,12 @@ class LinkServer:
         self._wake.close()
 
     def want_room(self, caller: _Caller) -> None:
-        """Have the rest of what is to be sent to a caller sent when it takes more."""
+        """Arrange that the rest is sent to a caller when it accepts more."""
         self._blocked.append(caller)
         self._wake_up()
 
     def _wake_up(self) -> None:
-        with suppress(OSError):  # full: it wakes anyway
+        with suppress(OSError):  # the pipe is full: the thread wakes anyway
             self._wake.send(b"w")
 
     def _run(self) -> None:
@@ -163,7 +163,7 @@ class LinkServer:
                     self._accept()
                 elif key.fileobj is self._wake_read:
                     self._look_after_blocked()
-                elif key.data in self._callers:  # else it ended just now, with another's coming
+                elif key.data in self._callers:  # else it ended just now, replaced by a new one
                     self._serve(key.data, events)
 
     def _look_after_blocked(self) -> None:
@@ -180,8 +180,8 @@ class LinkServer:
                 connection, address = self._entrance.listening.accept()
             except (BlockingIOError, ConnectionError):
                 return
-            except OSError as error:  # no descriptor is left, mostly: pending callers go first
-                log.warning("no worker can be let in: %s", error)
+            except OSError as error:  # usually no descriptor is left: drop a pending caller
+                log.warning("no worker can be accepted: %s", error)
                 self._pending.send_oldest_away()
                 time.sleep(PAUSE_S)
                 return
@@ -206,7 +206,7 @@ class LinkServer:
                 self._hear(caller)
         except BlockingIOError:
             return
-        except (OSError, ValueError) as error:  # gone, or does not speak as it should
+        except (OSError, ValueError) as error:  # the caller is gone, or breaks the protocol
             log.debug("%s: %s: %s", caller.worker or "a stranger", type(error).__name__, error)
             self._end(caller)
         except Exception:
@@ -236,9 +236,9 @@ class LinkServer:
     def _greet(self, caller: _Caller, message: bytes) -> None:
         worker, role = facts_of(message, 2)
         if role not in ROLES or not worker or worker != caller.wire.other_name:
-            raise ConnectionError("it is not the worker that it says it is")
+            raise ConnectionError("it is not the worker that it claims to be")
         if not self._pending.remove(caller) or len(self._known) >= len(ROLES) * MOST_KNOWN:
-            raise ConnectionError("it took too long, or too many are here")
+            raise ConnectionError("it took too long, or there are too many connections")
         with caller.lock:
             caller.write(caller.wire.put(WELCOME))
         caller.worker, caller.role = worker, role

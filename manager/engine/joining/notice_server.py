@@ -1,4 +1,4 @@
-"""What the manager of a run makes of what its nodes call for."""
+"""Handles the messages that nodes send to the manager of a run."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 class NoticeServer(VmServer):
-    """Listens for agents; notices go to ``event_queue`` as events, recommendations and troubles as facts.
+    """Listens for agents; notices go to ``event_queue`` as events, and recommendations and failures as facts.
 
-    An agent speaks for its VM: a notice is told of each of the VM's workers.
+    An agent speaks for its VM: a notice is reported for each of the VM's workers.
 
     Args:
-        event_queue: Where they go.
-        secret: From which the nodes' credential follows; whoever calls without that is sent away.
+        event_queue: Receives the events and facts.
+        secret: The nodes' credential is derived from it; callers without that credential are refused.
         host: Address to listen on.
         port: 0: any free one.
-        desk: Signs for VMs that ask for a certificate, where Ray's traffic is encrypted; None: they are sent away.
-        wheel: Morph's own, for VMs that boot.
-        lock: Makes what those of them are to install that lack something.
+        desk: Signs certificates for VMs if Ray's traffic is encrypted; None: such requests are refused.
+        wheel: Morph's wheel, for VMs that boot.
+        lock: Makes the list of packages for booting VMs that lack some.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class NoticeServer(VmServer):
         super().__init__(secret, host, port, {"wheel": wheel, "lock": lock})
 
     def left(self, worker: str, notice: str) -> bool:
-        """Tell a worker's VM that nothing of value is left on it, so that it acknowledges; False: it is not there."""
+        """Tell a worker's VM that it holds nothing of value, so that it acknowledges; False: it is not connected."""
         with self._lock:
             session = self._agents.get(vm_of(worker))
         if session is None:
@@ -59,7 +59,7 @@ class NoticeServer(VmServer):
         return True
 
     def _take_unfit(self, node: str, workers: tuple[str, ...], why: str) -> None:
-        """Give up a VM that booted and cannot be used; it says so until it is ended, for its grant may come later."""
+        """Give up a VM that booted and cannot be used; it reports so until it is ended, as its grant may come later."""
         with self._lock:
             is_new = (node, why) not in self._unfit
             self._unfit.add((node, why))
@@ -94,5 +94,5 @@ class NoticeServer(VmServer):
         elif kind == "certificate" and self._desk is not None:
             return self._desk.answer(node, message.get("request"), caller.address)
         elif kind != "beat":
-            raise ConnectionError(f"no node asks for {kind!r}")
+            raise ConnectionError(f"no node sends a message of kind {kind!r}")
         return {}

@@ -1,1 +1,1 @@
-"""VMs of this machine: who owns their processes, and how they come and go."""
+"""VMs on this machine: the owner of their processes, and how they come and go."""

@@ -1,10 +1,10 @@
-"""Where managers come to the process that owns a run's VMs, one after the other.
+"""The socket at which managers connect, one after another, to the process that owns a run's VMs.
 
-A manager says that it holds the run (``settle``) when its successor could find the way here. When such a manager goes
-without asking for the end, it was killed: the VMs stay for ``patience_s``, in which another may come. One that comes
-and goes without having settled gains no time.
+A manager reports that it holds the run (``settle``) once a successor could find this socket. If such a manager
+disconnects without requesting the end, it was killed: the VMs stay for ``patience_s``, in which another manager may
+connect. A manager that disconnects before it settles does not extend that time.
 
-While no manager is there, the socket's file is touched: if the host is killed too, it tells until when the VMs lived.
+While no manager is connected, the socket's file is touched: if the host is killed too, its time is the end of the VMs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIGN_OF_LIFE_EVERY_S = 1.0
 
 
 class ControlSocket:
-    """A listening socket whose visitors are let in one at a time.
+    """A listening socket that accepts one manager at a time.
 
     Args:
         listener: A Unix socket of sequenced packets in a directory that only this user can enter.
@@ -38,11 +38,11 @@ class ControlSocket:
         self._settled = False
 
     def settle(self) -> None:
-        """The manager that is inside holds the run from now on."""
+        """Note that the connected manager holds the run from now on."""
         self._settled = True
 
     def next(self) -> socket.socket | None:
-        """The next manager's connection; None when none comes in time."""
+        """Return the next manager's connection; None: none comes in time."""
         now_s = time.monotonic()
         if self._until_s is None:
             until_s, self._until_s = now_s + FIRST_S, now_s
@@ -62,7 +62,7 @@ class ControlSocket:
                 if left_s > SIGN_OF_LIFE_EVERY_S:
                     continue
                 return None
-            except OSError:  # no descriptor is left, mostly: a run must not end for that
+            except OSError:  # usually no descriptor is left: a run must not end because of that
                 time.sleep(PAUSE_S)
                 continue
             if is_ours(connection):
@@ -71,12 +71,12 @@ class ControlSocket:
             connection.close()
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Stop accepting managers."""
         self._listener.close()
 
 
 def tell(connection: socket.socket, *descriptors: int, **entries: object) -> None:
-    """Send one packet, and file descriptors with it.
+    """Send one packet, with file descriptors.
 
     Raises:
         OSError: the other side is gone.
@@ -87,7 +87,7 @@ def tell(connection: socket.socket, *descriptors: int, **entries: object) -> Non
 def hear(connection: socket.socket, max_descriptors: int = 0) -> tuple[dict[str, Any] | None, list[int]]:
     """Receive one packet, and the file descriptors that came with it; blocks.
 
-    None: the other side is gone, or does not speak as a manager does.
+    None: the other side is gone, or breaks the protocol.
     """
     try:
         message, descriptors, _, _ = socket.recv_fds(connection, PACKET_BYTES, max_descriptors)
@@ -98,17 +98,17 @@ def hear(connection: socket.socket, max_descriptors: int = 0) -> tuple[dict[str,
 
 
 def is_ours(connection: socket.socket) -> bool:
-    """Whether this user, or root, is at the other end of a Unix socket."""
+    """Return whether this user, or root, is at the other end of a Unix socket."""
     return _peer(connection)[1] in (os.geteuid(), 0)
 
 
 def process_of(connection: socket.socket) -> int:
-    """Return which process is at the other end of a Unix socket, or began to listen there."""
+    """Return the process that is at the other end of a Unix socket, or began to listen there."""
     return _peer(connection)[0]
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:
-    """Which process, and which user."""
+    """Return the process and the user at the other end."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", data)
     return pid, uid

@@ -27,13 +27,13 @@ END_TIMEOUT_S = 15.0
 
 
 class HostLine:
-    """One JSON object a packet, requests and answers; used by one thread at a time, ``end`` by any.
+    """Sends requests and receives answers, one JSON object a packet; for one thread at a time, but ``end`` for any.
 
     Args:
-        connection: To the host's control socket.
+        connection: Connected to the host's control socket.
         log_path: Named in errors.
-        process: The host, where this manager started it.
-        workers: Where workers call, which the host keeps; None: it is the host that says.
+        process: The host, if this manager started it.
+        workers: The socket that workers call, which the host keeps; None: the host sends it.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class HostLine:
     ) -> HostLine:
         """Start a host: ``python -m MODULE FD PATIENCE_S ARGUMENTS``, FD being the socket at which it listens.
 
-        ``workers``: the listening socket at which workers call, which one of the arguments names. The host keeps it,
-        and lets nobody in: so each manager listens where the one before did, and nobody else can meanwhile.
-        ``stdin``: where the host reads what else it is to do. It then opens the log itself; until it has read that, it
-        writes to this process's standard error.
+        ``workers``: the listening socket that workers call, which one of the arguments names. The host keeps it without
+        accepting, so that each manager listens where the last one did, and no other process can in between. ``stdin``:
+        the host reads its further orders from there, and then opens the log itself; until then it writes to this
+        process's standard error.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output = log_path.open("ab") if stdin is None else nullcontext(sys.__stderr__)
@@ -88,10 +88,10 @@ class HostLine:
 
     @classmethod
     def attach(cls, control_socket: Path, log_path: Path) -> tuple[HostLine, dict[str, Any]]:
-        """Come to a host whose manager was killed; returns its greeting too.
+        """Connect to a host whose manager was killed; returns its greeting too.
 
         Raises:
-            ClusterError: it is gone, or says nothing within ``GREETING_TIMEOUT_S``.
+            ClusterError: the host is gone, or sends nothing within ``GREETING_TIMEOUT_S``.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -114,20 +114,20 @@ class HostLine:
 
     @property
     def workers(self) -> socket.socket:
-        """Where workers call; known once the host has greeted.
+        """The socket that workers call; known once the host has greeted.
 
         Raises:
-            ClusterError: it did not say.
+            ClusterError: the host did not send it.
         """
         if self._workers is None:
             raise ClusterError("the process that owned its VMs does not say where workers call")
         return self._workers
 
     def greeting(self, timeout_s: float) -> dict[str, Any]:
-        """The first packet, which tells what the host has.
+        """Return the first packet, which lists what the host has.
 
         Raises:
-            ClusterError: it does not come.
+            ClusterError: no packet comes.
         """
         greeting = self.receive("the process that owns the VMs to start", timeout_s)
         self._pid = greeting.get("host", self._pid)
@@ -149,10 +149,10 @@ class HostLine:
             raise ClusterError(f"the process that owns the VMs is gone ({error}); see {self._log_path}") from error
 
     def receive(self, what: str, timeout_s: float) -> dict[str, Any]:
-        """The next answer.
+        """Return the next answer.
 
         Raises:
-            ClusterError: none within ``timeout_s``, the host is gone, or it answers with an error.
+            ClusterError: no answer comes within ``timeout_s``, the host is gone, or it answers with an error.
         """
         try:
             self._connection.settimeout(timeout_s)
@@ -174,9 +174,9 @@ class HostLine:
         return answer
 
     def listen(self, told: Callable[[dict[str, Any]], None]) -> None:
-        """From now on hand every packet to ``told``, in a thread that ends when the host is gone, or at ``end``.
+        """From now on pass every packet to ``told``, in a thread that ends when the host is gone, or at ``end``.
 
-        Nobody ``receive``s any more. The last thing told is ``{}``: nothing follows.
+        ``receive`` must not be called any more. The last value passed is ``{}``: nothing follows.
         """
         self._connection.settimeout(None)
 
@@ -189,13 +189,13 @@ class HostLine:
         threading.Thread(target=run, name="morph-vm-host", daemon=True).start()
 
     def settle(self) -> None:
-        """Tell that a successor of this manager would find the way."""
+        """Tell the host that a successor of this manager could find it."""
         self.send({"settled": True})
 
     def end(self) -> bool:
-        """Ask for the end of everything and wait for it; returns whether it came within ``END_TIMEOUT_S``.
+        """Ask for the end of everything and wait for it; returns whether it ended within ``END_TIMEOUT_S``.
 
-        A host that starts still hears nothing: it is not asked.
+        A host that is still starting cannot receive, so it is not asked.
         """
         if not self._hears:
             self._connection.close()
@@ -211,13 +211,13 @@ class HostLine:
         return False
 
     def close(self) -> None:
-        """Leave the host as it is."""
+        """Disconnect, and leave the host running."""
         self._connection.close()
         if self._workers is not None:
             self._workers.close()
 
     def kill(self) -> None:
-        """SIGKILL to the host's process."""
+        """Send SIGKILL to the host's process."""
         with suppress(psutil.NoSuchProcess):
             psutil.Process(self._pid).kill()
         self._gone(END_TIMEOUT_S)

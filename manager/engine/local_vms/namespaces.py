@@ -1,7 +1,7 @@
 """Hosts as network namespaces of this machine, joined by veth pairs to one bridge, each with limited bandwidth.
 
-The bridge is in a namespace of its own, so that this machine's own network stays untouched. Namespaces are named after
-the process that made them: what a killed process left is removed by the next one. Needs Linux, root, ``ip`` and ``tc``.
+The bridge has its own namespace, so that this machine's network stays untouched. Namespaces are named after the process
+that made them: the next process removes those that a killed process left. Needs Linux, root, ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _NAME = re.compile(r"morph-(\d+)-(?:hub|\d+)")
 
 
 def check_permitted() -> None:
-    """Refuse where namespaces cannot be made.
+    """Raise an error if namespaces cannot be made.
 
     Raises:
-        ConfigError: saying what is missing.
+        ConfigError: namespaces cannot be made; the error says what is missing.
     """
     reason = None
     if not sys.platform.startswith("linux"):
@@ -51,7 +51,7 @@ def check_permitted() -> None:
             f"network namespaces cannot be used here: {reason}",
             field="--set network",
             value="namespaces",
-            allowed="loopback, whose links are emulated by the workers",
+            allowed="loopback; the workers then emulate the links",
         )
 
 
@@ -59,7 +59,7 @@ def enter(namespace: str | None) -> None:
     """Move this thread to a network namespace; None: stay.
 
     Raises:
-        OSError: when that is not permitted.
+        OSError: that is not permitted.
     """
     if namespace is None:
         return
@@ -81,10 +81,10 @@ def remove_stale() -> None:
 
 
 def opened_in(namespace: str, open_socket: Callable[[], socket.socket]) -> socket.socket:
-    """Open a socket in a namespace; the calling thread stays where it is, for one of its own goes there.
+    """Open a socket in a namespace; a helper thread enters it, so that the calling thread stays where it is.
 
     Raises:
-        ClusterError: it cannot be opened there.
+        ClusterError: no socket can be opened there.
     """
 
     def inside() -> socket.socket:
@@ -99,10 +99,10 @@ def opened_in(namespace: str, open_socket: Callable[[], socket.socket]) -> socke
 
 
 class HostNetwork:
-    """Namespaces of so many hosts; made by ``open``, gone after ``close``.
+    """The namespaces of several hosts; made by ``open``, removed by ``close``.
 
     Args:
-        num_hosts: At the start; at most ``MAX_HOSTS``.
+        num_hosts: The number at the start; at most ``MAX_HOSTS``.
         bytes_per_s: Bandwidth of each host's link, in each direction.
     """
 
@@ -118,19 +118,19 @@ class HostNetwork:
 
     @property
     def hub_address(self) -> str:
-        """The hub's address, which every host reaches."""
+        """The hub's address, which every host can reach."""
         return "10.201.0.1"
 
     def namespace(self, host: int) -> str:
-        """The namespace of a host."""
+        """Return the namespace of a host."""
         return f"morph-{os.getpid()}-{host}"
 
     def address(self, host: int) -> str:
-        """The address of a host."""
+        """Return the address of a host."""
         return f"10.201.{1 + host // 250}.{1 + host % 250}"
 
     def open(self) -> None:
-        """Make everything; some tenths of a second for tens of hosts.
+        """Make all namespaces and links; takes tenths of a second for tens of hosts.
 
         Raises:
             ClusterError: a command failed; what was made is removed again.
@@ -151,7 +151,7 @@ class HostNetwork:
             raise
 
     def add(self, host: int) -> None:
-        """Make one more host, numbered as none that is there.
+        """Make one more host, with a number that is not in use.
 
         Raises:
             ClusterError: a command failed; what was made is removed again.
@@ -167,9 +167,9 @@ class HostNetwork:
             raise
 
     def remove(self, host: int) -> None:
-        """Remove a host, whose processes are gone. Safe to call twice."""
+        """Remove a host whose processes are gone. Safe to call twice."""
         _remove([self.namespace(host)])
-        with contextlib.suppress(ClusterError):  # the kernel takes the link away itself, a moment later
+        with contextlib.suppress(ClusterError):  # the kernel removes the link itself, a moment later
             _batch([f"link del h{host}"], namespace=self.hub)
 
     def _link(self, host: int) -> list[str]:
@@ -185,7 +185,7 @@ class HostNetwork:
         _batch([f"qdisc add dev eth0 root {self._limit}"], "tc", name)
 
     def cut(self, host: int) -> None:
-        """Take a host's link down: nothing that it sends arrives any more, and nobody is told.
+        """Take a host's link down: nothing that it sends arrives any more, and no process is notified.
 
         Raises:
             ClusterError: the command failed.

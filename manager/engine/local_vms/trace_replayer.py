@@ -20,13 +20,13 @@ STEP_S = 0.1
 
 
 class TraceReplayer:
-    """Plays a trace on a host of VMs, from a thread of its own.
+    """Plays a trace on a host of VMs, from its own thread.
 
-    The trace's clock stands at its first moment until ``start_clock``: what comes at time 0 is booted first.
-    ``stop_clock`` lets it stand again. Revocations of the same moment happen together, and each is announced as long
-    before as the trace says. VMs come with their zone, instance type and price; one that changes later counts for the
-    VMs that come then. How far it came is noted as a fact, so that another manager can go on from there (``begun``):
-    that one gives the notices that are in force again, under the same names.
+    The trace's clock stands at time 0 until ``start_clock``, so that the VMs of time 0 are booted first; ``stop_clock``
+    stops it again. Revocations of the same moment happen together, and each is announced as long before as the trace
+    says. VMs come with their zone, instance type and price; a later price applies to VMs that come after it. The
+    position in the trace is recorded as a fact, so that another manager can continue from it (``begun``) and give the
+    pending notices again, under the same names.
     """
 
     def __init__(
@@ -50,30 +50,30 @@ class TraceReplayer:
         self._thread = threading.Thread(target=self._run, name="morph-vm-trace", daemon=True)
 
     def start(self) -> None:
-        """Begin to boot the VMs of time 0."""
+        """Start booting the VMs of time 0."""
         self._thread.start()
 
     def resume(
         self, up: Collection[str], appeared: Collection[str], requested: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Before ``start``, and after another manager: take over the VMs of what it played; see ``VmFleet.adopt``."""
+        """Take over the VMs that an earlier manager played; call it before ``start``. See ``VmFleet.adopt``."""
         self.fleet.adopt([(event, self._usd_per_h(event)) for event in self._played], up, appeared, requested)
 
     def start_clock(self) -> None:
-        """Let the trace's time run. Calling it again changes nothing."""
+        """Start the trace's clock. Calling it again changes nothing."""
         if not self._clock_runs.is_set():
             self._clock_runs.set()
             self._note()
 
     def stop_clock(self) -> None:
-        """Let the trace's time stand, to within ``STEP_S``, until the next ``start_clock``."""
+        """Stop the trace's clock, to within ``STEP_S``, until the next ``start_clock``."""
         if self._clock_runs.is_set():
             self._clock_runs.clear()
             self._note()
 
     @property
     def finished(self) -> bool:
-        """Whether the whole trace was played, or playing was stopped. A ``Tick`` follows, for whoever waits for it."""
+        """Whether the whole trace was played, or playing was stopped. A ``Tick`` follows, which wakes the driver."""
         return self._finished.is_set()
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class TraceReplayer:
             together = [change.event for change in entries if change.kind != "warned"]
             if together:
                 self._num_played += len(together)
-                self._note()  # first, so that another manager does what this one could not do any more
+                self._note()  # first, so that another manager does what this one no longer could
                 self._play_together(together)
             for change in entries:
                 if change.kind == "warned" and change.taken_s > time_s:
@@ -126,7 +126,7 @@ class TraceReplayer:
             if event.event == "remove" and all(event.node_id != other.node_id for other in rest):
                 revoked.append(event.node_id)
             else:
-                rest.append(event)  # also the revocation of what comes at this very moment
+                rest.append(event)  # also the revocation of a VM that comes at this very moment
         if revoked:
             self.fleet.revoke(*revoked)
         for event in rest:

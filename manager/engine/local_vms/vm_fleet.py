@@ -17,7 +17,7 @@ from morph.contract.trace import UNKNOWN, TraceEvent
 
 
 class VmHost(Protocol):
-    """Where VMs run. ``boots_at_once``: in so many threads VMs are brought up."""
+    """Where VMs run. ``boots_at_once``: the number of threads that boot VMs."""
 
     boots_at_once: int
 
@@ -25,18 +25,19 @@ class VmHost(Protocol):
         """Bring up a VM; blocks until it is up.
 
         Raises:
-            ClusterError: it died, or is not up in time.
+            ClusterError: the VM died, or is not up in time.
         """
 
     def prepare_kill(self, names: Sequence[str]) -> Callable[[], None]:
-        """Get ready to take VMs away without warning, all at once; calling the result does it."""
+        """Prepare to kill VMs without warning, all at once; calling the result kills them."""
 
 
 class VmFleet:
-    """Boots VMs from threads of its own; ``request`` and ``revoke`` return at once, from any thread.
+    """Boots VMs from its own threads; ``request`` and ``revoke`` return at once, from any thread.
 
-    A node that is requested again after its revocation gets a new VM id (``name.2``): it is another machine. A notice
-    of a VM that is not up yet is given when it is. ``node_types``: the instance types that are types of GPU to plans.
+    A node that is requested again after its revocation gets a new VM id (``name.2``), as it is another machine. A
+    notice for a VM that is not up yet is given once it is up. ``node_types``: the instance types that plans know as GPU
+    types.
     """
 
     def __init__(self, host: VmHost, event_queue: EventQueue, node_types: Collection[str] = ()) -> None:
@@ -63,14 +64,14 @@ class VmFleet:
         appeared: Collection[str],
         requested: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Go on after another manager, which requested and revoked these.
+        """Continue after another manager, which requested and revoked these VMs.
 
         Args:
-            played: In order, each with what such a VM cost then, in dollars an hour.
-            up: VMs that are up now. One that was revoked already is killed.
-            appeared: VMs of which the controller was told. One of the others that is up is told of now; one that is
-                not is requested again.
-            requested: VMs besides those of ``played``, each with the request that it answers.
+            played: The played events in order, each with the price of such a VM at that time, in dollars an hour.
+            up: VMs that are up now. Those that were already revoked are killed.
+            appeared: VMs that were reported to the controller. Other VMs are reported now if they are up, and requested
+                again if not.
+            requested: Further VMs beside those of ``played``, each with the request that it answers.
         """
         with self._lock:
             for event, usd_per_h in played:
@@ -83,7 +84,7 @@ class VmFleet:
             wanted = set(self._wanted.values())
             self._up |= wanted & set(up)
             self._told |= wanted & set(appeared)
-            self._failed |= wanted & set(appeared) - set(up)  # it died: nobody waits for it to boot
+            self._failed |= wanted & set(appeared) - set(up)  # it died, so there is no boot to wait for
         self._host.prepare_kill(sorted(set(up) - wanted))()
         for vm in sorted(wanted - set(appeared)):
             if vm in up:
@@ -100,7 +101,7 @@ class VmFleet:
         *,
         answers: str | None = None,
     ) -> str:
-        """Ask for a VM; ``NodeAppeared`` follows when it is up, with the request that it answers. Returns its id."""
+        """Request a VM; returns its id. ``NodeAppeared`` follows when it is up, with the request that it answers."""
         with self._lock:
             vm = self._want(node, zone, instance_type, usd_per_h)
             if answers is not None:
@@ -110,7 +111,7 @@ class VmFleet:
         return vm
 
     def give_notice(self, node: str, lead_s: float) -> None:
-        """Say that a node's VM will be revoked after so long; whoever says so calls ``revoke`` then."""
+        """Announce that a node's VM will be revoked after this time; the caller then calls ``revoke``."""
         with self._lock:
             vm = self._wanted.get(node)
             if vm is not None:
@@ -127,12 +128,12 @@ class VmFleet:
         kill()
 
     def may_take(self, vm: str) -> bool:
-        """Whether a VM is up."""
+        """Return whether a VM is up."""
         with self._lock:
             return vm in self._up
 
     def evict(self, _vm: str) -> bool:
-        """Nobody takes local VMs but ``take``."""
+        """Return False: local VMs are revoked by ``take`` alone."""
         return False
 
     def take(self, vms: Collection[str]) -> None:
@@ -142,7 +143,7 @@ class VmFleet:
         self.revoke(*nodes)
 
     def release(self, *nodes: str) -> None:
-        """End the nodes' VMs because nobody needs them: no revocation. One that is gone already is passed over."""
+        """End the nodes' VMs because they are not needed, which is not a revocation. VMs that are gone are skipped."""
         doomed = self._unwanted(nodes)
         self._host.prepare_kill(doomed)()
         for vm in doomed:
@@ -157,12 +158,12 @@ class VmFleet:
 
     @property
     def booting(self) -> bool:
-        """Whether a VM that was requested is not up yet."""
+        """Whether a requested VM is not up yet."""
         with self._lock:
             return bool(set(self._wanted.values()) - self._up - self._failed)
 
     def close(self) -> None:
-        """Boot nothing any more."""
+        """Stop booting VMs."""
         with self._lock:
             self._wanted.clear()
         for _ in range(self._host.boots_at_once):

@@ -1,1 +1,1 @@
-"""The live loop: events in, decisions written down, actions out."""
+"""The live loop: events in, decisions journalled, actions out."""

@@ -1,4 +1,4 @@
-"""What the manager itself does with the run's checkpoints, beside the driver: storage may take seconds or hang."""
+"""The manager's own work on checkpoints, in its own thread, because storage may take seconds or hang."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ DELETE_TIMEOUT_S = 600.0
 
 
 class CheckpointStore:
-    """Writes manifests, deletes old checkpoints and finds whole ones, one after the other in a thread of its own.
+    """Writes manifests, deletes old checkpoints and finds complete ones, one job after another in its own thread.
 
-    So none is deleted while it is looked at. What came of each goes to ``event_queue``; ``rules`` say which checkpoints
-    stay after a new one, and how long storage is waited for; the newest of those that ``back_steps`` divides stays too.
-    ``lease``: without it nothing is written; None: nobody else can write there.
+    So no checkpoint is deleted while it is read. Each result goes to ``event_queue``. ``rules`` say which checkpoints
+    are kept after a new one, and how long to wait for storage; the newest whose version ``back_steps`` divides is kept
+    too. ``lease``: nothing is written without it; None: no other manager can write there.
     """
 
     def __init__(
@@ -59,27 +59,27 @@ class CheckpointStore:
         self._do(partial(self._write, manifest))
 
     def find(self, at_most: int | None = None) -> None:
-        """Find the newest checkpoint of which every byte is right; ``at_most``: up to this version.
+        """Find the newest checkpoint whose bytes are all right; ``at_most``: up to this version.
 
         ``CheckpointFound`` or ``CheckpointNotFound`` follows. Returns at once.
         """
         self._do(partial(self._find, at_most))
 
     def mark(self, best: Best) -> None:
-        """Mark the best checkpoint, if it is there, in place of the one that was; returns at once."""
+        """Mark the best checkpoint, if it exists, in place of the last best one; returns at once."""
         self._do(partial(self._mark, best))
 
     def check(self) -> None:
-        """See that the checkpoints are still this manager's, as far as is known.
+        """Check that, as far as is known, this manager still holds the checkpoints.
 
         Raises:
-            CheckpointsTaken: they are not.
+            CheckpointsTaken: another manager holds them.
         """
         if self._lease is not None:
             self._lease.check()
 
     def close(self) -> None:
-        """Wait until what was requested is done; gives up after ``CLOSE_TIMEOUT_S``. Safe to call twice."""
+        """Wait until all requests are done; gives up after ``CLOSE_TIMEOUT_S``. Safe to call twice."""
         if self._thread is not None:
             self._wanted.put(None)
             self._thread.join(CLOSE_TIMEOUT_S)
@@ -99,7 +99,7 @@ class CheckpointStore:
     def _write(self, manifest: Manifest) -> None:
         try:
             bounded(partial(self._write_held, manifest), self._rules.file_limit_s(0), "storage")
-        except Exception as error:  # each kind of storage has its own; the controller keeps the previous checkpoint
+        except Exception as error:  # any storage's error; the controller keeps the previous checkpoint
             told = f"{type(error).__name__}: {error}"
             self._event_queue.put(CheckpointFailed(worker=MANIFEST_WRITER, error=told, version=manifest.version))
             return
@@ -110,7 +110,7 @@ class CheckpointStore:
                 DELETE_TIMEOUT_S,
                 "storage",
             )
-        except Exception as error:  # old files stay a while longer: the next checkpoint tries again
+        except Exception as error:  # old files stay longer: the next checkpoint tries again
             fact = Fact(name="old_checkpoints_kept", detail=f"{type(error).__name__}: {error}")
             self._event_queue.put(fact)
 
@@ -127,18 +127,18 @@ class CheckpointStore:
     def _mark(self, best: Best) -> None:
         try:
             bounded(partial(self._mark_held, best), self._rules.file_limit_s(0), "storage")
-        except Exception as error:  # each kind of storage has its own; the next one that is best is marked
+        except Exception as error:  # each kind of storage has its own errors; the next best one is marked
             self._event_queue.put(Fact(name="best_not_marked", detail=f"{type(error).__name__}: {error}"))
 
     def _find(self, at_most: int | None) -> None:
         limit_s = self._rules.file_limit_s
         try:
             found, passed_over = newest_whole(self._checkpoint_url, every_byte=True, limit_s=limit_s, at_most=at_most)
-        except Exception as error:  # each kind of storage has its own
+        except Exception as error:  # any error of storage
             damaged = isinstance(error, CheckpointDamaged)
             self._event_queue.put(CheckpointNotFound(error=str(error), damaged=damaged))
             return
-        if found is None:  # as a file system looks that is not mounted: nothing is known of what was there
+        if found is None:  # a file system that is not mounted looks the same: its content is not known
             which = "any more" if at_most is None else f"up to version {at_most}"
             gone = f"{self._checkpoint_url}: there is no checkpoint {which}"
             self._event_queue.put(CheckpointNotFound(error=gone, damaged=False, none=at_most is not None))

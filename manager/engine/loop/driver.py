@@ -1,4 +1,4 @@
-"""The live loop: observe, decide, write down, act. No policy in it."""
+"""The live loop: observe, decide, journal, act. It contains no policy."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from morph.contract.messages import CommitOrder, PreCopyOrder, ProbeOrder, Resha
 from morph.contract.vm_names import vm_of
 
 LATE_S = 1.0
-"""What waited for longer was seen by a manager that stood still: the time of now counts."""
+"""An event that waited longer was seen by a manager that stood still: it is stamped with the current time."""
 TIMES_EVERY_S = 1.0
 TIMES_PATIENCE_S = 10.0
 TIMES_SHARE = 0.05
-"""The most of the driver's time that compute times take, however many workers there are."""
+"""The largest share of the driver's time spent on compute times, for any number of workers."""
 
 
 class Pool(Protocol):
-    """What carries orders to workers; answers come back through the event queue."""
+    """Carries orders to workers; answers come back through the event queue."""
 
     def start(self, worker: str, vm: str) -> None:
         """Start and set up a worker."""
@@ -64,29 +64,29 @@ class Pool(Protocol):
         """Send a commit order."""
 
     def probe(self, worker: str, order: ProbeOrder) -> None:
-        """Have a worker time some work, until it gets another order; ``WorkerProbed`` follows."""
+        """Let a worker time some work, until it gets another order; ``WorkerProbed`` follows."""
 
     def abort(self, worker: str, generation: int) -> None:
         """Abort a generation on a worker."""
 
     def pre_copy(self, worker: str, order: PreCopyOrder) -> None:
-        """Tell a worker what to pre-copy, or to expect."""
+        """Tell a worker what to pre-copy or to expect."""
 
     def end(self, worker: str) -> None:
         """Kill a worker."""
 
     def watch(self) -> bool:
-        """Look for silent workers. To be called every ``silence.watch_every_s``.
+        """Look for silent workers. Call it every ``silence.watch_every_s``.
 
-        Returns False while all are silent together: no wait for any of them can be judged.
+        Returns False while all workers are silent together, when time-outs cannot be judged.
         """
 
 
 class Requests(Protocol):
-    """What asks a provider for VMs; all return at once, and answers come back through the event queue."""
+    """Requests VMs from a provider; all methods return at once, and answers come back through the event queue."""
 
     def know(self, nodes: Collection[str]) -> None:
-        """Take note of the nodes that the controller knows, before what it decided is carried out."""
+        """Take note of the nodes that the controller knows, before its decision is carried out."""
 
     def request(self, action: RequestNodes) -> None:
         """Ask for VMs."""
@@ -97,7 +97,7 @@ class Requests(Protocol):
 
 @dataclass(frozen=True)
 class Observed:
-    """One turn of the loop, for whoever shows the run or wants it to end."""
+    """One turn of the loop, for observers that show the run or end it."""
 
     time_s: float
     event: Event
@@ -112,15 +112,15 @@ class Driver:
     """Drives one run to its end.
 
     Args:
-        state: The controller's state to begin with.
-        event_queue: Where events and facts arrive.
+        state: The controller's initial state.
+        event_queue: Brings events and facts.
         pool: Carries orders.
-        journal: Every event and decision is in it before its actions are carried out.
+        journal: Gets every event and decision before its actions are carried out.
         checkpoint_url: Where manifests go.
-        observers: Each called after each decision, in this thread.
-        requests: Asks for VMs; None: nobody does, and that is written down.
-        acknowledge: Tells a node that nothing of value is left on it, given the notice; None: nobody hears that.
-        lease: Of ``checkpoint_url``; None: nobody else can write there.
+        observers: Called after each decision, in this thread.
+        requests: Requests VMs; None: requests are only journalled.
+        acknowledge: Given a notice, tells its node that it holds nothing of value; None: nodes are not told.
+        lease: The lease of ``checkpoint_url``; None: no other manager can write there.
     """
 
     def __init__(
@@ -151,11 +151,11 @@ class Driver:
         self._times_at_s = time.monotonic() + TIMES_EVERY_S
 
     def request_stop(self, reason: str) -> None:
-        """Ask for an end at the next step boundary; safe in a signal handler."""
+        """Request the end at the next step boundary; safe in a signal handler."""
         self._event_queue.put(StopRequested(reason=reason))
 
     def tell(self, *told: Event | Fact) -> None:
-        """Take these before anything in the event queue: what a manager that takes over has seen."""
+        """Handle these events before those in the event queue: a manager that takes over has already seen them."""
         for item in told:
             if self._finish is None:
                 self._take(Stamped(self._event_queue.now_s(), item))
@@ -174,7 +174,7 @@ class Driver:
     def _run(self) -> Finish:
         while self._finish is None:
             self._checkpoints.check()
-            # what is there is taken before time-outs are judged, and by the time of now: more may come in a pause
+            # handle waiting events, at the current time, before judging time-outs: more may come during a pause
             now_s = self._event_queue.now_s()
             for _ in range(len(self._event_queue)):
                 self._take_next(0.0)
@@ -193,7 +193,7 @@ class Driver:
             self._take(stamped)
 
     def _hand_on_times(self) -> None:
-        """Tell the controller of everybody's compute times, now and then and when nothing else waits."""
+        """Pass the workers' compute times to the controller, now and then and when nothing else waits."""
         overdue_s = time.monotonic() - self._times_at_s
         if self._finish is not None or overdue_s < 0 or (len(self._event_queue) and overdue_s < TIMES_PATIENCE_S):
             return
@@ -213,7 +213,7 @@ class Driver:
 
     def _handle(self, time_s: float, event: Event) -> None:
         def write_down() -> tuple[float, Decision]:
-            """Decide, anew after each pause: what is ordered now has its time from now on, whenever its cause came."""
+            """Decide, again after each pause: an order's time-out begins now, whenever its cause came."""
             now_s = self._event_queue.now_s()
             at_s = time_s if now_s - time_s < LATE_S else now_s
             decision = decide(self.state, event, at_s)

@@ -1,6 +1,6 @@
-"""The driver's queue: events for the controller, and facts that are only written down.
+"""The driver's queue: events for the controller, and facts that are only journalled.
 
-Compute times of all workers, which heartbeats bring, are gathered into one event an interval.
+The compute times of all workers, which come with heartbeats, are gathered into one event per interval.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from manager.journal.records import Fact
 from morph.contract.messages import Answer, Heartbeat, Probed, WorkerId
 from morph.contract.timeline import MicroBatchTimes
 
-# The clock of a run: seconds as the wall clock said when the run began, counted on by the monotonic clock.
+# The clock of a run: the wall clock's seconds when the run began, advanced by the monotonic clock.
 
 
 class RunClock:
-    """Nobody moves it: neither who sets this machine's clock, nor a manager's death. Wall time is for people alone.
+    """Neither a change of this machine's clock nor a manager's death moves it. Wall time is for people only.
 
     Args:
-        epoch_s: ``epoch_s`` of the manager that began the session, where its VMs live: this machine was not started
-            anew since, so that both read one monotonic clock. None: a session begins.
-        not_before_s: It begins no earlier, whatever the wall clock says: the journal's last line.
-        wall: Seconds since 1970.
-        monotonic: Seconds that only grow.
+        epoch_s: The ``epoch_s`` of the manager that began the session, if its VMs live: this machine was not restarted
+            since, so both managers read the same monotonic clock. None: a session begins.
+        not_before_s: The earliest start, whatever the wall clock says: the time of the journal's last line.
+        wall: Returns seconds since 1970.
+        monotonic: Returns the seconds of a monotonic clock.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ _ANSWER: TypeAdapter[Answer | Probed] = TypeAdapter(Answer | Probed)
 
 @dataclass(frozen=True)
 class Stamped:
-    """An event or fact with the second of the run's clock at which it was seen."""
+    """An event or fact, with the time on the run's clock at which it was seen."""
 
     time_s: float
     item: Event | Fact
 
 
 def read_answer(worker: str, message: bytes) -> Answer | Probed:
-    """Read what a worker answered to an order.
+    """Read a worker's answer to an order.
 
     Raises:
-        ValueError: it is no answer, or speaks for another worker.
+        ValueError: it is not an answer, or is for another worker.
     """
     answer = _ANSWER.validate_json(message)
     if answer.worker != worker:
@@ -80,29 +80,29 @@ def read_answer(worker: str, message: bytes) -> Answer | Probed:
 
 
 class EventQueue:
-    """Thread-safe; stamps what is put in. ``put`` may interrupt ``get`` in one thread, as a signal handler does.
+    """A thread-safe queue that stamps entries. ``put`` may interrupt ``get`` in one thread, as a signal handler does.
 
-    ``now_s``: the run's clock, by which all that the controller sees is stamped.
+    ``now_s``: the run's clock, which stamps all that the controller sees.
     """
 
     def __init__(self, now_s: Callable[[], float] | None = None) -> None:
         self.now_s = now_s or RunClock().now_s
         self._queue: queue.SimpleQueue[Stamped] = queue.SimpleQueue()  # re-entrant; ``Queue`` is not
         self.paces = Paces()
-        """Compute times, which wait beside the queue."""
+        """The compute times, which wait beside the queue."""
 
     def put(self, item: Event | Fact) -> None:
         """Add an event or fact; never blocks."""
         self._queue.put(Stamped(self.now_s(), item))
 
     def put_probed(self, answer: Probed) -> None:
-        """Add a probe's answer, and why it failed if it did."""
+        """Add a probe's answer, with the reason if it failed."""
         if answer.error is not None:
             self.put(Fact(name="probe_failed", worker=answer.worker, detail=answer.error))
         self.put(WorkerProbed(worker=answer.worker, probe=answer.probe, slowdown=answer.slowdown))
 
     def put_beat(self, worker: str, beat: Heartbeat) -> None:
-        """Add what a heartbeat brings."""
+        """Add the compute times of a heartbeat."""
         if beat.times is not None:
             self.paces.add(worker, beat.times)
         if beat.written:
@@ -115,15 +115,15 @@ class EventQueue:
             self.put(PreCopyReported(worker=worker, report=beat.ahead))
 
     def put_unheard(self, lasted_s: float) -> None:
-        """Add that for so long nobody could be heard."""
+        """Add that no worker could be heard for this time."""
         self.put(NobodyHeard(lasted_s=lasted_s))
 
     def __len__(self) -> int:
-        """About how many entries wait."""
+        """Return approximately how many entries wait."""
         return self._queue.qsize()
 
     def get(self, timeout_s: float) -> Stamped | None:
-        """The oldest entry; None when none comes within ``timeout_s``."""
+        """Return the oldest entry; None: none comes within ``timeout_s``."""
         try:
             return self._queue.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
@@ -131,18 +131,18 @@ class EventQueue:
 
 
 MOST_KEPT = 32
-"""Micro-batches of one worker that are kept; older ones are forgotten."""
+"""The number of micro-batches kept for one worker; older ones are dropped."""
 
 
 class Paces:
-    """Thread-safe; holds a bounded number of times for each worker, also if nobody takes them."""
+    """Holds a bounded number of times for each worker, even if they are never taken. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._times: dict[WorkerId, WorkerTimes] = {}
 
     def add(self, worker: WorkerId, times: MicroBatchTimes) -> None:
-        """Keep what a heartbeat brought; times of an older generation than the newest are dropped."""
+        """Keep the times of a heartbeat; those of an older generation than the newest are dropped."""
         compute_s = tuple(sum(pair) for pair in zip(times.forward_s, times.backward_s, strict=True))
         device_s = times.processor_s
         with self._lock:
@@ -157,7 +157,7 @@ class Paces:
             )
 
     def take(self) -> ComputeTimesSeen | None:
-        """Everything since the last call; None: nothing."""
+        """Return everything since the last call; None: nothing came."""
         with self._lock:
             times, self._times = tuple(self._times.values()), {}
         return ComputeTimesSeen(times=times) if times else None

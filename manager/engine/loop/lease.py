@@ -1,8 +1,8 @@
-"""Who may write checkpoints at a URL: one manager at a time, by a lease that lies beside them and expires.
+"""Ensures that one manager at a time writes checkpoints at a URL, by an expiring lease stored beside them.
 
-``run/lease-00000003.json`` below the checkpoint URL names its holder; the highest number counts. The holder writes the
-file again and again. Whoever takes the lease over makes the next number, which storage lets only one do where it can
-make a file only if there is none (local disks, S3, Azure, Google Cloud, fsspec's memory); elsewhere the last one wins.
+``run/lease-00000003.json`` below the checkpoint URL names its holder; the highest number counts. The holder rewrites
+the file regularly. A manager that takes the lease over creates the next number. Storage with exclusive creation (local
+disks, S3, Azure, Google Cloud, fsspec's memory) lets only one manager do so; elsewhere the last one wins.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from morph.contract.base import Value
 from morph.contract.errors import CheckpointError, CheckpointsTaken, RunDirError
 
 LEASE_S = 180.0
-"""A lease that was not renewed for so long is free. A third of it lies between two renewals."""
+"""A lease that was not renewed for this time is free. It is renewed every third of this time."""
 CLOSE_TIMEOUT_S = 15.0
 TAKE_TIMEOUT_S = 120.0
 _MOST_TRIES = 8
@@ -45,7 +45,8 @@ _MOST_TRIES = 8
 class Holder(Value):
     """A manager.
 
-    ``run``: a name that its run directory keeps. ``processes``: among which ``pid`` means it; "": not known.
+    ``run``: a name that its run directory stores. ``processes``: identifies the system and namespace of ``pid``; "":
+    not known.
     """
 
     run: str
@@ -59,7 +60,7 @@ class Holder(Value):
 
     @property
     def is_dead(self) -> bool:
-        """Whether it is known to have ended: its process was on this machine, and is no more."""
+        """Whether the manager is known to have ended: its process was on this machine and is gone."""
         if not self.processes or self.processes != _processes():
             return False
         try:
@@ -69,9 +70,10 @@ class Holder(Value):
 
 
 def run_name(run_dir: Path) -> str:
-    """Return the name by which a run is known to others that want its checkpoints' place; made when it is first asked.
+    """Return the name by which other runs know this one in leases; it is made at the first call.
 
-    It stays in the run directory, so that a manager knows the lease of the one before. A copy of that is another run.
+    It is stored in the run directory, so that a manager recognises its predecessor's lease. A copied directory is
+    another run.
     """
     path, folder = run_dir / LEASE, 0
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -80,7 +82,7 @@ def run_name(run_dir: Path) -> str:
         if known["folder"] == folder:
             return str(known["run"])
     name = uuid.uuid4().hex
-    with contextlib.suppress(RunDirError):  # a full disk: without it one waits for the lease to expire
+    with contextlib.suppress(RunDirError):  # a full disk: the next manager then waits for the lease to expire
         write_in_run_dir(path, json.dumps({"run": name, "folder": folder}))
     return name
 
@@ -99,7 +101,7 @@ def _processes() -> str:
 
 
 class _Written(Value):
-    """What lies in the file. ``id``: of this lease, also among several of one holder."""
+    """The content of the file. ``id``: identifies this lease, even among several of one holder."""
 
     schema_version: int = Field(default=1, ge=1, le=1)
     id: str
@@ -110,13 +112,13 @@ class _Written(Value):
 
 
 class Lease:
-    """A manager's lease of a URL: taken, renewed by a thread until it is closed, and looked at before each write.
+    """A manager's lease of a URL: taken, renewed by a thread until it is closed, and checked before each write.
 
     Args:
         url: Where checkpoints are.
         holder: This manager.
         lease_s: See ``LEASE_S``.
-        now_s: Seconds since 1970.
+        now_s: Returns seconds since 1970.
     """
 
     def __init__(
@@ -132,14 +134,14 @@ class Lease:
 
     @property
     def run(self) -> str:
-        """The name by which the run holds it."""
+        """The name under which the run holds the lease."""
         return self._holder.run
 
     def check_free(self) -> None:
-        """See that it could be taken; nothing is written.
+        """Check that the lease could be taken, without writing anything.
 
         Raises:
-            RunDirError: another manager holds it.
+            RunDirError: another manager holds the lease.
             CheckpointError: storage does not answer.
         """
         self._check_run_dir()
@@ -149,16 +151,16 @@ class Lease:
             raise self._held(written)
 
     def take(self, *, by_force: bool = False) -> Holder | None:
-        """Take it, and renew it from now on.
+        """Take the lease, and renew it from now on.
 
         Args:
-            by_force: Also from a manager that may live: it stops when it next looks.
+            by_force: Take it even from a manager that may live, which stops when it next checks.
 
         Returns:
-            From whom it was taken by force.
+            The holder from whom it was taken by force.
 
         Raises:
-            RunDirError: another manager holds it.
+            RunDirError: another manager holds the lease.
             CheckpointError: storage does not answer; ``hold`` tries again.
         """
         self._check_run_dir()
@@ -175,10 +177,10 @@ class Lease:
             return self._take(by_force=by_force)
 
     def hold(self) -> None:
-        """See that it is still ours, before something is written, and renew it; take it if that was not possible yet.
+        """Check before a write that the lease is still ours, and renew it; take it if that was not possible before.
 
         Raises:
-            CheckpointsTaken: it is another's.
+            CheckpointsTaken: another manager holds it.
             CheckpointError: storage does not answer.
         """
         self.check()
@@ -201,21 +203,21 @@ class Lease:
             raise
 
     def check(self) -> None:
-        """See that it was not lost, as far as is known. Looks at no storage.
+        """Check that the lease was not lost, as far as is known, without reading storage.
 
         Raises:
-            CheckpointsTaken: it was.
+            CheckpointsTaken: it was lost.
         """
         if self._lost is not None:
             raise CheckpointsTaken(self._lost)
 
     def close(self) -> None:
-        """Let it go, so that nobody has to wait for its end; gives up after ``CLOSE_TIMEOUT_S``."""
+        """Release the lease, so that no manager has to wait for its expiry; gives up after ``CLOSE_TIMEOUT_S``."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
         if self._number is not None and self._lost is None:
-            with contextlib.suppress(Exception):  # each kind of storage has its own; it expires
+            with contextlib.suppress(Exception):  # each kind of storage has its own errors; the lease expires
                 bounded(self._release, CLOSE_TIMEOUT_S, "storage")
 
     def _release(self) -> None:
@@ -225,7 +227,7 @@ class Lease:
 
     def _renew_until_over(self) -> None:
         while not self._over.wait(self._lease_s / 3):
-            with contextlib.suppress(CheckpointError, CheckpointsTaken):  # told when the next checkpoint is written
+            with contextlib.suppress(CheckpointError, CheckpointsTaken):  # reported when the next checkpoint is written
                 self.hold()
 
     def _take(self, *, by_force: bool = False) -> Holder | None:
@@ -242,7 +244,7 @@ class Lease:
         raise RunDirError("several managers want its checkpoints at the same time", source=self._url)
 
     def _is_free(self, written: _Written) -> bool:
-        same_run = written.holder.run == self._holder.run  # whose lock is ours: its former manager is dead
+        same_run = written.holder.run == self._holder.run  # we hold its lock, so its former manager is dead
         expired = self._now_s() > written.renewed_at_s + written.lease_s
         return same_run or written.released or expired or written.holder.is_dead
 
@@ -256,7 +258,7 @@ class Lease:
         )
 
     def _check_run_dir(self) -> None:
-        """A run whose checkpoints are in its own directory has no lease: its directory is locked."""
+        """Refuse the directory of a running run: its checkpoints have no lease, as the directory is locked instead."""
         folder = Path(self._url).parent
         if "://" not in self._url and folder != Path(self._holder.run_dir) and is_run(folder):
             pid = holder_of(folder)
@@ -270,7 +272,7 @@ class Lease:
     # ---- files ----
 
     def _newest(self) -> tuple[int | None, _Written | None]:
-        """The highest number, and what lies there; nothing where it is not what a manager writes."""
+        """Return the highest number and its content; None as content if a manager did not write it."""
         number, content = newest_lease(self._url)
         try:
             return number, None if content is None else _Written.model_validate_json(content)
@@ -288,7 +290,7 @@ class Lease:
         write_atomically(f"{self._url}/{LEASE_FOLDER}/{lease_file(number)}", self._content(released=released))
 
     def _make(self, number: int) -> bool:
-        """Make the file of a number unless there is one; returns whether this lease is in it then."""
+        """Create the file of a number unless it exists; returns whether it then holds this lease."""
         where = f"{self._url}/{LEASE_FOLDER}/{lease_file(number)}"
         filesystem, path = fsspec.core.url_to_fs(where)
         try:
@@ -300,7 +302,7 @@ class Lease:
         except Exception as error:
             newest, written = self._newest()
             if newest is None or newest < number:
-                raise error  # it is not that there is one
+                raise error  # the error is not that the file exists
             return written is not None and written.id == self._id
         newest, written = self._newest()
         return newest == number and written is not None and written.id == self._id
@@ -309,12 +311,12 @@ class Lease:
         filesystem, folder = fsspec.core.url_to_fs(f"{self._url}/{LEASE_FOLDER}")
         for name in files_in(filesystem, folder):
             if name.startswith(LEASE_NAME) and name < lease_file(number):
-                with contextlib.suppress(Exception):  # it counts no more
+                with contextlib.suppress(Exception):  # it no longer counts
                     filesystem.rm_file(f"{folder}/{name}")
 
 
 def _make_local(path: Path, content: bytes) -> None:
-    """Make a file whole, unless there is one."""
+    """Create a file atomically, unless it exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
@@ -323,7 +325,7 @@ def _make_local(path: Path, content: bytes) -> None:
             os.link(whole, path)
         except FileExistsError:
             raise
-        except OSError:  # a file system without links
+        except OSError:  # the file system has no links
             with path.open("xb") as file:
                 file.write(content)
     finally:

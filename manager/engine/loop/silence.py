@@ -1,4 +1,4 @@
-"""Telling a silent worker from a manager that stood still itself, and from a network that is gone."""
+"""Tells a silent worker from a manager that stood still, and from a network failure."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ WATCH_S = 0.5
 
 
 def heartbeat_wait_s(timeout_s: float) -> float:
-    """The longest time between two heartbeats of a healthy worker, where a silent one is given up after so long."""
+    """Return the longest time between two heartbeats of a healthy worker, for this time-out of silent ones."""
     return min(HEARTBEAT_WAIT_S, timeout_s / 4)
 
 
 def watch_every_s(timeout_s: float) -> float:
-    """How often to look for silent workers."""
+    """Return how often to look for silent workers."""
     return min(WATCH_S, timeout_s / 8)
 
 
 @dataclass
 class Signs:
-    """Of one started worker. ``beat_sent_s``: since when its next sign of life is awaited."""
+    """The signs of life of one started worker. ``beat_sent_s``: the time from which the next one is awaited."""
 
     ready: bool = False
     gone: bool = False
@@ -37,9 +37,9 @@ class Silence:
 
     Args:
         timeout_s: A silent worker is given up after this.
-        outage_timeout_s: Where all are silent together, on several VMs, they are given up after this: it is the
-            network, or this machine.
-        unheard: Told of each time, in seconds, in which nobody could be heard, when it is over.
+        outage_timeout_s: If all workers are silent together, on several VMs, they are given up after this: the cause is
+            the network or this machine.
+        unheard: Called with the seconds of each time in which no worker could be heard, once it is over.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class Silence:
 
     @property
     def outage(self) -> bool:
-        """Whether, at the last look, nobody could be heard, or only just: no wait for anybody can be judged."""
+        """Whether no worker could be heard at, or just before, the last look, so that time-outs cannot be judged."""
         return self._told or self._outage_since_s is not None
 
     def overdue(self, workers: Mapping[str, Signs]) -> list[tuple[str, float]]:
-        """Workers whose heartbeat is overdue, and for how many seconds they are silent. Ask every ``watch_every_s``.
+        """Return workers whose heartbeat is overdue, and their seconds of silence. Call it every ``watch_every_s``.
 
-        Beside a silent worker, others of its VM that missed a heartbeat are silent too: the VM is.
+        If a worker is silent, others of its VM that missed a heartbeat count as silent too, because the VM is silent.
 
-        While this process stood still itself (a paused machine, a stop signal) it could hear nobody: that time
-        does not count. Nor does one in which all were silent, once somebody is heard again.
+        While this process stood still (a paused machine, a stop signal) it could hear no worker, so that time does not
+        count. Neither does a time in which all were silent, once one worker is heard again.
         """
         now_s = time.monotonic()
         deaf_s = now_s - self._watched_s
@@ -84,7 +84,7 @@ class Silence:
             lasted_s, self._outage_since_s = now_s - self._outage_since_s, None
             if min(silent_s.values(), default=0.0) <= self._missed_s:
                 for worker in overdue:
-                    workers[worker].beat_sent_s = now_s  # it has its time anew to be heard as well
+                    workers[worker].beat_sent_s = now_s  # it gets the whole time again
                 self._tell(lasted_s)
                 return []
         vms = {vm_of(worker) for worker in overdue}
@@ -97,7 +97,7 @@ class Silence:
         self._unheard(lasted_s)
 
     def _is_outage(self, silent_s: Mapping[str, float], overdue: Mapping[str, float], now_s: float) -> bool:
-        """Whether all are silent, and not for so long yet that they are given up together."""
+        """Return whether all are silent, but not yet long enough to be given up together."""
         several = len({vm_of(worker) for worker in silent_s}) > 1
         if not several or not overdue or min(silent_s.values()) <= self._missed_s:
             return False

@@ -1,8 +1,9 @@
-"""Workers by the lines on which they called: ordered, watched and ended, whoever started them.
+"""Orders, watches and ends workers over the lines on which they called, however they were started.
 
 Every answer and every loss becomes an event on the driver's queue. A worker is lost when its process is gone, which the
-link server tells within milliseconds, or when its heartbeat has been silent for too long. A line that breaks is no
-loss: the worker calls again, and what is not answered is sent again. It answers an order that comes twice as before.
+link server reports within milliseconds, or when its heartbeat has been silent for too long. A broken line is not a
+loss: the worker calls again, and unanswered orders are sent again. A worker that gets an order twice gives the same
+answer twice.
 """
 
 from __future__ import annotations
@@ -31,65 +32,65 @@ from morph.link.encoding import ANSWER, BEAT, pack, parts
 
 
 class Line(Protocol):
-    """A connection to one worker; all may be called from any thread."""
+    """A connection to one worker; all methods may be called from any thread."""
 
     @property
     def stuck_s(self) -> float:
-        """For how long nothing more of what is to be sent was taken; 0: nothing waits."""
+        """The time for which the other end has accepted nothing; 0: nothing waits."""
 
     def send(self, body: bytes) -> None:
-        """Send a message, or keep it until the other end takes it; on a connection that is over it is lost."""
+        """Send a message, or keep it until the other end accepts it; it is lost if the connection is over."""
 
     def hang_up(self) -> None:
-        """End it."""
+        """End the connection."""
 
 
 class Launcher(Protocol):
-    """Starts workers, each of which calls the manager by itself, and ends them."""
+    """Starts workers, which call the manager by themselves, and ends them."""
 
     def start_worker(self, worker: str, vm: str) -> None:
-        """Start a worker on its VM; returns at once. Where a VM begins with its worker there is nothing to do."""
+        """Start a worker on its VM; returns at once. It does nothing if a VM starts with its worker."""
 
     def kill(self, worker: str) -> None:
-        """End a worker's process, if there is one."""
+        """End a worker's process, if it exists."""
 
     def has_ended(self, worker: str) -> bool:
-        """Whether the process of a worker that has not called yet is known to be gone."""
+        """Return whether the process of a worker that has not called yet is known to be gone."""
 
     def adopt(self) -> Collection[str]:
-        """Return the workers that another manager started, and may be alive."""
+        """Return the workers that another manager started and that may be alive."""
 
 
 ATTACH_TIMEOUT_S = 15.0
 CALL_TIMEOUT_S = 300.0
-"""Who lives and has not called by then cannot: that a process ended is known before, and Ray may start many slowly."""
+"""A worker that has not called by then cannot: an ended process is known earlier, and Ray may start many slowly."""
 STUCK_TIMEOUT_S = 5.0
 
 
 @dataclass(kw_only=True)
 class _Handle(Signs):
-    """A started worker. ``line`` is None until it called."""
+    """A started worker. ``line`` is None until it calls."""
 
     line: Line | None = None
     probe: int | None = None
-    """That is not answered yet."""
+    """The probe without an answer."""
     unanswered: dict[str, bytes] = field(default_factory=dict)
-    """The order, and the probe, that are not."""
+    """The order and the probe without an answer."""
     told: dict[str, bytes] = field(default_factory=dict)
     """The last message of each other kind."""
     sending: threading.Lock = field(default_factory=threading.Lock)
 
 
 class WorkerPool:
-    """Events go to ``event_queue``. It is told by a ``LinkServer``, in that one's thread.
+    """The workers of a run. Events go to ``event_queue``; a ``LinkServer`` calls it in its own thread.
 
     Args:
-        event_queue: Where answers and losses go.
-        make_setup: What a worker of this name is set up with.
+        event_queue: Receives answers and losses.
+        make_setup: Makes the setup of a worker, given its name.
         launcher: Starts and kills them.
         heartbeat_timeout_s: A silent worker is given up after this.
         outage_timeout_s: Workers that are all silent together are given up after this.
-        check_cluster: Called while workers are watched; raises what ends the session.
+        check_cluster: Called while workers are watched; raises the error that ends the session.
     """
 
     def __init__(
@@ -112,10 +113,10 @@ class WorkerPool:
         self._died: set[str] = set()
         self._changed = threading.Condition()
         self._packed: tuple[object, bytes] = (None, b"")
-        """The last order: one that goes to all is written once. Only one thread gives orders."""
+        """The last order, encoded once for all workers. Only one thread gives orders."""
 
     def start(self, worker: str, vm: str) -> None:
-        """Start a worker and set it up; ``WorkerReady`` follows as an answer. One that was attached is set up again."""
+        """Start a worker and set it up; ``WorkerReady`` follows as an answer. An attached worker is set up again."""
         if worker not in self._handles:
             handle = self._attend(worker)
             if worker in self._died:
@@ -125,11 +126,10 @@ class WorkerPool:
         self._send(worker, "setup", self._make_setup(worker))
 
     def attach(self, set_up: Collection[str]) -> tuple[str, ...]:
-        """Go on with workers of a manager that was killed; returns those that there are.
+        """Continue with the workers of a killed manager; returns those that exist.
 
-        ``set_up``: those whose heartbeats begin now. One of them that does not call within ``ATTACH_TIMEOUT_S`` is
-        killed. The others are still being set up, or nobody wrote down that they are: they answer the setup that
-        follows.
+        ``set_up``: those whose heartbeats begin now; they are killed if they do not call within ``ATTACH_TIMEOUT_S``.
+        The others are still being set up, or their setup was not journalled: they answer the setup that follows.
         """
         there = set(self._launcher.adopt())
         awaited = there & set(set_up)
@@ -181,14 +181,15 @@ class WorkerPool:
             self._launcher.kill(worker)
 
     def close(self) -> None:
-        """Report nothing any more."""
+        """Stop reporting."""
         for handle in list(self._handles.values()):
             handle.gone = True
 
     def watch(self) -> bool:
-        """Report workers whose heartbeat is overdue, and end them: one that wakes must not go on.
+        """Report workers whose heartbeat is overdue, and end them: a worker that wakes up must not continue.
 
-        Those too that take no orders, or never called. Returns whether somebody can be heard, or nobody is to be.
+        Workers that accept no orders or never called are ended too. Returns whether some worker can be heard, or none
+        is expected.
         """
         self._check_cluster()
         for worker, silent_s in self._silence.overdue(self._handles):
@@ -196,7 +197,7 @@ class WorkerPool:
         for worker, handle in list(self._handles.items()):
             line = handle.line
             if line is not None and line.stuck_s > STUCK_TIMEOUT_S and not self._silence.outage:
-                self._give_up(worker, "takes no orders: its connection stayed full")
+                self._give_up(worker, "accepts no orders: its connection stayed full")
             elif line is None and not handle.gone and self._launcher.has_ended(worker):
                 self._lose(worker, handle, "its process ended before it called the manager")
             elif line is None and time.monotonic() > handle.beat_sent_s + CALL_TIMEOUT_S:
@@ -204,7 +205,7 @@ class WorkerPool:
         return not self._silence.outage
 
     def failed(self, worker: str, cause: str) -> None:
-        """Take note that a worker could not be started, or that its process is gone; in any thread."""
+        """Note that a worker could not be started, or that its process is gone; in any thread."""
         with self._changed:
             self._died.add(worker)
             self._lines.pop(worker, None)
@@ -214,7 +215,7 @@ class WorkerPool:
             self._lose(worker, handle, cause)
 
     def came(self, worker: str, line: Line) -> None:
-        """It called, for the first time or again: all that may have been lost with its last line goes to it."""
+        """Note that a worker called, for the first time or again; resend all that may be lost with its last line."""
         with self._changed:
             self._lines[worker] = line
             handle = self._handles.get(worker)
@@ -226,10 +227,10 @@ class WorkerPool:
             for message in (*handle.told.values(), *handle.unanswered.values()):
                 line.send(message)
         if is_reconnect and not handle.gone:
-            self._event_queue.put(Fact(name="connection_broken", worker=worker, detail="it has a new one"))
+            self._event_queue.put(Fact(name="connection_broken", worker=worker, detail="replaced by a new one"))
 
     def heard(self, worker: str, body: bytes) -> None:
-        """It answered an order, or told that it lives."""
+        """Handle a worker's answer or heartbeat."""
         handle = self._handles.get(worker)
         if handle is None or handle.gone:
             return
@@ -242,11 +243,11 @@ class WorkerPool:
                 self._event_queue.put_beat(worker, Heartbeat.model_validate_json(payload))
             else:
                 raise ValueError(f"it sends {name[:20]!r}")
-        except ValueError as error:  # what it says is none of what a worker says
-            self._give_up(worker, f"does not speak as a worker does: {error}")
+        except ValueError as error:  # it is not a message of a worker
+            self._give_up(worker, f"breaks the protocol: {error}")
 
     def died(self, worker: str) -> None:
-        """Its process is gone."""
+        """Note that the process of a worker is gone."""
         self.failed(worker, "its process is gone: its connection closed")
 
     def _send(self, worker: str, name: str, order: object) -> None:

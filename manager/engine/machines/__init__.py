@@ -1,1 +1,1 @@
-"""A managed run from nothing to nothing."""
+"""The machines of a managed run: brought up, taken over, ended."""

@@ -1,4 +1,4 @@
-"""How a new manager finds what a killed one left: ``attach.json`` in the run directory, readable by the user alone."""
+"""How a new manager finds a killed manager's VMs: ``attach.json`` in the run directory, readable by the user alone."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from morph.link.proof import new_secret
 
 
 class Attachment(Value):
-    """Where a run's VMs are. ``command``: what the run was started with, by the name that the user knows.
+    """Where a run's VMs are. ``command``: what the run was started with, by the names that the user knows.
 
-    ``secret``: which workers have in common, and nobody else has. ``own_secret``: of which each worker's own is made,
-    by which it and the manager know one another. ``epoch_s``: see ``RunClock``.
+    ``secret``: shared by the workers alone. ``own_secret``: each worker's own secret is derived from it, by which
+    worker and manager authenticate each other. ``epoch_s``: see ``RunClock``.
     """
 
     schema_version: int = Field(default=1, ge=1, le=1)
@@ -44,9 +44,9 @@ class Attachment(Value):
 
 @dataclass(frozen=True)
 class FoundRun:
-    """A run that still lives: a line to the process that owns its VMs, what it has, and what the journal says.
+    """A run that still lives: a line to the process that owns its VMs, its greeting, and the journal's state.
 
-    ``appeared``: VMs of which the controller was told. ``moment``: where the trace stood.
+    ``appeared``: VMs that were reported to the controller. ``moment``: the position in the trace.
     """
 
     attachment: Attachment
@@ -63,11 +63,11 @@ class FoundRun:
 
 
 class TakeoverFailed(MorphError):
-    """There was something to take over, and it cannot be: the sentence says why. Nothing of it is left."""
+    """A run was found but cannot be taken over; the message says why. Nothing of it is left running."""
 
 
 def write_attachment(run_dir: RunDir, attachment: Attachment) -> None:
-    """Replace the file, whole or not at all.
+    """Replace the file atomically.
 
     Raises:
         RunDirError: it cannot be written.
@@ -76,20 +76,20 @@ def write_attachment(run_dir: RunDir, attachment: Attachment) -> None:
 
 
 def forget_attachment(run_dir: RunDir) -> None:
-    """There is nothing to take over any more."""
+    """Remove the file: there is nothing to take over any more."""
     (run_dir.path / ATTACHMENT).unlink(missing_ok=True)
 
 
 def find_living(run_dir: RunDir, command: dict[str, str]) -> FoundRun | None:
-    """Look whether the run's VMs live, and connect to them; None: no manager was killed. Some seconds at most.
+    """Find out whether the run's VMs live, and connect to them; None: no manager was killed. Takes seconds at most.
 
     Args:
-        run_dir: Held by the caller, so that no other manager lives or comes.
-        command: What the run is to be gone on with; must be what it was started with.
+        run_dir: Held by the caller, so that no other manager lives or starts.
+        command: What the user starts now; it must be what the run was started with.
 
     Raises:
-        TakeoverFailed: the VMs are gone, or were ended just now because the journal cannot be read by this version.
-        RunDirError: the run lives, and was started with something else; it goes on living for a while.
+        TakeoverFailed: the VMs are gone, or were ended just now because this version cannot read the journal.
+        RunDirError: the run lives, but was started with something else; it lives on for a while.
     """
     path = run_dir.path / ATTACHMENT
     if not path.exists():
@@ -109,13 +109,13 @@ def find_living(run_dir: RunDir, command: dict[str, str]) -> FoundRun | None:
             "is not what this run was started with, whose VMs still live",
             source=str(run_dir.path),
             field=differing[0],
-            allowed="the same command, or any when they are gone, which takes takeover_patience_s of the cluster file",
+            allowed="the same command, or any once they are gone, which takes takeover_patience_s of the cluster file",
         )
     try:
         with patiently(lambda: Journal.open(run_dir.journal_path)) as journal:
             state, moment = replay(journal), trace_moment(journal)
             appeared = nodes_up(journal) | frozenset(state.workers)
-    except Exception as error:  # also a controller that cannot go this way any more: it was another version's
+    except Exception as error:  # also if this version's controller cannot replay another version's decisions
         line.end()
         sweep()
         forget_attachment(run_dir)
@@ -124,9 +124,9 @@ def find_living(run_dir: RunDir, command: dict[str, str]) -> FoundRun | None:
 
 
 def _note_last_sign_of_life(run_dir: RunDir) -> None:
-    """Write down until when VMs of this machine lived, if their host left a sign of it: they are paid for until then.
+    """Journal until when VMs of this machine lived, if their host left a sign of it: they cost money until then.
 
-    A host that ended in order, when its patience was over, has left none.
+    A host that ended in order, when its patience was over, leaves no sign.
     """
     with suppress(RunDirError, OSError):
         attachment = read_json(run_dir.path / ATTACHMENT, Attachment, RunDirError)
@@ -140,9 +140,9 @@ def _note_last_sign_of_life(run_dir: RunDir) -> None:
 
 
 def _check_private(control_socket: Path) -> None:
-    """Connect to no socket that someone else may have put there: a directory above it lets nobody else in."""
+    """Connect to the socket only if a directory above it is closed to other users, who might have put it there."""
     try:
-        above = [directory.stat() for directory in list(control_socket.parents)[:2]]  # Ray opens its own to everybody
+        above = [directory.stat() for directory in list(control_socket.parents)[:2]]  # Ray opens its own to all
     except OSError as error:
         raise ClusterError("the process that owned its VMs is gone") from error
     if not any(found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077 for found in above):

@@ -1,4 +1,4 @@
-"""Where a session's workers run; those that are plain processes of this machine are brought up here."""
+"""The machines that a session's workers run on; starts those that are plain processes of this machine."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ MakeSetup = Callable[[str], WorkerSetup]
 
 
 class KeptVms(VmHost, Protocol):
-    """VMs that outlive a manager that is killed."""
+    """VMs that outlive a killed manager."""
 
     def settle(self) -> None:
-        """From now on another manager would find them."""
+        """Note that another manager could find the VMs from now on."""
 
 
 @dataclass(frozen=True)
 class Provided:
-    """Beside the machines, where a provider brings the VMs.
+    """The additional parts where a provider brings the VMs.
 
-    ``joined``: the workers for which there are VMs in the cluster, with addresses.
+    ``joined``: returns the workers whose VMs are in the cluster, with addresses.
     """
 
     provider: Provider
@@ -49,10 +49,10 @@ class Provided:
 
 @dataclass(frozen=True)
 class Machines:
-    """VMs that can be requested and revoked, the workers on them, and how these reach each other.
+    """VMs that can be requested and revoked, the workers on them, and how the workers reach each other.
 
-    ``attachment`` is what a successor needs. ``up``: workers of VMs that another manager left, or that joined since.
-    ``provided``: None where VMs are of this machine.
+    ``attachment``: what a successor needs. ``up``: returns the workers of VMs that another manager left, or that joined
+    since. ``provided``: None if the VMs are on this machine.
     """
 
     vms: KeptVms
@@ -65,16 +65,16 @@ class Machines:
 
 @dataclass(frozen=True)
 class Opening:
-    """What machines are brought up with.
+    """The arguments for bringing machines up.
 
     Args:
-        event_queue: Where events go.
-        make_setup: What a worker of this name is set up with.
+        event_queue: Receives events.
+        make_setup: Makes the setup of a worker, given its name.
         heartbeat_timeout_s: A silent worker is given up after this.
         outage_timeout_s: Workers that are all silent together are given up after this.
-        patience_s: How long everything outlives this process, should it be killed.
+        patience_s: How long everything outlives this process if it is killed.
         ending: Closes what was opened.
-        found: What another manager left; None: nothing.
+        found: The run that another manager left; None: there is none.
     """
 
     event_queue: EventQueue
@@ -87,11 +87,11 @@ class Opening:
 
 
 OpenMachines = Callable[[Opening], Machines]
-"""Brings machines up, or goes on with those that were found."""
+"""Brings machines up, or continues with those that were found."""
 
 
 def open_pool(opening: Opening, entrance: Entrance, launcher: Launcher, *checks: Callable[[], None]) -> WorkerPool:
-    """Let workers in, and open the pool of them. ``checks`` raise what ends the session."""
+    """Accept workers, and open their pool. ``checks`` raise the error that ends the session."""
 
     def check() -> None:
         for each in checks:
@@ -112,28 +112,28 @@ def open_pool(opening: Opening, entrance: Entrance, launcher: Launcher, *checks:
 
 @dataclass(frozen=True)
 class Begun:
-    """The process that workers are forked from, which imports what they need, and where workers will call."""
+    """The process that workers are forked from, which imports their modules, and the socket that they will call."""
 
     entrance: Entrance
     vms: ProcessVms
 
     def close(self) -> None:
-        """End it, and all that was forked from it. Safe to call twice."""
+        """End the process, and all that was forked from it. Safe to call twice."""
         self.vms.close()
         self.entrance.listening.close()
 
 
 @dataclass(frozen=True)
 class Processes:
-    """VMs as processes of this machine, all of them on Linux. With a network of their own they end with the manager.
+    """VMs as processes of this machine, on Linux. If they have their own network, they end with the manager.
 
     Args:
-        log_path: What workers write to standard error goes there.
-        remove_if_killed: A directory to remove should this process be killed.
-        network: Hosts with a network of their own; None: all share the loopback.
-        host_of: The host (numbered from 0) of a VM; asked only where there is a network.
-        job_path: What this job imports, no worker has to; empty: each imports it by itself.
-        begun: What ``begin`` started, for one session; None: it starts with the rest.
+        log_path: Receives the workers' standard error.
+        remove_if_killed: A directory to remove if this process is killed.
+        network: Hosts with their own network; None: all share the loopback.
+        host_of: Returns the host (numbered from 0) of a VM; used only with a network.
+        job_path: The job whose imports are made once for all workers; empty: each worker imports by itself.
+        begun: The process that ``begin`` started, for one session; None: it starts with the rest.
     """
 
     log_path: Path
@@ -158,10 +158,10 @@ class Processes:
         return Begun(entrance, vms)
 
     def __call__(self, opening: Opening) -> Machines:
-        """Bring them up; see ``OpenMachines``.
+        """Bring the machines up; see ``OpenMachines``.
 
         Raises:
-            ClusterError: when that fails.
+            ClusterError: that fails.
         """
         from manager.engine.on_processes.process_vms import ProcessVms
 

@@ -1,4 +1,4 @@
-"""Takes VMs of a living run on request: the manager's end of ``manager.injection.injector``."""
+"""Preempts VMs of a running run on request: the manager's end of ``manager.injection.injector``."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ BACKLOG = 16
 
 
 class PreemptionRequest(Value):
-    """Take these VMs, none of them: only say which there are.
+    """A request to preempt these VMs; without VMs, it only asks which VMs exist.
 
-    ``lead_s``: after a notice of so many seconds; 0: without one. ``min_vms``: so many must be left. ``why``: for the
+    ``lead_s``: the seconds of notice; 0: no notice. ``min_vms``: the number of VMs that must remain. ``why``: for the
     journal.
     """
 
@@ -43,8 +43,10 @@ class PreemptionRequest(Value):
 
 
 class PreemptionAnswer(Value):
-    """``vms``: those that may be taken now, and since when; they have no notice. ``left``: those that are not taken,
-    and why. Times are by the run's clock, ``now_s``.
+    """The answer to a ``PreemptionRequest``. Times are on the run's clock, ``now_s``.
+
+    ``vms``: those that may be preempted now, and since when; they have no notice. ``left``: those that are not
+    preempted, and why.
     """
 
     now_s: float
@@ -54,29 +56,29 @@ class PreemptionAnswer(Value):
 
 
 class PreemptionTarget(Protocol):
-    """What has the VMs. Calls block, for a bounded time, and may raise ProviderError."""
+    """The owner of the VMs. Calls block for a bounded time, and may raise ProviderError."""
 
     def may_take(self, vm: str) -> bool:
-        """Whether a VM that the controller knows may be taken now."""
+        """Return whether a VM that the controller knows may be preempted now."""
 
     def evict(self, vm: str) -> bool:
         """See ``Provider.evict``."""
 
     def take(self, vms: Mapping[str, Collection[str]]) -> None:
-        """End VMs, given with their workers, all at once and behind the controller's back."""
+        """End VMs, given with their workers, all at once and without telling the controller."""
 
 
 class PreemptionServer:
-    """Answers ``PreemptionRequest`` from a thread of its own, one after the other, and keeps the time of notices.
+    """Answers each ``PreemptionRequest`` in turn, from its own thread, and ends VMs when their notice is over.
 
-    A notice is the provider's where it has a means for that; else it is given here, and the VM is ended when it is
-    over, whoever requested it being gone or not. Only VMs whose workers the controller knows are taken.
+    The provider gives the notice if it can; else it is given here, and the VM is ended when the notice is over, even if
+    the requester is gone. Only VMs whose workers the controller knows are preempted.
 
     Args:
-        folder: Where the socket lies; only this user and root come in.
-        workers: Those that the controller knows.
-        event_queue: Where notices and facts go.
-        target: Takes the VMs.
+        folder: The folder of the socket; only this user and root can enter it.
+        workers: The workers that the controller knows.
+        event_queue: Receives notices and facts.
+        target: Preempts the VMs.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class PreemptionServer:
     ) -> None:
         self._workers, self._event_queue, self._target = workers, event_queue, target
         self._path = folder / SOCKET_NAME
-        self._path.unlink(missing_ok=True)  # of a manager that was killed
+        self._path.unlink(missing_ok=True)  # a killed manager's socket
         self._doomed: set[str] = set()
         self._over = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -98,7 +100,7 @@ class PreemptionServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Hear nobody any more, and take no VM whose notice is not over."""
+        """Stop listening, and do not end VMs whose notice is not over."""
         self._over.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -107,7 +109,7 @@ class PreemptionServer:
         self._path.unlink(missing_ok=True)
 
     def answer(self, requested: PreemptionRequest) -> PreemptionAnswer:
-        """Begin to take what may be taken; returns once every notice is given."""
+        """Start preempting the VMs that may be preempted; returns once every notice is given."""
         known = self._workers()
         vms: dict[str, list[str]] = {}
         for worker in known:
@@ -121,7 +123,7 @@ class PreemptionServer:
             if vm not in vms:
                 left[vm] = f"this run has no such VM; it has {', '.join(vms) or 'none'}"
             elif vm not in free:
-                left[vm] = "its request is under way" if vm in living else "it is to be taken already"
+                left[vm] = "its request is under way" if vm in living else "it is being preempted already"
             elif len(living) - len(taken) <= requested.min_vms:
                 left[vm] = f"at least {requested.min_vms} VMs must remain"
             else:
@@ -151,19 +153,19 @@ class PreemptionServer:
             return
         try:
             self._target.take(vms)
-        except Exception as error:  # a provider's own error too: the VMs go on, and whoever asked must find out
+        except Exception as error:  # also a provider's own error: the VMs go on, and the requester must know
             self._doomed.difference_update(vms)
             for vm in vms:
-                self._event_queue.put(Fact(name=PREEMPTION_FAILED, worker=vm, detail=f"it goes on: {error}"))
+                self._event_queue.put(Fact(name=PREEMPTION_FAILED, worker=vm, detail=f"it keeps running: {error}"))
 
     def _serve(self) -> None:
         while not self._over.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # it is over, or no descriptor is left
+            except OSError:  # the server is closed, or no descriptor is left
                 self._over.wait(PAUSE_S)
                 continue
-            with connection, suppress(OSError, ValidationError):  # whoever does not speak like this is sent away
+            with connection, suppress(OSError, ValidationError):  # callers that break the protocol are refused
                 connection.settimeout(HEAR_TIMEOUT_S)
                 requested, _ = hear(connection) if is_ours(connection) else (None, [])
                 if requested is not None:

@@ -1,4 +1,4 @@
-"""Machines whose VMs a provider brings: the head node, the store and what listens here, the workers there."""
+"""Machines whose VMs a provider brings: head node, store and servers are here, the workers on the VMs."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MakeProvider = Callable[[NodeStart], Provider]
-"""Opens the provider, whose VMs start like this."""
+"""Opens the provider, given how its VMs start."""
 
 
 @dataclass(frozen=True)
 class Providing:
-    """What a run on such VMs needs beside its cluster file.
+    """The settings that a run on such VMs needs beside its cluster file.
 
-    ``management_url``: what a forgotten VM asks for its end; empty: what it asks anyway. ``lock_path``: of what
-    VMs install.
+    ``management_url``: where a forgotten VM requests its own end; empty: the provider's usual address. ``lock_path``:
+    the lock file of the packages that VMs install.
     """
 
     make_provider: MakeProvider
@@ -112,10 +112,10 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
 
 
 def check_free(address: str, ports: Collection[int]) -> None:
-    """See that nobody listens on ports that the run is to have.
+    """Check that no process listens on the ports that the run will use.
 
     Raises:
-        ClusterError: naming the first one that is taken.
+        ClusterError: a port is taken; the error names the first.
     """
     for port in ports:
         try:
@@ -126,7 +126,7 @@ def check_free(address: str, ports: Collection[int]) -> None:
 
 
 class _Addresses:
-    """Where workers are reached; remembered, because an address may still be looked up after its VM has left."""
+    """Knows the workers' addresses; keeps them, because an address may still be looked up after its VM has left."""
 
     def __init__(self, joined: Callable[[], dict[str, str]]) -> None:
         self._joined = joined
@@ -145,10 +145,10 @@ class _Addresses:
 
 
 def _desk(directory: Path, event_queue: EventQueue) -> tuple[EnrolmentDesk, str]:
-    """Return what signs for the VMs, and the certificate by which they know what it signed.
+    """Return the authority that signs for the VMs, and the certificate that verifies its signatures.
 
     Raises:
-        ClusterError: what it signs with is gone.
+        ClusterError: the authority's key is gone.
     """
     from manager.engine.joining.enrolment_desk import EnrolmentDesk
 
@@ -165,10 +165,10 @@ def _lock(providing: Providing, vms: ProvidedVms, opening: Opening) -> Lock:
 
 
 def _node_secret(path: Path, *, make: bool) -> str:
-    """Return what the VMs' credentials follow from; it outlives a manager that is killed, as Ray's token does.
+    """Return the secret that the VMs' credentials are derived from; like Ray's token, it outlives a killed manager.
 
     Raises:
-        ClusterError: it is gone.
+        ClusterError: the secret is gone.
     """
     if make:
         path.unlink(missing_ok=True)

@@ -21,14 +21,14 @@ from morph.link.proof import new_secret
 
 @dataclass(frozen=True)
 class OnRay:
-    """Ray's head node on this machine, what listens beside it, and the workers.
+    """Ray's head node on this machine, the servers beside it, and the workers.
 
     Args:
-        directory: What ``ray_environment.prepare`` or ``adopt`` returned.
+        directory: The result of ``ray_environment.prepare`` or ``adopt``.
         host: Where the store and the manager listen.
         store_port: 0: any free one.
-        workers_port: At which workers call; 0: any free one.
-        gpus: Each worker has a GPU of its own.
+        workers_port: The port that workers call; 0: any free one.
+        gpus: Each worker has its own GPU.
     """
 
     directory: Path
@@ -40,7 +40,7 @@ class OnRay:
     def begin(
         self, opening: Opening, cluster: RayCluster, living: Callable[[], Collection[str]]
     ) -> tuple[StartedStore, Entrance, WorkerPool]:
-        """Start it all, or go on with what was found. ``living``: the workers that there may be.
+        """Start everything, or continue with what was found. ``living``: the workers that may exist.
 
         Raises:
             ClusterError: Ray or the store does not start, or an address or port cannot be listened on.

@@ -1,4 +1,4 @@
-"""The rendezvous store's process, looked after: when it is gone it is started again, where workers look for it."""
+"""Watches the rendezvous store's process: if it is gone, it is started again at the address that workers know."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class Store(Protocol):
-    """A rendezvous store in a process of its own, on this machine."""
+    """A rendezvous store in its own process on this machine."""
 
     host: str
     port: int
     pid: int
 
     def start(self) -> None:
-        """Start it, at ``port`` once that is known; or find the one that runs there.
+        """Start the store, at ``port`` once that is known; or find the one that runs there.
 
         Raises:
-            ClusterError: it does not come up.
+            ClusterError: the store does not come up.
         """
 
 
 @dataclass
 class StartedStore:
-    """One that is started by what owns the VMs. ``port``, ``pid``: 0 until they are known.
+    """A store that the owner of the VMs starts. ``port``, ``pid``: 0 until they are known.
 
-    ``start_at``: starts it at a host and port, ending an earlier one, and returns its process and port.
+    ``start_at``: starts the store at a host and port, ending an earlier one, and returns its process and port.
     """
 
     start_at: Callable[[str, int], tuple[int, int]]
@@ -51,10 +51,11 @@ class StartedStore:
 
 
 class StoreWatch:
-    """Starts the store again when its process is gone, in a thread of its own, and says so in the journal.
+    """Restarts the store when its process is gone, in its own thread, and notes that in the journal.
 
-    Workers come to the store only while groups are formed. Those that come while it is away try again for longer than
-    it is; a generation whose groups were being formed is dissolved, and the next one finds the new store.
+    Workers use the store only while groups are formed. If they do so while the store is down, they retry for longer
+    than a restart takes; a generation whose groups were being formed is dissolved, and the next one finds the new
+    store.
     """
 
     def __init__(self, store: Store, event_queue: EventQueue) -> None:
@@ -66,10 +67,10 @@ class StoreWatch:
         self._looked_s = -LOOK_EVERY_S
 
     def check(self) -> None:
-        """See that the store lives, once in ``LOOK_EVERY_S``; never blocks.
+        """Check that the store lives, once in ``LOOK_EVERY_S``; never blocks.
 
         Raises:
-            ClusterLost: it was gone, and could not be started again within ``RETRY_S``.
+            ClusterLost: the store was gone, and could not be started again within ``RETRY_S``.
         """
         if self._failed is not None:
             raise ClusterLost(f"the rendezvous store is gone and cannot be started again: {self._failed}")
@@ -83,7 +84,7 @@ class StoreWatch:
             self._starting.start()
 
     def close(self) -> None:
-        """Start nothing any more; waits up to ``CLOSE_TIMEOUT_S`` for a try that is under way."""
+        """Stop restarting; waits up to ``CLOSE_TIMEOUT_S`` for a try that is under way."""
         self._over.set()
         if self._starting is not None:
             self._starting.join(CLOSE_TIMEOUT_S)

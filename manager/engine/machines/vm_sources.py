@@ -1,4 +1,4 @@
-"""From what a cluster file says of VMs to what opens them, asks for them and watches who joins."""
+"""Chooses, by the cluster file, what opens VMs, requests them and watches them join."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ PROVIDER_CLOSE_S = 90.0
 def machines_of(
     vms: Vms, providing: Providing | None, found: FoundRun | None, run_dir: Path, job_path: str
 ) -> OpenMachines:
-    """Return what opens VMs of this kind. ``providing``: how their provider is opened, where one brings them.
+    """Return what opens VMs of this kind. ``providing``: how their provider is opened, if one brings them.
 
-    What the job imports is imported before it is given variables of its own: not where it is given some.
+    The job's imports are made in advance only if the job gets no variables of its own, which would come too late for
+    them.
 
     Raises:
-        ClusterError: Ray was imported too early, or what was found is gone.
+        ClusterError: Ray was imported too early, or the run that was found is gone.
     """
     if isinstance(vms, LocalVms) and not vms.under_ray:
         return Processes(run_dir / WORKERS_LOG, job_path="" if vms.pass_variables else job_path)
@@ -47,7 +48,7 @@ def machines_of(
     directory = adopt(found.attachment.control_socket.parent / "ray", tls) if found else prepare(tls)
     if isinstance(vms, LocalVms):
         return open_ray(directory)
-    assert providing is not None, "nobody said how to open the provider"
+    assert providing is not None, "no way to open the provider is given"
     return open_provided(directory, vms, providing)
 
 
@@ -60,7 +61,7 @@ def _tls(vms: Vms) -> Tls | None:
 def provisioning_of(
     vms: Vms, machines: Machines, fleet: VmFleet, event_queue: EventQueue, spending: Spending, found: FoundRun | None
 ) -> Provisioning:
-    """Open what asks for VMs in a run that is to keep a number of them."""
+    """Open what requests VMs in a run that keeps a number of them."""
     if machines.provided is not None:
         return Provisioning(
             machines.provided.provider,
@@ -82,9 +83,9 @@ def watch_joining(
     state: ControllerState,
     appeared: Collection[str],
 ) -> Joiner:
-    """Go on with the VMs that the controller knows, end those of a manager that was given up, watch who joins.
+    """Continue with the VMs that the controller knows, end those that an earlier manager gave up, and watch VMs join.
 
-    ``appeared``: workers of whose VMs the controller was told by an earlier manager.
+    ``appeared``: workers whose VMs an earlier manager reported to the controller.
     """
     booting = {node for request in state.provisioning.requests.values() for node in request.granted}
     provisioning.begin(
@@ -96,8 +97,8 @@ def watch_joining(
 
 
 def write_last_facts(event_queue: EventQueue, journal: Journal) -> None:
-    """Write down what was told after the driver's end, such as VMs that could not be ended, and that all is over."""
-    with suppress(RunDirError):  # a disk that is still full: whatever ended the run is told
+    """Journal the facts after the driver's end, such as VMs that could not be ended, and the end itself."""
+    with suppress(RunDirError):  # the disk is still full; the run's end is reported even so
         while (stamped := event_queue.get(0.0)) is not None:
             if isinstance(stamped.item, Fact):
                 journal.append_fact(stamped.time_s, stamped.item)

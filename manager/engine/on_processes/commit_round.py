@@ -1,6 +1,6 @@
-"""Measure what a commit costs the manager: an order to every worker, and the answers.
+"""Measure the manager's time for a commit: an order to every worker, and the answers.
 
-``python -m manager.engine.on_processes.commit_round`` is one of the workers, whose home is on standard input.
+``python -m manager.engine.on_processes.commit_round`` is one worker; it reads the address to call from standard input.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ _ROUND_TIMEOUT_S = 30.0
 
 
 class _Answerer:
-    """A worker that has nothing to apply, and speaks as one does."""
+    """A worker that follows the protocol but has nothing to apply."""
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
 
     def commit(self, order: CommitOrder) -> Committed:
-        """Nothing is to be done."""
+        """Do nothing."""
         return Committed(worker=self._worker, generation=order.generation, version=order.version)
 
     def tell_again(self) -> None:
-        """It has written nothing."""
+        """Report that nothing was written."""
 
 
 class _Launcher:
-    """See ``Launcher``: the workers are there already, and set up."""
+    """A ``Launcher`` whose workers exist already and are set up."""
 
     def __init__(self, workers: list[str]) -> None:
         self._workers = workers
 
     def start_worker(self, _worker: str, _vm: str) -> None:
-        """There is none to start."""
+        """Do nothing: the workers exist."""
 
     def kill(self, _worker: str) -> None:
-        """They end with this process's ends of their pipes."""
+        """Do nothing: the workers end when this process closes their pipes."""
 
     def has_ended(self, _worker: str) -> bool:
-        """A round without its answer says so."""
+        """Return False: a round without an answer detects that."""
         return False
 
     def adopt(self) -> list[str]:
-        """All of them."""
+        """Return all workers."""
         return self._workers
 
 
@@ -70,7 +70,7 @@ def measure_commit_round(num_samples: int, num_workers: int = 2) -> list[float]:
     """
     workers = [f"vm{number}" for number in range(num_workers)]
     event_queue, entrance = EventQueue(), Entrance(listen(LOOPBACK), new_secret())
-    make_setup: Callable[[str], WorkerSetup] = WorkerSetup.model_validate  # of nobody: they are set up
+    make_setup: Callable[[str], WorkerSetup] = WorkerSetup.model_validate  # there is no setup to make
     pool = WorkerPool(event_queue, make_setup, _Launcher(workers), _START_TIMEOUT_S)
     with ExitStack() as ending:
         ending.callback(LinkServer(entrance, pool).close)

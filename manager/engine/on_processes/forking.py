@@ -1,4 +1,4 @@
-"""What the process does that workers are forked from; see ``process_host``, which starts it."""
+"""The work of the process that workers are forked from; ``process_host`` starts it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from morph.runtime.workloads.job_workload import JobWorkload
 HOST = "manager.engine.on_processes.process_host"
 MAX_DESCRIPTORS = 1
 PRELOADED = (EmulatedWorkload, JobWorkload)
-"""Imported for the children's sake."""
+"""Imported so that the children need not import it."""
 
 
 @dataclass
 class _Children:
-    """Forked processes, each with a socket that tells it of this one's end."""
+    """Forked processes, each with a socket that tells it when this process ends."""
 
     control_socket: ControlSocket
     calls: socket.socket
@@ -44,7 +44,7 @@ class _Children:
     store: int = 0
 
     def living(self) -> dict[str, int]:
-        """Workers that run. A dead one is not waited for, so that no other process can have its number."""
+        """Return the running workers. A dead worker is not reaped, so that no other process can get its number."""
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return {name: pid for name, pid in self.workers.items() if os.waitid(os.P_PID, pid, flags) is None}
 
@@ -57,7 +57,7 @@ class _Children:
         if pid == 0:
             self.control_socket.close()
             self.calls.close()
-            for foreign in (manager, ours, *self.lanes.values()):  # held open here they would hide another's end
+            for foreign in (manager, ours, *self.lanes.values()):  # held open here, they would hide the parent's end
                 foreign.close()
             _child(request, descriptors, theirs)
         theirs.close()
@@ -69,7 +69,7 @@ class _Children:
         return pid
 
     def end_store(self) -> None:
-        """Kill the store, if there is one: another is to have its port."""
+        """Kill the store, if there is one, so that another can have its port."""
         if self.store:
             os.kill(self.store, signal.SIGKILL)
             os.waitpid(self.store, 0)
@@ -77,7 +77,7 @@ class _Children:
             self.store = 0
 
     def end(self) -> None:
-        """Kill all of them."""
+        """Kill all forked processes."""
         for pid in self.lanes:
             os.kill(pid, signal.SIGKILL)
         for pid in self.lanes:
@@ -85,7 +85,7 @@ class _Children:
 
 
 def _child(request: dict[str, Any], descriptors: list[int], host: socket.socket) -> None:
-    """Body of a forked process; does not return, and ends with the one that forked it."""
+    """The body of a forked process; does not return, and ends with its parent."""
     try:
         enter(request["namespace"])
         if "worker" in request:
@@ -101,7 +101,7 @@ def _child(request: dict[str, Any], descriptors: list[int], host: socket.socket)
 
 
 def _attend(manager: socket.socket, children: _Children) -> bool:
-    """Do what one manager asks for until it goes; returns whether it requested the end."""
+    """Serve one manager until it disconnects; returns whether it requested the end."""
     with manager, contextlib.suppress(OSError):
         tell(manager, children.calls.fileno(), host=os.getpid(), store=children.store, vms=children.living())
         while True:
@@ -122,7 +122,7 @@ def _attend(manager: socket.socket, children: _Children) -> bool:
 
 
 def _ordered() -> dict[str, str] | None:
-    """Read what the first manager orders, and write to the log from then on; None: it has ended."""
+    """Read the first manager's order, and write to the log from then on; None: the manager has ended."""
     with open(0, "rb", closefd=False) as stdin:
         line = stdin.readline()
     if not line:
@@ -135,7 +135,7 @@ def _ordered() -> dict[str, str] | None:
 
 
 def _begin_anew(order: dict[str, str]) -> NoReturn:
-    """Be a new process, which reads this order."""
+    """Run as a new process, which reads this order."""
     read, write = os.pipe()
     os.write(write, json.dumps(order).encode() + b"\n")
     os.dup2(read, 0)
@@ -143,7 +143,7 @@ def _begin_anew(order: dict[str, str]) -> NoReturn:
 
 
 def main() -> None:
-    """Serve managers until one asks for the end, or none comes any more."""
+    """Serve managers until one requests the end, or none comes in time."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     first_manager, directories = os.getppid(), sys.argv[4:]
     prepare()
@@ -162,7 +162,7 @@ def main() -> None:
     asked_to_end = False
     assert not has_threads(), "a process with threads cannot be forked safely"
     gc.collect()
-    gc.freeze()  # what was imported is shared with the children for good
+    gc.freeze()  # share the imported modules with the children for good
     gc.enable()
     try:
         while not asked_to_end and (manager := control_socket.next()) is not None:

@@ -2,16 +2,14 @@
 
 ``python -m manager.engine.on_processes.process_host FD PATIENCE_S WORKERS_FD [DIRECTORY..]`` starts it. It imports
 everything that a worker needs, then reads one line from standard input, ``{"job": "path/to/file.py:name", "log":
-"workers.log"}``, and imports what the job does, if one is named. Without such a line it ends.
+"workers.log"}``, and imports the job's modules, if a job is named. Without such a line it ends.
 
-It imports all this once, and has no thread and no device of its own: a fork of it is a worker in milliseconds, where a
-fresh process would need seconds for its imports.
-Managers come to it as to a ``ControlSocket``. Requests:
+It imports once, and has no thread and no device: a fork of it becomes a worker in milliseconds, where a fresh process
+would need seconds for its imports. Managers connect to its ``ControlSocket``. Requests:
 
-``{"worker": "vm0", "namespace": null, "home": "{..}"}``, the home being where the worker calls,
-``{"store": "127.0.0.1", "port": 0, "namespace": null}`` with the file descriptor of a connection on which the store
-tells its port; an earlier store ends,
-``{"settled": true}``, which is not answered.
+``{"worker": "vm0", "namespace": null, "home": "{..}"}``, where ``home`` says where the worker calls, ``{"store":
+"127.0.0.1", "port": 0, "namespace": null}`` with the file descriptor of a connection on which the store sends its port;
+an earlier store ends, ``{"settled": true}``, which is not answered.
 
 Answers: ``{"pid": ..}`` or ``{"error": ".."}``. Every manager is greeted with ``{"host": pid, "store": pid, "vms":
 {"vm0": pid}}``.
@@ -22,7 +20,7 @@ directories and the first manager's network namespaces are removed too.
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # until all is imported, which stays: to look through it again and again takes a fifth of that time
+    gc.disable()  # until all is imported, which stays in memory: collecting meanwhile takes a fifth of that time
     from manager.engine.on_processes.forking import main
 
     main()

@@ -1,4 +1,4 @@
-"""VMs that are plain processes of this machine, one worker each, forked from one process that has imported all."""
+"""VMs that are plain processes of this machine, one worker each, forked from one process that has all imports."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_TH
 
 
 class ProcessVms:
-    """A host of such VMs; see ``VmHost``. All may be called from any thread.
+    """A host of such VMs; see ``VmHost``. All methods may be called from any thread.
 
-    A fork takes milliseconds: one VM after the other.
+    A fork takes milliseconds, so VMs are started one after another.
 
     Args:
-        line: To the process that is forked from.
-        directory: Of its control socket.
-        log_path: What workers write to standard error goes there.
-        home: Where the worker of a VM calls.
-        namespace_of: The network namespace of a VM's host; None: this machine's own network.
-        pids: The VMs that are there.
-        order: A pipe to a process that waits to hear what to import; None: it has.
+        line: Connected to the process that workers are forked from.
+        directory: The directory of its control socket.
+        log_path: Receives the workers' standard error.
+        home: Returns where the worker of a VM calls.
+        namespace_of: Returns the network namespace of a VM's host; None: this machine's own network.
+        pids: The VMs that exist.
+        order: A pipe to a process that waits for the modules to import; None: it has imported them.
     """
 
     boots_at_once = 1
@@ -73,17 +73,17 @@ class ProcessVms:
         remove_if_killed: Path | None = None,
         patience_s: float = 0.0,
     ) -> ProcessVms:
-        """Start the process that is forked from, which keeps the socket at which workers call.
+        """Start the process that workers are forked from, which keeps the socket that they call.
 
         It imports what every worker needs, in seconds, and does nothing else until ``start``.
 
         Args:
-            workers: That socket.
-            log_path: What workers write to standard error goes there.
-            home: Where the worker of a VM calls.
-            namespace_of: The network namespace of a VM's host; None: this machine's own network.
-            remove_if_killed: A directory to remove should this process be killed.
-            patience_s: How long everything outlives this process, should it be killed.
+            workers: The socket.
+            log_path: Receives the workers' standard error.
+            home: Returns where the worker of a VM calls.
+            namespace_of: Returns the network namespace of a VM's host; None: this machine's own network.
+            remove_if_killed: A directory to remove if this process is killed.
+            patience_s: How long everything outlives this process if it is killed.
         """
         directory = make_folder(OWN_SOCKET)
         removed = [str(path) for path in (directory, remove_if_killed) if path is not None]
@@ -111,18 +111,18 @@ class ProcessVms:
         home: Callable[[str], Home],
         namespace_of: Callable[[str], str | None] = lambda _vm: None,
     ) -> ProcessVms:
-        """Go on with the host that another manager left, and its VMs."""
+        """Continue with the host that another manager left, and its VMs."""
         hold(control_socket.parent)
         return cls(line, control_socket.parent, log_path, home, namespace_of, vms)
 
     def start(self, job_path: str = "") -> None:
-        """Let the process that was begun import what the job does, and wait the seconds until it is ready.
+        """Let the process that was begun import the job's modules, and wait some seconds until it is ready.
 
         Args:
-            job_path: What this job imports is imported before the first fork; empty: no job's.
+            job_path: The job whose modules are imported before the first fork; empty: none.
 
         Raises:
-            ClusterError: when it does not come up within ``START_TIMEOUT_S``.
+            ClusterError: the process does not come up within ``START_TIMEOUT_S``.
         """
         self._log_path.touch()
         self._tell({"job": job_path, "log": str(self._log_path.absolute())})
@@ -134,28 +134,28 @@ class ProcessVms:
         return self._directory / OWN_SOCKET
 
     def settle(self) -> None:
-        """From now on another manager would find it."""
+        """Note that another manager could find the host from now on."""
         self._line.settle()
 
     @property
     def pid(self) -> int:
-        """The process that owns them."""
+        """The process that owns the VMs."""
         return self._line.pid
 
     def check(self) -> None:
-        """See that the process that owns them lives.
+        """Check that the process that owns the VMs lives.
 
         Raises:
-            ClusterLost: it is gone, and every VM with it.
+            ClusterLost: the process is gone, and every VM with it.
         """
         if not runs(self.pid):
             raise ClusterLost("the process that owns the VMs is gone, and every VM with it")
 
     def start_store(self, host: str, port: int = 0, namespace: str | None = None) -> tuple[int, int]:
-        """Start the rendezvous store in a process of its own, ending an earlier one; returns its process and port.
+        """Start the rendezvous store in its own process, ending an earlier one; returns its process and port.
 
         Raises:
-            ClusterError: when it does not come up within ``STORE_TIMEOUT_S``.
+            ClusterError: the store does not come up within ``STORE_TIMEOUT_S``.
         """
         connection, theirs = socket.socketpair()
         with theirs:
@@ -169,10 +169,10 @@ class ProcessVms:
         raise ClusterError(f"the rendezvous store did not start within {STORE_TIMEOUT_S:g} s; see {self._log_path}")
 
     def add_vm(self, name: str) -> None:
-        """Bring up a VM and its worker's process: milliseconds.
+        """Start a VM and its worker's process, in milliseconds.
 
         Raises:
-            ClusterError: when it cannot be forked.
+            ClusterError: the process cannot be forked.
         """
         home = self._home(name).model_dump_json()
         pid = self._ask({"worker": name, "namespace": self._namespace_of(name), "home": home})
@@ -180,7 +180,7 @@ class ProcessVms:
             self._pids[name] = pid
 
     def start_worker(self, worker: str, vm: str) -> None:
-        """See ``Launcher``: a VM begins with its worker."""
+        """Do nothing: a VM starts with its worker."""
 
     def kill(self, worker: str) -> None:
         """End a worker, and its VM with it."""
@@ -199,14 +199,14 @@ class ProcessVms:
         def kill() -> None:
             with self._lock:
                 pids = [self._pids.pop(name) for name in names if name in self._pids]
-            for pid in pids:  # the process that forked them waits for none of them before the end: pids stay theirs
+            for pid in pids:  # the parent reaps none of them before the end, so their pids stay theirs
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
         return kill
 
     def vm_pids(self, name: str) -> list[int]:
-        """Process ids of a VM."""
+        """Return the process ids of a VM."""
         with self._lock:
             return [self._pids[name]] if name in self._pids else []
 
@@ -222,7 +222,7 @@ class ProcessVms:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _tell(self, order: dict[str, str] | None) -> None:
-        """Give the host that was begun its order, or none; once."""
+        """Send the host that was begun its order, or none; once."""
         pipe, self._order = self._order, None
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError), open(pipe, "wb") as stdin:  # noqa: PTH123 (a descriptor)

@@ -1,1 +1,1 @@
-"""Everything about Ray: its cluster, its driver and actors, and what confines them."""
+"""Everything about Ray: its cluster, its driver and actors, and their confinement."""

@@ -1,12 +1,12 @@
-"""The process that is Ray's driver: it starts workers as actors, and says which nodes there are.
+"""The process that is Ray's driver: it starts workers as actors and reports the nodes.
 
 ``python -m manager.engine.on_ray.driver FD DIRECTORY ADDRESS`` starts it. FD: its connection to the manager, over which
 both send lines, each one value of ``driver_messages``. DIRECTORY: the run's, with Ray's token. ADDRESS: of the head
-node. It ends with the connection.
+node. The process ends with the connection.
 
-What a VM sends over Ray is a pickle, and the sender chooses what it does when it is read. It is read here, where there
-is nothing to take: this process has no credentials, no secret of the run but Ray's token, which every VM has, and the
-secret of a worker for as long as it takes to start that worker; and it is confined.
+A VM sends pickles over Ray, which can run any code when they are read. They are read here because this process has
+nothing to steal: it has no credentials, and of the run's secrets only Ray's token, which every VM has, and a worker's
+secret while it starts that worker; and it is confined.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ LOOK_EVERY_S = 0.05
 
 
 class Driver:
-    """Carries out the manager's orders. Actors are detached and named, so that the next driver finds them.
+    """Carries out the manager's orders. Actors are detached and named, so that the next driver can find them.
 
-    An actor is called once, and returns from that call when its worker's process ends. A later driver's call waits
-    behind the one that the worker is in.
+    An actor is called once, and returns when its worker's process ends. A later driver's call waits behind the running
+    one.
     """
 
     def __init__(self, library: Any, connection: socket.socket) -> None:
-        self._library, self._connection = library, connection  # the first is ray, imported once this is confined
+        self._library, self._connection = library, connection  # the first is ray, imported after confinement
         self._lock = threading.Lock()
         self._actor_class = library.remote(WorkerActor)
         self._actors: dict[str, Any] = {}
 
     def connect(self, address: str) -> None:
-        """Wait for the head node, connect to it, and say from now on which nodes there are."""
+        """Wait for the head node, connect to it, and report the nodes from now on."""
         host, port = address.rsplit(":", 1)
         until_s = time.monotonic() + HEAD_TIMEOUT_S
         while True:
@@ -61,12 +61,12 @@ class Driver:
         threading.Thread(target=self._tell_nodes, name="nodes", daemon=True).start()
 
     def serve(self) -> None:
-        """Do what is ordered until the manager is gone."""
+        """Carry out orders until the manager is gone."""
         with self._connection.makefile("rb") as lines:
             while line := lines.readline(MAX_LINE_BYTES):
                 order = read_order(line)
                 if isinstance(order, Kill):
-                    with suppress(ValueError):  # it is gone already
+                    with suppress(ValueError):  # the actor is gone already
                         actor = self._actors.pop(order.worker, None) or self._library.get_actor(order.worker)
                         self._library.kill(actor, no_restart=True)
                 else:
@@ -89,14 +89,14 @@ class Driver:
                 ).remote()
             self._actors[order.worker] = actor
             call = actor.serve_home.remote(order.home.get_secret_value().encode())
-        except Exception as error:  # Ray's have no common class, and a ValueError says that there is no such actor
+        except Exception as error:  # Ray's errors have no common class; a ValueError means that there is no such actor
             self.tell(Told(kind="ended", worker=order.worker, cause=f"{type(error).__name__}: {error}"[:1000]))
             return
         self.tell(Told(kind="started", worker=order.worker))
         call.future().add_done_callback(lambda ended: self._tell_end(order.worker, ended))
 
     def _tell_end(self, worker: str, call: Future[Any]) -> None:
-        """Say how a worker's call ended. What the other end wrote of it is left out."""
+        """Report how a worker's call ended, without the text that the other end sent."""
         name = type(call.exception()).__name__
         kind: Literal["ended", "unreachable"] = "unreachable" if name == "ActorUnavailableError" else "ended"
         self.tell(Told(kind=kind, worker=worker, cause=f"{name}: the worker's process or VM is gone"))
@@ -104,7 +104,7 @@ class Driver:
     def _tell_nodes(self) -> None:
         told: Nodes | None = None
         while True:
-            with suppress(Exception):  # of Ray's, which have no common class: it does not say, and is asked again
+            with suppress(Exception):  # Ray's errors have no common class; Ray is asked again
                 found = Nodes(
                     workers={
                         worker: node["NodeManagerAddress"]
@@ -112,7 +112,7 @@ class Driver:
                         if node["Alive"]
                         for resource, num_devices in node["Resources"].items()
                         if resource.startswith(VM_RESOURCE)
-                        and is_name(resource.removeprefix(VM_RESOURCE))  # a node says itself what it is called
+                        and is_name(resource.removeprefix(VM_RESOURCE))  # a node chooses its own name
                         and 1 <= num_devices <= MAX_DEVICES
                         for worker in workers_of(resource.removeprefix(VM_RESOURCE), int(num_devices))
                     }
@@ -132,7 +132,7 @@ class Driver:
 
 
 def main() -> None:
-    """Confine this process, then serve the manager."""
+    """Confine this process, and then serve the manager."""
     connection, directory, address = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]), sys.argv[3]
     connection.set_inheritable(False)
     lacks = confine_to(directory).lacks
@@ -142,7 +142,7 @@ def main() -> None:
     driver.tell(Hello(lacks=lacks))
     driver.connect(address)
     driver.serve()
-    os._exit(0)  # Ray's exit hooks would wait for what is gone
+    os._exit(0)  # Ray's exit hooks would wait for processes that are gone
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The manager's connection to the process that is Ray's driver, which is started again when it ends."""
+"""The manager's connection to the process that is Ray's driver, which is restarted when it ends."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 
 
 class Attendant(Protocol):
-    """Who is told what, in a thread of the line's."""
+    """The receiver of a driver's reports, which come in a thread of the line."""
 
     def told(self, told: Told) -> None:
-        """The driver said something of a worker."""
+        """Handle the driver's report about a worker."""
 
     def connected(self) -> None:
-        """A driver is connected, which knows of no worker."""
+        """Note that a driver is connected, which knows no workers yet."""
 
 
 class DriverLine:
-    """A driver, or the next one. What it says is checked: a line that is not as it should be ends that driver.
+    """A line to the current driver. Its messages are checked: a malformed line ends that driver.
 
     Args:
-        launch: Starts a driver's process, connected by this file descriptor; raises ClusterError where it cannot.
+        launch: Starts a driver's process, connected by this file descriptor; raises ClusterError if it cannot.
 
-    ``lacks``: what of the confinement of drivers this machine does not allow.
+    ``lacks``: the parts of the drivers' confinement that this machine does not support.
     """
 
     def __init__(self, launch: Callable[[int], None]) -> None:
@@ -49,50 +49,50 @@ class DriverLine:
         self._thread = threading.Thread(target=self._run, name="morph-ray-driver", daemon=True)
 
     def start(self) -> None:
-        """Start the driver; ``wait_for_nodes`` tells whether it came up."""
+        """Start the driver; ``wait_for_nodes`` returns whether it came up."""
         self._thread.start()
 
     def attend(self, attendant: Attendant) -> None:
-        """From now on tell this one. Called once, after the driver was connected."""
+        """Set the receiver of reports. Called once, after the driver is connected."""
         self._attendant = attendant
 
     @property
     def nodes(self) -> dict[str, str]:
-        """The workers for which there are nodes, with their addresses.
+        """The workers that have nodes, with their addresses.
 
         Raises:
             ClusterError: no driver is connected.
         """
         with self._changed:
             if self._nodes is None:
-                raise ClusterError("Ray does not say which nodes there are: its driver is not connected")
+                raise ClusterError("Ray's nodes are not known: its driver is not connected")
             return dict(self._nodes)
 
     def wait_for_nodes(self, reached: Callable[[dict[str, str] | None], bool], timeout_s: float) -> bool:
-        """Wait until what is known of the nodes is like this; returns whether it is within ``timeout_s``."""
+        """Wait until the known nodes meet a condition; returns whether they do within ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(lambda: reached(self._nodes), timeout_s)
 
     def notify(self) -> None:
-        """Have those who wait for nodes look again."""
+        """Wake the threads that wait for nodes."""
         with self._changed:
             self._changed.notify_all()
 
     def send(self, order: Start | Kill) -> bool:
-        """Send an order; returns False where no driver takes it."""
+        """Send an order; returns False if no driver accepts it."""
         with self._changed:
             connection = self._connection if self._nodes is not None else None
             if connection is None or self._closed.is_set():
                 return False
             try:
                 connection.sendall(write(order))
-            except OSError:  # also when it took nothing for too long: then half a line may have gone
+            except OSError:  # also if it accepted nothing for too long: half a line may have been sent
                 connection.close()
                 return False
         return True
 
     def close(self) -> None:
-        """Let the driver end. It is not waited for: its host ends it."""
+        """Let the driver end, without waiting: its host ends it."""
         self._closed.set()
         with self._changed:
             if self._connection is not None:
@@ -104,7 +104,7 @@ class DriverLine:
             begin_s = time.monotonic()
             try:
                 self._hear_one()
-            except ClusterError:  # its host is gone, and so is everything else
+            except ClusterError:  # the host is gone, and everything else with it
                 return
             lived_s = time.monotonic() - begin_s
             pause_s = FIRST_PAUSE_S if lived_s > SHORT_LIFE_S else min(2 * pause_s, LONGEST_PAUSE_S)

@@ -1,4 +1,4 @@
-"""What the manager and the process that is Ray's driver say to one another: lines of JSON, checked by either side."""
+"""Messages between the manager and the process that is Ray's driver: lines of JSON, checked by both sides."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Kill(Value):
 
 
 class Told(Value):
-    """About one worker: it is placed once there is room, it has ended, or the order to start it must be sent again."""
+    """A report on a worker: it will be placed once there is room, has ended, or must be ordered again."""
 
     kind: Literal["started", "ended", "unreachable"]
     worker: Name
@@ -44,14 +44,14 @@ class Told(Value):
 
 
 class Hello(Value):
-    """The first line of a driver. ``lacks``: what of the confinement this machine does not allow, for a user."""
+    """The first line of a driver. ``lacks``: names, for a user, the parts of confinement that this machine lacks."""
 
     kind: Literal["hello"] = "hello"
     lacks: str = Field(default="", max_length=1000)
 
 
 class Nodes(Value):
-    """The workers for which there are nodes in the cluster now, and their addresses."""
+    """The workers that have nodes in the cluster now, and their addresses."""
 
     kind: Literal["nodes"] = "nodes"
     workers: dict[Name, Name] = Field(max_length=MAX_WORKERS)
@@ -67,19 +67,19 @@ def write(value: Start | Kill | Hello | Told | Nodes) -> bytes:
 
 
 def read_order(line: bytes) -> Start | Kill:
-    """Read what the manager orders.
+    """Read an order of the manager.
 
     Raises:
-        ValueError: it is not an order.
+        ValueError: the line is not an order.
     """
     return _ORDER.validate_json(line)
 
 
 def read_told(line: bytes) -> Hello | Told | Nodes:
-    """Read what the driver says.
+    """Read a message of the driver.
 
     Raises:
-        ValueError: it is not what a driver says. The message does not repeat it.
+        ValueError: the line is not such a message. The error does not repeat it.
     """
     try:
         return _TOLD.validate_json(line)

@@ -1,4 +1,4 @@
-"""Workers that Ray places and starts: one detached actor a device, which calls the manager as every worker does."""
+"""Workers that Ray places and starts: one detached actor per device, which calls the manager as every worker does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADOPT_TIMEOUT_S = 15.0
 
 @dataclass
 class _Started:
-    """``is_adopted``: another manager started it, if anyone did. ``is_known``: the driver said that it is there."""
+    """``is_adopted``: another manager may have started it. ``is_known``: the driver reported that it exists."""
 
     vm: str
     is_adopted: bool = False
@@ -27,16 +27,17 @@ class _Started:
 
 
 class RayLauncher:
-    """See ``Launcher``. A worker that no driver has reported as started is ordered again from the next driver.
+    """A ``Launcher``. If no driver has reported a worker as started, the next driver gets the order to start it again.
 
-    One that is there is not: its end is known by its connection, and what it sent may be what ended the driver.
+    A worker that exists is not ordered again: its connection shows its end, and its message may have ended the driver.
 
     Args:
-        driver: Is connected.
+        driver: A connected driver.
         home: Where a worker calls.
-        living: The workers that there may be.
-        failed: Told, in a thread of the line's, of a worker whose process could not be started, or ended; and why.
-        gpus: Ray deals the GPUs of each VM, and lets each worker see one (CUDA_VISIBLE_DEVICES).
+        living: The workers that may exist.
+        failed: Called, in a thread of the line, with a worker whose process ended or could not be started, and the
+            reason.
+        gpus: Ray assigns the GPUs of each VM, and lets each worker see one (CUDA_VISIBLE_DEVICES).
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class RayLauncher:
                 self._unsent_kills.add(worker)
 
     def has_ended(self, _worker: str) -> bool:
-        """See ``Launcher``: Ray says so itself."""
+        """See ``Launcher``: Ray reports it itself."""
         return False
 
     def adopt(self) -> Collection[str]:
@@ -108,7 +109,7 @@ class RayLauncher:
             self._ask_for(worker)
 
     def _ask_for(self, worker: str) -> None:
-        """Where no driver takes it, the next one is asked."""
+        """Send an order; if no driver accepts it, the next one gets it."""
         with self._changed:
             found = self._workers.get(worker)
         if found is not None:

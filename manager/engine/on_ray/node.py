@@ -1,7 +1,8 @@
-"""``ray`` as a process that can be tied and confined: ``python -m manager.engine.on_ray.node [OPTIONS] start ...``.
+"""Runs ``ray`` tied to its parent and confined: ``python -m manager.engine.on_ray.node [OPTIONS] start ...``.
 
-``--parent=PID``: it is ended when the thread that started it ends, and so is what it started. ``--confined=FOLDER``: it
-and all that it starts can read Ray's token and certificates in that folder, and write Ray's own folder below it.
+``--parent=PID``: the process and all that it started end when the thread that started it ends. ``--confined=FOLDER``:
+the process and all that it starts can read Ray's token and certificates in that folder, and write Ray's own folder
+below it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _SET_SIGNAL_OF_PARENTS_END = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel end this process when the thread that started it ends. Linux alone can."""
+    """Let the kernel end this process when the thread that started it ends. Only Linux can."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_SIGNAL_OF_PARENTS_END, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:

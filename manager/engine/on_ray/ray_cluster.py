@@ -1,8 +1,8 @@
 """A Ray cluster whose head node is on this machine, and local VMs, each a Ray node of its own.
 
-A VM is one raylet and what it starts. ``prepare_kill`` takes them all away with SIGKILL at once, as a revocation does.
-The nodes, and the process that is Ray's driver, belong to a process of their own (``vm_host``); nothing outlives
-``close``, nor this process. Ray itself is not imported here.
+A VM is one raylet and the processes that it starts. ``prepare_kill`` kills them all at once with SIGKILL, as a
+revocation does. A separate process (``vm_host``) owns the nodes and the process that is Ray's driver; nothing outlives
+``close`` or this process. Ray itself is not imported here.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ START_LOOK_EVERY_S = 0.2
 
 
 class RayCluster:
-    """Head node and VMs. ``add_vm`` and ``prepare_kill`` may be called from any thread, and several at a time.
+    """A head node and VMs. Several threads may call ``add_vm`` and ``prepare_kill`` at the same time.
 
     Args:
-        directory: What ``ray_environment.prepare`` returned; Ray's sessions lie below it.
-        patience_s: How long everything outlives this process, should it be killed.
-        host: The address of the head node, at which VMs elsewhere reach it; empty: all VMs are of this machine.
-        port: Of the head node; 0: any free one.
-        first_port: Of those on which the head node's other processes listen; 0: any free ones.
-        gone: Told, in a thread of this object's, of a VM that was up and ended by itself.
+        directory: The result of ``ray_environment.prepare``; Ray's sessions are below it.
+        patience_s: How long everything outlives this process if it is killed.
+        host: The address of the head node for VMs elsewhere; empty: all VMs are on this machine.
+        port: The port of the head node; 0: any free one.
+        first_port: The first port of the head node's other processes; 0: any free ones.
+        gone: Called, in a thread of this object, with a VM that was up and ended by itself.
     """
 
-    boots_at_once = max(1, min(4, os.cpu_count() or 1))  # a raylet gives up what needs 15 s to start
+    boots_at_once = max(1, min(4, os.cpu_count() or 1))  # a raylet gives up a start that takes 15 s
 
     def __init__(
         self,
@@ -83,16 +83,16 @@ class RayCluster:
 
     @property
     def control_socket(self) -> Path:
-        """Where another manager finds the host of the nodes; nothing that Ray runs here can reach it."""
+        """Where another manager finds the host of the nodes; no process of Ray here can reach it."""
         return self._directory.parent / OWN_SOCKET
 
     def start(self, workers: socket.socket) -> None:
-        """Start the head node and a driver. ``workers``: where they call, which the nodes' host keeps.
+        """Start the head node and a driver. ``workers``: the socket that they call, which the nodes' host keeps.
 
-        Where it does not come up it is tried again, for on a busy machine Ray gives up what needs more than 15 s.
+        A failed start is tried again, because on a busy machine Ray gives up a process that needs more than 15 s.
 
         Raises:
-            ClusterError: when Ray does not come up within ``START_TIMEOUT_S``.
+            ClusterError: Ray does not come up within ``START_TIMEOUT_S``.
         """
         for tries_left in reversed(range(START_TRIES)):
             try:
@@ -118,10 +118,10 @@ class RayCluster:
         self._connect(self._line.greeting(START_TIMEOUT_S), START_TIMEOUT_S)
 
     def take_over(self, line: HostLine, greeting: Mapping[str, Any]) -> None:
-        """Instead of ``start``: connect to the nodes that another manager left.
+        """Connect to the nodes that another manager left, instead of ``start``.
 
         Raises:
-            ClusterError: when that fails; everything is ended then.
+            ClusterError: that fails; everything is ended then.
         """
         self._line = line
         try:
@@ -136,7 +136,7 @@ class RayCluster:
             raise
 
     def settle(self) -> None:
-        """From now on another manager would find it."""
+        """Note that another manager could find the host from now on."""
         assert self._line is not None
         self._line.settle()
 
@@ -161,10 +161,10 @@ class RayCluster:
         self._line.send({"driver": True}, [connection])
 
     def check_head(self) -> None:
-        """See that the head node lives, once in ``LOOK_EVERY_S``.
+        """Check that the head node lives, once in ``LOOK_EVERY_S``.
 
         Raises:
-            ClusterLost: one of its processes is gone: Ray can start nothing any more, and ends its nodes soon.
+            ClusterLost: one of its processes is gone; Ray can then start nothing, and soon ends its nodes.
         """
         now_s = time.monotonic()
         if now_s < self._looked_s + LOOK_EVERY_S:
@@ -177,10 +177,10 @@ class RayCluster:
         return all(map(runs, self._head))
 
     def add_vm(self, name: str) -> None:
-        """Bring up a VM; blocks until Ray knows it, some seconds.
+        """Bring up a VM; blocks some seconds, until Ray knows it.
 
         Raises:
-            ClusterError: when the node does not come up within ``ADD_TIMEOUT_S``.
+            ClusterError: the node does not come up within ``ADD_TIMEOUT_S``.
         """
         try:
             if self._line is None:
@@ -208,7 +208,7 @@ class RayCluster:
             raise ClusterError(f"VM {name} did not come up within {ADD_TIMEOUT_S:g} s")
 
     def _told(self, packet: dict[str, Any]) -> None:
-        """Take what the process that owns the nodes tells; nothing: it is gone."""
+        """Handle a message of the process that owns the nodes; an empty one: it is gone."""
         if "store" in packet or not packet:
             with self._lock:
                 requested, self._store_asked = self._store_asked, None
@@ -246,7 +246,7 @@ class RayCluster:
         """Start the rendezvous store, ending an earlier one; returns its process and port.
 
         Raises:
-            ClusterError: it does not come up within ``STORE_TIMEOUT_S``.
+            ClusterError: the store does not come up within ``STORE_TIMEOUT_S``.
         """
         line, requested = self._line, Future[tuple[int, int]]()
         with self._lock:
@@ -262,7 +262,7 @@ class RayCluster:
             raise ClusterError(f"the rendezvous store did not start: {error}") from error
 
     def joined(self) -> dict[str, str]:
-        """The workers for which there are VMs in the cluster now, whoever started these, with their addresses.
+        """Return the workers that have VMs in the cluster now, with their addresses.
 
         Raises:
             ClusterError: no driver is connected.
@@ -270,9 +270,9 @@ class RayCluster:
         return self.driver.nodes
 
     def prepare_kill(self, names: Sequence[str]) -> Callable[[], None]:
-        """Find everything that runs on some VMs; calling the result takes them all away at once, with SIGKILL.
+        """Find all processes of some VMs; calling the result kills them all at once, with SIGKILL.
 
-        Looking for processes takes up to a tenth of a second, in which no VM of several should outlive the others.
+        The search takes up to a tenth of a second, which is too long for some VMs to outlive the others.
         """
         pids = [pid for name in names for pid in self.vm_pids(name)]
 
@@ -288,7 +288,7 @@ class RayCluster:
         return kill
 
     def vm_pids(self, name: str) -> list[int]:
-        """Process ids of a VM, raylet first."""
+        """Return the process ids of a VM, the raylet first."""
         with self._lock:
             root = self._vms.get(name)
         return [process.pid for process in _tree(root)] if root is not None else []

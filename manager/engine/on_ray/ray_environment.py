@@ -1,4 +1,4 @@
-"""Ray's folder, token and settings in a run, and what of the machine the processes beside the manager can reach."""
+"""Ray's folder, token and settings in a run, and the confinement of the processes beside the manager."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from morph.contract.errors import ClusterError
 
 SETTINGS = {
     **RAY_SETTINGS,
-    "RAY_ENABLE_AUTO_CONNECT": "0",  # a call before or after the session must fail, not find some other cluster
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # a call before or after the session must fail, not find another cluster
     "RAY_gcs_server_port_wait_time_s": "60",  # Ray's own 15 s are too few on a busy machine
     "RAY_task_events_report_interval_ms": "0",  # else the head keeps a record of each of the last 100,000 orders
 }
 MAY_LEAVE_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Where it is 0, Ray listens on 127.0.0.1 if that is a node's address; else it takes a real interface's instead."""
+"""If it is 0, Ray listens on 127.0.0.1 where that is a node's address; else it uses a real interface instead."""
 
 
 def prepare(tls: Tls | None = None) -> Path:
     """Make Ray's directory of a run and its token, readable by the user alone.
 
-    Returns the directory, below which Ray keeps its sessions; it goes when the process exits.
+    Returns the directory, below which Ray keeps its sessions; it is removed when the process exits.
 
     Args:
-        tls: Ray's processes encrypt what they send and take nobody without a certificate, which are made here too;
-            None: they do not.
+        tls: Ray's processes encrypt their traffic and accept only peers with a certificate; the certificates are made
+            here too. None: no encryption.
 
     Raises:
         ConfigError: certificates cannot be made.
@@ -47,10 +47,10 @@ def prepare(tls: Tls | None = None) -> Path:
 
 
 def adopt(ray_directory: Path, tls: Tls | None = None) -> Path:
-    """Instead of ``prepare``: use the directory, token and certificates of a manager that was killed; removed at exit.
+    """Use a killed manager's directory, token and certificates, instead of ``prepare``; they are removed at exit.
 
     Raises:
-        ClusterError: there are none.
+        ClusterError: they are gone.
     """
     directory = ray_directory.parent
     if not token_of(directory).is_file():
@@ -63,7 +63,7 @@ def adopt(ray_directory: Path, tls: Tls | None = None) -> Path:
 
 
 def environment(ray_directory: Path, *, on_loopback: bool) -> dict[str, str]:
-    """Return the whole environment of Ray's processes on this machine. ``on_loopback``: that is where they listen."""
+    """Return the whole environment of Ray's processes on this machine. ``on_loopback``: they listen on loopback."""
     directory = ray_directory.parent
     kept = {name: value for name, value in handed_on(os.environ).items() if name != MAY_LEAVE_LOOPBACK}
     certificates = certificates_of(directory)
@@ -78,7 +78,7 @@ def environment(ray_directory: Path, *, on_loopback: bool) -> dict[str, str]:
 
 
 def confine_to(directory: Path) -> Confined:
-    """Confine this process, as far as the machine allows, to the part of a run's directory that is Ray's.
+    """Confine this process, as far as the machine allows, to Ray's part of a run's directory.
 
     ``directory``: the one with the token.
     """
@@ -89,5 +89,5 @@ def confine_to(directory: Path) -> Confined:
 
 
 def token_of(directory: Path) -> Path:
-    """Where the token of a run is."""
+    """Return where the token of a run is."""
     return directory / "token"

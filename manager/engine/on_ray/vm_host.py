@@ -1,21 +1,22 @@
 """The process that owns Ray's nodes on this machine and the process of Ray's driver.
 
 ``python -m manager.engine.on_ray.vm_host FD PATIENCE_S WORKERS_FD DIRECTORY HOST PORT FIRST`` starts it. FD: see
-``control_socket``. WORKERS_FD: a socket at which workers call, which it keeps for the managers. DIRECTORY: the run's,
-with Ray's token. HOST and PORT: of the head node, HOST being empty where all VMs are of this machine; FIRST: of the
-ports of its other processes; 0: any free one.
+``control_socket``. WORKERS_FD: the socket that workers call, which it keeps for the managers. DIRECTORY: the run's,
+with Ray's token. HOST and PORT: of the head node; HOST is empty if all VMs are on this machine. FIRST: the first port
+of its other processes; 0: any free ones.
 
-It is a process of its own, because Ctrl-C in the user's terminal must reach the manager alone. If the manager is
-killed, nodes live on for ``PATIENCE_S``, in which another one may take over. Then, or at ``{"end": true}``, every node
-is ended; unless a manager requested that, the directory is removed. If this process is killed, a helper process ends
-everything in its session.
+It is a separate process because Ctrl-C in the user's terminal must reach the manager alone. If the manager is killed,
+nodes live on for ``PATIENCE_S``, in which another manager may take over. Then, or at ``{"end": true}``, every node is
+ended; unless a manager requested the end, the directory is removed too. If this process is killed, a helper process
+ends everything in its session.
 
 Every manager is greeted with that socket and ``{"host": pid, "address": .., "head": [pid, ..], "store": pid, "vms":
-{"vm0": pid}}``: without one of the head's processes there is no cluster, and a VM is its raylet. Requests: ``{"add":
-"vm0"}``, answered with ``{"name": "vm0", "pid": ..}`` once it boots, or with ``{"name": "vm0", "error": ".."}``;
-``{"driver": true}`` with a connection, to which a new process of ``driver`` is connected, and an earlier one ends;
-``{"store": host, "port": 0}``, for which an earlier store ends, answered with ``{"store": pid, "port": 4711}`` or
-``{"store": 0, "error": ".."}``; and ``{"settled": true}``. ``{"gone": "vm0"}`` tells of a VM that ended.
+{"vm0": pid}}``, where the head's pids are those without which there is no cluster, and a VM's pid is its raylet's.
+Requests: ``{"add": "vm0"}``, answered with ``{"name": "vm0", "pid": ..}`` once it boots, or with ``{"name": "vm0",
+"error": ".."}``; ``{"driver": true}`` with a connection, for which a new process of ``driver`` starts on that
+connection and an earlier one ends; ``{"store": host, "port": 0}``, for which an earlier store ends, answered with
+``{"store": pid, "port": 4711}`` or ``{"store": 0, "error": ".."}``; and ``{"settled": true}``. ``{"gone": "vm0"}``
+reports a VM that ended.
 """
 
 from __future__ import annotations
@@ -59,24 +60,24 @@ while left:
                     left = left or stat.read().rpartition(")")[2].split()[0] != "Z"
                 os.kill(pid, signal.SIGKILL)
 """
-"""Of a process that outlives this one by a moment: its end of the pipe closes when this process is killed."""
+"""The program of a process that outlives this one by a moment: its pipe closes when this process is killed."""
 
 
 class _Head(Protocol):
-    """A head node. ``pids``: of the processes without which there is none."""
+    """A head node. ``pids``: the processes without which it does not work."""
 
     address: str
     pids: list[int]
 
     def add(self, name: str) -> Any:
-        """Start the node of a VM on this machine; blocks until Ray knows it. Returns what ``forget`` takes."""
+        """Start the node of a VM on this machine; blocks until Ray knows it. Returns the argument for ``forget``."""
 
     def forget(self, node: Any) -> None:
-        """Free what this process holds of a node whose raylet has ended."""
+        """Free this process's resources of a node whose raylet has ended."""
 
 
 class _ConfinedHead:
-    """``ray start --head`` for VMs that are elsewhere: nothing that these have it run can leave its folder."""
+    """``ray start --head`` for VMs elsewhere, confined to its folder whatever those VMs make it run."""
 
     def __init__(self, directory: Path, host: str, port: int, first_port: int) -> None:
         if not port:
@@ -86,32 +87,32 @@ class _ConfinedHead:
             *(sys.executable, "-m", "manager.engine.on_ray.node", f"--parent={os.getpid()}", f"--confined={directory}"),
             *("start", "--head", "--block", f"--node-ip-address={host}", f"--port={port}", "--disable-usage-stats"),
             *("--num-cpus=0", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}"),
-            f"--plasma-directory={directory / 'ray' / 'tmp'}",  # Ray's usual one is everybody's
+            f"--plasma-directory={directory / 'ray' / 'tmp'}",  # Ray's usual one is open to all
             "--include-dashboard=false",
-            "--include-log-monitor=false",  # it holds a file for each worker there ever was, and nobody reads them
-            "--no-monitor",  # of the autoscaler: its metrics are open to everybody, at a port of Ray's choice
+            "--include-log-monitor=false",  # it keeps a file open for each worker ever started, unread
+            "--no-monitor",  # the autoscaler's metrics are open to all, at a port of Ray's choice
             *Ports(first_port).options(),
         ]
         self.address = f"{host}:{port}"
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
-        self.pids = [self._process.pid]  # it ends when one of its own does
+        self.pids = [self._process.pid]  # it ends when one of its processes does
 
     def add(self, name: str) -> Any:
         raise ClusterError(f"{name} would be a VM of this machine beside a provider's")
 
     def forget(self, node: Any) -> None:
-        """Nothing: it has no nodes of VMs."""
+        """Do nothing: it has no nodes of VMs."""
 
 
 class _LocalHead:
-    """A cluster whose nodes are all of this machine and listen on loopback, which ``ray start`` has no option for.
+    """A cluster whose nodes are all on this machine and listen on loopback, for which ``ray start`` has no option.
 
-    It is not confined: nobody has its token but its user, as whom its workers run.
+    It is not confined: only its user has its token, and its workers run as that user.
 
     Args:
-        sockets: A directory with a short path, below one that its user alone may enter: Ray opens it to everybody. Each
-            node gets socket files of its own there. Ray would look for names that are free, and two nodes that start
-            together would find the same ones.
+        sockets: A directory with a short path, below one that only its user may enter, because Ray opens it to all.
+            Each node gets its own socket files there: if Ray chose free names, two nodes that start together would
+            choose the same ones.
     """
 
     def __init__(self, sockets: Path) -> None:
@@ -119,7 +120,7 @@ class _LocalHead:
 
         self._sockets, self._numbers = sockets, itertools.count(1)
         self._cluster: Any = Cluster(
-            shutdown_at_exit=False,  # which could start nodes in the main thread alone
+            shutdown_at_exit=False,  # signal handlers would restrict starting nodes to the main thread
             initialize_head=True,
             head_node_args={
                 "num_cpus": 0,
@@ -151,7 +152,7 @@ class _LocalHead:
 
 
 class _Nodes:
-    """What runs: the head node, VMs and the driver. Each VM has a thread that ends with it."""
+    """The running processes: the head node, VMs and the driver. Each VM has a thread that ends with it."""
 
     def __init__(self, directory: Path, head: _Head, calls: socket.socket) -> None:
         self._directory, self._head, self._calls = directory, head, calls
@@ -165,7 +166,7 @@ class _Nodes:
         self._storing = threading.Lock()
 
     def greet(self, manager: socket.socket) -> None:
-        """Tell a manager what it must know, and from now on what happens."""
+        """Greet a manager, and send it reports from now on."""
         with self._lock:
             self._manager = manager
             tell(
@@ -179,12 +180,12 @@ class _Nodes:
             )
 
     def part(self) -> None:
-        """The manager is gone: nothing is told any more."""
+        """Note that the manager is gone: no more reports are sent."""
         with self._lock:
             self._manager = None
 
     def start_driver(self, connection: int) -> None:
-        """Start the driver's process anew, connected to a manager by this file descriptor."""
+        """Restart the driver's process, connected to a manager by this file descriptor."""
         if self._driver is not None:
             self._driver.kill()
             self._driver.wait()
@@ -203,7 +204,7 @@ class _Nodes:
                 self._store.kill()
                 self._store.wait()
             command = [sys.executable, "-m", "morph.runtime.groups.store", host, str(port)]
-            pipe = subprocess.PIPE  # at whose end the store ends
+            pipe = subprocess.PIPE  # the store ends when this is closed
             self._store = store = subprocess.Popen(command, stdin=pipe, stdout=pipe)
             assert store.stdout is not None
             told = store.stdout.readline()
@@ -214,7 +215,7 @@ class _Nodes:
                 self._say(store=0, error=f"it ended at once; see {LOG}")
 
     def add(self, name: str) -> None:
-        """Start a VM; the answer follows. One that there is already is not started twice."""
+        """Start a VM; the answer follows. An existing VM is not started twice."""
         with self._lock:
             if name in self._vms:
                 self._say(name=name, pid=self._vms[name])
@@ -223,7 +224,7 @@ class _Nodes:
                 threading.Thread(target=self._run, args=(name,), name=f"vm-{name}", daemon=True).start()
 
     def _run(self, name: str) -> None:
-        """Body of a VM's thread."""
+        """The body of a VM's thread."""
         found = threading.Event()
         self._launching.acquire()  # Ray would give two nodes that start together the same log files
         launched = ExitStack()
@@ -232,7 +233,7 @@ class _Nodes:
         def watch() -> None:
             raylet, is_over = None, False
             while raylet is None and not is_over:
-                is_over = over.wait(LOOK_EVERY_S)  # once more when it is: the node may have come up between two looks
+                is_over = over.wait(LOOK_EVERY_S)  # look again after its end: the node may be up since the last look
                 raylet = _raylet_of(name)
             launched.close()
             if raylet is not None:
@@ -244,12 +245,12 @@ class _Nodes:
         node, error = None, "its raylet ended while it booted"
         try:
             node = self._head.add(name)
-        except Exception as raised:  # Ray's own, which have no common class
+        except Exception as raised:  # Ray's errors have no common class
             error = f"{type(raised).__name__}: {raised}"
         over.set()
         found.wait()
         if node is not None:
-            with self._launching:  # Ray's collection of nodes is not made for several threads
+            with self._launching:  # Ray's collection of nodes is not thread-safe
                 self._head.forget(node)
         with self._lock:
             if name in self._asked:
@@ -257,7 +258,7 @@ class _Nodes:
                 self._say(name=name, error=error)
 
     def _watch(self, name: str, raylet: psutil.Process) -> None:
-        """Tell of a raylet and wait for its end; its zombie stays until the manager was told, for the number's sake."""
+        """Report a raylet and wait for its end; it is reaped after the report, so that its number is not reused."""
         with self._lock:
             self._asked.remove(name)
             self._vms[name] = raylet.pid
@@ -277,7 +278,7 @@ class _Nodes:
 
 
 def _raylet_of(name: str) -> psutil.Process | None:
-    """Find what Ray started for a VM, by the resource that tells its nodes apart."""
+    """Find the processes that Ray started for a VM, by the resource that tells nodes apart."""
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
             is_raylet = child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE
@@ -296,7 +297,7 @@ def _end_children() -> None:
 
 
 def _attend(manager: socket.socket, nodes: _Nodes, control_socket: ControlSocket) -> bool:
-    """Do what one manager asks for until it goes; returns whether it requested the end."""
+    """Serve one manager until it disconnects; returns whether it requested the end."""
     with manager, suppress(OSError):
         try:
             nodes.greet(manager)
@@ -322,15 +323,15 @@ def _attend(manager: socket.socket, nodes: _Nodes, control_socket: ControlSocket
 
 
 def main() -> None:
-    """Serve managers until one asks for the end, or none comes any more."""
+    """Serve managers until one requests the end, or none comes in time."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.argv[5] and sys.platform == "linux":  # so that nothing that a confined process starts leaves its family
+    if sys.argv[5] and sys.platform == "linux":  # so that orphans of confined processes become this process's children
         ctypes.CDLL(None).prctl(_SET_REAPER_OF_ORPHANS, 1, 0, 0, 0)
     control_socket = ControlSocket(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]))
     calls = socket.socket(fileno=int(sys.argv[3]))
     calls.set_inheritable(False)
     directory, asked_to_end = Path(sys.argv[4]), False
-    end_of_this, _ = os.pipe()  # whose other end the kernel closes
+    end_of_this, _ = os.pipe()  # the kernel closes the other end
     subprocess.Popen([sys.executable, "-I", "-S", "-c", END_SESSION], stdin=end_of_this)
     os.close(end_of_this)
     try:
@@ -338,7 +339,7 @@ def main() -> None:
         try:
             host, port, first_port = sys.argv[5], int(sys.argv[6]), int(sys.argv[7])
             head = _ConfinedHead(directory, host, port, first_port) if host else _LocalHead(directory / "sockets")
-        except Exception as error:  # Ray's own, which have no common class
+        except Exception as error:  # Ray's errors have no common class
             if manager is not None:
                 tell(manager, error=f"{type(error).__name__}: {error}")
             return
@@ -351,7 +352,7 @@ def main() -> None:
         _end_children()
         if not asked_to_end:
             shutil.rmtree(directory, ignore_errors=True)
-        os._exit(0)  # whatever its threads wait for
+        os._exit(0)  # even if its threads still wait
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a run may cost (VMs, dollars an hour, dollars in all), and what it cost before, out of its journal."""
+"""A run's spending limits (VMs, dollars an hour, dollars in all), and its earlier cost, read from its journal."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SECONDS_PER_H = 3600.0
 
 @dataclass(frozen=True)
 class Before:
-    """What the run cost before, by all its managers: dollars, and VM-hours of VMs whose price nobody noted.
+    """The run's earlier cost, under all its managers: dollars, and the VM-hours of VMs whose price was not recorded.
 
-    ``vms``: those of its VMs that live on; what they cost so far is in it.
+    ``vms``: its VMs that still live; their cost so far is included.
     """
 
     usd: float = 0.0
@@ -30,13 +30,13 @@ class Before:
 
 
 class Spending:
-    """Adds up what the VMs cost while they live, and says how many more are allowed. Thread-safe.
+    """Adds up the cost of living VMs, and decides how many more are allowed. Thread-safe.
 
     Args:
-        limits: The user's.
-        clock: Seconds, never going back.
-        before: What it cost before; hours without a price cost what a VM costs now.
-        wall_clock: Seconds since 1970, as a VM's ``paid_since_s`` is in.
+        limits: The user's limits.
+        clock: Returns the seconds of a monotonic clock.
+        before: The earlier cost; hours without a price are charged at the current price of a VM.
+        wall_clock: Returns seconds since 1970, the unit of a VM's ``paid_since_s``.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class Spending:
         self._lock = threading.Lock()
 
     def spent_usd(self, price: Price) -> float:
-        """So far, by all managers of the run."""
+        """Return the cost so far, under all managers of the run."""
         with self._lock:
             self._add_up()
             return self._spent_usd + self._before.unpriced_h * price.usd_per_h
 
     def living(self, vms: Sequence[Vm], price: Price | None) -> None:
-        """Take note of which VMs there are from now on; one without a price of its own costs ``price``.
+        """Note which VMs exist from now on; a VM without its own price costs ``price``.
 
-        One that was not noted before has cost something since it is paid for. What waits in a queue costs nothing yet.
+        A VM that was not noted before is charged from when it began to cost money. A queued VM costs nothing yet.
         """
         vms = [vm for vm in vms if not vm.waits]
         with self._lock:
@@ -76,12 +76,12 @@ class Spending:
                 if vm.name not in self._counted and vm.paid_since_s is not None:
                     paid_s = max(0.0, self._wall_clock() - vm.paid_since_s)
                     self._spent_usd += _usd_per_h(vm, price) * paid_s / SECONDS_PER_H
-            self._counted |= {vm.name for vm in vms}  # one that a list left out is not new when it is back
+            self._counted |= {vm.name for vm in vms}  # a VM missing from one list is not new when it is back
 
     def allowed(self, count: int, living: Sequence[Vm], price: Price | None) -> tuple[int, str]:
-        """Return how many of ``count`` further VMs may be requested beside these, and what forbids the rest.
+        """Return how many of ``count`` further VMs may be requested, and the reason why not all.
 
-        Any of them may be the dearest that there is: ``price``.
+        Each of them may cost the highest price, ``price``.
         """
         limits = self._limits
         bounds = [(count, "")]
@@ -112,12 +112,12 @@ def _usd_per_h(vm: Vm, price: Price | None) -> float:
 
 
 def before_now(run_dir: Path, now_s: float, *, lives_on: bool) -> Before:
-    """Add up what all sessions of a run have cost by now.
+    """Add up the cost of all sessions of a run until now.
 
     Args:
         run_dir: The run's directory.
-        now_s: By the run's clock.
-        lives_on: The nodes of the last session live.
+        now_s: On the run's clock.
+        lives_on: The nodes of the last session still live.
 
     Raises:
         RunDirError: the journal cannot be read.

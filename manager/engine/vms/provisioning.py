@@ -1,4 +1,4 @@
-"""Carries out what the controller asks of a provider: requests one by one, and beside them what ends VMs."""
+"""Carries out the controller's orders to a provider: one request at a time, and the ends of VMs beside it."""
 
 from __future__ import annotations
 
@@ -35,38 +35,38 @@ log = logging.getLogger(__name__)
 TRIES = 5
 RETRIES = Backoff(first_s=2.0, most_s=120.0)
 RETRY_AFTER_MAX_S = 3600.0
-"""Of what a provider says itself: asked earlier, it only refuses for longer."""
+"""The longest delay that a provider can ask for: if asked earlier, it only refuses for longer."""
 CLOSE_TIMEOUT_S = 10.0
 ROOM_LOOK_S = 15.0
 ROOM_PATIENCE_S = 900.0
-"""How long a request that was refused waits for VMs that are being ended: longer than a provider takes for that."""
+"""How long a refused request waits for VMs that are being ended, which is longer than a provider needs for that."""
 
 
 class Provisioning:
-    """Asks a provider for VMs and gives them back; answers come through the event queue.
+    """Requests VMs from a provider and gives them back; answers come through the event queue.
 
-    The controller's nodes are workers, one for each device of a VM. A request that comes again under its name while it
-    is under way, or was answered, makes no further call: its answer is given again. A VM is ended once the controller
-    gave up all of its workers.
+    The controller's nodes are workers, one for each device of a VM. A request that is repeated under its name, while it
+    is under way or after its answer, makes no further call: its answer is given again. A VM is ended once the
+    controller has given up all of its workers.
 
-    One thread asks the provider, another looks, and each end has one of its own: nothing waits for a VM that does not
-    end. What a VM that is being ended takes up is free for its replacement, as far as ``vms.limits`` go: it is gone in
-    a minute, and the dollars count until then. Where the provider has no room beside it, the request waits until one
-    of those that are being ended is gone. VMs of a request under way that are given up are ended once it is answered:
-    until then it might make them anew. A refusal ends what had come of its request, but for VMs of which a worker
-    joined already.
+    One thread makes requests, another lists VMs, and each end of a VM has its own thread, so that nothing waits for a
+    VM that does not end. A VM that is being ended does not count against ``vms.limits`` for its replacement: it is gone
+    in a minute, and its dollars count until then. If the provider has no room beside it, the request waits until one of
+    the VMs that are being ended is gone. VMs that are given up while their request is under way are ended once it is
+    answered, because until then it might make them again. After a refusal, the request's VMs are ended, except those of
+    which a worker has joined already.
 
     Args:
         provider: ``request`` is called from one thread alone.
-        event_queue: Where ``NodesGranted`` and ``RequestRefused`` go, and facts.
-        spending: What the user allows.
-        pause: Waits some seconds; returns True when everything is over.
-        nodes: Nodes that the controller knows from another manager, whose VMs the provider lists.
-        look_every_s: How often the provider is asked which VMs there are, for one may be taken while it boots; None:
-            never.
+        event_queue: Receives ``NodesGranted``, ``RequestRefused`` and facts.
+        spending: The user's limits.
+        pause: Waits some seconds; returns True if everything is over.
+        nodes: Nodes of an earlier manager that the controller knows, whose VMs the provider lists.
+        look_every_s: How often the provider is asked for its list of VMs, because a VM may be preempted while it boots;
+            None: never.
         close_timeout_s: How long ``close`` waits for a call that is under way before it ends the other VMs.
-        end_all: Ends every VM of the run, again where that may help.
-        least_vms: With fewer, a request is of no use: where the limits allow no more, it is refused.
+        end_all: Ends every VM of the run, with retries where they may help.
+        least_vms: A request for fewer VMs is useless: it is refused if the limits do not allow this number.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Provisioning:
         self._end_all = end_all
         self._least_vms = least_vms
         self.failure: Exception | None = None
-        """Why the last request that failed was refused, where asking again does not help."""
+        """Why the last failed request was refused, if repeating it does not help."""
         self._inherited: tuple[frozenset[str], frozenset[RequestId]] | None = None
         self._has_begun = False
         self._nodes = frozenset(nodes)
@@ -105,7 +105,7 @@ class Provisioning:
             self._looks.put(self._count)  # they cost from now on
 
     def request(self, action: RequestNodes) -> None:
-        """Ask for VMs; returns at once."""
+        """Request VMs; returns at once."""
         is_new, answer = self._registry.ask(action)
         if answer is not None:
             self._event_queue.put(answer)
@@ -113,49 +113,49 @@ class Provisioning:
             self._asks.put(lambda: self._ask(action))
 
     def release(self, action: ReleaseNodes) -> None:
-        """End the VMs of which all workers are given up by now; returns at once."""
+        """End the VMs whose workers are all given up by now; returns at once."""
         self._end(self._registry.give_up(action.nodes, self._nodes), keep_logs=True)
 
     def begin(self, nodes: Collection[str], requests: Collection[RequestId]) -> None:
-        """Before anything else: go on with the VMs of these nodes and requests, end any other; returns at once.
+        """Continue with the VMs of these nodes and requests, and end all others; returns at once. Call it first.
 
-        Others are what a manager left that was killed, and of which this one knows nothing.
+        The others were left by a killed manager, and are unknown to this one.
         """
         self._inherited = (frozenset(nodes), frozenset(requests))
         self._has_begun = True
         self._asks.put(self._adopt)
 
     def request_of(self, node: str) -> RequestId | None:
-        """Return the request that a VM answers, granted or under way; None: it is none of ours, or was given back."""
+        """Return the request that a VM answers, granted or under way; None: the VM is not ours, or was given back."""
         return self._registry.request_of(node)
 
     def known_of(self, nodes: Collection[str]) -> tuple[dict[str, Paid], dict[str, NodeFacts]]:
-        """Return what nodes cost, and what they are, whose VMs came before their grant; blocks for a list of VMs.
+        """Return the price and type of nodes whose VMs came before their grant; blocks for a list of VMs.
 
-        Of those of which something is known.
+        Nodes about which nothing is known are left out.
         """
         early = self._registry.ungranted(nodes)
         if not early:
             return {}, {}
         try:
             listed = self._listed()
-        except Exception:  # whatever it is, the node joins; what it costs is told with its grant
+        except Exception:  # any error: the node joins, and its price comes with its grant
             return {}, {}
         vms = [vm for vm in listed if vm.name in early]
         return paid(vms, time.time()), facts_of(vms)
 
     def may_take(self, vm: str) -> bool:
-        """Whether a VM is granted and was not given up; one of a request under way might be made anew."""
+        """Return whether a VM is granted and not given up; while its request is under way it might be made again."""
         return self._registry.is_settled(vm)
 
     def evict(self, vm: str) -> bool:
         return self._provider.evict(vm)
 
     def take(self, vms: Mapping[str, Collection[str]]) -> None:
-        """End VMs, given with their workers, behind the controller's back, as a provider does that takes them; blocks.
+        """End VMs, given with their workers, without telling the controller, as a preempting provider does; blocks.
 
         Raises:
-            ProviderError: naming those that are left.
+            ProviderError: some VMs are left; the error names them.
         """
         for worker in (worker for workers in vms.values() for worker in workers):
             self._event_queue.put(Fact(name=VM_KILLED, worker=worker))
@@ -163,14 +163,14 @@ class Provisioning:
         self._count()
 
     def know(self, nodes: Collection[str]) -> None:
-        """Take note of the nodes that the controller knows: whatever comes of their request, their VMs go on."""
+        """Note the nodes that the controller knows: their VMs live on, whatever the answer to their request is."""
         self._nodes = frozenset(nodes)
         self._joined |= {vm_of(node) for node in nodes}
 
     def close(self) -> None:
-        """Ask for nothing any more, and end every VM of the run; blocks for a bounded time: see ``end_all``.
+        """Stop requesting, and end every VM of the run; blocks for a bounded time: see ``end_all``.
 
-        What cannot be ended in time is told by name, as a fact and to the user, with the command that ends it.
+        VMs that cannot be ended in time are named in a fact and to the user, with the command that ends them.
         """
         self._over.set()
         self._registry.close()
@@ -182,23 +182,23 @@ class Provisioning:
             sentence = f"a call to the provider did not end within {self._close_timeout_s:g} s, and may make VMs"
             self._warn("provider_busy", sentence + self._command())
         for executor in (self._looks, self._ends):
-            executor.join(until_s)  # an end that is still under way does not keep the others from theirs
+            executor.join(until_s)  # an end that is still under way must not block the others
         try:
             told = partial(self._warn, "provider_retried")
             for left in self._end_all(self._provider, told=told, hurry=self._hurry):
                 self._fact("orphan_ended", left)
-        except Exception as error:  # whatever it is, the user must hear of it, and the rest be closed
+        except Exception as error:  # any error: the user must be told, and the rest closed
             granted = self._registry.granted()
-            named = any(vm in str(error) for vm in granted)  # else it is not known which of them are left
+            named = any(vm in str(error) for vm in granted)  # else it is unknown which are left
             perhaps = f"; {', '.join(granted)} may be there" if granted and not named else ""
             self._warn("vms_left", f"{error}{perhaps}{self._command()}")
 
     def hurry(self) -> None:
-        """From now on ``close`` tries each end once more at most; returns at once."""
+        """Let ``close`` try each end at most once more; returns at once."""
         self._hurry.set()
 
     def _command(self) -> str:
-        """What the user can do about VMs that are left."""
+        """Return what the user can do about VMs that are left."""
         command = self._provider.capabilities().ending
         return f"; what ends them: {command}" if command else ""
 
@@ -210,12 +210,12 @@ class Provisioning:
         self._fact("provider_failed", f"{type(error).__name__}: {error}")  # a bug, or a provider's own error
 
     def _end(self, end: End | None, facts: Sequence[str] = (), *, keep_logs: bool = False) -> None:
-        """Have VMs ended; returns at once.
+        """Start ending VMs; returns at once.
 
         Args:
-            end: Which.
-            facts: Told once they are ended, of those that nobody had asked to end.
-            keep_logs: Of those that never joined, for with the VM goes what it said of why.
+            end: The VMs.
+            facts: Put once the VMs are ended, for VMs whose end was not requested.
+            keep_logs: Keep the logs of VMs that never joined, because they say why and vanish with the VM.
         """
         if end is not None:
             silent = [vm for vm in end.vms if vm not in self._joined] if keep_logs else []
@@ -223,7 +223,7 @@ class Provisioning:
 
     def _adopt(self) -> None:
         if not self._adopting.acquire(blocking=False):
-            return  # the other thread is at it
+            return  # the other thread is doing that
         try:
             self._adopt_or_end()
         finally:
@@ -236,35 +236,35 @@ class Provisioning:
         strays: list[Vm] = []
         with self._told("provider_silent"):
             strays = self._registry.adopt(self._listed(), nodes, requests)
-            self._inherited = None  # one that cannot be ended is nobody's from now on, and no reason not to look
+            self._inherited = None  # a VM that cannot be ended belongs to no request now; keep looking
         facts = [f"{vm.name} of {vm.request} was left by an earlier manager: ended" for vm in strays]
         self._end(self._registry.end([vm.name for vm in strays]), facts)
 
     def _look(self) -> None:
-        """Tell of VMs that were taken, or ended, behind our back: those that two looks in a row did not find.
+        """Report VMs that were preempted or ended by others: those that two consecutive looks did not find.
 
-        And end those that should have been ended, where the provider failed. Before ``begin`` nothing is known of any.
+        Also end VMs that the provider failed to end before. Before ``begin`` no VMs are known.
         """
         if not self._has_begun:
             return
-        if self._inherited is not None:  # the provider did not answer: until it does, nobody is known to be nobody's
+        if self._inherited is not None:  # until the provider answers, it is unknown which VMs are strays
             self._adopt()
             return
         with self._told("provider_silent"):
             strays, lost = self._registry.compare(self._listed())
             for node in lost:
-                self._event_queue.put(WorkerLost(worker=node, cause="the provider has its VM no more"))
+                self._event_queue.put(WorkerLost(worker=node, cause="the provider no longer has its VM"))
             left = [vm.name for vm in strays]
-            self._end(self._registry.end(left), [f"{', '.join(left)}: of no run, ended"])
+            self._end(self._registry.end(left), [f"{', '.join(left)}: belongs to no run, ended"])
 
     def _ask(self, action: RequestNodes) -> None:
         try:
             found: tuple[Vm, ...] | RequestRefused = self._answer(action)
-        except Exception as error:  # a bug, or a provider's own error: the controller must hear of the refusal
+        except Exception as error:  # a bug, or a provider's own error: the controller must learn of the refusal
             self.failure = _without_frames(error)
             detail = f"{type(error).__name__}: {error}"
             found = RequestRefused(request=action.request, cause="error", detail=detail)
-        with self._counting:  # a VM is told of as started once its grant is
+        with self._counting:  # a VM is reported as started once its grant is
             answer, end = self._registry.answer(action, found, self._nodes)
             self._event_queue.put(answer)
         self._end(end)
@@ -308,21 +308,21 @@ class Provisioning:
     def _wait_for_room(
         self, request: RequestId, why: str, num_over: int, listed: Collection[str], until_s: float
     ) -> bool:
-        """Wait for room that VMs took up when it was requested, where any are being ended; returns whether one is gone.
+        """Wait until a VM that is being ended makes room for a refused request; returns whether one is gone.
 
         Args:
-            request: That was refused.
-            why: It was.
-            num_over: How many ends were over then.
-            listed: The VMs that were there then.
-            until_s: A second of the monotonic clock.
+            request: The refused request.
+            why: Why it was refused.
+            num_over: The number of finished ends at the request.
+            listed: The VMs that existed at the request.
+            until_s: A time on the monotonic clock.
         """
         if names := [name for name in self._registry.ending() if name in listed]:
             self._fact("provider_retried", f"{request}: {why}; again when one of {', '.join(names)} is ended")
         while names and not self._over.is_set() and (left_s := until_s - time.monotonic()) > 0:
             if self._registry.wait_ended(num_over, min(left_s, ROOM_LOOK_S)):
                 return True
-            with self._told("provider_silent"):  # of those that end together, one may be stuck
+            with self._told("provider_silent"):  # if several end together, one may be stuck
                 if set(listed) - {vm.name for vm in self._listed()}:
                     return True
         return self._registry.wait_ended(num_over, 0.0)
@@ -342,7 +342,7 @@ class Provisioning:
     def _keep_log(self, vm: str) -> None:
         try:
             log = self._provider.boot_log(vm)
-        except Exception as error:  # another package's provider: whatever it is, the VM costs until it is ended
+        except Exception as error:  # another package's provider, any error: the VM costs money until it is ended
             self._failed(error)
         else:
             if log:
@@ -353,7 +353,7 @@ class Provisioning:
             self._listed()
 
     def _listed(self) -> tuple[Vm, ...]:
-        """List and count what there is: after each change, and one after the other, so that the last one is right."""
+        """List and count the VMs, after each change and one call at a time, so that the last count is right."""
         with self._counting:
             vms = self._provider.list()
             self._spending.living(vms, self._provider.price())
@@ -372,7 +372,7 @@ class Provisioning:
 
     @contextlib.contextmanager
     def _told(self, name: str) -> Iterator[None]:
-        """Tell a provider's error as a fact, and go on: what is left is found again by ``reconcile``."""
+        """Report a provider's error as a fact, and go on: ``reconcile`` finds what is left."""
         try:
             yield
         except ProviderError as error:
@@ -380,6 +380,6 @@ class Provisioning:
 
 
 def _without_frames(error: Exception) -> Exception:
-    """Let go of where an error was raised: the frames hold the connections of the call that failed."""
+    """Drop the traceback of an error: its frames hold the connections of the failed call."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)

@@ -1,4 +1,4 @@
-"""Which VMs are requested, granted, given up and being ended, and their workers; no provider is called here."""
+"""Keeps which VMs are requested, granted, given up and being ended, and their workers; calls no provider."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from morph.contract.vm_names import vm_of
 
 @dataclass(frozen=True)
 class Inherited:
-    """``vms``: asked of a provider, up or still to boot. ``nodes``: those that the controller knows, lost ones too."""
+    """``vms``: requested from a provider, up or booting. ``nodes``: all that the controller knows, also lost ones."""
 
     vms: tuple[Vm, ...] = ()
     nodes: frozenset[str] = frozenset()
 
 
 def inherited(state: ControllerState, up: Collection[str]) -> Inherited:
-    """Return what was requested under which request, and is still wanted.
+    """Return the wanted VMs, by the request that they answer.
 
-    A VM is named after its request, so it is known whether or not its grant was written down before the manager died.
-    Wanted are the nodes that the controller knows and that are up, what was granted and is awaited, and what is up of a
-    request without an answer. Whatever else is up was given up.
+    A VM is named after its request, so it is known even if its grant was not journalled before the manager died. These
+    VMs are wanted: those of nodes that the controller knows and that are up; those that were granted and are awaited;
+    and those that are up while their request has no answer. All others that are up were given up.
 
     Args:
-        state: As the journal has it.
+        state: The state from the journal.
         up: VMs that are up.
     """
     if not state.config.target_nodes:
@@ -55,14 +55,14 @@ Answer = NodesGranted | RequestRefused
 
 @dataclass(frozen=True)
 class End:
-    """VMs that are to be ended, and are noted as such until ``VmRegistry.ended`` is told of it."""
+    """VMs to be ended; they are noted as such until ``VmRegistry.ended`` is called."""
 
     number: int
     vms: tuple[str, ...]
 
 
 class VmRegistry:
-    """See the module's docstring. Thread-safe; only ``wait_ended`` blocks.
+    """The VMs of a run and their states. Thread-safe; only ``wait_ended`` blocks.
 
     The controller's nodes are workers, one for each device of a VM; a VM is ended once none of its workers is wanted.
     """
@@ -82,7 +82,7 @@ class VmRegistry:
         self._over = False
 
     def ask(self, action: RequestNodes) -> tuple[bool, Answer | None]:
-        """Note a request; returns whether it is a new one, and the answer that it has already."""
+        """Note a request; returns whether it is new, and its answer if it has one already."""
         with self._lock:
             answer = self._answers.get(action.request)
             if answer is not None or action.request in self._under_way:
@@ -93,12 +93,12 @@ class VmRegistry:
     def answer(
         self, action: RequestNodes, found: Sequence[Vm] | RequestRefused, known: Collection[str]
     ) -> tuple[Answer, End | None]:
-        """Note what came of a request; returns what the controller is to hear, and what is to be ended.
+        """Note the answer to a request; returns the event for the controller, and the VMs to be ended.
 
         Args:
             action: The request.
-            found: What the provider made of it.
-            known: All nodes that the controller knows: whatever the answer is, their VMs go on.
+            found: The provider's answer.
+            known: All nodes that the controller knows: their VMs live on, whatever the answer is.
         """
         with self._lock:
             of_known = {vm_of(node) for node in known}
@@ -128,7 +128,7 @@ class VmRegistry:
             return answer, self._end(given_up)
 
     def _refuse(self, action: RequestNodes, known: Collection[str]) -> set[str]:
-        """Go on with the VMs of a refused request that have a known worker; returns the others."""
+        """Keep the VMs of a refused request that have a known worker; returns the others."""
         vms = {vm_name(action.request, index) for index in range(action.count)}
         vms |= {vm for vm, request in self._granted.items() if request == action.request}
         for vm in vms:
@@ -141,7 +141,7 @@ class VmRegistry:
         return vms - self._granted.keys()
 
     def request_of(self, node: str) -> RequestId | None:
-        """Return the request that a VM answers, granted or under way; None: it is none of ours, or was given back."""
+        """Return the request that a VM answers, granted or under way; None: the VM is not ours, or was given back."""
         vm = vm_of(node)
         with self._lock:
             return self._granted.get(vm) or self._under_way_of(vm)
@@ -152,14 +152,14 @@ class VmRegistry:
             return sorted(self._granted)
 
     def is_settled(self, vm: str) -> bool:
-        """Whether a VM was granted, and no request that it answers is under way."""
+        """Return whether a VM was granted, and no request that it answers is under way."""
         with self._lock:
             return vm in self._granted and self._granted[vm] not in self._under_way
 
     def ungranted(self, nodes: Collection[str]) -> frozenset[str]:
-        """Return the VMs of those nodes that came before the answer to their request, or though it was refused.
+        """Return the VMs of nodes that came before the answer to their request, or although it was refused.
 
-        Or that waited in their market's queue, when last heard of.
+        VMs that were last known to wait in their market's queue are included.
         """
         with self._lock:
             vms = {vm_of(node) for node in nodes}
@@ -171,14 +171,14 @@ class VmRegistry:
             )
 
     def give_up(self, nodes: Sequence[str], known: Collection[str]) -> End | None:
-        """Note that the controller needs nodes no more; returns the VMs of which it needs none.
+        """Note that the controller no longer needs nodes; returns the VMs of which it needs none.
 
-        Of a VM whose grant was not heard of only its one worker is known; it is ended once its request is answered:
-        until then the request might make it anew.
+        If a VM's grant has not come, only one of its workers is known. It is ended once its request is answered,
+        because until then the request might make it again.
 
         Args:
-            nodes: Given up.
-            known: All that the controller knows besides.
+            nodes: The nodes that are given up.
+            known: All other nodes that the controller knows.
         """
         now = []
         with self._lock:
@@ -199,9 +199,9 @@ class VmRegistry:
             return self._end(now)
 
     def adopt(self, vms: Sequence[Vm], nodes: frozenset[str], requests: Collection[RequestId]) -> list[Vm]:
-        """Take the VMs of these nodes and requests for granted; returns those of nobody.
+        """Treat the VMs of these nodes and requests as granted; returns the other VMs.
 
-        It may come late, when the provider was silent: what was given up or answered since then stays so.
+        This may happen late, if the provider did not answer: VMs given up and requests answered since then stay so.
         """
         with self._lock:
             nodes = nodes - self._gone
@@ -217,7 +217,7 @@ class VmRegistry:
             return self._nobodys(vms)
 
     def compare(self, vms: Sequence[Vm]) -> tuple[list[Vm], list[str]]:
-        """Return the VMs of nobody, and the nodes whose VMs are gone: missing now and at the last comparison."""
+        """Return the stray VMs, and the nodes whose VMs are gone: missing now and at the last comparison."""
         with self._lock:
             missing = frozenset(self._granted) - {vm.name for vm in vms}
             gone, self._missed = missing & self._missed, missing - self._missed
@@ -226,7 +226,7 @@ class VmRegistry:
             return self._nobodys(vms), sorted(node for name in gone for node in self._wanted.pop(name, ()))
 
     def started(self, vms: Sequence[Vm], now_s: float) -> list[NodesStarted]:
-        """Return what the controller is to hear of VMs that are listed and wait in their market's queue no more."""
+        """Return the events for VMs that are listed and no longer wait in their market's queue."""
         with self._lock:
             self._waiting &= self._granted.keys()
             begun = [vm for vm in vms if vm.name in self._waiting and not vm.waits]
@@ -238,18 +238,18 @@ class VmRegistry:
         ]
 
     def living(self, vms: Sequence[Vm], request: RequestId) -> tuple[list[Vm], int]:
-        """Return the VMs beside those of a request that are not being ended, and how many ends are over by now."""
+        """Return the VMs of other requests that are not being ended, and the number of finished ends."""
         with self._lock:
             living = [vm for vm in vms if vm.request != request and not self._is_ending(vm.name)]
             return living, self._num_over
 
     def end(self, vms: Collection[str]) -> End | None:
-        """Note that VMs of nobody are to be ended; None: there are none."""
+        """Note that stray VMs are to be ended, and return that; None: there are none."""
         with self._lock:
             return self._end(vms)
 
     def ended(self, end: End) -> None:
-        """Note that VMs are ended, or that it was tried."""
+        """Note that VMs are ended, or that ending them was tried."""
         with self._lock:
             del self._ends[end.number]
             self._num_over += 1
@@ -261,13 +261,13 @@ class VmRegistry:
             return sorted(vm for end in self._ends.values() for vm in end.vms)
 
     def wait_ended(self, num_over: int, patience_s: float) -> bool:
-        """Wait until more ends are over than these; returns whether that came before the registry was closed."""
+        """Wait until more ends are over than these; returns whether that happened before the registry was closed."""
         with self._lock:
             there = self._lock.wait_for(lambda: self._over or self._num_over > num_over, patience_s)
             return there and not self._over
 
     def close(self) -> None:
-        """Nobody waits any longer."""
+        """End all waits."""
         with self._lock:
             self._over = True
             self._lock.notify_all()
@@ -292,9 +292,9 @@ class VmRegistry:
         return None
 
     def _nobodys(self, vms: Sequence[Vm]) -> list[Vm]:
-        """The VMs that nobody waits for and that are not about to be ended.
+        """Return the VMs that are not wanted and that are not being ended yet.
 
-        They were listed before: a request is under way before its VMs are there.
+        They were listed before: a request is under way before its VMs exist.
         """
         return [
             vm
@@ -307,7 +307,7 @@ class VmRegistry:
 
 
 def paid(vms: Sequence[Vm], now_s: float) -> dict[str, Paid]:
-    """Say what the workers of VMs cost; nothing of those of which nothing is known."""
+    """Return the prices of the VMs' workers, without those that are unknown."""
     told: dict[str, Paid] = {}
     for vm in vms:
         before_s = 0.0 if vm.paid_since_s is None else max(0.0, now_s - vm.paid_since_s)
@@ -318,7 +318,7 @@ def paid(vms: Sequence[Vm], now_s: float) -> dict[str, Paid]:
 
 
 def facts_of(vms: Sequence[Vm]) -> dict[str, NodeFacts]:
-    """Say what kind of VM workers are on; nothing of those of which nothing is known."""
+    """Return the workers' kinds of VM, without those that are unknown."""
     told: dict[str, NodeFacts] = {}
     for vm in vms:
         zone = "" if vm.zone == "unknown" else vm.zone

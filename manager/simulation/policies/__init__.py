@@ -1,1 +1,1 @@
-"""What a job on spot VMs can do about their coming and going: Morph, and what it is compared with."""
+"""Policies of a job on spot VMs: Morph, and the policies that it is compared with."""

@@ -1,4 +1,4 @@
-"""What no policy on these VMs can surpass, and VMs that are never taken, at their price."""
+"""The upper bound of all policies on these VMs, and VMs that are never taken, at their price."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ _NEAR = 1e-12
 
 
 class Fastest(NamedTuple):
-    """Pipelines of any depths side by side, and the step that they make together."""
+    """Pipelines of any depths side by side, and their common step."""
 
     step_s: float
     pipelines: tuple[int, ...]
-    """depths, growing"""
+    """depths, in ascending order"""
     num_workers: int
 
     @property
     def shape(self) -> str:
-        """As that of a plan, for each depth: 8x2+11x1."""
+        """The shape, written as that of a plan, for each depth: 8x2+11x1."""
         return "+".join(f"{depth}x{number}" for depth, number in sorted(Counter(self.pipelines).items()))
 
 
 class _Kind(NamedTuple):
-    """Pipelines of one kind: how many workers one takes, and the seconds in which it is through with its share."""
+    """Pipelines of one kind: the workers of one pipeline, and the seconds that it needs for each share."""
 
     workers: int
     shares: tuple[float, ...]
     times_s: tuple[float, ...]
 
     def share(self, time_s: float) -> float:
-        """The micro-batches with which it is through in this time; 0 where that is not even one."""
+        """Return the micro-batches that a pipeline completes in this time; 0 if fewer than one."""
         place = bisect_left(self.times_s, time_s)
         if place == len(self.times_s):
             return self.shares[-1]
@@ -53,13 +53,13 @@ class _Kind(NamedTuple):
 
 
 class Bound:
-    """The fastest step of any number of workers, by a relaxation: no set of pipelines makes a faster one.
+    """The fastest step of any number of workers, by a relaxation: no set of pipelines can be faster.
 
-    The pipelines may differ in depth, and a share need not be a whole number of micro-batches. Each depth's time by its
-    share is made of all that is known of it (``SpotJob.pipelines`` and ``plans``), rounded down: linear between two
-    shares, proportional below the smallest, and for each micro-batch of a larger share never more, because each fills
-    the pipeline once. So a policy that gives up samples has no advantage either. If a job does not say which pipelines
-    fit, a worker may compute two stages, as in Bamboo.
+    The pipelines may differ in depth, and a share need not be a whole number of micro-batches. Each depth's time as a
+    function of its share is taken from all known times (``SpotJob.pipelines`` and ``plans``), rounded down: linear
+    between two shares, proportional below the smallest, and not growing per micro-batch with the share, because each
+    share fills the pipeline once. So a policy that drops samples cannot exceed it either. If a job does not say which
+    pipelines fit, a worker may compute two stages, as in Bamboo.
     """
 
     def __init__(self, job: SpotJob) -> None:
@@ -77,13 +77,13 @@ class Bound:
         self._found: dict[int, Fastest | None] = {}
 
     def fastest(self, num_workers: int) -> Fastest | None:
-        """The fastest step on this many workers; None: no pipeline fits."""
+        """Return the fastest step on this many workers; None: no pipeline fits."""
         if num_workers not in self._found:
             self._found[num_workers] = self._search(num_workers)
         return self._found[num_workers]
 
     def _search(self, num_workers: int) -> Fastest | None:
-        """Take the pipelines that do most in some time, then the time that these need, until that is the same."""
+        """Alternate between the pipelines that do most in a time and the time that they need, until it is constant."""
         fitting = [kind for kind in self._kinds if kind.workers <= num_workers]
         if not fitting:
             return None
@@ -97,7 +97,7 @@ class Bound:
             time_s = needed_s
 
     def _most(self, kinds: list[_Kind], num_workers: int, time_s: float) -> list[_Kind]:
-        """Of sets of pipelines on so many workers the one through with most micro-batches in this time."""
+        """Return the set of pipelines on this many workers that completes most micro-batches in this time."""
         sizes = np.array([kind.workers for kind in kinds])
         shares = np.array([kind.share(time_s) for kind in kinds])
         most, taken = np.zeros(num_workers + 1), np.full(num_workers + 1, -1)
@@ -120,7 +120,7 @@ class Bound:
         return chosen
 
     def _time_s(self, chosen: list[_Kind], most_s: float) -> float:
-        """When these pipelines are through with a mini-batch; they are at ``most_s``."""
+        """Return when these pipelines complete a mini-batch, which is at ``most_s`` or earlier."""
         counted = Counter(chosen)
         low_s, high_s = 0.0, most_s
         while high_s - low_s > _NEAR * high_s:
@@ -138,7 +138,7 @@ def _of_pipelines(job: SpotJob) -> Iterator[tuple[int, float, float]]:
 
 
 def _of_plans(plans: list[Plan]) -> Iterator[tuple[int, float, float]]:
-    """What the busiest replica of a kind has, and, as slow, less: what a policy counts that gives up samples."""
+    """Yield each kind's busiest and mean share with the same time; policies that drop samples count the mean."""
     for plan in plans:
         for kind in plan.pipeline_kinds:
             for counted in {sum(kind.micro_batches) / kind.num_replicas, float(kind.longest_share)}:
@@ -146,7 +146,7 @@ def _of_plans(plans: list[Plan]) -> Iterator[tuple[int, float, float]]:
 
 
 def _kind(workers: int, times: dict[float, float], whole: float) -> _Kind:
-    """Make times by share such that more takes longer, and a micro-batch of more no longer."""
+    """Make times increase with the share, and times per micro-batch not increase."""
     shares = sorted(times.keys() | {whole})
     per_share, found = math.inf, []
     for share in shares:
@@ -160,9 +160,9 @@ def _kind(workers: int, times: dict[float, float], whole: float) -> _Kind:
 def play_ideal(
     job: SpotJob, trace: Trace, *, until: Until, seed: int = 0, prices: SpotPrices | None = None, name: str = ""
 ) -> Outcome:
-    """Every change of shape is free and instant, newcomers are ready at once, nothing is ever lost, none is spare.
+    """Play the ideal: changes of shape are free and instant, newcomers ready at once, nothing lost, no VM spare.
 
-    Pipelines are as ``Bound`` has them.
+    Pipelines are those of ``Bound``.
     """
     books, steps, num_changes, bound = Books(job, nothing_paid(trace, prices)), 0.0, 0, Bound(job)
     most = math.inf if until.num_steps is None else until.num_steps
@@ -187,7 +187,7 @@ def play_ideal(
 def play_on_demand(
     job: SpotJob, trace: Trace, *, until: Until, seed: int = 0, prices: SpotPrices | None = None, name: str = ""
 ) -> Outcome:
-    """As many VMs as the trace has on average, never taken, at the on-demand price."""
+    """Play as many VMs as the trace has on average, never taken, at the on-demand price."""
     price = None if prices is None else prices.on_demand_usd_per_h
     books = Books(job, None if price is None else 0.0)
     mean_vms = play_ideal(job, trace, until=Until(kind="hours", amount=trace.duration_s / 3600)).vm_s / trace.duration_s

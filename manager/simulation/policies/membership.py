@@ -1,4 +1,4 @@
-"""The VMs of a trace over time, and the booking of what each second of them goes into."""
+"""The VMs of a trace over time, and the booking of each of their seconds."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ON_DEMAND = "on-demand"
 
 @dataclass(frozen=True)
 class Change:
-    """At one moment VMs come, get ready for work, are said to be taken, or are lost.
+    """At one moment VMs come, become ready for work, get a notice, or are lost.
 
-    ``noticed``: with how many seconds are left. ``usd_per_h``: by so much more is paid from then on.
+    ``noticed``: VMs with a notice, and the seconds left. ``usd_per_h``: the increase of the total price from then on.
     """
 
     time_s: float
@@ -35,9 +35,9 @@ class Change:
 
 
 def changes_of(trace: Trace, setup_s: float, prices: SpotPrices | None = None, gpus_per_vm: int = 1) -> list[Change]:
-    """When VMs come, when they are ready ``setup_s`` later unless they are lost by then, and when they are lost.
+    """Return when VMs come, are ready (``setup_s`` later, unless they are lost by then), and are lost.
 
-    A VM is as many as it has GPUs, which come and go together.
+    A VM counts once for each of its GPUs, which come and go together.
     """
 
     def workers(kind: str, entries: Iterable[tuple[float, str, str]]) -> tuple[str, ...]:
@@ -76,9 +76,9 @@ def changes_of(trace: Trace, setup_s: float, prices: SpotPrices | None = None, g
 
 @dataclass
 class Books:
-    """Where the time of all VMs goes, by GPU: booked until ``now_s``. ``ready``: for work, in order of appearance.
+    """The uses of all VMs' time, by GPU, booked until ``now_s``. ``ready``: VMs ready for work, in order of appearance.
 
-    ``usd``: paid so far; None: nobody knows what VMs cost. ``usd_per_h``: of all that are there.
+    ``usd``: paid so far; None: the price of VMs is not known. ``usd_per_h``: the price of all present VMs.
     """
 
     job: SpotJob
@@ -93,7 +93,7 @@ class Books:
     moments: list[Moment] = field(default_factory=list)
 
     def take(self, change: Change) -> None:
-        """VMs come and go, at ``now_s``."""
+        """Apply a change of VMs at ``now_s``."""
         self.ready |= dict.fromkeys(change.ready)
         for vm in change.lost:
             self.ready.pop(vm, None)
@@ -102,7 +102,7 @@ class Books:
         self.usd_per_h += change.usd_per_h
 
     def spend(self, until_s: float, part: Part, members: int) -> None:
-        """Book the time from ``now_s`` on: ``members`` VMs do this, further ready ones are spare, others warm up."""
+        """Book time from ``now_s`` on: ``members`` VMs get this part, other ready ones are spare, the rest warm up."""
         for_s = max(0.0, until_s - self.now_s)
         num_ready = len(self.ready)
         self.parts_s[part] += members * for_s
@@ -114,26 +114,26 @@ class Books:
         self.now_s = max(self.now_s, until_s)
 
     def undo(self, seconds: float, members: int) -> None:
-        """So long was computed in vain."""
+        """Book computing time of this length as lost."""
         self.parts_s[Part.COMPUTE] -= seconds * members
         self.parts_s[Part.LOST] += seconds * members
 
     def note(self, plan: Plan | None) -> None:
-        """From now on this shape trains."""
+        """Note that this shape trains from now on."""
         self.note_shape(*(("", 0.0) if plan is None else (plan.shape, plan.expected.examples_per_s)))
 
     def note_shape(self, shape: str, examples_per_s: float) -> None:
-        """The same, of pipelines that are no plan."""
+        """Note the same for pipelines that do not form a plan."""
         moment = Moment(self.now_s, self.num_vms // self.job.gpus_per_vm, shape, examples_per_s)
         if not self.moments or self.moments[-1][1:] != moment[1:]:
             self.moments.append(moment)
 
     def is_spent(self, until: Until) -> bool:
-        """Whether the dollars that the job may cost are spent."""
+        """Return whether the job's limit of dollars is spent."""
         return until.kind == "usd" and self.usd is not None and self.usd >= until.amount
 
     def outcome(self, policy: str, trace: str, seed: int, steps: int, **more: int) -> Outcome:
-        """Sum up, by VM."""
+        """Return the sums, by VM."""
         num = self.job.gpus_per_vm
         return Outcome(
             policy=policy,
@@ -155,12 +155,12 @@ class Books:
 
 
 def twice_slower(micro_batches: float, depth: int) -> float:
-    """How much longer a pipeline takes of which a worker computes two stages: each micro-batch twice a stage's time."""
+    """Return the slowdown of a pipeline by a worker that computes two stages: twice a stage's time per micro-batch."""
     return (2 * micro_batches + depth - 1) / (micro_batches + depth - 1)
 
 
 def usd_of(event: TraceEvent, trace: Trace, prices: SpotPrices | None) -> float | None:
-    """Dollars an hour of a VM that comes: what is given, else what the trace says; None: not known."""
+    """Return the dollars an hour of a VM that comes: the given price, else the trace's; None: not known."""
     if event.source == ON_DEMAND:
         return None if prices is None else prices.on_demand_usd_per_h
     if prices is not None and prices.spot_usd_per_h is not None:
@@ -169,19 +169,19 @@ def usd_of(event: TraceEvent, trace: Trace, prices: SpotPrices | None) -> float 
 
 
 def nothing_paid(trace: Trace, prices: SpotPrices | None) -> float | None:
-    """Dollars at the start; None: spot VMs have no price."""
+    """Return the dollars at the start; None: spot VMs have no price."""
     return 0.0 if trace.prices or (prices is not None and prices.spot_usd_per_h is not None) else None
 
 
 def end_of(until: Until, trace: Trace) -> float:
-    """When the simulation is over at the latest: after so many hours, or with the trace's last event."""
+    """Return the latest end of the simulation: after the given hours, or with the trace's last event."""
     return trace.duration_s if until.end_s is None else until.end_s
 
 
 def intervals(
     trace: Trace, setup_s: float, end_s: float, prices: SpotPrices | None = None, gpus_per_vm: int = 1
 ) -> Iterator[tuple[Change, float]]:
-    """Each change with the time of the next one, or the end."""
+    """Yield each change with the time of the next one, or the end."""
     changes = [change for change in changes_of(trace, setup_s, prices, gpus_per_vm) if change.time_s < end_s]
     for number, change in enumerate(changes, 1):
         yield change, changes[number].time_s if number < len(changes) else end_s

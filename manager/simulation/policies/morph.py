@@ -21,7 +21,7 @@ from morph.contract.trace import Trace, TraceEvent
 
 MANY_STEPS = 10**12
 LOOK_EVERY_S = 600.0
-"""How often to check whether the dollars are spent, and to tell how far the trace is played."""
+"""How often to check whether the dollars are spent, and to report progress."""
 
 
 def play_morph(
@@ -37,8 +37,8 @@ def play_morph(
 ) -> Outcome:
     """Play the real controller's decisions on these VMs.
 
-    Those whose events' source is ``ON_DEMAND`` cost what VMs on demand do. ``redundancy``: other than the job's.
-    ``told``: called again and again with the share of the time, or of the steps, that is over.
+    VMs whose events' source is ``ON_DEMAND`` have the on-demand price. ``redundancy``: replaces the job's. ``told``:
+    called regularly with the share of the time, or of the steps, that is over.
     """
     if redundancy is not None:
         policy = job.policy.model_copy(update={"redundancy": redundancy})
@@ -52,7 +52,7 @@ def play_morph(
     )
 
     def live(changes: list[tuple[Recorded, simpy.Timeout]]) -> Acting:
-        """A VM's life: it comes, may be warned, and is taken."""
+        """Play a VM's life: it comes, may get a notice, and is taken."""
         vm = ""
         for change, due in changes:
             yield due
@@ -73,7 +73,7 @@ def play_morph(
 
     lives: dict[str, list[tuple[Recorded, simpy.Timeout]]] = {}
     for change in recorded(trace):
-        due = cluster.env.timeout(change.time_s)  # all of them now: those of one instant come in the order of the trace
+        due = cluster.env.timeout(change.time_s)  # made now: those of one instant keep the trace's order
         lives.setdefault(change.event.node_id, []).append((change, due))
     for of_one in lives.values():
         cluster.env.process(live(of_one))
@@ -120,7 +120,7 @@ def play_mix(
     on_demand_share: float,
     told: Callable[[float], None] = lambda _share: None,
 ) -> Outcome:
-    """Play Morph on as many VMs, of which this share is on demand and never taken; the others are the trace's."""
+    """Play Morph on as many VMs, of which this share is on demand and never taken; the others follow the trace."""
     num = round(on_demand_share * trace.max_nodes)
     kept: set[str] = set()
     first_s = trace.events[0].time_s

@@ -1,16 +1,17 @@
-"""Pipelines of fixed depth that are not re-cut: samples of a hit one are dropped, or its neighbours compute for it.
+"""Pipelines of fixed depth that are not re-cut: a loss drops samples, or makes neighbours compute for the lost VM.
 
-Both are of Bamboo (NSDI 2023). ``drop`` is its second strawman (section 3): a pipeline that lost a VM stands still, the
-others go on with fewer samples, until newcomers complete it. ``bamboo`` is redundant computation (section 5): each VM
-computes forward for its successor too, so a lost VM's predecessor takes over its stage after a pause, and goes on with
-both stages until the pipelines are set up again, at the end of a step (appendix A). What that takes is simulated
-(``SpotJob.redundant``), with forwards in every step as there (``eflb``), or computing for a successor only once it is
-lost (``lflb``). Losses that leave a stage without a holder in its pipeline end that one, and the step under way begins
-anew; where a stage has no holder in any, the job goes back to a checkpoint.
+Both are of Bamboo (NSDI 2023). ``drop`` is its second strawman (section 3): a pipeline that lost a VM stands still
+until newcomers complete it, and the others go on with fewer samples. ``bamboo`` is redundant computation (section 5):
+each VM computes forward for its successor too, so a lost VM's predecessor takes over its stage after a pause, and runs
+both stages until the pipelines are set up again, at the end of a step (appendix A). The cost is simulated
+(``SpotJob.redundant``), with forwards in every step as in the paper (``eflb``), or computing for a successor only once
+it is lost (``lflb``). Losses that leave a stage without a holder in its pipeline end that pipeline, and the running
+step starts again; if a stage has no holder in any pipeline, the job goes back to a checkpoint.
 
 Depth and number of pipelines are upper bounds: those of the best plan for the most VMs of the trace. Progress is
-counted in whole batches: fewer pipelines train fewer samples in the same time. Both get more than the paper grants:
-no 1.5 times deeper pipelines, saves as often as costs least, pipelines set up as fast as state can move.
+counted in whole batches: fewer pipelines train fewer samples in the same time. Both get better conditions than in the
+paper: no 1.5 times deeper pipelines, saves at the interval of least cost, and pipelines set up as fast as state can
+move.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Pipeline = list[str | None]
 
 @dataclass
 class _Run:
-    """How far the job is. ``done``: whole batches, as many samples as which were trained."""
+    """The progress of the job. ``done``: the trained samples, in whole batches."""
 
     job: SpotJob
     books: Books
@@ -52,7 +53,7 @@ class _Run:
 
     @property
     def depth(self) -> int:
-        """Stages."""
+        """The number of stages."""
         return len(self.plan.stages)
 
     @property
@@ -63,12 +64,12 @@ class _Run:
     def _works(self, pipeline: Pipeline) -> bool:
         if self.redundant:  # a stage's predecessor computes for it, the last stage for the first
             if len(pipeline) - pipeline.count(None) < min(self.job.pipelines, default=1):
-                return False  # no cut into so few stages fits in memory
+                return False  # a cut into so few stages does not fit in memory
             return all(vm is not None or pipeline[stage - 1] is not None for stage, vm in enumerate(pipeline))
         return None not in pipeline
 
     def take(self, change: Change) -> None:
-        """VMs come and go; pipelines are set up again where that is due."""
+        """Apply a change of VMs; set up pipelines again if that is due."""
         self.standby += change.ready
         lost = set(change.lost)
         before, hit = len(self.working), False
@@ -95,21 +96,21 @@ class _Run:
         )
 
     def _is_due(self, before: int) -> bool:
-        """Whether newcomers can complete all, or another pipeline; or too much is missing to go on like this."""
+        """Return whether newcomers can complete all pipelines or one more, or too much is missing to go on."""
         holes = sum(vm is None for pipeline in self.pipelines for vm in pipeline)
         room = self.plan.num_replicas - len(self.pipelines)
         if not self.working:
             return len(self.standby) + sum(len(pipeline) for pipeline in self.pipelines) - holes >= self.depth
         if self.redundant and len(self.working) < before:
             return True
-        if holes and self.redundant:  # a further loss beside a hole would end its pipeline
+        if holes and self.redundant:  # a further loss beside a gap would end its pipeline
             most = max(sum(vm is None for vm in pipeline) for pipeline in self.pipelines)
             return len(self.standby) >= holes or most > 1
         fewest = min((sum(vm is None for vm in pipeline) for pipeline in self.pipelines if None in pipeline), default=0)
         return 0 < fewest <= len(self.standby) or (room > 0 and len(self.standby) >= self.depth)
 
     def _set_up(self) -> None:
-        """Make as many whole pipelines as there are VMs for; who is left stands by."""
+        """Make as many whole pipelines as there are VMs for; the other VMs stand by."""
         there = [vm for pipeline in self.pipelines for vm in pipeline if vm is not None] + self.standby
         num = min(self.plan.num_replicas, len(there) // self.depth)
         whole = num * self.depth
@@ -121,13 +122,13 @@ class _Run:
         self._pause(times.groups_s + stages_held * self.job.state_bytes / self.depth / times.link_bytes_per_s)
 
     def _give_up_step(self, working: int) -> None:
-        """Neighbours were lost at once: all set up pipelines again at once, and the step under way is begun anew."""
+        """Handle the loss of neighbours: all pipelines are set up again at once, and the running step starts again."""
         gained = min(self.done, self.of_step * working / self.plan.num_replicas)
         self.books.undo(gained * self.plan.num_replicas / working * self._step_s(), self.depth * working)
         self.done, self.lost, self.of_step = self.done - gained, self.lost + gained, 0.0
 
     def _go_back(self) -> None:
-        """The state is lost: begin again from the newest checkpoint that was durable."""
+        """Handle the loss of the state: start again from the newest durable checkpoint."""
         lost_s = self.since_save_s + (self._every_s() if self.since_save_s < self._durable_s() else 0.0)
         members = max(1, self.depth * self.plan.num_replicas)
         lost_s = min(lost_s, self.books.parts_s[Part.COMPUTE] / members, self.done * self._step_s())
@@ -143,7 +144,7 @@ class _Run:
         self.ready_s = max(self.ready_s, self.books.now_s) + seconds
 
     def train(self, until_s: float) -> None:
-        """Go on until then; pipelines are set up again at the end of a step if that is due."""
+        """Train until this time; pipelines are set up again at the end of a step if that is due."""
         while self.is_due and self.working:
             end_s = max(self.ready_s, self.books.now_s) + (1 - self.of_step) * self._slower() * self._step_s()
             if end_s >= until_s:
@@ -172,13 +173,13 @@ class _Run:
         return None
 
     def _slower(self) -> float:
-        """By what saves add to computing."""
+        """Return the factor by which saves lengthen computing."""
         return 1 + self._stall_s() / self._every_s()
 
     def _step_s(self) -> float:
         step_s = self.plan.expected.mini_batch_s + self.job.durations.order_s
         if self.redundant:
-            # the first stage's gradients are the last ones: nothing hides how they travel to whoever has its copy
+            # the first stage's gradients come last: nothing hides their transfer to the holder of its copy
             gradient_bytes = self.job.state_bytes / self.job.state_copies / self.depth
             step_s = step_s * (1 + self.redundant.overhead) + gradient_bytes / self.job.durations.link_bytes_per_s
         if any(None in pipeline for pipeline in self.working):
@@ -186,7 +187,7 @@ class _Run:
         return step_s
 
     def _every_s(self) -> float:
-        """As often as costs least, for losses that no other pipeline heals; before there were any, one a day."""
+        """Return the interval of least cost, for losses that no other pipeline heals; at first, one loss a day."""
         mttf_s = max(3600.0, self.books.now_s) / max(1, self.num_fatal) if self.num_fatal else 86_400.0
         return max(cheapest_interval_s(self._stall_s(), mttf_s), self._durable_s(), self._step_s())
 

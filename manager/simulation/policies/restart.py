@@ -1,8 +1,8 @@
-"""Restart from the newest checkpoint whenever VMs are lost, as job morphing by restart does (Varuna, section 4.5).
+"""Restarts from the newest checkpoint whenever VMs are lost, as job morphing by restart does (Varuna, section 4.5).
 
-It is Bamboo's first strawman too (section 3). When to save: at a fixed number of steps, or, as the thesis on Spotify
-has it (equation 4.5), every sqrt(2 stall (MTTP + R)), where the mean time between losses is of the whole cluster, for
-each of them sends the job back.
+It is Bamboo's first strawman too (section 3). It saves at a fixed number of steps, or, as in the thesis on Spotify
+(equation 4.5), every sqrt(2 stall (MTTP + R)), where the mean time between losses is that of the whole cluster, because
+each loss sends the job back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from morph.contract.waits import cheapest_interval_s
 
 @dataclass
 class _Run:
-    """A job that trains, saves and restarts; times in seconds, durations as the job's."""
+    """A job that trains, saves and restarts; times in seconds, durations from the job."""
 
     job: SpotJob
     books: Books
@@ -31,18 +31,18 @@ class _Run:
     most: float
     step: int = 0
     saved: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
-    """when a version got durable, and which"""
+    """the versions that became durable, with their times"""
     since_s: float = 0.0
     plan: Plan | None = None
     members: tuple[str, ...] = ()
     begun_s: float = 0.0
-    """what the step under way took so far"""
+    """the time of the running step so far"""
     ready_s: float = 0.0
-    """when the restart under way is over"""
+    """the end of the running restart"""
     spent: list[tuple[int, int, float, int]] = field(default_factory=list)
-    """of steps that may not be durable yet: the first of some, how many, what each took, and on how many VMs"""
+    """steps that may not be durable yet: the first of several, their number, the time of each, and the number of VMs"""
     only_heeds: bool = False
-    """every loss is told of, in time to save before: no other save is made"""
+    """every loss has a notice with time to save, so no other saves are made"""
     must_save: bool = False
     """a VM will be taken, and there is time to save before"""
     lost_steps: int = 0
@@ -51,25 +51,25 @@ class _Run:
 
     @property
     def done(self) -> bool:
-        """Every step that was requested."""
+        """Whether all requested steps are done."""
         return self.step >= self.most
 
     def is_told_in_time(self, leads: Sequence[float | None]) -> bool:
-        """Whether after each notice a step can be finished and saved; ``leads``: of all losses."""
+        """Return whether every notice leaves time to finish and save a step; ``leads``: the leads of all losses."""
         if self.plan is None or not leads:
             return False
         needs_s = self.plan.expected.mini_batch_s + self.job.durations.order_s + self._stall_s() + self._durable_s()
         return all(lead_s is not None and lead_s >= needs_s for lead_s in leads)
 
     def heed(self, lead_s: float) -> None:
-        """A member will be taken: save after the step under way, if that is durable by then (the thesis, 4.2)."""
+        """Handle a notice: save after the running step, if the save is durable by the loss (the thesis, 4.2)."""
         if self.plan is None or self.every_steps is not None or self.books.now_s < self.ready_s:
             return
         left_s = self.plan.expected.mini_batch_s + self.job.durations.order_s - self.begun_s
         self.must_save |= left_s + self._stall_s() + self._durable_s() <= lead_s
 
     def restart(self, *, from_memory: bool) -> None:
-        """Begin again with the VMs that are ready, from the newest checkpoint; ``from_memory``: from one made now."""
+        """Start again with the ready VMs, from the newest checkpoint; ``from_memory``: from one made now."""
         books, times = self.books, self.job.durations
         now_s = books.now_s
         if from_memory:
@@ -93,7 +93,7 @@ class _Run:
         self.since_s = self.ready_s
 
     def train(self, until_s: float) -> None:
-        """Go on until then with this membership."""
+        """Train until this time with this membership."""
         books, plan = self.books, self.plan
         if plan is None:
             return books.spend(until_s, Part.WAITING, 0)
@@ -113,7 +113,7 @@ class _Run:
         return None
 
     def _steps_until_save(self, step_s: float, until_s: float) -> int:
-        """Count the steps, one at least, until a save is due, time is over or the job is done."""
+        """Return the number of steps, at least one, until a save is due, time is over or the job is done."""
         books = self.books
         most = int((until_s - books.now_s + self.begun_s) / step_s + 1e-9)
         if self.must_save:
@@ -138,7 +138,7 @@ class _Run:
         return self.books.now_s - self.since_s >= self._every_s() - 1e-6
 
     def _every_s(self) -> float:
-        """The interval between saves that costs least, by the losses so far; never shorter than one takes."""
+        """Return the interval between saves of least cost, by the losses so far, and at least the time of one save."""
         num, now_s = self.books.num_losses, self.since_s
         mttp_s = now_s / num if num and now_s else max(3600.0, now_s)
         restart_s = self.job.durations.restart_s + self.job.durations.setup_s
@@ -161,7 +161,7 @@ class _Run:
         return times.save_upload_s(self._bytes_of_one()) + times.manifest_s
 
     def _bytes_of_one(self) -> float:
-        """What one worker has to read or write, all of them sharing the state evenly."""
+        """Return the bytes that one worker reads or writes if all share the state evenly."""
         return self.job.state_bytes / max(1, self.plan.num_workers if self.plan else 1)
 
 
@@ -176,9 +176,9 @@ def play_restart(
     every_steps: int | None = None,
     adaptive: bool = False,
 ) -> Outcome:
-    """Play a job that restarts; saved every so many steps, or, None, as often as costs least.
+    """Play a job that restarts; it saves every given number of steps, or, None, at the interval of least cost.
 
-    ``adaptive``: where every notice leaves time to save, nothing else is saved (the thesis on Spotify, 4.2).
+    ``adaptive``: if every notice leaves time to save, no other saves are made (the thesis on Spotify, 4.2).
     """
     most = math.inf if until.num_steps is None else until.num_steps
     books = Books(job, nothing_paid(trace, prices))

@@ -57,18 +57,18 @@ Watcher = Callable[[float, Event, Decision], None]
 
 
 class SpotCluster:
-    """Plays a job on VMs that come and go, as processes in the virtual time of ``env``.
+    """Plays a job on VMs that come and go, with processes in the virtual time of ``env``.
 
-    One process is the manager (``_manage``), others are what workers do (:mod:`manager.simulation.spot.vms`). The lives
-    of VMs are the caller's: its processes call ``vm_came``, ``vm_noticed`` and ``vm_taken``.
+    One process is the manager (``_manage``), others are the actions of workers (:mod:`manager.simulation.spot.vms`).
+    The caller plays the lives of VMs: its processes call ``vm_came``, ``vm_noticed`` and ``vm_taken``.
 
     Args:
-        job: What is trained.
+        job: The job to train.
         num_steps: The run ends once these are done and saved.
-        seed: Of what is drawn, if the job's durations have a spread.
-        num_expected: VMs that are waited for at the start.
-        jumps: Pass over steps between which nothing else happens.
-        watcher: Told every event with what was decided.
+        seed: For random draws, if the job's durations have a spread.
+        num_expected: The number of VMs to wait for at the start.
+        jumps: Skip steps between which nothing else happens.
+        watcher: Called with every event and its decision.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class SpotCluster:
     # --- VMs -------------------------------------------------------------------------------------------------
 
     def vm_came(self, facts: NodeFacts | None = None, usd_per_h: float | None = None) -> str:
-        """A VM is up, with all its workers; returns its name, which is new."""
+        """Note that a VM is up, with all its workers; returns its new name."""
         name, num = f"n{next(self._names)}", self.job.gpus_per_vm
         workers = workers_of(name, num)
         self.workers.alive.update(workers)
@@ -107,14 +107,14 @@ class SpotCluster:
         return name
 
     def vm_noticed(self, name: str, lead_s: float) -> None:
-        """A VM is said to be taken after so long."""
+        """Give a VM a notice that it will be taken after ``lead_s``."""
         workers = self._alive_of(name)
         if workers:
             given = [NoticeGiven(worker=worker, lead_s=lead_s, notice=name) for worker in workers]
             self.after(0.0, partial(self.tell, given))
 
     def vm_taken(self, name: str) -> None:
-        """A VM is gone; the manager hears of it a little later."""
+        """Take a VM; the manager learns of it a little later."""
         workers = self._alive_of(name)
         if workers:
             self.workers.alive.difference_update(workers)
@@ -129,11 +129,11 @@ class SpotCluster:
 
     @property
     def now_s(self) -> float:
-        """Virtual time."""
+        """The virtual time."""
         return float(self.env.now)
 
     def after(self, delay_s: float, what: Callable[[], object]) -> None:
-        """Do something after so long."""
+        """Call a function after this time."""
 
         def wait() -> Acting:
             yield self.env.timeout(delay_s)
@@ -142,7 +142,7 @@ class SpotCluster:
         self.env.process(wait())
 
     def play(self, until_s: float = math.inf) -> None:
-        """Go on until this time, or until the run has ended."""
+        """Play until this time, or until the run has ended."""
         self._until_s = until_s
         with _without_cycles():
             while self.finish is None and math.inf > min(self.env.peek(), self._wake_s) <= until_s:
@@ -155,7 +155,7 @@ class SpotCluster:
         self.ledger.advance(self.now_s)
 
     def _timeout_at(self, time_s: float) -> simpy.Timeout:
-        """Return a timeout at exactly this time, which the difference, being rounded, may miss."""
+        """Return a timeout at exactly this time, which a rounded difference may miss."""
         now_s, delay_s = self.now_s, time_s - self.now_s
         while now_s + delay_s < time_s:
             delay_s = math.nextafter(delay_s, math.inf)
@@ -165,22 +165,22 @@ class SpotCluster:
 
     @property
     def account(self) -> Account:
-        """Where the nodes' time went so far, and what it cost."""
+        """The uses of the nodes' time so far, and their cost."""
         return self.ledger.account()
 
     # --- the manager -----------------------------------------------------------------------------------------
 
     def tell(self, events: Sequence[Told]) -> None:
-        """Tell the manager something, with whatever else happens at this instant."""
+        """Tell the manager of events, together with all others of this instant."""
         self._told += events
         if not self._news.triggered:
             self._news.succeed()
 
     def _manage(self) -> Acting:
-        """The manager: hears at once of all that happens at one instant, decides, and has that carried out.
+        """Play the manager: it gets all events of one instant together, decides, and lets the decisions be carried out.
 
-        It also wakes up at the controller's next deadline. Each decision moves that, and SimPy cannot take a timeout
-        back, so ``play`` sets the alarm only once nothing else happens before it.
+        It also wakes up at the controller's next deadline. Each decision moves that, and SimPy cannot cancel a timeout,
+        so ``play`` sets the alarm only once nothing else happens before it.
         """
         while self.finish is None:
             yield self._news
@@ -198,7 +198,7 @@ class SpotCluster:
             self._wake_s = math.inf if wake_s is None else max(self.now_s, wake_s)
 
     def _end_of_instant(self) -> Acting:
-        """Wait until all that happens at this instant has happened."""
+        """Wait until all events of this instant have happened."""
         while self.env.peek() <= self.env.now:
             yield self.env.timeout(0)
 
@@ -228,7 +228,7 @@ class SpotCluster:
         self.ledger.take(event, _record_of(decision, by_kind), decided if decided is not None and step_decided else ())
 
     def _carry_out(self, by_kind: ByKind) -> list[SendStep]:
-        """Do what was decided; returns the orders of a step, which are still to be given."""
+        """Carry out a decision; returns the orders of a step, which are still to be given."""
         for started in _of(by_kind, StartWorker):
             self.workers.start(started.worker)
         for ended in _of(by_kind, EndWorker):
@@ -249,7 +249,7 @@ class SpotCluster:
         return _of(by_kind, SendStep)
 
     def _give(self, steps: list[SendStep], *, jumps: bool) -> Acting:
-        """Give the orders of a step, and if nothing happens until many like it are decided, those of a later one."""
+        """Give the orders of a step, or of a later one, if nothing else happens until many equal steps are decided."""
         order = steps[0].order
         if jumps:
             yield from self._end_of_instant()
@@ -265,16 +265,16 @@ class SpotCluster:
         self.workers.step(steps, order)
 
     def _num_alike(self, steps: list[SendStep]) -> int:
-        """How many steps are decided, this one among them, before anything else happens."""
+        """Return how many steps, including this one, are decided before anything else happens."""
         formed = self.workers.formed
         assert formed is not None
         next_s = min(self.env.peek(), self._until_s)
-        if formed.order.follows and not formed.followed:  # until then the steps are alike, and then one is another
+        if formed.order.follows and not formed.followed:  # the steps are alike until then, and differ after it
             next_s = min(next_s, formed.following_at_s)
         if self._told or any(action.order.checkpoint_units for action in steps):
             return 0
         num = steps_alike(self.state, self.now_s, formed.step_s, next_s) if next_s > self.now_s else 0
-        while num and self.now_s + num * formed.step_s >= self.env.peek():  # by a rounding
+        while num and self.now_s + num * formed.step_s >= self.env.peek():  # because of rounding
             num -= 1
         return num
 
@@ -288,14 +288,14 @@ class SpotCluster:
 
 
 def _raise_as_it_is(process: simpy.Event) -> None:
-    """If a process failed: SimPy would raise a copy, which errors that take several arguments do not allow."""
+    """Raise a failed process's own error: SimPy would copy it, which errors with several arguments do not allow."""
     if isinstance(process.value, BaseException):
         raise process.value
 
 
 @contextlib.contextmanager
 def _without_cycles() -> Iterator[None]:
-    """Do not look for cycles of objects meanwhile: values hardly form any, and looking takes longer than deciding."""
+    """Turn off the search for cycles of objects: values hardly form any, and the search takes longer than deciding."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -306,7 +306,7 @@ def _without_cycles() -> Iterator[None]:
 
 
 def config_of(job: SpotJob, num_steps: int, num_expected: int) -> ControllerConfig:
-    """Return what the controller is told: as in a real run."""
+    """Return the controller's configuration, as in a real run."""
     return ControllerConfig(
         job=job.name,
         fingerprint=next(iter(job.plans.values())).fingerprint or FINGERPRINT,
@@ -329,7 +329,7 @@ def _of(by_kind: ByKind, kind: type[Kind]) -> list[Kind]:
 
 
 def _record_of(decision: Decision, by_kind: ByKind) -> DecisionRecord:
-    """What the ledger looks at, which is of the orders one that has a worker write its state."""
+    """Return the actions that the ledger reads; of orders, only one that makes a worker write its state."""
     reshapes, state = _of(by_kind, SendReshape), decision.state
     steps = [action for action in _of(by_kind, SendStep) if action.order.checkpoint_units][:1]
     commits = [action for action in _of(by_kind, SendCommit) if action.order.checkpoint_units][:1]

@@ -1,6 +1,6 @@
-"""Steps between which nothing else happens are passed over in one go: the controller would decide the same each time.
+"""Skips steps between which nothing else happens, because the controller would decide the same each time.
 
-``tests/manager/test_jumping.py`` plays both ways, and holds every later event and decision to be equal.
+``tests/manager/test_jumping.py`` plays both ways, and checks that every later event and decision is equal.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from morph.contract.decided import Decided
 
 
 def steps_alike(state: ControllerState, now_s: float, step_s: float, until_s: float) -> int:
-    """Return how many steps, that ordered at ``now_s`` among them, are each followed by an ordinary one.
+    """Return how many steps, including the one ordered at ``now_s``, are each followed by an ordinary one.
 
     Args:
-        state: As it was decided, with the order of a step.
-        now_s: When that was.
-        step_s: What each of the steps takes until it is decided.
-        until_s: When something else happens, whatever it is.
+        state: The decided state, with the order of a step.
+        now_s: The time of that decision.
+        step_s: The time of each step until it is decided.
+        until_s: The time of the next other event.
     """
     saving = state.saving
     if not _is_steady(state, now_s):
@@ -47,7 +47,7 @@ def steps_alike(state: ControllerState, now_s: float, step_s: float, until_s: fl
 
 
 def passed(state: ControllerState, now_s: float, step_s: float, num_steps: int) -> ControllerState:
-    """Return the state when so many steps are decided and the one after them is ordered."""
+    """Return the state after this number of steps are decided and the next one is ordered."""
     later, _ = _passed(state, now_s, step_s, num_steps)
     return later
 
@@ -56,7 +56,7 @@ def _passed(state: ControllerState, now_s: float, step_s: float, num_steps: int)
     assert state.step.order is not None, "a step is ordered"
     version, saves = state.version + num_steps, state.saving.save_times
     mean_s = saves.step_s
-    for _ in range(min(num_steps, 128)):  # by then it stands still
+    for _ in range(min(num_steps, 128)):  # it no longer changes by then
         mean_s = mean_of(mean_s, step_s)
     now_s += num_steps * step_s
     later = _with_order(state, state.step.order.model_copy(update={"version": version, "sent_s": now_s}))
@@ -75,7 +75,7 @@ def _with_order(state: ControllerState, order: OutstandingOrder | None) -> Contr
 
 
 def _is_steady(state: ControllerState, now_s: float) -> bool:
-    """Whether the step under way is one of many: no change of shape and no save is near, and nobody is about to go."""
+    """Return whether the running step is one of many: no change of shape, save or known loss is near."""
     step = state.step
     if state.phase is not Phase.TRAINING or step.order is None or step.order.version != state.version:
         return False

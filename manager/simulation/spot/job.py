@@ -1,4 +1,4 @@
-"""The job that a spot cluster is simulated with: its shapes, its state, and what everything takes."""
+"""The job of a simulated spot cluster: its shapes, its state, and its durations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from morph.contract.base import Value
 from morph.contract.cluster import Policy
 from morph.contract.errors import PlanError
 from morph.contract.messages import UnitId
-from morph.contract.plan import Expectation, Plan, PlanTable, StagePlan, by_pool
+from morph.contract.plan import Expectation, Plan, PlanTable, StagePlan, by_need, by_pool
 from morph.contract.pool import Pool
 from morph.contract.profile import Profile
 from morph.contract.vm_names import MAX_DEVICES
@@ -26,30 +26,30 @@ FINGERPRINT = "simulated"
 
 
 class Durations(Value):
-    """What happens beside the steps takes so long: seconds, and bytes per second. Where a run measured them, those.
+    """Durations of everything beside the steps, in seconds and bytes per second; measured by a run where it could.
 
-    The defaults are of this project's own measurements and of the papers, as each says.
+    The defaults come from this project's measurements and from the papers, as noted.
     """
 
-    noticed_s: float = Field(default=0.1, ge=0, description="from the end of a VM until the manager knows")
+    noticed_s: float = Field(default=0.1, ge=0, description="from a VM's end until the manager knows it")
     aborted_s: float = Field(default=0.05, ge=0, description="until workers have given up a step")
     groups_s: float = Field(default=0.2, ge=0, description="forming the groups of another shape")
-    setup_s: float = Field(default=30.0, ge=0, description="from a VM that is up to a ready worker")
+    setup_s: float = Field(default=30.0, ge=0, description="from when a VM is up to its ready worker")
     order_s: float = Field(default=0.002, ge=0, description="the manager's round at a step's boundary")
-    link_bytes_per_s: float = Field(default=1.25e9, gt=0, description="of state, from worker to worker; 10 Gb/s")
-    storage_bytes_per_s: float = Field(default=2.5e8, gt=0, description="of one worker, from or to storage")
-    copy_bytes_per_s: float = Field(default=5e9, gt=0, description="of state to host memory, while training waits")
-    stall_s: float | None = Field(default=None, ge=0, description="of one save, instead of what the copy takes")
-    durable_s: float | None = Field(default=None, ge=0, description="of one save, instead of what the upload takes")
+    link_bytes_per_s: float = Field(default=1.25e9, gt=0, description="for state, between workers; 10 Gb/s")
+    storage_bytes_per_s: float = Field(default=2.5e8, gt=0, description="for one worker, from or to storage")
+    copy_bytes_per_s: float = Field(default=5e9, gt=0, description="for state to host memory, while training waits")
+    stall_s: float | None = Field(default=None, ge=0, description="for one save, instead of the copy's time")
+    durable_s: float | None = Field(default=None, ge=0, description="for one save, instead of the upload's time")
     manifest_s: float = Field(default=0.5, ge=0, description="writing a manifest")
     restart_s: float = Field(
-        default=60.0, ge=0, description="where a policy restarts every process: until they can load a checkpoint"
+        default=60.0, ge=0, description="until processes can load a checkpoint, if a policy restarts all of them"
     )
-    slowness: float = Field(default=1.0, gt=0, description="of a step: what it takes over what is planned; by waiting")
+    slowness: float = Field(default=1.0, gt=0, description="a step's time over the planned time, because of waiting")
     spread: float = Field(default=0.0, ge=0, lt=1, description="standard deviation of a step's time, as a share of it")
 
     def save_stall_s(self, num_bytes: float) -> float:
-        """Return for how long a save stalls training (seconds) when one worker copies so many bytes."""
+        """Return how long a save stalls training (seconds) if one worker copies this number of bytes."""
         return num_bytes / self.copy_bytes_per_s if self.stall_s is None else self.stall_s
 
     def save_upload_s(self, num_bytes: float) -> float:
@@ -58,24 +58,25 @@ class Durations(Value):
 
 
 class RedundantCost(Value):
-    """What redundant computation takes, as shares of a step without it (Bamboo; simulator/costs/redundant.py)."""
+    """The cost of redundant computation, as shares of a step without it (Bamboo; simulator/costs/redundant.py)."""
 
-    overhead: float = Field(ge=0, description="of every step")
+    overhead: float = Field(ge=0, description="in every step")
     pause: float = Field(ge=0, description="when a VM is lost, on average")
 
 
 PUBLISHED = {"lflb": RedundantCost(overhead=0.0701, pause=1 / 2), "eflb": RedundantCost(overhead=0.1977, pause=1 / 3)}
-"""BERT in Bamboo's table 4; on average half of the backwards are lost, with their forwards (lazy) or without."""
+"""BERT's costs in Bamboo's table 4; on average half the backwards are lost, with their forwards (lazy) or without."""
 
 
 class SpotJob(Value):
-    """``plans[n]`` is the best plan of n workers, or of a pool's; one that fits no plan is absent.
+    """A job. ``plans[n]`` is the best plan of n workers, or of a pool; numbers that fit no plan are absent.
 
     Each VM has ``gpus_per_vm``.
 
     ``unit_bytes``: parameters and optimizer state; ``section_compute_s``: forward and backward of one micro-batch.
-    ``redundant``: of a policy that computes redundantly, by "eflb" or "lflb". ``pipelines``: of each depth, how long a
-    mini-batch takes by the micro-batches of one replica, whatever the number of workers (``simulator.pipeline_times``).
+    ``redundant``: the costs of policies with redundant computation, by "eflb" or "lflb". ``pipelines``: for each depth,
+    the time of a mini-batch by the micro-batches of one replica, for any number of workers
+    (``simulator.pipeline_times``).
     """
 
     name: str
@@ -84,35 +85,35 @@ class SpotJob(Value):
     plans: PlanTable
     units: dict[UnitId, tuple[int, ...]]
     unit_bytes: dict[UnitId, int]
-    state_copies: int = Field(default=3, ge=1, description="unit_bytes over those of the parameters: Adam's 3")
+    state_copies: int = Field(default=3, ge=1, description="unit_bytes over the parameters' bytes: 3 for Adam")
     section_compute_s: tuple[float, ...] = ()
-    node_types: dict[str, str] = Field(default={}, description="types of GPU by a trace's instance types; one: empty")
+    node_types: dict[str, str] = Field(default={}, description="GPU types by a trace's instance types; empty if one")
     type_compute_s: dict[str, tuple[float, ...]] = Field(default={}, description="section_compute_s by type")
     durations: Durations = Durations()
     policy: Policy = Policy()
     expected_losses: ExpectedLosses = ExpectedLosses()
     redundant: dict[str, RedundantCost] = PUBLISHED
     equal_plans: PlanTable | None = Field(
-        default=None, description="of equal pipelines, for policies that know no others; None: among ``plans``"
+        default=None, description="plans of equal pipelines, for policies without others; None: in ``plans``"
     )
     pipelines: dict[int, tuple[tuple[int, float], ...]] = Field(default_factory=dict)
 
     @property
     def fewest_workers(self) -> int:
-        """Of which there is a plan."""
+        """The numbers of workers that have a plan."""
         return by_pool(self.plans)[0][0].num_gpus
 
     @property
     def state_bytes(self) -> int:
-        """Parameters and optimizer state of the whole model."""
+        """The bytes of parameters and optimizer state of the whole model."""
         return sum(self.unit_bytes.values())
 
     def sum_bytes(self, unit: UnitId) -> int:
-        """Bytes of one sum of a unit's gradients: 8 for each parameter."""
+        """Return the bytes of one sum of a unit's gradients: 8 for each parameter."""
         return 2 * self.unit_bytes[unit] // self.state_copies if unit in self.unit_bytes else 0
 
     def best_plan(self, there: Pool | int, *, equal: bool = False) -> Plan | None:
-        """The fastest plan for these GPUs, of ``equal`` pipelines if that is asked; None: none fits."""
+        """Return the fastest plan for these GPUs, with ``equal`` pipelines if requested; None: none fits."""
         there = Pool.of(there) if isinstance(there, int) else there
         table = by_pool(self.equal_plans if equal and self.equal_plans else self.plans)
         fitting = [plan for pool, plan in table if pool.fits_in(there) and not (equal and plan.kinds)]
@@ -130,16 +131,19 @@ def job_from_profile(
 ) -> SpotJob:
     """Plan for every number of workers, or every pool, up to this, as a run would.
 
-    The request says how many workers a VM has. ``node_types``: types of GPU by a trace's instance types, for a pool.
+    The request has the number of workers of a VM. ``node_types``: GPU types by a trace's instance types, for a pool.
 
     Raises:
-        PlanError: when no plan fits even so many.
+        PlanError: no plan fits even the largest number.
     """
     plans: Mapping[Any, Plan]
-    plans = plan_table(profile, most, request) if isinstance(most, int) else pool_plan_table(profile, most, request)
+    if isinstance(most, int):
+        plans = plan_table(profile, most, request, unequal=True)
+    else:
+        plans = by_need(pool_plan_table(profile, most, request).values())
     if not plans:
         if isinstance(most, int):
-            plan(profile, request, num_gpus=most)  # raises, and says what would do
+            plan(profile, request, num_gpus=most)  # raises, and says what is allowed
         raise PlanError("no plan fits", field="pool", value=str(most))
     micro_batch_size = next(iter(plans.values())).micro_batch_size
     assert request.num_gpus_per_node is None or isinstance(request.num_gpus_per_node, int), "VMs are alike"
@@ -167,7 +171,7 @@ def job_from_profile(
 def _equal_plans(
     profile: Profile, most: int | Pool, request: PlanRequest, plans: Mapping[Any, Plan]
 ) -> dict[int, Plan] | None:
-    """The best plans of equal pipelines where those of a table are not; None: they are, or only Morph plays a pool."""
+    """Return the best plans of equal pipelines, if a table has unequal ones; None: not needed."""
     if not isinstance(most, int) or not any(plan.kinds for plan in plans.values()):
         return None
     return plan_table(profile, most, replace(request, unequal=False)) or None
@@ -179,9 +183,9 @@ def _compute_s(profile: Profile, micro_batch_size: int) -> tuple[float, ...]:
 
 
 def with_redundant_costs(job: SpotJob, profile: Profile, num_workers: int) -> SpotJob:
-    """The same, with what redundant computation takes in the best shape of so many workers; see ``simulate_plan``.
+    """Return the job with the cost of redundant computation in the best shape of these workers; see ``simulate_plan``.
 
-    Of one stage, which has no neighbour to compute for it, nothing is changed.
+    A single stage has no neighbour to compute for it, so the job is unchanged.
     """
     plan = job.best_plan(num_workers, equal=True)
     if plan is None or plan.pipeline_depth == 1:
@@ -203,12 +207,12 @@ def with_redundant_costs(job: SpotJob, profile: Profile, num_workers: int) -> Sp
 
 
 def _bounds(value: object) -> object:
-    """One number is both bounds; two of them are given as a list in a file."""
+    """Return both bounds: a file gives one number for both, or a list of two."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return (value, value)
     if isinstance(value, list | tuple) and len(value) == 2:
         return tuple(value)
-    raise ValueError("is neither a number of seconds nor a list of two, between which it is")
+    raise ValueError("is neither a number of seconds nor a list of two bounds")
 
 
 def _in_order(bounds: tuple[float, float]) -> tuple[float, float]:
@@ -224,21 +228,21 @@ PositiveBetween = Annotated[tuple[_Positive, _Positive], BeforeValidator(_bounds
 
 
 class OneVmJob(Value):
-    """A job that one VM trains, given by what it takes (the thesis on Spotify, 6.2.2): seconds, or two bounds of them.
+    """A job that one VM trains, described by durations (the thesis on Spotify, 6.2.2): seconds, or two bounds of them.
 
-    The thesis draws each latency anew every time it occurs, from a uniform distribution; here once for each trace, so
-    what is not known shows in how far the traces' outcomes lie apart.
+    The thesis draws each latency every time it occurs, from a uniform distribution; here it is drawn once for each
+    trace, so that the uncertainty shows in the spread of the traces' outcomes.
     """
 
     name: str = Field(default="job", min_length=1)
-    step_s: PositiveBetween = Field(description="of one iteration, without a save")
-    save_s: Between = Field(description="for which training waits for a save")
+    step_s: PositiveBetween = Field(description="time of one iteration, without a save")
+    save_s: Between = Field(description="time that training waits for a save")
     upload_s: Between = Field(description="from a save until it outlives the VM")
-    preparation_s: Between = Field(description="from a VM that is up until it trains")
+    preparation_s: Between = Field(description="from when a VM is up until it trains")
     batch_size: int = Field(default=1, ge=1, description="examples of one iteration")
 
     def drawn(self, seed: int) -> SpotJob:
-        """One job with numbers between the bounds."""
+        """Draw one job with numbers between the bounds."""
         rng = random.Random(seed)
         step_s, save_s, upload_s, preparation_s = (
             rng.uniform(*bounds) for bounds in (self.step_s, self.save_s, self.upload_s, self.preparation_s)

@@ -1,4 +1,4 @@
-"""What a simulated job on spot VMs came to."""
+"""The outcome of a simulated job on spot VMs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from manager.accounting.account import Part
 
 
 class Moment(NamedTuple):
-    """From ``time_s`` on: the VMs that are there, the shape that trains ("" while none does) and its examples/s."""
+    """From ``time_s`` on: the number of VMs, the shape that trains ("" while none does) and its examples/s."""
 
     time_s: float
     num_vms: int
@@ -21,9 +21,9 @@ class Moment(NamedTuple):
 class Outcome:
     """One job under one policy on one trace.
 
-    ``steps``: whose result counts at the end. ``examples``: in them; fewer than steps times the batch where a policy
-    drops samples. ``lost_steps``: that were run and undone. ``parts_s``: node-seconds by what they went into; they add
-    up to ``vm_s``. ``usd``: None without prices. ``finished``: whether all steps that were requested are done.
+    ``steps``: the steps whose result counts at the end. ``examples``: the samples in them; fewer than steps times the
+    batch if a policy drops samples. ``lost_steps``: steps that were run and undone. ``parts_s``: node-seconds by use;
+    they add up to ``vm_s``. ``usd``: None without prices. ``finished``: whether all requested steps are done.
     """
 
     policy: str
@@ -44,10 +44,10 @@ class Outcome:
 
     @property
     def examples_per_s(self) -> float:
-        """On average over all of the time."""
+        """The average over the whole time."""
         return self.examples / (self.hours * 3600) if self.hours else 0.0
 
     @property
     def examples_per_usd(self) -> float | None:
-        """Value, as Bamboo has it; None without prices."""
+        """The value as defined by Bamboo; None without prices."""
         return self.examples / self.usd if self.usd else None

@@ -1,4 +1,4 @@
-"""When a simulated job ends, and what its VMs cost."""
+"""The end of a simulated job, and the price of its VMs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _ALLOWED = "steps (100000), hours or days (48h, 2d), a date (2027-01-31T18:00) o
 
 
 class Until(Value):
-    """The job ends once so many steps are done, so many hours are over or so many dollars are spent."""
+    """The bound of a job: a number of steps done, hours over or dollars spent."""
 
     kind: Literal["steps", "hours", "usd"]
     amount: float = Field(gt=0)
 
     @classmethod
     def parse(cls, text: str, now: datetime) -> Until:
-        """Read what a user wrote. The job begins ``now``: a date, of the same time zone if it names none, is hours.
+        """Read a user's bound. The job begins ``now``: a date, in the same time zone if it names none, becomes hours.
 
         Raises:
-            InputError: saying what is allowed.
+            InputError: the text is not a bound; the error says what is allowed.
         """
         if "-" in text[1:]:
             try:
@@ -56,29 +56,29 @@ class Until(Value):
 
     @property
     def num_steps(self) -> int | None:
-        """Steps, if that is the bound."""
+        """The steps, if they are the bound."""
         return round(self.amount) if self.kind == "steps" else None
 
     @property
     def end_s(self) -> float | None:
-        """Seconds, if that is the bound."""
+        """The seconds, if they are the bound."""
         return 3600 * self.amount if self.kind == "hours" else None
 
 
 class SpotPrices(Value):
-    """Dollars of one VM an hour."""
+    """The dollars an hour of one VM."""
 
     spot_usd_per_h: float | None = Field(default=None, ge=0)
     on_demand_usd_per_h: float | None = Field(default=None, ge=0)
 
 
 def most_vms(vms: LocalVms | ProvidedVms, usd_per_h: float | None, source: str, gpus_per_vm: int = 1) -> int | None:
-    """How many VMs a cluster file wants at once: for the workers it keeps, within its limits. None: it does not say.
+    """Return how many VMs a cluster file wants at once: for its workers, within its limits. None: it does not say.
 
     ``source`` names the file in errors.
 
     Raises:
-        InputError: its limits allow none.
+        InputError: its limits allow no VM.
     """
     limits = vms.limits
     affordable = None if not usd_per_h or limits.usd_per_h is None else math.floor(limits.usd_per_h / usd_per_h)

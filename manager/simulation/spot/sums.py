@@ -1,4 +1,4 @@
-"""What a simulated worker has summed of a step: every contribution by unit, section and micro-batch (decision 0019)."""
+"""A simulated worker's sums of a step: every contribution by unit, section and micro-batch (decision 0019)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Place = tuple[UnitId, int]
 
 
 class StepStart:
-    """What workers begin a step of a shape with.
+    """The state with which workers begin a step of a shape.
 
-    ``first``: the generation's first one, and not when it is redone: what was salvaged is there.
+    ``first``: it is the generation's first step and not a repeat, so that the salvaged sums are there.
     """
 
     def __init__(self, units: Mapping[UnitId, Sequence[int]], order: ReshapeOrder, *, first: bool) -> None:
@@ -34,30 +34,30 @@ class StepStart:
             self._parts.setdefault(entry.receiver, []).append(entry.sum)
 
     def places(self, slot: Slot) -> tuple[Place, ...]:
-        """What a worker's stage sums."""
+        """Return what a worker's stage sums."""
         return self._places[slot.stage]
 
     def share(self, slot: Slot) -> Sequence[int]:
-        """The micro-batches that a worker runs."""
+        """Return the micro-batches that a worker runs."""
         if slot.replica not in self._shares:
             self._shares[slot.replica] = share_in(self._order.plan, slot.replica, self._salvage)
         return self._shares[slot.replica]
 
     def parts(self, slot: Slot) -> Sequence[PartialSum]:
-        """The sums that a worker goes on with."""
+        """Return the sums that a worker continues with."""
         return self._parts.get(slot.worker, ())
 
     @property
     def whole(self) -> int:
-        """All micro-batches of a step."""
+        """The set of all micro-batches of a step."""
         return (1 << self._order.plan.num_micro_batches) - 1
 
 
 @dataclass
 class WorkerSums:
-    """``units``: the sections that use each, ``LOSSES`` among them, which the last one has.
+    """The sums of one worker. ``units``: the sections that use each unit; ``LOSSES`` belong to the last section.
 
-    ``parts``: of a step that was given up; ``counted``: of the one that is run, what is in this worker's sums.
+    ``parts``: of a given-up step; ``counted``: the content of this worker's sums of the running step.
     """
 
     units: Mapping[UnitId, Sequence[int]]
@@ -70,7 +70,7 @@ class WorkerSums:
     _places: tuple[Place, ...] = ()
 
     def begin(self, start: StepStart, slot: Slot, step: int) -> bool:
-        """Begin a step; returns whether this worker has what the order says that it goes on with."""
+        """Begin a step; returns whether this worker has the sums that the order tells it to continue with."""
         self.whole, self.share, self._places = start.whole, start.share(slot), start.places(slot)
         self.before, self.counted = start.counted, {}
         has_all, known = True, set(map(id, self.parts))
@@ -81,7 +81,7 @@ class WorkerSums:
         return has_all
 
     def run(self, num_micro_batches: int | None = None) -> None:
-        """Run the first so many of the share, or all of it."""
+        """Run the first micro-batches of the share, or all of it."""
         assert self.counted is not None
         share = self.share[:num_micro_batches]
         if isinstance(share, range):
@@ -98,7 +98,7 @@ class WorkerSums:
                 self.counted[place] = present | added
 
     def keep(self, step: int, *, prepared: Iterable[UnitId] = ()) -> None:
-        """The step is given up: what is summed stays, and of units whose step is ``prepared`` the reduced sums."""
+        """Give up the step: the sums stay, and for units whose step is ``prepared`` the reduced sums."""
         if self.counted is not None:
             units: dict[UnitId, dict[int, int]] = {}
             for (unit, section), mask in self.counted.items():
@@ -111,7 +111,7 @@ class WorkerSums:
             self.step, self.parts = step, []
 
     def told(self) -> KeptSums | None:
-        """What the manager is told."""
+        """Return the report to the manager."""
         return (
             None
             if self.step is None or not self.parts

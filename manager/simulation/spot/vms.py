@@ -1,4 +1,4 @@
-"""VMs and their workers in virtual time: what an order takes, and what is answered to it."""
+"""VMs and their workers in virtual time: the durations of orders, and the answers to them."""
 
 from __future__ import annotations
 
@@ -36,35 +36,35 @@ from morph.contract.timeline import ComputeTimes
 
 Told = Single | AnsweredAlike
 Acting = Generator[simpy.Event, Any, None]
-"""A process: what workers do that takes time."""
+"""A process: an action of workers that takes time."""
 NO_SUM = "0" * 64
 ALIKE: Literal["answered_alike"] = "answered_alike"
 
 
 @dataclass
 class Formed:
-    """The present shape: its order, and what a step takes in it, drawn once."""
+    """The present shape: its order, and the time of its steps, drawn once."""
 
     order: ReshapeOrder
     step_s: float
     times: ComputeTimes
     following_at_s: float
-    """When every follower has what it is to follow."""
+    """When every follower has the state that it follows."""
     followed: bool = False
-    """Whether the last step that was begun is one of those."""
+    """Whether the last step that was begun is followed."""
 
     @property
     def plan(self) -> Plan:
-        """P x D."""
+        """The plan, P x D."""
         return self.order.plan
 
     def begins_with(self, order: StepOrder) -> Salvage | None:
-        """What is there of a step before it is run."""
+        """Return what exists of a step before it is run."""
         return self.order.salvage if order.step == self.order.version and order.attempt == 0 else None
 
 
 class Workers:
-    """The workers of all VMs that are there. Carrying out an order is a process of ``env``, which tells the manager."""
+    """The workers of all present VMs. A process of ``env`` carries out each order and reports to the manager."""
 
     def __init__(self, job: SpotJob, seed: int, env: simpy.Environment, tell: Callable[[Sequence[Told]], None]) -> None:
         self.job, self._env, self._tell = job, env, tell
@@ -75,20 +75,20 @@ class Workers:
         self._aborted = 0
 
     def start(self, worker: WorkerId) -> None:
-        """A VM's worker is started: it is ready after its setup."""
+        """Start a VM's worker, which is ready after its setup."""
         setup_s = self.job.durations.setup_s
         ready = WorkerReady(worker=worker, pid=1, setup_s=setup_s)
         self._env.process(self._report(setup_s, [WorkerAnswered(worker=worker, answer=ready)]))
 
     def abort(self, aborts: Sequence[Abort]) -> None:
-        """Orders are given up."""
+        """Give up orders."""
         self._aborted = aborts[0].generation
         self._sums.stop(self.formed, self._env.now, self.job.durations.aborted_s, self.alive)
         like = Aborted(worker="", generation=self._aborted, peer_lost=True)
         self._env.process(self._give_up(like, [action.worker for action in aborts]))
 
     def _give_up(self, like: Aborted, workers: Sequence[WorkerId]) -> Acting:
-        """Those that are left say that they have given up, and what they have summed."""
+        """Let the remaining workers report that they have given up, and their sums."""
         yield self._env.timeout(self.job.durations.aborted_s)
         told: list[Told] = []
         without: list[WorkerId] = []
@@ -105,7 +105,7 @@ class Workers:
         self._tell(told)
 
     def reshape(self, orders: Sequence[SendReshape]) -> None:
-        """A shape is formed: who receives or sends most decides how long it takes."""
+        """Form a shape; the worker that receives or sends most decides how long it takes."""
         order, times = orders[0].order, self.job.durations
         mini_batch_s, parts_s = order.plan.expected.mini_batch_s, order.plan.expected.parts_s
         jitter = max(0.5, self._random.gauss(1.0, times.spread)) if times.spread else 1.0
@@ -132,7 +132,7 @@ class Workers:
         self._env.process(self._answer(times.groups_s + longest_s, others, like, movers))
 
     def _shared_s(self, order: ReshapeOrder) -> float:
-        """Return for how long a step's gradients travel to followers, once all are there (seconds)."""
+        """Return how long a step's gradients travel to followers, once all are computed (seconds)."""
         first = {slot.worker for slot in order.slots if slot.stage == 0}  # the others end before it
         sizes = (
             sum(self.job.sum_bytes(unit) for unit in follow.units) / 2
@@ -142,7 +142,7 @@ class Workers:
         return rounded(max(sizes, default=0.0) / self.job.durations.link_bytes_per_s)
 
     def _following_s(self, order: ReshapeOrder) -> float:
-        """Return for how long the state of what is followed travels beside the first steps (seconds)."""
+        """Return how long the followed state travels beside the first steps (seconds)."""
         sizes = (
             sum(self.job.unit_bytes[unit] for unit in follow.units if unit not in follow.known)
             for follow in order.follows
@@ -150,7 +150,7 @@ class Workers:
         return max(sizes, default=0.0) / self.job.durations.link_bytes_per_s
 
     def _moved(self, order: ReshapeOrder) -> tuple[dict[WorkerId, float], Counter[WorkerId]]:
-        """Return for how long each worker's links are busy (seconds), and what it receives (bytes)."""
+        """Return how long each worker's links are busy (seconds), and the bytes that it receives."""
         times, sizes = self.job.durations, self.job.unit_bytes
         received: Counter[WorkerId] = Counter()
         sent: Counter[WorkerId] = Counter()
@@ -173,7 +173,7 @@ class Workers:
         return busy_s, received + loaded
 
     def step(self, orders: Sequence[SendStep], order: StepOrder) -> None:
-        """A step is run, and a checkpoint written beside it: by who was given ``orders``, of which ``order`` is one."""
+        """Run a step, and write a checkpoint beside it, on the workers that got ``orders``, including ``order``."""
         assert self.formed is not None
         step_s = partial_step_s(self.formed.plan, self.formed.step_s, self.formed.begins_with(order))
         writers = {action.worker: action.order.checkpoint_units for action in orders if action.order.checkpoint_units}
@@ -185,7 +185,7 @@ class Workers:
         self._env.process(self._answer(step_s + stall_s, workers, prepared))
 
     def prepared(self, order: StepOrder, num_steps: int = 1, *, begun_s: float) -> Prepared:
-        """The answer to a step that was begun then, or to so many at once: nothing in it differs between workers."""
+        """Return the answer, equal for all workers, to a step that began at this time, or to several at once."""
         assert self.formed is not None
         followed = self.formed.followed = bool(self.formed.order.follows) and begun_s >= self.formed.following_at_s
         times, salvage = self.formed.times, self.formed.begins_with(order)
@@ -204,7 +204,7 @@ class Workers:
         )
 
     def commit(self, orders: Sequence[SendCommit]) -> None:
-        """A version is applied, and written."""
+        """Apply and write a version."""
         order = orders[0].order
         writers = {action.worker: action.order.checkpoint_units for action in orders if action.order.checkpoint_units}
         stall_s = self._save(writers, order.version) if writers else 0.0
@@ -213,7 +213,7 @@ class Workers:
         self._env.process(self._answer(self.job.durations.order_s + stall_s, workers, like))
 
     def send_pre_copies(self, orders: Iterable[SendPreCopy]) -> None:
-        """Units travel beside training: each receiver has them once its links and its senders' have carried them."""
+        """Transfer units beside training: a receiver has them once its links and its senders' have carried them."""
         sent: Counter[WorkerId] = Counter()
         wanted: dict[WorkerId, set[UnitId]] = {}
         number = 0
@@ -227,11 +227,11 @@ class Workers:
             busy_s = max([num_bytes, *sent.values()]) / self.job.durations.link_bytes_per_s
             report = PreCopyReport(number=number, following=tuple(sorted(units)), received_bytes=num_bytes)
             event = PreCopyReported(worker=receiver, report=report)
-            # they are copied at a boundary, of which the next is half a step away on average
+            # they are copied at a boundary; the next one is half a step away on average
             self._env.process(self._report(self.formed.step_s / 2 + busy_s, [event]))
 
     def _save(self, writers: dict[WorkerId, tuple[UnitId, ...]], version: int) -> float:
-        """State is copied and written beside training; returns for how long that stalls it (seconds)."""
+        """Copy and write state beside training; returns how long that stalls training (seconds)."""
         times, sizes = self.job.durations, self.job.unit_bytes
         most = max(sum(sizes[unit] for unit in units) for units in writers.values())
         stall_s, durable_s = times.save_stall_s(most), times.save_upload_s(most)
@@ -263,7 +263,7 @@ class Workers:
         like: Reshaped | Prepared | Committed,
         others: Sequence[Reshaped] = (),
     ) -> Acting:
-        """Everybody answers after so long, these workers alike, unless one is gone by then, or was told to give up."""
+        """Let all workers answer after this time, these alike, unless one is gone by then or was told to give up."""
         yield self._env.timeout(after_s)
         everybody = (*workers, *(answer.worker for answer in others))
         if like.generation <= self._aborted or not self.alive.issuperset(everybody):
@@ -274,13 +274,13 @@ class Workers:
         self._tell(events)
 
     def _report(self, after_s: float, events: Sequence[Single]) -> Acting:
-        """Each worker that is left by then reports what it has done."""
+        """Let each worker that is left after this time report its work."""
         yield self._env.timeout(after_s)
         self._tell([event for event in events if getattr(event, "worker", None) in self.alive])
 
 
 class _Sums:
-    """The partial sums of all workers. They are worked out when a step is given up, which few are."""
+    """The partial sums of all workers, computed only when a step is given up, which is rare."""
 
     def __init__(self, job: SpotJob) -> None:
         num_sections = 1 + max(section for sections in job.units.values() for section in sections)
@@ -291,13 +291,13 @@ class _Sums:
         self._most_bytes: dict[tuple[int, ...], int] = {}
 
     def begin(self, order: StepOrder, now_s: float) -> None:
-        """A step is begun, or begun anew at other scales."""
+        """Note that a step is begun, or begun again at other scales."""
         self._running = order, now_s
 
     def stop(self, formed: Formed | None, now_s: float, aborted_s: float, alive: Container[WorkerId]) -> None:
-        """It is given up, if one is under way: each worker has what it has summed, and what it has of others.
+        """Give up the running step, if any: each worker has its own sums, and its copies of others' sums.
 
-        It stops between two tasks, so that what it computes until it answers, ``aborted_s`` later, is in its sums.
+        A worker stops between two tasks, so all that it computes until it answers, ``aborted_s`` later, is in its sums.
         """
         if self._running is None or formed is None:
             return
@@ -320,11 +320,11 @@ class _Sums:
             sums = self._workers[slot.worker] = WorkerSums(self._units)
             holders = (before[holder] for holder in named.get(slot.worker, ()) if holder in before)
             sums.parts = [part for holder in holders for part in holder.parts]
-            assert sums.begin(start, slot, order.step), "what is named is there"
+            assert sums.begin(start, slot, order.step), "the named sums exist"
             elapsed_s = now_s - begun_s + (aborted_s if slot.worker in alive else 0.0)
             done = paces[slot.stage].num_backwards(len(sums.share), elapsed_s)
             keeper = keepers.get(slot.worker)
-            if keeper is not None and slot.worker not in alive:  # what it had last sent is needed
+            if keeper is not None and slot.worker not in alive:  # its last copy is needed
                 period_s = formed.step_s / formed.plan.kind_of(slot.replica).longest_share
                 in_transit = math.ceil(transit_s / period_s)
                 sums.run(copied(done - in_transit, formed.order.copy_sums_every, len(sums.share)))
@@ -338,7 +338,7 @@ class _Sums:
                 self._workers[keeper].parts += parts
 
     def _transit_s(self, order: ReshapeOrder) -> float:
-        """Return how long a copy of a stage's sums is on its way (seconds)."""
+        """Return how long the transfer of a copy of a stage's sums takes (seconds)."""
         ends = tuple(stage.end_section for stage in order.plan.stages)
         if ends not in self._most_bytes:
             needed = units_by_stage(order.plan, self._job.units)
@@ -346,12 +346,12 @@ class _Sums:
         return self._most_bytes[ends] / self._job.durations.link_bytes_per_s
 
     def keep(self, version: int) -> None:
-        """A shape is formed at this version: sums of another step go."""
+        """Note that a shape is formed at this version, and drop sums of other steps."""
         if self._running is not None and self._running[0].step != version:
             self._running = None
         self._workers = {worker: sums for worker, sums in self._workers.items() if sums.step == version}
 
     def told(self, worker: WorkerId) -> KeptSums | None:
-        """What a worker says that it has."""
+        """Return the sums that a worker reports to have."""
         sums = self._workers.get(worker)
         return None if sums is None else sums.told()

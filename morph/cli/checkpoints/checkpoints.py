@@ -25,7 +25,7 @@ _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
 def checkpoint_table(url: str, inspect_versions: Sequence[VersionStatus], now_s: float) -> Table:
-    """One row for each version, the newest last; ages are as of ``now_s`` (epoch)."""
+    """Return one row for each version, the newest last; ages are as of ``now_s`` (epoch)."""
     columns = ("where", "state", "version", "kind", "shape", "MiB", "age")
     rows = [
         (
@@ -43,7 +43,7 @@ def checkpoint_table(url: str, inspect_versions: Sequence[VersionStatus], now_s:
 
 
 def age_text(saved_s: float | None, now_s: float) -> str:
-    """How long ago, in its largest unit; a clock that was set back makes nothing younger than now."""
+    """Return an age in its largest unit; never below zero, even if the clock was set back."""
     if saved_s is None:
         return "unknown"
     age_s = max(0.0, now_s - saved_s)
@@ -52,7 +52,7 @@ def age_text(saved_s: float | None, now_s: float) -> str:
 
 
 checkpoints_app = typer.Typer(
-    help="Look at stored checkpoints, verify, keep, remove and copy them.",
+    help="List, verify, keep, remove and copy checkpoints.\n\n\b\nExample:\n  morph checkpoints ls runs/tiny",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -61,7 +61,7 @@ EXIT_DAMAGED = 1
 WIDTH = 120
 VersionArgument = Annotated[int, typer.Argument(metavar="VERSION", min=0, help="Steps applied.", show_default=False)]
 VersionsArgument = Annotated[
-    list[int], typer.Argument(metavar="VERSION...", min=0, help="Steps applied, of each.", show_default=False)
+    list[int], typer.Argument(metavar="VERSION...", min=0, help="Versions (steps applied).", show_default=False)
 ]
 
 
@@ -69,7 +69,7 @@ VersionsArgument = Annotated[
 def ls_command(source: StoredArgument, as_json: JsonOption = False) -> None:
     """List what is stored: version (steps applied), kind, shape, size, age, and whether it is kept or damaged.
 
-    Files are held against their sizes; `morph checkpoints verify` reads every byte.
+    Only the sizes of files are checked; `morph checkpoints verify` reads every byte.
 
     \b
     Example:
@@ -96,9 +96,9 @@ def ls_command(source: StoredArgument, as_json: JsonOption = False) -> None:
 @checkpoints_app.command("verify")
 def verify_command(
     source: StoredArgument,
-    version: Annotated[int | None, typer.Option(min=0, help="Only this one.", show_default=False)] = None,
+    version: Annotated[int | None, typer.Option(min=0, help="Verify only this version.", show_default=False)] = None,
 ) -> None:
-    """Read every byte of each checkpoint, and say which are whole; exit status 1 if one is damaged. Changes nothing.
+    """Read every byte of each checkpoint, and say which are intact. Nothing is changed. Exit status 1: one is damaged.
 
     \b
     Example:
@@ -127,7 +127,7 @@ def keep_command(
     version: VersionArgument,
     undo: Annotated[bool, typer.Option("--undo", help="Let it be deleted in its turn again.")] = False,
 ) -> None:
-    """Keep a checkpoint: it is not deleted when newer ones are written, whatever the policy says.
+    """Keep a checkpoint: it is not deleted when newer ones are written, whatever the policy.
 
     \b
     Example:
@@ -155,13 +155,13 @@ def rm_command(
     source: StoredArgument,
     versions: VersionsArgument,
     force: Annotated[
-        bool, typer.Option("--force", help="Also the newest that is whole, what is newer, and what is kept.")
+        bool, typer.Option("--force", help="Remove the newest intact one, newer and kept ones, too.")
     ] = False,
 ) -> None:
-    """Remove checkpoints, also while their run goes on: first the manifest, so that half of one is never a checkpoint.
+    """Remove checkpoints, even while their run is active.
 
-    Those that its run may be reading or writing (the newest that is whole, and what is newer) are removed with --force
-    alone, and not while it goes on.
+    The newest intact checkpoint and newer ones, which the run may be reading or writing, are removed only with --force,
+    and not while the run is active. The manifest goes first, so that no half of a checkpoint is taken for a whole one.
 
     \b
     Example:
@@ -196,10 +196,11 @@ def rm_command(
 def copy_command(
     source: StoredArgument,
     target: Annotated[
-        str, typer.Argument(metavar="DEST_URL", help="fsspec URL or folder to copy it to.", show_default=False)
+        str, typer.Argument(metavar="DEST_URL", help="fsspec URL or folder to copy to.", show_default=False)
     ],
     version: Annotated[
-        int | None, typer.Option(min=0, help="Steps applied; default: the newest that is whole.", show_default=False)
+        int | None,
+        typer.Option(min=0, help="Version (steps applied); default: the newest intact one.", show_default=False),
     ] = None,
 ) -> None:
     """Copy a checkpoint to other storage, every byte checked; the copy is a checkpoint like any other.
@@ -232,7 +233,7 @@ def copy_command(
 
 
 def _told(look: VersionStatus) -> str:
-    """One line of ``verify``."""
+    """Return one line of ``verify``."""
     from morph.checkpoint.inspection import State
 
     kept = ", kept" if look.kept else ""

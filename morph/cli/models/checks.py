@@ -1,4 +1,4 @@
-"""Checks that need the model itself, made before anything is started or written."""
+"""Checks that need the model itself; they are made before anything is started or written."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def check_device(cluster: ClusterConfig, source: str) -> None:
-    """Refuse a device that this machine lacks, where VMs share its devices.
+    """Refuse a device that this machine lacks, if the VMs use this machine's devices.
 
     Raises:
-        ConfigError: naming the cluster file.
+        ConfigError: if the device is missing; the error names the cluster file.
     """
     from morph.contract.cluster import LocalVms
 
@@ -36,14 +36,14 @@ def check_device(cluster: ClusterConfig, source: str) -> None:
 
 
 def check_job(job_path: str, profile: Profile) -> CheckedJob:
-    """Cut the job and hold it against the profile.
+    """Cut the job and compare it with the profile.
 
-    What was found is kept too: a job that is the same to the byte, with the same data and profile, is not tried again.
+    The findings are kept: a job that is the same to the byte, with the same data and profile, is not tried again.
 
     Raises:
         JobError: a wrong job file, or one with an unhandled dependency between sections.
-        ExportError: a model that torch.export refuses, or whose sections do not compute what it does by itself.
-        ProfileError: a profile of another model, or of another batch size.
+        ExportError: a model that torch.export refuses, or whose sections do not compute the same as the plain model.
+        ProfileError: a profile of another model or another batch size.
     """
     import torch
 
@@ -62,7 +62,9 @@ def check_job(job_path: str, profile: Profile) -> CheckedJob:
     job = loaded.job
     if job.batch_size != profile.job.batch_size:
         allowed = f"batch_size={profile.job.batch_size}"
-        raise _other_profile(job, profile, job_path, "the profile is of another batch_size", job.batch_size, allowed)
+        raise _other_profile(
+            job, profile, job_path, "the profile was measured with another batch_size", job.batch_size, allowed
+        )
     about = _about(job, profile)
     found = _read_findings(loaded.findings(about)) if about else None
     if found is None:
@@ -86,7 +88,7 @@ def _cut_for_workers(loaded: LoadedJob, job_path: str, num_sections: int, micro_
             return loaded.handed(num_sections, micro_batch_size)
     except CannotKeep as reason:
         print(
-            f"note: each worker exports the model itself, for its cut cannot be written down: {reason}", file=sys.stderr
+            f"note: each worker exports the model itself, because its cut cannot be stored: {reason}", file=sys.stderr
         )
         return None
 
@@ -94,11 +96,11 @@ def _cut_for_workers(loaded: LoadedJob, job_path: str, num_sections: int, micro_
 def _other_profile(
     job: Job, profile: Profile, job_path: str, what: str, value: object = None, allowed: str = ""
 ) -> ProfileError:
-    """Say that a profile does not fit the job, and whose it is."""
+    """Return an error that says that a profile does not fit the job, and to which job it belongs."""
     from morph.contract.errors import ProfileError
 
     if profile.job.name != job.name:
-        what, value, allowed = f"the profile is of another job, {profile.job.name!r}", job.name, ""
+        what, value, allowed = f"the profile belongs to another job, {profile.job.name!r}", job.name, ""
     again = f"a profile of this job, as it is now: morph calibrate {job_path} -o FILE"
     return ProfileError(
         what, source=job_path, field="--profile", value=value, allowed=f"{allowed}; or {again}" if allowed else again
@@ -107,9 +109,9 @@ def _other_profile(
 
 @dataclass(frozen=True)
 class _Findings:
-    """What a look at a job found: sentences for its user, and settings by which it is known.
+    """Findings of a check of a job: sentences for the user, and the settings by which the findings are identified.
 
-    ``lasting``: it would be found again.
+    ``lasting``: another check would find the same.
     """
 
     notes: tuple[str, ...]
@@ -118,7 +120,7 @@ class _Findings:
 
 
 def _about(job: Job, profile: Profile) -> str | None:
-    """What findings depend on besides the job's code; None where its data cannot be read."""
+    """Return the inputs of the findings besides the job's code; None if its data cannot be read."""
     from morph.contract.errors import JobError
     from morph.contract.job_facts import JobFacts
     from morph.data.loader import data_facts
@@ -126,7 +128,7 @@ def _about(job: Job, profile: Profile) -> str | None:
     try:
         data = JobFacts(data=data_facts(job))
     except JobError:
-        return None  # the look says what is wrong
+        return None  # the check itself reports what is wrong
     cut = [str(profile.num_sections), str(profile.micro_batch_sizes), profile.model_dump_json(include={"job", "units"})]
     return sha256(" ".join([data.model_dump_json(), *cut]).encode()).hexdigest()
 
@@ -144,12 +146,12 @@ def _look_at(loaded: LoadedJob, profile: Profile, job_path: str) -> _Findings:
     job, exported = loaded.job, loaded.exported
     model = loaded.cut(profile.num_sections, profile.micro_batch_sizes[0]).model
     if model.fingerprint != profile.job.fingerprint:
-        raise _other_profile(job, profile, job_path, "the profile is of another model")
+        raise _other_profile(job, profile, job_path, "the profile belongs to another model")
     units = {unit.id: unit.sections for unit in model.units}
     known = {unit.id: unit.sections for unit in profile.units}
     if units != known:
         shown, allowed = (", ".join(sorted(names)) or "none" for names in (units, known))
-        raise _other_profile(job, profile, job_path, "the profile is of other parameter units", shown, allowed)
+        raise _other_profile(job, profile, job_path, "the profile has other parameter units", shown, allowed)
     effort = Effort(memory_bytes=available_bytes(), most_parameters=TRIED_BEFORE_RUNS)
     report = check(CutJob(job_path, job, exported, model), effort)
     lasting = report.compared is not None and report.compared.how != "none"

@@ -1,4 +1,4 @@
-"""``morph cut``: where a job's model would be cut, found without training or even building its weights."""
+"""``morph cut``: show where a job's model would be cut, without training it or building its weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def cut_command(
     as_json: JsonOption = False,
     png: PngOption = None,
 ) -> None:
-    """Show where a job's model is cut, and what would cross each cut. Nothing is trained; weights take no memory.
+    """Show where a job's model is cut: the places, and the bytes that would cross each.
+
+    Nothing is trained, and the weights take no memory.
 
     \b
     Example:
@@ -58,9 +60,9 @@ def cut_command(
 
 
 def _find(job_path: str, num_sections: int | None, m: int | None) -> tuple[CutReport, str]:
-    """Return the cuts, and how they compare with the plain model."""
+    """Return the cuts, and a sentence that compares them with the plain model."""
     doing(f"loading PyTorch and {job_path}")
-    say = partial(doing, file=sys.stderr)  # as it is now: what the job's code prints there is held back
+    say = partial(doing, file=sys.stderr)  # the stream as it is now: while the job's code runs, its output is held back
     from calibrate.timing.environment import available_bytes
     from morph.cutting.cache.cut_job import LoadedJob
     from morph.cutting.cuts.report import report_cuts
@@ -84,7 +86,7 @@ def _find(job_path: str, num_sections: int | None, m: int | None) -> tuple[CutRe
 
 
 def _section_table(report: CutReport) -> Table:
-    """One row for each run of neighbouring sections of one kind."""
+    """Return one row for each sequence of neighbouring sections of one kind."""
     from rich.table import Table
 
     title = f"{len(report.sections)} sections, {report.num_parameters:,} parameters"
@@ -134,7 +136,7 @@ def _notes(report: CutReport) -> list[str]:
     tied = [f"{unit} ({', '.join(names)})" for unit, names in report.tied_units]
     shares = [section.compute_share for section in report.sections]
     lines = [
-        "again: cheap operations on neither weights nor chance that a section computes for itself",
+        "again: cheap operations without weights or random numbers that each section computes for itself",
         f"kinds of sections: {kinds} of {len(shares)}; only one of each kind is measured",
         f"balance: the largest section has {max(shares) * len(shares):.2f} times its even share of compute",
         f"tied weights: {'; '.join(tied) or 'none'}",
@@ -153,5 +155,5 @@ def _notes(report: CutReport) -> list[str]:
     if report.not_recorded is None:
         lines.append("weights: each worker creates only those of its own sections")
     else:
-        lines.append(f"weights: every worker builds the whole model, for: {report.not_recorded}")
+        lines.append(f"weights: every worker builds the whole model, because: {report.not_recorded}")
     return lines

@@ -1,4 +1,4 @@
-"""Draws where a model is cut: bytes that would cross each place against the compute before it."""
+"""A picture of a model's cuts: the bytes that would cross each place, over the compute before it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MAX_NAMES, _MANY_PLACES = 26, 300
 
 
 def draw_cuts(report: CutReport, title: str, path: Path) -> None:
-    """Write a PNG: above, bytes alive along the graph with the chosen cuts; below, the sections between them.
+    """Write a PNG: live bytes along the graph with the chosen cuts above, the sections between the cuts below.
 
     Raises:
-        JobError: naming the file, if it cannot be written.
+        JobError: if the file, which the error names, cannot be written.
     """
     kinds = len({section.kind for section in report.sections})
     with picture(path, JobError, (15, 7.2), nrows=2, sharex=True, height_ratios=(5, 1.6)) as (figure, (above, below)):
@@ -51,7 +51,7 @@ def _draw_curve(axes: Any, report: CutReport) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size_text(value)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f} %"))
     axes.tick_params(axis="x", labelbottom=True)
-    axes.set(xlabel="compute in front of the place", ylabel="bytes per sample")
+    axes.set(xlabel="compute before the place", ylabel="bytes per sample")
     plain_axes(axes, grid="y")
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False)
 

@@ -1,4 +1,4 @@
-"""``morph export``: a run's weights as one plain state_dict."""
+"""``morph export``: write a run's weights as one plain state_dict."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 def export_command(
     source: StoredArgument,
     output: Annotated[
-        Path, typer.Argument(metavar="OUT", help="To write: a file (.safetensors, .pt, .pth or .bin), or a folder.")
+        Path, typer.Argument(metavar="OUT", help="File (.safetensors, .pt, .pth or .bin) or folder to write.")
     ],
     version: Annotated[
-        int | None, typer.Option(min=0, help="Steps applied; default: of the newest checkpoint that is whole.")
+        int | None, typer.Option(min=0, help="Version (steps applied); default: the newest intact checkpoint.")
     ] = None,
     best: Annotated[
-        bool, typer.Option("--best", help="The version that evaluations found to be the best (Job.best).")
+        bool, typer.Option("--best", help="Export the version that evaluations found to be the best (Job.best).")
     ] = False,
     job: Annotated[
         str | None,
@@ -39,11 +39,11 @@ def export_command(
 ) -> None:
     """Write a run's weights under your model's own names: parameters, tied names, buffers.
 
-    The file holds a plain state_dict for model.load_state_dict. Its name gives the format: .safetensors, which
-    transformers' from_pretrained takes too, or .pt, .pth or .bin for that of torch.save, which torch.load reads with
-    weights_only=True. A name without an ending is that of a folder, which the save_pretrained of a model of
-    transformers or peft writes; of a model with adapters (LoRA) it holds the adapters alone. Without --version, damaged
-    checkpoints are skipped, each with a sentence, for the newest that is whole.
+    The file holds a plain state_dict for model.load_state_dict. The ending of its name gives the format: .safetensors,
+    which transformers' from_pretrained reads too, or .pt, .pth or .bin for the format of torch.save, which torch.load
+    reads with weights_only=True. A name without an ending is a folder, written by the save_pretrained of a model of
+    transformers or peft; for a model with adapters (LoRA) it holds only the adapters. Without --version, damaged
+    checkpoints are skipped, with a message each, and the newest intact one is written.
 
     \b
     Example:
@@ -60,7 +60,7 @@ def export_command(
     stored = stored_at(source)
     if output.exists() and not overwrite:
         raise InputError("exists already", source=str(output), allowed="a new file, or --overwrite")
-    doing(f"loading PyTorch and what is saved in {source}")
+    doing(f"loading PyTorch and the checkpoint in {source}")
     from morph.checkpoint.manifest import complete_versions, read_manifest
     from morph.checkpoint.plain_file import check_plain_name, write_folder, write_plain_file
     from morph.checkpoint.retention import best_version
@@ -102,7 +102,7 @@ def export_command(
 
 
 def loaded_job(stored: Stored, job: str | None) -> Job:
-    """The job that is named; else the one that the run trains, whatever became of its files."""
+    """Return the named job, else the job that the run trains, even if its files were changed or removed."""
     from manager.run.code import kept
     from manager.run_dir import read_facts
     from morph.contract.errors import InputError

@@ -1,4 +1,4 @@
-"""``morph import``: a run directory whose version 0 comes from a plain state_dict, or from another run."""
+"""``morph import``: make a run directory whose version 0 comes from a plain state_dict or from another run."""
 
 from __future__ import annotations
 
@@ -28,31 +28,32 @@ def import_command(
     m: MicroBatchOption = None,
     rename: Annotated[
         list[str] | None,
-        typer.Option(metavar="REGEX=TEXT", help="What matches in a name of WEIGHTS becomes TEXT; may be repeated."),
+        typer.Option(metavar="REGEX=TEXT", help="Replace matches in names of WEIGHTS by TEXT. Repeatable."),
     ] = None,
     skip: Annotated[
-        list[str] | None, typer.Option(metavar="REGEX", help="Entries of WEIGHTS with such a name are left out.")
+        list[str] | None, typer.Option(metavar="REGEX", help="Leave out entries of WEIGHTS whose names match.")
     ] = None,
     fresh: Annotated[
         list[str] | None,
-        typer.Option(metavar="REGEX", help="Parameters that WEIGHTS may lack: they begin as the job makes them."),
+        typer.Option(metavar="REGEX", help="Parameters that WEIGHTS may lack: the job initialises them."),
     ] = None,
     optimizer_state: Annotated[
-        bool, typer.Option("--optimizer-state", help="Take what the other run's optimizer keeps, too.")
+        bool, typer.Option("--optimizer-state", help="Take the state of the other run's optimizer, too.")
     ] = False,
 ) -> None:
-    """Begin a run from given weights: `morph run` with the same RUN_DIR trains on from them.
+    """Begin a run from given weights: `morph run` with the same RUN_DIR trains them further.
 
-    Names, shapes and types must be those of the job's model; a tied weight needs one of its names only. Frozen weights
-    and buffers of WEIGHTS that the job's model makes otherwise are kept once for the run, beside its checkpoints. Of
-    another run the newest checkpoint is taken.
+    Names, shapes and types must be those of the job's model; a tied weight needs only one of its names. Frozen weights
+    and buffers of WEIGHTS that differ from the job's are stored once for the run, beside its checkpoints. If WEIGHTS is
+    another run, its newest checkpoint is used.
 
     \b
     Example:
       morph import my_job.py:job pretrained.safetensors runs/tuned
-      morph import my_job.py:job llama/ runs/tuned --rename '^model\\.=backbone.' --skip 'lm_head.*' --fresh 'score.*'
-      morph import wider_job.py:job runs/tuned runs/wider --fresh 'layers\\.12\\..*' --optimizer-state
-      morph run my_job.py:job --profile profile.json --cluster cluster.yaml --run-dir runs/tuned
+      morph import my_job.py:job llama/ runs/tuned --rename '^model\\.=backbone.' \\
+          --skip 'lm_head.*' --fresh 'score.*'
+      morph import wider_job.py:job runs/tuned runs/wider --optimizer-state \\
+          --fresh 'layers\\.12\\..*'
     """
     doing(f"loading PyTorch and {job}")
     from manager.run_dir import RunDir, RunFacts, is_run
@@ -73,7 +74,7 @@ def import_command(
         tuple(_pattern("--fresh", text) for text in fresh or ()),
     )
     if optimizer_state and not is_run(weights):
-        allowed = "a run directory: files of weights hold no state of an optimizer"
+        allowed = "a run directory: files of weights hold no optimizer state"
         raise InputError("has none", source=str(weights), field="--optimizer-state", allowed=allowed)
     file = _stored_run(weights) if is_run(weights) else PlainFile(weights)
     loaded = load_job(job)
@@ -93,7 +94,7 @@ def import_command(
         num_sections=len(model.sections),
     )
     prepare = parameters.give_optimizer_state if optimizer_state else None
-    # made beside its place and then moved: half an import never looks like a run
+    # written beside its place and then moved: an unfinished import never looks like a run
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
     try:
         with RunDir(partial, facts) as opened:
@@ -107,11 +108,11 @@ def import_command(
         shutil.rmtree(partial, ignore_errors=True)
     print(f"{run_dir} begins with the weights of {weights}: {len(model.parameter_specs)} parameters")
     if parameters.fresh:
-        print(f"not in it, so they begin as the job makes them: {', '.join(parameters.fresh)}")
+        print(f"missing there, so the job initialises them: {', '.join(parameters.fresh)}")
     if parameters.frozen:
-        print(f"frozen, and kept once for the run: {', '.join(parameters.frozen)}")
+        print(f"frozen, and stored once for the run: {', '.join(parameters.frozen)}")
     if parameters.unused:
-        print(f"not taken over, for the loss does not depend on them: {', '.join(parameters.unused)}")
+        print(f"not imported, because the loss does not depend on them: {', '.join(parameters.unused)}")
 
 
 def _stored_run(path: Path) -> StoredRun:
@@ -127,7 +128,7 @@ def _rename(text: str) -> tuple[re.Pattern[str], str]:
 
     pattern, equals, new = text.rpartition("=")
     if not equals:
-        raise InputError("does not say what becomes of a name", field="--rename", value=text, allowed="REGEX=TEXT")
+        raise InputError("has no =", field="--rename", value=text, allowed="REGEX=TEXT")
     return _pattern("--rename", pattern), new
 
 
@@ -137,12 +138,12 @@ def _pattern(option: str, text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        allowed = "a regular expression, as Python's re has them"
+        allowed = "a regular expression of Python's re"
         raise InputError(f"cannot be read: {error}", field=option, value=text, allowed=allowed) from error
 
 
 def _possible(job: Job) -> list[int]:
-    """Micro-batch sizes that the job allows."""
+    """Return the micro-batch sizes that the job allows."""
     if job.micro_batch_size is not None:
         return [job.micro_batch_size]
     return [size for size in range(1, job.batch_size + 1) if job.batch_size % size == 0]

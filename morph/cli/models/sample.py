@@ -1,4 +1,4 @@
-"""``morph sample``: what a job's own function makes of a checkpoint, such as generated text."""
+"""``morph sample``: call a job's own function with a checkpoint, for example to generate text."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def sample_command(
         Path | None,
         typer.Option("--output", "-o", help="Folder to write to; default: samples in the run directory, or here."),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N: where the model is run.")] = "cpu",
-    follow: Annotated[bool, typer.Option("--follow", help="Go on with each new checkpoint, until Ctrl-C.")] = False,
+    device: Annotated[str, typer.Option(help="Device that runs the model: cpu, cuda or cuda:N.")] = "cpu",
+    follow: Annotated[bool, typer.Option("--follow", help="Continue with each new checkpoint, until Ctrl-C.")] = False,
     while_open: Annotated[bool, typer.Option("--while-open", hidden=True)] = False,
 ) -> None:
-    """Load the newest checkpoint, call Job.sample with the model, and write what it returns.
+    """Call Job.sample with the newest checkpoint: it gets the model, and its result is written to a file.
 
-    A run does this beside itself with `samples: true` in its YAML file. Given by hand, it runs on any host that reaches
-    the checkpoints. Of checkpoints that are complete at the same time only the newest is used, and none twice.
+    With `samples: true` in its YAML file, a run does this by itself. The command runs on any host that reaches the
+    checkpoints. If several new checkpoints are complete, only the newest is used; none is used twice.
 
     \b
     Example:
@@ -72,7 +72,8 @@ def sample_command(
         if _newest(stored) is None:
             raise no_checkpoint(stored)
         print(
-            sample_newest(stored, found, folder, device) or f"the newest checkpoint has its sample in {folder} already"
+            sample_newest(stored, found, folder, device)
+            or f"the sample of the newest checkpoint is already in {folder}"
         )
         return
     if while_open:
@@ -81,7 +82,7 @@ def sample_command(
     is_over = False
     while True:
         wrote, sentence = _tried(lambda: sample_newest(stored, found, folder, device), failed)
-        if sentence and not (wrote and while_open):  # the manager is told what is wrong alone
+        if sentence and not (wrote and while_open):  # the manager hears only of failures
             print(sentence, flush=True)
         if is_over:
             return
@@ -92,10 +93,10 @@ def sample_command(
 
 
 def _tried(sample: Callable[[], str], failed: set[str]) -> tuple[bool, str]:
-    """Return whether it worked, and the sentence to tell: what failed, once, or what was written."""
+    """Return whether it worked, and a sentence to print: the failure, the first time, or the file that was written."""
     try:
         return True, sample()
-    except Exception as error:  # of storage or of the user's function: the next checkpoint is tried
+    except Exception as error:  # from storage or the user's function: the next checkpoint is tried
         sentence = f"{type(error).__name__}: {error}"
         if sentence in failed:
             return False, ""
@@ -110,9 +111,10 @@ def _newest(stored: Stored) -> int | None:
 
 
 def sample_newest(stored: Stored, job: Job, folder: Path, device: str) -> str:
-    """Call the job's function with the newest checkpoint, unless that was done; returns what to tell of it, or "".
+    """Call the job's function with the newest checkpoint; return a sentence about it, or "" if this was done before.
 
-    What it draws from the global generators depends on the seed and the version. The file is written whole.
+    The function's random numbers from global generators depend on the seed and the version. The file appears only
+    once it is complete.
     """
     version = _newest(stored)
     path = folder / f"v{version or 0:08d}.json"

@@ -1,4 +1,4 @@
-"""``morph trace-deps``: what of a job's training step mixes sections."""
+"""``morph trace-deps``: report where a job's training step mixes sections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _EXIT_VIOLATION = 1
 _PLAIN = ("activation", "constant")
-"""Kinds that the table says enough of."""
+"""Kinds that need no text besides the table."""
 
 
 def trace_deps_command(
@@ -28,9 +28,9 @@ def trace_deps_command(
     num_sections: SectionsOption = None,
     m: MicroBatchOption = None,
 ) -> None:
-    """Dry-run one training step in one process and report every dependency between sections.
+    """Report dependencies between sections of a job: one process dry-runs one training step.
 
-    Exits with 1 when one is a violation: such a job does not start.
+    The exit code is 1 if a dependency is a violation: such a job does not start.
 
     \b
     Example:
@@ -38,7 +38,7 @@ def trace_deps_command(
       morph trace-deps configs/jobs/tiny_gpt.py:job -k 4 --json
     """
     doing(f"loading PyTorch and {job}")
-    say = partial(doing, file=sys.stderr)  # as it is now: what the job's code prints there is held back
+    say = partial(doing, file=sys.stderr)  # the stream as it is now: while the job's code runs, its output is held back
     import torch
 
     from calibrate.timing.environment import available_bytes
@@ -93,7 +93,7 @@ def _show(report: DependencyReport, compared: str) -> None:
 
 
 def dependency_table(report: DependencyReport) -> Table:
-    """Return one row for each finding; bytes are those tied, or crossing for each micro-batch."""
+    """Return one row for each finding; bytes are tied bytes, or bytes that cross for each micro-batch."""
     from morph.tables import table
     from morph.words import size_text
 

@@ -68,36 +68,50 @@ def plan_command(
     ] = None,
     nodes: Annotated[
         str | None,
-        typer.Option("--nodes", help="Instead: NODESxGPUS, as 16x1,4x4 for 16 nodes with 1 GPU and 4 with 4."),
+        typer.Option(
+            "--nodes",
+            help="In place of --gpus: NODESxGPUS, such as 16x1,4x4. This means 16 nodes with 1 GPU and 4 with 4.",
+        ),
     ] = None,
     pool: Annotated[
-        str | None, typer.Option("--pool", metavar="TYPE=N,...", help="Instead: GPUs by type, as v100=12,t4=12.")
+        str | None,
+        typer.Option(
+            "--pool", metavar="TYPE=N,...", help="In place of --gpus: GPUs by type. For example v100=12,t4=12."
+        ),
     ] = None,
     num_gpus_per_node: GpusPerNodeOption = None,
     node_type: NodeTypeOption = None,
     memory_gib: Annotated[
-        float | None, typer.Option("--memory-gib", help="Memory of one GPU in GiB. Default: as in the profile.")
+        float | None, typer.Option("--memory-gib", help="Memory of one GPU in GiB. Default: the profile's.")
     ] = None,
     micro_batch_size: MicroBatchOption = None,
     recompute: RecomputeOption = None,
     schedule: AnyScheduleOption = None,
     aim: Annotated[
-        AimName, typer.Option("--objective", help="Examples per second, dollars per example, or expected progress.")
+        AimName,
+        typer.Option(
+            "--objective",
+            metavar="NAME",
+            help="examples, dollars or progress: examples per second, dollars per example, or expected progress.",
+        ),
     ] = AimName.EXAMPLES,
     usd_per_gpu_hour: Annotated[
         str | None,
         typer.Option(
-            "--price", help="Dollars per GPU-hour: 0.9, by GPUs per node 1:0.9,4:0.75, or by type v100=0.9,t4=0.16."
+            "--price",
+            help="Dollars per GPU-hour, such as 0.9. Or by GPUs per node, 1:0.9,4:0.75, or by type, v100=0.9,t4=0.16.",
         ),
     ] = None,
     jitter_seed: JitterOption = None,
     settings: SettingsOption = None,
     as_json: JsonOption = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write the best plan here.")] = None,
-    csv: Annotated[Path | None, typer.Option("--csv", help="For a range: write the table here.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the best plan to this file, too.")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", help="With a range: write the table to this file.")] = None,
     png: PngOption = None,
 ) -> None:
-    """Find the pipeline depth P and replica count D that train fastest on so many GPUs.
+    """Find the fastest shape for a number of GPUs: the pipeline depth P and the number of replicas D.
 
     \b
     Example:
@@ -105,9 +119,9 @@ def plan_command(
       morph plan profile.json --gpus 128 --memory-gib 16 --json -o plan.json
       morph plan profile.json --nodes 16x1,4x4
       morph plan profile.json --pool v100=12,t4=12
-      morph plan profile.json --pool v100=12,t4=12 --price v100=0.9,t4=0.16 --objective dollars
-      morph plan profile.json --gpus 16..128 --price 0.9 --csv plans.csv --png plans.png
-      morph plan profile.json --gpus 16 --objective progress --set revocations_per_hour=0.4
+      morph plan profile.json --gpus 16..128 --csv plans.csv --png plans.png
+      morph plan profile.json --gpus 16 --objective progress \\
+          --set revocations_per_hour=0.4
     """
     from morph.contract.profile import load_profile, other_links
     from simulator import plan
@@ -121,14 +135,14 @@ def plan_command(
     on_types = None if pool is None else Pool.parse(pool, "--pool")
     with from_options(context, profile, chosen):
         measured = of_node_type(load_profile(profile), node_type)
-    request = request_of(context, chosen)
+    request = replace(request_of(context, chosen), unequal=True)
     with from_options(context, profile, chosen), doing_if_long(f"simulating shapes ({COMPILED_ONCE})"):
         if numbers is not None and len(numbers) > 1:
             from simulator.render.curve import show_curve
 
             show_curve(measured, numbers, request, csv=csv, png=png, as_json=as_json)
             return
-        request = replace(request, objective=_OBJECTIVES[aim], unequal=True)
+        request = replace(request, objective=_OBJECTIVES[aim])
         choice = plan(measured, request, num_gpus=None if numbers is None else numbers[0], pool=on_types)
     for sentence in other_links(measured, request.links, request.rings):
         print(f"warning: {sentence}", file=sys.stderr)
@@ -158,10 +172,10 @@ def plan_command(
 
 
 def _numbers(given: dict[str, Any], gpus: str | None, aim: AimName) -> range | None:
-    """The numbers of GPUs to plan for; None: as many as ``--nodes`` have.
+    """Return the numbers of GPUs to plan for, or None for the number that ``--nodes`` has.
 
     Raises:
-        PlanError: options that are missing, or that contradict each other.
+        PlanError: if options are missing or contradict each other.
     """
     if not {"--gpus", "--nodes", "--pool"} & given.keys():
         allowed = "a number, a range as 16..128, or --nodes or --pool instead"
@@ -190,7 +204,7 @@ def _numbers(given: dict[str, Any], gpus: str | None, aim: AimName) -> range | N
 
 def _as_json(choice: PlanChoice) -> dict[str, object]:
     def summary(place: int) -> dict[str, object]:
-        """A plan without its task orders, for programs."""
+        """Return a plan without its task orders, for programs."""
         plan = choice.simulations[place].plan
         facts = plan.model_dump(mode="json", exclude={"orders"})
         return {"shape": plan.shape, "num_workers": plan.num_workers, **facts, "value": choice.values[place]}

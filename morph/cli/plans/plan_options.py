@@ -1,4 +1,4 @@
-"""What the options of ``morph plan`` and ``morph simulate`` mean, and which do not go together."""
+"""The meaning of the options of ``morph plan`` and ``morph simulate``, and combinations that are refused."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _MOST_NUMBERS = 4096
 
 
 def request_of(context: typer.Context, settings: Conditions) -> PlanRequest:
-    """The request that a command's options and settings make, those that are named as its fields.
+    """Return a request from the options and settings whose names are those of its fields.
 
     Raises:
-        PlanError: an option whose text means nothing.
+        PlanError: if the text of an option cannot be read.
     """
     from simulator import PlanRequest
 
@@ -48,7 +48,7 @@ def request_of(context: typer.Context, settings: Conditions) -> PlanRequest:
 
 @contextmanager
 def from_options(context: typer.Context, profile: Path, settings: Conditions) -> Iterator[None]:
-    """Tell the user by which option or setting, or where in the profile, a value was given that is refused."""
+    """Make errors name the option, the setting or the place in the profile that holds the refused value."""
     links = "inter_node, intra_node or all_reduce"
     names = {parameter.name: parameter.opts[0] for parameter in context.command.params}
     names |= {name: f"{SET} {name}" for name in type(settings).model_fields}
@@ -62,7 +62,7 @@ def from_options(context: typer.Context, profile: Path, settings: Conditions) ->
 
 
 def given_options(context: typer.Context, settings: Conditions) -> dict[str, Any]:
-    """The options and settings that stand on the command line, by their names there."""
+    """Return the options and settings of the command line, by their names there."""
     sources = {each: context.get_parameter_source(each.name or "") for each in context.command.params}
     chosen = {f"{SET} {name}": value for name, value in settings.model_dump(exclude_unset=True).items()}
     return chosen | {
@@ -77,12 +77,12 @@ def refuse_together(given: Mapping[str, object], option: str, others: Sequence[s
 
     Args:
         given: Every option that was given, with its value.
-        option: Where it is given, none of the others may be.
-        others: Options.
+        option: An option with which none of the others may be given.
+        others: The other options.
         why: The contradiction in a few words.
 
     Raises:
-        PlanError: naming both.
+        PlanError: if that happens; the error names both.
     """
     clash = [name for name in others if name in given]
     if option in given and clash:
@@ -90,13 +90,13 @@ def refuse_together(given: Mapping[str, object], option: str, others: Sequence[s
 
 
 def require(given: Mapping[str, object], option: str, other: str) -> None:
-    """Refuse an option that means nothing without another.
+    """Refuse an option that needs another one.
 
     Raises:
-        PlanError: naming both.
+        PlanError: if that happens; the error names both.
     """
     if option in given and other not in given:
-        raise PlanError(f"means nothing without {other}", field=option, value=_shown(given[option]))
+        raise PlanError(f"needs {other}", field=option, value=_shown(given[option]))
 
 
 def _shown(value: object) -> object:
@@ -104,10 +104,10 @@ def _shown(value: object) -> object:
 
 
 def gpu_range(text: str) -> range:
-    """``6`` or ``16..128``.
+    """Parse ``6`` or ``16..128``.
 
     Raises:
-        PlanError: neither of them.
+        PlanError: if the text is neither.
     """
     found = re.fullmatch(r"(-?\d{1,9})(?:\.\.(-?\d{1,9}))?", text.strip())
     if not found:
@@ -127,10 +127,10 @@ def gpu_range(text: str) -> range:
 
 
 def node_list(text: str) -> tuple[int, ...]:
-    """GPUs of each node: ``16x1,4x4`` are 16 nodes with 1 GPU and 4 nodes with 4.
+    """Return the GPUs of each node: ``16x1,4x4`` are 16 nodes with 1 GPU and 4 nodes with 4.
 
     Raises:
-        PlanError: something else.
+        PlanError: if the text is anything else.
     """
     sizes: list[int] = []
     for part in text.split(","):
@@ -144,10 +144,10 @@ def node_list(text: str) -> tuple[int, ...]:
 
 
 def price_of(text: str) -> float | dict[int, float] | dict[str, float]:
-    """``0.9`` dollars per GPU-hour, by GPUs per node ``1:0.9,4:0.75``, or by type ``v100=0.9,t4=0.16``.
+    """Parse ``0.9`` dollars per GPU-hour, prices by GPUs per node ``1:0.9,4:0.75``, or by type ``v100=0.9,t4=0.16``.
 
     Raises:
-        PlanError: none of them.
+        PlanError: if the text is none of them.
     """
     allowed = "dollars per GPU-hour, as 0.9, by GPUs per node, as 1:0.9,4:0.75, or by type, as v100=0.9,t4=0.16"
     if "=" in text:
@@ -160,7 +160,12 @@ def price_of(text: str) -> float | dict[int, float] | dict[str, float]:
             for part in text.split(","):
                 size, price = part.split(":")
                 if int(size) in prices or int(size) not in ranges.GPUS:
-                    raise PlanError("gives two prices, or no size", field="--price", value=text, allowed=allowed)
+                    raise PlanError(
+                        "gives a size twice, or a size that is out of range",
+                        field="--price",
+                        value=text,
+                        allowed=allowed,
+                    )
                 prices[int(size)] = float(price)
     except ValueError:
         raise PlanError("is not a price", field="--price", value=text, allowed=allowed) from None
@@ -181,10 +186,10 @@ def _prices_of_types(text: str, allowed: str) -> dict[str, float]:
 
 
 def slow_of(texts: Sequence[str]) -> dict[int | tuple[int, int], float]:
-    """``2:1.3`` (stage 2 of every replica) and ``2/0:1.3`` (of replica 0).
+    """Parse ``2:1.3`` (stage 2 of every replica) and ``2/0:1.3`` (stage 2 of replica 0).
 
     Raises:
-        PlanError: something else.
+        PlanError: if a text is anything else.
     """
     slow: dict[int | tuple[int, int], float] = {}
     for text in texts:
@@ -200,10 +205,10 @@ def slow_of(texts: Sequence[str]) -> dict[int | tuple[int, int], float]:
 
 
 def memory_bytes_of(memory_gib: float | None, option: str = "--memory-gib") -> int | None:
-    """Bytes of so many GiB.
+    """Convert GiB to bytes.
 
     Raises:
-        PlanError: no size.
+        PlanError: if the value is not a size.
     """
     if memory_gib is None:
         return None

@@ -1,4 +1,4 @@
-"""``morph rehearse``: one shape run by emulated workers on this machine, held against the simulator."""
+"""``morph rehearse``: run one shape with emulated workers on this machine and compare it with the simulator."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def rehearse_command(
     num_replicas: ReplicasOption = 1,
     plan: PlanFileOption = None,
     hosts: Annotated[
-        int | None, typer.Option("--hosts", help="Hosts to play. Default: as many as the workers need.")
+        int | None, typer.Option("--hosts", help="Hosts to emulate. Default: as many as the workers need.")
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Mini-batches that count; one more runs first.")] = 5,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Mini-batches to measure, after one to warm up.")] = 5,
     m: MicroBatchOption = None,
     batch_size: Annotated[
         int | None,
@@ -60,17 +60,19 @@ def rehearse_command(
         float | None, typer.Option("--memory-gib", help="Memory of one device in GiB. Default: no limit.")
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", help="Keep journal, checkpoint and logs here. Default: nothing is kept.")
+        Path | None,
+        typer.Option("--run-dir", help="Keep journal, checkpoint and logs in this folder. Default: they are deleted."),
     ] = None,
     plain: PlainOption = False,
     settings: SettingsOption = None,
 ) -> None:
-    """Run one shape on emulated devices: real processes, messages and manager, the profile's times instead of compute.
+    """Run one shape on emulated devices: processes, messages and manager are real, compute lasts as in the profile.
 
     \b
     Example:
       morph rehearse profile.json -P 9 -D 4 --hosts 36
-      morph rehearse configs/profiles/gpt2-8.3b.json -P 9 -D 4 --hosts 36 --batch-size 256
+      morph rehearse configs/profiles/gpt2-8.3b.json -P 9 -D 4 --hosts 36 \\
+          --batch-size 256
       morph rehearse profile.json -P 4 -D 2 --slow 2:1.3 --jitter-seed 1
       morph rehearse profile.json --plan plan.json
     """

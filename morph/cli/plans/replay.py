@@ -1,4 +1,4 @@
-"""``morph replay``: what a job on spot VMs will cost and when it ends, under several policies."""
+"""``morph replay``: the cost and the duration of a job on spot VMs, under several policies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Cases = tuple[tuple[str, int, "Trace"], ...]
 
 
 class AimName(StrEnum):
-    """What a policy can be chosen by: examples per second, or per dollar."""
+    """The objectives of a policy: examples per second, or per dollar."""
 
     EXAMPLES = "examples"
     DOLLARS = "dollars"
@@ -42,67 +42,75 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
     profile: Annotated[
         Path,
         typer.Argument(
-            help="Profile that `morph calibrate` wrote; or, of a job on one VM, a YAML file of what it takes.",
+            help="Profile that `morph calibrate` wrote. For a job on one VM: a YAML file with its durations.",
             metavar="PROFILE",
             show_default=False,
         ),
     ],
     traces: Annotated[
         list[Path] | None,
-        typer.Option("--trace", help="When VMs come and go, in any format of `morph trace`; several times."),
+        typer.Option("--trace", help="Trace of VMs, in any format of `morph trace`. Repeatable."),
     ] = None,
     vms: VmsOption = None,
     hours: Annotated[float, typer.Option("--hours", min=0.1, max=10_000, help="Length of a drawn trace.")] = 24.0,
     like: LikeOption = None,
     model: ModelOption = None,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, max=_MOST_SEEDS, help="Traces to draw.")] = 5,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Of the first drawn trace.")] = 0,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, max=_MOST_SEEDS, help="Number of traces to draw.")] = 5,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Seed of the first drawn trace.")] = 0,
     cluster: Annotated[
-        Path | None, typer.Option("--cluster", help="Cluster file (YAML): its policy, VMs, prices and limits.")
+        Path | None, typer.Option("--cluster", help="Cluster file (YAML): policy, VMs, prices and limits.")
     ] = None,
     policy: Annotated[
         str,
-        typer.Option("--policy", help="Which to compare: names with commas; all; compared: all but Morph's variants."),
+        typer.Option(
+            "--policy", help="Policies to compare: names with commas, or all. The default leaves out variants of Morph."
+        ),
     ] = "compared",
     objective: Annotated[
         AimName | None,
-        typer.Option("--objective", help="What the advice goes by. Default: dollars, where everything has a price."),
+        typer.Option(
+            "--objective",
+            metavar="NAME",
+            help="Advise by examples or dollars. Default: dollars, if all prices are known.",
+        ),
     ] = None,
     until: Annotated[
-        str | None, typer.Option("--until", help="100000 (steps), 48h, 2d, a date or 300usd. Default: the trace's end.")
+        str | None,
+        typer.Option("--until", help="End: 100000 (steps), 48h, 2d, a date or 300usd. Default: the trace's end."),
     ] = None,
     price: Annotated[
-        float | None, typer.Option("--price", min=0, help="Dollars of a spot VM an hour. Default: as the trace says.")
+        float | None, typer.Option("--price", min=0, help="Dollars per hour of a spot VM. Default: the trace's.")
     ] = None,
     on_demand_price: Annotated[
-        float | None, typer.Option("--on-demand-price", min=0, help="Dollars of the same VM on demand.")
+        float | None, typer.Option("--on-demand-price", min=0, help="Dollars per hour of the same VM on demand.")
     ] = None,
     gpus_per_vm: Annotated[
-        int, typer.Option("--gpus-per-vm", min=1, max=MAX_DEVICES, help="Of every VM; a worker drives each.")
+        int, typer.Option("--gpus-per-vm", min=1, max=MAX_DEVICES, help="GPUs of each VM. One worker drives each GPU.")
     ] = 1,
     node_types: Annotated[
         str | None,
         typer.Option(
             "--node-types",
-            help="Types of GPU, by the profile's names, of instance types of a trace: p3.2xlarge=v100,g4dn.xlarge=t4.",
+            help="GPU types of a trace's instance types. For example p3.2xlarge=v100,g4dn.xlarge=t4.",
         ),
     ] = None,
     memory_gib: Annotated[float | None, typer.Option("--memory-gib", help="Memory of one GPU in GiB.")] = None,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, max=_MOST_PROCESSES, help="Processes that simulate.")] = 1,
+    jobs: Annotated[
+        int, typer.Option("--jobs", min=1, max=_MOST_PROCESSES, help="Number of processes to simulate in.")
+    ] = 1,
     as_json: JsonOption = False,
-    csv: Annotated[Path | None, typer.Option("--csv", help="Write one row for each policy and trace here.")] = None,
-    parquet: Annotated[Path | None, typer.Option("--parquet", help="The same rows as --csv, as Parquet.")] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", help="Write a row for each policy and trace.")] = None,
+    parquet: Annotated[Path | None, typer.Option("--parquet", help="Write the rows of --csv as Parquet.")] = None,
     png: PngOption = None,
     settings: SettingsOption = None,
 ) -> None:
-    """Simulate a job on spot VMs that come and go, and compare what can be done about it.
+    """Simulate a job on spot VMs under several policies: compare cost and progress.
 
     \b
     Example:
-      morph replay profile.json --trace trace.csv --price 0.9 --on-demand-price 3.06
-      morph replay profile.json --like p3.csv --set zones=3 --hours 48 --seeds 20 --jobs 4
-      morph replay profile.json --vms 24 --hours 48 --seeds 20 --jobs 4 --until 20000 --price 0.9 --png replay.png
-      morph replay profile.json --trace two.csv --node-types p3.2xlarge=v100,g4dn.xlarge=t4 --policy morph
+      morph replay profile.json --vms 24 --hours 48 --until 20000 --price 0.9
+      morph replay profile.json --trace trace.csv --png replay.png
+      morph replay profile.json --like p3.csv --set zones=3 --seeds 20 --jobs 4
     """
     from manager.run.preparation import most_of_types
     from manager.simulation.replay import Replay, advice, frame_of, policies_of, types_of
@@ -168,7 +176,7 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
     else:
         most = gpus_per_vm * max(trace.max_nodes for _, _, trace in cases)
         if most > MOST_VMS:
-            allowed = f"1 to {MOST_VMS} GPUs; of more VMs, vms.keep in a --cluster file says how many to take"
+            allowed = f"1 to {MOST_VMS} GPUs; for more VMs, vms.keep in a --cluster file limits their number"
             raise TraceError("has too many GPUs at once", field="--trace", value=most, allowed=allowed)
         types = types_of(node_types, gpus_per_vm, names) if node_types is not None else {}
         pool = most_of_types([trace for _, _, trace in cases], types, "--node-types") if types else None
@@ -220,16 +228,16 @@ def _is_of_cluster(setting: str) -> bool:
 
 
 def _recorded(files: list[Path]) -> Cases:
-    """Read the traces; each begins with its first event."""
+    """Read the traces; each begins at its first event."""
     from manager.run.preparation import from_its_first_event
 
     found = tuple((path.stem, 0, from_its_first_event(read_traces([path]))) for path in files)
     for path, (_, _, trace) in zip(files, found, strict=True):
         if not trace.duration_s:
             raise TraceError(
-                "ends with its first events, so nothing of it can be played",
+                "ends with its first events, so there is nothing to play",
                 source=str(path),
                 field="event",
-                allowed="a last line 86400,end, until when (seconds) the VMs were watched, or later events",
+                allowed="later events, or a last line such as 86400,end for the second at which the recording ended",
             )
     return found

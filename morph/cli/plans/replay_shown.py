@@ -27,7 +27,7 @@ def by_policy(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
 
 
 def show(name: str, outcomes: Sequence[Outcome]) -> None:
-    """Print a row for each policy: means, and between what the speeds lie with 95 % where there are several traces."""
+    """Print a row of means for each policy, with 95 % intervals of the speeds if there are several traces."""
     num = len({(one.trace, one.seed) for one in outcomes})
     rows = []
     for policy, ones in by_policy(outcomes).items():
@@ -64,7 +64,7 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 def draw(name: str, outcomes: Sequence[Outcome], path: Path) -> None:
-    """Draw what the VMs' time went into by policy; below, the first trace: VMs, and examples per second by policy."""
+    """Draw the use of the VMs' time by policy; below it, VMs and examples per second by policy on the first trace."""
     policies = by_policy(outcomes)
     size = (10.0, 7.0 + 0.25 * len(policies))
     with picture(path, ConfigError, size, nrows=3, height_ratios=[1.3, 1, 1.2]) as (_, (above, middle, below)):
@@ -76,8 +76,8 @@ def draw(name: str, outcomes: Sequence[Outcome], path: Path) -> None:
                 left += share
         above.set(yticks=range(len(policies)), yticklabels=list(reversed(policies)), xlim=(0, 1))
         above.xaxis.set_major_formatter("{x:.0%}")
-        above.set_xlabel("share of the time for which VMs are paid")
-        above.set_title(f"{name}: what the VMs' time goes into", loc="left", fontsize=12)
+        above.set_xlabel("share of the paid time of VMs")
+        above.set_title(f"{name}: use of the VMs' time", loc="left", fontsize=12)
         used = [part for part in PARTS if any(one.parts_s[part] > 1e-3 * one.vm_s for one in outcomes)]
         handles = [above.barh([0], [0], color=PARTS[part][0], label=part.value) for part in used]
         above.legend(handles=handles, ncols=len(used), loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
@@ -105,7 +105,7 @@ def draw(name: str, outcomes: Sequence[Outcome], path: Path) -> None:
 
 
 def _curves(outcomes: Sequence[Outcome]) -> dict[str, tuple[list[float], list[float]]]:
-    """Progress by the names of the policies; those with the same progress share a curve, which else would hide them."""
+    """Return progress by policies; policies with equal progress share a curve, as one would hide the others."""
     found: list[tuple[list[str], tuple[list[float], list[float]]]] = []
     for one in outcomes:
         curve = _progress(one)
@@ -118,7 +118,7 @@ def _curves(outcomes: Sequence[Outcome]) -> dict[str, tuple[list[float], list[fl
 
 
 def _progress(one: Outcome) -> tuple[list[float], list[float]]:
-    """Examples over hours: as fast as each shape trains, scaled so that the end is what really counts."""
+    """Return examples over hours: the speed of each shape, scaled so that the curve ends at the examples that count."""
     ends = [*(moment.time_s for moment in one.moments[1:]), one.hours * 3600]
     hours, done = [0.0], [0.0]
     for moment, end_s in zip(one.moments, ends, strict=True):

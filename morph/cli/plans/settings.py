@@ -1,4 +1,4 @@
-"""Settings of ``--set KEY=VALUE`` for planning, simulating, rehearsing and replaying: what is rarely changed."""
+"""Settings of ``--set KEY=VALUE`` for planning, simulating, rehearsing and replaying; they rarely change."""
 
 from __future__ import annotations
 
@@ -16,60 +16,64 @@ CommandT = TypeVar("CommandT", bound=Callable[..., None])
 class Conditions(Value):
     """Conditions of a simulated mini-batch, named as in ``simulator.PlanRequest``."""
 
-    compute_slots: int | None = Field(None, description="tasks at once, where workers share one machine's cores")
+    compute_slots: int | None = Field(None, description="tasks at once, if workers share one machine's cores")
     share_links: bool = Field(True, description="messages share the bandwidth of a node's link")
-    host_memory_gib: float | None = Field(None, description="host memory for each GPU; absent: the profile's")
-    links: Literal["staged", "ipc", "auto"] = Field("staged", description="as vms.links of the run")
-    rings: Literal["gloo", "nccl", "auto"] = Field("gloo", description="as vms.rings of the run")
-    num_draws: int = Field(20, description="mini-batches to draw for each shape, with --jitter-seed")
+    host_memory_gib: float | None = Field(None, description="host memory for each GPU; default: the profile's")
+    links: Literal["staged", "ipc", "auto"] = Field("staged", description="links: the run's vms.links")
+    rings: Literal["gloo", "nccl", "auto"] = Field("gloo", description="rings: the run's vms.rings")
+    num_draws: int = Field(20, description="mini-batches drawn per shape, with --jitter-seed")
 
 
 class PlanSettings(Conditions):
-    """Of ``morph plan``."""
+    """The settings of ``morph plan``."""
 
-    revocations_per_hour: float | None = Field(None, description="how often one node is revoked, for progress")
-    pause_s: float = Field(1.0, description="for which a change of shape stops training, for progress")
-    replacement_s: float = Field(120.0, description="until a revoked node is replaced, for progress")
+    revocations_per_hour: float | None = Field(None, description="revocations of one node, for progress")
+    pause_s: float = Field(1.0, description="pause of a change of shape, for progress")
+    replacement_s: float = Field(120.0, description="time to replace a revoked node, for progress")
     revoked_together: int = Field(1, description="nodes lost in one revocation, for progress")
 
 
 class SimulateSettings(Conditions):
-    """Of ``morph simulate``."""
+    """The settings of ``morph simulate``."""
 
     window_slope: int | None = Field(None, description="micro-batches in flight: slope * (P - 1 - stage) + 1")
-    all_reduce: Literal["overlapped", "late"] = Field("overlapped", description="each unit when it is ready, or late")
+    all_reduce: Literal["overlapped", "late"] = Field(
+        "overlapped", description="overlapped, or late: after all backwards"
+    )
     redundant_computation: Literal["off", "lflb", "eflb", "efeb"] = Field(
-        "off", description="Bamboo's: off, lflb, eflb or efeb (eager forwards, backwards)"
+        "off", description="as in Bamboo: off, lflb, eflb or efeb"
     )
     overlap: Literal["full", "none"] = Field("full", description="none: workers compute nothing while they send")
 
 
 class RehearseSettings(Value):
-    """Of ``morph rehearse``, named as in ``manager.rehearsal.RehearsalSpec``."""
+    """The settings of ``morph rehearse``, named as in ``manager.rehearsal.RehearsalSpec``."""
 
     workers_per_host: int = Field(1, ge=1, description="workers that share a host")
     window_slope: int | None = Field(None, description="micro-batches in flight: slope * (P - 1 - stage) + 1")
-    time_scale: float | None = Field(None, description="multiply every time by this; absent: as the cores need")
-    message_scale: float | None = Field(None, description="real size of messages over the profile's")
-    state_scale: float | None = Field(None, description="real size of parameters over the profile's")
-    network: Literal["loopback", "namespaces"] = Field("loopback", description="namespaces: wants Linux and root")
+    time_scale: float | None = Field(None, description="factor of all times; default: as the cores need")
+    message_scale: float | None = Field(None, description="size of messages, relative to the profile's")
+    state_scale: float | None = Field(None, description="size of parameters, relative to the profile's")
+    network: Literal["loopback", "namespaces"] = Field(
+        "loopback", description="loopback, or namespaces: needs Linux and root"
+    )
 
 
 class DrawnTrace(Value):
     """How a trace is drawn, for ``morph trace generate`` and ``morph replay``."""
 
     losses_per_vm_h: float = Field(0.39, ge=0, le=100, description="how often one VM is taken, with --vms")
-    bulk_share: float = Field(0.5, ge=0, le=1, description="share of losses that take several, with --vms")
+    bulk_share: float = Field(0.5, ge=0, le=1, description="share of losses that take several VMs, with --vms")
     replacement_s: float = Field(300.0, ge=1, le=1e6, description="mean time until a VM is replaced, with --vms")
-    zones: int | None = Field(None, ge=1, le=100, description="spread the VMs over so many zones that are alike")
+    zones: int | None = Field(None, ge=1, le=100, description="number of zones, all alike")
     notice: str | float | None = Field(None, description="seconds of notice, for a share of losses: 120 or 30:0.8")
 
 
 class ReplaySettings(DrawnTrace):
-    """Of ``morph replay``."""
+    """The settings of ``morph replay``."""
 
-    setup_s: float = Field(30.0, ge=0, le=1e5, description="from a VM that is up to a ready worker")
-    restart_s: float = Field(60.0, ge=0, le=1e5, description="in which a policy that restarts starts its processes")
+    setup_s: float = Field(30.0, ge=0, le=1e5, description="from a VM's boot to a ready worker")
+    restart_s: float = Field(60.0, ge=0, le=1e5, description="start of the processes, if the policy restarts them")
 
 
 def with_settings(kind: type[Value]) -> Callable[[CommandT], CommandT]:

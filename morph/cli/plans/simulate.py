@@ -1,4 +1,4 @@
-"""``morph simulate``: one shape: mini-batch time, where it goes, and a picture of the timeline."""
+"""``morph simulate``: the mini-batch time of one shape, its breakdown, and a picture of the timeline."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from morph.yaml_files import read_settings
 
 
 class EngineName(StrEnum):
-    """What plays the mini-batch."""
+    """The engines that simulate a mini-batch."""
 
     COMPILED = "compiled"
     REFERENCE = "reference"
@@ -48,7 +48,7 @@ def simulate_command(
     micro_batch_size: MicroBatchOption = None,
     no_recompute: Annotated[
         bool,
-        typer.Option("--no-recompute", help="Keep activations instead of running forwards again; takes more memory."),
+        typer.Option("--no-recompute", help="Keep activations in memory. They are recomputed otherwise."),
     ] = False,
     schedule: ScheduleOption = ScheduleName.VARUNA,
     num_gpus_per_node: GpusPerNodeOption = None,
@@ -58,7 +58,7 @@ def simulate_command(
     settings: SettingsOption = None,
     engine: Annotated[
         EngineName,
-        typer.Option("--engine", help="Compiled loops, or the slow and readable model with the same answers."),
+        typer.Option("--engine", help="The slow reference gives the same answers."),
     ] = EngineName.COMPILED,
     as_json: JsonOption = False,
     png: PngOption = None,
@@ -69,7 +69,7 @@ def simulate_command(
     Example:
       morph simulate profile.json -P 3 -D 2
       morph simulate profile.json -P 3 -D 2 --schedule gpipe --png timeline.png
-      morph simulate profile.json -P 4 -D 2 --gpus-per-node 4 --slow 2/0:1.3 --jitter-seed 1
+      morph simulate profile.json -P 4 -D 2 --slow 2/0:1.3 --jitter-seed 1
       morph simulate profile.json -P 3 -D 2 --set all_reduce=late
     """
     from morph.contract.profile import load_profile

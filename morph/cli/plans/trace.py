@@ -1,4 +1,4 @@
-"""``morph trace``: figures of spot traces, other formats, drawn traces, pictures."""
+"""``morph trace``: describe, convert, generate and plot spot traces."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ if TYPE_CHECKING:
     from morph.contract.trace import Trace
 
 trace_app = typer.Typer(
-    help="Spot traces: figures, other formats, traces drawn from a model, pictures.",
+    help="Describe, convert, generate and plot spot traces.\n\n\b\nExample:\n  morph trace stats trace.csv",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 FilesArgument = Annotated[
     list[Path],
-    typer.Argument(metavar="TRACE...", help="In any format that `morph trace convert` reads; several are one cluster."),
+    typer.Argument(
+        metavar="TRACE...", help="Files in any format that `morph trace convert` reads; several make one cluster."
+    ),
 ]
 OutOption = Annotated[Path, typer.Option("-o", "--output", help="The trace, as CSV.", show_default=False)]
-ZoneOption = Annotated[str | None, typer.Option("--zone", help="Of VMs of which the file does not say it.")]
-TypeOption = Annotated[str | None, typer.Option("--instance-type", help="Of VMs of which the file does not say it.")]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Of what is drawn.")]
+ZoneOption = Annotated[str | None, typer.Option("--zone", help="Zone of VMs for which the file has none.")]
+TypeOption = Annotated[str | None, typer.Option("--instance-type", help="Type of VMs for which the file has none.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the draw.")]
 WindowOption = Annotated[
-    float, typer.Option("--window-s", min=0.001, max=3600, help="VMs lost within so long are lost at once.")
+    float,
+    typer.Option("--window-s", min=0.001, max=3600, help="VMs lost within so many seconds count as lost at once."),
 ]
 
 
@@ -82,24 +85,26 @@ def convert_command(
     output: OutOption,
     zone: ZoneOption = None,
     instance_type: TypeOption = None,
-    from_h: Annotated[float, typer.Option("--from-h", min=0, help="Leave out what is before.")] = 0.0,
-    hours: Annotated[float | None, typer.Option("--hours", min=0.001, help="Leave out what is later.")] = None,
+    from_h: Annotated[float, typer.Option("--from-h", min=0, help="Leave out events before this hour.")] = 0.0,
+    hours: Annotated[
+        float | None, typer.Option("--hours", min=0.001, help="Keep so many hours, leave out later events.")
+    ] = None,
     seed: SeedOption = 0,
 ) -> None:
     """Write traces of other formats as one CSV that `morph replay`, `run`, `rehearse` and `inject` take.
 
     \b
-    Formats, told by their contents:
+    Formats, recognised by their contents:
       time_s,event,node_id...           Morph's own
       time_ms,add|remove,node           Bamboo, AWS
       YYYY-MM-DD, HH:MM:SS, VMs         Bamboo, GCP
       {"metadata": {"gap_seconds": 300}, "data": [VMs, ...]}, ZONE_TYPE.json     SkyPilot
-    Where only the number of VMs is told, which of them goes is drawn.
+    If a format gives only the number of VMs, the VMs that leave are drawn.
 
     \b
     Example:
       morph trace convert p3-trace.csv --instance-type p3.2xlarge -o p3.csv
-      morph trace convert us-east-2b_v100_1.json us-west-2a_v100_1.json --from-h 24 --hours 48 -o v100.csv
+      morph trace convert zone_v100_1.json --from-h 24 --hours 48 -o v100.csv
     """
     from morph.contract.trace import write_trace
     from simulator.traces.importers import part_of
@@ -125,20 +130,20 @@ def generate_command(
     like: LikeOption = None,
     model: ModelOption = None,
     save_model: Annotated[
-        Path | None, typer.Option("--save-model", help="Write the model here, as JSON to be changed by hand.")
+        Path | None, typer.Option("--save-model", help="Write the model to this JSON file, which can be edited.")
     ] = None,
     settings: SettingsOption = None,
 ) -> None:
-    """Draw a trace: of so many VMs (--vms), from what a recorded one has in common with others (--like), or a model.
+    """Draw a trace: for a number of VMs (--vms), from a model fitted to a recorded trace (--like), or from a model.
 
-    The same options give the identical trace. A model says of each zone how many VMs are wanted, how they are lost by
-    hour of the day and how many at once, when they come back, and what they cost.
+    The same options give the identical trace. A model states for each zone the number of requested VMs, their losses by
+    hour of the day and their number at once, the time to replace them, and their price.
 
     \b
     Example:
       morph trace generate --vms 24 --hours 48 --set zones=3 -o trace.csv
-      morph trace generate --like p3.csv --set zones=3 --seed 7 -o trace.csv --save-model p3.json
-      morph trace generate --model p3.json --hours 100 -o trace.csv
+      morph trace generate --like p3.csv --seed 7 -o trace.csv --save-model m.json
+      morph trace generate --model m.json --hours 100 -o trace.csv
     """
     from morph.contract.trace import write_trace
 
@@ -158,7 +163,7 @@ def generate_command(
 def plot_command(
     traces: FilesArgument,
     png: Annotated[Path, typer.Option("--png", help="The picture.", show_default=False)],
-    fit: Annotated[bool, typer.Option("--fit", help="Beside it, traces of the model that is fitted to it.")] = False,
+    fit: Annotated[bool, typer.Option("--fit", help="Also draw traces of a model fitted to the trace.")] = False,
     window_s: WindowOption = 60.0,
 ) -> None:
     """Draw VMs over time, how many are lost at once, lifetimes, and the times between losses.

@@ -1,4 +1,4 @@
-"""Which trace, or which model of traces: options of ``morph trace`` and ``morph replay``."""
+"""Options of ``morph trace`` and ``morph replay`` that choose a trace or a model of traces."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ if TYPE_CHECKING:
 
 MOST_VMS = 2000
 VmsOption = Annotated[int | None, typer.Option("--vms", min=1, max=MOST_VMS, help="Draw traces of so many spot VMs.")]
-LikeOption = Annotated[
-    Path | None, typer.Option("--like", help="Draw from the model that is fitted to this recorded trace.")
-]
+LikeOption = Annotated[Path | None, typer.Option("--like", help="Draw from a model fitted to this recorded trace.")]
 ModelOption = Annotated[
-    Path | None, typer.Option("--model", help="Draw from this model (`morph trace generate --save-model`).")
+    Path | None, typer.Option("--model", help="Draw from this model. `morph trace generate --save-model` writes one.")
 ]
 
 
@@ -32,7 +30,7 @@ def read_traces(
     """Read traces of any format as one cluster.
 
     Raises:
-        TraceError: naming file and line.
+        TraceError: if a file cannot be read; the error names file and line.
     """
     from morph.contract.trace import UNKNOWN
     from simulator.traces.importers import Place, import_trace, merged, name_of
@@ -45,8 +43,8 @@ def model_of(vms: int | None, like: Path | None, model: Path | None, drawn: Draw
     """Return the model to draw from.
 
     Raises:
-        ConfigError: none of ``vms``, ``like`` and ``model`` is given or several are, or what belongs to another one.
-        TraceError: of the trace.
+        ConfigError: if not exactly one of ``vms``, ``like`` and ``model`` is given, or a setting needs another one.
+        TraceError: if the trace cannot be read.
     """
     from simulator import spot_model
     from simulator.traces.fitting import fit
@@ -85,5 +83,5 @@ def _notice(text: str) -> dict[str, float]:
         told = {"notice_s": -1.0, "noticed": -1.0}
     if not (0 < told["notice_s"] <= 1e6 and 0 <= told["noticed"] <= 1):
         allowed = "seconds, more than 0, and a share from 0 to 1: 120 or 30:0.8"
-        raise ConfigError("is no notice", field=f"{SET} notice", value=text, allowed=allowed)
+        raise ConfigError("is not a notice", field=f"{SET} notice", value=text, allowed=allowed)
     return told

@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from calibrate.links.two_nodes import PeerAddress
     from morph.contract.profile import Profile
 
-CALIBRATE_HELP = """Measure a job once on this machine, section by section, and write its profile.
+CALIBRATE_HELP = """Measure a job on this machine: once, section by section, into a profile.
 
-    The profile does not depend on how many GPUs the job will get, and any machine can read it. On a machine of another
-    type, --add-node-type adds the measurements that differ there to a profile. With --peer, links and all-reduces to
-    another node, on which `morph calibrate-peer` listens, are measured.
+    The profile holds for any number of GPUs, and other machines can read it. On a machine of another type,
+    --add-node-type adds the differences to a profile. With --peer, links and all-reduces to another node are measured,
+    on which `morph calibrate-peer` listens.
 
     \b
     Example:
       morph calibrate configs/jobs/tiny_gpt.py:job -o profile.json
-      morph calibrate configs/jobs/tiny_gpt.py:job --add-node-type small --profile profile.json
-      morph calibrate configs/jobs/tiny_gpt.py:job --peer 10.0.0.2:7420 --token-file peer.token
+      morph calibrate job.py:job --add-node-type small --profile profile.json
+      morph calibrate job.py:job --peer 10.0.0.2:7420 --token-file peer.token
 """
 
 
 class LinkName(StrEnum):
-    """As ``LinkSetting``."""
+    """The values of ``LinkSetting``."""
 
     STAGED = "staged"
     IPC = "ipc"
@@ -44,7 +44,7 @@ class LinkName(StrEnum):
 
 
 class RingName(StrEnum):
-    """As ``RingSetting``."""
+    """The values of ``RingSetting``."""
 
     GLOO = "gloo"
     NCCL = "nccl"
@@ -63,7 +63,7 @@ def calibrate_command(
     job: JobArgument,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="File to write. Default: profile.json, or the file of --profile."),
+        typer.Option("-o", "--output", help="File of the profile. Default: profile.json, or the file of --profile."),
     ] = None,
     micro_batch: Annotated[
         list[int] | None,
@@ -71,34 +71,32 @@ def calibrate_command(
             "--micro-batch",
             "-m",
             min=1,
-            help="Micro-batch size to measure, repeatable; default: the job's, or increasing sizes.",
+            help="Micro-batch size to measure. Default: the job's, else growing sizes. Repeatable.",
         ),
     ] = None,
     samples: Annotated[
-        int, typer.Option(min=5, help="Most samples per measured time; fewer suffice once the median is stable.")
+        int, typer.Option(min=5, help="Most samples of each time. Fewer are taken once the median is stable.")
     ] = 100,
     device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
     checkpoint_url: Annotated[
         str | None,
-        typer.Option("--checkpoint-url", help="Where checkpoints will go, any fsspec URL: measure uploads to it."),
+        typer.Option("--checkpoint-url", help="fsspec URL for checkpoints: measure uploads to it."),
     ] = None,
     commit_round: Annotated[
-        bool, typer.Option("--commit-round", help="Start two workers and measure the manager's commit round.")
+        bool, typer.Option("--commit-round", help="Measure the manager's commit round with two workers.")
     ] = False,
     peer: Annotated[
         str | None,
-        typer.Option(
-            "--peer", metavar="HOST:PORT", help="A node that runs `morph calibrate-peer`: measure links to it."
-        ),
+        typer.Option("--peer", metavar="HOST:PORT", help="Measure links to a node with `morph calibrate-peer`."),
     ] = None,
     token_file: Annotated[
         Path | None, typer.Option("--token-file", help=f"With --peer: {TOKEN_HELP}", show_default=False)
     ] = None,
     links: Annotated[
-        LinkName, typer.Option("--links", help="How messages travel within a node: vms.links of the run, with cuda.")
+        LinkName, typer.Option("--links", help="With cuda: the run's vms.links, to measure.")
     ] = LinkName.STAGED,
     rings: Annotated[
-        RingName, typer.Option("--rings", help="How reductions run: vms.rings of the run, with cuda.")
+        RingName, typer.Option("--rings", help="With cuda: the run's vms.rings, to measure.")
     ] = RingName.GLOO,
     node_type: Annotated[
         str | None, typer.Option("--add-node-type", metavar="NAME", help="Add this machine's type to --profile.")
@@ -107,7 +105,7 @@ def calibrate_command(
         Path | None, typer.Option("--profile", help="With --add-node-type: the profile to add to.", show_default=False)
     ] = None,
 ) -> None:
-    """Measure a job once on this machine; the help text is CALIBRATE_HELP."""
+    """Run the command; CALIBRATE_HELP is its help."""
     from morph.cli.reading.errors import places
     from morph.contract.errors import ProfileError
     from morph.contract.files import check_output
@@ -168,7 +166,7 @@ calibrate_command.__doc__ = CALIBRATE_HELP
 
 
 def _check_job(subject: Subject) -> None:
-    """Refuse a job that a run would refuse; its data was checked when the subject was loaded."""
+    """Check what a run would refuse; the data was checked when the subject was loaded."""
     from calibrate.timing.environment import available_bytes
     from morph.preflight.checks import CutJob, Effort, check
 
@@ -180,12 +178,12 @@ def _check_job(subject: Subject) -> None:
 
 
 def _busy_note() -> str | None:
-    """Return a warning if the machine is busy: other work shares caches and clock with the measurements."""
+    """Return a warning if other work, which shares caches and clock with the measurement, takes much of the machine."""
     num_cores = os.cpu_count() or 1
     load = os.getloadavg()[0]
     if load <= _BUSY_SHARE * num_cores:
         return None
-    return f"warning: this machine was busy (load {load:.1f} on {num_cores} cores): times may have come out too long"
+    return f"warning: this machine was busy (load {load:.1f} on {num_cores} cores): measured times may be too long"
 
 
 def _check_options(node_type: str | None, profile: Path | None, others: Mapping[str, object]) -> None:

@@ -23,7 +23,7 @@ def calibrate_peer_command(
     ] = None,
     wait_s: Annotated[float, typer.Option("--wait-s", min=1, help="Seconds to wait for a calibration.")] = 1800.0,
 ) -> None:
-    """Let a calibration on another node measure the link to this node; ends after one calibration.
+    """Lend this node to a calibration on another node: the link between the two is measured, then the command ends.
 
     \b
     Example, on one node and then on the other:

@@ -1,4 +1,4 @@
-"""``morph profile``: look at what calibration measured."""
+"""``morph profile``: show what calibration measured, or correct it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from morph.cli.reading.options import PngOption, ProfileArgument
 from morph.contract.files import check_output
 
 profile_app = typer.Typer(
-    help="Look at a profile, or correct it by what a run measured.",
+    help="Show a profile, or correct it by a run's times.\n\n\b\nExample:\n  morph profile show profile.json",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -26,7 +26,7 @@ def profile_root() -> None:
 def show_command(
     profile: ProfileArgument,
     node_type: Annotated[
-        str | None, typer.Option("--node-type", help="Show it as it is on this type of node.", show_default=False)
+        str | None, typer.Option("--node-type", help="Show the times of this type of node.", show_default=False)
     ] = None,
     png: PngOption = None,
 ) -> None:
@@ -73,10 +73,11 @@ def show_command(
 def refine_command(
     run_dir: Annotated[Path, typer.Argument(help="The run's directory.", metavar="RUN_DIR", show_default=False)],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Where the profile goes. Default: RUN_DIR/profile.json.")
+        Path | None, typer.Option("-o", "--output", help="File of the profile. Default: RUN_DIR/profile.json.")
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option("--profile", help="What the run planned with. Default: what its command names.")
+        Path | None,
+        typer.Option("--profile", help="Profile that the run planned with. Default: the one that its command names."),
     ] = None,
 ) -> None:
     """Write a run's profile with the section times that its workers measured.
@@ -95,13 +96,15 @@ def refine_command(
     facts = read_facts(run_dir)
     correction = read_report(run_dir).correction
     if correction is None:
-        raise RunDirError("has learned nothing that its profile does not say", source=str(run_dir))
+        raise RunDirError("has measured nothing that its profile does not say", source=str(run_dir))
     path = profile or kept_request(run_dir).profile
     if path is None:
         raise RunDirError("does not name its profile", source=str(run_dir), allowed="--profile FILE")
     known = load_profile(path)
     if known.job.fingerprint != facts.fingerprint:
-        raise ProfileError("is not of this run's model", source=str(path), allowed=f"the profile of {run_dir}")
+        raise ProfileError(
+            "belongs to another model than this run", source=str(path), allowed=f"the profile of {run_dir}"
+        )
     target = output or run_dir / "profile.json"
     check_output(target, ProfileError)
     refined = known.corrected(correction.factors)

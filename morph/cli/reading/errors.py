@@ -20,15 +20,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
+from morph.cli.reading.help import HelpGroup
 from morph.contract.errors import InputError, TrainingStopped, printable
 from morph.contract.files import NO_ROOM
 
 EXIT_STOPPED = 1
 EXIT_INPUT = 2
 EXIT_GOES_ON = 75
-"""``morph stop`` ended the run before its last step: it is saved, and the same command goes on with it."""
+"""``morph stop`` ended the run before its last step: it is saved, and the same command continues it."""
 EXIT_INTERRUPTED = 130
 
 
@@ -39,10 +39,10 @@ def one_line(error: Exception) -> str:
 
 @contextmanager
 def places(known: Mapping[str, tuple[str, str]]) -> Iterator[None]:
-    """Tell the user where a value stands: give errors that name a field but no source theirs.
+    """Add the source to errors that name a field but no source, so that users know where a value is set.
 
     Args:
-        known: (source, the user's name of the field) by the field's name inside.
+        known: (source, the user's name of the field) by the internal name of the field.
     """
     try:
         yield
@@ -56,32 +56,15 @@ def places(known: Mapping[str, tuple[str, str]]) -> Iterator[None]:
 
 
 def _usage(error: typer.BadParameter) -> InputError:
-    """A value that an option does not take. The value itself stands in the cause, if anywhere."""
+    """Return the error of a value that an option refuses. Only the cause of the error may hold the value."""
     details = getattr(error.__cause__, "errors", None)
     value = details()[0].get("input") if callable(details) else None
     where = getattr(error.param, "opts", None) or [getattr(error.param, "name", None)]
     return InputError(error.message, field=where[0], value=value)
 
 
-class MorphGroup(TyperGroup):
-    """The root command: turns Morph's errors and Ctrl-C, from any command, into one line and an exit code.
-
-    Its help lists the commands under the titles (``rich_help_panel``) that they were registered with.
-    """
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands, by title; each in one line."""
-        titles: dict[str, list[tuple[str, str]]] = {}
-        commands = {name: self.get_command(ctx, name) for name in self.commands}
-        shown = {name: command for name, command in commands.items() if command is not None and not command.hidden}
-        width = formatter.width - 6 - max(map(len, shown), default=0)
-        for name, command in shown.items():
-            title = getattr(command, "rich_help_panel", None)
-            text = command.get_short_help_str(width)
-            titles.setdefault(title if isinstance(title, str) else "Commands", []).append((name, text))
-        for title, rows in titles.items():
-            with formatter.section(title):
-                formatter.write_dl(rows)
+class MorphGroup(HelpGroup):
+    """The root command: turns Morph's errors and Ctrl-C, from any command, into one line and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that the context names.

@@ -37,21 +37,22 @@ StagesOption = Annotated[int, typer.Option("-P", help="Stages of a pipeline.", s
 OptionalStagesOption = Annotated[int | None, typer.Option("-P", help="Stages of a pipeline.", show_default=False)]
 PlanFileOption = Annotated[
     Path | None,
-    typer.Option("--plan", help="A plan that `morph plan -o` wrote, in place of -P and -D; unequal pipelines too."),
+    typer.Option("--plan", help="Plan from `morph plan -o`, in place of -P and -D. Its pipelines may be unequal."),
 ]
 ReplicasOption = Annotated[int, typer.Option("-D", help="Replicas of the pipeline.")]
 SectionsOption = Annotated[
-    int | None, typer.Option("-k", "-K", min=1, help="Number of sections. Default: the job's, else chosen.")
+    int | None, typer.Option("-k", "-K", min=1, help="Number of sections. Default: the job's, else Morph chooses one.")
 ]
 MicroBatchOption = Annotated[
-    int | None, typer.Option("--m", min=1, help="Micro-batch size. Default: the job's, else one that Morph chooses.")
+    int | None, typer.Option("--m", min=1, help="Micro-batch size. Default: the job's, else Morph chooses one.")
 ]
-ScheduleOption = Annotated[ScheduleName, typer.Option("--schedule", help="Pipeline schedule.")]
+ScheduleOption = Annotated[ScheduleName, typer.Option("--schedule", metavar="NAME", help="varuna, gpipe or 1f1b.")]
 AnyScheduleOption = Annotated[
     ScheduleName | None,
     typer.Option(
         "--schedule",
-        help="Pipeline schedule; the weights do not depend on it. Default: whichever is faster.",
+        metavar="NAME",
+        help="varuna, gpipe or 1f1b; default: the fastest. The weights do not depend on the schedule.",
         show_default=False,
     ),
 ]
@@ -59,33 +60,31 @@ RecomputeOption = Annotated[
     bool | None,
     typer.Option(
         "--recompute/--no-recompute",
-        help="Run forwards again, or keep activations, which takes more memory. Default: whichever is faster.",
+        help="Recompute activations, or keep them in memory. Default: the faster of the two that fits the memory.",
         show_default=False,
     ),
 ]
-GpusPerNodeOption = Annotated[
-    int | None, typer.Option("--gpus-per-node", help="GPUs of each node. Default: every GPU has a node of its own.")
-]
+GpusPerNodeOption = Annotated[int | None, typer.Option("--gpus-per-node", help="GPUs of each node. Default: 1.")]
 NodeTypeOption = Annotated[
-    str | None, typer.Option("--node-type", help="Which of the node types in the profile. Default: the first.")
+    str | None, typer.Option("--node-type", help="A node type of the profile. Default: the first.")
 ]
 SlowOption = Annotated[
     list[str] | None,
-    typer.Option("--slow", metavar="STAGE[/REPLICA]:FACTOR", help="A slow worker, or stage. Repeatable."),
+    typer.Option("--slow", metavar="STAGE[/REPLICA]:FACTOR", help="Slow down a worker or a stage. Repeatable."),
 ]
 JitterOption = Annotated[
     int | None,
-    typer.Option("--jitter-seed", min=0, help="Draw times at random from the spread that was measured."),
+    typer.Option("--jitter-seed", min=0, help="Draw times at random from the measured spread."),
 ]
-PngOption = Annotated[Path | None, typer.Option("--png", help="Draw it into this PNG file.")]
+PngOption = Annotated[Path | None, typer.Option("--png", help="Draw a picture into this PNG file.")]
 SettingsOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Any setting that has no option of its own. Repeatable."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Set one of the settings below. Repeatable."),
 ]
 FileSettingsOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Set a key of the YAML file, such as policy.redundancy=off. Repeatable."
+        "--set", metavar="KEY=VALUE", help="Set a key of the YAML file. For example policy.redundancy=off. Repeatable."
     ),
 ]
 
@@ -94,11 +93,13 @@ PriceOption = Annotated[
     typer.Option(
         "--price",
         min=0,
-        help="Price of every VM, in dollars per hour; default: each VM's known price.",
+        help="Dollars per hour of each VM. Default: each VM's known price.",
         show_default=False,
     ),
 ]
 OnDemandOption = Annotated[
     float | None,
-    typer.Option("--on-demand-price", min=0, help="What such a VM costs on demand, to compare.", show_default=False),
+    typer.Option(
+        "--on-demand-price", min=0, help="Dollars per hour of such a VM on demand, to compare.", show_default=False
+    ),
 ]

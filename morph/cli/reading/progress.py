@@ -1,6 +1,6 @@
-"""What a command says on standard error before it has an answer: what it does, and how long that will take.
+"""Progress of a command, on standard error: the current phase, and an estimate of the remaining time.
 
-Standard output has only the answer. In a terminal a bar shows what goes on; elsewhere each phase is one line.
+Standard output has only the answer. A terminal shows a bar; elsewhere each phase is one line.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn, Task
 
 FIRST_TOLD_AFTER_S = 3.0
-"""By then enough of the work is done to estimate the rest."""
+"""After this time, enough of the work is done to estimate the rest."""
 LONG_S = 0.5
 COMPILED_ONCE = "on a new machine the simulator is compiled first"
 Told = Callable[[str, float], None]
-"""Takes in what is done now, and the share of all work that is done, 0 to 1."""
+"""A function of the current phase and the share of the work that is done, 0 to 1."""
 
 
 def doing(what: str, file: TextIO | None = None) -> None:
-    """Say what takes the next seconds, at once."""
+    """Print the phase that takes the next seconds, at once."""
     print(f"{what} ...", file=file or sys.stderr, flush=True)
 
 
 @contextmanager
 def doing_if_long(what: str) -> Iterator[None]:
-    """Say what the block does if it takes longer than ``LONG_S``."""
+    """Print the phase if the block takes longer than ``LONG_S``."""
     timer = threading.Timer(LONG_S, doing, (what, sys.stderr))
     timer.daemon = True
     timer.start()
@@ -42,12 +42,12 @@ def doing_if_long(what: str) -> Iterator[None]:
 
 @contextmanager
 def progress(*, remaining: bool = False) -> Iterator[Told]:
-    """Show how far the block is.
+    """Show the progress of the block.
 
     Args:
-        remaining: Whether shares are of the block's time, and so tell how long the rest will take.
+        remaining: Whether shares are shares of the block's time, from which the remaining time can be estimated.
     """
-    file = sys.stderr  # as it is now: while a job's code runs, what it prints there is held back
+    file = sys.stderr  # the stream as it is now: while a job's code runs, its output is held back
     if not file.isatty():
         yield Lines(file, remaining)
         return
@@ -64,7 +64,7 @@ def progress(*, remaining: bool = False) -> Iterator[Told]:
 
 
 class Lines:
-    """Phases as lines; how long the rest will take is told again whenever twice as much time has passed."""
+    """Phases as lines; the remaining time is printed again each time the elapsed time has doubled."""
 
     def __init__(self, file: TextIO, remaining: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._file, self._what = file, ""
@@ -72,7 +72,7 @@ class Lines:
         self._told_after_s = FIRST_TOLD_AFTER_S if remaining else float("inf")
 
     def __call__(self, what: str, share: float) -> None:
-        """Say what is new."""
+        """Print a new phase, or the remaining time."""
         elapsed_s = self._clock() - self._begun_s
         if what != self._what and share < 1:
             self._what = what
@@ -83,18 +83,18 @@ class Lines:
 
 
 def rest_text(elapsed_s: float, share: float) -> str:
-    """How long the rest takes at the pace so far."""
+    """Return the remaining time at the pace so far, as text."""
     rest_s = round(elapsed_s * (1 - share) / share)
     return f"about {rest_s} s to go" if rest_s < 120 else f"about {round(rest_s / 60)} min to go"
 
 
 def rest_column() -> ProgressColumn:
-    """How long the rest takes, as a part of a bar."""
+    """Return the remaining time as a part of a bar."""
     from rich.progress import ProgressColumn
     from rich.text import Text
 
     class Rest(ProgressColumn):
-        """By the clock as it is when drawn, so that it does not stand still between two updates."""
+        """It uses the time of drawing, so that it does not stand still between updates."""
 
         def render(self, task: Task) -> Text:
             known = task.elapsed is not None and task.elapsed >= FIRST_TOLD_AFTER_S and 0 < task.completed < 1

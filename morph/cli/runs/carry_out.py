@@ -1,4 +1,4 @@
-"""Carrying out what ``morph run`` or ``morph resume`` asks for, and showing how it ends."""
+"""The work of ``morph run`` and ``morph resume``, and the lines with which they end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from morph.runtime.step.timeline import write_trace
 
 @dataclass(frozen=True)
 class Shown:
-    """How a run is shown; see the options."""
+    """The form in which a run is shown; see the options."""
 
     plain: bool
     verbose: bool = False
@@ -45,7 +45,7 @@ class Shown:
 
     @contextmanager
     def view(self, live: LiveRun, run_dir: Path) -> Iterator[Observer]:
-        """Show it while the block runs; yields the driver's observer."""
+        """Show the run while the block runs; yields the driver's observer."""
         doing("taking over the run's workers" if live.takes_over else "starting workers")
         leave_word(began=True)
         page = serving(live, run_dir) if self.page else nullcontext()
@@ -54,7 +54,7 @@ class Shown:
 
 
 def _noting_steps(observer: Observer) -> Observer:
-    """Leave word, once, that a step was decided."""
+    """Report, once, that a step was decided."""
     first: int | None = None
     moved = False
 
@@ -73,7 +73,7 @@ def _noting_steps(observer: Observer) -> Observer:
 def carry_out(
     request: RunRequest, run_dir: Path | None, shown: Shown, if_changed: IfChanged, *, take_over: bool
 ) -> None:
-    """Do what ``morph run`` was asked to do; ``run_dir``: instead of the job's own. Ends in the command's exit code."""
+    """Run the job, in ``run_dir`` if given, and raise ``typer.Exit`` with the command's exit code."""
     with doing_if_long("reading the job's files"):
         run = prepare(request, run_dir)
         check_device(run.cluster, str(run.request.cluster))
@@ -85,7 +85,7 @@ def carry_out(
             finish, report = managed_run(run, _checked, view, if_changed, take_over=take_over, forever=is_kept_up())
     except KeyboardInterrupt:
         print(
-            f"the same command goes on from the newest checkpoint, and so does morph resume {directory}",
+            f"the same command continues from the newest checkpoint, and so does morph resume {directory}",
             file=sys.stderr,
         )
         raise
@@ -119,13 +119,13 @@ def _conclude(finish: Finish, report: RunReport, run_dir: Path) -> None:
         print(f"to draw this run: morph status {run_dir} --png {run_dir / 'run.png'}")
     if finish.outcome == "stopped":
         version = report.checkpoint_version or 0
-        print(f"stopped; the same command goes on from version {version}; or: morph resume {run_dir}")
+        print(f"stopped; the same command continues from step {version}, and so does morph resume {run_dir}")
 
 
 def _write_timeline(run_dir: Path, step: int) -> None:
     timelines = read_timelines(run_dir).get(step)
     if timelines is None:
-        print(f"step {step} was not run, so that it has no timeline")
+        print(f"step {step} was not run, so it has no timeline")
         return
     path = run_dir / f"timeline-{step}.json"
     with as_its_folder(path):

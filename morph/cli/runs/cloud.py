@@ -1,4 +1,4 @@
-"""``morph cloud``: what would be created on a cloud, whether it would be, and ending what was left there."""
+"""``morph cloud``: show and check what would be created on a cloud, and end what a run left there."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import typer
 from morph.words import counted
 
 cloud_app = typer.Typer(
-    help="Look at what a cloud file would create, check it, and end what a run left.",
+    help="Show what a cloud file would create, or clean up.\n\n\b\nExample:\n"
+    "  morph cloud dry-run configs/clouds/azure.yaml --count 2",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
 CloudFile = Annotated[Path, typer.Argument(metavar="FILE", help="Cloud file (YAML).", show_default=False)]
-RunOption = Annotated[str, typer.Option("--run", help="Name of the run, as its VMs are tagged.")]
-JobOption = Annotated[str, typer.Option("--job", help="Name of the job, as its VMs are tagged.")]
+RunOption = Annotated[str, typer.Option("--run", help="Name of the run in the tags of its VMs.")]
+JobOption = Annotated[str, typer.Option("--job", help="Name of the job in the tags of its VMs.")]
 KindOption = Annotated[
-    str | None, typer.Option(help="As vms.kind; absent: as the file's fields say.", show_default=False)
+    str | None,
+    typer.Option(help="vms.kind of the file. Default: recognised by the file's keys.", show_default=False),
 ]
 
 
@@ -28,7 +30,7 @@ KindOption = Annotated[
 def dry_run_command(
     file: CloudFile,
     count: Annotated[
-        int, typer.Option(min=1, max=1000, help="Devices to ask for: VMs with one, or fewer with several.")
+        int, typer.Option(min=1, max=1000, help="Devices to request: VMs with one, or fewer VMs with several.")
     ] = 1,
     run: RunOption = "run",
     job: JobOption = "job",
@@ -40,7 +42,7 @@ def dry_run_command(
     ] = None,
     kind: KindOption = None,
 ) -> None:
-    """Print, as JSON, what a request for VMs would create. No request is sent, nothing is created.
+    """Print, as JSON, what a request for VMs would create. No request is sent; nothing is created.
 
     \b
     Example:
@@ -58,7 +60,7 @@ def dry_run_command(
 
 
 def _boot_of(path: Path, kind: str, spec: Any) -> Callable[[str, int], Any]:
-    """Return what is shown of the cloud-config, or the job script, of VMs that a cluster file describes."""
+    """Return the visible part of the cloud-config, or of the job script, of VMs that a cluster file describes."""
     import json
 
     from pydantic import SecretStr
@@ -95,13 +97,13 @@ def _boot_of(path: Path, kind: str, spec: Any) -> Callable[[str, int], Any]:
 @cloud_app.command("check")
 def check_command(
     file: CloudFile,
-    count: Annotated[int, typer.Option(min=1, max=1000, help="Devices that a run is to have.")] = 1,
+    count: Annotated[int, typer.Option(min=1, max=1000, help="Devices of the run.")] = 1,
     kind: KindOption = None,
 ) -> None:
-    """Look whether a run would get its VMs: login, names in the file, rights, quota, price. Nothing is created.
+    """Check whether a run would get its VMs: login, names in the file, permissions, quota, price. Nothing is created.
 
-    On AWS, what a run asks for is sent as a dry run, which AWS checks and does not carry out. Exit status 1: something
-    is not well.
+    On AWS, the requests of a run are sent as dry runs, which AWS checks but does not carry out. Exit status 1: a check
+    failed.
 
     \b
     Example:
@@ -121,7 +123,7 @@ def check_command(
 
 @cloud_app.command("policy")
 def policy_command(file: CloudFile, kind: KindOption = None) -> None:
-    """Print, as JSON, the least that who runs the manager must be allowed. No request is sent.
+    """Print, as JSON, the minimal permissions for running the manager. No request is sent.
 
     \b
     Example:
@@ -143,9 +145,9 @@ def reconcile_command(
     job: JobOption,
     kind: KindOption = None,
 ) -> None:
-    """End every VM that a run left on a cloud, and its scale set, or on hosts; nothing else, whatever its name.
+    """End every VM that a run left on a cloud or on hosts, and the run's scale set; nothing else is ended.
 
-    RUN_DIR/vms.json holds both names. Where nothing of that run is there, a name may be misspelt: exit status 1.
+    RUN_DIR/vms.json holds both names. If nothing of the run is found, a name may be misspelt: exit status 1.
 
     \b
     Example:
@@ -161,7 +163,7 @@ def reconcile_command(
         ended = market.end_run(load_yaml(file, market.described), file, run, job, _told)
     except ProviderError as error:
         raise ClusterError(
-            f"{error}; the same command goes on" if isinstance(error, RETRYABLE) else str(error)
+            f"{error}; repeat the command to continue" if isinstance(error, RETRYABLE) else str(error)
         ) from error
     for vm in ended:
         print(f"ended {vm.name} ({vm.request}, {vm.size}, zone {vm.zone})")

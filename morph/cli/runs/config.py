@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
     from morph.contract.cluster import JobFile, JobPart
 
-config_app = typer.Typer(help="Check, explain and describe cluster and job files.", no_args_is_help=True)
+config_app = typer.Typer(
+    help="Check, explain and describe cluster and job files.\n\n\b\nExample:\n"
+    "  morph config check configs/runs/tiny_gpt.yaml",
+    no_args_is_help=True,
+)
 
 
 class FileKind(StrEnum):
-    """What a file describes."""
+    """The kinds of files."""
 
     JOB = "job"
     CLUSTER = "cluster"
@@ -33,7 +37,7 @@ FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A job or clu
 
 @config_app.command("check")
 def check_command(file: FileArgument) -> None:
-    """Check a file; for a job file also that its job, profile and VMs fit each other. Nothing is started or written.
+    """Check a file; in a job file, also that job, profile and VMs fit together. Nothing is started or written.
 
     \b
     Example:
@@ -52,7 +56,7 @@ def check_command(file: FileArgument) -> None:
 
 @config_app.command("explain")
 def explain_command(file: FileArgument) -> None:
-    """Print every key with the value that counts, where it comes from, and what it means.
+    """Print every key with its effective value, the source of the value, and its meaning.
 
     \b
     Example:
@@ -72,7 +76,7 @@ def explain_command(file: FileArgument) -> None:
 
 @config_app.command("schema")
 def schema_command(
-    kind: Annotated[FileKind, typer.Argument(help="Of which kind of file.")] = FileKind.JOB,
+    kind: Annotated[FileKind, typer.Argument(help="Kind of file.")] = FileKind.JOB,
 ) -> None:
     """Print the JSON schema of a kind of file, for editors and other programs.
 
@@ -89,10 +93,10 @@ def schema_command(
 
 
 def _check_job_file(path: Path, file: JobFile) -> str:
-    """Check everything that a run checks before it starts; returns what would run, as a sentence.
+    """Check everything that a run checks before it starts; return a sentence about what would run.
 
     Raises:
-        InputError: what is wrong.
+        InputError: if something is wrong.
     """
     from manager.run.request import RunRequest
     from manager.run.resolution import resolve
@@ -107,18 +111,19 @@ def _check_job_file(path: Path, file: JobFile) -> str:
         with run.job_files.in_use():
             check_job(run.request.job, run.profile)
         config = run.config()
-    pool = by_pool(config.plans)[-1][0]
-    pool = Pool.of(config.target_nodes) if config.target_nodes and pool.types == ("",) else pool
+    pool = Pool.of(config.target_nodes) if config.target_nodes else by_pool(config.plans)[-1][0]
+    if config.offers:
+        pool = max(config.plans.values(), key=lambda plan: plan.expected.examples_per_s).pool
     plan = config.best_plan(pool)
     assert plan is not None, "the run would not begin"
     return (
         f"{run.profile.job.name} fits its profile; {_length(file.job)}, with {pool} workers in shape {plan.shape}, "
-        f"with {config.fewest_workers} at least"
+        f"at least {config.fewest_workers} needed"
     )
 
 
 def _fields(section: BaseModel, before: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
-    """Every key of a section that holds no section itself: dotted name, value, description."""
+    """Yield each key that is not a section itself: dotted name, value, description."""
     from pydantic import BaseModel
 
     for name, field in type(section).model_fields.items():

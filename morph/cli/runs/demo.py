@@ -1,4 +1,4 @@
-"""``morph demo``: the main job on real input, on VMs of this machine that come and go, checked bit for bit."""
+"""``morph demo``: train a job on local VMs that come and go, and compare the weights bit for bit."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ Every shape lasts some seconds. The trace's clock stands while a VM boots, so th
 
 
 def demo_command(
-    out: Annotated[Path, typer.Option(help="Everything is written here; an earlier demo's files are replaced.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for all files; files of an earlier demo are replaced.")] = Path(
         "out/demo"
     ),
     job: Annotated[str, typer.Option(help="path/to/file.py:name")] = "configs/jobs/gpt2_stdlib.py:job",
     cluster: Annotated[Path, typer.Option(help="Cluster file (YAML).")] = Path("configs/clusters/demo.yaml"),
-    seed: Annotated[int, typer.Option(help="Of the spot trace.")] = SEED,
+    seed: Annotated[int, typer.Option(help="Seed of the spot trace.")] = SEED,
     seconds: Annotated[
         float, typer.Option(min=10, help="Length of the trace; its clock stands while a VM boots.")
     ] = SECONDS,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines even in a terminal.")] = False,
 ) -> None:
-    """Calibrate, plan, run through a spot trace with real kills, and compare with an uninterrupted run.
+    """Try it all on this machine: calibrate, plan, run a spot trace with real kills, and compare with a quiet run.
 
     \b
     Example:
@@ -70,7 +70,11 @@ def demo_command(
     vms = known_cluster.vms
     if not isinstance(vms, LocalVms):
         raise ConfigError(
-            "is not of this machine", source=str(cluster), field="vms.kind", value=vms.kind, allowed="local"
+            "does not describe VMs of this machine",
+            source=str(cluster),
+            field="vms.kind",
+            value=vms.kind,
+            allowed="local",
         )
     memory = memory_of(vms)
     _clear(out)
@@ -115,12 +119,12 @@ def demo_command(
 
 
 def _ending_at_once(cluster: ClusterConfig) -> ClusterConfig:
-    """The same cluster, which ends with a demo that is killed: nobody goes on with one."""
+    """Return the same cluster without take-over: its VMs end if the demo is killed, as nothing continues a demo."""
     return cluster.model_copy(update={"policy": cluster.policy.model_copy(update={"takeover_patience_s": 0.0})})
 
 
 def _print_plans(plans: Mapping[int, Plan]) -> None:
-    """Best shape for every number of VMs, had each a device of its own."""
+    """Print the best shape for every number of VMs, as if each had its own device."""
     from morph.tables import table, wide_console
 
     rows = []
@@ -134,7 +138,7 @@ def _print_plans(plans: Mapping[int, Plan]) -> None:
 
 
 def _clear(out: Path) -> None:
-    """Remove what an earlier demo left, and nothing else."""
+    """Remove the files of an earlier demo, and nothing else."""
     import shutil
 
     from morph.contract.errors import RunDirError
@@ -144,7 +148,7 @@ def _clear(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         foreign = sorted(entry.name for entry in out.iterdir() if entry.name not in known)
         if foreign:
-            raise RunDirError(f"holds files that no demo made ({foreign[0]})", source=str(out))
+            raise RunDirError(f"holds files that are not from a demo ({foreign[0]})", source=str(out))
         for name in ("run", "reference"):
             shutil.rmtree(out / name, ignore_errors=True)
     except OSError as error:
@@ -161,7 +165,7 @@ def _describe(trace: Trace) -> str:
 
 
 def _reference(job: str, profile: Profile, micro_batch_size: int, steps: int, directory: Path) -> Manifest:
-    """Run the same steps in this process, and say now and then how far it is."""
+    """Run the same steps in this process, and print the progress now and then."""
     from morph.runtime.process.single import run_single
 
     told_s = time.monotonic()
@@ -183,7 +187,7 @@ def _reference(job: str, profile: Profile, micro_batch_size: int, steps: int, di
 
 
 def _judge(report: RunReport, out: Path, reference: Manifest, *, promised: bool) -> bool:
-    """Print the verdict; True when everything held. Only the demo's own trace is ``promised`` so many shapes."""
+    """Print the verdict; return whether all checks passed. ``promised``: the trace reaches all shapes."""
     from morph.checkpoint.manifest import read_manifest
 
     managed = read_manifest(str(out / "run" / "checkpoints"), report.version)

@@ -1,4 +1,4 @@
-"""``morph elastic``: starts workers of a training script that goes on when some of them are lost."""
+"""``morph elastic``: start workers of a training script that continues when some of them are lost."""
 
 from __future__ import annotations
 
@@ -11,37 +11,42 @@ from morph.contract.errors import InputError
 
 
 def elastic_command(
-    command: Annotated[list[str], typer.Argument(help="What each worker runs, behind --.", metavar="-- COMMAND...")],
+    command: Annotated[list[str], typer.Argument(help="Command of each worker, after --.", metavar="-- COMMAND...")],
     workers: Annotated[int, typer.Option(min=1, max=1024, help="Workers to start on this machine.")] = 1,
     founders: Annotated[
         int | None,
-        typer.Option(min=1, max=1024, help="Workers on all machines that begin together; default: those of this one."),
+        typer.Option(
+            min=1, max=1024, help="Workers, of all machines, that begin together; default: those of this machine."
+        ),
     ] = None,
     listen: Annotated[
         str,
         typer.Option(
-            help="Where workers of this machine listen; with a port, others join there.", metavar="HOST[:PORT]"
+            help="Address at which workers of this machine listen; with a port, others can join there.",
+            metavar="HOST[:PORT]",
         ),
     ] = "127.0.0.1",
     join: Annotated[
-        str | None, typer.Option(help="Join the job of a worker that listens here.", metavar="HOST:PORT")
+        str | None, typer.Option(help="Join the job of a worker that listens at this address.", metavar="HOST:PORT")
     ] = None,
     silence_s: Annotated[
         float,
-        typer.Option(min=0.5, max=600, help="A worker that does not answer for so many seconds is taken for lost."),
+        typer.Option(min=0.5, max=600, help="A worker that is silent for so many seconds counts as lost."),
     ] = 5.0,
 ) -> None:
-    """Start workers of a training script that uses morph.elastic; they go on when some of them are lost.
+    """Start workers of a script that uses morph.elastic; they continue when some of them are lost.
 
-    On one machine nothing else is needed. On several, set MORPH_ELASTIC_SECRET to the same long random text on each,
-    give the first --listen with an address that the others reach, and the others --join. Any worker's address will do
-    for those that come later. The command ends when its last worker has, with code 0 if one of them came to the end.
+    On one machine nothing else is needed. On several machines, set MORPH_ELASTIC_SECRET to the same long random text on
+    each, start the first with --listen and an address that the others reach, and the others with --join. Machines that
+    join later may give any worker's address. The command ends with its last worker, with code 0 if a worker finished.
 
     \b
     Example:
       morph elastic --workers 4 -- python train.py
-      morph elastic --listen 10.0.0.1:29400 --founders 4 --workers 2 -- python train.py
-      morph elastic --listen 10.0.0.2 --join 10.0.0.1:29400 --workers 2 -- python train.py
+      morph elastic --listen 10.0.0.1:29400 --founders 4 --workers 2 \\
+          -- python train.py
+      morph elastic --listen 10.0.0.2 --join 10.0.0.1:29400 --workers 2 \\
+          -- python train.py
     """
     from morph.elastic.invitation import SECRET, parse_address
     from morph.elastic.launcher import Plan, launch, new_secret
@@ -50,7 +55,7 @@ def elastic_command(
     where = parse_address(join, "--join") if join is not None else None
     given = os.environ.get(SECRET, "")
     if where is not None and founders is not None:
-        raise InputError("is said where the job begins", field="--founders", allowed="only without --join")
+        raise InputError("is set where the job begins", field="--founders", allowed="only without --join")
     if not given and (where is not None or (founders is not None and founders > workers)):
         raise InputError("is not set", source="environment", field=SECRET, allowed="the secret of the job's workers")
     num_founders = founders if founders is not None else workers

@@ -1,6 +1,6 @@
-"""``--forever``: a run's manager in one process after the other, until its user stops it or a limit is reached.
+"""``--forever``: restart a run's manager, each time in a new process, until its user stops it or a limit is reached.
 
-This process only waits: it loads nothing heavy, so that what ends a manager (memory that runs out, a crash) leaves it.
+This process only waits and loads nothing heavy, so that it survives what ends a manager (lack of memory, a crash).
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from morph.contract.errors import CheckpointsTaken, RunDirError
 from morph.contract.waits import Backoff
 
 PAUSES = Backoff(first_s=1.0, most_s=3600.0)
-"""Between managers that come to nothing; one that decided a step, or lived for the longest of these, begins anew."""
+"""Pauses after managers that achieved nothing. A manager that decided a step, or lived for the longest pause, resets
+them."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MOST_SAID = 2000
 
 
 class Ended(Value):
-    """What a manager leaves word of.
+    """The report of a manager.
 
-    ``outcome``: as of ``Finish``, or an error, or another manager has taken the run's checkpoints over. ``began``: a
-    session was begun. ``moved``: a step was decided. ``at_limit``: a limit of the user's is reached.
+    ``outcome``: the outcome of ``Finish``, an error, or a take-over of the run's checkpoints by another manager.
+    ``began``: a session was begun. ``moved``: a step was decided. ``at_limit``: a limit set by the user is reached.
     """
 
     outcome: Literal["", "finished", "stopped", "failed", "error", "taken"] = ""
@@ -46,7 +47,7 @@ class Ended(Value):
 
 
 class _Word:
-    """What this process, if it is one that ``kept_up`` made, leaves word of."""
+    """The report of this process, if ``kept_up`` made it."""
 
     def __init__(self) -> None:
         self.pipe: int | None = None
@@ -56,17 +57,17 @@ class _Word:
         if self.pipe is None:
             return
         self.ended = self.ended.model_copy(update=known)
-        with suppress(OSError):  # nobody reads it any more
+        with suppress(OSError):  # the parent is gone
             os.write(self.pipe, self.ended.model_dump_json().encode() + b"\n")
 
 
 _word = _Word()
 leave_word = _word.leave
-"""Say what is known so far, by the fields of ``Ended``."""
+"""Report what is known so far, by the fields of ``Ended``."""
 
 
 def is_kept_up() -> bool:
-    """Whether this process is one that ``kept_up`` made."""
+    """Return whether ``kept_up`` made this process."""
     return _word.pipe is not None
 
 
@@ -74,10 +75,10 @@ def is_kept_up() -> bool:
 def kept_up(
     wanted: bool, pauses: Backoff = PAUSES, sleep: Callable[[float], None] = time.sleep
 ) -> Iterator[Path | None]:
-    """Run the block; if ``wanted``, in a process of its own, and again in another one where it should go on.
+    """Run the block; if ``wanted``, in a child process, and in another one for as long as the run should continue.
 
-    Only those processes enter the block, with the run's directory if one before them has begun the run. Their parent
-    stays in here, forwards signals, and exits with the code of the last one.
+    Only the children enter the block, with the run's directory if an earlier child has begun the run. Their parent
+    stays in this function, forwards signals, and exits with the code of the last child.
     """
     known = _Keeper(pauses, sleep).keep() if wanted else None
     try:
@@ -92,7 +93,7 @@ def kept_up(
 
 
 def ends(ended: Ended, code: int, *, asked: bool, has_begun: bool) -> bool:
-    """Whether a run does not go on.
+    """Return whether a run does not continue.
 
     It is finished, its user stopped it, a limit was reached, another manager has taken it, or it never began.
     """
@@ -110,20 +111,20 @@ class _Keeper:
         self._run_dir: Path | None = None
 
     def keep(self) -> Path | None:
-        """Return in each child, with the directory of the run if it has begun; in the parent never."""
+        """Return in each child, with the directory of the run if it has begun; never return in the parent."""
         num_in_vain, has_begun = 0, False
         before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         while True:
             began_s = time.monotonic()
             reading, writing = os.pipe()
-            # a signal that comes now waits: in the parent until it knows whom to forward it to
+            # a signal waits in the parent until the parent knows the child to forward it to
             unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
             self._child = 0 if self._asked else os.fork()
             if self._asked:
                 raise typer.Exit(EXIT_INTERRUPTED)
             if not self._child:
                 os.close(reading)
-                os.setpgid(0, 0)  # a Ctrl-C comes through the parent, and once
+                os.setpgid(0, 0)  # the parent forwards a Ctrl-C, once
                 for number, handler in before.items():
                     signal.signal(number, handler)
                 signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
@@ -148,13 +149,13 @@ class _Keeper:
                 os.kill(self._child, number)
 
     def _ended(self, reading: int) -> tuple[Ended, int]:
-        """Wait for the child's end; return what it left word of, and its exit code as a shell counts it."""
+        """Wait for the child's end; return its report and its exit code as a shell counts it."""
         _, status = os.waitpid(self._child, 0)
         self._child, ended = 0, Ended()
-        os.set_blocking(reading, False)  # a process that the child left may have the pipe still
+        os.set_blocking(reading, False)  # a process that the child left behind may still hold the pipe
         with os.fdopen(reading, "rb") as pipe, suppress(BlockingIOError):
             for line in (pipe.read() or b"").splitlines():
-                with suppress(ValueError):  # it was killed as it wrote the last one
+                with suppress(ValueError):  # the child was killed while it wrote the last report
                     ended = Ended.model_validate_json(line)
         self._run_dir = ended.run_dir or self._run_dir
         if os.WIFSIGNALED(status):
@@ -164,7 +165,7 @@ class _Keeper:
 
     def _pause(self, ended: Ended, code: int, pause_s: float) -> None:
         why = ended.sentence or f"its manager ended with code {code}"
-        print(f"{why}; the run goes on in {pause_s:g} s (--forever)", file=sys.stderr, flush=True)
+        print(f"{why}; the run continues in {pause_s:g} s (--forever)", file=sys.stderr, flush=True)
         path = None if self._run_dir is None else self._run_dir / GOES_ON
         with suppress(RunDirError):
             if path is not None and path.parent.is_dir():

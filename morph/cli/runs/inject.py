@@ -1,4 +1,4 @@
-"""``morph inject``: takes VMs of a living run, to try out how it bears preemptions."""
+"""``morph inject``: take VMs of an active run, to test how it handles preemptions."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def seconds_of(option: str, text: str, allowed: Range) -> float:
     """Return a duration in seconds.
 
     Args:
-        option: That gives it, for the error.
-        text: As given.
-        allowed: In seconds.
+        option: The option's name, for the error.
+        text: The text of the option.
+        allowed: The range in seconds.
 
     Raises:
-        InputError: it is none, or out of range.
+        InputError: if the text is not a duration, or is out of range.
     """
     if _WHOLE.fullmatch(text) is None:
         raise InputError("is not a duration", field=option, value=text, allowed="such as 30s, 10m, 3h or 1h30m")
@@ -49,30 +49,28 @@ def inject_command(
     run_dir: RunDirArgument,
     mttp: Annotated[
         str | None,
-        typer.Option(help="Mean time to preemption of each VM, such as 3h: lifetimes are exponential.", metavar="TIME"),
+        typer.Option(help="Mean time to preemption of each VM, such as 3h; lifetimes are exponential.", metavar="TIME"),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Spot trace (CSV): as many VMs at once as it removes, when it does.")
+        Path | None, typer.Option(help="Spot trace (CSV): take as many VMs as it removes, at the same times.")
     ] = None,
     trace_speed: Annotated[
         float, typer.Option(min=0.001, help="Play the trace this many times faster than it was recorded.")
     ] = 1.0,
     vm: Annotated[str | None, typer.Option(help="Take this VM now, and no other.", metavar="NAME")] = None,
     notice: Annotated[
-        str, typer.Option(help="How long before its end a VM is given notice; 0s: no notice.", metavar="TIME")
+        str, typer.Option(help="Time from notice to loss of a VM; 0s: no notice.", metavar="TIME")
     ] = "30s",
-    seed: Annotated[int, typer.Option(help="The same seed and names of VMs give the same lifetimes.")] = 0,
-    count: Annotated[int | None, typer.Option(min=1, help="End once so many VMs were taken.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed; the same seed and VM names give the same lifetimes.")] = 0,
+    count: Annotated[int | None, typer.Option(min=1, help="End after so many VMs were taken.")] = None,
     min_vms: Annotated[int, typer.Option(min=0, help="Always leave so many VMs.")] = 0,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say which of the present VMs would be taken when.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print when each present VM would be taken.")] = False,
 ) -> None:
-    """Take VMs of a living run, as their provider would: by lifetimes, by a trace, or one by name.
+    """Take VMs of an active run, as their provider would: by lifetimes, by a trace, or one by name.
 
-    It goes on until the run ends, or Ctrl-C, which ends this command alone: a VM that was given notice is taken all the
-    same, unless the run ends first. Only VMs that the run has itself are taken. On Azure, spot VMs with a notice are
-    evicted by Azure, which decides how long the notice is.
+    The command continues until the run ends, or until Ctrl-C, which does not end the run: a VM that was given notice is
+    still taken, unless the run ends first. Only VMs of this run are taken. On Azure, Azure itself evicts spot VMs with
+    a notice and decides the length of the notice.
 
     \b
     Example:
@@ -90,10 +88,10 @@ def inject_command(
     given = [name for name, value in (("--mttp", mttp), ("--trace", trace), ("--vm", vm)) if value is not None]
     if len(given) != 1:
         raise InputError(
-            "who is taken when is said by one option", value=" ".join(given) or None, allowed="--mttp, --trace or --vm"
+            "exactly one option chooses the VMs", value=" ".join(given) or None, allowed="--mttp, --trace or --vm"
         )
     if dry_run and vm is not None:
-        raise InputError("takes a VM now, so that there is nothing to foretell", field="--vm", allowed="no --dry-run")
+        raise InputError("takes a VM now, so there is nothing to predict", field="--vm", allowed="no --dry-run")
     ranges.SEED.check("--seed", seed)
     ranges.TRACE_SPEED.check("--trace-speed", trace_speed)
     lead_s = seconds_of("--notice", notice, ranges.SECONDS)
@@ -123,5 +121,5 @@ def inject_command(
         else:
             told(inject(run_dir, injection, lives, told))
     except KeyboardInterrupt as error:
-        print("no further VM is taken; those that were given notice are", file=sys.stderr)
+        print("no further VM is taken, except those that were given notice", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from error

@@ -25,32 +25,35 @@ from morph.contract.errors import ConfigError
 
 
 class LogFormat(StrEnum):
-    """How a run is told while it goes on."""
+    """The form of a run's messages."""
 
     TEXT = "text"
     JSON = "json"
 
 
-VerboseOption = Annotated[
-    bool, typer.Option("--verbose", help="Plain lines, with each decision of the manager and its reason.")
-]
+VerboseOption = Annotated[bool, typer.Option("--verbose", help="Plain lines, with each decision and its reason.")]
 LogFormatOption = Annotated[
-    LogFormat, typer.Option("--log-format", help="Plain text, or one JSON object per line on standard output.")
+    LogFormat, typer.Option("--log-format", help="Lines of text, or of JSON on standard output.")
 ]
 PageOption = Annotated[
-    bool, typer.Option("--page/--no-page", help="Serve the run's page on loopback; `morph page` gives its address.")
+    bool,
+    typer.Option(
+        "--page/--no-page", help="Serve a web page about the run, on loopback. `morph page` prints its address."
+    ),
 ]
 IfChangedOption = Annotated[
     IfChanged,
     typer.Option(
-        help="If the job's code was changed since the run began: refuse to continue; keep the code that it began with; "
-        "or accept changed code and data, from the newest checkpoint on."
+        metavar="CHOICE",
+        help="If the code changed: refuse, keep or accept. Refuse ends the command, keep continues with the code "
+        "that the run began with, accept continues with the changed code and data from the newest checkpoint.",
     ),
 ]
 TakeOverOption = Annotated[
     bool,
     typer.Option(
-        "--take-over", help="If another manager uses the same --checkpoint-url, stop it and take over its checkpoints."
+        "--take-over",
+        help="Stop another manager of the same --checkpoint-url. This run then continues from its checkpoints.",
     ),
 ]
 
@@ -58,7 +61,8 @@ ForeverOption = Annotated[
     bool,
     typer.Option(
         "--forever",
-        help="Restart the run whatever ends it, after growing pauses, unless you stop it or a limit is reached.",
+        help="Restart the run whenever its manager ends. Pauses between restarts grow; a run that you stop, or that "
+        "reaches a limit, is not restarted.",
     ),
 ]
 
@@ -78,46 +82,49 @@ _IN_A_JOB_FILE = (
 
 def run_command(
     context: typer.Context,
-    job: Annotated[
-        str, typer.Argument(metavar="JOB", help="path/to/file.py:name, or a job file (YAML) with all settings.")
-    ],
+    job: Annotated[str, typer.Argument(metavar="JOB", help="path/to/file.py:name, or a YAML file with all settings.")],
     profile: Annotated[
-        Path | None, typer.Option(help="The profile that `morph calibrate` wrote for this job.", show_default=False)
+        Path | None, typer.Option(help="Profile that `morph calibrate` wrote for this job.", show_default=False)
     ] = None,
-    cluster: Annotated[Path | None, typer.Option(help="Cluster file (YAML).", show_default=False)] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Length of the whole run in optimizer steps.")] = 100,
+    cluster: Annotated[
+        Path | None, typer.Option(help="Cluster file (YAML): VMs, policy and limits.", show_default=False)
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the whole run.")] = 100,
     epochs: Annotated[
         int | None,
-        typer.Option(min=1, help="Length of the whole run in epochs, in place of --steps.", show_default=False),
+        typer.Option(min=1, help="Epochs of the whole run, in place of --steps.", show_default=False),
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Journal and checkpoints go here; default: runs/NAME of the job.")
+        Path | None,
+        typer.Option(
+            help="Folder of the run; default: runs/NAME of the job. It holds the journal and the checkpoints."
+        ),
     ] = None,
     checkpoint_url: Annotated[
         str | None,
-        typer.Option(help="Checkpoints go to this fsspec URL; default: the run directory.", show_default=False),
+        typer.Option(help="fsspec URL for checkpoints; default: the run's folder.", show_default=False),
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Spot trace (CSV): local VMs come and go as recorded in it.")
-    ] = None,
-    trace_speed: Annotated[
-        float, typer.Option(min=0.001, help="Replay the trace this many times faster than it was recorded.")
-    ] = 1.0,
+    trace: Annotated[Path | None, typer.Option(help="Spot trace (CSV) by which local VMs come and go.")] = None,
+    trace_speed: Annotated[float, typer.Option(min=0.001, help="Play the trace so many times faster.")] = 1.0,
     schedule: AnyScheduleOption = None,
     timeline_step: Annotated[
         int | None,
-        typer.Option("--timeline-step", min=0, help="Record this step into RUN_DIR/timeline-STEP.json (Perfetto)."),
+        typer.Option(
+            "--timeline-step",
+            min=0,
+            help="Record step N for `morph timeline`. It is written to RUN_DIR/timeline-N.json, for Perfetto too.",
+        ),
     ] = None,
     recompute: RecomputeOption = None,
     pipeline_depth: Annotated[
         int | None,
         typer.Option(
-            "-P", min=1, help="Number of stages in every shape; with fewer workers the run waits.", show_default=False
+            "-P", min=1, help="Cut the model into N stages. With fewer workers the run waits.", show_default=False
         ),
     ] = None,
     num_replicas: Annotated[
         int | None,
-        typer.Option("-D", min=1, help="Largest number of replicas; workers beyond that stand by.", show_default=False),
+        typer.Option("-D", min=1, help="Train at most N replicas. Further workers stand by.", show_default=False),
     ] = None,
     plain: PlainOption = False,
     verbose: VerboseOption = False,
@@ -130,17 +137,16 @@ def run_command(
     on_demand_price: OnDemandOption = None,
     settings: FileSettingsOption = None,
 ) -> None:
-    """Train a job on VMs that come and go, re-shaping it as they do.
+    """Train a job on VMs that come and go: its pipelines are re-shaped as they do.
 
-    The first Ctrl-C stops the run at the next step and saves it; the same command then continues it from there. If the
-    process of this command is killed, the same command takes the run over, while its VMs are still alive
-    (takeover_patience_s in the cluster file).
+    Ctrl-C saves the run at the next step; the same command continues it. If the process of this command is killed
+    while the VMs live on, the same command takes the run over (see takeover_patience_s in the cluster file).
 
     \b
     Example:
       morph run configs/jobs/tiny_gpt.py:job --profile profile.json \\
           --cluster configs/clusters/local.yaml --steps 200 --run-dir runs/tiny
-      morph run configs/runs/tiny_gpt.yaml --set job.steps=400 --set policy.redundancy=off
+      morph run configs/runs/tiny_gpt.yaml --set job.steps=400
     """
     for name in _IN_A_JOB_FILE if is_job_file(job) else ():
         source = context.get_parameter_source(name)
@@ -162,9 +168,9 @@ def run_command(
         {name: context.params[name] for name in RunRequest.model_fields} | {"settings": tuple(settings or ())}
     )
     with kept_up(forever) as begun:
-        with doing_if_long(f"reading {job} and what it is run with"):
+        with doing_if_long(f"reading {job} and its settings"):
             if (own := run_dir_of(request, run_dir)) is not None:
-                check_unused(own)  # before what is imported, which takes longer
+                check_unused(own)  # before the imports, which take longer
             from morph.cli.runs.carry_out import Shown, carry_out
         shown = Shown(plain, verbose, log_format is LogFormat.JSON, page)
         carry_out(request, run_dir, shown, if_changed, take_over=take_over and begun is None)
@@ -174,7 +180,7 @@ def resume_command(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="RUN_DIR_OR_URL", help="The run's directory or, on another machine, the URL of its checkpoints."
+            metavar="RUN_DIR_OR_URL", help="The run's folder or, on another machine, the URL of its checkpoints."
         ),
     ],
     job: Annotated[
@@ -184,7 +190,7 @@ def resume_command(
         ),
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="With a URL: a new run directory; default: runs/NAME of the job.")
+        Path | None, typer.Option(help="With a URL: a new folder; default: runs/NAME of the job.")
     ] = None,
     cluster: Annotated[
         Path | None, typer.Option(help="With a URL: a cluster file instead of the run's own.", show_default=False)
@@ -197,15 +203,14 @@ def resume_command(
     forever: ForeverOption = False,
     take_over: TakeOverOption = False,
 ) -> None:
-    """Continue a run with the options of its `morph run` command.
+    """Continue a run, with the options of its command.
 
-    If the process of the run was killed and its VMs are still alive, they are taken over; otherwise the run continues
-    from the newest checkpoint. The command refuses to continue if the job's code (but see --if-changed), the profile,
-    the cluster file or the trace was changed or is gone.
+    If the run's process was killed while its VMs live on, the VMs are taken over; otherwise the run continues from the
+    newest checkpoint. The command refuses if the job's code (but see --if-changed), the profile, the cluster file or
+    the trace was changed or is missing.
 
-    If the machine of the run is gone, give the URL of its checkpoints: the run continues in a new run directory, from
-    the newest checkpoint that is whole. The job's code must be on this machine, unchanged, because no code is read from
-    storage.
+    If the run's machine is lost, give the URL of the checkpoints: the run continues in a new folder from the newest
+    intact checkpoint. The job's code must be on this machine, unchanged: no code is read from storage.
 
     \b
     Example:
@@ -214,7 +219,7 @@ def resume_command(
     """
     with kept_up(forever) as begun:
         source = source if begun is None else str(begun)
-        with doing_if_long(f"reading what was kept in {source}"):
+        with doing_if_long(f"reading {source}"):
             if "://" not in source:
                 check_unused(Path(source))
             from manager.run.recovery import is_stored, recovered
@@ -227,5 +232,5 @@ def resume_command(
         read_facts(Path(source))
         for option, given in (("--job", job), ("--run-dir", run_dir), ("--cluster", cluster)):
             if given is not None and begun is None:
-                raise ConfigError("is for a URL alone", field=option, allowed=f"without it, as {source} says")
+                raise ConfigError("applies only to a URL", field=option, allowed=f"without it, as {source} says")
         carry_out(kept_request(Path(source)), Path(source), shown, if_changed, take_over=by_force)

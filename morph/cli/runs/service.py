@@ -1,4 +1,4 @@
-"""``morph service``: what starts a run's manager again on this machine, or in a cluster of Slurm."""
+"""``morph service``: print a unit or script that restarts a run's manager, under systemd or in a Slurm cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 STOP_S = 900
-"""A manager that is asked to stop saves first, which may take as long as storage does."""
+"""A manager that is asked to stop saves first, which may take as long as storage needs."""
 
 UNIT = """\
 # systemctl --user: ~/.config/systemd/user/{name}.service, then
@@ -70,7 +70,7 @@ exit "$code"
 
 
 class Kind(StrEnum):
-    """What is printed."""
+    """The kinds of text that are printed."""
 
     SYSTEMD = "systemd"
     SLURM = "slurm"
@@ -84,7 +84,7 @@ def service_command(
         Kind, typer.Option("--for", help="What to print: a systemd unit, or a Slurm job script.")
     ] = Kind.SYSTEMD,
 ) -> None:
-    """Print a systemd unit, or a Slurm job script, that starts a run again after crashes and restarts of its machine.
+    """Print a systemd unit or a Slurm script for a run: it restarts the run after crashes and reboots of its machine.
 
     Each start continues the run, as `morph resume --forever` does, and takes over VMs that are still alive.
 
@@ -99,7 +99,9 @@ def service_command(
 
     path = Path(run).resolve()
     if "\n" in f"{path}{Path.cwd()}":
-        raise ConfigError("holds a line break, which a line of a unit or a script cannot", field="RUN_DIR_OR_JOB_FILE")
+        raise ConfigError(
+            "holds a line break, which cannot be written to a unit or a script", field="RUN_DIR_OR_JOB_FILE"
+        )
     if is_job_file(run):
         if not path.is_file():
             raise ConfigError("there is no such file", field="RUN_DIR_OR_JOB_FILE", value=run)
@@ -114,7 +116,7 @@ def service_command(
 
 
 def service_text(kind: Kind, named: str, path: Path, command: Sequence[str]) -> str:
-    """Return the unit, or the script, that runs a command in this process's working directory."""
+    """Return the unit or script that runs a command in this process's working directory."""
     known = {"what": str(path), "name": f"morph-{named}", "folder": str(Path.cwd()), "stop_s": str(STOP_S)}
     beside = path if path.is_dir() else path.parent
     if kind is Kind.SLURM:

@@ -12,17 +12,19 @@ from morph.contract.errors import InputError
 
 
 def spot_run_command(
-    job_file: Annotated[Path, typer.Argument(help="YAML: storage, vms, code, and what else is set.", metavar="JOB")],
-    command: Annotated[list[str], typer.Argument(help="What the VM runs, behind --.", metavar="-- COMMAND...")],
+    job_file: Annotated[
+        Path, typer.Argument(help="Job file (YAML): storage, vms, code and other settings.", metavar="JOB")
+    ],
+    command: Annotated[list[str], typer.Argument(help="Command that the VM runs, after --.", metavar="-- COMMAND...")],
     settings: FileSettingsOption = None,
 ) -> None:
-    """Run a script of any framework on one spot VM at a time: it is saved before the VM goes, and restored on the next.
+    """Run any framework's script on one spot VM at a time: it is saved before the VM is lost, and restored on the next.
 
-    The script says where its steps are, and how it is saved, by four lines (morph.spot). Saves come as often as costs
-    least, and when a notice leaves time for one; backups go to the storage that the job names. VMs are local ones, or
-    those of a cluster file, which a provider brings: on the next one the script goes on by itself. With "vms: here"
-    this machine is the spot VM: the command ends with code 75 when it has saved before the VM goes, and the same
-    command on the next VM goes on.
+    With four lines (morph.spot) the script marks its steps and says how it is saved. Saves are as frequent as costs
+    least, and follow a notice that leaves time for one; backups go to the storage that the job names. VMs are local, or
+    come from the provider of a cluster file: then the script continues on the next VM by itself. With "vms: here" this
+    machine is the spot VM: after a save before its loss the command ends with code 75, and the same command on the next
+    VM continues.
 
     \b
     Example:

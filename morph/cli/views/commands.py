@@ -1,4 +1,4 @@
-"""Commands that show a run, or end it: ``morph status``, ``events``, ``report``, ``page``, ``stop``."""
+"""Commands that show or end a run: ``morph status``, ``events``, ``report``, ``page``, ``stop``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def status_command(
     run_dir: RunDirArgument,
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", help="Also the cause of each morph (change of shape), and the source of its state."),
+        typer.Option("--verbose", help="Show the cause of each change of shape and the source of its state, too."),
     ] = False,
     as_json: JsonOption = False,
     png: PngOption = None,
@@ -32,7 +32,7 @@ def status_command(
         Path | None, typer.Option(help="Write a table of all decided steps into this file (CSV).", show_default=False)
     ] = None,
 ) -> None:
-    """Show how a run is doing, or how it ended: steps, shapes and their changes, loss.
+    """Show how a run is doing, or how it ended: its steps, shapes, changes of shape, and loss.
 
     \b
     Example:
@@ -62,14 +62,14 @@ def status_command(
 def events_command(
     run_dir: RunDirArgument,
     last: Annotated[
-        int | None, typer.Option(min=1, help="Show only this many, the newest.", show_default=False)
+        int | None, typer.Option(min=1, help="Show only so many of the newest events.", show_default=False)
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends (or Ctrl-C).")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Continue until the run ends, or until Ctrl-C.")] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Also how the manager works: each decision with its reason.")
+        bool, typer.Option("--verbose", help="Show each decision of the manager with its reason, too.")
     ] = False,
-    every: Annotated[bool, typer.Option("--all", help="And the routine: each answer, each step.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show routine events, too: each answer, each step.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
     """Print what happened in a run: its shapes, losses, notices and checkpoints.
 
@@ -96,7 +96,7 @@ def events_command(
 
         show(new()[-last if last else None :])
         managed = True
-        while follow and managed and not reader.over:  # until the run ends or nobody manages it
+        while follow and managed and not reader.over:  # until the run ends or has no manager
             managed = holder_of(run_dir) is not None
             if managed:
                 time.sleep(POLL_S)
@@ -142,12 +142,12 @@ def report_command(
 
 
 def page_command(run_dir: RunDirArgument) -> None:
-    """Print the address of the page that a running job serves on loopback, with its token; keep it secret.
+    """Print the address of an active run's page: it is on loopback. The address holds a token, so keep it secret.
 
     \b
     Example:
       morph page runs/tiny
-      curl -H "Authorization: Bearer TOKEN" http://127.0.0.1:PORT/metrics     # for Prometheus
+      curl -H "Authorization: Bearer TOKEN" http://127.0.0.1:PORT/metrics
     """
     from manager.dashboard.server import read_address
     from manager.run_dir import read_facts
@@ -158,9 +158,9 @@ def page_command(run_dir: RunDirArgument) -> None:
 
 def stop_command(
     run_dir: RunDirArgument,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the end; 0: only ask.")] = 600.0,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the end; 0: do not wait.")] = 600.0,
 ) -> None:
-    """Ask a run to end at its next step boundary, with a checkpoint, and wait until it has.
+    """Ask a run to end at its next step boundary: it saves a checkpoint, for which this command waits.
 
     If steps are left, its `morph run` ends with exit code 75, and the same `morph run` command continues the run.
 
@@ -175,4 +175,4 @@ def stop_command(
     print(f"process {holder} was asked to stop at the next step boundary", flush=True)
     if wait:
         wait_for_end(run_dir, wait)
-        print("the run has ended; the same command goes on from its newest checkpoint")
+        print("the run has ended; the same command continues from its newest checkpoint")

@@ -1,4 +1,4 @@
-"""``morph history``: what became of the VMs of all runs."""
+"""``morph history``: show how long the VMs of all runs lived."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def history_command(
         bool, typer.Option("--forget", help="Forget these VMs; needs at least one of the above.")
     ] = False,
 ) -> None:
-    """Show what became of VMs over all of your runs, and what is expected of the next.
+    """Show how VMs fared in all of your runs: how long they lived, and which losses to expect in the next run.
 
     \b
     Example:
@@ -47,7 +47,7 @@ def history_command(
     if forget:
         if not kind:
             raise ConfigError(
-                "needs to be told what to forget",
+                "needs a kind of VMs to forget",
                 field="--forget",
                 allowed=f"with --provider, --size, --region or --zone; to forget everything, remove {path}",
             )
@@ -58,14 +58,14 @@ def history_command(
     if as_json:
         print(json.dumps([one.model_dump(mode="json") for one in found], indent=2))
     elif not found:
-        print("no run has noted any such VM" if lives else f"no run has noted what became of its VMs yet ({path})")
+        print("no run has recorded such a VM" if lives else f"no run has recorded its VMs yet ({path})")
     else:
         from morph.tables import table, wide_console
 
         wide_console(200).print(table(f"VMs of all runs ({path})", COLUMNS, map(_cells, found), left=4, light=True))
         print(
-            "expected: losses that the next run reckons with, which begin at those of published traces; in brackets, "
-            f"where the rate is with a probability of {INTERVAL:.0%}"
+            "expected: losses that the next run assumes, starting from those of published traces; in brackets: "
+            f"the rate lies there with a probability of {INTERVAL:.0%}"
         )
 
 

@@ -29,7 +29,7 @@ JSON_FIELDS = (
 def run_view(run: LiveRun, *, plain: bool, as_json: bool = False, verbose: bool = False) -> Iterator[Observer]:
     """Show a run while the block runs; yields the driver's observer, which keeps ``run`` up to date.
 
-    ``verbose``: plain lines also say how the manager works.
+    ``verbose``: plain lines also tell the manager's decisions.
     """
     if as_json:
         yield _json_observer(run)
@@ -76,7 +76,7 @@ def _plain_observer(run: LiveRun, *, verbose: bool) -> Observer:
 
 
 def _json_observer(run: LiveRun) -> Observer:
-    """One JSON object a line: everything worth telling, and every decided step."""
+    """Return an observer that prints one JSON object per line: for every notable event and every decided step."""
 
     def observe(observed: Observed) -> None:
         before = run.version

@@ -1,4 +1,4 @@
-"""``morph timeline``: what the workers of a run did when in one step, as a table, a picture or a Perfetto trace."""
+"""``morph timeline``: the times of the workers' tasks in one step, as a table, a picture or a Perfetto trace."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 def timeline_command(
     run_dir: RunDirArgument,
     step: Annotated[
-        int | None, typer.Option(min=0, help="The step. Default: the one that was recorded last.", show_default=False)
+        int | None, typer.Option(min=0, help="Step to show. Default: the last recorded one.", show_default=False)
     ] = None,
     replica: Annotated[int, typer.Option(min=0, help="The replica to draw.")] = 0,
     png: PngOption = None,
     perfetto: Annotated[Path | None, typer.Option(help="Write the trace into this file, for ui.perfetto.dev.")] = None,
     morph: Annotated[
         int | None,
-        typer.Option(min=1, help="Show a change of shape instead: 1 is the first that `morph status` lists."),
+        typer.Option(min=1, help="Show a change of shape instead; 1 is the first that `morph status` lists."),
     ] = None,
 ) -> None:
-    """Show a step that `morph run --timeline-step` recorded, or with `--morph` a change of shape of any run.
+    """Show what each worker did in a step: `morph run --timeline-step` records it. `--morph` shows a change of shape.
 
     \b
     Example:
-      morph run job.py:job --profile profile.json --cluster local.yaml --run-dir runs/tiny --timeline-step 5
+      morph run configs/runs/tiny_gpt.yaml --timeline-step 5
       morph timeline runs/tiny --step 5 --png gantt.png
       morph timeline runs/tiny --morph 1 --perfetto morph.json
     """

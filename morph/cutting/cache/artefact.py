@@ -1,6 +1,6 @@
-"""A cut model and what it starts from, as bytes and back.
+"""A cut model and its initial values, as bytes and back.
 
-The form is JSON: numbers, names, and operations of torch's own by name. Nothing that is read is code.
+The form is JSON: numbers, names, and torch's own operations by name. No code is read.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from morph.cutting.sections.section import BoundaryTensor, Constants, CutModel, 
 
 Json = Any
 MOST_BYTES = 256 << 20
-"""Of one artefact's JSON: a graph of 96 layers takes 5 MB."""
+"""Most bytes of one artefact's JSON: a graph of 96 layers takes 5 MB."""
 _FORM = 4
 _FOLDER = "<folder of the job>/"
 _MOST_DATA_BYTES = 1 << 16
-"""Of one tensor that the constructor or the forward takes from elsewhere: more of it are weights."""
+"""Most bytes of one tensor from outside the constructor or the forward; larger ones are weights."""
 _NAMESPACES = frozenset({"aten", "prims", "morph"})
 _OPERATORS = frozenset(
     {"getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "eq", "ne", "lt", "le"}
 )
 _OPS = frozenset({"placeholder", "call_function", "output"})
 _OF_GRAPHS = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
-"""Operations that run a graph: what stands under ``torch.no_grad()`` or ``torch.autocast`` in the model."""
+"""Operations that run a graph: code under ``torch.no_grad()`` or ``torch.autocast`` in the model."""
 _READ = "read_slice"
 _PLAIN = (type(None), bool, int, float, str)
 _RECORDS = {kind.__name__: kind for kind in (CutModel, Section, ParameterUnit, BoundaryTensor, Operation, TensorRef)}
 _OF_A_PROCESS = frozenset({"finish", "_on_device"})
 """Fields of a section that are set when it is run."""
 _META = ("stack_trace", WRITTEN)
-"""What running or evaluating a section reads of a node besides its operation."""
+"""The metadata of a node that running or evaluating a section reads besides its operation."""
 _OF_TORCH = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 
 class CannotKeep(Exception):
-    """Something that the form does not hold."""
+    """A value that the form cannot hold."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a worker needs of its job's model."""
+    """The parts of its job's model that a worker needs."""
 
     model: CutModel
     initial: InitialState
@@ -69,11 +69,11 @@ def write_entry(exported: ExportedJob, model: CutModel, folder: str) -> bytes:
 
     Args:
         exported: The job.
-        model: The same, cut.
-        folder: Of the job: lines of code are written relative to it.
+        model: The same job, cut.
+        folder: The job's folder, to which lines of code are relative.
 
     Raises:
-        CannotKeep: the model was not recorded, or has something that the form does not hold.
+        CannotKeep: if the model was not recorded, or the form cannot hold a part of it.
     """
     tape = exported.initial_parameters.tape
     if not isinstance(exported, GraphJob):
@@ -105,10 +105,10 @@ def write_entry(exported: ExportedJob, model: CutModel, folder: str) -> bytes:
 
 
 def read_entry(content: bytes, folder: str) -> Entry:
-    """Return what ``write_entry`` wrote, for a job in this folder.
+    """Return the parts that ``write_entry`` wrote, for a job in this folder.
 
     Raises:
-        ValueError: it is not that, or was written by another version of torch.
+        ValueError: if it is not that, or was written by another version of torch.
     """
     try:
         text = zlib.decompressobj().decompress(content, MOST_BYTES).decode()
@@ -157,10 +157,10 @@ def write_value(value: Any, numbers: dict[Node, int] | None = None) -> Json:
 
 
 def read_value(form: Json, nodes: Sequence[Node] = (), constants: Constants | None = None) -> Any:
-    """Return what ``write_value`` wrote.
+    """Return the value that ``write_value`` wrote.
 
     Raises:
-        ValueError: no such form.
+        ValueError: if there is no such form.
     """
     if isinstance(form, list):
         return [read_value(item, nodes, constants) for item in form]
@@ -222,7 +222,7 @@ def _read_graph(forms: Json) -> GraphModule:
 
 
 def _codes(code: Any) -> list[str]:
-    """What a graph, and those in it, are as Python."""
+    """Return the Python code of a graph and its subgraphs."""
     return [module.code for module in code.modules() if isinstance(module, GraphModule)]
 
 
@@ -298,7 +298,7 @@ _LEAVES: dict[str, tuple[type, Callable[[Any], Json], Callable[[Json], Any]]] = 
     "device": (torch.device, str, torch.device),
     **{kind: (of_type, _name, partial(_of_torch, kind)) for kind, of_type in _OF_TORCH.items()},
 }
-"""Kinds of values that hold no others: their type, how they are written, and how they are read."""
+"""Kinds of values that contain no others: their type, and the functions that write and read them."""
 
 
 def _in_json(folder: str) -> str:
@@ -306,12 +306,12 @@ def _in_json(folder: str) -> str:
 
 
 def _torch_version() -> str:
-    """Without what it was built for: a manager without a GPU cuts for workers that have one."""
+    """Return torch's version without its build: a manager without a GPU cuts for workers that have one."""
     return torch.__version__.partition("+")[0]
 
 
 def _needed(tape: Tape, lazy: Sequence[LazyTensors]) -> list[int]:
-    """Places of the operations that some of the tensors depend on."""
+    """Return the places of the operations on which some of the tensors depend."""
     wanted: set[int] = set()
     for tensors in lazy:
         storages = {entry.storage for entry in tensors.entries.values() if isinstance(entry, TensorRef)}

@@ -1,7 +1,7 @@
-"""Load a job and cut its model, or take the cut that was made of the same content before.
+"""Load a job and cut its model, or use an earlier cut of the same content.
 
-A cut is kept for its user under a digest of everything that it depends on; a run hands it to its workers, which then
-load no exporter. A model that the form does not hold is exported by each of them.
+A cut is kept for its user under a digest of everything on which it depends; a run hands it to its workers, which then
+load no exporter. If the form cannot hold a model, each worker exports it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CutJob:
-    """A job with its cut model and what that starts from."""
+    """A job with its cut model and initial values."""
 
     job: Job
     model: CutModel
@@ -54,7 +54,7 @@ class LoadedJob:
         with self._reads:
             self.job = load_job(job_path)
         self._key: str | None = None
-        """What stands for all that cuts depend on; None where that is not known to the byte."""
+        """Digest of everything on which cuts depend; None if that is not known to the byte."""
         if self._files is not None and not self._reads.found:
             self._key = content_key(job_path, self.job, self._files)
         self._known = set(self._files.files) if self._files is not None else set()
@@ -73,11 +73,11 @@ class LoadedJob:
 
     @property
     def initial(self) -> InitialState:
-        """What the model starts from, however it is cut."""
+        """Initial values of the model, whatever its cut."""
         return self._initial or self.exported.initial_state
 
     def cut(self, num_sections: int | None, micro_batch_size: int) -> CutJob:
-        """Return this cut: as it was kept, or made anew, and kept.
+        """Return this cut: the kept one, or a new one, which is then kept.
 
         Args:
             num_sections: K; None chooses it.
@@ -100,7 +100,7 @@ class LoadedJob:
 
         Raises:
             InputError: as ``cut``.
-            CannotKeep: the form does not hold the model: each worker exports it.
+            CannotKeep: if the form cannot hold the model, so that each worker exports it.
         """
         entry, content = self._kept(num_sections, micro_batch_size)
         if entry is None:
@@ -112,11 +112,11 @@ class LoadedJob:
         return HandedCut(sha256=hashlib.sha256(content).hexdigest(), content=content)
 
     def findings(self, about: str) -> bytes | None:
-        """Return what was kept of a check of this job. ``about``: what else the check depends on."""
+        """Return the kept findings of a check of this job. ``about``: other inputs of the check."""
         return read_kept(*self._of_check(about)) if self._key is not None else None
 
     def keep_findings(self, about: str, content: bytes) -> None:
-        """Keep what a check of this job found, for ``findings``."""
+        """Keep the findings of a check of this job, for ``findings``."""
         if self._key is not None:
             keep(*self._of_check(about), content)
 
@@ -137,7 +137,7 @@ class LoadedJob:
         return None, b""
 
     def _keep(self, content: bytes, model: CutModel, num_sections: int | None) -> None:
-        """Keep it under each number of sections that gives the same."""
+        """Keep the cut under each number of sections that gives the same cut."""
         if self._key is not None:
             for number in {num_sections, len(model.sections)}:
                 keep(*self._place(number, model.micro_batch_size), content)
@@ -149,16 +149,16 @@ class LoadedJob:
 def load_and_cut(
     job_path: str, *, num_sections: int | None, micro_batch_size: int, handed: HandedCut | None = None
 ) -> CutJob:
-    """Load a job, and take the cut of its model that was handed; the kept or a new one where there is none.
+    """Load a job, and use the handed cut of its model; without one, use the kept cut or a new one.
 
     Args:
         job_path: path/to/file.py:name.
         num_sections: K; None chooses it.
         micro_batch_size: m.
-        handed: What the manager made. One of another version of torch is told of in one line, and not taken.
+        handed: The manager's cut. A cut of another version of torch is reported in one line and not used.
 
     Raises:
-        InputError: as ``load_job``, ``export_job`` and ``cut``; or what was handed is damaged.
+        InputError: as ``load_job``, ``export_job`` and ``cut``; or if the handed cut is damaged.
     """
     if handed is not None:
         if hashlib.sha256(handed.content).hexdigest() != handed.sha256:
@@ -168,7 +168,7 @@ def load_and_cut(
             require_files(entry.tape)
             return CutJob(load_job(job_path), entry.model, entry.initial)
         except ValueError as error:
-            log.warning("this worker exports the job itself, for the manager's cut cannot be used: %s", error)
+            log.warning("this worker exports the job itself, because the manager's cut cannot be used: %s", error)
     return LoadedJob(job_path).cut(num_sections, micro_batch_size)
 
 

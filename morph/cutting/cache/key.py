@@ -1,4 +1,4 @@
-"""What stands for a job's model and everything that its export depends on."""
+"""Digests of a job's model and everything on which its export depends."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _NOT_OF_THE_JOB = frozenset({
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
 })  # fmt: skip
 _NOT_OF_THE_JOB_PREFIXES = ("MORPH_", "PYTEST_", "RAY_", "SSH_", "XDG_")
-"""Variables of the terminal and the session, those that say where things lie, and what Morph, Ray and torch set."""
+"""Ignored variables: of the terminal and the session, paths, and those that Morph, Ray and torch set."""
 _THAT_CUT_OR_CHECK = ("cutting", "data", "jobs", "preflight", "tracing", "runtime/workloads", "cli/models")
 
 
 def content_key(job_path: str, job: Job, files: JobFiles) -> str | None:
     """Return one digest of a job's code and data, versions of packages, and settings of this process.
 
-    No folder is in it. None where the code is not known to the byte: the job imports a package that is neither
+    It contains no folder. None if the code is not known to the byte: the job imports a package that is neither
     installed nor among its files.
 
     Args:
         job_path: path/to/file.py:name.
-        job: What it names, just loaded, before anything of it is run.
-        files: From which it was imported.
+        job: The job of that name, just loaded, before any of its code runs.
+        files: The files from which it was imported.
     """
     if not _imports_known_code(files):
         return None
@@ -67,17 +67,17 @@ def content_key(job_path: str, job: Job, files: JobFiles) -> str | None:
 def loaded(files: JobFiles) -> set[str]:
     """Modules of a job that this process has imported, by their path below the job's folder.
 
-    A folder without ``__init__.py`` that others import from is none: there is no code to it.
+    A folder without ``__init__.py`` is not a module, because it has no code.
     """
     found = (files.inside(file) for module in list(sys.modules.values()) if (file := file_of(module)) is not None)
     return {inside for inside in found if inside is not None}
 
 
 def _imports_known_code(files: JobFiles) -> bool:
-    """Whether each package that a job's files import is installed, or among them."""
+    """Return whether each package that a job's files import is installed, or among the files."""
     read: set[str] = set()
     while waiting := {inside for inside in files.files if inside.endswith(".py")} - read:
-        read |= waiting  # what is found on the way joins the files
+        read |= waiting  # files found on the way are added
         names = {name[0] for inside in waiting for name in imported_names(files.files[inside])}
         places = {place for name in names - OWN if (place := _place(name)) is not None}
         if not all(files.inside(place) is not None or is_installed(Path(place), Path(place)) for place in places):
@@ -86,7 +86,7 @@ def _imports_known_code(files: JobFiles) -> bool:
 
 
 def _place(name: str) -> str | None:
-    """The file of a package, or its first folder where it has none."""
+    """Return the file of a package, or its first folder if it has no file."""
     module = sys.modules.get(name)
     if module is not None:
         return file_of(module) or next(iter(module.__dict__.get("__path__", ())), None)
@@ -100,7 +100,7 @@ def _place(name: str) -> str | None:
 
 
 def _installed() -> list[str]:
-    """Names and versions of what is installed, as the names of the folders that say so."""
+    """Return the names and versions of installed packages, as the names of their metadata folders."""
     folders = {Path(entry) for entry in sys.path if Path(entry).name in {"site-packages", "dist-packages"}}
     found = (entry for folder in folders if folder.is_dir() for entry in folder.iterdir())
     return sorted(entry.name for entry in found if entry.suffix in {".dist-info", ".egg-info"})

@@ -1,4 +1,4 @@
-"""Sort a graph's nodes: what runs in sequence, what each section computes for itself, what is known beforehand.
+"""Sort a graph's nodes into a sequence, replicated nodes, and known sizes.
 
 - *sequence*: nodes on the way from parameters or random numbers to the loss; they are run once, in order.
 - *replicated*: cheap nodes that depend on no trainable parameter and no random operation (masks, position numbers,
@@ -77,7 +77,7 @@ class Analysis:
     output: Node
     metrics: tuple[Node, ...] = ()
     writes: Mapping[Node, str] = field(default_factory=dict)
-    """Nodes that are the new value of a buffer, which is named."""
+    """Names of buffers by the node of their new value."""
 
     @cached_property
     def order(self) -> dict[Node, int]:
@@ -86,7 +86,7 @@ class Analysis:
 
     @cached_property
     def last_use(self) -> dict[Node, int]:
-        """Place of the last sequence node that reads each sequence node; loss and metrics are read behind the end."""
+        """Place of the last sequence node that reads each sequence node; loss and metrics are read after the end."""
         last: dict[Node, int] = {}
         for place, node in enumerate(self.sequence):
             for argument in node.all_input_nodes:
@@ -142,7 +142,7 @@ class Analysis:
         return places
 
     def alive(self, place: int) -> tuple[Node, ...]:
-        """Return the nodes in front of ``place`` that are read at or behind it."""
+        """Return the nodes before ``place`` that are read at or after it."""
         return tuple(node for node in self.sequence[:place] if self.last_use.get(node, -1) >= place)
 
     def bytes_of(self, node: Node, num_samples: int = REFERENCE_SAMPLES) -> int:
@@ -152,7 +152,7 @@ class Analysis:
 
     @cached_property
     def carries_gradient(self) -> frozenset[Node]:
-        """Sequence nodes through which the loss depends, differentiably, on a parameter."""
+        """Return the sequence nodes through which the loss depends differentiably on a parameter."""
         return _reaches_loss(self, _differentiable(self))
 
 
@@ -164,7 +164,7 @@ def analyse(exported: GraphJob) -> Analysis:
     output, *metrics = results[:num_told]
     writes = dict(zip(results[num_told:], exported.written, strict=True))
     calls = [node for node in graph.nodes if node.op == "call_function" and not is_known(node)]
-    free = _free_of_parameters_and_chance(exported, calls) - writes.keys()  # a buffer is written by one section alone
+    free = _free_of_parameters_and_chance(exported, calls) - writes.keys()  # only one section writes a buffer
     replicated = _cheap(exported, calls, free)
     sequence = tuple(node for node in calls if node not in replicated)
     return Analysis(exported, sequence, frozenset(replicated), output, tuple(metrics), writes)
@@ -184,7 +184,7 @@ def _free_of_parameters_and_chance(exported: GraphJob, calls: list[Node]) -> set
 
 
 def _cheap(exported: GraphJob, calls: list[Node], free: set[Node]) -> set[Node]:
-    """Keep those free nodes that cost little together with all they need."""
+    """Keep those free nodes that cost little, including the nodes that they need."""
     shapes_of = Analysis(exported, (), frozenset(), calls[-1]).shapes
     costs = {node: node_cost(node, shapes_of) for node in calls}
     limit = _REPLICATED_SHARE * sum(costs.values())

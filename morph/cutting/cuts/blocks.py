@@ -1,6 +1,6 @@
 """Find the blocks that a model repeats: members of a ``ModuleList`` or ``Sequential`` of one class, run in turn.
 
-Cut between blocks, sections come out equal, so that one of each kind is measured, and what crosses is least.
+With cuts between blocks, sections are equal, so that only one of each kind is measured, and the fewest bytes cross.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Blocks:
     """The blocks of a model between which it may be cut.
 
     Attributes:
-        positions: Where a block begins, and where something else begins behind one; ascending.
-        num_sections: One for each block, and one for each stretch of half a block's compute or more that is in none.
+        positions: Beginnings of blocks, and of other code after a block; ascending.
+        num_sections: One for each block, and one for each stretch outside blocks of at least half a block's compute.
     """
 
     positions: list[Position]
@@ -45,10 +45,10 @@ class Blocks:
 
 
 def find_blocks(analysis: Analysis, positions: Sequence[Position]) -> Blocks | None:
-    """Return the model's repeated blocks; None where they are less than 30 % of its compute.
+    """Return the model's repeated blocks; None if they are less than 30 % of its compute.
 
-    Of blocks inside blocks (layers of a stage of a ConvNet) the smaller are taken, unless crossing them costs more
-    than half as much again: inside a transformer's block a residual crosses beside what is computed.
+    If blocks contain blocks (layers of a stage of a ConvNet), the smaller ones are used, unless crossing them costs
+    over 50 % more: inside a transformer's block, a residual crosses as well.
     """
     by_index = {place.index: place for place in positions}
     before = [0.0, *accumulate(analysis.costs)]
@@ -84,7 +84,7 @@ def find_blocks(analysis: Analysis, positions: Sequence[Position]) -> Blocks | N
 
 
 def _families(analysis: Analysis) -> list[list[Block]]:
-    """Blocks by the class of their module, each family in order and without overlap within itself."""
+    """Return blocks by the class of their module, each family in order and without overlaps."""
     first: dict[tuple[str, str], int] = {}
     last: dict[tuple[str, str], int] = {}
     paths: dict[tuple[str, str], str] = {}

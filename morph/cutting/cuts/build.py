@@ -43,7 +43,7 @@ class _Builder:
     copies: dict[Node, Node] = field(default_factory=dict)
 
     def argument(self, node: Node) -> Any:
-        """Return what stands for ``node`` in the new graph."""
+        """Return the counterpart of ``node`` in the new graph."""
         if node in self.copies:
             return self.copies[node]
         if is_known(node):
@@ -69,8 +69,8 @@ def build_section(
 ) -> BuiltSection:
     """Build the module that runs ``nodes``, from border tensors ``inputs`` to border tensors ``outputs``.
 
-    Outputs are contiguous, so that a tensor that was sent and one that was not are the same to the next section;
-    those that carry no gradient are detached. The scalar loss is left as it is.
+    Outputs are contiguous, so that the next section cannot distinguish sent tensors from local ones; those without a
+    gradient are detached. The scalar loss is not changed.
     """
     builder = _Builder(analysis, num_samples)
     for node in inputs:
@@ -112,7 +112,7 @@ def _border(builder: _Builder, node: Node) -> Node:
 
 
 def _placeholders_read(analysis: Analysis, nodes: Sequence[Node]) -> list[Node]:
-    """Graph inputs that the nodes read, directly or through replicated nodes, in graph order."""
+    """Return graph inputs that the nodes read, directly or through replicated nodes, in graph order."""
     seen: set[Node] = set()
     waiting = list(nodes)
     while waiting:

@@ -35,7 +35,7 @@ def marked_positions(analysis: Analysis, positions: Sequence[Position]) -> list[
     """Return the marked ones of all positions, in order; none when nothing is marked.
 
     Raises:
-        JobError: a name is of no module that the loss runs, or the model cannot be cut at a mark.
+        JobError: if the loss runs no module of a name, or the model cannot be cut at a mark.
     """
     nodes = [*_cut_point_calls(analysis), *(_first_node(analysis, name) for name in analysis.exported.cut_points)]
     by_index = {place.index: place for place in positions}
@@ -85,7 +85,7 @@ def cut(exported: ExportedJob, *, num_sections: int | None, micro_batch_size: in
     """Cut an exported job into sections, fixed to micro-batches of ``micro_batch_size`` samples.
 
     Args:
-        exported: What ``export_job`` returned.
+        exported: The result of ``export_job``.
         num_sections: K; None chooses it from the graph's narrow places.
         micro_batch_size: m. Cut positions and fingerprint do not depend on it.
 
@@ -112,17 +112,17 @@ def _cut_marked(exported: MarkedJob, num_sections: int | None, micro_batch_size:
     model = by_length[exported.buckets[-1]]
     if any(one.fingerprint != model.fingerprint or one.units != model.units for one in by_length.values()):
         raise JobError(
-            "the model is cut otherwise for other lengths",
+            "the model has other cuts for other lengths",
             source=exported.model_line,
             field="buckets",
             value=exported.buckets,
-            allowed="marks that every forward comes to, and num_sections as many as all of them make, or 1",
+            allowed="marks that every forward reaches, and num_sections equal to the number that they make, or 1",
         )
     return replace(model, by_length=by_length)
 
 
 def _cut_graph(exported: GraphJob, num_sections: int | None, micro_batch_size: int) -> CutModel:
-    """Cut where it is best for the longest bucket, and there for each other one, with the same operations."""
+    """Choose the best cuts for the longest bucket, and cut the other buckets at the same operations."""
     analysis = analyse(exported)
     places = _cut_places(analysis, num_sections)
     model = _cut_at(analysis, places, micro_batch_size)
@@ -217,7 +217,7 @@ def _boundary(analysis: Analysis, node: Node, num_samples: int) -> BoundaryTenso
 
 
 def _label(nodes: Sequence[Node]) -> str:
-    """Return the path of the module in which the section's first operation stands."""
+    """Return the path of the module of the section's first operation."""
     return next((max(paths, key=len) for node in nodes if (paths := module_paths(node))), "loss")
 
 

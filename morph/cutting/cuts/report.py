@@ -1,4 +1,4 @@
-"""What cutting found, as plain numbers: for the command line and for pictures."""
+"""The findings of cutting as plain numbers, for the command line and for pictures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SectionFacts:
         kind: Sections of equal kind do the same work; numbered by first appearance.
         begins_in: Module of the user's model.
         source: ``file:line`` of its first operation, where known.
-        compute_share: Of the whole model, estimated.
+        compute_share: Estimated share of the whole model's compute.
         num_parameters: Elements, tied weights included.
         batch_keys: Batch entries that it loads.
         num_replicated: Cheap operations that it computes for itself.
@@ -49,12 +49,12 @@ class CutFacts:
     """One cut, in front of section ``before_section``.
 
     Attributes:
-        before_section: The section behind the cut.
+        before_section: The section after the cut.
         module: Module of the user's model that the section begins in.
         source: ``file:line`` of the first operation behind the cut, where known.
-        share_before: Compute in front of the cut, of the whole model.
-        share_after: Compute behind it.
-        bytes_per_sample: What crosses the cut.
+        share_before: Share of the whole model's compute before the cut.
+        share_after: Share after it.
+        bytes_per_sample: Bytes that cross the cut.
         tensors: Name, shape for m samples and dtype of each tensor that crosses.
     """
 
@@ -69,19 +69,19 @@ class CutFacts:
 
 @dataclass(frozen=True)
 class CutReport:
-    """Everything that was found.
+    """All findings.
 
     Attributes:
-        fingerprint: Of the cut model.
+        fingerprint: Fingerprint of the cut model.
         micro_batch_size: m.
         num_parameters: Trainable elements that the loss depends on.
-        sections: In order.
-        cuts: K-1 of them.
+        sections: The sections in order.
+        cuts: The K-1 cuts.
         tied_units: Id and parameter names of each unit of several sections.
-        written_buffers: Those that the forward writes: they are trained state.
-        unused_parameters: Trainable, without influence on the loss.
-        metrics: Names of what the loss returns besides.
-        not_recorded: Why every worker must build the whole model; None when none does.
+        written_buffers: Buffers that the forward writes, which are trained state.
+        unused_parameters: Trainable parameters without influence on the loss.
+        metrics: Names of the further results of the loss.
+        not_recorded: Why every worker must build the whole model; None if that is not necessary.
         refusal: Why torch.export refused the model, which is cut at the user's marks, or not at all; None for a graph.
         bound_by: Why there are no more sections, or no more even ones, and what helps; None where blocks are even.
         curve: For each place of a graph where a cut is possible: compute share before it, bytes per sample across it.
@@ -103,7 +103,7 @@ class CutReport:
 
 
 def report_cuts(exported: ExportedJob, model: CutModel) -> CutReport:
-    """Gather what is known of a cut model; nothing is run."""
+    """Collect the facts about a cut model; nothing is run."""
     total = sum(section.cost for section in model.sections) or 1.0
     kinds = {signature: number for number, signature in enumerate(dict.fromkeys(s.signature for s in model.sections))}
     return CutReport(
@@ -167,7 +167,7 @@ def num_elements(model: CutModel, names: Iterable[str] | None = None) -> int:
 
 
 def _bound_by(exported: ExportedJob, model: CutModel) -> str | None:
-    """Name the one operation that no cut can divide, where it is most of the largest section; else why K is 1."""
+    """Return advice on an operation that is most of the largest section, or else on the reason why K is 1."""
     total = sum(section.cost for section in model.sections) or 1.0
     largest = max(section.cost for section in model.sections) / total
     if not isinstance(exported, GraphJob) or largest * len(model.sections) < _UNEVEN <= len(model.sections):

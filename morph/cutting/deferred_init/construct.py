@@ -1,4 +1,4 @@
-"""Build the user's model without memory for its weights, and make single tensors of it when they are requested."""
+"""Build the user's model without memory for its weights, and make single tensors on request."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Named tensors on CPU, as they are now; one of a recorded constructor is made anew each time it is requested.
+    """Named tensors on the CPU, as they are now; tensors of a recorded constructor are made anew on each request.
 
     Attributes:
-        tape: What the constructor did; None when it was really run.
-        num_operations: Of the tape: the tensors are as these left them.
-        entries: Each tensor, or where it is on the tape.
+        tape: Record of the constructor; None if it was really run.
+        num_operations: Number of operations on the tape after which the tensors are taken.
+        entries: Each tensor, or its reference on the tape.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], tape: Tape | None) -> None:
@@ -47,7 +47,7 @@ class LazyTensors(Mapping[str, Tensor]):
         tape: Tape,
         num_operations: int,
     ) -> LazyTensors:
-        """Put them together from what their attributes were."""
+        """Rebuild the values from their attributes."""
         found = cls({}, tape)
         found.entries, found.specs, found.num_operations = dict(entries), dict(specs), num_operations
         return found
@@ -66,7 +66,7 @@ class LazyTensors(Mapping[str, Tensor]):
         return len(self.entries)
 
     def empty(self, name: str, device: torch.device) -> Tensor:
-        """Make memory for a tensor that is about to be loaded, laid out as the tensor is, and draw nothing."""
+        """Allocate memory for a tensor that is about to be loaded, in the tensor's layout, without random numbers."""
         entry = self.entries[name]
         if isinstance(entry, TensorRef):
             entry = torch.empty_strided(entry.size, entry.stride, dtype=entry.dtype, device="meta")
@@ -89,14 +89,14 @@ class LazyTensors(Mapping[str, Tensor]):
 
 @dataclass(frozen=True, eq=False)
 class BuiltModel:
-    """The user's model, fake where it could be recorded.
+    """The user's model, with fake tensors if it could be recorded.
 
     Attributes:
-        model: In training mode.
-        tape: What its constructor did; None when it was really built.
-        fake_mode: Of its tensors.
-        not_recorded: Why it was really built, in one line; None when it was recorded.
-        buffers: As the constructor left them, by their first names.
+        model: The model in training mode.
+        tape: Record of its constructor; None if it was really built.
+        fake_mode: Fake mode of its tensors.
+        not_recorded: Why it was really built, in one line; None if it was recorded.
+        buffers: Buffers after the constructor, by their first names.
     """
 
     model: nn.Module
@@ -105,11 +105,11 @@ class BuiltModel:
     not_recorded: str | None
     buffers: Mapping[str, Tensor] = field(init=False)
     initial_buffers: LazyTensors = field(init=False)
-    """Their numbers, whatever running the model does to them."""
+    """Copies of the buffers' values, which runs of the model do not change."""
 
     def __post_init__(self) -> None:
         buffers = dict(self.model.named_buffers()) if isinstance(self.model, nn.Module) else {}
-        # what is not fake is data, which a run really changes
+        # buffers that are not fake are data, which a run really changes
         copies = {
             name: value if isinstance(value, FakeTensor) else value.detach().clone()
             for name, value in buffers.items()
@@ -119,7 +119,7 @@ class BuiltModel:
         object.__setattr__(self, "initial_buffers", LazyTensors(copies, self.tape))
 
     def drop_results_of_a_run(self) -> None:
-        """Put back the buffers in whose place a run has put something made from its batch."""
+        """Restore the buffers that a run has replaced by tensors made from its batch."""
         for name, buffer in self.buffers.items():
             owner, _, last = name.rpartition(".")
             found = self.model.get_buffer(name)
@@ -127,11 +127,11 @@ class BuiltModel:
                 self.model.get_submodule(owner)._buffers[last] = buffer
 
     def running(self) -> AbstractContextManager[object]:
-        """Return the context in which the model's code may be run: what it makes and keeps goes on the tape."""
+        """Return the context for running the model's code: tensors that it makes and keeps are recorded on the tape."""
         if self.tape is None or self.fake_mode is None:
             return nullcontext()
         stack = ExitStack()
-        if self.fake_mode.shape_env is not None:  # sizes that depend on data, seen here, are not part of the export
+        if self.fake_mode.shape_env is not None:  # data-dependent sizes found here are not part of the export
             stack.enter_context(self.fake_mode.shape_env.ignore_fresh_unbacked_symbols())
         stack.enter_context(self.fake_mode)
         stack.enter_context(RecordTape(self.tape))
@@ -167,7 +167,7 @@ def write_assigned_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> No
 
 
 def training_mode(model: nn.Module) -> nn.Module:
-    """Bring a model into training mode, but for normalisation that is frozen: in evaluation mode, nothing to train."""
+    """Set training mode, except for frozen normalisation, which stays in evaluation mode and has nothing to train."""
     norms = [module for module in model.modules() if isinstance(module, _NormBase) and not module.training]
     model.train()
     for module in norms:
@@ -177,10 +177,10 @@ def training_mode(model: nn.Module) -> nn.Module:
 
 
 def build_model(make: Callable[[], nn.Module], seed: int) -> BuiltModel:
-    """Record the constructor; really run it where that is not possible, which a warning says.
+    """Record the constructor; if that is not possible, really run it, with a warning.
 
     Raises:
-        Exception: whatever ``make`` raises when it is really run.
+        Exception: any error of ``make`` when it is really run.
     """
     reason = "the function returns no module"
     try:
@@ -197,14 +197,14 @@ def build_model(make: Callable[[], nn.Module], seed: int) -> BuiltModel:
 
 
 def build_really(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Build the model with its weights, all random numbers drawn from the seed."""
+    """Build the model with its weights; all random numbers depend on the seed."""
     with _seeded(seed):
         return make()
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed what a constructor draws from; numpy's and Python's generators too, which no tape records."""
+    """Seed the generators of a constructor, including numpy's and Python's, which no tape records."""
     with own_generators() as seed_all:
         seed_all(seed)
         torch.manual_seed(seed)  # a device as well that the constructor is the first to use

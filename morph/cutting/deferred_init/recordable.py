@@ -1,4 +1,4 @@
-"""While a constructor is recorded: the few functions of torch that do not work on fake tensors, in a form that does."""
+"""Replacements, during recording, of the few torch functions that do not work on fake tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from morph.cutting.deferred_init.weight_files import weights_left_in_files
 from morph.cutting.source.guards import replaced
 
 TRUNCATED = "_no_grad_trunc_normal_"
-"""Of ``nn.init``: a function that a tape holds as one operation."""
+"""A function of ``nn.init`` that a tape holds as one operation."""
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def recordable(tape: Tape) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(weights_left_in_files(tape))
         stack.enter_context(warnings.catch_warnings())
-        # deepcopy asks a tensor for its address; a fake one answers 0, which is what it is asked about
+        # deepcopy reads a tensor's address; a fake tensor returns 0, as expected
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         stack.enter_context(replaced(nn.Module, "_apply", _apply_by_data(nn.Module._apply)))
         truncated = getattr(nn.init, TRUNCATED, None)
@@ -38,7 +38,7 @@ def recordable(tape: Tape) -> Iterator[None]:
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Keep torch from logging the operations that fail on fake tensors: what comes of it is decided elsewhere."""
+    """Keep torch from logging operations that fail on fake tensors; failures are handled elsewhere."""
     torch_log = logging.getLogger("torch._subclasses.fake_tensor")
     before = torch_log.disabled
     torch_log.disabled = True
@@ -52,7 +52,7 @@ def quiet_fakes() -> Iterator[None]:
 
 @contextmanager
 def unvalidated_distributions() -> Iterator[None]:
-    """While a model is traced, without values: torch.distributions does not look at any. Results are the same."""
+    """Switch off checks of torch.distributions during a trace, which has no values. Results do not change."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -62,7 +62,7 @@ def unvalidated_distributions() -> Iterator[None]:
 
 
 def _as_one_operation(original: Callable[..., Tensor], tape: Tape) -> Callable[..., Tensor]:
-    """Make one operation of what draws again until no number lies outside: the loop would need the numbers."""
+    """Record as one operation a function that redraws until no number is out of range; its loop needs the numbers."""
 
     def write(tensor: Tensor, *numbers: float, generator: torch.Generator | None = None) -> Tensor:
         if not tape.knows(tensor):
@@ -74,7 +74,7 @@ def _as_one_operation(original: Callable[..., Tensor], tape: Tape) -> Callable[.
 
 
 def _apply_by_data(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Convert fake parameters as real ones are, by giving the same parameter other data; torch would swap them."""
+    """Convert fake parameters like real ones, by new data for the same parameter; torch would swap them."""
 
     def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         given = [(name, value) for name, value in self._parameters.items() if value is not None]

@@ -1,9 +1,9 @@
-"""Record what a model's constructor does to tensors, and carry out later only what one wanted tensor depends on.
+"""Record a model's constructor, and later carry out only the operations on which a requested tensor depends.
 
-The constructor runs under a ``FakeTensorMode``, so that no weight takes memory. Below Python every operation that
-makes or changes a storage is written on a tape; views are not, for a tensor is its storage with a shape. A tensor is
-materialised by replaying, in order, the operations that its storage depends on. Each random operation is seeded by
-the job's seed and its number on the tape, so that a weight does not depend on what else is materialised, or where.
+The constructor runs under a ``FakeTensorMode``, so that no weight takes memory. Below Python every operation that makes
+or changes a storage is written on a tape; views are not, because a tensor is its storage with a shape. A tensor is
+materialised by replaying, in order, the operations that its storage depends on. Each random operation is seeded by the
+job's seed and its number on the tape, so that a weight does not depend on what else is materialised, or where.
 
 Tensors that hold data from elsewhere (``torch.tensor([...])``, ``torch.from_numpy``) are real, and so are operations
 among them: they are data on the tape.
@@ -45,12 +45,12 @@ _OVERWRITES = {
 
 
 class CannotRecord(Exception):
-    """The constructor does something that a tape cannot hold."""
+    """The constructor does something that a tape cannot record."""
 
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor of the constructor: a storage, by number, and how it is looked at."""
+    """A tensor of the constructor: the number of its storage, and its view of it."""
 
     storage: int
     dtype: torch.dtype
@@ -65,11 +65,11 @@ class Operation:
 
     Attributes:
         reads: Storages of its arguments.
-        writes: Those of them that it changes.
-        overwrites: A storage of which it replaces every element, whatever was there before.
-        results: Its outputs in flat order; None for what is no tensor.
-        creates: Storages that exist from here on.
-        draw: Number of this operation among the random ones; None when it draws nothing.
+        writes: The storages among them that it changes.
+        overwrites: A storage whose every element it replaces.
+        results: Its outputs in flat order; None for values that are not tensors.
+        creates: New storages.
+        draw: Number of this operation among the random ones; None if it draws nothing.
     """
 
     function: Callable[..., Any]
@@ -100,7 +100,7 @@ class Tape:
         """Return the reference of a fake tensor.
 
         Raises:
-            CannotRecord: it was not made on this tape, or is no plain tensor.
+            CannotRecord: if it was not made on this tape, or is not a plain tensor.
         """
         if not self.knows(tensor):
             raise CannotRecord("a tensor comes from outside the constructor")
@@ -119,12 +119,12 @@ class Tape:
         return self._storages.setdefault(storage._cdata, (len(self._storages), storage))[0]
 
     def next_draw(self) -> int:
-        """Number one more random operation."""
+        """Return the number of a further random operation."""
         self.num_draws += 1
         return self.num_draws - 1
 
     def write_initialiser(self, function: Callable[..., object], target: Tensor, *numbers: float) -> None:
-        """Write down a Python function that fills ``target``, at random, in a way that depends on what it draws."""
+        """Record a Python function that fills ``target`` at random, in a loop that depends on the numbers."""
         reference = self.reference(target)
         storages = frozenset((reference.storage,))
         self.operations.append(
@@ -142,13 +142,13 @@ class Tape:
         )
 
     def made_by(self, function: Callable[..., Tensor], args: tuple[object, ...], like: Tensor) -> Tensor:
-        """Write down a Python function that makes a tensor of data, and return the fake one that stands for it."""
+        """Record a Python function that makes a tensor of data, and return its fake counterpart."""
         made = torch.empty(like.shape, dtype=like.dtype, device="cpu")  # recorded, as what makes the storage
         self.operations[-1] = replace(self.operations[-1], function=function, args=args, kwargs={})
         return made
 
     def needed_for(self, wanted: Iterable[int], num_operations: int | None = None) -> list[Operation]:
-        """Return the operations that the contents of the wanted storages depend on, in order.
+        """Return, in order, the operations on which the contents of the requested storages depend.
 
         Contents are those after the first ``num_operations``; None for all.
         """
@@ -169,7 +169,7 @@ class Tape:
         return chosen[::-1]
 
     def materialise(self, references: Sequence[TensorRef], num_operations: int | None = None) -> list[Tensor]:
-        """Return real tensors on CPU; no more memory than they and the temporaries of their operations take.
+        """Return real tensors on the CPU; memory is needed only for them and the temporaries of their operations.
 
         They are as after the first ``num_operations``; None for all.
         """
@@ -199,9 +199,9 @@ class RecordTape(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
         self._tape = tape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry out ``func``, and write it down when it makes or changes a storage.
+        """Carry out ``func``, and record it if it makes or changes a storage.
 
-        What reads a tensor from elsewhere (a batch) is not written down.
+        Operations that read a tensor from elsewhere (a batch) are not recorded.
         """
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -307,15 +307,15 @@ def _replay(operation: Operation, storages: dict[int, torch.UntypedStorage], see
         if tuple(value.stride()) != reference.stride or value.storage_offset() != reference.offset:
             value = torch.empty_strided(reference.size, reference.stride, dtype=reference.dtype).copy_(value)
         if is_empty:
-            value.zero_()  # left as it was, a forgotten weight would differ between workers
+            value.zero_()  # fill it: an uninitialised weight would differ between workers
         storages[reference.storage] = value.untyped_storage()
 
 
 def _draw(function: Callable[..., Any], args: Any, kwargs: Any, seed: int) -> Any:
-    """Carry out a random operation with a generator of its own; the numbers are those of the global one, so seeded.
+    """Carry out a random operation with its own generator; the numbers equal those of the global one with this seed.
 
-    Operations that take no generator (dropout, recurrent layers) draw from the global one, which is put back: whatever
-    has one in its constructor is made in the training thread alone.
+    Operations that take no generator (dropout, recurrent layers) draw from the global one, which is restored:
+    constructors with such operations run only in the training thread.
     """
     taker, place = (function, None) if not isinstance(function, OpOverload) else _taking_generator(function)
     if taker is None:
@@ -350,7 +350,7 @@ def _tensor(storages: dict[int, torch.UntypedStorage], reference: TensorRef) -> 
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """Let go of a storage that is larger than the tensor."""
+    """Release a storage that is larger than the tensor."""
     return tensor if _is_whole(tensor) else tensor.clone()
 
 

@@ -1,9 +1,9 @@
-"""Weights that a constructor loads from safetensors files: put on the tape as places in files, read when needed.
+"""Weights that a constructor loads from safetensors files: the tape holds their places in files, to read on demand.
 
-safetensors maps a file into memory and makes each tensor of a storage that lies in the mapping. While a constructor is
-recorded, a storage that does is found among the process's mappings, which say its file and place; the constructor gets
-a fake tensor instead. So ``load_file``, ``safe_open`` and ``from_pretrained`` cost no memory, and a worker reads the
-bytes of its own sections' weights, and no others.
+safetensors maps a file into memory and makes each tensor from a storage in the mapping. During recording, such a
+storage is looked up among the process's mappings, which give its file and place; the constructor gets a fake tensor
+instead. So ``load_file``, ``safe_open`` and ``from_pretrained`` cost no memory, and a worker reads only the bytes of
+its own sections' weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def read_slice(path: str, offset: int, num_bytes: int, proof: str) -> Tensor:
     """Read bytes of a file, as a tensor of uint8.
 
     Raises:
-        JobError: the file is missing or cannot be read, or these bytes are not those that were there before.
+        JobError: if the file is missing or cannot be read, or these bytes have changed.
     """
     read = torch.empty(num_bytes, dtype=torch.uint8)
     content = memoryview(read.numpy())  # type: ignore[arg-type]  # as in checkpoint/unit_files.py
@@ -63,10 +63,10 @@ def read_slice(path: str, offset: int, num_bytes: int, proof: str) -> Tensor:
 
 
 def require_files(tape: Tape) -> None:
-    """See that the files that a tape reads are on this machine.
+    """Check that the files that a tape reads are on this machine.
 
     Raises:
-        JobError: naming the first that is not.
+        JobError: if one is missing; it names the first.
     """
     paths = {operation.args[0] for operation in tape.operations if operation.function is read_slice}
     for path in sorted(paths):
@@ -106,13 +106,13 @@ class _LeavesInFiles(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not torch.asarray or not args or not isinstance(args[0], torch.UntypedStorage):
             return func(*args, **kwargs)
-        with unset_fake_temporarily():  # on the CPU, wherever it was to go: each worker moves what it needs
+        with unset_fake_temporarily():  # on the CPU, whatever the requested device: each worker moves its own tensors
             found: Tensor = func(*args, **{key: value for key, value in kwargs.items() if key != "device"})
         place = self._mappings.place_of(found.untyped_storage())
         if place is None or found.dtype is not torch.uint8 or not found.is_contiguous():
             return found
         path, offset = place
-        sys.audit("open", path, "rb", os.O_RDONLY)  # safetensors opens it out of Python's sight
+        sys.audit("open", path, "rb", os.O_RDONLY)  # Python does not see safetensors open it
         first = offset + found.storage_offset()
         content = memoryview(found.numpy())  # type: ignore[arg-type]
         return self._tape.made_by(read_slice, (path, first, found.numel(), _proof(content)), found)

@@ -1,4 +1,4 @@
-"""Cut a model that torch.export refuses at the user's marks, if at all, and check that its sections do as the whole."""
+"""Cut a model that torch.export refuses, only at the user's marks, and check its sections against the whole model."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class _Reference:
 
 
 def cut_marked(exported: MarkedJob, *, num_sections: int | None, micro_batch_size: int) -> CutModel:
-    """Cut at all marks, or at those of them that make ``num_sections`` even sections.
+    """Cut at all marks, or at marks that give ``num_sections`` even sections.
 
-    The model is run twice on real numbers, in one piece and in sections: this process holds all weights meanwhile.
+    The model runs twice on real numbers, in one piece and in sections, so this process holds all weights.
 
     Raises:
         JobError: a mark is not reached, there are too few of them, or the model fails.
@@ -102,11 +102,11 @@ def _run_in_one_piece(exported: MarkedJob, parameters: Mapping[str, Tensor], bat
 
 @contextmanager
 def _users_errors(exported: MarkedJob, entry: Mark | None = None) -> Iterator[None]:
-    """Around a run of the user's code: what it raises is told with its line.
+    """Report errors of the user's code with their line.
 
     Raises:
-        JobError: it failed in one piece.
-        ExportError: it failed from ``entry`` on, with a received tensor in place of what lies in front.
+        JobError: if it failed in one piece.
+        ExportError: if it failed from ``entry`` on, with a received tensor in place of the earlier computation.
     """
     try:
         yield
@@ -178,7 +178,7 @@ def _chosen(reference: _Reference, num_sections: int | None) -> list[Mark]:
 
 
 def _refuse_choices_between_modules(trial: Trial, marks: Sequence[Mark]) -> None:
-    """Each section runs again what lies between the modules in front of it, and would choose by numbers of its own."""
+    """Refuse random choices between modules: each section reruns that code, and would draw its own numbers."""
     last = trial.marks.index(marks[-1]) if marks else -1
     shared = frozenset[Call]().union(*(mark.enclosing for mark in marks))
     for num_behind, call, line in trial.choices:
@@ -250,7 +250,7 @@ def _backward(
     parameters: Mapping[str, Tensor],
     marks: Sequence[Mark],
 ) -> list[set[str]]:
-    """Return, for each section, the parameters that got a gradient there; their sum is that of the whole."""
+    """Return, for each section, the parameters with a gradient there; the sum equals the whole model's gradient."""
     total: dict[str, Tensor] = {}
     read: list[set[str]] = []
     gradient: Tensor | None = torch.ones_like(runs[-1][1][0])

@@ -2,7 +2,7 @@
 
 A section runs ``loss(model, batch)`` from its beginning. Until the section's first mark is reached, modules that do not
 contain the mark are not run: they return zeros of the shape that they had in a trial. At the mark the border tensor
-takes the place of what was computed; at the next mark the run ends. Code between modules, such as masks made from the
+replaces the computed one; at the next mark the run ends. Code between modules, such as masks made from the
 batch, is run again in every section.
 """
 
@@ -32,9 +32,9 @@ _SMALL = 16
 
 
 class Choices(TorchDispatchMode, Generic[PlaceT]):  # type: ignore[no-untyped-call]  # torch does not annotate it
-    """Collects (place, ``file:line``) wherever Python reads a number that torch's generator has decided.
+    """Collects (place, ``file:line``) where Python reads a number that depends on torch's generator.
 
-    Only small tensors are followed from where they are drawn.
+    Only small tensors are followed from their draw.
     """
 
     def __init__(self, place: Callable[[], PlaceT]) -> None:
@@ -68,7 +68,7 @@ class _Zeros:
 
 @dataclass(frozen=True)
 class _PackedZeros:
-    """Of as many steps as the packed sequence that the module is given has."""
+    """A result with as many steps as the module's packed sequence."""
 
     features: tuple[int, ...]
     dtype: torch.dtype
@@ -79,7 +79,7 @@ def _is_packed(value: object) -> bool:
 
 
 def remember(result: Any) -> Any:
-    """Return what to keep of a module's result."""
+    """Return the part of a module's result to keep."""
     return tree_map(_remembered, result, is_leaf=_is_packed)
 
 
@@ -90,7 +90,7 @@ def _remembered(value: Any) -> Any:
 
 
 def fill(remembered: Any, args: tuple[Any, ...], device: torch.device) -> Any:
-    """Return zeros in place of what was remembered, for a call with ``args``."""
+    """Return zeros in the form of a remembered result, for a call with ``args``."""
     packed = next(filter(_is_packed, tree_leaves(args, is_leaf=_is_packed)), None)
 
     def filled(value: Any) -> Any:
@@ -103,14 +103,14 @@ def fill(remembered: Any, args: tuple[Any, ...], device: torch.device) -> Any:
 
 
 Call = tuple[str, int]
-"""Name of a module, and which of its calls it is."""
+"""Name of a module, and the number of the call."""
 
 RunCall = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 _PLAIN: Callable[..., Any] = nn.Module._call_impl
 
 
 class _Reached(BaseException):
-    """The section's end, with the tensor that is there; no error, and no user's code catches it."""
+    """Signals the section's end, with its tensor; not an error, so that the user's code does not catch it."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -121,9 +121,9 @@ class Mark:
     """A place where the user's code is cut.
 
     Attributes:
-        call: The module in front of which it lies.
-        enclosing: Calls that are under way there.
-        value: The tensor that crosses, of the trial.
+        call: The module before which the cut is.
+        enclosing: Calls that are active there.
+        value: The tensor that crossed in the trial.
         source: ``file:line`` of the call.
         flops: Work done before, in the trial.
     """
@@ -137,12 +137,12 @@ class Mark:
 
 @dataclass
 class Trial:
-    """What a run of everything shows.
+    """Findings of a run of everything.
 
     Attributes:
-        marks: In order.
-        returned: What to give in place of a call.
-        choices: For each choice by a random number, how many marks lay behind it, in which call it was, and its line.
+        marks: The marks in order.
+        returned: The result to return in place of a call.
+        choices: For each choice by a random number: the number of marks passed, its call, and its line.
     """
 
     marks: list[Mark] = field(default_factory=list)
@@ -173,7 +173,7 @@ def run_whole(
     is_mark: Callable[[str, nn.Module], bool],
     flops: Callable[[], int],
 ) -> tuple[tuple[Tensor, ...], Trial]:
-    """Run everything; returns loss and metrics, and what was seen. Random numbers are seeded anew behind each mark."""
+    """Run everything; return loss, metrics and findings. Random numbers are seeded anew after each mark."""
     trial, under_way, seen = Trial(), list[Call](), Counter[str]()
 
     def run(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,11 +201,11 @@ class MarkedCode:
 
     Attributes:
         whole: Model and loss.
-        keys: Of the batch.
-        names: Of the parameters.
-        entry: Where the section begins; None for the first.
-        end: Where it ends; None for the last.
-        returned: What each call returned in the trial.
+        keys: Names of the batch entries.
+        names: Names of the parameters.
+        entry: Beginning of the section; None for the first.
+        end: End of the section; None for the last.
+        returned: Results of each call in the trial.
         needs_gradient: Whether the tensor at the end carries one.
         frozen: Parameters that no section trains, by name.
     """
@@ -219,15 +219,15 @@ class MarkedCode:
     needs_gradient: bool
     frozen: tuple[tuple[str, nn.Parameter], ...]
     called: list[str] = field(default_factory=list)
-    """Modules that the latest run called, outermost first, those left out that a border runs through."""
+    """Modules that the latest run called, outermost first, without those that contain a border."""
     seeded: Mapping[Call, int] = field(default_factory=dict)
-    """Marks behind which the trial seeds random numbers anew, with what: sections in front draw others."""
+    """Marks after which the trial reseeds random numbers, with the seeds: earlier sections draw other numbers."""
     foreign: frozenset[str] = frozenset()
-    """Modules with parameters that the section does not hold, for the trial did not come to them in it."""
+    """Modules whose parameters the section does not hold, because the trial did not reach them in it."""
     _border_shape: tuple[int, ...] | None = None
 
     def forget_trial(self) -> None:
-        """Let go of the tensors of the trial; what it did not show is refused from now on."""
+        """Release the tensors of the trial; from now on, calls that the trial did not show are refused."""
         given = {f"model.{name}" for name in self.names}
         held = {id(p) for name, p in self.whole.named_parameters(remove_duplicate=False) if name in given}
         self.foreign = frozenset(name for name, module in self.whole.named_modules() if _lacks(module, held))
@@ -268,7 +268,7 @@ class MarkedCode:
                 raise changes_requires_grad(name, None if self.entry is None else self.entry.source)
 
     def otherwise(self, mark: Mark | None, how: str) -> JobError:
-        """Say that a run is unlike the trial, at a mark."""
+        """Return an error: a run differs from the trial at a mark."""
         assert mark is not None
         shape = f" (shape {list(self._border_shape)})" if self._border_shape is not None else ""
         return JobError(
@@ -291,7 +291,7 @@ class _Walk:
         code.called = []
 
     def run(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carry out one call, or what stands for it."""
+        """Carry out one call, or return its replacement."""
         entry, end = self._code.entry, self._code.end
         call = (name, self._seen[name])
         self._seen[name] += 1
@@ -332,19 +332,19 @@ class _Walk:
 
 
 def _lacks(module: nn.Module, held: set[int]) -> bool:
-    """Whether parameters that the module itself has are not held, or none are of those in it."""
+    """Return whether the module's own parameters, or all parameters within it, are not held."""
     own, inside = ([id(p) for p in module.parameters(recurse) if p.requires_grad] for recurse in (False, True))
     return not held.issuperset(own) or (bool(inside) and held.isdisjoint(inside))
 
 
 def seed_behind(num_marks: int) -> None:
-    """Seed what the trial draws behind so many marks."""
+    """Seed the random numbers that the trial draws after so many marks."""
     torch.default_generator.manual_seed(num_marks)
 
 
 @contextmanager
 def _calls_go_to(run: RunCall, whole: nn.Module) -> Iterator[None]:
-    """Of the model's own modules alone, by what ``Module.compile`` puts in front of a module's call."""
+    """Intercept calls of only the model's own modules, through the hook of ``Module.compile``."""
     modules = list(whole.named_modules())
     before = [module._compiled_call_impl for _, module in modules]
     try:
@@ -362,7 +362,7 @@ def _calling(run: RunCall, name: str, module: nn.Module) -> Callable[..., Any]:
 
 
 def named(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Name parameters as the module of model and loss does."""
+    """Return the names of parameters in the module of model and loss."""
     return {f"model.{name}": tensor for name, tensor in parameters.items()}
 
 
@@ -371,7 +371,7 @@ def _as_tuple(result: Any) -> tuple[Tensor, ...]:
 
 
 def _move(whole: nn.Module, device: torch.device) -> None:
-    """Bring buffers and frozen parameters to a device; trainable parameters go on taking no memory."""
+    """Move buffers and frozen parameters to a device; trainable parameters still take no memory."""
     for tensor in (*whole.parameters(), *whole.buffers()):
         if tensor.device != device:
             without_memory = tensor.requires_grad

@@ -1,7 +1,7 @@
-"""The few things that a transport asks of a device, behind one interface: streams, events and pinned host memory.
+"""The interface of a device for transports: streams, events and pinned host memory.
 
-What is enqueued on a stream runs in order, later; only an event says that it is done. ``CudaDevice`` is the real one.
-``HostDevice`` does everything at once on the CPU, so that whatever is written for a device runs without one.
+Work that is enqueued on a stream runs later, in order; only an event tells that it is done. ``CudaDevice`` is the real
+device. ``HostDevice`` does everything at once on the CPU, so that code for a device runs without one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def usable_device(
 
     Args:
         name: ``cpu`` or ``cuda``.
-        source: Where it was asked for.
-        field: By this name.
-        numbered: Whether ``cuda:1`` is a name too.
+        source: Source of the name, for errors.
+        field: Field of the name, for errors.
+        numbered: Whether names such as ``cuda:1`` are allowed.
 
     Raises:
-        ConfigError: saying why it cannot be used, and what can.
+        ConfigError: if it cannot; the error gives the reason and the usable devices.
     """
     cuda = torch.cuda.is_available()
     found = ["cpu", *["cuda"] * cuda]
@@ -47,10 +47,10 @@ def usable_device(
 
 
 def check_kernels(device: torch.device, field: str = "vms.device") -> None:
-    """Refuse a CUDA device that is not there, or for which this torch has no kernels: the first launch would fail.
+    """Refuse a CUDA device that is absent, or for which this torch has no kernels: the first launch would fail.
 
     Raises:
-        ConfigError: naming the device, its compute capability, and those that torch was built for.
+        ConfigError: if so; it names the device, its compute capability, and those that torch was built for.
     """
     if device.type != "cuda":
         return
@@ -66,11 +66,11 @@ def check_kernels(device: torch.device, field: str = "vms.device") -> None:
 
 
 def has_kernels(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
-    """Whether code for these architectures runs on a device.
+    """Return whether code for these architectures runs on a device.
 
     Binary code (``sm_86``) runs on devices of the same major number and the same or a higher minor one; with a letter
-    behind (``sm_90a``), on that alone. Code that the driver compiles (``compute_90``) runs on all newer ones. An empty
-    list, as of a build for other devices, says nothing.
+    at the end (``sm_90a``), only on that device. Code that the driver compiles (``compute_90``) runs on all newer ones.
+    An empty list, as in a build for other devices, allows no conclusion.
     """
     major, minor = capability
     for name in built_for:
@@ -93,12 +93,12 @@ class Event(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the device has come to it; asks, and waits for nothing."""
+        """Return whether the device has reached the event, without waiting."""
 
     def wait(self) -> None:
-        """Block until the device has come to it, without a bound: for a thread that may be left behind.
+        """Block until the device has reached the event, without a bound: for a thread that may be left behind.
 
-        What unblocks it on a device that hangs is the abort of whatever the device hangs in.
+        If the device hangs in an operation, the abort of that operation unblocks the thread.
         """
 
 
@@ -106,25 +106,25 @@ class Stream(Protocol):
     """Work in order."""
 
     def copy(self, into: Tensor, source: Tensor) -> None:
-        """Enqueue a copy between host and device, or within it. Nobody changes either tensor before it is done."""
+        """Enqueue a copy between host and device, or within the device. Neither tensor may change before it is done."""
 
     def wait(self, event: Any) -> None:
-        """Let everything enqueued from now on wait for an event of the same device; the host waits for nothing."""
+        """Let everything enqueued from now on wait for an event of the same device; the host does not wait."""
 
     def record(self) -> Event:
-        """An event behind everything enqueued so far."""
+        """Return an event after everything enqueued so far."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Device memory for this stream's work. Another stream that uses it calls ``use``."""
+        """Return device memory for this stream's work. Another stream that uses it calls ``use``."""
 
     def use(self, tensor: Tensor) -> None:
-        """Keep the memory of a tensor of another stream, once it is let go, until this stream's work so far is done."""
+        """Keep the memory of another stream's tensor, once it is released, until this stream's work so far is done."""
 
     def computing(self) -> AbstractContextManager[object]:
         """Have the calling thread compute on this stream, and allocate for it."""
 
     def run(self, work: Callable[[], object]) -> None:
-        """Enqueue operations, which ``work`` gives the device, and which may read what this stream has not made yet."""
+        """Enqueue the operations of ``work``, which may read results that this stream has not computed yet."""
 
 
 class Device(Protocol):
@@ -132,7 +132,7 @@ class Device(Protocol):
 
     @property
     def kind(self) -> torch.device:
-        """Where its tensors lie."""
+        """The torch device of its tensors."""
 
     @property
     def current(self) -> Stream:
@@ -142,38 +142,38 @@ class Device(Protocol):
         """A further stream."""
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Host memory that the device copies from and to by itself.
+        """Return host memory that the device copies from and to by itself.
 
-        It is reused once it is let go and no copy uses it any more: asking costs nothing after the first step. An
-        allocator may round up to a power of two and keep it, so whoever moves much asks for pieces.
+        It is reused once it is released and no copy uses it any more: requests cost nothing after the first step. An
+        allocator may round up to a power of two and keep the memory, so large amounts are requested in pieces.
         """
 
     def release(self) -> None:
-        """Give device and pinned memory that nothing uses back, to other processes; waits for the device."""
+        """Return unused device and pinned memory to other processes; waits for the device."""
 
 
 class SharingDevice(Device, Protocol):
     """A device whose memory other processes of the same machine can read."""
 
     def shared(self, num_bytes: int) -> tuple[Tensor, bytes]:
-        """Device memory that another process can open, as bytes, and what it opens it by.
+        """Return device memory that another process can open, as bytes, and its handle.
 
         Raises:
-            RuntimeError: this device, or the way in which this process allocates, does not allow it.
+            RuntimeError: if this device, or the allocator of this process, does not allow it.
         """
 
     def opened(self, handle: bytes) -> Tensor:
-        """Another process's memory, as bytes, to be read; it stays until it is let go, also if that process ends.
+        """Return another process's memory, as bytes, to read; it stays until released, even if that process ends.
 
-        Letting it go may wait for the device: whoever holds it last is a thread that may be left behind.
+        The release may wait for the device, so the last holder must be a thread that may be left behind.
 
         Raises:
-            RuntimeError, OSError, ValueError: this process cannot open it, or the handle is none.
+            RuntimeError, OSError, ValueError: if this process cannot open it, or the handle is invalid.
         """
 
 
 class Passed:
-    """An event that was done before it was recorded."""
+    """An event that is always done."""
 
     done = True
 
@@ -182,7 +182,7 @@ class Passed:
 
 
 class HostStream:
-    """Does at once what is enqueued."""
+    """A stream that does enqueued work at once."""
 
     def copy(self, into: Tensor, source: Tensor) -> None:
         into.copy_(source)
@@ -225,7 +225,7 @@ class HostDevice:
 
 
 class CudaEvent:
-    """See ``Event``. Whoever waits sleeps, and lets other Python threads run."""
+    """See ``Event``. A waiting thread sleeps, and lets other Python threads run."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -302,11 +302,11 @@ class CudaDevice:
         return memory, _HANDLE.pack(size, offset, counter_at, len(handle), len(counter)) + handle + counter
 
     def opened(self, handle: bytes) -> Tensor:
-        """See ``SharingDevice.opened``. It is mapped for this device, wherever it lies, and waits for no event."""
+        """See ``SharingDevice.opened``. The memory, of any device, is mapped for this one, without waiting."""
         try:
             size, offset, counter_at, *lengths = _HANDLE.unpack_from(handle)
         except struct.error as error:
-            raise ValueError(f"{len(handle)} bytes are no handle") from error
+            raise ValueError(f"{len(handle)} bytes are not a handle") from error
         end = _HANDLE.size + lengths[0]
         memory, counter = handle[_HANDLE.size : end], handle[end : end + lengths[1]]
         shared: Any = torch.UntypedStorage._new_shared_cuda  # torch ships no types for it

@@ -1,7 +1,8 @@
-"""Which links go by mailboxes, which both ends of each agree on when a generation is formed.
+"""The choice of links that use mailboxes; both ends of a link agree on it when a generation is formed.
 
-Workers tell each other where they are, by the rendezvous store; the sender of each edge within a machine tells what its
-mailbox is opened by, or why it has none, and the receiver whether it could open it. All of it is text, and checked.
+Workers exchange their places through the rendezvous store. For each edge within a machine, the sender gives the handle
+of its mailbox, or a reason why it has none, and the receiver answers whether it could open the mailbox. All of it is
+text, and is checked.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ log = logging.getLogger(__name__)
 
 
 class Place(Value):
-    """What a worker says of where it is; memory can be shared between workers of one ``machine``."""
+    """The place of a worker; workers of one ``machine`` can share memory."""
 
     machine: str
 
 
 class Offer(Value):
-    """A sender's mailbox: the hex digits of what it is opened by, and its slots. ``refused``: why there is none.
+    """A sender's mailbox: the hex digits of its handle, and its slots. ``refused``: why there is none.
 
-    Its receiver answers with one without a handle; where ``refused`` is empty, it has opened the mailbox.
+    The receiver answers with an offer without a handle; if its ``refused`` is empty, it has opened the mailbox.
     """
 
     handle: str = ""
@@ -52,17 +53,17 @@ class Offer(Value):
 
 
 def this_machine() -> str:
-    """The machine as it was started, and the namespace within which its processes share memory."""
+    """Return an identity of the machine since its boot and of the namespace in which processes share memory."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/ipc').readlink()}"
 
 
 def edges_within(edges: Sequence[GroupSpec], places: Mapping[str, Place]) -> tuple[GroupSpec, ...]:
-    """The edges whose ends are on one machine, in their order. Pure; both ends come to the same answer."""
+    """Return the edges whose ends are on one machine, in their order. Pure; both ends get the same answer."""
     return tuple(edge for edge in edges if len({places[member].machine for member in edge.members}) == 1)
 
 
 def room_for(setting: LinkSetting, device: torch.device) -> MailRoom | None:
-    """The mailboxes of a device of this process; None where tensors go through the host."""
+    """Return the mailboxes of a device of this process; None if tensors go through the host."""
     return None if setting == "staged" or device.type == "cpu" else _room(device)
 
 
@@ -73,17 +74,17 @@ def mailboxes(
     interrupt: Interrupt,
     open_store: Callable[[], Store],
 ) -> dict[str, Link]:
-    """Form the links of a worker that go by mailboxes, by the names of their groups; the others are staged.
+    """Form the links of a worker that use mailboxes, by the names of their groups; the others are staged.
 
     Args:
-        setup: The worker's.
-        edges: All of a generation, the sender before the receiver.
-        groups: The generation's, which have a group for each edge.
-        interrupt: The generation's.
+        setup: The worker's setup.
+        edges: All edges of a generation, the sender before the receiver.
+        groups: The generation's groups, one for each edge.
+        interrupt: The generation's interrupt.
         open_store: Connects to the rendezvous store.
 
     Raises:
-        ConfigError: the setting is ``ipc``, and an edge within a machine cannot.
+        ConfigError: if the setting is ``ipc`` and an edge within a machine cannot use a mailbox.
         GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.call``.
     """
     worker = setup.worker
@@ -112,7 +113,7 @@ def mailboxes(
 class Forming:
     """The forming of one worker's links in one generation; see ``mailboxes``.
 
-    ``refused`` says of each edge within the machine that is staged all the same why that is.
+    ``refused`` gives the reason for each edge within the machine that is nevertheless staged.
     """
 
     room: MailRoom
@@ -123,7 +124,7 @@ class Forming:
     refused: list[str] = field(default_factory=list)
 
     def links(self, open_store: Callable[[], Store]) -> dict[str, Link]:
-        """Tell and hear what there is; blocks until the neighbours have told. Raises RuntimeError as the store."""
+        """Exchange offers; blocks until the neighbours have made theirs. Raises RuntimeError as the store does."""
         store = PrefixStore(f"g{self.interrupt.generation}/links", open_store())
         places = told_facts(store, self.edges, self.worker, Place(machine=this_machine()))
         near = edges_within(self.edges, places)
@@ -166,7 +167,7 @@ class Forming:
         return None if box is None or refused else SendingEnd(box, *self._carriers(edge), self.interrupt)
 
     def _carriers(self, edge: GroupSpec) -> tuple[Channel, Channel]:
-        """From the sender to the receiver, and back."""
+        """Keys of the offer from the sender to the receiver, and of its answer."""
         sender, receiver = edge.members
         return self.groups.channel(edge.name, sender), self.groups.channel(edge.name, receiver)
 
@@ -181,16 +182,16 @@ def _say_once(text: str) -> None:
     log.warning(text)
 
 
-# What of a generation's groups stays on devices, formed beside the groups themselves.
+# The parts of a generation's groups that stay on devices; they are formed beside the groups themselves.
 
 
 def form_on_devices(
     setup: WorkerSetup, layout: Topology, groups: GroupSet, interrupt: Interrupt, open_store: Callable[[], Store]
 ) -> dict[str, Link]:
-    """Give the groups a worker's rings that stay on devices, and return its links that do, by their groups' names.
+    """Give the groups a worker's device rings, and return its device links by their groups' names.
 
     Raises:
-        ConfigError: a setting asks for what these devices or this torch cannot do.
+        ConfigError: if a setting requests something that these devices or this torch cannot do.
         GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.call``.
     """
     device = torch.device(setup.device)

@@ -1,9 +1,9 @@
-"""The seam for what travels between neighbours: ``send`` tensors, and ``receive`` some.
+"""Links between neighbours: ``send`` tensors, and ``receive`` them.
 
-Implementations of a link, which every worker has one of for each direction to each neighbour, and one contract test
-for all: ``HostLink`` for tensors in host memory, and ``StagedLink`` for those of a device, whose copies to and from
-pinned memory go beside what the device computes. Both end up in a ``Carrier``, for host tensors; mailboxes
-(``mailboxes.py``) are read from device to device, and a carrier has only numbers of theirs. An abort of the
+Every worker has a link for each direction to each neighbour, and one contract test covers all implementations:
+``HostLink`` for tensors in host memory, and ``StagedLink`` for tensors of a device, whose copies to and from pinned
+memory run in parallel to the device's computing. Both use a ``Carrier`` for host tensors. Mailboxes (``mailboxes.py``)
+are read from device to device, and their carrier transports only numbers. An abort of the
 generation's ``Interrupt`` ends every wait.
 """
 
@@ -22,7 +22,7 @@ from morph.runtime.groups.interrupt import Interrupt
 
 
 class TensorSpec(Protocol):
-    """What a tensor that is to come looks like."""
+    """The size and type of a tensor to be received."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -37,7 +37,7 @@ class Arrival(Transfer, Protocol):
     """Tensors on their way to this worker."""
 
     def take(self) -> tuple[Tensor, ...]:
-        """The tensors, which must be ``done``: the calling thread's stream may use them, and nobody else has them."""
+        """Return the tensors, once ``done``: the calling thread's stream may use them, and nothing else holds them."""
 
 
 class Link(Protocol):
@@ -48,16 +48,16 @@ class Link(Protocol):
 
         Args:
             tensors: On the link's device.
-            lent: The caller does not change them until they have left. Without it they are copied first.
-            beside: Small tensors in host memory that travel with them, which nobody changes.
+            lent: The caller does not change them until they have left. Otherwise they are copied first.
+            beside: Small tensors in host memory that are sent with them and do not change.
         """
 
     def receive(self, specs: Sequence[TensorSpec], *, beside: Sequence[Tensor] = ()) -> Arrival:
-        """Start receiving one message; returns at once. ``beside``: where to put what travels in host memory."""
+        """Start receiving one message; returns at once. ``beside``: memory for the host tensors of the message."""
 
 
 class HostLink:
-    """See ``Link``: of tensors in host memory, which travel from and into the place where they are used."""
+    """See ``Link``: for tensors in host memory, which are sent from and received into the memory that is used."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
@@ -72,7 +72,7 @@ class HostLink:
 
 
 class Several:
-    """Transfers that are over once all of them are."""
+    """Several transfers as one, which is over once all of them are."""
 
     def __init__(self, transfers: Sequence[Transfer]) -> None:
         self.transfers = tuple(transfers)
@@ -103,13 +103,13 @@ class HostArrival(Several):
 
 
 class StagedLink:
-    """See ``Link``: of tensors on a device."""
+    """See ``Link``: for tensors on a device."""
 
     def __init__(self, carrier: Carrier, staging: Staging, interrupt: Interrupt) -> None:
         self._carrier, self._staging, self._interrupt = carrier, staging, interrupt
 
     def send(self, tensors: Sequence[Tensor], *, lent: bool = False, beside: Sequence[Tensor] = ()) -> Transfer:
-        """See ``Link.send``. The copy is within the device, so that what computes next waits for no host."""
+        """See ``Link.send``. The copy is within the device, so that the next computation does not wait for the host."""
         own = own_of(tensors, lent=lent)
         return Leaving(own, self._staging, self._carrier.transfer, self._interrupt, beside)
 
@@ -119,13 +119,13 @@ class StagedLink:
 
 
 def own_of(tensors: Sequence[Tensor], *, lent: bool) -> list[Tensor]:
-    """Contiguous tensors of the same device that nobody changes: copies, except of what is ``lent``."""
+    """Return contiguous tensors on the same device that will not change: copies, unless they are ``lent``."""
     found = [tensor.detach() for tensor in tensors]
     return [tensor.contiguous() if lent else tensor.clone(memory_format=torch.contiguous_format) for tensor in found]
 
 
 class Begun:
-    """See ``Transfer``: what another thread begins, or fails to, when the device has come to it."""
+    """See ``Transfer``: another thread begins it, or fails, when the device has reached it."""
 
     def __init__(self, interrupt: Interrupt) -> None:
         self._interrupt = interrupt
@@ -133,12 +133,12 @@ class Begun:
         self._failure: Exception | None = None
 
     def begin(self, transfers: Sequence[Transfer]) -> None:
-        """It is over once these are."""
+        """Set the transfers that it consists of."""
         self._begun = Several(transfers)
         self._interrupt.notify()
 
     def fail(self, error: Exception) -> None:
-        """Whoever asks for it is told this."""
+        """Set the error that ``done`` raises."""
         self._failure = error
         self._interrupt.notify()
 
@@ -158,10 +158,10 @@ class Begun:
 
 
 class Leaving(Begun):
-    """Device tensors that are copied to the host, and whatever begins there with each copy, in this order.
+    """Device tensors that are copied to the host, and the transfers that begin with each copy, in this order.
 
-    First of all it begins with what travels ``beside`` them, which is on the host. ``joined``: flat bytes, of which
-    some may be on the host, leave as one tensor, and nothing that a step waits for waits behind them.
+    The host tensors ``beside`` them are sent first. ``joined``: flat bytes, some of which may be on the host, are sent
+    as one tensor; nothing that a step waits for is queued after them.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Leaving(Begun):
 
 
 class StagedArrival(Several):
-    """See ``Arrival``. The copy to the device starts when somebody first sees that the tensors are on the host."""
+    """See ``Arrival``. The copy to the device starts when ``done`` first finds the tensors on the host."""
 
     def __init__(self, hosts: Sequence[Tensor], transfers: Sequence[Transfer], staging: Staging) -> None:
         super().__init__(transfers)
@@ -194,7 +194,7 @@ class StagedArrival(Several):
 
     @property
     def done(self) -> bool:
-        """Whether the copy to the device is enqueued. Asked by the training thread alone."""
+        """Return whether the copy to the device is enqueued. Only the training thread calls this."""
         if self._copied is None and super().done:
             self._copied = self._staging.to_device(self._hosts)
             self._hosts = ()

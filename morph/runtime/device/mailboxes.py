@@ -1,17 +1,17 @@
 """Links over mailboxes: slots in the sender's device memory, which the receiver, on the same machine, opens and reads.
 
-The sender copies a piece of a message into a free slot, waits for that copy's event, and tells the receiver its number
-over the carrier. The receiver copies the piece to where it is used, waits for that copy's event, and tells its number
-back, which frees the slot. What travels beside a message goes over the carrier, before its first piece. So each end
-waits for its own device alone, and no device waits for another process: a peer that is killed leaves nothing on a
-stream. Nobody writes into another process's memory, so what comes too late, from an aborted generation, writes into no
-memory that is used for something else.
+The sender copies a piece of a message into a free slot, waits for that copy's event, and sends its number to the
+receiver over the carrier. The receiver copies the piece to its destination, waits for that copy's event, and sends the
+number back, which frees the slot. Host tensors of a message go over the carrier, before its first piece. So each end
+waits only for its own device, and no device waits for another process: a killed peer leaves nothing on a stream. No
+process writes into another process's memory, so late messages of an aborted generation cannot overwrite memory that is
+used for something else.
 
 The two directions share the carrier's group, so both ends begin the same transfers in one order: piece n, then the
-answer to piece n - ``num_slots`` + 1. At rest nothing is under way.
+answer to piece n - ``num_slots`` + 1. An idle link has no transfer under way.
 
 A slot ring belongs to its process for good (``MailRoom``), so that morphs neither allocate nor export anything; each
-generation's link takes it over from the last one's, and what that one still wants to copy is refused.
+generation's link takes it over from the previous one, whose later copies are refused.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Mailbox:
         self._lock = threading.Lock()
 
     def take(self, generation: int, owner: object) -> None:
-        """Nobody but ``owner`` fills it from now on, unless a later generation has taken it."""
+        """Let only ``owner`` fill it from now on, unless a later generation has taken it."""
         with self._lock:
             if generation >= self._taken[0]:
                 self._taken = generation, owner
@@ -56,7 +56,7 @@ class Mailbox:
         """Enqueue the copy of piece ``number`` (bytes) behind ``ready``; returns at once, with the event after.
 
         Raises:
-            GenerationAborted: a later generation has taken it.
+            GenerationAborted: if a later generation has taken it.
         """
         with self._lock:
             if owner is not self._taken[1]:
@@ -67,7 +67,7 @@ class Mailbox:
 
 
 class MailRoom:
-    """The mailboxes of one device of this process: those it fills, and a stream on which it reads those of others."""
+    """The mailboxes that one device of this process fills, and the stream on which it reads other mailboxes."""
 
     def __init__(
         self, device: SharingDevice, num_slots: int = MAILBOX_SLOTS, slot_bytes: int = MAILBOX_SLOT_BYTES
@@ -84,7 +84,7 @@ class MailRoom:
 
 
 _LEFT: list[object] = []
-"""Mailboxes that were opened on a device that was lost since."""
+"""Mailboxes that were opened on a device that has since been lost."""
 
 
 RequestT = TypeVar("RequestT", bound=Begun)
@@ -93,15 +93,15 @@ RequestT = TypeVar("RequestT", bound=Begun)
 class LinkEnd(ABC, Generic[RequestT]):
     """See ``Link``: one end, which sends or receives. A thread of its own handles requests until ``close``.
 
-    The thread waits for the peer through the generation's ``Interrupt``, and for the device without a bound: where that
-    hangs the thread is left behind, and goes on when what the device hangs in is aborted.
+    The thread waits for the peer through the generation's ``Interrupt``, and for the device without a bound: if the
+    device hangs, the thread is left behind, and continues when the operation that hangs is aborted.
     """
 
     def __init__(self, forth: Carrier, back: Carrier, interrupt: Interrupt) -> None:
         self._forth, self._back, self._interrupt = forth, back, interrupt
         self._requests: SimpleQueue[RequestT | None] = SimpleQueue()
         self._number = 0
-        """Of the next piece."""
+        """Number of the next piece."""
         interrupt.at_end(self.close)
         threading.Thread(target=self._work_off, name="morph-mailbox", daemon=True).start()
 
@@ -112,7 +112,7 @@ class LinkEnd(ABC, Generic[RequestT]):
         lent: bool = False,  # noqa: ARG002
         beside: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> Transfer:
-        """See ``Link.send``; of the end that sends."""
+        """See ``Link.send``; only for the end that sends."""
         raise AssertionError("this end receives")
 
     def receive(
@@ -121,7 +121,7 @@ class LinkEnd(ABC, Generic[RequestT]):
         *,
         beside: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> Arrival:
-        """See ``Link.receive``; of the end that receives."""
+        """See ``Link.receive``; only for the end that receives."""
         raise AssertionError("this end sends")
 
     def close(self) -> None:
@@ -134,21 +134,21 @@ class LinkEnd(ABC, Generic[RequestT]):
             try:
                 if failure is None:
                     self._carry(requested)
-            except Exception as error:  # whoever waits for it is told
+            except Exception as error:  # the waiting thread gets the error
                 failure = error
-                traceback.clear_frames(error.__traceback__)  # they hold slots of a peer, and are kept with the error
+                traceback.clear_frames(error.__traceback__)  # they hold a peer's slots, and the error would keep them
             if failure is not None:
                 requested.fail(failure)
             del requested
         self._let_go()
-        del self._forth, self._back  # with them the group, which nobody else may hold any more
+        del self._forth, self._back  # this releases the group, which nothing else may hold any more
 
     @abstractmethod
     def _carry(self, requested: RequestT) -> None:
         """Send or receive one message."""
 
     def _let_go(self) -> None:
-        """What the thread does last."""
+        """Run at the end of the thread."""
 
 
 def _number(number: int) -> Tensor:
@@ -163,7 +163,7 @@ def _pieces(tensors: Sequence[Tensor], slot_bytes: int) -> Iterator[Tensor]:
 
 
 class _Message(Begun):
-    """A message that is to leave: its tensors, once the device has come to ``ready``."""
+    """A message to be sent: its tensors, once the device has reached ``ready``."""
 
     def __init__(self, tensors: Sequence[Tensor], beside: Sequence[Tensor], ready: Event, interrupt: Interrupt) -> None:
         super().__init__(interrupt)
@@ -171,7 +171,7 @@ class _Message(Begun):
 
 
 class SendingEnd(LinkEnd[_Message]):
-    """See ``Link``: of a worker that fills its mailbox. ``forth``: to the receiver."""
+    """See ``Link``: the end that fills its mailbox. ``forth``: channel to the receiver."""
 
     def __init__(self, box: Mailbox, forth: Carrier, back: Carrier, interrupt: Interrupt) -> None:
         self._box = box
@@ -220,7 +220,7 @@ class _Read(Begun):
         self._read: tuple[tuple[Tensor, ...], Event] | None = None
 
     def arrive(self, tensors: tuple[Tensor, ...], event: Event, told: Sequence[Transfer]) -> None:
-        """They are there once the device has come to ``event``."""
+        """Set the tensors, which are complete once the device has reached ``event``."""
         self._read = tensors, event
         self.begin(told)
 
@@ -236,9 +236,9 @@ class _Read(Begun):
 
 
 class ReceivingEnd(LinkEnd[_Read]):
-    """See ``Link``: of a worker that reads its peer's mailbox. ``forth``: from the sender.
+    """See ``Link``: the end that reads its peer's mailbox. ``forth``: channel from the sender.
 
-    ``slots`` is the peer's memory, a row for each slot; nobody else keeps it, so that the end's thread lets go of it.
+    ``slots`` is the peer's memory, a row for each slot; nothing else keeps it, so that the end's thread releases it.
     """
 
     def __init__(self, slots: Tensor, room: MailRoom, forth: Carrier, back: Carrier, interrupt: Interrupt) -> None:
@@ -246,7 +246,7 @@ class ReceivingEnd(LinkEnd[_Read]):
         self._num_slots, self._slot_bytes = slots.shape
         self._device, self._stream = room.device, room.reading
         self._unanswered: deque[tuple[Event, Tensor]] = deque()
-        """The event behind each copy out of a slot, and the slot."""
+        """The event after each copy out of a slot, and the slot."""
         super().__init__(forth, back, interrupt)
 
     def receive(self, specs: Sequence[TensorSpec], *, beside: Sequence[Tensor] = ()) -> Arrival:
@@ -272,7 +272,7 @@ class ReceivingEnd(LinkEnd[_Read]):
         self._answer()
 
     def _answer(self) -> None:
-        """Free the oldest slot where that is due."""
+        """Free the oldest slot if that is due."""
         if len(self._unanswered) == self._num_slots:
             self._unanswered[0][0].wait()
             self._unanswered.popleft()
@@ -280,7 +280,7 @@ class ReceivingEnd(LinkEnd[_Read]):
             self._back.transfer(_number(self._number - self._num_slots))
 
     def _let_go(self) -> None:
-        """Let go of the mailbox once the device reads it no more; that waits for this stream, and ends the mapping."""
+        """Release the mailbox once the device no longer reads it; this waits for the stream and ends the mapping."""
         try:
             if self._unanswered:
                 self._unanswered[-1][0].wait()

@@ -1,8 +1,8 @@
 """Communicators of NCCL, by torch's ``ProcessGroupNCCL``. It has not run on a device yet (docs/how-it-works/gpu.md).
 
-Facts that it goes by, of torch's source: an operation without ``asyncOp`` is enqueued on the current stream; the
+It relies on these facts of torch's source: an operation without ``asyncOp`` is enqueued on the current stream; the
 watchdog ends the process when an operation fails or takes long, unless told not to; ``abort`` works in a thread of
-its own, so that a group call around several of them holds none, and they are aborted beside each other instead;
+its own, so a group call around several of them has no effect, and they are aborted in parallel instead;
 non-blocking calls wait while they hold the lock that an abort needs, so communicators are formed by calls that block.
 """
 
@@ -40,7 +40,7 @@ _WATCHDOG = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
 }
-"""It ends no living worker: whoever waits is told by its generation's abort."""
+"""Keep it from ending live workers: the abort of a generation tells waiting threads."""
 
 
 class Nccl:
@@ -54,7 +54,7 @@ class Nccl:
 
     def form(self, store: Store, rank: int, size: int, limit_s: float) -> Communicator:
         os.environ.update(_WATCHDOG)
-        group: Any = dist.ProcessGroupNCCL  # torch ships no types for what follows
+        group: Any = dist.ProcessGroupNCCL  # torch ships no types for the following
         options = group.Options()
         options.config.blocking = 1
         options._timeout = timedelta(seconds=limit_s)
@@ -69,10 +69,10 @@ class Nccl:
 
 
 def library_for(setting: RingSetting, device: torch.device) -> tuple[Library, RingStream] | None:
-    """What reduces on a device, and where; None where reductions go through the host.
+    """Return the library that reduces on a device; None if reductions go through the host.
 
     Raises:
-        ConfigError: the setting is ``nccl``, and this torch was built without it.
+        ConfigError: if the setting is ``nccl`` and this torch was built without it.
     """
     if setting == "gloo" or device.type == "cpu":
         return None
@@ -91,10 +91,10 @@ def communicators(
     interrupt: Interrupt,
     open_store: Callable[[], Store],
 ) -> CommunicatorSet | None:
-    """Begin to form those rings of a worker in one generation that stay on devices; None where none does.
+    """Begin to form the device rings of a worker in one generation; None if there are none.
 
     Raises:
-        ConfigError: the setting is ``nccl``, and this torch or these devices cannot.
+        ConfigError: if the setting is ``nccl`` and this torch or these devices do not support it.
         GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.call``.
     """
     mine = [spec for spec in rings if worker in spec.members and len(spec.members) > 1]

@@ -1,12 +1,12 @@
-"""Rings whose tensors stay on the device: a communicator each, whose operations run on one stream of the device.
+"""Rings whose tensors stay on the device: each has a communicator, whose operations run on one stream of the device.
 
-An operation's future says that it was enqueued, so what says that it is done is an event behind it. An operation whose
-peer never comes stays on the device, and whoever waits for the device hangs, until the communicator is aborted: all of
-a generation are, together, as soon as it is over.
+An operation's future tells only that it was enqueued, so an event after it tells that it is done. An operation whose
+peer never comes stays on the device, and threads that wait for the device hang, until the communicator is aborted: all
+communicators of a generation are aborted together as soon as it is over.
 
 Operations are enqueued on one stream in the order in which they are begun. Members of a ring begin its operations in
-the same order, and what belongs to one ring before anything of the next (``Reduction``), rings in an order that all
-share; so no two devices wait for each other.
+the same order, all operations of one ring before those of the next (``Reduction``), and all members share the order of
+rings; so no two devices wait for each other.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from morph.runtime.device.staging import EventThread
 from morph.runtime.groups.channels import GroupSpec, as_bytes, first_clause, ring_label
 from morph.runtime.groups.interrupt import Interrupt
 
-# Which reductions go from device to device, by what each worker says of its device. Pure.
+# The choice of reductions from device to device, from facts about each worker's device. Pure.
 
 
 class DeviceFacts(Value):
-    """What a worker says of its device: its ``uuid``, which no two devices share, and the version of its NCCL."""
+    """Facts about a worker's device: its unique ``uuid``, and the version of its NCCL."""
 
     uuid: str
     nccl: str
@@ -42,17 +42,18 @@ class DeviceFacts(Value):
 def rings_over_nccl(
     setting: RingSetting, rings: Sequence[GroupSpec], facts: Mapping[str, DeviceFacts]
 ) -> tuple[GroupSpec, ...]:
-    """Return the rings that NCCL reduces, in their order; each member comes to the same answer.
+    """Return the rings that NCCL reduces, in their order; each member gets the same answer.
 
-    Under ``auto`` those whose members have a device each (NCCL hangs with two ranks on one) and one NCCL version.
+    With ``auto``, these are rings whose members have one device each (NCCL hangs with two ranks on one device) and the
+    same version of NCCL.
 
     Args:
-        setting: What the cluster file says.
-        rings: Each with at least two members.
-        facts: Of each member.
+        setting: The setting in the cluster file.
+        rings: Rings of at least two members.
+        facts: Facts about each member.
 
     Raises:
-        ConfigError: the setting is ``nccl``, and a ring cannot be reduced by it.
+        ConfigError: if the setting is ``nccl`` and NCCL cannot reduce a ring.
     """
     if setting == "gloo":
         return ()
@@ -73,27 +74,27 @@ def rings_over_nccl(
 
 FactsT = TypeVar("FactsT", bound=Value)
 Communicator = Any
-"""A ``ProcessGroupNCCL``, or what stands for one; torch ships no types for its collectives."""
+"""A ``ProcessGroupNCCL`` or a substitute; torch ships no types for its collectives."""
 MEET_S = 0.01
-"""Between two looks at whether the members are there to form a communicator."""
+"""Seconds between two checks whether the members are present to form a communicator."""
 
 
 class Library(Protocol):
-    """What forms communicators: NCCL, or what stands for it in tests."""
+    """A library that forms communicators: NCCL, or its substitute in tests."""
 
     @property
     def device(self) -> Device:
-        """Where its communicators work."""
+        """The device of its communicators."""
 
     @property
     def facts(self) -> DeviceFacts:
-        """What other members must know of it."""
+        """Facts that other members must know."""
 
     def form(self, store: Store, rank: int, size: int, limit_s: float) -> Communicator:
-        """Meet the other members; blocks until all are there. Raises RuntimeError."""
+        """Meet the other members; blocks until all are present. Raises RuntimeError."""
 
     def abort(self, communicators: Sequence[Communicator]) -> None:
-        """End what is under way in all of them, and them; blocks until the device has none of it any more."""
+        """End all of them with their operations; blocks until the device has none of the operations any more."""
 
 
 class RingStream:
@@ -127,7 +128,7 @@ class OnDevice:
 
     @property
     def done(self) -> bool:
-        """See ``Transfer.done``. Raises what became of the device."""
+        """See ``Transfer.done``. Raises the error of the device."""
         if self._failure is not None:
             raise self._failure
         return self._is_done
@@ -137,7 +138,7 @@ class OnDevice:
 
 
 class DeviceRing:
-    """See ``Ring``: of tensors on a device. What is begun waits for the communicator to be formed."""
+    """See ``Ring``: for tensors on a device. Operations wait until the communicator is formed."""
 
     def __init__(
         self, spec: GroupSpec, worker: str, formed: Callable[[], Communicator | None], over: RingStream, end: Interrupt
@@ -147,7 +148,7 @@ class DeviceRing:
         self._formed, self._over, self._interrupt = formed, over, end
 
     def catch_up(self) -> None:
-        """Let what is begun from now on wait for what the calling thread has given its device to do."""
+        """Let operations from now on wait for the work that the calling thread has given its device."""
         self._over.stream.wait(self._over.device.current.record())
 
     def computing(self) -> AbstractContextManager[object]:
@@ -155,11 +156,11 @@ class DeviceRing:
         return self._over.stream.computing()
 
     def run(self, work: Callable[[], object]) -> None:
-        """Have the device do some work behind the ring's operations so far."""
+        """Have the device do some work after the ring's operations so far."""
         self._over.stream.run(work)
 
     def hand_over(self, tensors: Sequence[Tensor]) -> None:
-        """Let the calling thread's stream use what the ring's stream made, once that is done."""
+        """Let the calling thread's stream use results of the ring's stream, once they are complete."""
         current = self._over.device.current
         current.wait(self._over.stream.record())
         for tensor in tensors:
@@ -195,7 +196,7 @@ class DeviceRing:
         try:
             with self._over.stream.computing():
                 operation(formed[0])
-        except RuntimeError as error:  # a communicator that is aborted, or whose peer is known to be gone
+        except RuntimeError as error:  # the communicator is aborted, or its peer is known to be gone
             self._interrupt.lose(f"{self.name}: {first_clause(error)}")
             self._interrupt.check()
             raise
@@ -209,10 +210,10 @@ class CommunicatorSet:
 
     Args:
         specs: The rings that this worker belongs to, in an order that all members share.
-        worker: This one.
-        library: What forms them.
+        worker: This worker.
+        library: The library that forms them.
         over: The stream of the library's device.
-        interrupt: The generation's.
+        interrupt: The generation's interrupt.
         open_store: Connects to the rendezvous store.
     """
 
@@ -241,7 +242,7 @@ class CommunicatorSet:
         return DeviceRing(spec, self._worker, lambda: self._formed.get(name), self._over, self._interrupt)
 
     def close(self) -> None:
-        """See ``DeviceRings.close``. They are aborted together: one by one, each waits for what hangs in another."""
+        """See ``DeviceRings.close``. They are aborted together, as one alone would wait for another that hangs."""
         with self._lock:
             if self._closed.is_set():
                 return
@@ -257,13 +258,13 @@ class CommunicatorSet:
                 if not self._meet(spec, own := PrefixStore(f"{spec.name}/device", store)):
                     return
                 self._form_one(spec, own)
-        except Exception as error:  # whatever it is, whoever waits for a communicator is told
+        except Exception as error:  # any error is passed to the threads that wait for a communicator
             self._interrupt.lose(f"forming the communicators of reductions: {first_clause(error)}")
 
     def _meet(self, spec: GroupSpec, store: Store) -> bool:
-        """Wait at the store for the members, who are there at about the same time; whether they came.
+        """Poll the store until the members, who come at about the same time, are present; return whether they came.
 
-        Whoever forms a communicator cannot be stopped, and whoever waits in the store neither: so this asks.
+        Neither the forming of a communicator nor a wait in the store can be interrupted, so this polls.
         """
         store.set(self._worker, "")
         start_s = time.monotonic()
@@ -285,7 +286,7 @@ class CommunicatorSet:
 
 
 def told_facts(store: Store, groups: Sequence[GroupSpec], worker: str, facts: FactsT) -> dict[str, FactsT]:
-    """Tell the other members of a worker's groups of it, and return what they tell; blocks until they have."""
+    """Send a worker's facts to the other members of its groups, and return theirs; blocks until all are present."""
     store.set(worker, facts.model_dump_json())
     members = sorted({member for group in groups for member in group.members})
     return {member: type(facts).model_validate_json(store.get(member)) for member in members}

@@ -1,13 +1,13 @@
-"""Copies between a device and host memory, beside what the device computes.
+"""Copies between a device and host memory, in parallel to the device's computing.
 
-What a step waits for, messages between stages, has a stream for each direction, and a thread that waits for the device
-so that nobody else does: what is to be done with a copy on the host (handing it to gloo) is done there, in the order in
-which the copies were requested.
+Messages between stages, for which a step waits, have a stream for each direction, and a thread that waits for the
+device in place of others: the next action with a copy on the host (handing it to gloo) happens in that thread, in the
+order in which the copies were requested.
 
-Sums that are to be reduced have a stream of their own, and what no step waits for at once, such as states, two more: it
-goes in pieces through a few pinned buffers, so that a message never waits behind more than these. ``on_host``,
-``to_host``, ``fill`` and ``moved`` are all that the rest of the runtime needs to know of it, and on the host they are
-plain copies.
+Sums to be reduced have their own stream, and data for which no step waits, such as states, have two more: they are
+copied in pieces through a few pinned buffers, so that a message never waits for more than these. ``on_host``,
+``to_host``, ``fill`` and ``moved`` are all that the rest of the runtime uses, and on the host they
+are plain copies.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from morph.runtime.device.devices import Device, Event, device_for
 from morph.runtime.groups.channels import as_bytes
 
 PIECE_BYTES = 1 << 24
-"""Of what goes beside computing: enough to keep the bus busy, and a message waits a millisecond for one at most."""
+"""Bytes of a piece: enough to keep the bus busy, and a message waits at most a millisecond for one."""
 PIECES_UNDER_WAY = 2
-"""One is copied by the device while the host is busy with the other."""
+"""Number of buffers: the device copies one while the host is busy with the other."""
 
 
 def _there(host: Tensor, event: Event, _kept: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def _there(host: Tensor, event: Event, _kept: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """Something to be done once the device has come to ``event``; until then ``kept`` is not let go."""
+    """An action to do once the device has reached ``event``; until then ``kept`` is held."""
 
     event: Event
     then: Callable[[], None]
@@ -48,7 +48,7 @@ class _Wanted:
 
 
 class EventThread:
-    """A thread that waits for events of a device in the order in which they were given, so that nobody else does."""
+    """A thread that waits for events of a device in their order, in place of other threads."""
 
     def __init__(self, name: str) -> None:
         self._waiting: queue.SimpleQueue[_Wanted] = queue.SimpleQueue()
@@ -61,9 +61,9 @@ class EventThread:
         failed: Callable[[Exception], None],
         kept: tuple[Tensor, ...],
     ) -> None:
-        """Call ``then`` there once the device has come to an event; returns at once.
+        """Call ``then`` in that thread once the device has reached an event; returns at once.
 
-        ``failed`` is called instead if the device is lost before that, or with what ``then`` raised.
+        ``failed`` is called instead if the device is lost before that, or with the error of ``then``.
         """
         self._waiting.put(_Wanted(event, then, failed, kept))
 
@@ -73,7 +73,7 @@ class EventThread:
             try:
                 wanted.event.wait()
                 wanted.then()
-            except Exception as error:  # whoever waits for it is told
+            except Exception as error:  # the waiting thread gets the error
                 wanted.failed(error)
             del wanted
 
@@ -94,14 +94,14 @@ class Staging:
         failed: Callable[[Exception], None],
         beside: Event | None = None,
     ) -> None:
-        """Enqueue copies of device tensors behind what the calling thread has enqueued so far; returns at once.
+        """Enqueue copies of device tensors after the work that the calling thread has enqueued so far; returns at once.
 
         Args:
-            tensors: Contiguous. They are kept until they are copied, and nobody may change them before.
-            then: Called with the copies, in another thread, once they are there.
-            failed: Called instead if the device is lost before that, or with what ``then`` raised.
-            beside: For sums, which no message may wait behind: the event behind which they are copied, on a stream
-                of their own.
+            tensors: Contiguous. They are kept, and may not change, until they are copied.
+            then: Called with the complete copies, in another thread.
+            failed: Called instead if the device is lost before that, or with the error of ``then``.
+            beside: For sums, for which no message may wait: the event after which they are copied, on their own
+                stream.
         """
         stream, events = (self._out, self._events) if beside is None else (self._out_sums, self._events_beside)
         stream.wait(self.device.current.record() if beside is None else beside)
@@ -113,13 +113,13 @@ class Staging:
     def joined_to_host(
         self, pieces: Sequence[Tensor], then: Callable[[Sequence[Tensor]], None], failed: Callable[[Exception], None]
     ) -> None:
-        """Likewise of bytes, of this device or the host, that become one tensor; beside what is computed."""
+        """Do the same for bytes, of this device or the host, that become one tensor; in parallel to computing."""
         self._out_beside.wait(self.device.current.record())
         host = self._gathered(pieces)
         self._events_beside.after(self._out_beside.record(), lambda: then([host]), failed, tuple(pieces))
 
     def _gathered(self, pieces: Sequence[Tensor]) -> Tensor:
-        """One pinned tensor of bytes, once the stream has done what this enqueues."""
+        """Return one pinned tensor of bytes, complete once the stream has done the copies that this enqueues."""
         host = self.device.pinned((sum(len(piece) for piece in pieces),), torch.uint8)
         for piece, into in zip(pieces, torch.split(host, [len(piece) for piece in pieces]), strict=True):
             if piece.device.type == "cpu":
@@ -131,11 +131,11 @@ class Staging:
     def bytes_on_host(self, tensors: Iterable[Tensor], ready: Event) -> Iterator[Tensor]:
         """Yield the bytes of device tensors in pinned memory, piece by piece; no piece has bytes of two tensors.
 
-        Blocks for each until it is there.
+        Blocks for each piece until it is copied.
 
         Args:
-            tensors: Nobody changes them meanwhile.
-            ready: Behind what made them.
+            tensors: They may not change meanwhile.
+            ready: Event after the work that computed them.
         """
         self._out_beside.wait(ready)
         under_way: deque[tuple[Tensor, Event, Tensor]] = deque()
@@ -150,9 +150,9 @@ class Staging:
             yield _there(*under_way.popleft())
 
     def fill_beside(self, into: Tensor, source: Tensor) -> None:
-        """Copy a contiguous host tensor into one of the device; blocks until it is there.
+        """Copy a contiguous host tensor into one of the device; blocks until it is copied.
 
-        What the calling thread has enqueued so far is done before; it may use the tensor at once.
+        Work that the calling thread has enqueued so far is done before; the thread may use the tensor at once.
         """
         stream, under_way = self._in_beside, deque[Event]()
         stream.wait(self.device.current.record())
@@ -167,9 +167,9 @@ class Staging:
             under_way[-1].wait()
 
     def to_device(self, hosts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Event]:
-        """Enqueue copies of pinned tensors into device memory of their own; returns at once, with the event after.
+        """Enqueue copies of pinned tensors into new device memory; returns at once, with the event after the copies.
 
-        Whoever uses them has its stream wait for the event first (``arrived``).
+        A user of the tensors lets its stream wait for the event first (``arrived``).
         """
         made = tuple(self.empty(host.shape, host.dtype) for host in hosts)
         for tensor, host in zip(made, hosts, strict=True):
@@ -177,7 +177,7 @@ class Staging:
         return made, self.filled()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Device memory for ``fill``."""
+        """Return device memory for ``fill``."""
         return self._in.empty(shape, dtype)
 
     def fill(self, into: Tensor, host: Tensor) -> None:
@@ -185,7 +185,7 @@ class Staging:
         self._in.copy(into, host)
 
     def filled(self) -> Event:
-        """The event behind every ``fill`` so far."""
+        """Return the event after every ``fill`` so far."""
         return self._in.record()
 
     def place(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -207,12 +207,12 @@ class Staging:
 
 
 def placed(batch: Mapping[str, Tensor], device: torch.device) -> Mapping[str, Tensor]:
-    """Host tensors on a device; on the CPU as they are. The host waits for no copy."""
+    """Return host tensors on a device; on the CPU as they are. The host does not wait for copies."""
     return batch if device.type == "cpu" else staging_of(device).place(batch)
 
 
 def staging_of(device: torch.device) -> Staging:
-    """The staging of one of this process's CUDA devices."""
+    """Return the staging of one of this process's CUDA devices."""
     return _staging(device_for(device).kind)
 
 
@@ -222,31 +222,31 @@ def _staging(kind: torch.device) -> Staging:
 
 
 def staging_for(device: torch.device) -> Staging | None:
-    """The staging of a device whose memory the network cannot read; None on the CPU, and for shapes alone."""
+    """Return the staging of a device whose memory the network cannot read; None on the CPU and the meta device."""
     return None if device.type in ("cpu", "meta") else staging_of(device)
 
 
-# Copies of what no step waits for at once. Each blocks the calling thread alone.
+# Copies for which no step waits at once. Each blocks only the calling thread.
 
 
 class Ready:
-    """That whatever the calling thread has enqueued so far for the devices of some tensors is done."""
+    """The completion of the work that the calling thread has enqueued so far for the devices of some tensors."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         kinds = {tensor.device for tensor in tensors}
         self._events = {kind: staging.device.current.record() for kind in kinds if (staging := staging_for(kind))}
 
     def of(self, device: torch.device) -> Event:
-        """The event on this device."""
+        """Return the event on this device."""
         return self._events[device]
 
 
 def on_host(tensors: Iterable[Tensor], ready: Ready) -> Iterator[Tensor]:
-    """Yield the bytes of tensors, in their order, in pieces of host memory; those that are there, where they are.
+    """Yield the bytes of tensors, in their order, in pieces of host memory; host tensors are not copied.
 
     Args:
-        tensors: Nobody changes them meanwhile.
-        ready: Made of them, by the thread that enqueued what made them.
+        tensors: They may not change meanwhile.
+        ready: Made from them by the thread that enqueued their computation.
     """
     for kind, some in groupby(tensors, lambda tensor: tensor.device):
         staging = staging_for(kind)
@@ -257,7 +257,7 @@ def on_host(tensors: Iterable[Tensor], ready: Ready) -> Iterator[Tensor]:
 
 
 def to_host(tensors: Mapping[str, Tensor], ready: Ready | None = None) -> dict[str, Tensor]:
-    """Copy tensors to host memory of their own. ``ready``: see ``on_host``; made now unless given."""
+    """Copy tensors to new host memory. ``ready``: see ``on_host``; made now unless given."""
     ready = ready or Ready(tensors.values())
     made = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
     there = [name for name, tensor in tensors.items() if tensor.device.type != "cpu"]
@@ -270,7 +270,7 @@ def to_host(tensors: Mapping[str, Tensor], ready: Ready | None = None) -> dict[s
 
 
 def fill(into: Tensor, source: Tensor) -> None:
-    """Copy a tensor into another one of the same shape, wherever the two are; the type may differ."""
+    """Copy a tensor into another of the same shape, on any devices; the type may differ."""
     if into.device == source.device or 0 in (into.numel(), source.numel()):
         into.copy_(source)
     elif into.device.type == "cpu":
@@ -282,7 +282,7 @@ def fill(into: Tensor, source: Tensor) -> None:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device: itself where it is there, else a copy in memory of its own."""
+    """Return a tensor on a device: itself if it is there already, else a copy in new memory."""
     if tensor.device == device:
         return tensor
     if device.type == "cpu":

@@ -1,8 +1,8 @@
-"""When a device begins and ends what it is given: the host's clock where it computes itself, else the device's events.
+"""The begin and end of a device's tasks: by the host's clock if the host computes, else by the device's events.
 
-A device such as a GPU is given work long before it does it, so the host's clock around a task says how long it took to
-launch. An event is put into the same queue and takes the time when the device comes to it; it is read when it is over,
-without stopping the host.
+A device such as a GPU gets work long before it does it, so the host's clock around a task measures only the launch. An
+event is put into the same queue and takes the time when the device reaches it; it is read later, without stopping the
+host.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ Mark = Any
 
 
 class TaskClock(Protocol):
-    """Marks moments in what a device is given to do, and tells how far apart they were. One thread uses it."""
+    """Marks moments in a device's work, and measures the time between them. Only one thread uses it."""
 
     def mark(self) -> Mark:
-        """The moment at which the device has done everything that it was given so far; returns at once."""
+        """Mark the moment at which the device has done all work so far; returns at once."""
 
     def is_over(self, mark: Mark) -> bool:
-        """Whether the device has come to it; returns at once."""
+        """Return at once whether the device has reached the moment."""
 
     def wait(self, mark: Mark) -> None:
-        """Block until the device has come to it, without a bound: for a thread that may be left behind."""
+        """Block until the device has reached the moment, without a bound: for a thread that may be left behind."""
 
     def seconds(self, start: Mark, end: Mark) -> float:
-        """From one to the other, both of which are over."""
+        """Return the seconds between two moments that are both over."""
 
 
 class HostClock:
-    """Of a device that has done a task when the call returns."""
+    """The clock of a device that has done a task when the call returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -52,20 +52,20 @@ class HostClock:
 
 
 class DeviceEvent(Protocol):
-    """What is used of ``torch.cuda.Event``, once it was recorded."""
+    """The used part of ``torch.cuda.Event``, after recording."""
 
     def query(self) -> bool:
-        """Whether the device has come to it."""
+        """Return whether the device has reached the event."""
 
     def synchronize(self) -> None:
-        """Block until it has."""
+        """Block until the device has reached the event."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this one to another."""
+        """Return the milliseconds from this event to another."""
 
 
 class EventClock:
-    """Of a device that works through a queue.
+    """The clock of a device that works through a queue.
 
     Args:
         recorded: Puts a fresh event that takes the time into the device's queue.
@@ -88,7 +88,7 @@ class EventClock:
 
 
 def clock_of(device: torch.device) -> TaskClock:
-    """Return the clock of a device: its events where it works through a queue."""
+    """Return the clock of a device: by events if it works through a queue."""
     return HostClock() if device.type == "cpu" else EventClock(partial(_recorded, device))
 
 

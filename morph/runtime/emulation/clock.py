@@ -1,4 +1,4 @@
-"""When an emulated device is busy: sleeps to deadlines, so that oversleeping and a busy host do not add up."""
+"""The clock of an emulated device: it sleeps until deadlines, so that delays of a busy host do not add up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class JitterDraw:
     """The times of one step.
 
     Args:
-        seed: Of the draws; None: medians.
+        seed: Seed of the draws; None: medians.
         step: The step.
         num_sections: K.
         num_micro_batches: N over all replicas.
@@ -39,12 +39,12 @@ class JitterDraw:
         self._shape = (num_sections, num_micro_batches)
 
     def times_s(self, kind: str, sections: Mapping[int, Duration], micro_batches: Sequence[int]) -> Seconds:
-        """Of each micro-batch (by global number), what these sections take together."""
+        """Return the time of these sections together for each micro-batch (by global number)."""
         total: Seconds = self.section_times_s(kind, sections, micro_batches).sum(axis=0)
         return total
 
     def section_times_s(self, kind: str, sections: Mapping[int, Duration], micro_batches: Sequence[int]) -> Seconds:
-        """Of each section and micro-batch: float64[sections, micro-batches]."""
+        """Return the time of each section and micro-batch: float64[sections, micro-batches]."""
         times_s = np.empty((len(sections), len(micro_batches)))
         varied = {section: duration for section, duration in sections.items() if duration.quantiles_s}
         if self._seed is None:
@@ -68,9 +68,9 @@ NEVER_S = float("-inf")
 class DeviceClock:
     """The clock of one device, in seconds of ``time.perf_counter``, which all processes of a machine share.
 
-    A task occupies the device from the moment at which it could begin: when the task before it had ended, or when the
-    input that it waited for had arrived. Where the worker comes to it later than that by up to ``forgiven_s`` (its
-    host was busy), the task still ends as if it had begun in time; where later, it begins when the worker came.
+    A task occupies the device from the moment at which it can begin: when the previous task has ended, or when the
+    input that it waits for has arrived. If the worker is late by up to ``forgiven_s`` (because its host was busy), the
+    task still ends as if it had begun in time; if it is later, the task begins when the worker starts it.
 
     Args:
         forgiven_s: See above; 0 for none.
@@ -89,35 +89,35 @@ class DeviceClock:
         self._sleep = sleep
         self._arrival_s = NEVER_S
         self.slowness = 1.0
-        """How many times as long everything takes on this device."""
+        """Factor of all times on this device."""
         self.free_s = NEVER_S
         """End of the last task by this clock; the real end may be a little later."""
         self.took_s = 0.0
-        """What the last task took by this clock, however late the worker came to it."""
+        """Duration of the last task by this clock, however late the worker started it."""
         self.late_s = 0.0
-        """The most by which a task really ended after its end by this clock, since ``rest``."""
+        """Largest delay of a task's real end after its end by this clock, since ``rest``."""
 
     def now(self) -> float:
-        """The present."""
+        """The present time."""
         return self._now()
 
     def arrived(self, at_s: float) -> None:
-        """Note that an input arrived then: a task that waited for it begins then."""
+        """Record the arrival of an input: a task that waited for it begins at that moment."""
         self._arrival_s = max(self._arrival_s, at_s)
 
     def rest(self) -> None:
-        """The device idles, and what comes next begins when the worker comes to it."""
+        """Mark the device as idle: the next task begins when the worker starts it."""
         self._arrival_s = self.free_s = NEVER_S
         self.late_s = 0.0
 
     def begin(self) -> float:
-        """The moment at which a task that the worker begins now occupies the device."""
+        """Return the moment from which a task that the worker begins now occupies the device."""
         now_s = self._now()
         could_s = max(self.free_s, self._arrival_s)
         return could_s if now_s - could_s <= self._forgiven_s else now_s
 
     def end(self, begun_s: float, duration_s: float) -> None:
-        """Block until a task that began then has taken so long, times ``slowness``."""
+        """Block until a task that began at a moment has taken its duration times ``slowness``."""
         self.took_s = duration_s * self.slowness
         end_s = begun_s + self.took_s
         self.wait_until(end_s)
@@ -125,7 +125,7 @@ class DeviceClock:
         self.free_s = end_s
 
     def wait_until(self, moment_s: float) -> None:
-        """Block until then."""
+        """Block until a moment."""
         while (left_s := moment_s - self._now()) > 0:
             self._sleep(left_s)
 
@@ -140,7 +140,7 @@ class Alarm:
         threading.Thread(target=self._run, name="morph-alarm", daemon=True).start()
 
     def at(self, moment_s: float, call: Callable[[], None]) -> None:
-        """Call then, on the clock of ``time.perf_counter``, from the alarm's thread; returns at once."""
+        """Call a function at a moment of ``time.perf_counter``, from the alarm's thread; returns at once."""
         with self._condition:
             heapq.heappush(self._heap, (moment_s, next(self._numbers), call))
             if self._heap[0][2] is call:

@@ -1,8 +1,8 @@
-"""Emulated links over real channels: a message is there when both have brought it.
+"""Emulated links over real channels: a message has arrived when both have delivered it.
 
-The sender stamps when the message is due by the emulated link and sends it at once; the receiver does not see it
-before that. So the emulated time and the real one pass together, messages keep their order, and nobody waits to send.
-Needs a clock that both ends share: one machine.
+The sender stamps the message with its due time on the emulated link and sends it at once; the receiver does not see it
+before that time. So emulated and real time pass together, messages keep their order, and no sender waits. Both ends
+need a common clock: one machine.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class OutgoingLink:
     """The sending end.
 
     Args:
-        channel: Really carries the messages.
-        clock: The device's.
-        times_s: The time of each message in turn, were it alone.
-        wire_s: Of that, what it occupies the wire for.
+        channel: The real channel of the messages.
+        clock: The device's clock.
+        times_s: The time of each message in turn, without other messages.
+        wire_s: The part of that time for which it occupies the wire.
     """
 
     def __init__(self, channel: Carrier, clock: DeviceClock, times_s: Iterator[float], wire_s: float) -> None:
@@ -37,7 +37,7 @@ class OutgoingLink:
         self._due_s = NEVER_S
 
     def transfer(self, tensor: Tensor) -> Transfer:
-        """Start sending what the device's last task made."""
+        """Start sending the result of the device's last task."""
         self._wire_free_s = max(self._wire_free_s, self._clock.free_s) + self._wire_s
         latency_s = max(0.0, next(self._times_s) - self._wire_s)
         self._due_s = max(self._due_s, self._wire_free_s + latency_s)
@@ -61,14 +61,14 @@ class IncomingLink:
 
 
 class IncomingState:
-    """The receiving end of a unit's state: takes as long as the unscaled state over the link, one after the other.
+    """The receiving end of a unit's state: takes the time of the unscaled state on the link, one unit after the other.
 
     Args:
-        channel: Really carries it.
-        clock: The device's.
-        alarm: Wakes who waits.
-        interrupt: Of the generation.
-        seconds_per_byte: Of what is really received; sizes, which go ahead, take no time.
+        channel: The real channel.
+        clock: The device's clock.
+        alarm: Wakes waiting threads.
+        interrupt: The generation's interrupt.
+        seconds_per_byte: Time for each byte really received; sizes, which are sent first, take no time.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class IncomingState:
         self._free_s = NEVER_S
 
     def transfer(self, tensor: Tensor) -> Transfer:
-        """Start receiving; what is requested at once comes one after the other."""
+        """Start receiving; concurrent requests are served one after the other."""
         real = self._channel.transfer(tensor)
         if tensor.dtype != torch.uint8:
             return real
@@ -91,15 +91,15 @@ class IncomingState:
 
 
 class HeldBack:
-    """Something on its way that is done when it has really arrived and is due.
+    """A transfer that is done when it has really arrived and is due.
 
     Args:
         real: The real transfer.
-        find_due_s: Tells when it is due, once it has really arrived.
-        clock: The device's.
-        alarm: Wakes who waits.
-        interrupt: What they wait on.
-        arrived: Called once, with the moment at which it was due, when it is done.
+        find_due_s: Returns the due time, once it has really arrived.
+        clock: The device's clock.
+        alarm: Wakes waiting threads.
+        interrupt: The interrupt on which they wait.
+        arrived: Called once, with the due time, when it is done.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class HeldBack:
 
     @property
     def done(self) -> bool:
-        """Whether it is there; asked by the training thread alone, which is woken when the answer changes."""
+        """Return whether it has arrived; only the training thread calls this, and is woken when the answer changes."""
         if self._done or not self._real.done:
             return self._done
         if self._due_s is None:
@@ -136,7 +136,7 @@ class HeldBack:
 
     @property
     def done_at_s(self) -> float:
-        """When it was there: as late as the slower of the two."""
+        """Time of arrival: the later of the two times."""
         return max(self._real.done_at_s, self._due_s or NEVER_S)
 
     def wait(self, what: str, timeout_s: float | None = None) -> float:

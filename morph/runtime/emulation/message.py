@@ -1,7 +1,7 @@
-"""What an emulated message carries at its head: when it is due, whose it is, and a number that depends on its past.
+"""The head of an emulated message: its due time, its step and micro-batch, and a number that depends on its past.
 
-A micro-batch's value goes through every section forwards, each section's parameters and random numbers changing it, and
-its gradient backwards: what goes wrong in order, message or state comes out in the weights.
+A micro-batch's value passes every section forwards, and each section's parameters and random numbers change it; its
+gradient passes backwards. So errors in order, messages or state show in the weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from morph.cutting.sections.section import BoundaryTensor
 
 @dataclass(frozen=True)
 class Head:
-    """``value`` stands for the message's contents; step and micro-batch show a message that went astray."""
+    """``value`` stands for the message's contents; step and micro-batch reveal a misdirected message."""
 
     step: int
     micro_batch: int
@@ -26,7 +26,7 @@ class Head:
 
 
 def border(real_bytes: int) -> BoundaryTensor:
-    """The tensor of so many bytes that crosses an emulated cut-point."""
+    """Return a tensor of so many bytes that crosses an emulated cut-point."""
     return BoundaryTensor("emulated", (max(HEADER_NUMBERS, real_bytes // 8),), torch.float64, True)
 
 
@@ -36,7 +36,7 @@ def write_head(message: Tensor, head: Head) -> None:
 
 
 def read_head(message: Tensor, step: int, micro_batch: int) -> float:
-    """The value of a message that must be of this step and micro-batch."""
+    """Return the value of a message that must belong to this step and micro-batch."""
     found_step, found_micro_batch, value = message[1:HEADER_NUMBERS].tolist()
     assert (found_step, found_micro_batch) == (step, micro_batch), (
         f"a message of step {found_step:g}, micro-batch {found_micro_batch:g} came for {step}, {micro_batch}"
@@ -45,12 +45,12 @@ def read_head(message: Tensor, step: int, micro_batch: int) -> float:
 
 
 def stamp(message: Tensor, due_s: float) -> None:
-    """Write down when a message is due."""
+    """Set the due time of a message."""
     message[0] = due_s
 
 
 def due_s(message: Tensor) -> float:
-    """When a message is due."""
+    """Return the due time of a message."""
     return float(message[0])
 
 
@@ -83,5 +83,5 @@ def backward(gradient: float, value: float) -> float:
 
 
 def weight_gradient(gradient: float, value: float) -> float:
-    """By what a unit's pattern is multiplied to give a section's contribution to its gradient: small, of both signs."""
+    """Return the factor of a unit's pattern in a section's contribution to its gradient: small, of both signs."""
     return _GRADIENT_SIZE * (gradient - value)

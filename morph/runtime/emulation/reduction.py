@@ -1,9 +1,9 @@
 """All-reduces of an emulated worker: really carried out, and taking at least the profile's time.
 
-The order is the simulator's: what a section completes is reduced once the last backward of every replica has passed it,
-one after the other, round by round, from the last section to the first; rings of units that several stages of a
-pipeline hold follow, each when all of its stages are free. Every ring agrees by a maximum on when each of its parts
-begins.
+The order is the simulator's: gradients that a section completes are reduced once the last backward of every replica has
+passed it, one after the other, round by round, from the last section to the first; rings of units that several stages
+of a pipeline hold follow, each when all of its stages are free. Every ring agrees by a maximum on when each of its
+parts begins.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from morph.runtime.step.generation import Generation
 
 @dataclass(frozen=True)
 class EmulatedRing:
-    """One reduction group, and what of its time is left once each section has completed its part.
+    """One reduction group, and its remaining time after each section has completed its part.
 
-    ``left_s``: by section; by None where everything waits for the whole stage, as units that stages of a pipeline share
-    do.
+    ``left_s``: by section, or by None if everything waits for the whole stage, as for units that stages of a pipeline
+    share.
     """
 
     ring: Ring
     left_s: Mapping[int | None, float]
 
     def run(self, ready_s: Sequence[float]) -> float:
-        """Meet the other members; returns when this ring is through. Raises as ``Interrupt.wait_for``.
+        """Meet the other members; returns when this ring is done. Raises as ``Interrupt.wait_for``.
 
         Args:
             ready_s: When this worker can begin each of the parts of ``left_s``.
@@ -47,12 +47,12 @@ class EmulatedRing:
 
 
 def run_rings(rings: Sequence[EmulatedRing], free_s: float, passed_s: Mapping[int, float]) -> float:
-    """Run a worker's rings one after the other; returns when the last is through. Raises as ``Interrupt.wait_for``.
+    """Run a worker's rings one after the other; returns when the last is done. Raises as ``Interrupt.wait_for``.
 
     Args:
         rings: As ``rings_of`` returns them.
-        free_s: When this worker has run its last task.
-        passed_s: When its last backward was through with each section; missing where it ran none.
+        free_s: End of this worker's last task.
+        passed_s: End of its last backward through each section; missing for sections without one.
     """
     link_free_s = -math.inf
     for ring in rings:
@@ -62,7 +62,7 @@ def run_rings(rings: Sequence[EmulatedRing], free_s: float, passed_s: Mapping[in
 
 
 def rings_of(current: Generation, device: EmulatedDevice) -> list[EmulatedRing]:
-    """The rings that this worker belongs to, in an order that all workers share."""
+    """Return the rings of this worker, in an order that all workers share."""
     topology = current.topology
     members = {spec.name: len(spec.members) for spec in topology.groups}
     num_bytes: dict[tuple[str, bool], dict[int | None, int]] = {}
@@ -83,14 +83,14 @@ def rings_of(current: Generation, device: EmulatedDevice) -> list[EmulatedRing]:
 def _turn(
     rounds: Sequence[int], entry: tuple[tuple[str, bool], Mapping[int | None, int]]
 ) -> tuple[bool, int, int, str]:
-    """Order rings as units are reduced: by rounds, from the last section to the first, then what is split, by name."""
+    """Order rings as units are reduced: by rounds, from the last section to the first, then split units, by name."""
     (name, is_split), parts = entry
     last = max((section for section in parts if section is not None), default=0)
     return is_split, 0 if is_split else rounds[last], -last, name
 
 
 def left_s(device: EmulatedDevice, ring_size: int, num_bytes: Mapping[int | None, int]) -> dict[int | None, float]:
-    """AR(D) of what each section completes and of all that comes after it, which the sections before it complete."""
+    """Return AR(D) of the gradients that each section and all sections before it complete."""
     sections = sorted(num_bytes, key=lambda section: -1 if section is None else section)
     totals = accumulate(num_bytes[section] for section in sections)
     return {section: all_reduce_s(device, ring_size, total) for section, total in zip(sections, totals, strict=True)}

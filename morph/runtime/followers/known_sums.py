@@ -1,4 +1,4 @@
-"""The partial sums that a worker has: of the step that it runs, or of one that was given up; its own and others'."""
+"""The partial sums of a worker, its own and others', for its current step or an abandoned one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from morph.runtime.step.sums import HeldSum, Rings, StepSums
 
 
 class KnownSums:
-    """See the module's docstring. ``parts`` are those of a step that was given up.
+    """See the module's docstring. ``parts`` are the sums of an abandoned step.
 
     Args:
-        worker: Whose they are.
-        followers: Has copies of others' sums, and is offered these.
+        worker: The worker.
+        followers: Holds copies of others' sums, and receives copies of these.
         faults: Scheduled faults.
     """
 
@@ -29,17 +29,17 @@ class KnownSums:
         self._running: StepSums | None = None
 
     def begin(self, current: Generation, order: StepOrder) -> StepSums:
-        """The sums of a step that begins, or begins anew in another shape with what is there of it."""
+        """Return the sums of a step that begins, or that begins again in another shape with its kept sums."""
         assert current.slot is not None
         salvage = current.salvage_in(order)
         mine = [] if salvage is None else [entry for entry in salvage.sums if entry.receiver == self._worker]
         every, micro_batches = current.order.copy_sums_every, current.micro_batches_in(order)
-        keep = current.order.keep_sums and order.attempt == 0  # scales of a later attempt are no other worker's
+        keep = current.order.keep_sums and order.attempt == 0  # no other worker has the scales of a later attempt
 
         def counted(num: int) -> None:
             # counted from the end: the last copy has the time of as many to travel before the reduction
             left = len(micro_batches) - num
-            running = self._running  # no name of this frame: sums that hold themselves outlive their step
+            running = self._running  # no reference to this frame: sums in a cycle would outlive their step
             if running is not None and keep and every and left and left % every == 0:
                 self._followers.offer_sums(order.step, running.copies)
 
@@ -68,35 +68,35 @@ class KnownSums:
         return running
 
     def keep(self, step: int) -> None:
-        """A shape is formed in which this step, if it was begun, begins anew."""
+        """Prepare for a new shape, in which this step begins again if it was begun."""
         if self._step == step:
             self._settle()
-        else:  # it is decided: nothing is made of its sums first
+        else:  # it is decided: its sums need not be read first
             self.drop()
             self._step = step
 
     def add(self, received: Sequence[HeldSum]) -> None:
-        """Take what others had."""
+        """Keep the partial sums of other workers."""
         self.parts += received
 
     def told(self) -> KeptSums | None:
-        """What the manager is told when an order is given up."""
+        """Return the report to the manager when an order is given up."""
         self._settle()
         if self._step is None or not self.parts:
             return None
         return KeptSums(step=self._step, sums=tuple(part.total for part in self.parts))
 
     def forget_before(self, version: int) -> None:
-        """Let go of sums whose step is decided."""
+        """Release sums whose step is decided."""
         if self._step is not None and self._step < version:
             self.drop()
 
     def _settle(self) -> None:
-        """Nobody goes on with the step that runs: what is in its sums now stays, whatever arrives yet."""
+        """Abandon the current step: its sums keep their present contents, whatever still arrives."""
         if self._running is not None and self._step is not None:
             self.parts = [*self._running.partial_sums(), *self._followers.copies(self._step)]
             self._running = None
 
     def drop(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         self.parts, self._step, self._running = [], None, None

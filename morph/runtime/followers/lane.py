@@ -1,4 +1,4 @@
-"""A worker's part in following: streams to its follower, and what it keeps for those that it follows."""
+"""A worker's part in following: streams to its follower, and the state of workers that it follows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class FollowerLane:
-    """Of one worker. It begins anew with each generation; nothing that fails in it disturbs an order.
+    """The following of one worker. It begins anew with each generation; its failures do not disturb orders.
 
     Args:
         setup: The worker's.
@@ -56,9 +56,9 @@ class FollowerLane:
         self._known: dict[str, UnitState] = {}
 
     def begin(self, order: ReshapeOrder, held: Mapping[str, UnitState]) -> None:
-        """A generation is formed: who follows whom in it. ``held``: units of this version that are here.
+        """Start a generation with its followers. ``held``: units of this version that are here.
 
-        Connections are made with the first step, which is ordered of all at the same time.
+        Connections are made with the first step, which all workers begin at the same time.
         """
         self.end()
         me = self._setup.worker
@@ -68,7 +68,7 @@ class FollowerLane:
     def _connect(self, order: ReshapeOrder) -> None:
         try:
             self._open(order)
-        except (OSError, RuntimeError) as error:  # no port to listen on, no thread to be had
+        except (OSError, RuntimeError) as error:  # no port to listen on, or no thread
             log.warning("nothing is kept for others, or by them: %s", error)
 
     def _open(self, order: ReshapeOrder) -> None:
@@ -112,7 +112,7 @@ class FollowerLane:
         return shadow
 
     def begin_step(self, units: Mapping[str, UnitState]) -> None:
-        """Every unit is at the version of a step that begins: send further ones on their way."""
+        """Start to send further units, at the beginning of a step, when every unit is at its version."""
         if self._formed is not None:
             self._connect(self._formed)
             self._formed = None
@@ -120,12 +120,12 @@ class FollowerLane:
             self._outgoing.begin(units)
 
     def pass_on(self, states: Mapping[str, UnitState], decided: Decided | None) -> None:
-        """A decided step is about to be applied: a follower that has not caught up is told then."""
+        """Send a decided step, before it is applied, to a follower that has not caught up."""
         if self._outgoing is not None:
             self._outgoing.pass_on(states, decided)
 
     def share(self, units: Mapping[str, UnitState], interrupt: Interrupt) -> bool:
-        """Send the reduced gradients of a step that is not decided; returns whether the follower holds them.
+        """Send the reduced gradients of an undecided step; return whether the follower holds them.
 
         Blocks until they have arrived. Raises GenerationAborted, PeerLost.
         """
@@ -133,7 +133,7 @@ class FollowerLane:
         return outgoing is not None and outgoing.share(units) and outgoing.settled(interrupt, interrupt.limit_s)
 
     def in_step(self, version: int) -> dict[str, UnitState]:
-        """Others' units that are here at this version, or with the gradients that lead to it."""
+        """Return others' units that are here at this version, or with the gradients that lead to it."""
         if self._incoming is not None:
             return self._incoming.in_step(version)
         return {unit: state for unit, state in self._known.items() if state.version == version}
@@ -145,10 +145,10 @@ class FollowerLane:
             self._outgoing.offer(lambda: frame_of(step, parts()))
 
     def settle(self, step: int, interrupt: Interrupt) -> None:
-        """A step is prepared: wait until those of whose sums copies are here have prepared it too.
+        """Wait, after a step is prepared, until the workers whose sums are copied here have prepared it too.
 
-        For who has prepared a step is not asked any more what it has. Raises GenerationAborted; PeerLost also if one is
-        cut off before: it may be lost, and the step is then to be given up with what is here.
+        A worker that has prepared a step is no longer asked for its sums. Raises GenerationAborted; also PeerLost if
+        such a worker is cut off before: it may be lost, and the step is then abandoned with the copies here.
         """
         outgoing, incoming = self._outgoing, self._incoming
         if outgoing is not None and self._offered == step:
@@ -165,17 +165,19 @@ class FollowerLane:
             return bool(late() & incoming.broken) or not late()
 
         self._waits = interrupt
-        interrupt.wait_for(is_settled, f"those whose sums of step {step} are here to prepare it", interrupt.limit_s)
+        interrupt.wait_for(
+            is_settled, f"workers whose sums of step {step} are copied here to prepare it", interrupt.limit_s
+        )
         if cut_off := sorted(late() & incoming.broken):
-            raise PeerLost(f"{', '.join(cut_off)}, of whose sums copies are here, did not prepare step {step}")
+            raise PeerLost(f"{', '.join(cut_off)}, whose sums are copied here, did not prepare step {step}")
 
     def copies(self, step: int) -> list[HeldSum]:
-        """What is here of others' partial sums in a step."""
+        """Return the copies of others' partial sums of a step."""
         with self._lock:
             return [part for of_step, parts in self._copies.values() if of_step == step for part in parts]
 
     def end(self) -> None:
-        """Nobody follows anybody any more; what was received stays as it is."""
+        """End all following; received state stays as it is."""
         if self._outgoing is not None:
             self._outgoing.end()
         if self._incoming is not None:
@@ -200,14 +202,14 @@ class FollowerLane:
 
 
 def frame_of(step: int, parts: Sequence[HeldSum]) -> Frame:
-    """Partial sums as they travel."""
+    """Return the frame of partial sums."""
     sums = [{"total": part.total.model_dump(), "losses": [loss.model_dump() for loss in part.losses]} for part in parts]
     tensors = {f"{index}/{name}": value for index, part in enumerate(parts) for name, value in part.tensors.items()}
     return Frame({"kind": "sums", "step": step, "sums": sums}, tensors)
 
 
 def sums_of(frame: Frame) -> list[HeldSum]:
-    """The partial sums in a frame."""
+    """Return the partial sums in a frame."""
     told = frame.facts.get("sums", ())
     tensors: list[dict[str, Tensor]] = [{} for _ in told]
     for key, value in frame.tensors.items():

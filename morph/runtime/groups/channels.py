@@ -27,12 +27,12 @@ from morph.link.proof import proof
 from morph.runtime.groups.interrupt import Interrupt
 
 CHECK_S = 1.0
-"""A connection that was idle and does not answer for so long is given up for a new one."""
+"""An idle connection that does not answer for so long is replaced by a new one."""
 Group = Any
 """A ``ProcessGroupGloo``; torch ships no types for its collectives."""
 
 Device = Any
-"""A gloo device; likewise."""
+"""A gloo device; torch ships no types for it."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class GroupSpec:
 
 
 def connect_store(host: str, port: int, secret: str = "", limit_s: float = DEFAULT_LIMIT_S) -> Store:
-    """Open a connection of its own to the rendezvous store; a blocked call on it blocks nobody else.
+    """Open a separate connection to the rendezvous store; a blocked call on it blocks no other thread.
 
-    ``limit_s``: of each call on it, such as waiting for what another member is to write.
+    ``limit_s``: bound of each call on it, such as waiting for a key that another member writes.
 
-    The store asks nobody who he is. With the run's secret its keys stand under a name that nobody else can make, so
-    that a worker of another run, which came to this port by mistake, meets nobody.
+    The store does not authenticate clients. With the run's secret, its keys have a prefix that others cannot guess, so
+    that a worker of another run, which uses this port by mistake, meets no member.
     """
     return _of_run(_connection(host, port, limit_s), secret)
 
@@ -65,12 +65,12 @@ def _of_run(store: TCPStore, secret: str) -> Store:
 class KeptConnections:
     """One worker's connections to the rendezvous store, of which one generation after the other uses the same.
 
-    To open one, torch asks name servers for the name of its address, also of 127.0.0.1, and a question that is lost
-    costs 5 s. So one is opened beforehand, and used again where everything that was called on it has returned.
+    To open one, torch asks name servers for the name of its address, even of 127.0.0.1, and a lost query costs 5 s. So
+    one is opened beforehand, and reused if all calls on it have returned.
 
     Args:
-        host: Where the store listens.
-        port: Likewise.
+        host: Address of the store.
+        port: Port of the store.
         secret: See ``connect_store``.
     """
 
@@ -80,21 +80,21 @@ class KeptConnections:
         self._idle: queue.SimpleQueue[TCPStore] = queue.SimpleQueue()
 
     def prepare(self) -> None:
-        """Open one, in a thread of its own; returns at once."""
+        """Open one in a thread; returns at once."""
 
         def open_one() -> None:
-            with suppress(RuntimeError):  # whoever needs one tries again, and tells
+            with suppress(RuntimeError):  # the next user of a connection tries again, and reports the error
                 self._idle.put(self._connect(DEFAULT_LIMIT_S))
 
         threading.Thread(target=open_one, name="morph-store-connection", daemon=True).start()
 
     def lend(self, limit_s: float) -> LentConnections:
-        """Return what opens connections for one generation. ``limit_s``: of each call on one."""
+        """Return a function that opens connections for one generation. ``limit_s``: bound of each call on one."""
         return LentConnections(self, limit_s)
 
     @contextmanager
     def borrow(self, limit_s: float) -> Iterator[Store]:
-        """Lend one while a block runs. It is not used again where the block fails, for a call on it may still go on."""
+        """Lend one while a block runs. It is not reused if the block fails, as a call on it may still run."""
         lent = self.lend(limit_s)
         yield lent.open()
         lent.give_back()
@@ -121,26 +121,26 @@ class KeptConnections:
 
 
 class LentConnections:
-    """See ``KeptConnections.lend``. What is never given back, because a call on it may be blocked, is left behind."""
+    """See ``KeptConnections.lend``. A connection that is never returned, as a call on it may block, is left behind."""
 
     def __init__(self, kept: KeptConnections, limit_s: float) -> None:
         self._kept, self._limit_s = kept, limit_s
         self._lent: list[TCPStore] = []
 
     def open(self) -> Store:
-        """A connection that nobody else uses."""
+        """Return a connection that is not otherwise used."""
         store = self._kept.take(self._limit_s)
         self._lent.append(store)
         return self._kept.named(store)
 
     def give_back(self) -> None:
-        """Everything that was called on them has returned."""
+        """Take connections back, after all calls on them have returned."""
         self._kept.give_back(self._lent)
         self._lent = []
 
 
 def _answers(store: TCPStore) -> bool:
-    """Whether the store is still there, as a connection that was idle finds out."""
+    """Return whether the store still answers on an idle connection."""
     answered = threading.Event()
 
     def ask() -> None:
@@ -161,11 +161,11 @@ def open_device(listen_host: str) -> Device:
 
 
 def form_group(store: Store, spec: GroupSpec, worker: str, device: Device, limit_s: float) -> Group:
-    """Meet the other members; blocks until all are there or the store's limit.
+    """Meet the other members; blocks until all are present, at most for the store's limit.
 
-    ``limit_s``: of one collective; an abort ends waits long before it.
+    ``limit_s``: bound of one collective; an abort ends waits long before it.
     """
-    gloo: Any = dist.ProcessGroupGloo  # torch ships no types for what follows
+    gloo: Any = dist.ProcessGroupGloo  # torch ships no types for the following
     options = gloo._Options()  # the constructor's only way to bind one address
     options._timeout = timedelta(seconds=limit_s)
     options._threads = 1
@@ -175,7 +175,7 @@ def form_group(store: Store, spec: GroupSpec, worker: str, device: Device, limit
 
 
 def first_clause(error: BaseException) -> str:
-    """What a gloo error says before its advice, without the place in gloo's source."""
+    """Return the text of a gloo error before its advice, without the place in gloo's source."""
     text = str(error)
     if text.startswith("["):
         text = text.partition("] ")[2]
@@ -222,7 +222,7 @@ class Pending:
             future.value()
             self.done_at_s = time.perf_counter()
             self.done = True
-        except Exception as error:  # of gloo's thread, which nobody else hears
+        except Exception as error:  # an error in gloo's thread, which reaches no other thread
             self._interrupt.lose(f"{self._label}: {first_clause(error)}")
         finally:
             self._interrupt.ended()
@@ -292,12 +292,12 @@ class Ring(Protocol):
         """This member's number."""
 
     def exchange(self, received: Tensor, sent: Tensor) -> Transfer:
-        """Send row i of a contiguous tensor to member i; row i of what is received is member i's."""
+        """Send row i of a contiguous tensor to member i; row i of the received tensor comes from member i."""
 
     def gather(self, gathered: Tensor, own: Tensor) -> Transfer:
-        """Send every member a flat tensor; what is gathered are those of all, one behind the other.
+        """Send every member a flat tensor; ``gathered`` receives the tensors of all members in order.
 
-        ``own`` may lie at its place in ``gathered``.
+        ``own`` may be at its place in ``gathered``.
         """
 
     def reduce(self, tensor: Tensor, operation: Any) -> Transfer:
@@ -308,10 +308,10 @@ class DeviceRings(Protocol):
     """Rings of one worker in one generation over which tensors travel from device to device."""
 
     def ring(self, name: str) -> Ring | None:
-        """The ring ``name``; None where it is not one of them."""
+        """Return the ring ``name``; None if it is not one of them."""
 
     def close(self) -> None:
-        """Let go of the device's part of them; blocks until that is done."""
+        """Release the device's part of them; blocks until that is done."""
 
 
 class GlooRing:
@@ -370,7 +370,7 @@ class GlooRing:
 
 
 def ring_label(spec: GroupSpec) -> str:
-    """What a ring is called in errors."""
+    """Return the name of a ring in errors."""
     return f"{spec.name} of {', '.join(spec.members)}"
 
 
@@ -383,13 +383,14 @@ class GroupSet:
         self.device_rings: DeviceRings | None = None
         """Used in place of the gloo rings of the same names."""
         self.at_clear: list[Callable[[], None]] = []
-        """Called before the groups are closed, by what uses them beside the training thread; returns at once."""
+        """Functions to call before the groups are closed, for other users than the training thread; they return at
+        once."""
 
     def form(self, specs: Sequence[GroupSpec], worker: str, listen_host: str, open_store: Callable[[], Store]) -> None:
         """Form every group that ``worker`` belongs to, in the order given (the same on every worker).
 
         Raises:
-            GenerationAborted: aborted meanwhile; the half-formed groups are left behind.
+            GenerationAborted: if aborted meanwhile; the half-formed groups are left behind.
             PeerLost: a member went away or did not come within the generation's limit.
         """
         mine = [spec for spec in specs if worker in spec.members and len(spec.members) > 1]
@@ -416,12 +417,12 @@ class GroupSet:
 
     @property
     def broken(self) -> bool:
-        """Whether an operation that nobody can end may still be under way in one of the groups."""
+        """Whether an operation that cannot be ended may still be under way in one of the groups."""
         return self._interrupt.over
 
     @property
     def is_idle(self) -> bool:
-        """Whether no operation is under way in any of them; never known of a device's."""
+        """Whether no operation is under way in any group; this is never known for a device's groups."""
         return self._interrupt.is_idle and self.device_rings is None
 
     @property

@@ -26,7 +26,7 @@ class FaultPlan:
         self._reached: Counter[str] = Counter()
 
     def begin(self, step: int) -> None:
-        """A step (or the reshape before it) begins; arrivals are counted from here."""
+        """Begin a step (or the reshape before it); arrivals are counted from here."""
         self._step = step
         self._reached.clear()
 
@@ -48,7 +48,7 @@ class FaultPlan:
 
     @property
     def slowness(self) -> float:
-        """How many times as long compute takes in the step under way."""
+        """Factor of compute times in the current step."""
         return math.prod(
             spell.factor
             for spell in self._spells

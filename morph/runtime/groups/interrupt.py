@@ -22,7 +22,7 @@ class Interrupt:
 
     Args:
         generation: Its number.
-        limit_s: Of every wait that has no bound of its own: what the reshape that formed the generation says.
+        limit_s: Bound of every wait without its own bound, given by the reshape that formed the generation.
     """
 
     def __init__(self, generation: int, limit_s: float = DEFAULT_LIMIT_S) -> None:
@@ -47,7 +47,7 @@ class Interrupt:
             self._end()
 
     def at_end(self, act: Callable[[], None]) -> None:
-        """Call ``act`` in a thread of its own once the generation is aborted or loses a peer; now if that has been."""
+        """Call ``act`` in a new thread once the generation is aborted or loses a peer; at once if that has happened."""
         with self._condition:
             self._at_end.append(act)
             if self.over:
@@ -60,12 +60,12 @@ class Interrupt:
         self._condition.notify_all()
 
     def begun(self) -> None:
-        """An operation of the generation's groups is under way, until ``ended`` is called for it."""
+        """Count an operation of the generation's groups as under way until ``ended`` is called for it."""
         with self._condition:
             self._num_under_way += 1
 
     def ended(self) -> None:
-        """An operation is over, well or not: wake the waiting thread."""
+        """Count an operation as over, successful or not, and wake the waiting thread."""
         with self._condition:
             self._num_under_way -= 1
             self._condition.notify_all()

@@ -1,6 +1,6 @@
-"""Old groups are let go in the background: closing one takes 10-100 ms, which no morph should wait for.
+"""Closes old groups in the background, because closing one takes 10-100 ms, for which no morph should wait.
 
-Groups of an aborted generation may still have an operation under way that nobody can end; they are
+Groups of an aborted generation may still have an operation under way that cannot be ended; they are
 kept, untouched, until it is over or its time-out has passed. All others hold sockets and threads for nothing.
 """
 
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 MARGIN_S = 5.0
 LINGER_S = 5.0
-"""What was sent last over broken groups has time to arrive before they are closed."""
+"""Time for the last messages over broken groups to arrive before the groups are closed."""
 LOOK_EVERY_S = 0.5
 
 _Given = tuple[float, GroupSet]
-"""When, and what."""
+"""Times and groups to close."""
 
 
 class Reaper:
@@ -46,7 +46,7 @@ def _close_at_once(given: queue.Queue[_Given]) -> None:
 def _clear(groups: GroupSet) -> None:
     try:
         groups.clear()
-    except Exception:  # nobody waits for them: those that come later are closed all the same
+    except Exception:  # no thread waits for these groups, and later ones are still closed
         log.exception("groups of a past generation cannot be closed")
 
 

@@ -1,7 +1,7 @@
 """The rendezvous store that lives beside the manager for the whole run.
 
-``python -m morph.runtime.groups.store HOST PORT`` serves one, says its port on standard output, and ends with
-standard input.
+``python -m morph.runtime.groups.store HOST PORT`` serves one, prints its port on standard output, and ends when
+standard input does.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # until all is imported, which stays: to look through it again and again takes a sixth of that time
+    gc.disable()  # off during imports: their objects stay, and scanning them repeatedly takes a sixth of the time
 
 import os
 import socket
@@ -22,9 +22,9 @@ TIMEOUT_S = 30.0
 
 
 class StoreHost:
-    """Owns a TCPStore server in a process of its own, so that no worker's death takes it away.
+    """Owns a TCPStore server in a separate process, so that it survives the death of any worker.
 
-    It listens on ``host`` alone: left to itself, a TCPStore listens on every interface, to anyone.
+    It listens only on ``host``: by default, a TCPStore listens on every interface.
     """
 
     def __init__(self, host: str, port: int = 0) -> None:
@@ -45,11 +45,11 @@ class StoreHost:
 
 
 def main() -> None:
-    """Serve until whoever started this goes."""
+    """Serve until the parent process ends."""
     store = StoreHost(sys.argv[1], int(sys.argv[2]))
     print(store.port(), flush=True)
     sys.stdin.read()
-    os._exit(0)  # a connection that is open would be waited for
+    os._exit(0)  # the server would wait for open connections
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which groups a shape needs and who belongs to which. Pure."""
+"""The groups of a shape and their members. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from morph.runtime.groups.channels import GroupSpec
 
 @dataclass(frozen=True)
 class Topology:
-    """Groups of one generation, in the global forming order, each unit's reduction group, and what joins stages.
+    """Groups of one generation, in the global forming order, each unit's reduction group, and the links between stages.
 
     ``edges`` are those of ``groups`` that stages send over, with the sender before the receiver. ``split_units`` are
-    held by several stages of at least one pipeline: they are reduced last, by everybody. ``rounds``: by section, when
-    the others are that it completes (:func:`morph.contract.plan.reduction_rounds`).
+    held by several stages of at least one pipeline: they are reduced last, by all workers. ``rounds``: by section, the
+    round of the other units that it completes (:func:`morph.contract.plan.reduction_rounds`).
     """
 
     groups: tuple[GroupSpec, ...]
@@ -35,7 +35,7 @@ class Topology:
 
 
 def worker_at(slots: Sequence[Slot], stage: int, replica: int) -> str:
-    """The worker that drives one stage of one replica."""
+    """Return the worker that drives one stage of one replica."""
     return next(slot.worker for slot in slots if slot.stage == stage and slot.replica == replica)
 
 
@@ -73,9 +73,9 @@ def moves_of(sources: Sequence[Source], salvage: Salvage | None = None) -> tuple
 def topology(order: ReshapeOrder, units: Sequence[ParameterUnit]) -> Topology:
     """Lay out the groups of a reshape.
 
-    Each worker forms its groups in this one global order, so forming cannot dead-lock: whoever waits,
-    waits for a group that is no later than the one its peer is forming. It is an order of rounds in which no
-    worker forms two groups, so that a long pipeline's groups do not wait for each other from end to end.
+    Each worker forms its groups in this one global order, so forming cannot dead-lock: a waiting worker waits for a
+    group that is no later than the one that its peer is forming. It is an order of rounds in which no worker forms two
+    groups, so that a long pipeline's groups do not wait for each other from end to end.
     """
     plan, slots, generation = order.plan, order.slots, order.generation
     groups = [GroupSpec(move_name(generation, *pair), pair) for pair in moves_of(order.sources, order.salvage)]
@@ -110,7 +110,7 @@ def topology(order: ReshapeOrder, units: Sequence[ParameterUnit]) -> Topology:
 def in_rounds(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
     """Order groups by rounds: each goes into the first one in which none of its members forms another.
 
-    Forming them as they come would let each stage wait for the one before it.
+    In their original order, each stage would wait for the one before it.
     """
     busy: dict[str, set[int]] = {}
     rounds: list[list[GroupSpec]] = []

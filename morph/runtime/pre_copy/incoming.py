@@ -1,4 +1,4 @@
-"""The receiving end: every stream to one worker, and the units that are kept in step with their senders."""
+"""The receiving end: all streams to one worker, and the units that follow their senders."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 
 
 class Incoming:
-    """Receives units beside training, in threads of its own: one that listens, one for each sender.
+    """Receives units during training, in a thread that listens and one thread for each sender.
 
     Args:
-        context: Of the streams.
-        senders: By unit.
+        context: The streams' context.
+        senders: Sender of each unit.
         make_shadow: Makes a unit that is to be kept in step.
-        arrive: Blocks until so many bytes are there, where the link is emulated.
+        arrive: On emulated links, blocks until so many bytes have arrived.
         listen_host: The address to listen on.
         news: Called when there is something to report.
         known: Units that are here at the version that their senders have now.
@@ -142,14 +142,14 @@ class Incoming:
     # ---- its own threads ----
 
     def _meet(self) -> None:
-        """Say where this is, and wait until all senders are there: other callers do not prolong that wait."""
+        """Publish the address, and wait until all senders are connected; other callers do not prolong the wait."""
         try:
             with self._open_store() as store:
                 store.set(self._rendezvous.key, self._told)
             with self._met:
                 if not self._met.wait_for(lambda: self._ended or not self._expected, self._limit_s):
                     raise TimeoutError(f"{self._limit_s:.4g} s are over")
-        except Exception as error:  # whatever it is, whoever waits for a unit is told
+        except Exception as error:  # any error is passed to the threads that wait for a unit
             with self._lock:
                 missing, self._expected = sorted(self._expected), set()
             for sender in missing:
@@ -189,7 +189,7 @@ class Incoming:
                 if self._interrupt is not None:
                     self._interrupt.notify()
             self._give_up(sender, f"{sender} hung up")
-        except Exception as error:  # whatever it is, the units are sent again, in the change
+        except Exception as error:  # after any error, the units are sent again in the change
             told = f"the pre-copy from {sender} broke off: {type(error).__name__}: {error}"
             self._give_up(sender, told, level_of(error))
 

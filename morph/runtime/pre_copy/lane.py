@@ -1,4 +1,4 @@
-"""A worker's part in what is pre-copied: streams to others, units from others."""
+"""A worker's part in pre-copies: streams to others, units from others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from morph.runtime.workloads.workload import Workload
 
 
 class PreCopyLane:
-    """Carries out ``PreCopyOrder``; nothing that fails in it disturbs an order.
+    """Carries out ``PreCopyOrder``; its failures do not disturb orders.
 
     Args:
         setup: The worker's.
@@ -50,7 +50,7 @@ class PreCopyLane:
     # ---- control lane ----
 
     def take(self, order: PreCopyOrder) -> None:
-        """Begin what an order says, and drop what an older one said; returns at once."""
+        """Begin an order, and drop older ones; returns at once."""
         with self._lock:
             if order.number <= self._number:
                 if order.number == self._number:
@@ -85,7 +85,7 @@ class PreCopyLane:
                 )
 
     def report(self) -> PreCopyReport | None:
-        """What has changed since it was asked last; None: nothing."""
+        """Return the changes since the last call; None: no change."""
         with self._lock:
             incoming = self._incoming
             if incoming is None:
@@ -107,7 +107,7 @@ class PreCopyLane:
     # ---- order lane ----
 
     def keep(self, order: ReshapeOrder) -> None:
-        """A change begins: drop what it does not use."""
+        """Begin a change of shape: drop units that it does not use."""
         with self._lock:
             me = self._setup.worker
             used = [source for source in order.sources if source.kind == "ahead"] if order.ahead == self._number else []
@@ -126,7 +126,7 @@ class PreCopyLane:
             stream.begin(units)
 
     def pass_on(self, states: Mapping[str, UnitState], decided: Decided | None) -> None:
-        """A decided step is about to be applied."""
+        """Send a decided step before it is applied."""
         for stream in self._outgoing:
             stream.pass_on(states, decided)
 

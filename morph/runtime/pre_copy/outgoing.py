@@ -1,7 +1,7 @@
 """The sending end of one stream: some units of this worker to one receiver, in a thread of its own.
 
-Before a planned change (decision 0006) it sends what is decided. To a follower (decision 0019) it sends, once that has
-caught up, gradients before they are decided, and partial sums.
+Before a planned change (decision 0006) it sends decided steps. To a follower (decision 0019) that has caught up, it
+sends gradients before they are decided, and partial sums.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from morph.runtime.state.unit_state import StateCopy, UnitState
 log = logging.getLogger(__name__)
 
 MOST_UPDATES_BEHIND = 8
-"""So many updates may wait, however large they are."""
+"""Most updates that may wait, whatever their size."""
 
 
 @dataclass(frozen=True)
 class _State:
-    """A unit's state that is copied when its turn comes, or before it changes."""
+    """A unit's state that is copied in its turn, or earlier if it is about to change."""
 
     facts: dict[str, Any]
     copy: StateCopy
 
     @property
     def num_bytes(self) -> int:
-        """Of its tensors."""
+        """Size of its tensors."""
         return self.copy.num_bytes
 
     def frame(self) -> Frame:
@@ -61,14 +61,14 @@ class _State:
 class Outgoing:
     """Sends units one after the other, each followed by the updates of every later step.
 
-    What waits in memory is bounded: a unit's state is copied when about as much has left as a step's time allows, and
-    a stream that falls behind by more than the states that it began with is given up.
+    Waiting memory is bounded: a unit's state is copied only as fast as the stream sends, and a stream that falls
+    behind by more than its initial states is given up.
 
     Args:
         context: Of the streams.
-        receiver: Who gets the units.
-        units: Which, in this order.
-        known: Further units, which the receiver has already at the present version.
+        receiver: The receiving worker.
+        units: The units, in this order.
+        known: Further units, which the receiver already has at the present version.
     """
 
     def __init__(
@@ -132,9 +132,9 @@ class Outgoing:
         self._put(Frame({"kind": "update", "units": facts}, tensors))
 
     def share(self, states: Mapping[str, UnitState]) -> bool:
-        """Send what is about to be decided, if the receiver has caught up; returns whether it is sent.
+        """Send gradients before the decision, if the receiver has caught up; return whether they are sent.
 
-        Nothing is copied: the gradients have to stay until ``settled``.
+        They are not copied, so they have to stay until ``settled``.
         """
         with self._condition:
             idle = not self._queue and not self._sending and self._connection is not None
@@ -161,14 +161,14 @@ class Outgoing:
         return self.error is None
 
     def offer(self, make: Callable[[], Frame]) -> None:
-        """Send this if nothing waits to be sent: what comes next will be newer anyway."""
+        """Send partial sums if nothing else waits to be sent; the next ones will be newer anyway."""
         with self._condition:
             busy = bool(self._queue) or self._sending or self._connection is None or self.error is not None
         if not busy:
             self._put(make())
 
     def through(self, step: int) -> None:
-        """Say that no more of a step's sums will come."""
+        """Tell the receiver that no more sums of a step will come."""
         self._put(Frame({"kind": "through", "step": step}, {}))
 
     def flush(self, interrupt: Interrupt, timeout_s: float) -> None:
@@ -213,7 +213,7 @@ class Outgoing:
             connection = self._connect()
             while (entry := self._next()) is not None:
                 self._send(connection, entry)
-        except Exception as error:  # whatever it is, whoever waits for the receiver is told
+        except Exception as error:  # any error is passed to the threads that wait for the receiver
             if self.error is None:
                 log.log(level_of(error), "%s broke off: %s: %s", self._name, type(error).__name__, error)
             self.end(f"{self._name} broke off: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""How a sender finds the receiver of pre-copied units, and each knows the other for one of its run."""
+"""How a sender finds the receiver of pre-copied units, and how both prove that they belong to the run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from morph.runtime.groups.faults import FaultPlan
 
 
 class Rendezvous:
-    """Of one receiver and its senders, for one order or generation.
+    """The rendezvous of one receiver and its senders, for one order or generation.
 
-    The receiver writes its address and a nonce into the rendezvous store, to which anybody could write, so it proves
-    both; a sender's hello proves its name for that nonce. Who has not the run's secret can neither receive units nor
-    send any, and what was proven for another order is no proof for this one.
+    The receiver writes its address and a nonce into the rendezvous store with a proof, because anyone could write
+    there; a sender's hello proves its name for that nonce. Without the run's secret a process can neither receive nor
+    send units, and a proof for another order is not valid for this one.
 
     Args:
         occasion: What the rendezvous is for, unique in this run.
         receiver: The worker that receives.
-        secret: Of the run.
+        secret: The run's secret.
     """
 
     def __init__(self, occasion: str, receiver: str, secret: str) -> None:
@@ -32,15 +32,15 @@ class Rendezvous:
         self._secret = secret
 
     def told(self, host: str, port: int) -> str:
-        """What the receiver writes under ``key``; with another nonce each time."""
+        """Return the text that the receiver writes under ``key``, with a new nonce each time."""
         nonce = new_secret()
         return f"{host} {port} {nonce} {proof(self._secret, 'receiver', self.key, host, str(port), nonce)}"
 
     def address(self, told: str) -> tuple[str, int]:
-        """Where the receiver listens.
+        """Return the receiver's address.
 
         Raises:
-            ConnectionError: it was not the receiver who wrote this.
+            ConnectionError: if the text is not from the receiver.
         """
         host, port, nonce, given = _parts(told)
         if not is_proven(given, self._secret, "receiver", self.key, host, port, nonce):
@@ -48,12 +48,12 @@ class Rendezvous:
         return host, int(port)
 
     def hello(self, told: str, sender: str) -> dict[str, str]:
-        """The facts of a sender's first frame."""
+        """Return the facts of a sender's first frame."""
         _, _, nonce, _ = _parts(told)
         return {"kind": "hello", "worker": sender, "proof": proof(self._secret, "sender", self.key, nonce, sender)}
 
     def greeted(self, told: str, facts: Mapping[str, Any]) -> str | None:
-        """The sender whose hello this is; None for anybody else's."""
+        """Return the sender of a hello; None if it is not from a sender."""
         _, _, nonce, _ = _parts(told)
         sender, given = str(facts.get("worker")), str(facts.get("proof"))
         return sender if is_proven(given, self._secret, "sender", self.key, nonce, sender) else None
@@ -61,16 +61,16 @@ class Rendezvous:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamContext:
-    """What all streams from and to one worker, of one order or generation, have in common.
+    """Context of all streams from and to one worker, for one order or generation.
 
     Attributes:
         occasion: Of their rendezvous.
         worker: This one.
-        secret: Of the run.
+        secret: The run's secret.
         open_store: Lends a connection to the rendezvous store while a block runs.
         faults: Scheduled faults.
-        limit_s: Seconds after which the other end is given up that is not there, or takes nothing; a sender may be
-            silent for twice as long, because it has nothing to send between two steps.
+        limit_s: Seconds after which an absent or blocked other end is given up; a sender may be silent for twice as
+            long, because it has nothing to send between two steps.
     """
 
     occasion: str

@@ -1,6 +1,6 @@
-"""Bringing a worker's units to the version of a reshape: kept, from a peer, from a checkpoint, or made anew.
+"""Brings a worker's units to the version of a reshape: kept, from a peer, from a checkpoint, or made anew.
 
-And partial sums of a step that was given up to who goes on with them: behind the units, on the same channels.
+Partial sums of an abandoned step follow the units, on the same channels, to the workers that continue them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from morph.runtime.state.unit_state import UnitState
 from morph.runtime.step.sums import HeldSum
 
 NUM_PREFETCHED = 4
-"""Units of a checkpoint that one worker reads at a time."""
+"""Number of checkpoint units that one worker reads at a time."""
 _LOSSES = "losses"
 _HOST = torch.device("cpu")
 MakeUnit = Callable[[str, bool], UnitState]
@@ -39,11 +39,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MoveContext:
-    """What the moves of one worker in one reshape need.
+    """Context of the moves of one worker in one reshape.
 
     ``make_unit(unit, empty)``: its state at version 0, without its initial numbers where it is about to be loaded.
-    ``host_copy(version, unit, sha256)``: what this worker wrote itself and still has, if it is what a manifest names.
-    ``interrupt`` ends the wait for storage, which is waited for as long as ``rules`` give a file of its size.
+    ``host_copy(version, unit, sha256)``: this worker's own copy of a unit that it wrote, if it matches the manifest.
+    ``interrupt`` ends the wait for storage, whose bound by file size is in ``rules``.
     """
 
     worker: str
@@ -68,9 +68,9 @@ class MoveContext:
 
 
 def start_sending(sources: Sequence[Source], context: MoveContext) -> list[Transfer]:
-    """Start sending every unit and sum that others take from this worker: see ``send_tensors``.
+    """Start sending every unit and sum that others get from this worker: see ``send_tensors``.
 
-    Two workers may take units from each other, so nobody waits for its own to leave before it has received.
+    Two workers may exchange units, so each receives before it waits for its own units to leave.
 
     Raises:
         CheckpointError: as ``take_units``, where it reads for others.
@@ -82,7 +82,7 @@ def start_sending(sources: Sequence[Source], context: MoveContext) -> list[Trans
         if source.kind == "checkpoint":
             pending += _send(next(stored)[0], context, source.worker)
         elif source.kind == "peer":
-            # nothing changes a unit before everything has left, or the generation is over and nobody takes it
+            # no unit changes before everything has left, or the generation is over and no worker takes it
             tensors = context.held[source.unit].copy_later().lend()
             pending += _send(tensors, context, source.worker)
     for entry in context.moving_sums:
@@ -104,7 +104,7 @@ def held_sum(total: PartialSum, sums: Sequence[HeldSum]) -> HeldSum:
 
 
 def take_sums(context: MoveContext) -> tuple[list[HeldSum], int]:
-    """Receive the partial sums that others have and this worker goes on with, behind its units; and their bytes."""
+    """Receive the partial sums of others that this worker continues, after its units; and their size in bytes."""
     received, num_bytes = [], 0
     for entry in context.moving_sums:
         if entry.receiver == context.worker:

@@ -1,7 +1,7 @@
-"""Named tensors as a stream of chunks: a header, then the bytes of all tensors, from where they are to where they stay.
+"""Named tensors as a stream of chunks: a header, then the bytes of all tensors, from their memory to their destination.
 
-On the host nothing is copied but small tensors, which share a chunk. A device's bytes go through pinned memory, a few
-chunks at a time, so that copy and wire are busy together and no unit is ever whole in host memory.
+On the host only small tensors, which share a chunk, are copied. A device's bytes go through pinned memory, a few chunks
+at a time, so that copies and network overlap and host memory never holds a whole unit.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from morph.runtime.groups.interrupt import Interrupt
 
 CHUNK_BYTES = 1 << 24
 OWN_CHUNK_BYTES = 1 << 20
-"""A tensor as large as this begins a chunk; smaller ones share one."""
+"""Tensors of at least this size begin a chunk; smaller ones share one."""
 CHUNKS_UNDER_WAY = 4
 """Chunks of a device that are under way at a time."""
 
 
 def chunks(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Cut a stream of tensors of so many bytes each: beginning and end of each chunk, in bytes."""
+    """Divide a stream of tensors of these sizes: return the beginning and end of each chunk, in bytes."""
     begin = end = 0
     for size in sizes:
         if size >= OWN_CHUNK_BYTES and end > begin:
@@ -44,9 +44,9 @@ def chunks(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def send_tensors(tensors: Mapping[str, Tensor], carrier: Carrier, interrupt: Interrupt) -> list[Transfer]:
-    """Start sending tensors, which nobody may change before they have left.
+    """Start sending tensors, which may not change before they have left.
 
-    Returns at once where they are on the host. Where a device has them it returns when they have left.
+    Returns at once for tensors on the host. For tensors on a device it returns when they have left.
     """
     header, names = layout(tensors)
     flat = [as_bytes(tensors[name].detach().contiguous()) for name in names if tensors[name].numel()]
@@ -55,9 +55,7 @@ def send_tensors(tensors: Mapping[str, Tensor], carrier: Carrier, interrupt: Int
     under_way: deque[Transfer] = deque()
     for pieces in _pieces(flat):
         staging = next((found for piece in pieces if (found := staging_for(piece.device)) is not None), None)
-        while under_way and (
-            staging is None or len(under_way) >= CHUNKS_UNDER_WAY
-        ):  # whatever goes by itself waits for its turn
+        while under_way and (staging is None or len(under_way) >= CHUNKS_UNDER_WAY):  # each tensor waits for its turn
             under_way.popleft().wait("a part of a unit's state to leave")
         if staging is None:
             pending.append(carrier.transfer(_joined(pieces)))
@@ -69,7 +67,7 @@ def send_tensors(tensors: Mapping[str, Tensor], carrier: Carrier, interrupt: Int
 
 
 def receive_tensors(carrier: Carrier, device: torch.device) -> tuple[dict[str, Tensor], int]:
-    """Receive what ``send_tensors`` sends, in memory of its own on a device; and its size in bytes.
+    """Receive the tensors of ``send_tensors``, in new memory on a device; and their size in bytes.
 
     Raises:
         GenerationAborted, PeerLost, WaitTimeout: meanwhile.
@@ -93,11 +91,11 @@ def receive_tensors(carrier: Carrier, device: torch.device) -> tuple[dict[str, T
 
 
 def _memory(num_bytes: int) -> Tensor:
-    """Host memory that is there at its first use in large pages: in small ones that takes longer than to receive it."""
+    """Return host memory in large pages: the first use of small pages takes longer than receiving the bytes."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError, AttributeError):  # not every kernel has them
+    with suppress(OSError, AttributeError):  # not every kernel has large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -123,7 +121,7 @@ def _staged(carrier: Carrier, staging: Staging, total: int, cut: Iterator[tuple[
 
 
 def _pieces(flat: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The parts of flat tensors that make up each chunk."""
+    """Return the parts of flat tensors in each chunk."""
     sizes = [tensor.numel() for tensor in flat]
     ends = list(accumulate(sizes))
     index = 0

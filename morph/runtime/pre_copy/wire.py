@@ -1,9 +1,9 @@
-"""What travels from a sender to a receiver: frames over one plain TCP connection, each acknowledged.
+"""Frames from a sender to a receiver, over one plain TCP connection; each is acknowledged.
 
-Of a unit it is either its state or one decided step: gradients and scales, and what is needed to apply them alike.
+A frame holds a unit's state or one decided step: gradients and scales, and all facts for applying them identically.
 
-A plain connection, not a group: closing it ends whoever is blocked on it, at once and on both sides, so a stream can
-be dropped at any moment without a trace in the generation's groups.
+The connection is not a group: closing it ends blocked calls at once on both sides, so a stream can be dropped at any
+moment without an effect on the generation's groups.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ GREETING_BYTES = 4096
 
 @dataclass(frozen=True)
 class Frame:
-    """``facts`` is JSON. ``tensors`` of a device leave it beside what it computes, as the frame is sent.
+    """``facts`` is JSON. ``tensors`` of a device are copied in parallel to its computing, as the frame is sent.
 
-    The thread that has made them makes the frame: ``ready`` says when they are.
+    The thread that computed them makes the frame: ``ready`` is their completion.
     """
 
     facts: dict[str, Any]
@@ -87,24 +87,24 @@ def receive_frame(connection: socket.socket, most_bytes: int | None = None) -> t
 
 
 def level_of(error: Exception) -> int:
-    """How loudly to say what ended a stream: a connection or the store that breaks does not say more than that."""
+    """Return the log level for the end of a stream: lower for a broken connection or store, which tells no more."""
     return logging.INFO if isinstance(error, OSError | RuntimeError) else logging.ERROR
 
 
 def acknowledge(connection: socket.socket) -> None:
-    """Let the sender go on."""
+    """Acknowledge a frame, so that the sender continues."""
     connection.sendall(ACKNOWLEDGED)
 
 
 def close(connection: socket.socket) -> None:
-    """End a connection, and whoever is blocked on it."""
+    """End a connection, and the calls that are blocked on it."""
     with suppress(OSError):  # it is closed already, or was never open
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytearray | None:
-    """So many bytes; None when the other end has hung up before the first."""
+    """Receive so many bytes; None if the other end has hung up before the first."""
     buffer = bytearray(num_bytes)
     view, done = memoryview(buffer), 0
     while done < num_bytes:
@@ -118,7 +118,7 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytearray | None:
 
 
 def copy_of_update(state: UnitState, decided: Decided | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Copy what the unit is about to apply, as facts and tensors by parameter, where they are."""
+    """Copy the update that the unit is about to apply, as facts and tensors by parameter, on their device."""
     facts = {**facts_of_update(state), "decided": None if decided is None else decided.model_dump()}
     if decided is not None and decided.skipped:
         return facts, {}  # nothing of them is applied
@@ -126,7 +126,7 @@ def copy_of_update(state: UnitState, decided: Decided | None) -> tuple[dict[str,
 
 
 def facts_of_update(state: UnitState) -> dict[str, Any]:
-    """What is to be known of the gradients that a unit holds."""
+    """Return the facts about the gradients that a unit holds."""
     reduced = state.reduced
     assert reduced is not None, f"unit {state.unit.id} has nothing to apply"
     return {
@@ -162,7 +162,7 @@ def hold_update(state: UnitState, facts: dict[str, Any], gradients: dict[str, Te
 
 
 def apply_update(state: UnitState, facts: dict[str, Any], gradients: dict[str, Tensor]) -> None:
-    """Apply an update: the unit is then, bit for bit, what the sender's is.
+    """Apply an update: the unit then equals the sender's, bit for bit.
 
     Raises:
         ValueError: it is not the update of the unit's version.

@@ -1,4 +1,4 @@
-"""A worker as Ray starts it. A manager names this class, and need not load torch for it: a worker does."""
+"""A worker as Ray starts it. A manager names this class without loading torch; only a worker loads torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class WorkerActor:
     """A worker as an actor of Ray, which takes one call for its whole life."""
 
     def serve_home(self, home: bytes) -> None:
-        """Serve the manager that is there; ``home`` is a ``Home`` as JSON. Does not return: the process ends."""
+        """Serve the current manager; ``home`` is a ``Home`` as JSON. Does not return: the process ends."""
         try:
-            gc.disable()  # what is imported stays: to look through it again and again takes a sixth of that time
+            gc.disable()  # imported objects stay, and scanning them repeatedly takes a sixth of the time
             from morph.runtime.process.serving import serve
             from morph.runtime.process.worker import set_up
 

@@ -1,4 +1,4 @@
-"""What an error inside a worker means for the run, and where in the user's code it came from."""
+"""The meaning of a worker's error for the run, and its origin in the user's code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DEVICE = re.compile(r"\bCUDA (error|driver error)|\b(CUBLAS|CUDNN|CUSOLVER|NCCL
 
 
 def failed(worker: str, generation: int, error: Exception, folders: tuple[str, str]) -> Failed:
-    """Return what the manager is told. ``folders``: where the job's files lie here, and where they lie for the user."""
+    """Return the report to the manager. ``folders``: the folder of the job's files here, and the user's folder."""
     text = str(error) if isinstance(error, MorphError) else f"{type(error).__name__}: {error}"
     return Failed(
         worker=worker,
@@ -36,7 +36,7 @@ def failed(worker: str, generation: int, error: Exception, folders: tuple[str, s
 
 
 def cause_of(error: BaseException) -> FailureCause:
-    """Return who is to blame: see ``Failed``. An error that neither Morph nor the device raised is the job's."""
+    """Return the cause: see ``Failed``. Errors that neither Morph nor the device raised come from the job."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "memory"
     if isinstance(error, CheckpointError):
@@ -77,7 +77,7 @@ def _frames(link: TracebackType | None) -> list[traceback.FrameSummary]:
 
 
 def _traced_from(link: TracebackType) -> list[traceback.FrameSummary]:
-    """The lines that a line of a graph's code was made from."""
+    """Return the source lines of a line in a graph's code."""
     module = link.tb_frame.f_locals.get("self")
     line = linecache.getline(link.tb_frame.f_code.co_filename, link.tb_lineno)
     name = line.strip().partition(" = ")[0]

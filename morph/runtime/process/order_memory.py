@@ -1,7 +1,7 @@
-"""What a worker was ordered last and what it answered: an order that comes again is not carried out twice.
+"""A worker's last order and answer: a repeated order is not carried out twice.
 
-A manager that takes over repeats every order whose answer its predecessor did not write down. Orders come one at a
-time, so one that comes while it is carried out waits until it is done, and finds its answer here.
+A manager that takes over repeats every order whose answer its predecessor did not record. Orders come one at a time,
+so a repeated order waits until the first is done, and finds its answer here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class OrderKey(NamedTuple):
-    """What makes an order the same order when it comes again; grows from one order of a worker to its next."""
+    """The identity of an order, also when it is repeated; it grows from one order of a worker to the next."""
 
     generation: int
     version: int
@@ -35,18 +35,18 @@ def order_key(order: ReshapeOrder | StepOrder | CommitOrder) -> OrderKey:
 
 
 class OrderMemory:
-    """Remembers one order: nobody asks for an older one's answer."""
+    """Remembers one order, because answers to older ones are never requested."""
 
     def __init__(self) -> None:
         self._newest: OrderKey | None = None
         self._answer: object = None
 
     def is_late(self, key: OrderKey) -> bool:
-        """Whether a later order came before: this one was overtaken, and nobody waits for its answer."""
+        """Return whether a later order came earlier: then nothing waits for the answer to this one."""
         return self._newest is not None and key < self._newest
 
     def is_known(self, key: OrderKey) -> bool:
-        """Whether this very order was carried out."""
+        """Return whether exactly this order was carried out."""
         return key == self._newest
 
     def carried_out(self, key: OrderKey, work: Callable[[], AnswerT]) -> AnswerT:

@@ -1,7 +1,7 @@
-"""Serves one worker to the manager, whichever there is; it outlives them.
+"""Serves one worker to the current manager; the worker outlives managers.
 
-Orders are carried out one after the other; everything else is done at once, beside them. What was answered while no
-manager was there is answered again to the next one, who asks again.
+Orders are carried out one after the other; all other requests are served at once, in parallel. Answers given while
+there was no manager are repeated to the next one, which asks again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from morph.link.home import Home
 
 log = logging.getLogger(__name__)
 OWN_THREADS = "morph-"
-"""How the names of Morph's own threads begin; a job's own are the job's."""
+"""Prefix of the names of Morph's own threads; a job's threads have other names."""
 
 
 def end_with_threads() -> None:
-    """From now on this process ends when one of Morph's threads does by an error, which nobody waits for in vain then.
+    """End this process from now on when an error ends one of Morph's threads, so that no thread waits in vain.
 
-    The threads report what they can themselves: this is for what nobody thought of.
+    The threads report expected errors themselves: this is for unexpected ones.
     """
     before = threading.excepthook
 
@@ -45,12 +45,12 @@ def end_with_threads() -> None:
 
 
 def serve(home: Home, set_up: Callable[[WorkerSetup], Any], *workers: Any) -> None:
-    """Call the manager and do what it says; does not return. When a thread of it cannot go on the process ends.
+    """Call the manager and carry out its orders; does not return. If a thread cannot continue, the process ends.
 
     Args:
-        home: Where to call.
+        home: The address to call.
         set_up: Makes the worker when its setup comes, as ``worker.set_up`` does: a ``Worker``, or ``Failed``.
-        workers: The worker, where it is set up already. Until there is one, nothing is aborted or told again.
+        workers: The worker, if it is set up already. Without one, nothing is aborted or repeated.
     """
     end_with_threads()
     held = threading.Event()
@@ -69,7 +69,7 @@ def serve(home: Home, set_up: Callable[[WorkerSetup], Any], *workers: Any) -> No
         else:
             served[:] = [made]
             answer = getattr(made, name)(order)
-        talk.send(packed(ANSWER, answer))  # one that nobody hears is remembered
+        talk.send(packed(ANSWER, answer))  # an answer that reaches no manager is remembered
         if is_first and served:
             until_ended(partial(_beat, made, talk, order.heartbeat_wait_s))
 
@@ -105,5 +105,5 @@ def _tell_all(served: list[Any], name: str, *arguments: Any) -> None:
 
 def _beat(worker: Any, talk: Talk, wait_s: float) -> None:
     while True:
-        talk.wait()  # what one manager was told of is told again to the next
+        talk.wait()  # reports to one manager are repeated to the next
         talk.send(packed(BEAT, worker.heartbeat(wait_s)))

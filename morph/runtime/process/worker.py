@@ -1,11 +1,11 @@
 """The worker: one long-lived process that drives one device and carries out the manager's orders.
 
 It knows nothing of Ray. ``set_up`` makes it. Then the manager calls ``reshape``, ``step`` and ``commit`` one at a
-time (the order lane), and ``abort`` and ``heartbeat`` beside them (the control lane).
+time (the order lane), and ``abort`` and ``heartbeat`` in parallel (the control lane).
 
-What survives an aborted generation: a worker keeps every unit it held until the first step or commit
-of a *later* generation arrives, so a reshape that fails loses nothing. What survives the manager: everything;
-orders and setups that come again, from its successor, are answered again.
+After an aborted generation, a worker keeps every unit it held until the first step or commit
+of a *later* generation arrives, so a failed reshape loses nothing. A worker keeps everything when its manager
+ends; orders and setups that the successor repeats are answered again.
 """
 
 from __future__ import annotations
@@ -78,19 +78,19 @@ _LOOK_S = 0.1
 
 
 def take_slot(slots: Sequence[str], wait_s: float = _WAIT_S) -> int | None:
-    """Lock one of these files and let this process see that device alone; the lock ends with the process.
+    """Lock one of these files and let this process see only that device; the lock ends with the process.
 
-    It must not have used CUDA before. Who died a moment ago may still hold a lock: waits up to ``wait_s``.
+    The process must not have used CUDA before. A process that just died may still hold a lock: waits up to ``wait_s``.
 
     Args:
         slots: Files, tried in this order; each is named after its device. None: nothing is taken.
-        wait_s: For one to be free.
+        wait_s: Longest wait for a free one.
 
     Returns:
         The descriptor of the locked file, which a worker never closes.
 
     Raises:
-        ClusterError: none was.
+        ClusterError: if none was free.
     """
     deadline_s = time.monotonic() + wait_s
     while slots:
@@ -138,8 +138,8 @@ class Worker:
     """A worker that is set up; see the module's docstring.
 
     Args:
-        setup: What it is set up with, without what is used once: variables and the code's archive.
-        folders: Where the job's files lie here, and where they lie for the user.
+        setup: Its setup, without the parts that are used once: variables and the code's archive.
+        folders: The folder of the job's files here, and the user's folder.
         start_s: When its set-up began, by ``time.perf_counter``.
 
     Raises:
@@ -178,7 +178,7 @@ class Worker:
     # ---- order lane ----
 
     def setup(self, setup: WorkerSetup) -> WorkerReady | Failed:
-        """Answer a manager that took over, and sets up every worker: it is ready, if it has the code that is meant."""
+        """Answer a manager that took over and sets up every worker: this worker is ready if it has the same code."""
         if setup.code is not None and (self._setup.code is None or setup.code.sha256 != self._setup.code.sha256):
             error = JobError("is not the code that this worker was set up with", source=setup.code.job_path)
             return self._failed(0, error)
@@ -190,15 +190,15 @@ class Worker:
         return self._once(order, lambda: self._reshape(order))
 
     def step(self, order: StepOrder) -> Prepared | Aborted | Failed:
-        """Apply what was decided, then run one step up to its reduced gradients."""
+        """Apply the decided step, then run one step up to its reduced gradients."""
         return self._once(order, lambda: self._step(order))
 
     def commit(self, order: CommitOrder) -> Committed | Aborted | Failed:
-        """Apply what was decided and hand the wanted units to the checkpoint writer."""
+        """Apply the decided step and hand the requested units to the checkpoint writer."""
         return self._once(order, lambda: self._commit(order))
 
     def probe(self, order: ProbeOrder) -> Probed:
-        """Time some work on sections that the worker need not hold; it changes nothing that the worker holds."""
+        """Time some work on sections that the worker need not hold; its state does not change."""
         try:
             self._faults.begin(order.step)
             sections = range(order.first_section, order.end_section)
@@ -216,7 +216,7 @@ class Worker:
             self._interrupt.abort()
 
     def leave_probe(self, probe: int) -> None:
-        """End this probe soon, for an order waits behind it."""
+        """End this probe soon, because an order waits for it."""
         self._prober.leave(probe)
 
     def heartbeat(self, wait_s: float) -> Heartbeat:
@@ -233,11 +233,11 @@ class Worker:
         """Begin to send or receive pre-copies before a planned change; returns at once."""
         try:
             self._pre_copy.take(order)
-        except Exception as error:  # no port to listen on, no thread to be had, or what nobody thought of
+        except Exception as error:  # no port to listen on, no thread, or an unexpected error
             log.warning("nothing is pre-copied: %s: %s", type(error).__name__, error)
 
     def tell_again(self) -> None:
-        """Another manager may be there: tell it of checkpoint units again."""
+        """Report checkpoint units again, because there may be another manager."""
         self._writer.tell_again()
 
     # ---- inside ----
@@ -246,14 +246,14 @@ class Worker:
         return self._connections.borrow(self._interrupt.limit_s)
 
     def _open_store(self) -> Store:
-        """A connection of their own for what forms on devices: libraries may keep it for as long as a generation."""
+        """Return a separate connection for device groups: libraries may keep it for a whole generation."""
         setup = self._setup
         return connect_store(setup.store_host, setup.store_port, setup.secret, self._interrupt.limit_s)
 
     def _once(
         self, order: ReshapeOrder | StepOrder | CommitOrder, work: Callable[[], AnswerT]
     ) -> AnswerT | Aborted | Failed:
-        """Carry out an order; one that comes again is answered again, and its units are written if they were not."""
+        """Carry out an order; a repeated one is answered again, and its units are written if they were not."""
         key = order_key(order)
         if self._orders.is_late(key):
             detail = "a later order came before this one"
@@ -274,10 +274,10 @@ class Worker:
         except GenerationAborted as error:
             return self._aborted(generation, str(error), peer_lost=False)
         except (PeerLost, WaitTimeout) as error:
-            self._interrupt.lose(str(error))  # what timed out is still under way: its groups are broken
+            self._interrupt.lose(str(error))  # the operation that timed out is still under way: its groups are broken
             return self._aborted(generation, str(error), peer_lost=True)
         except Exception as error:
-            self._interrupt.lose(str(error))  # what was under way with peers still is
+            self._interrupt.lose(str(error))  # operations with peers are still under way
             self._sums.drop()  # a micro-batch may be in some of them
             return self._failed(generation, error)
 
@@ -370,17 +370,17 @@ class Worker:
         )
 
     def _release(self) -> None:
-        """Give memory of the device, and pinned memory, that this process does not use back to the others."""
+        """Return unused device and pinned memory of this process to other processes."""
         staging = staging_for(torch.device(self._setup.device))
         if staging is not None:
-            self._interrupt.call(staging.device.release, "the device to give memory back")
+            self._interrupt.call(staging.device.release, "the device to return memory")
 
     def _move_channel(self, groups: GroupSet, generation: int, sender: str, receiver: str) -> Carrier:
         channel = groups.channel(move_name(generation, sender, receiver), sender)
         return self._workload.incoming_state(channel, self._interrupt) if receiver == self._setup.worker else channel
 
     def _roll_forward(self, units: dict[str, UnitState], version: int, decided: Decided | None) -> None:
-        """Apply the held gradients of the step before ``version`` where that step was decided, and as decided."""
+        """Apply the held gradients of the step before ``version`` as decided, if that step was decided."""
         assert decided is None or decided.version == version
         due = {
             name: state for name, state in units.items() if state.version == version - 1 and state.reduced is not None
@@ -390,7 +390,7 @@ class Worker:
         apply_all(due.values(), decided)
 
     def _enter(self, generation: int, version: int, decided: Decided | None) -> Generation:
-        """The current generation with every unit at ``version``; what the generation does not use is let go."""
+        """Return the current generation with every unit at ``version``; release state that it does not use."""
         current = self._generation
         assert current is not None
         assert current.order.generation == generation
@@ -480,7 +480,7 @@ class Worker:
         )
 
     def _commit_held(self, order: CommitOrder) -> Committed:
-        """Write what this worker holds, whatever became of the generation in which it got that."""
+        """Write the state that this worker holds, even if the generation in which it got that state has ended."""
         self._held = {**self._followers.in_step(order.version), **self._held}
         self._followers.end()
         self._roll_forward(self._held, order.version, order.decided)

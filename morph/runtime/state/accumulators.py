@@ -1,12 +1,12 @@
 """Sums of one parameter unit's gradients, and of changes to its buffers, over the micro-batches of a step.
 
-Two kinds behind one interface: ``ExactAccumulator`` (64-bit fixed point) and ``FastAccumulator``
-(ordinary floating point). Sums lie on the device of the gradients, and nothing waits for it before ``finish``. A step
-uses a fresh accumulator, so that a reduction left behind by an aborted generation cannot write into one that is in use.
-A micro-batch's change to a buffer is a number that is summed as gradients are.
+Two kinds behind one interface: ``ExactAccumulator`` (64-bit fixed point) and ``FastAccumulator`` (ordinary floating
+point). Sums are on the device of the gradients, and nothing waits for the device before ``finish``. A step uses a fresh
+accumulator, so that a reduction left behind by an aborted generation cannot write into one that is in use. A micro-
+batch's change to a buffer is a number that is summed as gradients are.
 
-Complex numbers are summed as two real ones each. A parameter that no micro-batch of the whole mini-batch gave a
-gradient has none in the end, as in plain PyTorch, whose optimizers leave it out: zeros would decay and move it.
+A complex number is summed as two real ones. A parameter without a gradient in the whole mini-batch has none in the end,
+as in plain PyTorch, whose optimizers skip it: with zeros they would decay and move it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from morph.runtime.state.fixed_point import FixedSum, add_fixed, fits, fixed_sum
 from morph.runtime.state.parts import Memory, Part, from_reals, reals
 
 IN_CACHE = 1 << 16
-"""Elements that go through several passes on a processor, one block after the other."""
+"""Elements of a block, for several passes on a processor."""
 
 _NOTHING = -1.0
-"""In place of the largest magnitude of a parameter to whose sum nothing was added."""
+"""Stands for the largest magnitude of a parameter if nothing was added to its sum."""
 
 
 @dataclass(frozen=True)
 class Reduced:
     """Mean gradients of one unit over the whole mini-batch, and mean changes of its buffers, held until the commit.
 
-    ``gradients`` lacks parameters that got none in the whole mini-batch. ``exponents`` are the scales that the next
-    step uses; ``overflowed`` asks for a redo with them. ``non_finite``: there are no gradients, for one is NaN or
+    ``gradients`` lacks parameters without a gradient in the whole mini-batch. ``exponents`` are the scales of the next
+    step; ``overflowed`` requests a redo with them. ``non_finite``: there are no gradients, because one is NaN or
     infinite; the step is to be skipped.
     """
 
@@ -52,17 +52,17 @@ class Accumulator(ABC):
     """Sums gradients of one unit, part by part.
 
     Args:
-        like: What each mean is like, in shape, type and device, by name.
-        memory: From which the sums are taken, on the gradients' device.
-        loss_scale: What gradients are multiplied by; the means are without.
-        changes: Names of what is no gradient, but a buffer's change: it has no loss scale, and is zero where nothing
+        like: Shape, type and device of each mean, by name.
+        memory: Memory for the sums, on the gradients' device.
+        loss_scale: Factor in the gradients; it is removed from the means.
+        changes: Names of buffers' changes, which are not gradients: they have no loss scale, and are zero if nothing
             was added.
     """
 
     bears_non_finite: bool
-    """Whether a gradient that is not finite is no error: the step may be skipped."""
+    """Whether a gradient may be infinite or NaN without an error, because the step may be skipped."""
     marks_non_finite = False
-    """Whether ``mean`` makes the first mean of a tensor's range NaN where any mean of that range is not finite."""
+    """Whether ``mean`` makes the first mean of a tensor's range NaN if any mean of that range is not finite."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Accumulator(ABC):
 
     @abstractmethod
     def _type(self, mean_dtype: torch.dtype) -> torch.dtype:
-        """Of the sums whose means have this one."""
+        """Return the dtype of sums whose means have this dtype."""
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add one contribution (of one micro-batch and one section) to a parameter's sum."""
@@ -97,39 +97,39 @@ class Accumulator(ABC):
 
     @abstractmethod
     def add_all(self, gradients: Sequence[tuple[str, Tensor]]) -> None:
-        """Add contributions of one micro-batch and one section: one for each parameter at most."""
+        """Add contributions of one micro-batch and one section: at most one for each parameter."""
 
     @property
     def largest(self) -> Tensor:
         """Magnitudes (float64); members of a ring must know the largest of each over all members.
 
-        Negative where nothing was added; fast sums tell no more than whether something was.
+        They are negative if nothing was added; fast sums tell only whether something was.
         """
         return self._largest
 
     @property
     def _known_largest(self) -> Tensor:
-        """Of all members, where a ring has told them."""
+        """Largest magnitudes over all members, once a ring has collected them."""
         return self._largest if self._largest_of_all is None else self._largest_of_all
 
     @abstractmethod
     def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
-        """Mean gradients of a range of a part.
+        """Compute mean gradients of a range of a part.
 
         Args:
-            part: Which.
-            sums: Each member's of this range: of shape (members, elements), and there may be more than the part has.
-            first: Where the range begins.
+            part: The part.
+            sums: Sums of each member in this range: (members, elements), possibly with padding behind the part.
+            first: Beginning of the range.
             num_micro_batches: N.
-            into: Flat, of so many elements, in the part's ``mean_dtype``, on the device of ``sums``.
+            into: Flat, of as many elements, in the part's ``mean_dtype``, on the device of ``sums``.
         """
 
     @abstractmethod
     def whole(self, part: Part, means: Tensor, num_micro_batches: int) -> Tensor:
-        """Sums of a whole part from which ``mean`` makes these means."""
+        """Return sums of a whole part from which ``mean`` makes these means."""
 
     def take(self, means: Mapping[Part, Tensor], largest: Tensor | None, num_micro_batches: int) -> None:
-        """Hold what a ring has made of all members' sums: means on the sums' device, largest magnitudes on the host."""
+        """Hold the results of a ring for all members: means on the sums' device, largest magnitudes on the host."""
         self._largest_of_all = largest
         for part, values in means.items():
             part.means, part.sum_of_means = values, math.nan
@@ -137,13 +137,13 @@ class Accumulator(ABC):
 
     @property
     def is_reduced(self) -> bool:
-        """Whether a ring has reduced it, so that it holds what all members had."""
+        """Whether a ring has reduced it, so that it holds the sum over all members."""
         return self._reduced_by is not None
 
     def partial(self) -> dict[str, Tensor] | None:
-        """The sum as it is, of all members if it is reduced, which another one takes by ``merge``.
+        """Return the present sum, over all members if it is reduced, for ``merge`` into another accumulator.
 
-        None where it holds a gradient that does not fit.
+        None if it holds a gradient that does not fit.
         """
         found = {"largest": self._known_largest}
         for number, part in enumerate(self.parts):
@@ -156,7 +156,7 @@ class Accumulator(ABC):
 
     @abstractmethod
     def _fits(self, partial: dict[str, Tensor]) -> bool:
-        """Whether sums can be used; what else belongs to them is added."""
+        """Return whether sums can be used; the numbers that belong to them are added."""
 
     def merge(self, partial: Mapping[str, Tensor]) -> None:
         """Add a sum of other contributions to the same unit in the same step."""
@@ -165,26 +165,26 @@ class Accumulator(ABC):
         torch.maximum(self._largest, moved(partial["largest"], self._largest.device), out=self._largest)
 
     def finish(self, num_micro_batches: int, step: int) -> Reduced:
-        """Hand out mean gradients: those that a ring has made of all members' sums, else those of this worker's own.
+        """Return mean gradients: those of all members' sums if a ring has made them, else those of this worker's sums.
 
         Raises:
-            NonFiniteGradient: naming step and parameter; not where ``bears_non_finite``.
+            NonFiniteGradient: if one is not finite, unless ``bears_non_finite``; it names step and parameter.
         """
         return finish_all({"": self}, num_micro_batches, step)[""]
 
     def make_means(self, num_micro_batches: int) -> None:
-        """Turn this worker's own sums into means, where no ring has done it."""
+        """Turn this worker's own sums into means, unless a ring has done so."""
         for part in self.parts:
             if part.means is None:
                 part.means = part.sums.new_empty(part.size, dtype=part.mean_dtype)
                 self.mean(part, part.sums.unsqueeze(0), 0, num_micro_batches, part.means)
 
     def asked(self) -> list[Tensor]:
-        """Numbers that ``finished`` needs on the host: flat, in float64, where the sums are."""
+        """Return the numbers that ``finished`` needs on the host: flat, in float64, on the sums' device."""
         return [self._known_largest]
 
     def finished(self, told: Sequence[list[float]], step: int) -> Reduced:
-        """Hand out the means, and judge them by the numbers that were asked for. Raises as ``finish``."""
+        """Return the means, and check them by the requested numbers. Raises as ``finish``."""
         means: dict[str, Tensor] = {}
         for part in self.parts:
             assert part.means is not None
@@ -201,10 +201,10 @@ class Accumulator(ABC):
     def _judged(
         self, gradients: dict[str, Tensor], largest: Mapping[str, float], told: Sequence[list[float]], step: int
     ) -> Reduced:
-        """Judge them, by what else was asked for."""
+        """Check the means by the other requested numbers."""
 
     def _broken(self, name: str, step: int, exponents: Mapping[str, int]) -> Reduced:
-        """What becomes of a step in which a gradient is not finite: it may be skipped, or it is an error."""
+        """Handle a gradient that is not finite: the step may be skipped, or this is an error."""
         if not self.bears_non_finite:
             what = f"change of buffer {name}" if name in self._changes else f"gradient of {name}"
             raise NonFiniteGradient(f"step {step}: the {what} is NaN or infinite")
@@ -214,8 +214,8 @@ class Accumulator(ABC):
 class ExactAccumulator(Accumulator):
     """Fixed-point sums in int64; see ``Accumulator`` and docs/decisions/0001.
 
-    The scales (``exponents``, for ``num_contributions``) are those of gradients without the loss scale, which is taken
-    off when a gradient is rounded.
+    The scales (``exponents``, for ``num_contributions``) are for gradients without the loss scale, which is removed
+    when a gradient is rounded.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class ExactAccumulator(Accumulator):
         from_fixed(rows, [self._exponents[name] for name in names], num_micro_batches, means)
 
     def whole(self, part: Part, means: Tensor, num_micro_batches: int) -> Tensor:
-        """See ``Accumulator.whole``: other integers than were added up, where several have the same mean."""
+        """See ``Accumulator.whole``: the integers may differ from the added ones, if several have the same mean."""
         sums = torch.empty_like(part.sums)
         for name, begin, end in part.tensors_between(0, part.size):
             to_fixed(means[begin:end], self._exponents[name], num_micro_batches, sums[begin:end])
@@ -347,8 +347,8 @@ class FastAccumulator(Accumulator):
     def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
         """See ``Accumulator.mean``: members' sums are added in their order.
 
-        On a processor the first element of each tensor's part of the range tells whether all of that part is finite: so
-        other members need not look at the rest.
+        On a processor, the first element of each tensor's part of the range tells whether the whole part is finite, so
+        other members need not check the rest.
         """
         total = into if into.dtype == sums.dtype else torch.empty_like(sums[0])
         on_processor, seen = sums.device.type == "cpu", 0.0
@@ -376,7 +376,7 @@ class FastAccumulator(Accumulator):
                     into[begin - first] = math.nan
 
     def whole(self, part: Part, means: Tensor, num_micro_batches: int) -> Tensor:
-        """See ``Accumulator.whole``; but for the last bits, of which fast accumulation promises nothing."""
+        """See ``Accumulator.whole``; the last bits may differ, as fast accumulation does not fix them."""
         sums = means[: part.size].to(part.sums.dtype) * num_micro_batches
         if self._loss_scale is not None:
             for name, begin, end in part.tensors_between(0, part.size):
@@ -411,7 +411,7 @@ class FastAccumulator(Accumulator):
 
 
 def finish_all(accumulators: Mapping[str, Accumulator], num_micro_batches: int, step: int) -> dict[str, Reduced]:
-    """Finish the accumulators of a worker's units. A device is waited for once. Raises as ``Accumulator.finish``."""
+    """Finish the accumulators of a worker's units. It waits for a device once. Raises as ``Accumulator.finish``."""
     for one in accumulators.values():
         one.make_means(num_micro_batches)
     asked = {unit: one.asked() for unit, one in accumulators.items()}
@@ -435,12 +435,12 @@ _EXACT_IN_FLOAT64 = 2**52
 
 
 def change_of(old: Tensor, new: Tensor) -> Tensor:
-    """Return by how much one micro-batch changes a buffer, in float64; flat, as ``reals`` are, if it is complex."""
+    """Return the change of a buffer by one micro-batch, in float64; flat, like ``reals``, if it is complex."""
     if old.is_complex():
         old, new = reals(old), reals(new)
     if not old.is_floating_point():
         return (new.to(torch.int64) - old.to(torch.int64)).to(torch.float64)
-    # what stays infinite does not change
+    # infinite values that stay infinite do not change
     return torch.where(new == old, 0.0, new.to(torch.float64) - old.to(torch.float64))
 
 

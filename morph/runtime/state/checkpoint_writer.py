@@ -1,8 +1,8 @@
-"""Copies units of a checkpoint and writes them in the background: training waits only for what it is about to change.
+"""Copies units of a checkpoint and writes them in the background: training waits only for tensors about to change.
 
-What was written of the newest versions is remembered: a manager that takes over is told of it again, and a unit that is
-requested again is not written twice. Its tensors stay in host memory too, so that a worker that must go back to a
-checkpoint reads from storage only what others wrote.
+The written units of the newest versions are remembered: they are reported again to a manager that takes over, and a
+unit that is requested again is not written twice. Their tensors also stay in host memory, so that a worker that must go
+back to a checkpoint reads only the units of others from storage.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from morph.runtime.state.unit_state import StateCopy, UnitState, update_rules
 
 
 class Parameters(Protocol):
-    """Parameters by name, made or read when they are requested."""
+    """Parameters by name; each is made or read when it is requested."""
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return one."""
+        """Return one parameter."""
         ...
 
 
@@ -54,10 +54,10 @@ def write_initial_checkpoint(
     Args:
         job: The job.
         model: Its cut model.
-        parameters: What the run begins with.
-        checkpoint_url: Where.
+        parameters: Initial parameters of the run.
+        checkpoint_url: Place of the checkpoint.
         frozen: Digest of the frozen weights that were written beside it.
-        prepare: Does more to a unit, which has a fresh optimizer.
+        prepare: Changes a unit further; the unit has a new optimizer.
 
     Raises:
         JobError: an optimizer or schedule that cannot be used.
@@ -90,7 +90,7 @@ def _sorted(files: Iterable[UnitFile]) -> tuple[UnitFile, ...]:
 
 KEPT_VERSIONS = 2
 PAUSES_S = (0.5, 1.5, 4.0)
-"""Between tries to write a file to storage that a network lies before."""
+"""Pauses between tries to write a file to network storage."""
 
 
 @dataclass(frozen=True)
@@ -106,15 +106,15 @@ class Handed:
 class CheckpointWriter:
     """One background thread copies what is handed over, another one writes it, both in order.
 
-    A file that storage does not take within ``rules.file_limit_s``, all tries together, is given up. What is left of
-    older versions is dropped when a newer one is handed over, unless that names them.
+    A file that storage does not accept within ``rules.file_limit_s``, all tries together, is given up. Remaining units
+    of older versions are dropped when a newer version is handed over, unless the newer one names them.
 
     Args:
         worker: Its name.
-        url: Where the run's checkpoints are.
-        faults: To be caused.
-        rules: Bounds on writing one file and, by pauses between files, on what is written in a second.
-        on_processor: Training computes on the processor, so that what writing takes of it counts as a stall.
+        url: Place of the run's checkpoints.
+        faults: Scheduled faults.
+        rules: Bounds on writing one file and, by pauses between files, on the bytes per second.
+        on_processor: Training computes on the processor, so processor time for writing counts as a stall.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class CheckpointWriter:
         self._rules = rules
         self._on_processor = on_processor
         self.lease = ""
-        """The name by which the run holds the place; empty: nobody else writes there."""
+        """Name of the run's lease of the place; empty: no other run writes there."""
         self._looked_at: int | None = None
         self._to_copy: queue.SimpleQueue[Handed] = queue.SimpleQueue()
         self._to_write: queue.SimpleQueue[tuple[Handed, dict[str, Tensor], float]] = queue.SimpleQueue()
@@ -148,26 +148,26 @@ class CheckpointWriter:
         threading.Thread(target=self._write_all, name="morph-checkpoint", daemon=True).start()
 
     def hand_over(self, version: int, unit: str, copy: StateCopy, earlier: Collection[int] = ()) -> None:
-        """Queue one unit for copying and writing; drop what waits of older versions than it, but for ``earlier``."""
+        """Queue one unit for copying and writing; drop waiting units of older versions, except ``earlier``."""
         with self._condition:
             wanted = {key for key in self._waiting if key[0] >= version or key[0] in earlier}
             self._waiting = wanted | {(version, unit)}
             self._to_copy.put(Handed(version, unit, copy, len(self._returns)))
 
     def wake(self) -> None:
-        """Let ``collect`` return now: there is other news."""
+        """Let ``collect`` return now, because there is other news."""
         with self._condition:
             self._woken = True
             self._condition.notify_all()
 
     def has(self, version: int, unit: str) -> bool:
-        """Whether a unit was handed over and not given up: then it is, or will be, told of, once more if need be."""
+        """Return whether a unit was handed over and not given up; then it is reported, again if necessary."""
         with self._condition:
             self._tell_again([entry for key, entry in self._recent.items() if key == (version, unit)])
             return (version, unit) in self._waiting or (version, unit) in self._recent
 
     def copy(self, version: int, unit: str, sha256: str) -> dict[str, Tensor] | None:
-        """A copy of what this worker wrote, if it is what a manifest names; None: it is not, or no longer here."""
+        """Return this worker's copy of a unit that it wrote; None if it does not match the manifest or is gone."""
         with self._condition:
             written = self._recent.get((version, unit))
             if written is None or written.sha256 != sha256:
@@ -175,7 +175,7 @@ class CheckpointWriter:
             return {name: tensor.clone() for name, tensor in self._copies[version, unit].items()}
 
     def forget_after(self, version: int) -> None:
-        """The job went back to this version: what was or will be written of later ones is of a history that is void."""
+        """Discard units of later versions, because the job went back to this version."""
         with self._condition:
             self._returns.append(version)
             self._waiting = {key for key in self._waiting if key[0] <= version}
@@ -184,12 +184,12 @@ class CheckpointWriter:
             self._written = [entry for entry in self._written if entry.version <= version]
 
     def tell_again(self) -> None:
-        """Report what was written of the newest versions once more: whoever was told may be gone."""
+        """Report the written units of the newest versions again, because the manager may be a new one."""
         with self._condition:
             self._tell_again(list(self._recent.values()))
 
     def collect(self, wait_s: float) -> Heartbeat:
-        """What was written since the last call; blocks up to ``wait_s`` for something to report."""
+        """Return the units written since the last call; blocks up to ``wait_s`` for something to report."""
         with self._condition:
             self._condition.wait_for(lambda: bool(self._written or self._error or self._woken), wait_s)
             self._woken = False
@@ -209,7 +209,7 @@ class CheckpointWriter:
                 if not self._is_wanted(handed):
                     handed.copy.drop()
                 copied = handed.copy.take()
-            except Exception as error:  # a device that is lost, or no memory
+            except Exception as error:  # the device is lost, or memory ran out
                 self._end(handed, None, error)
                 continue
             if copied is not None:
@@ -227,10 +227,10 @@ class CheckpointWriter:
             self._end(handed, copied, written or error)
 
     def _check_lease(self, version: int) -> None:
-        """See, before the first file of a version, that no other run has taken the place over.
+        """Check, before the first file of a version, that no other run has taken the place over.
 
         Raises:
-            CheckpointError: one has, or storage does not answer.
+            CheckpointError: if one has, or storage does not answer.
         """
         if self.lease and version != self._looked_at:
             holder = run_that_holds(self._url)
@@ -239,7 +239,7 @@ class CheckpointWriter:
             self._looked_at = version
 
     def _end(self, handed: Handed, copied: Mapping[str, Tensor] | None, result: UnitWritten | Exception | None) -> None:
-        """Report what became of a unit, if it is still wanted; else its file stays, and no manifest names it."""
+        """Report the result for a unit, if it is still wanted; else its file stays, and no manifest names it."""
         with self._condition:
             if not self._is_wanted(handed):
                 return
@@ -255,7 +255,7 @@ class CheckpointWriter:
     def _write(
         self, handed: Handed, copied: Mapping[str, Tensor], copy_s: float
     ) -> tuple[UnitWritten | None, Exception | None]:
-        """Write one file; where a network may have failed, try again after each of ``PAUSES_S``."""
+        """Write one file; if the network may have failed, try again after each of ``PAUSES_S``."""
 
         def write() -> UnitWritten:
             started_s = time.thread_time()
@@ -284,7 +284,7 @@ class CheckpointWriter:
             self._condition.wait_for(lambda: not self._is_wanted(handed), max(0.0, pause_s))
 
     def _is_wanted(self, handed: Handed) -> bool:
-        """Whether a unit is still to be written: neither of a history that is void nor older than what is handed."""
+        """Return whether a unit is still to be written: not discarded, and not older than the last handed version."""
         returns = self._returns[handed.num_returns :]
         return (handed.version, handed.unit) in self._waiting and all(handed.version <= version for version in returns)
 

@@ -30,7 +30,7 @@ GROWTH_BITS = 6
 """Head-room kept above the largest gradient of the last step: it may grow 64-fold without a redo."""
 
 FIRST_LARGEST_EXPONENT = 4
-"""Before the first step, gradients are taken to stay below 2**4."""
+"""Before the first step, gradients are assumed to stay below 2**4."""
 
 MIN_EXPONENT, MAX_EXPONENT = -120, 120
 """2**e stays an ordinary float32, and every finite float32 gradient fits at the smallest scale."""
@@ -38,10 +38,10 @@ MIN_EXPONENT, MAX_EXPONENT = -120, 120
 _HOST = torch.device("cpu")
 
 _LOOPED = (torch.float32, torch.float64)
-"""Types of gradients that a processor's loop takes, and of means that a loop or a kernel makes."""
+"""Types of gradients for the processor's loop, and of means from a loop or a kernel."""
 
 BLOCK = 1 << 22
-"""Elements that are turned back at a time on a device, so that what lies between takes little of its memory."""
+"""Elements converted at a time on a device, so that intermediate results take little of its memory."""
 
 
 def limit_bits(num_contributions: int) -> int:
@@ -75,14 +75,14 @@ def fits(exponent: int, largest: float, num_contributions: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FixedSum:
-    """One tensor's fixed-point sums, and where the compiled loops find them.
+    """One tensor's fixed-point sums, and their addresses for the compiled loops.
 
     Attributes:
         total: Flat int64.
         largest: A float64 of shape (1,), on the same device; grows to the largest magnitude, NaN if one is NaN. A
             negative one says that nothing was added before.
-        exponent: The scale's.
-        addresses: Of ``total`` and ``largest``, on the host; asked for once and not at each gradient.
+        exponent: Exponent of the scale.
+        addresses: Addresses of ``total`` and ``largest``, on the host; requested once, not for each gradient.
     """
 
     total: Tensor
@@ -92,7 +92,7 @@ class FixedSum:
 
 
 def fixed_sum(total: Tensor, largest: Tensor, exponent: int) -> FixedSum:
-    """Return sums at a scale."""
+    """Return empty sums at a scale."""
     addresses = (total.data_ptr(), largest.data_ptr()) if _on_processor(total) else None
     return FixedSum(total, largest, exponent, addresses)
 
@@ -100,13 +100,13 @@ def fixed_sum(total: Tensor, largest: Tensor, exponent: int) -> FixedSum:
 def add_fixed(sums: Sequence[FixedSum], gradients: Sequence[Tensor], is_first: Sequence[bool]) -> None:
     """Round gradients to int64 at their scales, add each to its sums, and keep the largest magnitudes.
 
-    Nothing waits for the device. What is too large for a scale, or not finite, leaves any sum, and a ``largest`` that
-    tells.
+    Nothing waits for the device. If a value is too large for a scale, or not finite, the sum is undefined, and
+    ``largest`` shows this.
 
     Args:
-        sums: On one device, no two of the same memory.
-        gradients: Real, of any floating type; as many numbers as their sums have.
-        is_first: Whether what the sums hold is to be forgotten.
+        sums: Sums on one device, in separate memory.
+        gradients: Real numbers of any floating type, as many as in their sums.
+        is_first: Whether to overwrite the sums.
     """
     if sums and sums[0].addresses is not None:
         for one, gradient, first in zip(sums, gradients, is_first, strict=True):
@@ -139,7 +139,7 @@ def _add_by_torch(one: FixedSum, values: Tensor) -> None:
         return
     if values.dtype not in (torch.float32, torch.float64):
         values = values.to(torch.float32)
-    # with a loss scale on top, the factor may be no ordinary float32
+    # with a loss scale too, the factor may not be a normal float32
     wide = values if MIN_EXPONENT <= one.exponent <= MAX_EXPONENT else values.to(torch.float64)
     one.total.add_((wide * 2.0**one.exponent).round_().to(torch.int64))
     torch.maximum(one.largest, values.abs().amax().to(torch.float64), out=one.largest)
@@ -149,11 +149,11 @@ def from_fixed(totals: Sequence[Tensor], exponents: Sequence[int], divisor: int,
     """Turn fixed-point sums into mean gradients: total * 2**-e / divisor, in float64, then in the type of ``into``.
 
     Args:
-        totals: Of each tensor, int64 of shape (members, elements): what is added up are the sums of each. All on one
-            device, elements one behind the other.
-        exponents: The scales'.
+        totals: For each tensor, int64 of shape (members, elements), to be added over the members. All on one device,
+            with contiguous elements.
+        exponents: Exponents of the scales.
         divisor: N.
-        into: Flat, of so many elements, of one type, on the device of ``totals``.
+        into: Flat, of as many elements, of one type, on the device of ``totals``.
     """
     if into and into[0].dtype in _LOOPED:
         fused = _fused(into[0].device)
@@ -174,15 +174,15 @@ def _mean_by_torch(totals: Tensor, exponent: int, divisor: int, into: Tensor) ->
 
 
 def to_fixed(means: Tensor, exponent: int, divisor: int, into: Tensor) -> None:
-    """Find sums that ``from_fixed`` turns into these means, bit for bit. There are some, since each mean is of a sum.
+    """Find sums that ``from_fixed`` turns into these means, bit for bit. They exist, since each mean comes from a sum.
 
-    The quotient is off by a few roundings at most: one of its neighbours is such a sum.
+    The product is off by at most a few roundings: one of its neighbours is such a sum.
 
     Args:
         means: Flat; made by ``from_fixed`` with the same exponent and divisor.
-        exponent: The scale's.
+        exponent: Exponent of the scale.
         divisor: N.
-        into: int64, as many.
+        into: int64, of as many elements.
     """
     scale = 2.0**-exponent / divisor
     guess = (means.to(torch.float64) / scale).round_()
@@ -196,14 +196,14 @@ def to_fixed(means: Tensor, exponent: int, divisor: int, into: Tensor) -> None:
 
 @cache
 def _fused(device: torch.device) -> ModuleType | None:
-    """One kernel of Triton for each pass, on a CUDA device on which they find the bits that torch's kernels find.
+    """Return one Triton kernel for each pass, for a CUDA device on which they give the same bits as torch's kernels.
 
-    None where they do not, or cannot be compiled: torch's do the same, more slowly.
+    None if they do not, or cannot be compiled: torch's kernels do the same, more slowly.
     """
     if device.type != "cuda":
         return None
     try:
-        from morph.runtime.state import fused_sums  # Triton is there with torch's builds for GPUs alone
+        from morph.runtime.state import fused_sums  # only torch's builds for GPUs include Triton
 
         _compare(fused_sums, device, torch.float32)
     except Exception as error:
@@ -216,9 +216,9 @@ def _fused(device: torch.device) -> ModuleType | None:
 
 @cache
 def _loops(dtype: torch.dtype) -> Loops | None:
-    """One compiled loop for each pass over numbers of this type on the processor; None likewise."""
+    """Return one compiled loop for each pass over numbers of this type on the processor; None in the same cases."""
     try:
-        from morph.runtime.state.loops import compile_loops  # a worker that sums nothing need not wait for llvmlite
+        from morph.runtime.state.loops import compile_loops  # a worker without sums need not wait for llvmlite
 
         loops = compile_loops(dtype)
 
@@ -238,7 +238,7 @@ def _compare(kernels: Any, device: torch.device, dtype: torch.dtype) -> None:
     """Try kernels or loops for numbers of a type.
 
     Raises:
-        ValueError: they find other bits than torch's kernels.
+        ValueError: if they give other bits than torch's kernels.
     """
     values = (torch.arange(-4096, 4096, device=device) / 64).to(dtype).exp2_()
     values[::3] *= -1
@@ -256,7 +256,7 @@ def _compare(kernels: Any, device: torch.device, dtype: torch.dtype) -> None:
         each.mean(*halves)
         found.append((total.tolist(), largest.tolist(), means.tolist()))
     if found[0] != found[1]:
-        raise ValueError("it finds other bits than torch does")
+        raise ValueError("it gives other bits than torch does")
 
 
 def _add_each_by_torch(sums: Sequence[FixedSum], flat: Sequence[Tensor], is_first: Sequence[bool]) -> None:
@@ -286,7 +286,7 @@ def _on_processor(tensor: Tensor) -> bool:
 
 
 def prepare(device: torch.device = _HOST) -> None:
-    """Compile and prove what adding float32 gradients there needs, so that no step has to."""
+    """Compile and check the code for adding float32 gradients on a device, so that no step has to."""
     total, mean = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
     add_fixed([fixed_sum(total, torch.zeros(1, dtype=torch.float64, device=device), 0)], [mean], [True])
     from_fixed([total.view(1, 1)], [0], 1, [mean])

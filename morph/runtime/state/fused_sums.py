@@ -1,8 +1,8 @@
 """The two passes over fixed-point sums in kernels of Triton, for devices that have it (docs/decisions/0001).
 
-``fixed_point`` calls them in place of four to eight kernels of torch's for each tensor, with what lies between in
-memory. One call takes up to ``TENSORS`` tensors: a section's gradients, or a part's means. Bits are the same, and those
-of one tensor do not depend on the others. Imported only where Triton is: torch's builds for GPUs bring it.
+``fixed_point`` calls them in place of four to eight torch kernels for each tensor, with intermediate results in memory.
+One call takes up to ``TENSORS`` tensors: a section's gradients, or a part's means. Bits are the same, and those of one
+tensor do not depend on the others. Imported only if Triton is present: torch's builds for GPUs include it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 ELEMENTS = 2048
-"""Of one program."""
+"""Elements of one program."""
 TENSORS = 32
-"""Of one call, at most: what a kernel is given for each takes 48 of its 4,096 bytes."""
+"""Most tensors of one call: each takes 48 of the 4,096 bytes of a kernel's arguments."""
 
 
 class Sums(Protocol):
@@ -39,7 +39,7 @@ class Sums(Protocol):
 
 @triton.jit
 def _place(nums, size: tl.constexpr):
-    """Which tensor this program works on, and which of its elements. All programs of one tensor follow each other."""
+    """Return the tensor of this program and its elements in it. The programs of one tensor are consecutive."""
     program = tl.program_id(0)
     which = program * 0
     begin = program * 0
@@ -54,7 +54,7 @@ def _place(nums, size: tl.constexpr):
 
 @triton.jit
 def _of(which, each):
-    """What there is for this tensor."""
+    """Return the arguments for this tensor."""
     found = each[0]
     for index in tl.static_range(1, len(each)):
         found = tl.where(which == index, each[index], found)
@@ -65,8 +65,8 @@ def _of(which, each):
 def _add(sums, values, largest, scales, scales_too, nums, is_first, size: tl.constexpr):
     """Add the values of several tensors times both scales, rounded to even, and keep the largest magnitudes' bits.
 
-    Both scales are powers of two. Floats that are not negative are ordered as their bits, NaN after infinity. What is
-    below the power of two from which on floats are whole is rounded, to even, by adding that and taking it off again.
+    Both scales are powers of two. Floats that are not negative are ordered as their bits, NaN after infinity. Values
+    below the power of two from which floats are whole are rounded, to even, by adding and subtracting that power.
     """
     which, places = _place(nums, size)
     total = _of(which, sums)
@@ -93,7 +93,7 @@ def _mean(sums, means, scales, nums, divisor, stride, members, size: tl.constexp
     row = _of(which, sums)
     there = places < _of(which, nums)
     total = tl.load(row + places, mask=there, other=0)
-    member = which * 0 + 1  # no range: Triton's interpreter cannot take one that a tensor bounds
+    member = which * 0 + 1  # not a range: Triton's interpreter does not accept a tensor as its bound
     own = places
     while member < members:
         own += stride
@@ -115,7 +115,7 @@ def add(sums: Sequence[Sums], values: Sequence[Tensor], is_first: Sequence[bool]
             kinds.setdefault((value.dtype, _is_even(one.total, value), first), []).append((one, value))
     for (_, _, first), pairs in kinds.items():
         for some in _portions(pairs):
-            halves = [one.exponent // 2 for one, _ in some]  # what a loss scale takes off may leave no ordinary float32
+            halves = [one.exponent // 2 for one, _ in some]  # with a loss scale, the factor may not be a normal float32
             nums = tuple(value.numel() for _, value in some)
             with torch.cuda.device_of(some[0][1]):  # type: ignore[no-untyped-call]
                 _add[(_programs(nums),)](
@@ -152,7 +152,7 @@ def mean(totals: Sequence[Tensor], exponents: Sequence[int], divisor: int, into:
 
 
 def _is_even(total: Tensor, values: Tensor) -> bool:
-    """Whether a kernel may move several numbers at once; one tensor with which it may not keeps it from that."""
+    """Return whether a kernel may move several numbers at once; every tensor must allow it."""
     return values.numel() % 16 == 0 and not (total.data_ptr() % 16 or values.data_ptr() % 16)
 
 

@@ -1,7 +1,7 @@
 """The two passes over fixed-point sums on a processor, compiled by LLVM: one pass each, where torch takes five.
 
-They are compiled in each process that sums, from the text below: it takes 0.1 s of processor time with the import of
-llvmlite, a third of what loading the same loops from numba's cache takes, and there is no file that could be damaged.
+They are compiled from the text below in each process that sums. This takes 0.1 s of processor time with the import of
+llvmlite, a third of the time to load the same loops from numba's cache, and no cached file can be damaged.
 They are called by addresses, because a call through numba takes as long as adding 10,000 numbers.
 """
 
@@ -127,7 +127,7 @@ _AT, _NUM = ctypes.c_void_p, ctypes.c_ssize_t
 _ADD = ctypes.CFUNCTYPE(None, _AT, _AT, _NUM, ctypes.c_double, _AT, ctypes.c_bool)
 _MEAN = ctypes.CFUNCTYPE(None, _AT, *(_NUM,) * 3, ctypes.c_double, _AT)
 _COMPILED: list[Any] = []
-"""Their code lasts as long as these."""
+"""These engines own the compiled code."""
 _LOCK = threading.Lock()
 
 
@@ -135,7 +135,7 @@ def compile_loops(dtype: torch.dtype) -> Loops:
     """Compile both for gradients and means of this type, float32 or float64.
 
     Raises:
-        RuntimeError: LLVM does not know this processor, or refuses the text.
+        RuntimeError: if LLVM does not know this processor, or refuses the text.
     """
     with _LOCK:
         llvm.initialize_native_target()

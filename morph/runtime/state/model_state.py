@@ -1,4 +1,4 @@
-"""The user's state_dict: its names, which of them are one tensor, and what training changes of it."""
+"""The user's state_dict: its names, its tied tensors, and the entries that training changes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class ModelState:
 
     Attributes:
         model: The job's model, without memory for its weights where that is possible.
-        kept: Every name, with the first name of the same tensor: tied parameters are kept under that.
+        kept: Every name, with the first name of the same tensor, under which tied parameters are kept.
         trainable: Kept names of parameters that require a gradient.
         buffers: Kept names of buffers.
-        values: By kept name, as the job's model makes them.
+        values: Initial values by kept name, made by the job's model.
     """
 
     model: nn.Module
@@ -57,7 +57,7 @@ def model_state(job: Job) -> ModelState:
     """Build the job's model, without memory for its weights where that is possible.
 
     Raises:
-        JobError: its state_dict holds something besides tensors.
+        JobError: if its state_dict holds something besides tensors.
     """
     built = build_model(job.model, job.seed)
     entries = built.model.state_dict(keep_vars=True)
@@ -76,7 +76,7 @@ def model_state(job: Job) -> ModelState:
 
 
 def export_state(job: Job, checkpoint_url: str, manifest: Manifest) -> dict[str, Tensor]:
-    """Collect a checkpoint's parameters and buffers under all of the user's names, with what training does not change.
+    """Collect a checkpoint's parameters and buffers under all of the user's names, with entries that are not trained.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged.
@@ -88,9 +88,9 @@ def export_state(job: Job, checkpoint_url: str, manifest: Manifest) -> dict[str,
 
 
 def export_pretrained(job: Job, checkpoint_url: str, manifest: Manifest) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Collect what the model's own ``save_pretrained(folder, state_dict=...)`` is to be called with.
+    """Collect the arguments of the model's own ``save_pretrained(folder, state_dict=...)``.
 
-    Of a model with adapters (peft) these are trained tensors alone: no frozen weight is read.
+    For a model with adapters (peft) these are only trained tensors: no frozen weight is read.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged.
@@ -114,23 +114,23 @@ def export_pretrained(job: Job, checkpoint_url: str, manifest: Manifest) -> tupl
 def _under_each_name(
     state: ModelState, trained: Mapping[str, Tensor], frozen: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """Return what is kept under these names: trained, given to the run, or as the job's model makes it."""
+    """Return the tensors kept under these names: trained, given to the run, or made by the job's model."""
     whole: dict[str, Tensor] = {}
     for name in dict.fromkeys(names.values()):
         whole[name] = next(found for found in (trained, frozen, state.values) if name in found)[name]
-    # every name has memory of its own: safetensors stores no tensor twice under two names
+    # every name gets its own memory, because safetensors refuses one tensor under two names
     return {name: whole[kept].clone().contiguous() for name, kept in names.items()}
 
 
 def _trained(job: Job, state: ModelState, checkpoint_url: str, manifest: Manifest) -> dict[str, Tensor]:
-    """Read what a checkpoint has of the state_dict, by kept name."""
+    """Read a checkpoint's entries of the state_dict, by kept name."""
     trained: dict[str, Tensor] = {}
     for entry in manifest.units:
         for key, tensor in read_unit(checkpoint_url, manifest, entry.unit).items():
             kind, _, name = key.partition("/")
-            if kind == "param" or (kind == "buffer" and name in state.buffers):  # else it is not in the state_dict
+            if kind == "param" or (kind == "buffer" and name in state.buffers):  # otherwise it is not in the state_dict
                 trained[name] = tensor
-    if job.master_weights:  # a checkpoint has what the optimizer works on
+    if job.master_weights:  # a checkpoint has the parameters that the optimizer works on
         trained = {
             name: tensor.to(state.specs[name][1]) if name in state.trainable else tensor
             for name, tensor in trained.items()
@@ -152,7 +152,7 @@ def _trained(job: Job, state: ModelState, checkpoint_url: str, manifest: Manifes
 
 @dataclass(frozen=True)
 class ImportRules:
-    """How the entries of a file are those of a job's model; all patterns are regular expressions.
+    """Rules that map a file's entries to those of a job's model; all patterns are regular expressions.
 
     Attributes:
         renames: Pattern and text: every match in an entry's name becomes the text; in turn.
@@ -165,7 +165,7 @@ class ImportRules:
     fresh: tuple[re.Pattern[str], ...] = ()
 
     def entries(self, names: Iterable[str]) -> list[tuple[str, str]]:
-        """Return the name in the job's model of each entry that is taken, and its own."""
+        """Return, for each imported entry, its name in the job's model and its own name."""
         taken = [name for name in names if not any(pattern.fullmatch(name) for pattern in self.skip)]
         return [(reduce(lambda new, rule: rule[0].sub(rule[1], new), self.renames, name), name) for name in taken]
 
@@ -175,22 +175,22 @@ class ImportRules:
 
 
 class Weights(Protocol):
-    """Tensors by name, read when they are requested."""
+    """Tensors by name; each is read when it is requested."""
 
     @property
     def path(self) -> Path:
-        """What errors name."""
+        """Name of the file in errors."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of each."""
+        """Shape and dtype of each tensor."""
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read one."""
+        """Read one tensor."""
 
 
 class StoredRun:
-    """The parameters and buffers of a run's checkpoint, with what its optimizers keep; a unit is in memory at a time.
+    """The parameters and buffers of a run's checkpoint, with its optimizers' state; one unit is in memory at a time.
 
     Raises:
         CheckpointError: it cannot be read, or is damaged.
@@ -232,22 +232,22 @@ class StoredRun:
 class ImportedParameters:
     """A file's parameters and buffers for a cut model, checked by names, shapes, types and tied names; read one by one.
 
-    Buffers that the forward writes may be absent: then they are as the job's model makes them.
+    Buffers that the forward writes may be absent: then the job's model initialises them.
 
     Attributes:
-        unused: Parameters that are left out, for the loss does not depend on them.
-        fresh: Parameters that begin as the job's model makes them.
-        frozen: Names of what training does not change and the job's model makes otherwise.
+        unused: Parameters that are left out, because the loss does not depend on them.
+        fresh: Parameters that the job's model initialises.
+        frozen: Names of untrained entries that differ from the job's model.
 
     Args:
         job: The job.
         model: Its cut model.
         file: The file, or a run.
-        initial_buffers: What the job's model makes.
-        rules: How the file's entries are the model's.
+        initial_buffers: Initial buffers of the job's model.
+        rules: Rules that map the file's entries to the model's.
 
     Raises:
-        InputError: naming the file and the entry that does not fit.
+        InputError: if an entry does not fit; it names the file and the entry.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class ImportedParameters:
         self.frozen = tuple(kept for kept, names in self._names.items() if self._differs(kept, names))
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read one parameter or buffer, in the type that the job's model has it in."""
+        """Read one parameter or buffer, in its type in the job's model."""
         if name in self._names:
             return self._file[self._names[name][0]].to(self._state.specs[name][1])
         return self._initial_buffers[name] if name in self._initial_buffers else self._state.values[name]
@@ -291,10 +291,10 @@ class ImportedParameters:
         return iter(self._model.parameter_specs)
 
     def give_optimizer_state(self, state: UnitState) -> None:
-        """Give a unit's new optimizer what the run's keeps of its parameters; those that the run lacks begin anew.
+        """Give a unit's new optimizer the state of the run's optimizer; parameters that the run lacks begin anew.
 
         Raises:
-            InputError: the run has another optimizer.
+            InputError: if the run has another optimizer.
         """
         assert isinstance(self._file, StoredRun)
         tensors: dict[tuple[str, str], Tensor] = {}
@@ -310,7 +310,7 @@ class ImportedParameters:
         state.take_optimizer_state(tensors, plain)
 
     def _differs(self, kept: str, names: list[str]) -> bool:
-        """Check the entries of a tensor; returns whether it is one that training does not change, and another."""
+        """Check the entries of a tensor; return whether it is untrained and differs from the job's model."""
         shape, dtype = self._state.specs[kept]
         for name in names:
             if self._file.shapes[name] != shape:

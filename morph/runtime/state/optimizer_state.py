@@ -1,7 +1,7 @@
 """An optimizer's state as named tensors and plain numbers, whatever the optimizer; and its learning-rate schedule's.
 
-Hyperparameters and counters go through JSON and come back with the same types and bits. A state carries what its job
-said of optimizer and schedule, so that what a changed job says applies (``load_settings``)."""
+Hyperparameters and counters go through JSON and come back with the same types and bits. A state carries its job's
+settings of optimizer and schedule, so that a changed job's settings apply (``load_settings``)."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ NOT_HYPERPARAMETERS = ("params", "param_names")
 
 
 def prepare_torch() -> None:
-    """Load at once what torch loads with a process's first optimizer and backward; no thread is started.
+    """Load now the modules that torch loads with a process's first optimizer and backward; no thread is started.
 
-    That is torch's compiler, though nothing is compiled: a second of processor time (docs/benchmarks.md).
+    They are torch's compiler, though nothing is compiled, and take a second of processor time (docs/benchmarks.md).
     """
     SGD([Parameter(torch.zeros(1))])
 
 
 def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Parameter]) -> Optimizer:
-    """Call the job's factory for some parameters. For none, as a unit of buffers has, there is nothing to ask it.
+    """Call the job's factory for some parameters. A unit of buffers has none, and needs no call.
 
     Raises:
         JobError: it returns no optimizer, or one that wants to evaluate the loss itself.
@@ -53,7 +53,7 @@ def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Para
     if (part := next(filter(_needs_argument, parts_of(optimizer)), None)) is not None:
         allowed = "optimizers whose step() needs no closure: Morph runs the model, once per step"
         raise _wrong("optimizer", "returns an optimizer whose step needs a closure", part, allowed)
-    for group in optimizer.param_groups:  # a rate in a tensor that units share would be changed by each one's schedule
+    for group in optimizer.param_groups:  # each unit's schedule would change a learning rate in a shared tensor
         group.update({key: value.clone() for key, value in group.items() if isinstance(value, Tensor)})
     return optimizer
 
@@ -81,7 +81,7 @@ def build_both(
     """Build an optimizer and its schedule.
 
     Returns:
-        Both; as plain values, what the job says of them; and whether the optimizer may step together with others.
+        Both; the job's settings of them as plain values; and whether the optimizer may step together with others.
 
     Raises:
         JobError: one of them cannot be used.
@@ -114,9 +114,9 @@ _ELEMENTWISE = (SGD, Adam, AdamW, RMSprop)
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether an optimizer may step together with others: one of torch's own, whose steps nothing of the job's watches.
+    """Return whether an optimizer may step together with others: it is torch's, and the job does not hook its steps.
 
-    To be asked before it gets a schedule, which wraps its ``step``.
+    Call this before it gets a schedule, which wraps its ``step``.
     """
     own = vars(optimizer)
     watched = "step" in own or own.get("_optimizer_step_pre_hooks") or own.get("_optimizer_step_post_hooks")
@@ -139,7 +139,7 @@ def step_together(optimizers: Sequence[Optimizer]) -> None:
         if found is None:
             groups.append(found := {**settings, "params": []})
         found["params"].extend(group["params"])
-    joint = copy(optimizers[0])  # with groups and a state of its own, and without what is hung on that one
+    joint = copy(optimizers[0])  # with its own groups and state, and without attributes added to the original
     joint.param_groups = groups
     joint.state = defaultdict(dict)
     for optimizer in optimizers:
@@ -148,10 +148,10 @@ def step_together(optimizers: Sequence[Optimizer]) -> None:
 
 
 def kernels_of(optimizer: Optimizer) -> Any:
-    """What an optimizer's choice of kernels depends on, beside its settings; None if it is to step by itself.
+    """Return the facts besides its settings on which an optimizer's choice of kernels depends; None: it steps alone.
 
-    Torch chooses for all tensors of a group, so only those may share one that are alike: in type, device, layout, and
-    what their states have. To be asked behind a step, with the gradients still there.
+    Torch chooses for all tensors of a group, so a group may only have tensors with equal type, device, layout and
+    entries of state. Call this after a step, while the gradients are still present.
     """
     found = set()
     for group in optimizer.param_groups:
@@ -206,7 +206,7 @@ def load_optimizer_state(
 ) -> None:
     """The inverse of ``optimizer_state``; the tensors are copied to where the optimizer wants them.
 
-    ``for_good``: nobody else has their memory, so that one that is there already is taken as it is.
+    ``for_good``: nothing else uses their memory, so a tensor that is there already is used without a copy.
     """
     optimizer.state.clear()
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
@@ -225,13 +225,13 @@ def load_optimizer_state(
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether a tensor lies in memory as torch's own do: other kernels may be chosen, and round otherwise, if not."""
+    """Return whether a tensor is aligned like torch's own; else other kernels, which round otherwise, may be chosen."""
     alignment = ALIGNMENT if tensor.device.type == "cpu" else DEVICE_ALIGNMENT
     return tensor.is_contiguous() and tensor.data_ptr() % alignment == 0
 
 
 def group_numbers(optimizer: Optimizer) -> list[Any]:
-    """Hyperparameters of each parameter group, as plain values.
+    """Return the hyperparameters of each parameter group, as plain values.
 
     Raises:
         JobError: one of them is not plain numbers.
@@ -252,18 +252,18 @@ def load_settings(
     numbers: Mapping[str, Any],
     said: Mapping[str, Any],
 ) -> None:
-    """Take over the saved groups and schedule, but for what the job says otherwise now than when they were saved.
+    """Load the saved groups and schedule, except for settings that the job has changed since.
 
-    A schedule of another job, or of changed code, is brought to where it would be had it been there from the beginning.
+    A schedule of another job, or of changed code, is advanced as if it had been used from the beginning.
 
     Args:
-        optimizer: As the job built it, where ``numbers`` differ from what the job says.
-        scheduler: Likewise.
+        optimizer: The optimizer as the job built it.
+        scheduler: The scheduler as the job built it.
         numbers: The saved ``groups`` and ``scheduler``, ``said`` of the job that saved them, and ``num_applied`` steps.
-        said: What this job says: of ``build_both``, and whatever else it depends on.
+        said: This job's settings, from ``build_both``, and all else on which they depend.
 
     Raises:
-        JobError: the schedule cannot be brought there.
+        JobError: if the schedule cannot be advanced.
     """
     before = numbers.get("said")
     if before is None or not says_otherwise(numbers, said):
@@ -292,7 +292,7 @@ def load_scheduler(scheduler: LRScheduler, saved: Any) -> None:
 
 
 def says_otherwise(numbers: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
-    """Whether a saved state is of a job that said something else; False where it does not tell."""
+    """Return whether a saved state comes from a job with another setting; False if it has no such setting."""
     before = numbers.get("said")
     return before is not None and json.dumps(before, sort_keys=True) != json.dumps(said, sort_keys=True)
 
@@ -333,10 +333,10 @@ _KIND = "~"
 
 
 def to_plain(value: Any) -> Any:
-    """Write a value with what JSON has; tuples, dicts, counters and tensors of one number are marked.
+    """Write a value with JSON's types; tuples, dicts, counters and tensors of one number are marked.
 
     Raises:
-        ValueError: naming the type of what cannot be written.
+        ValueError: if something cannot be written; it names the type.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value

@@ -1,4 +1,4 @@
-"""Where the sums of gradients lie: tensors of one unit one behind the other, in memory that steps hand on."""
+"""The memory of gradient sums: the tensors of a unit are consecutive, and each step reuses the memory of the last."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 SLACK = 64
-"""Elements behind a part's sums, so that they can be cut into equal shares for as many workers without a copy."""
+"""Elements after a part's sums, so that up to so many workers get equal shares without a copy."""
 
 _HOST = torch.device("cpu")
 
 
 def reals(tensor: Tensor) -> Tensor:
-    """Return a tensor's numbers flat; of each complex one its real part, then its imaginary part."""
+    """Return a tensor's numbers flat; a complex number as its real part, then its imaginary part."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj().resolve_neg())
@@ -24,7 +24,7 @@ def reals(tensor: Tensor) -> Tensor:
 
 
 def from_reals(flat: Tensor, like: Tensor) -> Tensor:
-    """Return what ``reals`` made flat, as a view in the shape of a tensor, and complex if that is."""
+    """Return the flat result of ``reals`` as a view in the shape of a tensor, complex if the tensor is."""
     return (torch.view_as_complex(flat.view(-1, 2)) if like.is_complex() else flat).view(like.shape)
 
 
@@ -34,12 +34,12 @@ def num_reals(tensor: Tensor) -> int:
 
 
 class Memory:
-    """Flat memory of one step, with what a step before it has left: new pages cost as much as passes over them do.
+    """Flat memory of one step, with memory of an earlier step: new pages cost as much as passes over them.
 
     Args:
-        device: Where it is, unless said otherwise.
-        left: What nothing reads or writes any more.
-        is_tight: What was given back, and is too small for what is taken next, is let go.
+        device: Its device, by default.
+        left: Memory that nothing reads or writes any more.
+        is_tight: Release returned memory that is too small for the next request.
     """
 
     def __init__(self, device: torch.device = _HOST, left: Iterable[Tensor] = (), *, is_tight: bool = False) -> None:
@@ -47,16 +47,16 @@ class Memory:
         self._is_tight = is_tight
         self._free = list(left)
         self.used: dict[int, Tensor] = {}
-        """By address, all that was taken, and may be left to the next step when this one is over."""
+        """All taken memory by address; the next step may reuse it."""
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """Return a flat tensor of so many elements, of which nothing is read before it is written to."""
+        """Return a flat tensor of so many elements; its initial contents are undefined."""
         device = device or self.device
         alike = [one for one in self._free if (one.dtype, one.device) == (dtype, device)]
         fits = [one for one in alike if len(one) >= size]
         if self._is_tight and not fits:
             for one in alike:
-                self.used.pop(one.data_ptr(), None)  # tensors of shapes alone have no address
+                self.used.pop(one.data_ptr(), None)  # meta tensors have no address
             self._free = [one for one in self._free if all(one is not other for other in alike)]
             alike.clear()
         found = min(fits, key=len) if fits else torch.empty(size, dtype=dtype, device=device)
@@ -65,18 +65,18 @@ class Memory:
         return found[:size]
 
     def give_back(self, taken: Tensor) -> None:
-        """What was taken is not needed any more within this step."""
+        """Return memory that is no longer needed in this step."""
         self._free.append(self.used.get(taken.data_ptr(), taken))
 
 
 class Part:
-    """Tensors of one unit whose means have one type: their sums, of ``reals``, lie one behind the other.
+    """Tensors of one unit whose means have one type; their sums, of ``reals``, are consecutive in memory.
 
     Args:
-        names: Of the tensors.
-        like: What each mean is like, in shape and type.
-        dtype: Of the sums.
-        memory: From which they are taken.
+        names: Names of the tensors.
+        like: Shape and type of each mean.
+        dtype: Type of the sums.
+        memory: Memory for the sums.
     """
 
     def __init__(self, names: tuple[str, ...], like: Mapping[str, Tensor], dtype: torch.dtype, memory: Memory) -> None:
@@ -89,13 +89,13 @@ class Part:
         self._slices = dict(zip(names, torch.split(self._memory[: self.size], self.sizes), strict=True))
         self._unwritten = set(names)
         self.means: Tensor | None = None
-        """Flat; there once they are reduced."""
+        """Means, flat; present once they are reduced."""
         self.sum_of_means = math.nan
-        """Of those that tell of all others: finite only if all are; not a number where nobody has looked yet."""
+        """Sum of the means that stand for all others: finite only if all are; NaN before the check."""
 
     @property
     def sums(self) -> Tensor:
-        """Flat; zero where nothing was added."""
+        """Sums, flat; zero if nothing was added."""
         return self._filled()[: self.size]
 
     def _filled(self) -> Tensor:
@@ -105,20 +105,20 @@ class Part:
         return self._memory
 
     def sum_of(self, name: str) -> tuple[Tensor, bool]:
-        """A tensor's sum, to be added to now; and whether that is the first time, and it holds anything."""
+        """Return a tensor's sum to add to, and whether it is the first addition, so that the contents are undefined."""
         is_first = name in self._unwritten
         self._unwritten.discard(name)
         return self._slices[name], is_first
 
     def shares(self, num: int) -> Tensor:
-        """The sums as so many equal shares: of shape (num, elements), with zeros behind the last."""
+        """Return the sums as so many equal shares, of shape (num, elements), padded with zeros."""
         length = -(-self.size // num)
         missing = max(0, num * length - len(self._memory))
         memory = torch.nn.functional.pad(self._filled(), (0, missing)) if missing else self._filled()
         return memory[: num * length].view(num, length)
 
     def tensors_between(self, first: int, end: int) -> Iterator[tuple[str, int, int]]:
-        """The tensors, by name, that have elements in this range of the part, with the range of these."""
+        """Yield the names of tensors with elements in this range of the part, with the ranges of those elements."""
         for name, tensor_end, size in zip(self.names, accumulate(self.sizes), self.sizes, strict=True):
             begin, until = max(first, tensor_end - size), min(end, tensor_end)
             if begin < until:

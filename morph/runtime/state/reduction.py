@@ -1,10 +1,10 @@
-"""Reducing sums over the workers that share them, beside what these still compute.
+"""Reduces sums over the workers that share them, while these still compute.
 
-Each worker turns its share of a part into mean gradients: shares of the sums go to their workers (8 bytes for each
-parameter of exact sums), and means come back (4). An all-reduce of the sums would carry 16. The sums themselves stay as
-they are, so that a worker still has its own should the step be given up.
+Each worker turns its share of a part into mean gradients: shares of the sums are sent to their workers (8 bytes for
+each parameter of exact sums), and means come back (4). An all-reduce of the sums would send 16. The sums themselves do
+not change, so that a worker still has its own if the step is abandoned.
 
-A ring of gloo takes what is in host memory, to which a device's sums are copied first; in a ring of devices they stay.
+A ring of gloo uses host memory, to which a device's sums are copied first; in a ring of devices they stay there.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _WHAT = "the gradients' reduction"
 
 
 PIECE_BYTES = 16 * 1024 * 1024
-"""Of a part's sums that are under way at once, so that what is received takes little memory, and the same again."""
+"""Bytes of a part's sums under way at once, so that receiving takes little memory: as much again."""
 PIECES_ON_THE_WAY = 3
-"""Of what a device has: being copied to the host, there, or sent and not received yet."""
+"""Bytes of a device's sums that are being copied to the host, are there, or are sent and not received yet."""
 SHARE_BYTES = 256 * 1024
-"""Of a piece to each member, at least: smaller messages take as long."""
+"""Least bytes of a piece for each member: smaller messages take as long."""
 
 
 @dataclass(eq=False)
 class _Unit:
     """One accumulator that is reduced over one ring.
 
-    ``staging``: of its device; None where that is the host, or the ring one of devices. ``ready``: behind its sums.
+    ``staging``: that of its device; None for the host or a ring of devices. ``ready``: event after its sums.
     """
 
     accumulator: Accumulator
@@ -58,11 +58,11 @@ class _Unit:
 
     @property
     def parts(self) -> list[Part]:
-        """Those with elements."""
+        """Parts with elements."""
         return [part for part in self.accumulator.parts if part.size]
 
     def pieces(self) -> list[_Piece]:
-        """What is reduced: each part's sums, in equal shares; the largest magnitudes go with the first."""
+        """Return the pieces to reduce: each part's sums, in equal shares; the largest magnitudes go with the first."""
         num, pieces = self.ring.size, []
         piece_bytes = RING_PIECE_BYTES if isinstance(self.ring, DeviceRing) else PIECE_BYTES
         for part in self.parts:
@@ -75,7 +75,7 @@ class _Unit:
         return pieces
 
     def take(self, num_micro_batches: int) -> None:
-        """Give the accumulator what is the same for all members now; in the thread that computes."""
+        """Give the results for all members to the accumulator; called in the thread that computes."""
         means, largest = tuple(self.means[part] for part in self.parts), self.largest
         if self.staging is not None:
             self.staging.arrived(means, self.staging.filled())
@@ -105,7 +105,7 @@ class _Piece:
         return self.unit.ring
 
     def computing(self) -> AbstractContextManager[object]:
-        """Compute where the ring's operations are in order."""
+        """Compute on the stream of the ring's operations."""
         return self.ring.computing() if isinstance(self.ring, DeviceRing) else nullcontext()
 
     def scatter(self, memory: Memory) -> None:
@@ -121,7 +121,7 @@ class _Piece:
 
     def gather(self, num_micro_batches: int, memory: Memory) -> None:
         """Turn this worker's share into means, and send them to every member."""
-        if not isinstance(self.ring, DeviceRing):  # whose stream has them in order
+        if not isinstance(self.ring, DeviceRing):  # the ring's stream has them in order
             self.wait()
         with self.computing():
             if self.part is None or self.received is None:
@@ -137,13 +137,13 @@ class _Piece:
             self.sums, self.received, self.means = None, None, whole
 
     def _memory_of_means(self, part: Part, memory: Memory, size: int) -> Tensor:
-        """Where this piece's means are gathered: their place among all, or pinned memory that is copied to that."""
+        """Return the destination of this piece's means: their final place, or pinned memory that is copied there."""
         assert self.received is not None
         staging, dtype = self.unit.staging, part.mean_dtype
         if part not in self.unit.means:
             if staging is not None:
                 made = staging.empty((self.part_size,), dtype)
-            elif isinstance(self.ring, DeviceRing):  # no memory of a larger piece, which the next one can use
+            elif isinstance(self.ring, DeviceRing):  # not a larger piece's memory, which the next one can use
                 made = self.received.new_empty(self.part_size, dtype=dtype)
             else:
                 made = memory.take(self.part_size, dtype, self.received.device)
@@ -153,19 +153,19 @@ class _Piece:
         return self.unit.means[part][self.first : self.first + size]
 
     def copied_to_host(self, hosts: Sequence[Tensor]) -> None:
-        """What is reduced is on the host now."""
+        """Note that the sums to be reduced are on the host now."""
         found = iter(hosts)
         self.largest = None if self.largest is None else next(found)
         self.sums = None if self.sums is None else next(found).view(self.sums.shape)
 
     def wait(self) -> None:
-        """Block until what is under way is done. Raises as ``Interrupt.wait_for``."""
+        """Block until operations under way are done. Raises as ``Interrupt.wait_for``."""
         for pending in self.pending:
             pending.wait(_WHAT)
         self.pending.clear()
 
     def wait_for_means(self) -> None:
-        """Block until they are there, and look at those of floating-point sums that tell of the others."""
+        """Block until the means are complete, and check those of floating-point sums that stand for the others."""
         self.wait()
         if self.part is not None and self.means is not None:
             on_host = self.means.device.type == "cpu" and not isinstance(self.ring, DeviceRing)
@@ -187,15 +187,15 @@ class Reduction:
 
     They run in a thread of their own, so that they go on while the order lane computes, piece by piece. Each waits for
     its means only after the sums of the next one of its ring were sent: links are never idle, and all members send in
-    the same order. In a ring of devices nobody waits for anything but the means of the last piece but one: what follows
-    an operation is enqueued behind it.
-    Sums on a device are copied to pinned memory first, beside what it computes, unless the ring is one of devices: a
-    few pieces at a time, so that they take little of that memory, and messages between stages wait for no more.
+    the same order. In a ring of devices threads wait only for the means of the last piece but one: later work is
+    enqueued after each operation.
+    Unless the ring is one of devices, sums on a device are first copied to pinned memory, in parallel to computing: a
+    few pieces at a time, so that they take little of that memory, and messages between stages wait only for these.
 
     Args:
         interrupt: The generation's.
         num_micro_batches: N.
-        memory: For what is received and for means; all of it is new unless given.
+        memory: Memory for received sums and means; new if not given.
     """
 
     def __init__(self, interrupt: Interrupt, num_micro_batches: int, memory: Memory | None = None) -> None:
@@ -214,7 +214,7 @@ class Reduction:
         self._thread: threading.Thread | None = None
 
     def put(self, accumulator: Accumulator, ring: Ring | None) -> None:
-        """Reduce an accumulator to which nothing is added any more; without a ring there is nothing to do."""
+        """Reduce an accumulator that is complete; without a ring there is nothing to do."""
         if ring is None or self._failure is not None:
             return
         staging = None if isinstance(ring, DeviceRing) else staging_for(accumulator.device)
@@ -250,7 +250,7 @@ class Reduction:
     def _on_host(self, piece: _Piece, hosts: Sequence[Tensor]) -> None:
         piece.copied_to_host(hosts)
         self._to_scatter.append(piece)
-        if self._failure is not None:  # all was let go of while this was copied
+        if self._failure is not None:  # everything was released during this copy
             self._to_scatter.clear()
         self._interrupt.notify()
 
@@ -268,9 +268,9 @@ class Reduction:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Hold no ring any more: whoever is the last to hold one waits until what is under way in it has timed out.
+        """Release all rings: the last holder of a ring waits until its operations have timed out.
 
-        That must be the reaper of old groups, not whichever thread collects garbage.
+        That must be the reaper of old groups, not the thread that happens to collect garbage.
         """
         self._units.clear()
         for pieces in (self._to_copy, self._to_scatter, self._scattered, self._gathered):
@@ -283,7 +283,7 @@ class Reduction:
     def _run(self) -> None:
         try:
             self._reduce()
-        except BaseException as error:  # for who waits; an aborted generation has ended its wait already
+        except BaseException as error:  # for the waiting thread; an aborted generation has already ended the wait
             traceback.clear_frames(error.__traceback__)
             self._fail(error)
         if self._failure is not None:

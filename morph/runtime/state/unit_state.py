@@ -44,19 +44,19 @@ from morph.runtime.state.optimizer_state import (
 )
 from morph.runtime.state.parts import Memory, reals
 
-# A copy of a unit's state that is made while training goes on, and before anything in it changes.
+# A copy of a unit's state, made during training and before the state changes.
 
 
 class StateCopy:
-    """Tensors to be copied to host memory, by whichever thread asks first; the others wait for it.
+    """Tensors to be copied to host memory by the first thread that requests them; other threads wait for it.
 
-    A state changes only when a step is applied, a whole forward and backward after it was handed over: who is about to
-    change it calls ``finish``, and waits only for what is not copied by then.
+    A state changes only when a step is applied, a whole forward and backward after it was handed over: the thread that
+    is about to change it calls ``finish``, and waits only for the remaining copies.
 
-    What lies on a device is copied beside what that computes, by pieces of pinned memory.
+    Tensors on a device are copied in parallel to its computing, by pieces of pinned memory.
 
     Args:
-        tensors: Not copied yet; nobody may change them before ``finish`` returns.
+        tensors: Not copied yet; they may not change before ``finish`` returns.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -67,10 +67,10 @@ class StateCopy:
         self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self._copied: dict[str, Tensor] | None = None
         self.waited_s = 0.0
-        """For how long training stood in ``finish``."""
+        """Time for which training waited in ``finish``."""
 
     def take(self) -> dict[str, Tensor] | None:
-        """Return the copies, made now if they are not made yet; None: they are not wanted any more."""
+        """Return the copies, made now if necessary; None: they are no longer wanted."""
         with self._lock:
             if self._tensors is not None and self._is_wanted:
                 self._copied = to_host(self._tensors, self._ready)
@@ -78,24 +78,24 @@ class StateCopy:
             return self._copied
 
     def lend(self) -> Mapping[str, Tensor]:
-        """Return the tensors themselves, for who is through with them before they change; nothing is copied then."""
+        """Return the tensors themselves, for a use that ends before they change; then nothing is copied."""
         with self._lock:
             tensors, self._tensors = self._tensors, None
             assert tensors is not None, "the tensors are copied already"
             return tensors
 
     def finish(self) -> None:
-        """The tensors are about to change: return once they are copied."""
+        """Return once the tensors, which are about to change, are copied."""
         start_s = time.perf_counter()
         self.take()
         self.waited_s += time.perf_counter() - start_s
 
     def leave(self) -> None:
-        """Nobody wants the copies any more; returns at once. What is being copied is copied all the same."""
+        """Cancel the copies; returns at once. A copy that is under way is completed."""
         self._is_wanted = False
 
     def drop(self) -> None:
-        """The tensors are about to change, and nobody wants a copy of them: return once nobody reads them."""
+        """Cancel the copies, and return once no thread reads the tensors, which are about to change."""
         self.leave()
         with self._lock:
             self._tensors = None
@@ -107,8 +107,8 @@ class UpdateRules:
 
     ``loss_scale`` is the one of version 0. ``optimizer_in_host_memory``: the optimizer works on a copy of the
     parameters in host memory, which is copied to the device after each step. ``master_weights``: likewise on fp32
-    copies of parameters that have fewer bits. ``code``: digest of the job's code. ``frozen``: that of the frozen
-    weights that the run was given; empty where they are the job's own.
+    copies of parameters that have fewer bits. ``code``: digest of the job's code. ``frozen``: digest of the frozen
+    weights that the run was given; empty if they are the job's own.
     """
 
     make_scheduler: MakeScheduler | None = None
@@ -144,15 +144,15 @@ _CLIP_EPSILON = 1e-6
 
 
 STEP_NUMBER = "step_number"
-"""Of a parameter group, where the job has it: the number of the step, for optimizers that go by it."""
+"""Key of a parameter group for the number of the step, if the job's optimizer uses it."""
 
 
 class UnitState:
-    """What a worker holds of one unit.
+    """A worker's state of one unit.
 
     Args:
         unit: The unit.
-        tensors: Its parameters and buffers by name; copies of them become this state's own, or, ``for_good``, they do.
+        tensors: Its parameters and buffers by name; copied for this state, or used directly with ``for_good``.
         make_optimizer: The job's optimizer factory; the unit gets an instance of its own.
         num_micro_batches: N; with the number of sections that use the unit, it bounds the contributions.
         exact: Whether gradients are summed in fixed point.
@@ -179,7 +179,7 @@ class UnitState:
         self.parameters = {name: Parameter(own[name]) for name in unit.parameters}
         self.buffers = {name: own[name] for name in unit.buffers}
         self._updated = {name: _updated(parameter, rules) for name, parameter in self.parameters.items()}
-        """What the optimizer works on: the parameters, or copies of them."""
+        """The tensors that the optimizer updates: the parameters, or copies of them."""
         self._make_optimizer, self._rules, self.num_applied = make_optimizer, rules, 0
         self._build_optimizer()
         self.reduced: Reduced | None = None
@@ -203,7 +203,9 @@ class UnitState:
         scale = self._rules.loss_scale
         self._said = {
             **said,
-            "code": self._rules.code if self.scheduler else "",  # a schedule may be a function, which shows no numbers
+            "code": self._rules.code
+            if self.scheduler
+            else "",  # a schedule may be a function, which has no visible numbers
             "loss_scale": None if scale is None else scale.exponent,
         }
 
@@ -213,17 +215,17 @@ class UnitState:
 
     @property
     def values(self) -> dict[str, Tensor]:
-        """What sections read of it: parameters and buffers."""
+        """The parameters and buffers that sections read."""
         return {**self.parameters, **self.buffers}
 
     @property
     def device(self) -> torch.device:
-        """Where sections read it, and so where its gradients come from."""
+        """The device on which sections read it, and so the device of its gradients."""
         return next(iter(self.values.values())).device
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of fp32 copies that the optimizer works on."""
+        """Bytes of fp32 copies that the optimizer updates."""
         return sum(
             updated.numel() * updated.element_size()
             for name, updated in self._updated.items()
@@ -232,13 +234,13 @@ class UnitState:
 
     @property
     def learning_rates(self) -> list[float]:
-        """Of the groups in which it has parameters, those that are numbers."""
+        """Numeric learning rates of the groups in which it has parameters."""
         rates = [group.get("lr") for group in self.optimizer.param_groups if group["params"] and self.unit.parameters]
         numbers = [float(rate) for rate in rates if isinstance(rate, int | float | Tensor)]
         return [number for number in numbers if math.isfinite(number)]
 
     def new_accumulator(self) -> Accumulator:
-        """A fresh accumulator at the current scales."""
+        """Return a new accumulator at the current scales."""
         changes = frozenset(self.buffers)
         if self._exact:
             sums = self._summed, self.exponents, self._num_contributions
@@ -252,19 +254,19 @@ class UnitState:
         self.exponents = dict(reduced.exponents)
 
     def offload(self) -> None:
-        """Keep all of it in host memory from now on, but while it is updated: nobody computes with it."""
+        """Keep the state in host memory from now on, except during updates, because no section computes with it."""
         if self._home is None:
             self._home = self.device
             self._move(self._home, _HOST)
 
     def reload(self) -> None:
-        """Bring it back to its device for good."""
+        """Move the state back to its device permanently."""
         if self._home is not None:
             home, self._home = self._home, None
             self._move(_HOST, home)
 
     def _move(self, source: torch.device, target: torch.device) -> None:
-        """Move what lies on one device to another; what the optimizer keeps elsewhere stays there."""
+        """Move tensors on one device to another; the optimizer's tensors elsewhere stay there."""
 
         def there(tensor: Tensor) -> Tensor:
             return moved(tensor, target) if tensor.device == source else tensor
@@ -283,13 +285,13 @@ class UnitState:
             self.reduced = replace(self.reduced, gradients=at)
 
     def drop_step(self) -> None:
-        """Give up the step under way, which is not decided: everything is as it was when the step began."""
+        """Abandon the current, undecided step: the state is as it was when the step began."""
         self.reduced = None
         if self._scales_before is not None:
             self.exponents, self._scales_before = self._scales_before, None
 
     def take_over(self, reduced: Reduced, exponents: Mapping[str, int]) -> None:
-        """Hold gradients, at scales, that another worker reduced for the present version."""
+        """Hold gradients, with their scales, that another worker reduced for the present version."""
         gradients = {name: moved(value, self._summed[name].device) for name, value in reduced.gradients.items()}
         self.reduced = replace(reduced, gradients=gradients)
         if self._scales_before is None:
@@ -298,7 +300,7 @@ class UnitState:
 
     @property
     def gradients_of_norm(self) -> list[Tensor] | None:
-        """The held gradients whose norm the job asks for; None where it does not, or they are not finite."""
+        """Return the held gradients if the job needs their norm; None if it does not, or they are not finite."""
         reduced = self.reduced
         if self._rules.clip_grad_norm is None or reduced is None or reduced.non_finite or reduced.overflowed:
             return None
@@ -316,19 +318,19 @@ class UnitState:
         self.end_step(decided)
 
     joins = True
-    """Whether its optimizer may step together with other units' at all."""
+    """Whether its optimizer may ever step together with others."""
 
     @property
     def kernels(self) -> Any:
-        """What the kernels of its next step depend on: units with the same may step together. None: this one may not.
+        """Return the facts on which the kernels of its next step depend; units with equal facts may step together.
 
-        The first step of an optimizer is its own: it makes its state, and tells its schedule. A state that is on the
-        device only while it is updated does not wait there for others.
+        None: this one steps alone. The first step of an optimizer is separate: it creates the state and informs the
+        schedule. A state that is on the device only during updates does not wait there for others.
         """
         return self._kernels if self._home is None else None
 
     def begin_step(self, decided: Decided | None) -> bool:
-        """Give the optimizer its gradients; returns whether it is to step before ``end_step``."""
+        """Give the optimizer its gradients; return whether it must step before ``end_step``."""
         for copy in self._copies:
             copy.finish()
         self._copies.clear()
@@ -353,7 +355,7 @@ class UnitState:
         return True
 
     def end_step(self, decided: Decided | None) -> None:
-        """The optimizer has stepped, if it was to: all else follows it."""
+        """Complete the step after the optimizer has stepped, if it had to."""
         reduced, self._applied = self._applied, None
         if reduced is not None:
             self.optimizer.zero_grad(set_to_none=True)
@@ -373,7 +375,7 @@ class UnitState:
             self.offload()
 
     def _factor(self, decided: Decided | None) -> float:
-        """By what gradients are multiplied: for the weights of losses, and so that their norm is within the bound."""
+        """Return the factor of the gradients, from the weights of losses and the bound on the norm."""
         most, factor = self._rules.clip_grad_norm, 1.0 if decided is None else decided.gradient_factor
         if most is None:
             return factor
@@ -382,7 +384,7 @@ class UnitState:
         return factor * min(1.0, most / (decided.gradient_norm + _CLIP_EPSILON))
 
     def _publish(self) -> None:
-        """Copy updated parameters to those that sections read, where the optimizer works on a copy of its own."""
+        """Copy updated parameters to those that sections read, if the optimizer updates copies."""
         updated = {name: one for name, one in self._updated.items() if one is not self.parameters[name]}
         there = [name for name, one in updated.items() if one.device == self.parameters[name].device]
         with torch.no_grad():
@@ -396,12 +398,12 @@ class UnitState:
         return to_host(self._own_tensors())
 
     def copy_later(self) -> StateCopy:
-        """The same, to be copied beside what reads the state; what changes it waits until that is done."""
+        """Return the same state, to be copied while others read it; changes wait until the copy is done."""
         self._copies.append(StateCopy(self._own_tensors()))
         return self._copies[-1]
 
     def _own_tensors(self) -> dict[str, Tensor]:
-        """Name the state's tensors as they are, and its numbers as one more."""
+        """Return the state's tensors by name, without copies, and its numbers as one more tensor."""
         tensors: dict[str, Tensor] = {f"param/{name}": parameter for name, parameter in self._updated.items()}
         tensors |= {f"buffer/{name}": buffer for name, buffer in self.buffers.items()}
         found, plain = optimizer_state(self.optimizer, self._updated)
@@ -423,13 +425,13 @@ class UnitState:
         return tensors
 
     def load(self, tensors: Mapping[str, Tensor], *, for_good: bool = False) -> None:
-        """Take over a state made by ``tensors``; ``for_good``: with their memory, which nobody else has.
+        """Load a state made by ``tensors``; ``for_good``: use its memory, which nothing else uses.
 
         Raises:
             ValueError: if a parameter or buffer is missing or has another shape or dtype.
-            CheckpointError: it was trained over other frozen weights than this worker has.
+            CheckpointError: if it was trained with other frozen weights than this worker has.
         """
-        for copy in self._copies:  # what it held is of a history that is void
+        for copy in self._copies:  # the held gradients belong to a discarded history
             copy.drop()
         self._copies.clear()
         numbers = json.loads(bytes(moved(tensors[_NUMBERS], _HOST).tolist()))
@@ -455,7 +457,7 @@ class UnitState:
         self.reduced = self._scales_before = None
 
     def take_optimizer_state(self, tensors: Mapping[tuple[str, str], Tensor], plain: Mapping[str, Any]) -> None:
-        """Give the optimizer state by (parameter, key), as it kept it in another run."""
+        """Load optimizer state by (parameter, key) from another run."""
         load_optimizer_state(self.optimizer, self._updated, tensors, plain)
 
     def _saved(self, tensors: Mapping[str, Tensor], kind: str, name: str, like: Tensor) -> Tensor:
@@ -465,7 +467,7 @@ class UnitState:
         return saved
 
     def _load_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """What the job says otherwise than the one that saved the state, or a state lacks, is as this job says."""
+        """Apply this job's settings where they differ from the saved ones, or where the state lacks them."""
         self.version = int(numbers["version"])
         self.num_applied = int(numbers.get("num_applied", self.version))
         self.exponents = {name: int(numbers["exponents"].get(name, first)) for name, first in self.exponents.items()}
@@ -496,14 +498,14 @@ def _take(parameter: Parameter, saved: Tensor, *, for_good: bool) -> None:
 
 
 AT_ONCE = 1 << 24
-"""Elements that optimizers' steps together have at least, and that are folded at once, on a device: 128 MiB."""
+"""Least elements of a common step of optimizers, and elements folded at once, on a device: 128 MiB."""
 
 
 def apply_all(states: Iterable[UnitState], decided: Decided | None) -> None:
-    """Apply what the units of a worker hold: see ``UnitState.apply``.
+    """Apply the gradients that the units of a worker hold: see ``UnitState.apply``.
 
-    One call makes the steps of optimizers with the same settings, which compute each element by itself, so that no bit
-    depends on which units share it. It has no more elements than the largest unit, so that it needs no more memory.
+    One call steps optimizers with the same settings, which compute each element separately, so that no bit depends on
+    which units share a call. A call has at most the elements of the largest unit, so that it needs no more memory.
     """
     together: dict[Any, list[UnitState]] = {}
     for state in states:
@@ -536,10 +538,10 @@ def _apply_together(states: Sequence[UnitState], decided: Decided | None) -> Non
 
 
 def norms_sq(states: Mapping[str, UnitState]) -> dict[str, float]:
-    """Squared norms of the units' held gradients, of those units whose step needs it.
+    """Return the squared norms of the held gradients, for units whose step needs them.
 
     Raises:
-        NonFiniteGradient: one is not finite.
+        NonFiniteGradient: if one is not finite.
     """
     wanted = {unit: state.gradients_of_norm for unit, state in states.items()}
     found = squared_norms({unit: gradients for unit, gradients in wanted.items() if gradients is not None})
@@ -562,7 +564,7 @@ def squared_norms(tensors_of: Mapping[str, Iterable[Tensor]]) -> dict[str, float
 
     ``torch.sum`` adds in an order that depends on the processor and the number of threads. Here the elements of a
     chunk are folded in halves, by additions of whole tensors; chunks are added by ``fsum``, whose result does not
-    depend on their order. Chunks of one size are folded together, as rows. A device is waited for once.
+    depend on their order. Chunks of one size are folded together, as rows. This waits for a device once.
     """
     alike: dict[tuple[torch.device, torch.dtype, int], list[tuple[str, Tensor]]] = {}
     for key, tensors in tensors_of.items():
@@ -584,7 +586,7 @@ def squared_norms(tensors_of: Mapping[str, Iterable[Tensor]]) -> dict[str, float
 
 
 def _folded(rows: Tensor) -> Tensor:
-    """Of each row its sum; the rows are overwritten."""
+    """Return the sum of each row; the rows are overwritten."""
     while (size := rows.shape[1]) > 1:
         half = (size + 1) // 2
         rows[:, : size - half].add_(rows[:, half:])

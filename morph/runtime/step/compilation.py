@@ -1,7 +1,7 @@
 """Sections compiled by torch.compile: once for each kind of section, and to the same kernels in every worker.
 
-A section is compiled as it is run, with its backward, whatever stage it is in; so is the same everywhere what a shape
-computes. Where torch is set to deterministic algorithms, as with exact sums, Inductor chooses nothing by timing; what
+A section is compiled as it is run, with its backward, whatever its stage, so every shape computes the same. If torch is
+set to deterministic algorithms, as with exact sums, Inductor chooses nothing by timing; what
 it generates depends on the section, torch, the compiler and the processor or GPU. Compiled code is kept in the user's
 cache folder.
 """
@@ -36,7 +36,7 @@ def compiled(model: CutModel) -> CutModel:
     Sections with a backward of the user's own (``torch.autograd.Function``) stay as they are.
 
     Raises:
-        JobError: the model is cut at marks, so that its sections are the user's code.
+        JobError: if the model is cut at marks, so that its sections are the user's code.
     """
     refuse_marked(model)
     _prepare()
@@ -50,14 +50,14 @@ def compiled(model: CutModel) -> CutModel:
 
 
 def refuse_marked(model: CutModel) -> None:
-    """See that sections are graphs.
+    """Check that sections are graphs.
 
     Raises:
-        JobError: they are the user's code.
+        JobError: if they are the user's code.
     """
     if not all(isinstance(section.code, GraphModule) for section in model.sections):
         allowed = "False for a model that is cut at marks, or not cut, because torch.export refuses it"
-        raise wrong_job("compile", "cannot be had", True, allowed)
+        raise wrong_job("compile", "is not possible", True, allowed)
 
 
 def compile_all(
@@ -69,10 +69,10 @@ def compile_all(
     """Compile one section of each kind, by running it forward and backward on zeros.
 
     Args:
-        model: What ``compiled`` returned.
-        load_batch: Gives batch entries of some micro-batch, by keys.
-        precision: The job's.
-        device: Where sections run.
+        model: The result of ``compiled``.
+        load_batch: Returns batch entries of a micro-batch, by keys.
+        precision: The job's precision.
+        device: The device of the sections.
 
     Raises:
         JobError: a section that cannot be compiled.
@@ -97,7 +97,7 @@ def compile_all(
 
 
 def _prepare() -> None:
-    """Say where Inductor keeps code; it starts no processes of its own, which might outlive a lost worker."""
+    """Set the folder of Inductor's code, and keep it from starting processes, which might outlive a lost worker."""
     import torch._inductor.config as inductor
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -108,10 +108,10 @@ def _prepare() -> None:
     inductor.compile_threads = 1
     inductor.max_autotune = False
     if torch.are_deterministic_algorithms_enabled():
-        # of what sets determinism, torch.use_deterministic_algorithms alone tells Inductor, and it loads all of it
+        # only torch.use_deterministic_algorithms informs Inductor, and it loads all of it
         if hasattr(inductor, "deterministic"):
             inductor.deterministic = True
-        else:  # torch 2.9, which has but one such choice
+        else:  # torch 2.9, which has only one such choice
             inductor.shape_padding = False
 
 

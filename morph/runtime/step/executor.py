@@ -26,7 +26,7 @@ Borders = tuple[BoundaryTensor, ...]
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Links to the stages before and behind; None at the pipeline's ends."""
+    """Links to the previous and next stages; None at the pipeline's ends."""
 
     activations_in: Link | None
     gradients_out: Link | None
@@ -36,11 +36,11 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class StageWork:
-    """What one stage has to do in one step.
+    """The work of one stage in one step.
 
     Attributes:
-        gradients_may_lack: Of tensors that cross its borders.
-        borders: What comes in and goes out for each micro-batch whose tensors differ in shape from ``inputs`` and
+        gradients_may_lack: Whether tensors at its borders may lack gradients.
+        borders: Inputs and outputs of each micro-batch whose tensors differ in shape from ``inputs`` and
             ``outputs``.
     """
 
@@ -56,16 +56,16 @@ class StageWork:
     borders: Mapping[int, tuple[Borders, Borders]] = field(default_factory=dict)
 
     def inputs_of(self, micro_batch: int) -> Borders:
-        """Return what comes in for a micro-batch."""
+        """Return the inputs of a micro-batch."""
         return self.borders[micro_batch][0] if micro_batch in self.borders else self.inputs
 
     def outputs_of(self, micro_batch: int) -> Borders:
-        """Return what goes out for a micro-batch."""
+        """Return the outputs of a micro-batch."""
         return self.borders[micro_batch][1] if micro_batch in self.borders else self.outputs
 
 
 class Executor:
-    """One stage's run of one step. ``clock``: the device's, where it is not the one that such a device has."""
+    """One stage's run of one step. ``clock``: the device's clock, if it is not the default one."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Executor:
     def run(self, sums: StepSums, loss_scale: float = 1.0) -> None:
         """Run every task; gradients and losses go to the sums. Raises as ``Interrupt.wait_for``.
 
-        ``loss_scale`` is what the loss is multiplied by before its backward.
+        ``loss_scale`` is the factor of the loss before its backward.
         """
         self._loss_scale = loss_scale
         while not self._cursor.finished:
@@ -129,7 +129,7 @@ class Executor:
             self._count_stored()
 
     def finish(self) -> None:
-        """Block until everything has left; to be called after the reductions, which need not wait for it."""
+        """Block until everything has left; called after the reductions, which need not wait for it."""
         for sender in (self._activations_out, self._gradients_out):
             if sender is not None:
                 sender.flush()
@@ -138,7 +138,7 @@ class Executor:
 
     @property
     def peaks(self) -> Peaks:
-        """The most that was held at once so far."""
+        """The most micro-batches held at once so far."""
         links = {
             "untaken_activations": self._activations_in,
             "untaken_gradients": self._gradients_in,

@@ -1,4 +1,4 @@
-"""What a worker holds of one generation: its slot, its groups and its units at the reshape's version."""
+"""A worker's part of one generation: its slot, its groups and its units at the reshape's version."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from morph.runtime.step.section_run import borders_may_lack_gradients
 
 @dataclass(frozen=True)
 class Generation:
-    """One membership as seen by one of its workers; ``slot`` is None for a worker that only gives state."""
+    """One membership as seen by one of its workers; ``slot`` is None for a worker that only sends state."""
 
     order: ReshapeOrder
     slot: Slot | None
@@ -32,7 +32,7 @@ class Generation:
     interrupt: Interrupt
     units: dict[str, UnitState]
     mailboxes: Mapping[str, Link] = field(default_factory=dict)
-    """By the names of the channels that they are used in place of."""
+    """Links by the names of the channels that they replace."""
 
     @property
     def plan(self) -> Plan:
@@ -40,11 +40,11 @@ class Generation:
         return self.order.plan
 
     def ring_of(self, unit: str) -> Ring | None:
-        """The reduction group of a unit."""
+        """Return the reduction group of a unit."""
         return self.groups.ring(self.topology.unit_rings[unit])
 
     def neighbours(self, device: torch.device) -> Neighbours:
-        """Links for a device's tensors to the stages before and behind this worker's."""
+        """Return links for a device's tensors to the previous and next stages."""
         activations_in, gradients_out, activations_out, gradients_in = (
             None if channel is None else self.mailboxes.get(channel.name) or link_over(channel, device, self.interrupt)
             for channel in self.edges()
@@ -52,7 +52,7 @@ class Generation:
         return Neighbours(activations_in, gradients_out, activations_out, gradients_in)
 
     def edges(self) -> tuple[Channel | None, Channel | None, Channel | None, Channel | None]:
-        """Channels to the stages before and behind: in the order of ``Neighbours``."""
+        """Return channels to the previous and next stages, in the order of ``Neighbours``."""
         assert self.slot is not None
         stage = self.slot.stage
         before = None if self.plan.is_first(stage) else stage - 1
@@ -71,7 +71,7 @@ class Generation:
         return self.groups.channel(edge_name(self.order.generation, self.slot.replica, boundary, kind), sender)
 
     def salvage_in(self, order: StepOrder) -> Salvage | None:
-        """What is there of a step before it is run: in the generation's first one alone, and not when it is redone."""
+        """Return the kept sums of a step before it runs: only in the generation's first step, and not in a redo."""
         return self.order.salvage if order.step == self.order.version and order.attempt == 0 else None
 
     def micro_batches_in(self, order: StepOrder) -> Sequence[int]:
@@ -99,7 +99,7 @@ class Generation:
     def work_between(
         self, micro_batches: Sequence[int], inputs: tuple[BoundaryTensor, ...], outputs: tuple[BoundaryTensor, ...]
     ) -> StageWork:
-        """The same, given what crosses the stage's borders."""
+        """Return the same tasks, given the tensors at the stage's borders."""
         assert self.slot is not None
         stage = self.plan.stages[self.slot.stage]
         return StageWork(
@@ -112,7 +112,7 @@ class Generation:
         )
 
     def timeline(self, step: int, executor: Executor) -> StepTimeline:
-        """What a step's executor recorded."""
+        """Return the recorded timeline of a step's executor."""
         assert self.slot is not None
         return StepTimeline(
             worker=self.slot.worker,

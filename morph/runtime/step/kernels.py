@@ -1,7 +1,7 @@
-"""Which kernels torch may take: with exact sums, only those whose results have the same bits each time.
+"""The kernels that torch may use: with exact sums, only those whose results have the same bits each time.
 
-A gradient of one micro-batch enters the sum of every shape, and is computed again after a loss, so ``exact`` is worth
-no more than the kernels are. torch takes deterministic ones when asked to (``torch.use_deterministic_algorithms``), in
+A gradient of one micro-batch enters the sum of every shape, and is computed again after a loss, so ``exact`` is only as
+exact as the kernels. torch uses deterministic ones on request (``torch.use_deterministic_algorithms``), in
 the backward of flash and memory-efficient attention too (``attention_backward.cu``), and refuses operations that have
 none. cuDNN's attention has no deterministic backward, so it is switched off.
 """
@@ -21,19 +21,19 @@ from morph.jobs.job import Accumulation
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")
-"""Those with which cuBLAS gives the same bits each time (its documentation, "Results reproducibility")."""
+"""Workspaces with which cuBLAS gives the same bits each time (its documentation, "Results reproducibility")."""
 _NONE_DETERMINISTIC = re.compile(r"^(\S+) does not have a deterministic implementation")
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What torch is set to.
+    """Settings of torch.
 
     Attributes:
-        determinism: As in ``torch.set_deterministic_debug_mode``; 2: operations without a deterministic kernel are
-            refused, and that one is taken of the others.
-        cudnn_benchmark: Let cuDNN choose its convolutions by their speed, which may choose others each time.
-        cudnn_attention: Let attention take cuDNN's kernels, beside flash, memory-efficient and plain ones.
+        determinism: As in ``torch.set_deterministic_debug_mode``; 2: use deterministic kernels, and
+            refuse operations without one.
+        cudnn_benchmark: Let cuDNN choose its convolutions by speed; the choice may differ each time.
+        cudnn_attention: Let attention use cuDNN's kernels besides flash, memory-efficient and plain ones.
     """
 
     determinism: int
@@ -42,14 +42,14 @@ class Kernels:
 
 
 def kernels_for(accumulation: Accumulation, now: Kernels) -> Kernels:
-    """Return what a job's sections may be computed with; for ``fast``, what torch is set to."""
+    """Return the settings for a job's sections; for ``fast``, the present ones."""
     if accumulation == "fast":
         return now
     return Kernels(determinism=2, cudnn_benchmark=False, cudnn_attention=False)
 
 
 def kernels_now() -> Kernels:
-    """Return what torch is set to."""
+    """Return the present settings."""
     return Kernels(
         determinism=torch.get_deterministic_debug_mode(),
         cudnn_benchmark=torch.backends.cudnn.benchmark,
@@ -58,7 +58,7 @@ def kernels_now() -> Kernels:
 
 
 def set_kernels(wanted: Kernels) -> None:
-    """Set torch, for the whole process."""
+    """Apply the settings, for the whole process."""
     torch.set_deterministic_debug_mode(wanted.determinism)
     # else a pass over every new tensor
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # set by a property
@@ -70,7 +70,7 @@ def prepare_cublas() -> None:
     """Give cuBLAS a workspace of its own for each stream, before anything in this process starts CUDA.
 
     Raises:
-        JobError: the environment asks for one with which products may differ from run to run.
+        JobError: if the environment requests one with which products may differ from run to run.
     """
     found = os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_WORKSPACES[0])
     if found not in CUBLAS_WORKSPACES:
@@ -85,7 +85,7 @@ def prepare_cublas() -> None:
 
 @contextmanager
 def kernels_refused(first_line: str | None) -> Iterator[None]:
-    """Tell in one sentence that an operation of a section has no deterministic kernel.
+    """Raise a one-sentence error if an operation of a section has no deterministic kernel.
 
     Args:
         first_line: ``file:line`` of the user's code that the section begins with, if it is known.

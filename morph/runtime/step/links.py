@@ -36,8 +36,8 @@ class Sender:
 
     Args:
         link: To the neighbour.
-        lacking: What tensors that may lack are like, unless ``send`` is told otherwise; each message says which of them
-            are there. Empty: none may lack.
+        lacking: Default specs of tensors that may be absent; each message says which of them are present. Empty: none
+            may be absent.
         device: Of these tensors; None: the host.
     """
 
@@ -49,7 +49,7 @@ class Sender:
         self.history: list[Interval] = []
 
     def send(self, tensors: Sequence[Tensor | None], lacking: Sequence[BoundaryTensor] = ()) -> None:
-        """Start sending one micro-batch's tensors, zeros where one is lacking; returns at once."""
+        """Start sending one micro-batch's tensors, with zeros for absent ones; returns at once."""
         like = tuple(lacking) or self._lacking
         while self._pending and self._pending[0][1].done:
             self._let_go()
@@ -58,7 +58,7 @@ class Sender:
             torch.zeros(like[place].shape, dtype=like[place].dtype, device=self._device) if tensor is None else tensor
             for place, tensor in enumerate(tensors)
         ]
-        # not lent: a result may be a view of something that is written again
+        # not lent: a result may be a view of memory that is written again
         self._pending.append((time.perf_counter(), self._link.send(filled, beside=beside)))
         self.peak = max(self.peak, len(self._pending))
 
@@ -76,8 +76,8 @@ class Receiver:
     """Receives the tensors of one boundary, ``count`` micro-batches in order.
 
     ``peak`` is the most micro-batches that had arrived and were not taken; ``history`` has one interval, from
-    posting to arrival, for each that was taken. ``may_lack``: messages say which of their tensors are there.
-    ``specs_of``: what the tensors of each message are like, by its place, where they differ in shape from ``specs``.
+    posting to arrival, for each that was taken. ``may_lack``: messages say which of their tensors are present.
+    ``specs_of``: specs of a message's tensors, by its place, if they differ in shape from ``specs``.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Receiver:
         self._post()
 
     def arrived(self) -> int:
-        """How many micro-batches have arrived so far, those already taken included."""
+        """Number of micro-batches that have arrived so far, including those already taken."""
         untaken = 0
         for _, arrival, _ in self._posted:
             if not arrival.done:
@@ -112,11 +112,11 @@ class Receiver:
         return self._taken + untaken
 
     def take(self) -> tuple[Tensor, ...]:
-        """The next micro-batch's tensors; it must have arrived."""
+        """Return the next micro-batch's tensors; it must have arrived."""
         return self._take()[0]
 
     def take_there(self) -> tuple[Tensor | None, ...]:
-        """The same; None where one is lacking."""
+        """Return the same tensors, with None for absent ones."""
         tensors, beside = self._take()
         there = beside[0].tolist() if beside else [True] * len(tensors)
         return tuple(tensor if is_there else None for tensor, is_there in zip(tensors, there, strict=True))
@@ -138,5 +138,5 @@ class Receiver:
 
 
 def _are_there(tensors: Sequence[object | None]) -> tuple[Tensor]:
-    """What travels beside tensors that may lack."""
+    """Return the flags that are sent with tensors that may be absent."""
     return (torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8),)

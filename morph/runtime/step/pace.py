@@ -1,6 +1,6 @@
-"""How long a worker's micro-batches take: noted by the training thread, collected by the heartbeats.
+"""Times of a worker's micro-batches: recorded by the training thread, collected by the heartbeats.
 
-A worker without a place in the shape times real work instead, for the manager to see whether it is well again."""
+A worker without a place in the shape times real work instead, so that the manager sees whether it has recovered."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Pace:
         self._notes.append(_Note(generation, forward_s, recompute_s, backward_s, processor_s))
 
     def collect(self) -> MicroBatchTimes | None:
-        """What was noted since the last call, of the newest generation; None: nothing."""
+        """Return the times since the last call, of the newest generation; None: there are none."""
         notes: list[_Note] = []
         while self._notes:
             notes.append(self._notes.popleft())
@@ -63,7 +63,7 @@ class Pace:
 
 MICRO_BATCHES = 5
 LIMIT_S = 10.0
-"""A probe ends after this, with the micro-batches that were done by then."""
+"""A probe ends after this time, with the micro-batches done so far."""
 
 
 class Prober:
@@ -74,7 +74,7 @@ class Prober:
         self._left = 0
 
     def leave(self, probe: int) -> None:
-        """End this probe and those before it at the next micro-batch: an order waits behind it."""
+        """End this probe and earlier ones at the next micro-batch, because an order waits."""
         self._left = max(self._left, probe)
 
     def run(self, order: ProbeOrder, micro_batch: Callable[[], float]) -> Probed:

@@ -1,4 +1,4 @@
-"""Which task a stage runs next: the plan's static order, left when an input is late (Varuna 3.2). Pure."""
+"""The next task of a stage: the plan's static order, with deviations when an input is late (Varuna 3.2). Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Task(StrEnum):
 
 @dataclass
 class Progress:
-    """How many tasks of each kind a stage has done in this step; micro-batches go in order."""
+    """Numbers of tasks of each kind that a stage has done in this step; micro-batches run in order."""
 
     forwards: int = 0
     recomputes: int = 0
@@ -29,8 +29,8 @@ class ScheduleCursor:
     Args:
         order: String over F, R, B (see ``Plan.orders``).
         window: Most micro-batches in flight when deviating from the order.
-        opportunistic: Varuna's rules: prefer a backward whose gradient is there, and run a forward when
-            the backward or recompute that is due has no gradient yet. Otherwise the order is kept strictly.
+        opportunistic: Varuna's rules: prefer a backward whose gradient has arrived, and run a forward when
+            the due backward or recompute has no gradient yet. Otherwise the order is kept strictly.
     """
 
     def __init__(self, order: str, window: int, *, opportunistic: bool) -> None:

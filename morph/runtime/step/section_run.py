@@ -35,13 +35,13 @@ AddGradient = Callable[[str, Tensor], None]
 
 
 class GradientSink(Protocol):
-    """Takes what one micro-batch's backward gives."""
+    """Receives the results of one micro-batch's backward."""
 
     def add(self, section: int, name: str, gradient: Tensor) -> None:
         """Take the gradient of a parameter through a section, or the change of a buffer."""
 
     def done(self, section: int) -> None:
-        """A section's backward is through: nothing more comes of it."""
+        """Note that a section's backward is complete."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ def run_section(
 ) -> SectionRun:
     """Run a section's forward with a fresh autograd graph. The caller seeds the generators.
 
-    Outputs have the types of the cut model in every precision, and conjugates are carried out, so that what is sent,
-    and what the next section of the same stage takes, is the same. Where a job has narrower ones cross its cuts, the
-    section widens its inputs, so that their gradients are narrow too.
+    Outputs have the types of the cut model in every precision, and conjugates are carried out, so that sent tensors
+    equal those that the next section of the same stage gets. If narrower types cross a job's cuts, the section widens
+    its inputs, so that their gradients are narrow, too.
 
     Raises:
         JobError: the user's code has frozen a parameter.
@@ -94,14 +94,14 @@ def run_step(
     add: AddGradient,
     prepared: Callable[[Section], Section] = lambda section: section,
 ) -> tuple[Tensor, ...]:
-    """Run all sections forward, and then backward from the loss; returns what the last one gives.
+    """Run all sections forward, and then backward from the loss; return the outputs of the last one.
 
     Args:
-        sections: Of the whole model.
-        batch: Of one micro-batch.
-        parameters: By name.
-        add: Takes each gradient, as in ``section_backward``.
-        prepared: Called with each section before its forward; returns what is run in its place.
+        sections: Sections of the whole model.
+        batch: Entries of one micro-batch.
+        parameters: Parameters by name.
+        add: Receives each gradient, as in ``section_backward``.
+        prepared: Called with each section before its forward; returns the section to run in its place.
     """
     runs: list[SectionRun] = []
     values: tuple[Tensor, ...] = ()
@@ -123,10 +123,10 @@ def section_backward(
 ) -> tuple[Tensor | None, ...]:
     """Run a section's backward; parameter gradients go, dense, to ``add``, input gradients are returned.
 
-    ``output_gradients`` aligns with the outputs; None where an output needs no gradient, or has none because what is
-    behind does not use it. Inputs and parameters that lead to no output with a gradient have none either, as in an
-    undivided model. Changes of buffers go to ``add`` too: a micro-batch has one backward, however often its forward
-    ran.
+    ``output_gradients`` aligns with the outputs; None if an output needs no gradient, or has none because later
+    sections do not use it. Inputs and parameters that lead to no output with a gradient have none either, as in an
+    undivided model. Changes of buffers also go to ``add``, because a micro-batch has one backward, however often its
+    forward ran.
     """
     for name, new in zip(section.writes, run.written, strict=True):
         add(name, change_of(parameters[name], new))
@@ -137,7 +137,7 @@ def section_backward(
     ]
     wanted_inputs = [tensor for tensor in run.inputs if tensor.requires_grad]
     wanted = [*wanted_inputs, *(parameters[name] for name in section.parameters)]
-    if not wanted or not pairs:  # frozen sections at the model's beginning, or nothing behind uses this one
+    if not wanted or not pairs:  # frozen sections at the model's beginning, or no later section uses this one
         return (None,) * len(run.inputs)
     with kernels_refused(section.source):
         found = iter(
@@ -154,9 +154,9 @@ def section_backward(
 
 @lru_cache(maxsize=4)
 def borders_may_lack_gradients(model: CutModel) -> bool:
-    """Whether a border tensor that carries a gradient may get none in some micro-batches.
+    """Return whether a border tensor that carries a gradient may get none in some micro-batches.
 
-    It may where sections are the user's code, which may branch, or run the user's own backward, which may return None.
+    It may if sections are the user's code, which may branch, or run the user's own backward, which may return None.
     Other graphs are cut so that a border that carries a gradient always gets one.
     """
     codes = [section.code for section in model.sections]
@@ -177,7 +177,7 @@ def _maybe(gradient: Tensor | None) -> Tensor | None:
 
 
 def _carried_out(tensor: Tensor) -> Tensor:
-    """Conjugate and negate in memory where torch only notes that: kernels that read the note may round otherwise."""
+    """Conjugate and negate in memory what torch marks lazily: kernels that read such a mark may round otherwise."""
     return tensor.resolve_conj().resolve_neg()
 
 

@@ -1,4 +1,4 @@
-"""A stage whose device is slow, for tests and demonstrations: after each task it stands still for a while."""
+"""A stage whose device is slow, for tests and demonstrations: after each task it pauses."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from morph.runtime.step.stage import StageTasks
 
 
 def slowed(stage: StageTasks, factor: float, clock: TaskClock) -> StageTasks:
-    """The stage, with every task taking ``factor`` (at least 1) times as long on the device with this clock."""
+    """Return the stage, with every task ``factor`` (at least 1) times as long on the device with this clock."""
     return stage if factor == 1.0 else SlowStage(stage, factor, clock)
 
 
 class SlowStage:
-    """See ``slowed``; everything else as the stage within."""
+    """See ``slowed``; all else is delegated to the inner stage."""
 
     def __init__(self, stage: StageTasks, factor: float, clock: TaskClock) -> None:
         self._stage = stage

@@ -1,4 +1,4 @@
-"""One stage: its sections run in a row, keeping for each micro-batch in flight what its backward needs.
+"""One stage: runs its sections in order, and keeps the tensors for the backward of each micro-batch in flight.
 
 Its random numbers depend only on (job seed, step, micro-batch, section), never on the shape."""
 
@@ -26,11 +26,11 @@ LoadBatch = Callable[[int, Sequence[str]], Mapping[str, Tensor]]
 
 
 class StageTasks(Protocol):
-    """What the executor needs of a stage: see ``Stage``."""
+    """The executor's interface of a stage: see ``Stage``."""
 
     @property
     def num_stored(self) -> int:
-        """Micro-batches of which only the stage's input is kept."""
+        """Micro-batches for which only the stage's input is kept."""
 
     @property
     def num_live(self) -> int:
@@ -55,13 +55,13 @@ class Stage:
         model: The cut model.
         sections: Section numbers of the stage.
         recompute: Keep only the stage's input between forward and backward.
-        live_sections: With recompute, of how many sections graphs are held at once; None: of all. The inputs of each
-            group of so many, counted from the end, are kept, and a group is run again when its backward comes.
+        live_sections: With recompute, the number of sections whose graphs are held at once; None: all. The inputs of
+            each group of so many, counted from the end, are kept, and a group is recomputed before its backward.
         parameters: Parameters by name; read at every run.
-        load_batch: Gives the batch entries of a micro-batch, by global number and keys.
+        load_batch: Returns the batch entries of a micro-batch, by global number and keys.
         seed: The job's seed.
         step: The step, for the random streams.
-        precision: The job's.
+        precision: The job's precision.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Stage:
     ) -> None:
         self._model = model
         self.length_of: Callable[[int], int | None] = lambda _: None
-        """Of a micro-batch, by number, where lengths vary."""
+        """Length of each micro-batch, by number, if lengths vary."""
         self._sections = sections
         self._groups = _groups(sections, live_sections if recompute and live_sections else len(sections))
         self._recompute = recompute
@@ -91,12 +91,12 @@ class Stage:
         self._may_lack = borders_may_lack_gradients(model)
         self._stored: dict[int, list[tuple[Tensor, ...]]] = {}
         self._behind: dict[int, list[tuple[Tensor, ...]]] = {}
-        """Of micro-batches whose last group was run again: the inputs of the groups before."""
+        """Inputs of the earlier groups, for micro-batches whose last group was recomputed."""
         self._runs: dict[int, list[SectionRun]] = {}
 
     @property
     def num_stored(self) -> int:
-        """Micro-batches of which only the stage's input is kept."""
+        """Micro-batches for which only the stage's input is kept."""
         return len(self._stored)
 
     @property
@@ -118,7 +118,7 @@ class Stage:
         return values
 
     def recompute(self, micro_batch: int) -> None:
-        """Run the forward again from the stored input, keeping the graphs for the backward; of the last group alone."""
+        """Run the forward again from the stored input, keeping the graphs of the last group for the backward."""
         stored = self._stored.pop(micro_batch)
         self._runs[micro_batch] = self._run(self._groups[-1], micro_batch, stored.pop())
         self._behind[micro_batch] = stored
@@ -141,7 +141,7 @@ class Stage:
         return gradients
 
     def _of(self, group: range, micro_batch: int) -> tuple[Section, ...]:
-        """Sections as they are for the length of a micro-batch."""
+        """Return the sections for the length of a micro-batch."""
         sections = self._model.at(self.length_of(micro_batch)).sections
         return tuple(sections[index] for index in group)
 
@@ -161,7 +161,7 @@ class Stage:
 
 
 def _filled(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Zeros for inputs without a gradient: within a stage as between stages of a model whose messages lack none."""
+    """Return zeros for absent gradients, as messages between stages have them if none may be absent."""
     return tuple(
         torch.zeros_like(tensor) if gradient is None and tensor.requires_grad else gradient
         for gradient, tensor in zip(gradients, inputs, strict=True)
@@ -179,7 +179,7 @@ def _groups(sections: range, size: int) -> list[range]:
 
 
 def stream_seed(seed: int, step: int, micro_batch: int, section: int) -> int:
-    """A 63-bit seed for one section's run on one micro-batch."""
+    """Return a 63-bit seed for one section's run on one micro-batch."""
     digest = hashlib.blake2b(f"{seed}/{step}/{micro_batch}/{section}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -187,8 +187,8 @@ def stream_seed(seed: int, step: int, micro_batch: int, section: int) -> int:
 def seed_section(seed: int, step: int, micro_batch: int, section: int) -> None:
     """Set torch's generators before a section runs, in the forward pass and in the recompute alike.
 
-    Not by ``torch.manual_seed``: for each kind of device that was never used it keeps the call, with its stack, until
-    the device is, which takes longer than many a section's kernels and is never freed where there is no such device.
+    ``torch.manual_seed`` is not used: for each unused kind of device it stores the call, with its stack, until that
+    device is used. This takes longer than many sections' kernels, and is never freed without such a device.
     """
     found = stream_seed(seed, step, micro_batch, section)
     torch.default_generator.manual_seed(found)

@@ -1,4 +1,4 @@
-"""Seconds by kind of work in one step, on the device's clock; and where requested, what was done when."""
+"""Seconds by kind of work in one step, on the device's clock, and a timeline on request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.step.schedule_cursor import Task
 
 Standing = Literal["wait", "reduce"]
-"""What the device stands idle for."""
+"""The reasons for which the device is idle."""
 _SPAN_KINDS: dict[Task | Standing, SpanKind] = {
     "wait": "wait",
     "reduce": "reduce",
@@ -26,7 +26,7 @@ _SPAN_KINDS: dict[Task | Standing, SpanKind] = {
 
 @dataclass(frozen=True)
 class _Done:
-    """What the device was given, or stood idle for, between two marks that it may not have come to yet."""
+    """A task or wait of the device between two marks that it may not have reached yet."""
 
     what: Task | Standing
     micro_batch: int | None
@@ -37,13 +37,13 @@ class _Done:
 
 
 class Stopwatch:
-    """Of one step.
+    """The stopwatch of one step.
 
-    Tasks and waits are counted once the device has come to their end, so nothing waits for it during the step;
-    ``settle`` counts what is left. A wait, for a neighbour or for reductions, is what the device stood idle meanwhile.
+    Tasks and waits are counted once the device has reached their end, so nothing waits for it during the step;
+    ``settle`` counts the rest. A wait, for a neighbour or for reductions, counts the device's idle time.
 
     Args:
-        clock: The device's.
+        clock: The device's clock.
         recording: Keep a timeline.
     """
 
@@ -59,41 +59,41 @@ class Stopwatch:
         self.spent_s: dict[str, float] = dict.fromkeys(("F", "R", "B", "reduce", "wait"), 0.0)
         self.spans: list[Span] = []
         self.finished: Callable[[float, float, float, float | None], None] | None = None
-        """Told (forward, recompute, backward) in seconds of each micro-batch when its backward is done.
+        """Called with (forward, recompute, backward) in seconds of each micro-batch after its backward.
 
-        Last, the processor time of forward and backward; None where the device is another.
+        The last argument is the processor time of forward and backward; None for another device.
         """
         self.in_groups = False
-        """Whether backwards run forwards again that the recompute did not; ``finished`` is told times without these."""
+        """Whether backwards include further recomputes; ``finished`` gets times without these."""
         self.late_s = 0.0
-        """Of an emulated device: the most by which a task of the step ended late, because the host was busy."""
+        """For an emulated device: largest delay of a task's end in the step, because the host was busy."""
         self.device_took_s: Callable[[], float] | None = None
-        """Of an emulated device: what the last task took by its own clock, which a busy host does not disturb."""
+        """For an emulated device: duration of the last task by its own clock, which a busy host does not affect."""
         self._begun: dict[int | None, tuple[float, float, float | None]] = {}
 
     def mark(self) -> Mark:
-        """The moment at which the device has done everything that it was given so far; returns at once."""
+        """Mark the moment at which the device has done all work so far; returns at once."""
         return self._clock.mark()
 
     def task_given(self, task: Task, micro_batch: int, start: Mark, processor_s: float | None = None) -> None:
-        """The device was given a task since ``start``; with its processor time (seconds) where that is the device's."""
+        """Record a task of the device since ``start``, with its processor time (seconds) if it is a processor."""
         took_s = None if self.device_took_s is None else self.device_took_s()
         self._note(_Done(task, micro_batch, start, self.mark(), took_s, processor_s))
 
     def stood(self, what: Standing, start: Mark) -> None:
-        """The host waited since ``start``; it counts as far as the device had nothing to do meanwhile."""
+        """Record a wait of the host since ``start``; it counts as far as the device was idle."""
         self._note(_Done(what, None, start, self.mark()))
 
     def settle(self, interrupt: Interrupt) -> None:
-        """Count everything, at the end of the step: block until the device has done what it was given.
+        """Count everything, at the end of the step: block until the device has done its work.
 
-        A device that hangs is not waited for any longer than anything else. Raises as ``Interrupt.wait_for``.
+        The wait for a device that hangs has the usual bound. Raises as ``Interrupt.wait_for``.
         """
         end = self._clock.mark()
         if not self._clock.is_over(end):
-            interrupt.call(lambda: self._clock.wait(end), "the device to do what it was given")
+            interrupt.call(lambda: self._clock.wait(end), "the device to finish its work")
         self._count()
-        # what was waited for is over now on both clocks
+        # the waits are over now on both clocks
         after_s = max(0.0, time.perf_counter() - self.start_s - self._clock.seconds(self._zero, end))
         for kind, micro_batch, start_s, end_s in self._measured:
             self._keep(kind, micro_batch, start_s + after_s, end_s + after_s)
@@ -104,7 +104,7 @@ class Stopwatch:
         self._keep(kind, micro_batch, start_s - self.start_s, end_s - self.start_s)
 
     def times(self) -> ComputeTimes:
-        """The step's times as reported to the manager."""
+        """Return the step's times as reported to the manager."""
         return ComputeTimes(
             forward_s=self.spent_s["F"],
             recompute_s=self.spent_s["R"],

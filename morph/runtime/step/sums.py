@@ -1,4 +1,4 @@
-"""What a worker sums in one step: gradients of its units, and which micro-batches' are in them (decision 0019)."""
+"""A worker's sums in one step: gradients of its units, and the micro-batches in each sum (decision 0019)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from morph.runtime.state.unit_state import UnitState
 
 @dataclass(frozen=True)
 class HeldSum:
-    """A partial sum that a worker has: of a unit its tensors, else ``losses``."""
+    """A partial sum of a worker: the tensors of a unit, or ``losses``."""
 
     total: PartialSum
     tensors: Mapping[str, Tensor]
@@ -40,11 +40,11 @@ class MicroBatchSums:
 
 @dataclass(frozen=True)
 class Rings:
-    """How a worker's units are reduced.
+    """The reduction of a worker's units.
 
     ``of_unit``: by unit, the name of its reduction group; ``split``: the units that several stages of one pipeline
-    hold; ``rounds``: by section, when the others are reduced that it completes; ``ring_of``: by unit, the group; None
-    where this worker is alone in it.
+    hold; ``rounds``: by section, the round of the other units that it completes; ``ring_of``: by unit, the group; None
+    if this worker is alone in it.
     """
 
     of_unit: Mapping[str, str]
@@ -56,19 +56,19 @@ class Rings:
 
 
 class StepSums:
-    """The sums of one worker's units in one step, which are reduced as soon as nothing is added to them any more.
+    """The sums of one worker's units in one step; each is reduced as soon as it is complete.
 
     Args:
-        units: What it holds, with all sections that use each unit.
-        sections: Those of its stage.
-        micro_batches: Those that it runs, in order.
-        num_micro_batches: N, of all replicas.
-        last_section: The model's, to which the losses belong.
-        rings: How they are reduced.
-        salvage: What others and this worker have of the step already.
-        held: This worker's part of that.
-        keep: Whether ``partial_sums`` are wanted should the step be given up.
-        counted: Told after each backward how many there were.
+        units: The held units, with all sections that use each.
+        sections: The sections of its stage.
+        micro_batches: Its micro-batches, in order.
+        num_micro_batches: N, over all replicas.
+        last_section: The model's last section, to which the losses belong.
+        rings: The reduction of the units.
+        salvage: Kept partial sums of the step, of all workers.
+        held: This worker's part of them.
+        keep: Whether ``partial_sums`` are wanted if the step is abandoned.
+        counted: Called after each backward with the number of backwards.
     """
 
     def __init__(  # noqa: PLR0913 (one call builds it)
@@ -108,10 +108,10 @@ class StepSums:
         turns = sorted((rings.rounds[section], -section, name) for name, section in completes.items())
         self._to_reduce = deque((name, completes[name]) for _, _, name in turns)
         self._passed: set[int] = set()
-        """Sections whose last backward is through."""
+        """Sections whose last backward is done."""
         self._last = sorted(split, key=lambda name: (rings.of_unit[name], name))
         self._gradients: dict[str, list[tuple[str, Tensor]]] = defaultdict(list)
-        """By unit, of the section whose backward is not through: they are added together."""
+        """Gradients by unit of the section whose backward is still running; they are added together."""
         self._before: dict[tuple[str, int], int] = {}
         self._counted: dict[tuple[str, int], int] = {}
         for entry in () if salvage is None else salvage.sums:
@@ -123,19 +123,19 @@ class StepSums:
                 self.accumulators[part.total.unit].merge(part.tensors)
 
     def of(self, micro_batch: int) -> MicroBatchSums:
-        """What takes one micro-batch's gradients."""
+        """Return the sink of one micro-batch's gradients."""
         return MicroBatchSums(partial(self._add, micro_batch), partial(self._section_done, micro_batch))
 
     def _add(self, micro_batch: int, section: int, name: str, gradient: Tensor) -> None:
-        """Add what one micro-batch's backward through one section gave, unless it is in a sum already."""
+        """Add the gradients of one micro-batch's backward through one section, unless they are in a sum already."""
         unit = self._unit_of[name]
         if not (self._before and self._before.get((unit, section), 0) >> micro_batch & 1):
             self._gradients[unit].append((name, gradient))
 
     def add_loss(self, micro_batch: int, outputs: Sequence[Tensor], metric_names: Sequence[str]) -> None:
-        """Note what the last stage's forward gave of a micro-batch, unless a worker has that already.
+        """Record the loss and metrics of a micro-batch from the last stage's forward, unless a worker has them already.
 
-        That is its loss, and its metrics; the device is not waited for before they are requested.
+        The device is not waited for until they are requested.
         """
         if not self._before.get(self._losses, 0) >> micro_batch & 1:
             one_each = [not name.endswith(SAMPLES) for name in ("", *metric_names)]
@@ -158,7 +158,7 @@ class StepSums:
         self.counted(self._num_counted)
 
     def _section_done(self, micro_batch: int, section: int) -> None:
-        """A section's backward is through; the last micro-batch's completes units that no section before it uses."""
+        """Handle the end of a section's backward; the last one completes units that no earlier section uses."""
         for unit, gradients in self._gradients.items():
             self.accumulators[unit].add_all(gradients)
         self._gradients.clear()
@@ -168,10 +168,10 @@ class StepSums:
                 self._reduce([self._to_reduce.popleft()[0]])
 
     def finish_reduction(self) -> None:
-        """Reduce what is left, and wait for all of it. Raises as ``Interrupt.wait_for``.
+        """Reduce the remaining units, and wait for all of them. Raises as ``Interrupt.wait_for``.
 
-        Whoever has run no micro-batch reduces everything now, in the order of those who have. Units that several stages
-        of a pipeline hold are the last everywhere, so that no two workers wait for each other.
+        A worker without micro-batches reduces everything now, in the order of the other workers. Units that several
+        stages of a pipeline hold are the last everywhere, so that no two workers wait for each other.
         """
         self._reduce([name for name, _ in self._to_reduce])
         self._to_reduce.clear()
@@ -184,14 +184,14 @@ class StepSums:
             self._reduction.put(self.accumulators[unit], self._rings.ring_of(unit))
 
     def copies(self) -> list[HeldSum]:
-        """The partial sums so far, in memory of their own."""
+        """Return the partial sums so far, in new memory."""
         return [
             replace(part, tensors={name: value.clone() for name, value in part.tensors.items()})
             for part in self.partial_sums()
         ]
 
     def partial_sums(self) -> list[HeldSum]:
-        """What would be missing if the step were run again elsewhere: whole sums where the reduction is done."""
+        """Return the sums that would be missing if the step ran again elsewhere: whole sums after the reduction."""
         if not self._keep:
             return []
         found = []
@@ -210,7 +210,7 @@ class StepSums:
 
 
 def told_losses(outputs: Mapping[int, Sequence[Tensor]], metric_names: Sequence[str]) -> list[MicroBatchLoss]:
-    """What the last section's outputs say, by micro-batch, but for each sample; copied from the device all at once."""
+    """Return the last section's outputs by micro-batch, without values of each sample; one copy from the device."""
     if not outputs:
         return []
     kept = [place for place, name in enumerate(("", *metric_names)) if not name.endswith(SAMPLES)]

@@ -34,7 +34,7 @@ _SOURCES: dict[SpanKind, tuple[SpanKind, int]] = {
     "receive_activation": ("send_activation", -1),
     "receive_gradient": ("send_gradient", 1),
 }
-"""Which send, of the stage how many further, feeds a receive."""
+"""The kind of send that feeds a receive, and the offset of its stage."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Laid:
 def lay_out(timelines: Sequence[StepTimeline]) -> list[Laid]:
     """Put the spans of all workers on one clock, by worker and start.
 
-    Transfers of one direction are in order, so that one is drawn from the end of the one before it; a receive
-    also not from before its send, for it is posted long ahead.
+    Transfers of one direction are in order, so each is drawn from the end of the previous one; a receive, which is
+    posted long before, is drawn at the earliest from its send.
     """
     begin_ns = min((timeline.start_ns for timeline in timelines), default=0)
     laid = [
@@ -68,7 +68,7 @@ def lay_out(timelines: Sequence[StepTimeline]) -> list[Laid]:
 
 
 def trace(timelines: Sequence[StepTimeline]) -> dict[str, Any]:
-    """The trace of one step, as an object for JSON."""
+    """Return the trace of one step, as an object for JSON."""
     ordered = sorted(timelines, key=lambda timeline: (timeline.replica, timeline.stage))
     pids = {(timeline.replica, timeline.stage): number for number, timeline in enumerate(ordered)}
     events: list[dict[str, Any]] = []
@@ -86,10 +86,10 @@ def trace(timelines: Sequence[StepTimeline]) -> dict[str, Any]:
 
 
 def write_trace(timelines: Sequence[StepTimeline], path: Path) -> None:
-    """Write the trace of one step into a file, replacing it at once.
+    """Write the trace of one step into a file, atomically.
 
     Raises:
-        RunDirError: the file cannot be written.
+        RunDirError: if the file cannot be written.
     """
     try:
         write_whole(path, json.dumps(trace(timelines)))

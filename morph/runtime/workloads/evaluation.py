@@ -1,7 +1,7 @@
 """Evaluation: forward passes of the pipeline, without dropout, at the version that a worker holds.
 
 The sections are those of training with their dropout switched off and their buffers as they were committed, so cut
-positions, parameters and what crosses a border are the same; sections that run the model's own code run it in
+positions, parameters and border tensors are the same; sections that run the model's own code run it in
 evaluation mode. Other randomness stays on, drawn from (seed, version, micro-batch, section) as in training.
 """
 
@@ -51,7 +51,7 @@ from morph.runtime.step.stage import seed_section
 from morph.runtime.step.sums import told_losses
 
 MAX_SENDING = 4
-"""Micro-batches on their way to the next stage at most."""
+"""Most micro-batches on their way to the next stage."""
 
 aten = torch.ops.aten
 _OFF: dict[object, tuple[int, str, bool | float]] = {
@@ -63,14 +63,14 @@ _OFF: dict[object, tuple[int, str, bool | float]] = {
     aten.rrelu.default: (3, "training", False),
     aten.scaled_dot_product_attention.default: (4, "dropout_p", 0.0),
 }
-"""By operation: place and name of the argument that switches its dropout off, and how."""
+"""By operation: position, name and value of the argument that switches its dropout off."""
 
 
 def evaluation_sections(model: CutModel) -> tuple[Section, ...]:
-    """The sections of a cut model without dropout.
+    """Return the sections of a cut model without dropout.
 
     Raises:
-        JobError: dropout that cannot be told from the model's own randomness.
+        JobError: if dropout cannot be distinguished from the model's own randomness.
     """
     return tuple(_without_dropout(section) for section in model.sections)
 
@@ -105,7 +105,7 @@ def _read_only(graph: Graph, num_outputs: int) -> None:
 
 @dataclass(frozen=True)
 class _InEvaluationMode:
-    """A section of a model that runs its own code: its modules are told while it runs."""
+    """A section that runs the model's own code, whose modules are in evaluation mode while it runs."""
 
     code: MarkedCode
 
@@ -139,8 +139,8 @@ def _switch_off(node: Node, section: Section) -> None:
 class EvaluationStage:
     """One stage's sections, ready to run forward at one version.
 
-    ``sections_of`` gives the sections for an evaluation micro-batch, by number; ``load_batch`` entries of it, by number
-    and keys.
+    ``sections_of`` returns the sections for an evaluation micro-batch, by number; ``load_batch`` its entries, by
+    number and keys.
     """
 
     sections_of: Callable[[int], Sequence[Section]]
@@ -167,7 +167,7 @@ def run_evaluation(
     neighbours: Neighbours,
     interrupt: Interrupt,
 ) -> tuple[MicroBatchLoss, ...]:
-    """Run this stage's part of an evaluation; losses and metrics come from last stages alone.
+    """Run this stage's part of an evaluation; only last stages return losses and metrics.
 
     Raises:
         GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.wait_for``.
@@ -208,7 +208,7 @@ def run_evaluation(
 def _arrays(
     told: Mapping[int, Sequence[Tensor]], names: Sequence[str], longest: Sequence[BoundaryTensor]
 ) -> dict[int, dict[str, Array]]:
-    """What was returned for each sample, by micro-batch, padded to the longest; numpy has no bf16, which is widened."""
+    """Return the values of each sample, by micro-batch, padded to the longest; bf16, which numpy lacks, is widened."""
     places = {name.removesuffix(SAMPLES): place for place, name in enumerate(names, 1) if name.endswith(SAMPLES)}
     if not places:
         return {}
@@ -224,7 +224,7 @@ def _arrays(
 
 
 def _as_long_as(values: Tensor, shape: Sequence[int]) -> Tensor:
-    """Pad with what losses ignore, as transformers' Trainer does with what it gathers."""
+    """Pad with a value that losses ignore, as transformers' Trainer does."""
     if values.shape[1:] == torch.Size(shape[1:]):
         return values
     padded = values.new_full((len(values), *shape[1:]), False if values.dtype is torch.bool else IGNORED)
@@ -237,21 +237,21 @@ def _await(arriving: Receiver, done: int, interrupt: Interrupt) -> None:
 
 
 def batch_keys(sections: Iterable[Section]) -> set[str]:
-    """The batch entries that some sections load."""
+    """Return the batch entries that some sections load."""
     return {key for section in sections for key in section.batch_keys}
 
 
 def with_step(batch: Mapping[str, Tensor], job: Job, step: int) -> Mapping[str, Tensor]:
-    """Put the number of a step in the place of the entry that the job has for it."""
+    """Put the number of a step into the job's entry for it."""
     name = job.step_entry
     return {**batch, name: torch.full_like(batch[name], step)} if name is not None and name in batch else batch
 
 
 class Evaluator:
-    """A job's evaluations, as one worker takes part in them.
+    """One worker's part in a job's evaluations.
 
     Raises:
-        JobError: evaluation data that cannot be used, or a model that cannot be evaluated.
+        JobError: if the evaluation data cannot be used, or the model cannot be evaluated.
     """
 
     def __init__(self, job: Job, model: CutModel, device: torch.device, prefetcher: DataWorkers | None = None) -> None:
@@ -264,7 +264,7 @@ class Evaluator:
 
     @property
     def size(self) -> EvaluationSize:
-        """When, on how much, and what follows from it."""
+        """Times, size and consequences of evaluations."""
         job = self._job
         epochs, best = job.eval_every_epochs, job.best
         return EvaluationSize(
@@ -310,7 +310,7 @@ class Evaluator:
         """Compute the job's metrics of a whole evaluation.
 
         Raises:
-            JobError: the function fails, or returns something else than numbers by name.
+            JobError: if the function fails, or returns anything but numbers by name.
         """
         job = self._job
         assert job.eval_metrics is not None

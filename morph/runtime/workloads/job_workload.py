@@ -73,7 +73,7 @@ _FIELDS = (
 
 
 def check_training(job: Job, model: CutModel) -> dict[str, str]:
-    """Build each unit's optimizer and schedule without memory, and look at the evaluation data; returns the settings.
+    """Build each unit's optimizer and schedule without memory, check the evaluation data, and return the settings.
 
     Raises:
         JobError: an optimizer, a schedule or evaluation data that cannot be used.
@@ -103,7 +103,7 @@ def _check_step_entry(job: Job) -> None:
 
 
 def settings(job: Job, model: CutModel) -> dict[str, str]:
-    """What a job trains with, as text by name: its fields, and numbers of each unit's optimizer and schedule.
+    """Return a job's settings as text by name: its fields, and numbers of each unit's optimizer and schedule.
 
     Raises:
         JobError: an optimizer or a schedule that cannot be used.
@@ -136,7 +136,7 @@ def settings(job: Job, model: CutModel) -> dict[str, str]:
 
 
 def _needs(job: Job, model: CutModel) -> dict[str, str]:
-    """Keys of the state without which each unit's optimizer cannot make its second step, tried on small parameters.
+    """Return the keys of state that each unit's optimizer needs for its second step, found with small parameters.
 
     An optimizer that does not run on those is left out.
     """
@@ -179,7 +179,7 @@ _PROBE_SIZE = 0.01
 
 
 class JobWorkload:
-    """Loads the job of a setup and cuts its model: seconds, unless that was kept. See ``Workload``.
+    """Loads the job of a setup and cuts its model; this takes seconds, unless the cut was kept. See ``Workload``.
 
     Raises:
         InputError: on a wrong job, or one that the profile does not belong to.
@@ -215,7 +215,7 @@ class JobWorkload:
             require_same(facts, setup.known_by, setup.job_path)
         if self._job.accumulation == "exact":
             prepare(self._device)
-        prepare_torch()  # here, and not in a change of shape, for which every worker waits
+        prepare_torch()  # here, because in a change of shape every worker would wait
         self._loader = MicroBatchLoader.of(self._job, setup.micro_batch_size, self._data_workers)
         self._run_model = self._model
         if self._job.compile:
@@ -256,13 +256,13 @@ class JobWorkload:
         return self.make_unit(unit, num_micro_batches, empty=True)
 
     def arrive(self, num_bytes: int) -> None:
-        """See ``Workload.arrive``: what was received is there."""
+        """See ``Workload.arrive``: received bytes are there at once."""
 
     def adopt(self, shadow: UnitState) -> UnitState:
         return shadow
 
     def take_place(self, current: Generation) -> None:
-        """See ``Workload.take_place``: constants, frozen weights among them, are read from where they come from."""
+        """See ``Workload.take_place``: constants, including frozen weights, are read from their sources."""
         if current.slot is not None:
             sections = current.plan.stages[current.slot.stage].sections
             self._run_model.keep_constants_of(sections)
@@ -300,7 +300,7 @@ class JobWorkload:
         finish_reduction(sums, executor.stopwatch)
 
     def probe(self, sections: range, held: Mapping[str, UnitState], faults: FaultPlan) -> Callable[[], float]:
-        """See ``Workload.probe``. The gradients are summed as in a step, into sums that nobody reads."""
+        """See ``Workload.probe``. The gradients are summed as in a step, into unused sums."""
         used = [unit for unit in self._model.units if set(unit.sections) & set(sections)]
         units = [held.get(unit.id) or self.make_unit(unit.id, 1) for unit in used]
         sums = {name: total for unit in units for total in (unit.new_accumulator(),) for name in unit.values}
@@ -348,7 +348,7 @@ class JobWorkload:
         return self._loader.samples_of(step)
 
     def _start_data_workers(self, setup: WorkerSetup) -> DataWorkers:
-        """Start them as soon as the job is known: what they import and build takes as long as the rest of a setup."""
+        """Start them as soon as the job is known: their imports and setup take as long as the rest of a setup."""
         pinned = self._device.type != "cpu"
         return DataWorkers(self._job.data_workers, setup.job_path, known=setup.known_by.data, pinned=pinned)
 
@@ -368,14 +368,14 @@ class JobWorkload:
         )
 
     def _made(self, spec: BoundaryTensor) -> Tensor:
-        """Something of the kind that crosses a cut-point; small, so that no sum overflows."""
+        """Return a tensor like those at a cut-point, with small values so that no sum overflows."""
         if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
             return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
         numbers = torch.linspace(-_PROBE_SIZE, _PROBE_SIZE, max(1, math.prod(spec.shape)), device=self._device)
         return numbers.reshape(spec.shape).to(spec.dtype)
 
     def _example(self, length: int | None, keys: Sequence[str]) -> Mapping[str, Tensor]:
-        """Entries of a micro-batch of a length."""
+        """Return entries of a micro-batch of a length."""
         return placed(self._loader.example(length, keys), self._device)
 
     def _load(self, step: int, micro_batch: int, keys: Sequence[str]) -> Mapping[str, Tensor]:

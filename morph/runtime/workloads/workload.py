@@ -1,4 +1,4 @@
-"""What a worker trains, behind one interface: a job's cut model, or an emulated device with a profile's times."""
+"""The interface of a worker's work: a job's cut model, or an emulated device with a profile's times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from morph.runtime.step.sums import StepSums
 
 
 class Workload(Protocol):
-    """Everything that a worker needs of a job, once the job is loaded. Used in the order lane alone."""
+    """Everything that a worker needs from a loaded job. Used only in the order lane."""
 
     @property
     def units(self) -> tuple[ParameterUnit, ...]:
@@ -26,53 +26,53 @@ class Workload(Protocol):
 
     @property
     def evaluation(self) -> EvaluationSize | None:
-        """How often the job is evaluated, and on how much; None: never."""
+        """Interval and size of evaluations; None: never."""
 
     def make_unit(self, unit: str, num_micro_batches: int, *, empty: bool = False) -> UnitState:
-        """A unit's state at version 0; ``empty``: one that is about to be loaded, with anything in its parameters."""
+        """Return a unit's state at version 0; ``empty``: it is about to be loaded, so its parameters are undefined."""
 
     def incoming_state(self, channel: Channel, interrupt: Interrupt) -> Carrier:
-        """The channel over which this worker receives a unit's state."""
+        """Return the channel over which this worker receives a unit's state."""
 
     def make_shadow(self, unit: str, num_micro_batches: int) -> UnitState:
-        """An empty unit that is to be kept in step with another worker's; made and used beside the order lane."""
+        """Return an empty unit that will follow another worker's; made and used outside the order lane."""
 
     def arrive(self, num_bytes: int) -> None:
-        """Block until so many bytes that were pre-copied are there; called beside the order lane."""
+        """Block until so many pre-copied bytes have arrived; called outside the order lane."""
 
     def adopt(self, shadow: UnitState) -> UnitState:
-        """Make a unit that was kept in step as this worker's own."""
+        """Turn a unit that followed another worker's into this worker's own."""
 
     def take_place(self, current: Generation) -> None:
-        """Read what the stage of a generation needs that is no state of a unit, and let go of an earlier stage's."""
+        """Read the data besides units that a generation's stage needs, and release those of an earlier stage."""
 
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
-        """Everything of one step up to its reductions, ready to run on this worker's stage."""
+        """Return one step up to its reductions, ready to run on this worker's stage."""
 
     def reduce(self, current: Generation, sums: StepSums, executor: Executor) -> None:
         """Finish the reduction of every unit that this worker holds. Raises as ``Interrupt.wait_for``."""
 
     def probe(self, sections: range, held: Mapping[str, UnitState], faults: FaultPlan) -> Callable[[], float]:
-        """Make what a probe needs; the result runs a micro-batch's forward and backward and returns its seconds.
+        """Return a function that runs a micro-batch's forward and backward for a probe and returns its seconds.
 
-        ``held`` units are read and never changed; what is missing is made. No peer is needed.
+        ``held`` units are read and never changed; missing ones are made. No peer is needed.
         """
 
     def evaluate(self, current: Generation, version: int) -> Evaluation | None:
-        """Evaluate a version that every unit is at; None when none is due, or not on a last stage."""
+        """Evaluate the present version of every unit; None if no evaluation is due, or not on a last stage."""
 
     def samples_of(self, step: int) -> tuple[int, ...]:
-        """Name the samples of a step by their numbers in the data set, in its order; empty: there is none."""
+        """Return the numbers of a step's samples in the data set, in the order of the step; empty: no data set."""
 
     def collect_notes(self) -> tuple[str, ...]:
-        """What the user should know of its data workers since the last call; from any thread, and never blocks."""
+        """Return news about its data workers since the last call, for the user; from any thread; never blocks."""
 
     def finish(self, totals: EvaluationTotals) -> FinishedMetrics | None:
         """Compute the job's own metrics of a whole evaluation; None: it has none. Raises as the user's function."""
 
 
 def load_workload(setup: WorkerSetup) -> Workload:
-    """Make what a setup describes.
+    """Return the workload that a setup describes.
 
     Raises:
         InputError: on a wrong job, or one that the profile does not belong to.
